@@ -360,8 +360,10 @@ def grid():
     checks = ok[[*attention.CONFIG, *attention.CELL]].assign(
         **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2)
     frames = {"cells": cells, "checks": checks}
+    key = {name: [*attention.CONFIG, *schema.unique] for name, schema in attention.SCHEMAS.items()}
+    key["passes"] = key["checks"]
     for name, frame in (frames | attention.tables(frames)).items():
-        assert not frame.duplicated(list(attention.KEYS[name])).any()
+        assert not frame.duplicated(key[name]).any()
     return {f"attention.{name}": frame for name, frame in (frames | attention.tables(frames)).items()}
 
 

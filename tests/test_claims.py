@@ -9,7 +9,7 @@ import pytest
 
 import reports
 from stepscope.report import claims, claims_across
-from stepscope.report.claims import FAILS, HOLDS, TAG, ChapterError, Teller, collect, formatted
+from stepscope.report.claims import FAILS, HOLDS, TAG, ChapterError, Renderer, collect, formatted
 from stepscope.report.render import CHAPTERS
 from stepscope.report.style import figure
 from stepscope.report.tables import table
@@ -44,28 +44,28 @@ def empty(tables):
 
 
 @pytest.fixture
-def teller(monkeypatch):
+def renderer(monkeypatch):
     functions = {one.__name__: one for one in (holds, fails, lacks, breaks, empty)}
     known = {"claim": functions, "table": {"times": lambda tables: table(pd.DataFrame({"wall, ms": [1.0]})),
                                            "none": lambda tables: None, "rowless": lambda tables: pd.DataFrame()},
              "figure": {"busy": lambda tables: figure("A <b>message</b>")[0], "none": lambda tables: None}}
     monkeypatch.setattr(claims, "collect", known.__getitem__)
-    return Teller({})
+    return Renderer({})
 
 
-def test_a_claim_that_holds_is_said_with_its_numbers(teller):
+def test_a_claim_that_holds_is_said_with_its_numbers(renderer):
     text = "Before. {% claim holds %}{size}: {operations:n} kernels, `{kernel}`, in {wall:ms}.{% endclaim %} After."
-    assert teller.chapter(text, "a.md") == "Before. a\\_b: 1,778 kernels, `k<T>`, in 94.2 ms. After.\n"
-    assert [told.why for told in teller.told] == [HOLDS]
+    assert renderer.chapter(text, "a.md") == "Before. a\\_b: 1,778 kernels, `k<T>`, in 94.2 ms. After.\n"
+    assert [told.why for told in renderer.results] == [HOLDS]
 
 
 @pytest.mark.parametrize(("name", "why"), [
     ("fails", "does not hold"), ("lacks", "no data"), ("breaks", "TypeError: of an odd table"),
     ("empty", "has no number for wall")])
-def test_a_claim_that_does_not_hold_is_left_out_and_listed(teller, name, why):
+def test_a_claim_that_does_not_hold_is_left_out_and_listed(renderer, name, why):
     text = f"A. {{% claim {name} %}}B {{wall:ms}}.{{% endclaim %}} C. {{% claim holds %}}D.{{% endclaim %}}"
-    assert teller.chapter(text, "a.md") == "A. C. D.\n"
-    assert teller.told[0].why == why
+    assert renderer.chapter(text, "a.md") == "A. C. D.\n"
+    assert renderer.results[0].why == why
 
 
 @pytest.mark.parametrize(("text", "left"), [
@@ -84,20 +84,20 @@ def test_a_claim_that_does_not_hold_is_left_out_and_listed(teller, name, why):
      "## Title\n\n| wall, ms |\n| --: |\n| 1.00 |\n"),
     ("## Title\n\nProse.\n\n{% table none %}\n\n{% table rowless %}\n\n{% claim lacks %}A.{% endclaim %}", ""),
     ("## Title\n\nProse without a tag.", "## Title\n\nProse without a tag.\n")])
-def test_what_says_nothing_is_absent(teller, text, left):
-    assert teller.chapter(text, "a.md") == left
+def test_what_says_nothing_is_absent(renderer, text, left):
+    assert renderer.chapter(text, "a.md") == left
 
 
-def test_a_figure_is_shown_once_made_with_its_message_escaped(teller):
-    text = teller.chapter("{% figure busy %}", "a.md", "../figures")
+def test_a_figure_is_shown_once_made_with_its_message_escaped(renderer):
+    text = renderer.chapter("{% figure busy %}", "a.md", "../figures")
     assert text == "![A \\<b\\>message\\</b\\>](../figures/busy.svg)\n"
-    teller.chapter("{% figure busy %}", "b.md")
-    assert [*teller.figures] == ["busy"] and len(teller.told) == 1
+    renderer.chapter("{% figure busy %}", "b.md")
+    assert [*renderer.figures] == ["busy"] and len(renderer.results) == 1
 
 
-def test_code_in_fences_is_left_as_it_is(teller):
+def test_code_in_fences_is_left_as_it_is(renderer):
     text = "A.\n\n```python\nf'{x}'  # {% claim nothing %}\n\n\ny\n```\n\nB. {% claim holds %}C.{% endclaim %}\n"
-    assert teller.chapter(text, "a.md") == text.replace("{% claim holds %}C.{% endclaim %}", "C.")
+    assert renderer.chapter(text, "a.md") == text.replace("{% claim holds %}C.{% endclaim %}", "C.")
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -111,9 +111,9 @@ def test_code_in_fences_is_left_as_it_is(teller):
     ("{% claim holds %}{wall}{% endclaim %}", "needs its unit"),
     ("{% claim holds %}{size:ms}{% endclaim %}", "of the text"),
     ("{% claim holds %}{wall:ms{% endclaim %}", "claim holds")])
-def test_a_wrong_tag_is_an_error_that_names_its_line(teller, text, message):
+def test_a_wrong_tag_is_an_error_that_names_its_line(renderer, text, message):
     with pytest.raises(ChapterError, match=message):
-        teller.chapter(text, "a.md")
+        renderer.chapter(text, "a.md")
 
 
 def test_two_studies_may_not_have_one_name(monkeypatch):
@@ -148,11 +148,11 @@ def test_a_claims_numbers_are_its_functions():
 
 def _sentences(tables: dict) -> dict[str, str]:
     """Every claim's first sentence on these tables, and why it is not said of others."""
-    teller, found = Teller(tables), {}
+    renderer, found = Renderer(tables), {}
     for page in PAGES:
         for name, sentence in CLAIM.findall(page.read_text()):
             if name not in found:
-                found[name] = teller._claim(name, sentence, page.name) if name in teller.known["claim"] else ""
+                found[name] = renderer._claim(name, sentence, page.name) if name in renderer.known["claim"] else ""
     return found
 
 
@@ -166,9 +166,9 @@ def test_no_chapter_has_a_number_of_the_references_sweeps():
 
 def _told(tables: dict) -> tuple[dict[Path, str], list[str]]:
     """Every page as it is told of these tables, and why the rest is not."""
-    teller = Teller(tables)
-    texts = {page: teller.chapter(page.read_text(), page.name) for page in PAGES}
-    return texts, [f"{told.kind} {told.name}: {told.why}" for told in teller.told
+    renderer = Renderer(tables)
+    texts = {page: renderer.chapter(page.read_text(), page.name) for page in PAGES}
+    return texts, [f"{told.kind} {told.name}: {told.why}" for told in renderer.results
                    if told.why != HOLDS and not told.name.startswith("cpu_")]
 
 
@@ -215,11 +215,11 @@ def _orphans(chapter: str) -> list[str]:
                     for of, name in tags if of == kind} for kind in ("claim", "table", "figure")}
 
     def told(dropped: tuple = ()) -> list[str]:
-        teller = Teller({})
-        teller.known = {kind: {name: (lambda tables: None) if (kind, name) == dropped else function
+        renderer = Renderer({})
+        renderer.known = {kind: {name: (lambda tables: None) if (kind, name) == dropped else function
                                for name, function in own.items()} for kind, own in known.items()}
-        teller.figures = {name: (name, "") for kind, name in tags if kind == "figure" and (kind, name) != dropped}
-        return _units(teller.chapter(chapter, "a chapter"))
+        renderer.figures = {name: (name, "") for kind, name in tags if kind == "figure" and (kind, name) != dropped}
+        return _units(renderer.chapter(chapter, "a chapter"))
 
     whole = told()
     for tag in sorted(tags):

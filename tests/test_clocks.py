@@ -12,7 +12,7 @@ import torch
 
 from stepscope import gpu_lock, stats
 from stepscope.config import PHASES, WHOLE, StepConfig
-from stepscope.measure import clocks, graph, modes, power, rates
+from stepscope.measure import clocks, graph, power, rates
 from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.measure.graph import replay
 from stepscope.measure.power import PowerMonitor, Reading, power_w
@@ -325,46 +325,20 @@ def timed(*walls_ms):
     return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
 
 
-def forward_mode(*walls_ms, **fields):
-    step = SimpleNamespace(mode="forward", precision="fp32", device="cuda", optimizer=None, clear_gradients=lambda: None)
-    return modes.Case(step, timed(*walls_ms), **fields)
-
-
-@pytest.mark.parametrize(("lasts_ms", "least"), [(9.0, 5), (3000.0, 3)])
-def test_long_steps_are_replayed_less_often(monkeypatch, lasts_ms, least):
-    asked = []
-    monkeypatch.setattr(modes, "time_plain", lambda case, *_: setattr(case, "samples", timed(lasts_ms, lasts_ms)))
-    monkeypatch.setattr(modes, "capture_cases", lambda cases, count: None)
-    monkeypatch.setattr(modes, "replay", lambda *_, replays, **__: (asked.append(replays), ([1.0, 6.0, 5.0], ""))[1])
-    monkeypatch.setattr(modes, "release", lambda *_, **__: None)
-    step = forward_mode(1.0).step
-    step.scaler = None
-    case = modes.Case(step)
-    monkeypatch.setattr(modes, "Case", lambda step: case)
-    modes.measure_steps([step])
-    assert asked == [least] and modes.case_rows(case, None, "")[-1]["replayed_ms"] == 5
-
-
-@pytest.mark.parametrize(("lasts_ms", "expected"), [(9.0, [5, 2, 2]), (3000.0, [5, 1, 1])])
-def test_after_a_long_mode_the_others_warm_up_once(monkeypatch, lasts_ms, expected):
-    noted = []
-
-    def plain(case, steps, warmups, power_modes):
-        noted.append(warmups)
-        case.samples = timed(lasts_ms, lasts_ms)
-    monkeypatch.setattr(modes, "time_plain", plain)
-    monkeypatch.setattr(modes, "capture_cases", lambda cases, count: None)
-    monkeypatch.setattr(modes, "release", lambda *_, **__: None)
-    modes.measure_steps([forward_mode(1.0).step for _ in range(3)], modes.StepCounts(cold=5, replays=0))
-    assert noted == expected
-
-
 def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypatch):
-    times = pd.DataFrame({"phase": [WHOLE], "operations": [1000.0]})
-    taken = SimpleNamespace(tables=lambda: (times, timed(90.0, 5.0, 2.0, 3.0), None))
-    monkeypatch.setattr(modes, "build_step", lambda config: None)
-    monkeypatch.setattr(modes, "measure_steps", lambda steps, counts: taken)
-    assert modes.launch_rate("cuda") == (2, 5) and modes.launch_rate("cpu") is None
+    launches = [["step", number, "forward", "gemm", "other", at, at + 1]
+                for number, count in ((0, 700), (1, 1000), (2, 1000)) for at in range(count)]  # of the first some are lost
+    captured = SimpleNamespace(operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None)
+    ran = []
+    monkeypatch.setattr(rates, "time_steps", lambda *_, before: timed(90.0, 5.0, 2.0, 3.0))
+    monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
+    monkeypatch.setattr(rates, "synchronizer", lambda device: lambda: None)
+    monkeypatch.setattr(rates, "build_step", lambda config: type("Step", (), {
+        "clear_gradients": lambda self: None, "__call__": lambda self, phase: ran.append(phase)})())
+    assert rates.launch_rate("cuda") == (2, 5) and len(ran) == 3
+    assert rates.launch_rate("cpu") is None
+    captured.operations = captured.operations[:0]
+    assert all(map(math.isnan, rates.launch_rate("cuda")))
 
 
 # Energy
@@ -391,14 +365,10 @@ def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
     seen = iter([*warm, *(Reading(t, 1980.0, 5000 + 300.0 * (t - 5)) for t in (7.0, 9.0, 11.0, 13.0))])
     monkeypatch.setattr(power, "reading", lambda: next(seen))
-    monkeypatch.setattr(modes, "time_steps", lambda step, steps, warmups, device, before, after: [
-        after() for _ in range(warmups + steps)])
-    for name in ("empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 2**30)
-    case = forward_mode()
-    modes.time_plain(case, 4, 5)
-    assert case.readings == pytest.approx(
-        {"peak_gib": 1, "reserved_gib": 1, "sm_clock_mhz": 1980, "power_w": 300, "step_j": 600})
+    own = power.Power("cuda")
+    for _ in range(5 + 4):
+        own.read()
+    assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1980, "power_w": 300, "step_j": 600})
 
 
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):

@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 
 import reports
 from stepscope.report import load as loading
-from stepscope.report.claims import Teller
+from stepscope.report.claims import Renderer
 from stepscope.report.load import read
 from stepscope.report.render import render
 from stepscope.report.tables import escape
@@ -203,9 +203,9 @@ class Reads(dict):
         return super().__getitem__(name)
 
 
-def _say(teller: Teller, kind: str, name: str) -> None:
-    {"claim": teller._made, "table": lambda _, name: teller._table(name),
-     "figure": lambda _, name: teller._figure(name)}[kind](kind, name)
+def _say(renderer: Renderer, kind: str, name: str) -> None:
+    {"claim": renderer._made, "table": lambda _, name: renderer._table(name),
+     "figure": lambda _, name: renderer._figure(name)}[kind](kind, name)
 
 
 @pytest.fixture
@@ -214,13 +214,13 @@ def survives(runs, monkeypatch):
     frames: dict[str, pd.DataFrame] = {}
     real, whole = loading._file, Store(runs).records(check_files=True)
     monkeypatch.setattr(Store, "records", lambda *_, **__: whole)
-    teller, readers = Teller(Reads(read(Store(runs)).tables)), {}
-    monkeypatch.setattr("stepscope.report.claims.collect", teller.known.__getitem__)
-    for kind, known in teller.known.items():
+    renderer, readers = Renderer(Reads(read(Store(runs)).tables)), {}
+    monkeypatch.setattr("stepscope.report.claims.collect", renderer.known.__getitem__)
+    for kind, known in renderer.known.items():
         for name in known:
-            teller.tables.studies = set()
-            _say(teller, kind, name)
-            readers[kind, name] = teller.tables.studies
+            renderer.tables.studies = set()
+            _say(renderer, kind, name)
+            readers[kind, name] = renderer.tables.studies
 
     def tell(change: tuple[Path, str, str, str]) -> str:
         run, table, column, name = change
@@ -236,7 +236,7 @@ def survives(runs, monkeypatch):
         try:
             found = read(Store(runs))
             if not found.errors:  # else it was left out, as whole runs are
-                said = Teller(found.tables)
+                said = Renderer(found.tables)
                 for (kind, tag), studies in readers.items():
                     if run.parent.name in studies:
                         _say(said, kind, tag)

@@ -196,7 +196,7 @@ def test_what_the_evidence_says(campaign):
     assert claims.change_graph(campaign) == {"size": "small", "context": 512}
     assert claims.change_matmul(campaign) == {"share": pytest.approx(0.6), "size": "2.7B"}
     assert claims.change_training(campaign) == {"size": "small", "steps": 200}
-    distance, seeds = tables.moved(tables.trained(campaign)[1])
+    distance, seeds = tables.loss_shift(tables.trained(campaign)[1])
     assert distance[CHANGES[-1]] == pytest.approx(0.01, abs=5e-4) and seeds == pytest.approx(0.08, abs=5e-4)
     assert claims.beside_hugging_face(campaign) == pytest.approx({"low": 11 / 9.2, "high": 6.8 / 5.22})
     printed = tables.peers(campaign)["ours faster, x"]
@@ -225,7 +225,7 @@ def test_a_gain_within_the_spread_of_steps_is_not_clear(campaign):
 
 def test_a_loss_above_and_below_has_moved():
     off = pd.DataFrame({("fp32", 0): [0, 0], ("fp32", 1): [0.3, 0.3], ("fp32", 2): [0.5, 0.5], ("bf16", 0): [0.1, -0.1]})
-    distance, nearest = tables.moved(off.rename_axis(columns=["change", "seed"]))
+    distance, nearest = tables.loss_shift(off.rename_axis(columns=["change", "seed"]))
     assert distance.to_dict() == {"bf16": 0.1} and nearest == pytest.approx(0.2)
 
 
@@ -317,5 +317,5 @@ def test_schemas_hold_what_is_written(campaign):
         frame = campaign[f"ladder.{name}"].drop(columns=[*tables.CONFIG])
         for _, own in frame.groupby([campaign[f"ladder.{name}"][column] for column in tables.CONFIG]):
             schema.validate(own)
-        assert not campaign[f"ladder.{name}"].duplicated(list(tables.KEYS[name])).any()
+        assert not campaign[f"ladder.{name}"].duplicated([*tables.CONFIG, *tables.SCHEMAS[name].unique]).any()
     assert set(tables.SCHEMAS["steps"].columns) == {*tables.CELL, "status", "reason", *tables.MEASURES}

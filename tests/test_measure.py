@@ -9,6 +9,7 @@ from torch import nn
 
 from stepscope import measure
 from stepscope.config import StepConfig
+from stepscope.measure.times import OPERATION_COLUMNS
 from stepscope.model.training_step import build_step
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
@@ -81,29 +82,29 @@ def test_a_capture_has_each_operation_with_its_case_step_and_phase():
     assert len(own) == 1 and measure.gpu_time_ms(own) == (own["end_ns"] - own["start_ns"]).sum() / 1e6
 
 
-def test_steps_measured_by_hand_give_the_tables_that_measured_modes_give():
+def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
     step = build_step(StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1))
-    modes = ("step", "forward")
-    cases = {mode: {"mode": mode, "precision": "fp32"} for mode in modes} | {
-        "lost": {"mode": "forward_backward", "precision": "fp32"}}
-    samples = {mode: measure.time_steps(step.of(mode), 2, 1, "cpu", before=step.clear_gradients) for mode in modes}
+    cases = {mode: {"mode": mode, "precision": "fp32"} for mode in ("step", "forward", "forward_backward")}
+    samples = {mode: measure.time_steps(step.of(mode), 2, 1, "cpu", before=step.clear_gradients) for mode in ("step", "forward")}
     with measure.capture("cpu") as captured:
-        for mode in modes:
-            for number in range(2):
-                step.clear_gradients()
-                step.of(mode)(captured.phases(mode, number))
+        for number in range(2):
+            step.clear_gradients()
+            step(captured.phases("step", number))
     found = captured.operations
-    times = measure.step_times(cases, samples, found, {"step": {"power_w": 7.0}}, {"lost": ("oom", "no room")})
+    times = measure.step_times(cases, samples, found, {"step": {"power_w": 7.0}}, {"forward_backward": ("oom", "no room")}, "late")
+    assert times[["mode", "phase", "status", "reason"]].values.tolist() == [
+        *(["step", phase, "ok", ""] for phase in ("forward", "loss", "backward", "optimizer", "whole")),
+        ["forward", "forward", "ok", "late"], ["forward", "whole", "ok", "late"],
+        ["forward_backward", "whole", "oom", "no room"]]
+    assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[times["wall_ms"].isna()].tolist() == [7]
+    plain = samples["step"].query("not warmup").groupby("phase")["wall_ms"].median()
+    assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
+    own = measure.quickest_step(found)
+    assert times["operations"][:5].tolist() == [*own["phase"].value_counts()[["forward", "loss", "backward", "optimizer"]], len(own)]
+    assert times["operations"][5:].isna().all() and times["busy"][4] == times["gpu_ms"][4] / times["wall_ms"][4]
     names = measure.operations_by_name(cases, found)
-    theirs = measure.measure_steps([step.of(mode) for mode in modes], measure.StepCounts(2, 1, replays=0))
-    expected, _, expected_names = theirs.tables()
-    assert times.columns.equals(expected.columns) and times.dtypes.equals(expected.dtypes)
-    both = ["mode", "phase", "operations", "status"]
-    assert times[both][:-1].equals(expected[both]) and names.drop(columns="gpu_ms").sort_values(
-        ["mode", "phase", "name"], ignore_index=True).equals(expected_names.drop(columns="gpu_ms").sort_values(
-            ["mode", "phase", "name"], ignore_index=True))
-    assert times.iloc[-1][["mode", "phase", "status", "reason"]].tolist() == ["forward_backward", "whole", "oom", "no room"]
-    assert times[times["phase"] == "whole"]["power_w"].tolist()[0] == 7 and (times["wall_ms"][:-1] > 0).all()
+    assert names["count"].sum() == len(own) and set(names["mode"]) == {"step"} and list(names) == OPERATION_COLUMNS
+    assert list(measure.operations_by_name(cases, found[:0])) == OPERATION_COLUMNS
 
 
 def test_an_error_in_a_capture_is_not_the_profilers():

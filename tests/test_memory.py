@@ -23,7 +23,7 @@ from stepscope.model.training_step import Step, build_step
 from stepscope.runs.record import of_two_notebooks
 from stepscope.runs.run import notebook_of, parameters_of
 from stepscope.studies.memory import history, policies
-from stepscope.studies.memory.tables import KEYS, LIVE, SCHEMAS, column, of_run
+from stepscope.studies.memory.tables import CONFIG, LIVE, SCHEMAS, column, of_run
 from stepscope.traces import memory_snapshot
 from test_accounting import SHAPES
 
@@ -473,4 +473,5 @@ def test_tables_pass_their_schemas_and_keys_are_unique(monkeypatch):
     for name, table in tables.items():
         SCHEMAS[name].validate(table)
         full = of_run(config, tables)[f"memory.{name}"]
-        assert not full.duplicated(list(KEYS[name])).any() and set(KEYS[name]) <= set(full)
+        key = [*CONFIG, *SCHEMAS[name].unique]
+        assert not full.duplicated(key).any() and set(key) <= set(full)

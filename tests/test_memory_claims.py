@@ -12,7 +12,7 @@ from stepscope.model.accounting import GIB, KINDS, MIB
 from stepscope.report.tables import markdown, number
 from stepscope.studies.memory import claims, figures
 from stepscope.studies.memory.policies import POLICIES, block_runs, saved_bytes
-from stepscope.studies.memory.tables import CONFIG, KEYS, LIVE, PRINTED, SCHEMAS, column, typed
+from stepscope.studies.memory.tables import CONFIG, LIVE, PRINTED, SCHEMAS, column, typed
 
 H200_GIB = 139.8
 
@@ -86,7 +86,7 @@ def made(name, rows):
     rows = pd.DataFrame(list(rows))
     found = pd.concat([rows[[*CONFIG, "run_id"]], typed(name, rows)], axis=1)
     SCHEMAS[name].validate(typed(name, rows).head(7))
-    assert not found.duplicated(list(KEYS[name])).any()
+    assert not found.duplicated([*CONFIG, *SCHEMAS[name].unique]).any()
     return found
 
 

@@ -337,8 +337,8 @@ def _cells_of(row: str) -> list[str]:
 
 def test_what_is_left_out_is_said_in_a_few_lines(done, others):
     for rendered in (done[0], others[0]):
-        assert 0 < len(rendered.left_out) <= 3 < len(rendered.unsaid)
-        assert not [one.name for one in rendered.unsaid for line in rendered.left_out if "_" in one.name and one.name in line]
+        assert 0 < len(rendered.left_out) <= 3 < len(rendered.omitted)
+        assert not [one.name for one in rendered.omitted for line in rendered.left_out if "_" in one.name and one.name in line]
 
 
 def test_without_a_gpu_the_first_screen_says_so_and_shows_the_largest(done, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from cells import run_cells
 from stepscope import measure
-from stepscope.measure import clocks, modes, profiled_process
+from stepscope.measure import clocks, profiled_process
 from stepscope.optimizations.trainer import Trainer
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
@@ -143,10 +143,13 @@ def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypat
 
 
 def test_each_step_of_an_in_process_capture_is_alone(gpu):
-    case = SimpleNamespace(step=Step(gpu), captured=0)
-    modes.capture_steps(SimpleNamespace(phases=lambda case, number: gpu.range), case, 0, 2)
+    names = run_cells("benchmark", until="replayed_ms, why", replaced={"synchronize": gpu.synchronize}, device="cpu",
+                      warmup_steps=1, timed_steps=1)
+    names |= {"captured": SimpleNamespace(phases=lambda case, number: gpu.range), "zero_grad": gpu.clear,
+              "step": lambda mode, phase: Step(gpu)(phase)}
+    names["capture_steps"]("forward_backward")
     began = [left for name, what, left in gpu.log if name == "forward" and what == "begins"]
-    assert began == [0.0, 0.0] and gpu.left == 0.0 and case.captured == 2
+    assert began == [0.0] * 3 and gpu.left == 0.0 and names["complete"]["forward_backward"] == 3
 
 
 class Events:

@@ -279,9 +279,9 @@ def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
         console.print(f"left out: {error}")
     for line in [*rendered.notes, *rendered.left_out]:
         console.print(line)
-    for told in rendered.unsaid if unsaid else ():
+    for told in rendered.omitted if unsaid else ():
         console.print(f"not said: {told.kind} {told.name} ({told.why})")
-    if rendered.unsaid and not unsaid:
+    if rendered.omitted and not unsaid:
         console.print("stepscope render --unsaid names all that is left out")
     for path in rendered.paths:
         if path.parent == out:
@@ -368,7 +368,7 @@ def profile(
 def doctor() -> None:
     """Say what this machine offers for measuring, and what is missing."""
     from stepscope.config import device_here
-    from stepscope.measure.modes import launch_rate
+    from stepscope.measure.rates import launch_rate
     device = device_here("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}
     if rate := launch_rate(device):

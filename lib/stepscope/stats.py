@@ -1,4 +1,4 @@
-"""What is said of samples, and the two constants by which a report tells a difference from none."""
+"""What is said of samples, and the thresholds by which reports tell a difference from none."""
 from collections.abc import Sequence
 
 import numpy as np
@@ -6,8 +6,23 @@ import numpy as np
 # Busy (GPU time over wall time) below this: the GPU waits for launches.
 LAUNCH_BOUND = 0.95
 # GPU times of one configuration repeat this well, so that a smaller difference is none. (Where the power cap
-# holds the clocks, which it does a little differently each time: 3%.)
+# holds the clocks, which it does a little differently each time: 3%.) Peaks of memory repeat as well.
 SAME = 0.01
+# The least gain of an optimization: most of their steps run at the power cap.
+LEAST_GAIN = 0.03
+# Wall times that differ by less are what a reader calls the same.
+SAME_WALL = 0.05
+# A smaller share of a whole hardly counts.
+LEAST_SHARE = 0.05
+# Wall times of warm steps of one process spread by less: what differs by more is still warming up, or waits.
+STEADY = 0.01
+# GPU time is of other steps than wall time, and of another clock, so busy can be a little over 1. More than
+# this cannot be: that cell was disturbed, and is left out.
+MOST_BUSY = 1.02
+# A step that is less busy than this waits for launches more than it computes.
+MOSTLY_WAITS = 0.5
+# The share of values that are inf, NaN or wrongly 0 from which on a precision loses them.
+LOST = 1e-3
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     from stepscope import measure
 
-    exclusive(), lock_held()           the GPU to oneself: whatever is timed or captured goes in there
+    exclusive()                        the GPU to oneself: whatever is timed or captured goes in there
     out_of_memory(status, case, ...)   a failed case is noted, what it held is freed, and the others go on
     asked_and_allocated(words)         of an out-of-memory error's words
     Phases(device), .ms()              the ``phase`` that a step is called with: its time and enqueue time
@@ -19,19 +19,14 @@
     Power(device), .read(), .per_step(steps)   clock, power and energy of the very steps that are timed
     ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
     step_times, operations_by_name     the tables of a run, of all that
-    measure_steps(steps, counts)       all of it on the modes of one model
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
 """
-from stepscope.gpu_lock import exclusive, lock_held
-from stepscope.measure.clocks import Phases, back_to_back, synchronizer, time_step, time_steps, walls_ms
+from stepscope.gpu_lock import exclusive
+from stepscope.measure.clocks import Phases, back_to_back, synchronizer, time_steps, walls_ms
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling
 from stepscope.measure.graph import graph_of, replay
-from stepscope.measure.guard import (
-    asked_and_allocated,
-    error_text,
-    out_of_memory,
-)
+from stepscope.measure.guard import asked_and_allocated, error_text, out_of_memory
 from stepscope.measure.memory import (
     device_bytes,
     forget_peaks,
@@ -41,26 +36,18 @@ from stepscope.measure.memory import (
     storage_bytes,
 )
 from stepscope.measure.memory_history import MemoryHistory, record_memory_history
-from stepscope.measure.modes import (
-    Measurement,
-    StepCounts,
-    measure_steps,
-    operations_by_name,
-    step_times,
-    without_readings,
-)
 from stepscope.measure.power import Power, PowerMonitor, highest_clock_mhz, kept_up_power
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
+from stepscope.measure.times import operations_by_name, step_times
 from stepscope.model.training_step import autocast, grad_scaler, prepare, release
 from stepscope.traces.captured import by_name, gpu_time, gpu_time_ms, quickest_step
 
 __all__ = [
-    "Measurement", "MemoryHistory", "Phases", "Power", "PowerMonitor", "StepCounts", "allow_recompiling",
-    "asked_and_allocated",
+    "MemoryHistory", "Phases", "Power", "PowerMonitor", "allow_recompiling", "asked_and_allocated",
     "autocast", "back_to_back", "by_name", "capture", "ceilings", "device_bytes", "error_text", "exclusive",
     "forget_peaks", "fresh_compiler_cache", "gpu_time", "gpu_time_ms", "grad_scaler", "graph_of",
-    "highest_clock_mhz", "kept_up_power", "lock_held", "measure_steps", "operations_by_name", "out_of_memory",
-    "pass_memory", "peak_memory", "prepare", "quickest_step", "record_memory_history", "release", "replay",
-    "saved_for_backward", "seconds_with_compiling", "sheet_tflops", "step_times", "storage_bytes",
-    "synchronizer", "time_step", "time_steps", "walls_ms", "with_rates", "without_readings"]
+    "highest_clock_mhz", "kept_up_power", "operations_by_name", "out_of_memory", "pass_memory", "peak_memory",
+    "prepare", "quickest_step", "record_memory_history", "release", "replay", "saved_for_backward",
+    "seconds_with_compiling", "sheet_tflops", "step_times", "storage_bytes", "synchronizer", "time_steps",
+    "walls_ms", "with_rates"]

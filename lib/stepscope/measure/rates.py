@@ -1,16 +1,21 @@
-"""What this device can do at most, measured and by its data sheet, and what share of it times amount to."""
+"""What this device and its host can do at most, measured and by its data sheet, and what share of it times
+amount to."""
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
 
 from stepscope.config import WHOLE, StepConfig
 from stepscope.data_sheets import data_sheet
+from stepscope.gpu_lock import exclusive
 from stepscope.measure import power
-from stepscope.measure.clocks import Phases, time_steps
+from stepscope.measure.clocks import Phases, synchronizer, time_steps, walls_ms
+from stepscope.measure.profiler import capture
 from stepscope.model.flops import phase_flops, step_flops
-from stepscope.model.training_step import AUTOCAST_DTYPES
+from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
+from stepscope.traces.captured import quickest_step
 
 # Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
 # second.
@@ -80,3 +85,25 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
         tflops=rate, mfu=rate / sheet, mfu_measured=rate / times["precision"].map(tflops).astype(float),
         mfu_at_clock=rate / (sheet * clock / power.highest_clock_mhz()),
         tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE))
+
+
+def launch_rate(device: str) -> tuple[float, float] | None:
+    """Microseconds that this host takes for a launch, the least and the most of ten steps whose GPU work is
+    tiny: the size small, batch 1, context 16. None on a CPU, which launches nothing; nan where nothing could
+    be captured, so that launches were not counted."""
+    if device != "cuda":
+        return None
+    shape: dict[str, Any] = {"size": "small", "batch_size": 1, "context_length": 16}
+    step = build_step(StepConfig(device="cuda", **shape))
+    synchronize = synchronizer(device)
+    with exclusive():
+        walls = walls_ms(time_steps(step, 10, 2, device, before=step.clear_gradients))
+        with capture(device) as captured:
+            for number in range(3):
+                step.clear_gradients()
+                synchronize()
+                step(captured.phases("step", number))
+                synchronize()
+    operations = captured.operations
+    launches = len(quickest_step(operations)) if len(operations) else float("nan")
+    return walls.min() / launches * 1e3, walls.max() / launches * 1e3

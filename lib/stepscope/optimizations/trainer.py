@@ -122,7 +122,8 @@ class Trainer(ABC):
         """The optimizer of the model's parameters."""
 
     def launched(self) -> Callable[[], Tensor]:
-        """How a step is launched: called after the model has been called once."""
+        """A step as it is launched: asked for after the model has been called once. Where that is a captured
+        graph, weights have moved on by its warm-up's steps."""
         return self.plain_step
 
     @torch.no_grad()
@@ -176,11 +177,6 @@ class Trainer(ABC):
         loss = self.gradients()
         self.optimizer.step()
         return loss
-
-    def launch(self) -> None:
-        """From here on a step is launched as the class says. Where that is a captured graph, weights have
-        moved on by its warm-up's steps."""
-        self.step = self.launched()
 
     def unload(self) -> None:
         """Give back all memory but the program's."""

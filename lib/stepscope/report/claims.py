@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from stepscope import StepscopeError, studies
-from stepscope.report.load import Tables
+from stepscope.report.schemas import Tables
 from stepscope.report.style import svg
 from stepscope.report.tables import Shown, escape, markdown, missing
 
@@ -37,7 +37,7 @@ class ChapterError(StepscopeError, SyntaxError):
 
 
 @dataclass(frozen=True)
-class Told:
+class TagResult:
     """One tag, and what became of it: "" where it was said, else why not."""
 
     kind: str
@@ -72,13 +72,13 @@ def collect(kind: str) -> dict[str, Callable]:
     return found
 
 
-class Teller:
+class Renderer:
     """Tells chapters of one set of tables. ``figures`` gathers those that were asked for: message and SVG."""
 
     def __init__(self, tables: Tables, where: str = "figures") -> None:
         self.tables, self.where = tables, where
         self.known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
-        self.told: list[Told] = []
+        self.results: list[TagResult] = []
         self.figures: dict[str, tuple[str, str]] = {}
 
     def chapter(self, text: str, name: str, where: str | None = None) -> str:
@@ -145,7 +145,7 @@ class Teller:
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if isinstance(made, dict) and (empty := [field for field, value in made.items() if missing(value)]):
             made, why = None, f"has no number for {', '.join(map(str, empty))}"
-        self.told.append(Told(kind, name, why))
+        self.results.append(TagResult(kind, name, why))
         return made
 
     def _claim(self, name: str, sentence: str, at: str) -> str:
@@ -155,7 +155,7 @@ class Teller:
     def _table(self, name: str) -> str:
         frame = self._made("table", name)
         if frame is not None and not len(frame):
-            self.told[-1] = Told("table", name, NO_DATA)
+            self.results[-1] = TagResult("table", name, NO_DATA)
         return SAID + markdown(frame) if frame is not None and len(frame) else NOT_SAID
 
     def _figure(self, name: str) -> str:

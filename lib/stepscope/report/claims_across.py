@@ -2,10 +2,8 @@
 import pandas as pd
 
 from stepscope.config import WHOLE
-from stepscope.report.load import Tables
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN
-
-Claim = dict | None
 
 
 def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:

@@ -3,11 +3,11 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 from stepscope import studies
-from stepscope.report.claims import FAILS, HOLDS, NO_DATA, Told, collect
+from stepscope.report.claims import FAILS, HOLDS, NO_DATA, TagResult, collect
 from stepscope.runs.record import Record
 from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
-Pages = dict[str, list[Told]]  # by a page's title, what became of its tags
+Pages = dict[str, list[TagResult]]  # by a page's title, what became of its tags
 DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")  # which a size's name tells
 
 

@@ -20,10 +20,9 @@ from pandera.errors import SchemaError, SchemaErrors
 from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
 from stepscope.files import open_within
+from stepscope.report.schemas import Tables
 from stepscope.runs.record import Record, of_two_notebooks
 from stepscope.runs.store import Store, runs_folder
-
-Tables = dict[str, pd.DataFrame]
 
 MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
 QUIET_S = 2.0
@@ -224,7 +223,7 @@ def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) ->
     age = {run: place for place, run in enumerate(
         sorted(records, key=lambda run: (records[run].started_at, run), reverse=True))}
     for table, frame in tables.items():
-        key = getattr(module, "KEYS", {}).get(table) or (*module.CONFIG, *module.SCHEMAS[table].unique)
+        key = (*module.CONFIG, *module.SCHEMAS[table].unique)
         newest_first = frame[["run_id", *key]].sort_values(
             "run_id", key=lambda runs: runs.map(age), kind="stable")
         older |= set(newest_first["run_id"][newest_first.duplicated(list(key))])

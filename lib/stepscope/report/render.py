@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from stepscope import StepscopeError
 from stepscope.files import read_within, write_texts_durably
-from stepscope.report.claims import HOLDS, TAG, Teller, Told, collect
+from stepscope.report.claims import HOLDS, TAG, Renderer, TagResult, collect
 from stepscope.report.left_out import Pages, differing, left_out, study_of
 from stepscope.report.load import Read, read
 from stepscope.report.page import Section, page
@@ -54,7 +54,7 @@ class Rendered:
 
     paths: list[Path]
     left_out: list[str]
-    unsaid: list[Told]
+    omitted: list[TagResult]
     errors: list[str]
     notes: list[str]
 
@@ -86,9 +86,9 @@ def render(runs: Path, out: Path) -> Rendered:
             with suppress(OSError):  # it is not empty
                 (out / folder).rmdir()
     told = dict.fromkeys(one for own in report.pages.values() for one in own)
-    unsaid = [one for one in told if one.why != HOLDS]
+    omitted = [one for one in told if one.why != HOLDS]
     paths = [out / name for name in report.texts]
-    return Rendered(paths, report.left_out, unsaid, report.errors, report.notes)
+    return Rendered(paths, report.left_out, omitted, report.errors, report.notes)
 
 
 def _possible() -> set[str]:
@@ -107,13 +107,13 @@ def compose(runs: Path, out: Path) -> Report:
     found = read(Store(runs))
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
-    teller, report = Teller(found.tables), Report(errors=found.errors, notes=found.notes)
+    renderer, report = Renderer(found.tables), Report(errors=found.errors, notes=found.notes)
     preset = all(record.config["device"] == "cpu" for record in found.records)
 
     def told(path: Path, figures: str = "figures") -> str:
-        before = len(teller.told)
-        text = teller.chapter(_source(path), str(path.relative_to(CHAPTERS)), figures)
-        report.pages.setdefault(_title(_source(path)), []).extend(teller.told[before:])
+        before = len(renderer.results)
+        text = renderer.chapter(_source(path), str(path.relative_to(CHAPTERS)), figures)
+        report.pages.setdefault(_title(_source(path)), []).extend(renderer.results[before:])
         return text
 
     chapters = [CHAPTERS / WITHOUT_GPU if preset and path.name.startswith("00") else path
@@ -127,7 +127,7 @@ def compose(runs: Path, out: Path) -> Report:
     pages["evidence/runs.md"] = _runs_page(found, _relative(runs, out / "evidence"))
     missing = [path for path, text in main.items() if not text]
     writeup = "\n".join([*filter(None, main.values()), *_end(missing, pages, _relative(runs, out))])
-    figures = {name: drawn for name, (_, drawn) in teller.figures.items()}
+    figures = {name: drawn for name, (_, drawn) in renderer.figures.items()}
     if preset:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
     sections = [Section(name, text) for name, text in pages.items()]

@@ -137,13 +137,3 @@ def _typed(heading: str, column: pd.Series, path: Path | str) -> pd.Series:
         return column.astype(float) * factor
     ids = not unit and column.isna().any() and (column.dropna() % 1 == 0).all()  # that some rows have
     return column.astype("Int64") if ids else column
-
-
-def report_total(path: Path) -> int:
-    """The ns that all rows of one of ``nsys stats``' reports sum to; 0 where nsys says that the capture does
-    not contain such data.
-
-    Raises:
-        TraceError: the file is no such report.
-    """
-    return int(read_nsys_csv(path).get("total_time_ns", pd.Series(dtype=int)).sum())

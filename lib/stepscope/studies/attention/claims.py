@@ -2,6 +2,7 @@
 import pandas as pd
 
 from stepscope.config import SIZES
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import chosen as of_program
 from stepscope.report.shapes import reference
 from stepscope.report.tables import number
@@ -13,14 +14,11 @@ from stepscope.studies.attention.tables import (
     HEAD,
     LABELS,
     PRECISION_LABELS,
-    Tables,
     first_out_of_memory,
     gpu_memory_gib,
     outcome,
     some,
 )
-
-Claim = dict | None
 
 
 def _at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: int = HEAD) -> pd.DataFrame:

@@ -1,11 +1,12 @@
 """Figures of the attention study; None where there is nothing to draw."""
 from matplotlib.figure import Figure
 
+from stepscope.report.schemas import Tables
 from stepscope.report.style import AMBER, BLUE, GREEN, INK, ORANGE, PINK, RED, figure, label_ends, lines, look
 from stepscope.report.tables import number
 from stepscope.studies.attention.config import IMPLEMENTATIONS
 from stepscope.studies.attention.memory import SQUARES
-from stepscope.studies.attention.tables import GRID_ENDS, LABELS, Tables, chosen, where
+from stepscope.studies.attention.tables import GRID_ENDS, LABELS, chosen, where
 
 COLORS = dict(zip(IMPLEMENTATIONS, (INK, ORANGE, BLUE, GREEN, RED, PINK, AMBER)))
 

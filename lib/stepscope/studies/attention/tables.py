@@ -4,13 +4,11 @@ from collections.abc import Callable, Mapping
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.report.schemas import STATUSES, measured, tidy, word
+from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
 from stepscope.report.tables import digits, number, table
-from stepscope.stats import LAUNCH_BOUND
+from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
-
-Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("d_model", "precision", "batch_size")
 CELL = ("implementation", "sequence")
@@ -18,19 +16,18 @@ KEY = {"implementation": word(*IMPLEMENTATIONS),
        "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
 MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib",
             "asked_gib", "allocated_gib", "device_gib")
+READS = ("nsys.operations",)  # of other studies
 SCHEMAS = {
     "cells": tidy((*CELL, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
                   kernel=word(), **{name: measured() for name in MEASURES}),
     "checks": tidy(CELL, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
                    allowed_error=measured(nullable=False)),
 }
-KEYS = {"cells": (*CONFIG, *CELL, "phase"), "checks": (*CONFIG, *CELL), "passes": (*CONFIG, *CELL)}
 LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient": "memory-efficient",
           "cudnn": "cuDNN", "math": "math", "flex": "FlexAttention"}
 HEAD, PRECISION = 64, "bf16"  # what sentences and tables are about, where it was measured
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
 PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
-MOST_BUSY = 1.02  # GPU time over wall time: more than this cannot be, and is left out
 
 
 def tables(frames: Tables) -> Tables:

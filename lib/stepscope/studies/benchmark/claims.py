@@ -3,11 +3,11 @@ a LookupError where nothing measured it."""
 from typing import Any
 
 from stepscope.config import PHASES, WHOLE
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import MODES, chosen
-from stepscope.stats import LAUNCH_BOUND, SAME, launch_bound
+from stepscope.stats import LAUNCH_BOUND, LEAST_SHARE, SAME, SAME_WALL, STEADY, launch_bound
 from stepscope.studies.benchmark.tables import (
     CONFIG,
-    Tables,
     at_context,
     besides_matmuls,
     cells,
@@ -27,11 +27,6 @@ from stepscope.studies.benchmark.tables import (
     warm_up,
 )
 from stepscope.traces.families import MATMUL
-
-Claim = dict[str, Any] | None
-HARDLY = 0.05  # less of a whole hardly counts
-HIGH = 0.01  # of a step's time: what warm-up steps are for
-
 
 # Where the time goes
 
@@ -122,7 +117,7 @@ def answer_std(tables: Tables) -> Claim:
 def std_where(tables: Tables) -> Claim:
     """What varies is launch-bound."""
     rows = on_gpu(processes(tables, phase=WHOLE))
-    varies = rows[rows["wall_std_ms"] / rows["wall_ms"] > HIGH]
+    varies = rows[rows["wall_std_ms"] / rows["wall_ms"] > STEADY]
     launch = int((varies["busy"] < LAUNCH_BOUND).sum())
     return {"launch": launch, "varies": len(varies)} if launch > len(varies) / 2 else None
 
@@ -130,7 +125,7 @@ def std_where(tables: Tables) -> Claim:
 def processes_differ(tables: Tables) -> Claim:
     """The step that several processes agree on least, by the wall clock."""
     row = repeated(tables).sort_values("wall").iloc[-1]
-    if row["wall"] < 1 + HARDLY:
+    if row["wall"] < 1 + SAME_WALL:
         return None
     return {"size": row["size"], "context": int(row["context_length"]), "low": row["wall_min"],
             "high": row["wall_max"], "processes": int(row["processes"])}
@@ -158,11 +153,11 @@ def warmup_few(tables: Tables) -> Claim:
     rows = process_starts(tables)
     second, third = (rows[name] / rows["later"] - 1 for name in ("second", "third"))
     worst = rows.loc[second.idxmax()]
-    if second.max() <= HIGH:
+    if second.max() <= STEADY:
         return None
     over, forward = worst["second"] - worst["later"], worst["forward_second"] - worst["forward_later"]
-    return {"processes": len(rows), "context": context(tables), "second": int((second > HIGH).sum()),
-            "third": int((third > HIGH).sum()), "size": second.idxmax()[0], "second_ms": worst["second"],
+    return {"processes": len(rows), "context": context(tables), "second": int((second > STEADY).sum()),
+            "third": int((third > STEADY).sum()), "size": second.idxmax()[0], "second_ms": worst["second"],
             "later_ms": worst["later"], "over": over, "forward": forward,
             "enqueue": worst["forward_enqueue_second"], "later_enqueue": worst["forward_enqueue_later"]}
 
@@ -171,7 +166,7 @@ def warmup_enough(tables: Tables) -> Claim:
     """Where no process's second step is slower: what is said in place of :func:`warmup_few`."""
     rows = process_starts(tables)
     most = (rows["second"] / rows["later"] - 1).max()
-    return {"processes": len(rows), "context": context(tables), "most": most} if most <= HIGH else None
+    return {"processes": len(rows), "context": context(tables), "most": most} if most <= STEADY else None
 
 
 # When the GPU waits for launches
@@ -261,7 +256,7 @@ def compile_then(tables: Tables) -> Claim:
     adamw = cells(tables, compile="blocks", precision=step["precision"], phase="optimizer",
                   context_length=context(tables)).set_index("size")["gpu_ms"]
     share = adamw[step.name] / step["gpu_ms"]
-    return {"size": step.name, "share": share} if share > HARDLY else None
+    return {"size": step.name, "share": share} if share > LEAST_SHARE else None
 
 
 def answer_compiled(tables: Tables) -> Claim:

@@ -3,6 +3,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import PercentFormatter
 
+from stepscope.report.schemas import Tables
 from stepscope.report.style import (
     BLUE,
     MUTED,
@@ -20,7 +21,6 @@ from stepscope.report.style import (
 from stepscope.report.tables import number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.studies.benchmark.tables import (
-    Tables,
     besides_matmuls,
     compiled_beside,
     context,

@@ -3,17 +3,16 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import EDITIONS, SIZES, WHOLE
-from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
+from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, Tables, measured, tidy
 from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
 from stepscope.report.tables import table
-from stepscope.stats import LAUNCH_BOUND
+from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
 from stepscope.traces.families import MATMUL
-
-Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
           "optimizer", "repeat")
 CELL = ("mode", "phase")
+READS = ("mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")  # of other studies
 SCHEMAS = {
     "times": tidy(CELL, **TIMES),
     "samples": tidy((*CELL, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
@@ -21,10 +20,7 @@ SCHEMAS = {
                     enqueue_ms=measured(nullable=False)),
     "operations": tidy((*CELL, "name"), **OPERATIONS),
 }
-KEYS = {"times": (*CONFIG, *CELL), "samples": (*CONFIG, *CELL, "step"),
-        "operations": (*CONFIG, *CELL, "name")}
 WARMUPS = (0, 1, 2, 5)
-MOST_BUSY = 1.02  # GPU time is of other steps than wall time: can be a little more; beyond this it is wrong
 HEADINGS = {"wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %", "operations": "operations, n",
             "replayed_ms": "replayed, ms"}
 
@@ -49,7 +45,7 @@ def every(tables: Tables, name: str = "times") -> pd.DataFrame:
     own = tables[f"benchmark.{name}"]
     if others is None:
         return own
-    key = [field for field in KEYS[name] if field not in ("phase", "name")]
+    key = [field for field in (*CONFIG, *SCHEMAS[name].unique) if field not in ("phase", "name")]
     others = others.assign(repeat=0)
     there = pd.MultiIndex.from_frame(others[key]).isin(pd.MultiIndex.from_frame(own[key]))
     return pd.concat([own, others[~there]], ignore_index=True)

@@ -1,14 +1,13 @@
 """The numbers of each sentence about the ladder: where the sentence holds, None where it does not."""
 import pandas as pd
 
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.tables import digits
-from stepscope.stats import LAUNCH_BOUND
+from stepscope.stats import LAUNCH_BOUND, LEAST_GAIN, MOSTLY_WAITS
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
 from stepscope.studies.ladder.tables import (
     LAST,
-    LEAST_GAIN,
     PLACE,
-    Tables,
     all_of_them,
     at_context,
     at_longest,
@@ -18,7 +17,7 @@ from stepscope.studies.ladder.tables import (
     gain,
     ladders,
     largest,
-    moved,
+    loss_shift,
     pays_from,
     peer_attention,
     shares,
@@ -26,10 +25,7 @@ from stepscope.studies.ladder.tables import (
     trained,
 )
 
-Claim = dict | None
-PAYS = 1 + LEAST_GAIN
 HOW = dict(zip(PEERS, ("in default mode", "with reduce-overhead")))
-WAITS = 0.5  # a step less busy waits for launches more than it computes
 
 
 def _faster(rows: pd.DataFrame, change: str, than: str) -> float:
@@ -72,7 +68,7 @@ def first_bound(tables: Tables) -> Claim:
 def first_start(tables: Tables) -> Claim:
     rows = largest(tables)[1]
     left = _faster(rows, LAST, "sdpa")
-    return {"start": rows.loc["sdpa", "wall_ms"], "left": left} if left > PAYS else None
+    return {"start": rows.loc["sdpa", "wall_ms"], "left": left} if left > 1 + LEAST_GAIN else None
 
 
 def change_matmul(tables: Tables) -> Claim:
@@ -119,7 +115,7 @@ def beside_hugging_face(tables: Tables) -> Claim:
     """Our last step, which has bf16 weights and moments, beside Hugging Face's: faster at every shape."""
     rows = beside_peers(tables)
     faster = rows["peer_ms"] / rows["ours_ms"]
-    return {"low": faster.min(), "high": faster.max()} if faster.min() > PAYS else None
+    return {"low": faster.min(), "high": faster.max()} if faster.min() > 1 + LEAST_GAIN else None
 
 
 def peers_mask(tables: Tables) -> Claim:
@@ -130,7 +126,7 @@ def peers_mask(tables: Tables) -> Claim:
     masks = kernels[kernels["name"].str.contains("bitwise_and")]
     cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*PEERS} and len(masks)
     low, without = rows["attention"].min(), rows["without"]
-    if not (cudnn and masked and low >= PAYS and len(rows) == len(beside_peers(tables))):
+    if not (cudnn and masked and low >= 1 + LEAST_GAIN and len(rows) == len(beside_peers(tables))):
         return None
     found = {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
              "most": without.max(), "kernel": min(masks["name"], key=len)}
@@ -139,7 +135,7 @@ def peers_mask(tables: Tables) -> Claim:
 
 def change_training(tables: Tables) -> Claim:
     shape, off = trained(tables)
-    distance, seeds = moved(off)
+    distance, seeds = loss_shift(off)
     return {"size": shape.size, "steps": len(off)} if distance.reindex(CHANGES).max() < seeds else None
 
 
@@ -166,13 +162,14 @@ def graph_large(tables: Tables) -> Claim:
     if len(own) < 2 or gain(rows, "cuda_graph") or own["power_w"].iloc[1] < 0.95 * limit:
         return None
     before, after = own["gpu_ms"]
-    return {"size": shape.size, "before": before, "after": after} if after > PAYS * before else None
+    clear = after > (1 + LEAST_GAIN) * before
+    return {"size": shape.size, "before": before, "after": after} if clear else None
 
 
 def launch_wait(tables: Tables) -> Claim:
     """Microseconds a kernel of all steps that wait for launches more than they compute."""
     steps = tables["ladder.steps"]
-    waits = steps[steps["busy"] < WAITS]
+    waits = steps[steps["busy"] < MOSTLY_WAITS]
     each = waits["wall_ms"] / waits["operations"] * 1e3
     return {"steps": len(each), "least": each.min(), "most": each.max()} if len(each) > 1 else None
 
@@ -221,7 +218,7 @@ def fp8_small_batch(tables: Tables) -> Claim:
         index="matmul", columns="change", values="gpu_ms", aggfunc="sum")
     more = times["fp8"] - times[LAST]
     found = {"size": row["size"], "batch": int(row["batch_size"]), "saved": -more[True], "added": more[False]}
-    return found if row["gain"] < PAYS and 0 < found["saved"] < found["added"] else None
+    return found if row["gain"] < 1 + LEAST_GAIN and 0 < found["saved"] < found["added"] else None
 
 
 def fp8_large_batch(tables: Tables) -> Claim:

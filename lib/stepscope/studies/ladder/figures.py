@@ -4,17 +4,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from stepscope.report import style
+from stepscope.report.schemas import Tables
 from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends, lines
 from stepscope.report.tables import number
 from stepscope.studies.ladder.config import CHANGES, PEERS
 from stepscope.studies.ladder.tables import (
     LAST,
     NAMES,
-    Tables,
     by_batch,
     climbed,
     largest,
-    moved,
+    loss_shift,
     pays_from,
     trained,
 )
@@ -75,7 +75,7 @@ def fp8(tables: Tables) -> Figure | None:
 def ladder_training(tables: Tables) -> Figure | None:
     """Each change's loss minus fp32's of the same weights; grey: fp32's of another seed."""
     _, off = trained(tables)
-    distance, seeds = moved(off)
+    distance, seeds = loss_shift(off)
     changes = [change for change in CHANGES if change in distance.index]
     within = distance[changes].max() < seeds
     drawn, axes = figure("On average every change moves the loss less than another seed does" if within

@@ -1,6 +1,6 @@
 """The ladder's tables: what is in a run's files, and what is printed of all runs."""
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -8,12 +8,11 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import SIZES
-from stepscope.report.schemas import STATUSES, measured, tidy, word
+from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
 from stepscope.report.shapes import reference
 from stepscope.report.tables import MOST_ROWS, headed, table
+from stepscope.stats import LEAST_GAIN, MOST_BUSY
 from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
-
-Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("size", "context_length", "vocab_size")
 PLACE = [*CONFIG, "batch_size"]
@@ -27,10 +26,6 @@ SCHEMAS = {
     "kernels": tidy((*CELL, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CELL, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
-KEYS = {"steps": (*CONFIG, *CELL), "kernels": (*CONFIG, *CELL, "name"),
-        "curves": (*CONFIG, *CELL, "seed", "step")}
-LEAST_GAIN = 0.03  # a smaller one is none: most steps run at the power cap, where times repeat no better
-MOST_BUSY = 1.02  # captured and timed steps are not the same, nor is their clock; over this one is disturbed
 LAST = CHANGES[-1]
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
@@ -136,7 +131,7 @@ def trained(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     return shape, smooth.sub(smooth["fp32"].iloc[:, 0], axis=0)
 
 
-def moved(off: pd.DataFrame) -> tuple[pd.Series, float]:
+def loss_shift(off: pd.DataFrame) -> tuple[pd.Series, float]:
     """Of :func:`trained` how far each change's loss is from fp32's of the same weights, the mean over steps;
     and the nearest that fp32's losses of two seeds are, nan of one seed."""
     seeds = off["fp32"]
@@ -365,7 +360,7 @@ def mfu(tables: Tables) -> pd.DataFrame | None:
 def training_check(tables: Tables) -> pd.DataFrame:
     """How far gradients and losses are from fp32's."""
     shape, off = trained(tables)
-    distance, seeds = moved(off)
+    distance, seeds = loss_shift(off)
     steps = tables["ladder.steps"].merge(pd.DataFrame([shape])).set_index("change")
     order = [change for change in (*CHANGES, *BEYOND) if change in distance]
     found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
@@ -373,7 +368,6 @@ def training_check(tables: Tables) -> pd.DataFrame:
     return table(_named(found), note="Loss moved: mean distance of means of ten steps, in nats.")
 
 
-PRINTED: dict[str, Callable[[Tables], pd.DataFrame | None]] = {
-    "ladder_steps": ladder_steps, "which_change": which_change, "which_change_longer": which_change_longer,
-    "fast_step": fast_step, "launch_cure": launch_cure, "peers": peers, "peers_attention": peers_attention,
-    "fp8_batches": fp8_batches, "mfu": mfu, "training_check": training_check}
+PRINTED = {printed.__name__: printed for printed in (
+    ladder_steps, which_change, which_change_longer, fast_step, launch_cure, peers, peers_attention,
+    fp8_batches, mfu, training_check)}

@@ -3,10 +3,11 @@ import pandas as pd
 
 from stepscope.config import SIZES
 from stepscope.model.accounting import GIB, MIB
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import chosen, reference
+from stepscope.stats import SAME
 from stepscope.studies.memory.tables import (
     PLAIN,
-    Tables,
     begins_backward,
     nested,
     of_largest,
@@ -14,9 +15,6 @@ from stepscope.studies.memory.tables import (
     usual,
     where,
 )
-
-Claim = dict | None
-SAME = 0.01  # of a peak: a smaller difference is none
 
 
 def _peak(tables: Tables, mode: str, phase: str = "whole", **fields: object) -> pd.Series:

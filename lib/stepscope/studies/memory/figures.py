@@ -7,9 +7,10 @@ from matplotlib.figure import Figure
 from stepscope.config import PHASES, StepConfig
 from stepscope.model.accounting import GIB, peak
 from stepscope.report import style
+from stepscope.report.schemas import Tables
 from stepscope.report.style import BLUE, INK, MUTED, ORANGE, PAPER, figure
 from stepscope.report.tables import number
-from stepscope.studies.memory.tables import CONFIG, LIVE, Tables, begins_backward, column, usual, where
+from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual, where
 
 COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,

@@ -1,5 +1,4 @@
 """The memory study's tables, and those that chapters print."""
-from collections.abc import Mapping
 from contextlib import suppress
 from itertools import product
 
@@ -8,14 +7,13 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES
 from stepscope.model.accounting import GIB, KINDS
-from stepscope.report.schemas import STATUSES, WITHIN, measured, tidy, word
+from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
 from stepscope.report.shapes import MODES, chosen, reference
 from stepscope.report.tables import headed, table
 from stepscope.studies.memory.config import Config
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer",
           "expandable_segments")
-Tables = Mapping[str, pd.DataFrame]
 WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": word(*STATUSES), "reason": word()}
 # What has a history of its own; what the allocator's rounding adds is known at peaks only.
@@ -28,6 +26,7 @@ def column(kind: str) -> str:
 
 
 WHOLE = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
+READS = ("ladder.steps",)  # of other studies
 SCHEMAS = {
     "peaks": tidy(("mode", "phase"), **WITHIN, **OUTCOME, **{name: measured() for name in (
         "peak_gib", "requested_gib", "reserved_gib", "predicted_gib", "predicted_requested_gib", "layer",
@@ -43,7 +42,6 @@ SCHEMAS = {
             "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
             "state_gib", "block_runs", "expected_runs", "expected_kept_gib")}),
 }
-KEYS = {name: (*CONFIG, *schema.unique) for name, schema in SCHEMAS.items()}
 
 
 def typed(name: str, *frames: pd.DataFrame) -> pd.DataFrame:

@@ -1,12 +1,10 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
-from typing import Any
 
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import reference
-from stepscope.stats import LAUNCH_BOUND, SAME
+from stepscope.stats import LAUNCH_BOUND, LOST, SAME
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
-    LOST,
-    Tables,
     beside_fp32,
     gains,
     kinds,
@@ -17,7 +15,6 @@ from stepscope.studies.mixed_precision.tables import (
     wide,
 )
 
-Claim = dict[str, Any] | None
 SUMS = {"fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "mixed": "fp16 into fp32",
         "cast": "fp16 cast to fp32, into fp32", "bf16": "bf16 into bf16"}
 

@@ -1,6 +1,7 @@
 """Figures of the mixed-precision study."""
 from matplotlib.ticker import NullLocator
 
+from stepscope.report.schemas import Tables
 from stepscope.report.shapes import reference
 from stepscope.report.style import (
     INK,
@@ -13,7 +14,8 @@ from stepscope.report.style import (
     look,
 )
 from stepscope.report.tables import number
-from stepscope.studies.mixed_precision.tables import LOST, Tables, beside_fp32, gains, wide
+from stepscope.stats import LOST
+from stepscope.studies.mixed_precision.tables import beside_fp32, gains, wide
 
 
 @look()

@@ -2,29 +2,26 @@
 import pandas as pd
 
 from stepscope.config import WHOLE
-from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, measured, tidy, word
+from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
 from stepscope.report.tables import digits, number, table
-from stepscope.stats import launch_bound
+from stepscope.stats import LOST, launch_bound
 from stepscope.traces.families import MATMUL, is_cast
-
-Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer")
 CELL = ("precision", "mode", "phase")
 NUMBER = ("experiment", "case", "quantity", "at")
+READS = ("benchmark.operations", "benchmark.results", "benchmark.times")  # of other studies
 SCHEMAS = {
     "times": tidy(CELL, **PRECISION, **TIMES),
     "operations": tidy((*CELL, "name"), **PRECISION, **OPERATIONS),
     "numerics": tidy(NUMBER, experiment=word(), case=word(), quantity=word(), at=measured(nullable=False),
                      value=measured(least=-1e6), dtype=word()),
 }
-KEYS = {"times": (*CONFIG, *CELL), "operations": (*CONFIG, *CELL, "name"), "numerics": (*CONFIG, *NUMBER)}
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 # A column's heading, and the mode and phase that it is of.
 PARTS = {"forward": ("forward_backward", "forward"), "backward": ("forward_backward", "backward"),
          "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
-LOST = 1e-3  # share of values that are inf, NaN or wrongly 0: more is a loss
 
 
 # fp32 beside the others
@@ -277,7 +274,6 @@ def reading(times: pd.DataFrame, device: str) -> str:
     return f"{said} In fp32 it takes {number(exact['wall_ms'], 'ms')}: bf16 has {ratio} its speed."
 
 
-PRINTED = {"precision_sizes": precision_sizes, "precision_times": precision_times,
-           "precision_walls": precision_walls, "precision_shapes": precision_shapes,
-           "precision_kinds": precision_kinds, "precision_trend": precision_trend, "sums": sums, "toy": toy,
-           "norm_parts": norm_parts, "gradients": gradients, "training": training}
+PRINTED = {printed.__name__: printed for printed in (
+    precision_sizes, precision_times, precision_walls, precision_shapes, precision_kinds, precision_trend,
+    sums, toy, norm_parts, gradients, training)}

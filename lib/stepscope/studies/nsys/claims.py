@@ -1,11 +1,11 @@
 """What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
 where there are no such profiles."""
 from stepscope.config import EDITIONS, SIZES, WHOLE
+from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN, chosen
 from stepscope.report.tables import number
-from stepscope.stats import LAUNCH_BOUND, SAME
+from stepscope.stats import LAUNCH_BOUND, LEAST_SHARE, SAME, SAME_WALL
 from stepscope.studies.nsys.tables import (
-    Tables,
     at_reference,
     beside_in_process,
     first_kernels,
@@ -18,12 +18,8 @@ from stepscope.studies.nsys.tables import (
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 from stepscope.traces.kernel_names import short_name
 
-Numbers = dict | None
-AGREE = 0.05  # of a wall time: what a reader calls the same
-WEIGHS = 0.05  # of forward: a share that is not trivial
 
-
-def every_kernel_counted(tables: Tables) -> Numbers:
+def every_kernel_counted(tables: Tables) -> Claim:
     """All profiles; the operations of one step of each are those of every captured step."""
     operations, captured = tables["nsys.operations"], tables["nsys.clocks"]
     keys = ["size", "context_length", "precision", "attention", "optimizer", "mode"]
@@ -35,7 +31,7 @@ def every_kernel_counted(tables: Tables) -> Numbers:
     return None
 
 
-def forward_matches_wall(tables: Tables) -> Numbers:
+def forward_matches_wall(tables: Tables) -> Claim:
     """(a) Where forward is GPU-bound, nsys's first to last operation (the median of captured passes) is the
     plain wall time; how far a single one is off at most."""
     rows = forward_clocks(tables)
@@ -45,17 +41,17 @@ def forward_matches_wall(tables: Tables) -> Numbers:
     every = every[every["captured"].astype(bool) & (every["mode"] == "forward") & (every["phase"] == WHOLE)]
     every = every.merge(bound[["size", "context_length", "plain_ms"]], on=["size", "context_length"])
     single = (every["projected_ns"] / 1e6 / every["plain_ms"] - 1).abs().max()
-    if len(bound) and off.max() < AGREE:
+    if len(bound) and off.max() < SAME_WALL:
         return {"most": off.max(), "single": single}
     return None
 
 
-def forward_slower_under_nsys(tables: Tables) -> Numbers:
+def forward_slower_under_nsys(tables: Tables) -> Claim:
     """(a) Most launch-bound passes take longer under the profiler; the one that it slows most."""
     rows = forward_clocks(tables)
     rows = rows[rows["gpu_ms"] < LAUNCH_BOUND * rows["plain_ms"]]
     slowed = rows["projected_ms"] / rows["plain_ms"]
-    slower = int((slowed > 1 + AGREE).sum())
+    slower = int((slowed > 1 + SAME_WALL).sum())
     if 2 * slower <= len(rows):
         return None
     row = rows.loc[slowed.idxmax()]
@@ -63,7 +59,7 @@ def forward_slower_under_nsys(tables: Tables) -> Numbers:
             "wall": row["plain_ms"], "nsys": row["projected_ms"]}
 
 
-def forward_total(tables: Tables) -> Numbers:
+def forward_total(tables: Tables) -> Claim:
     """(a) The largest size at the reference context."""
     rows = forward_clocks(tables)
     row = rows[rows["context_length"] == reference(rows)].iloc[-1]
@@ -71,7 +67,7 @@ def forward_total(tables: Tables) -> Numbers:
             "wall": row["plain_ms"]}
 
 
-def profiled(tables: Tables) -> Numbers:
+def profiled(tables: Tables) -> Claim:
     """How the profiles were made, where nsys made them."""
     runs = tables["nsys.results"]
     tools = runs["tool"].unique()
@@ -80,7 +76,7 @@ def profiled(tables: Tables) -> Numbers:
     return {"profiles": count, "tool": str(tools[0])} if by_nsys else None
 
 
-def profiled_contexts(tables: Tables) -> Numbers:
+def profiled_contexts(tables: Tables) -> Claim:
     """Between which contexts the two sizes of :func:`by_context` were profiled."""
     rows = profiles(tables, "operations")
     contexts = rows["context_length"]
@@ -91,7 +87,7 @@ def profiled_contexts(tables: Tables) -> Numbers:
             "short": int(contexts.min()), "long": int(contexts.max())}
 
 
-def longer_would_fit(tables: Tables) -> Numbers:
+def longer_would_fit(tables: Tables) -> Claim:
     """Whether the smallest size's step leaves nearly all of the GPU at the longest profiled context: the
     square of the context, doubled, is four times the memory."""
     rows = profiles(tables, "operations")
@@ -102,13 +98,13 @@ def longer_would_fit(tables: Tables) -> Numbers:
     return {"size": size, "context": context, "peak": peak, "memory": gpu} if 4 * peak < gpu else None
 
 
-def first_kernel_is_a_matmul(tables: Tables) -> Numbers:
+def first_kernel_is_a_matmul(tables: Tables) -> Claim:
     """(b) In every profile of forward the kernel with the most time is a matmul."""
     first = first_kernels(tables, "forward")
     return {"profiles": len(first)} if set(first["family"]) == {MATMUL} else None
 
 
-def first_kernel_named(tables: Tables) -> Numbers:
+def first_kernel_named(tables: Tables) -> Claim:
     """(b) The largest size's, at the reference context: who launches it how often."""
     rows, first = at_reference(tables, "forward"), first_kernels(tables, "forward")
     size = rows["size"].iloc[-1]
@@ -121,7 +117,7 @@ def first_kernel_named(tables: Tables) -> Numbers:
             "launches": int(row["count"]), "where": ", ".join(launches), "share": row["share"]}
 
 
-def first_kernel_stays(tables: Tables) -> Numbers:
+def first_kernel_stays(tables: Tables) -> Claim:
     """(b) In how many profiles the same kernel is first over forward + backward; the largest size's
     contexts."""
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
@@ -134,7 +130,7 @@ def first_kernel_stays(tables: Tables) -> Numbers:
             "contexts": f"at {' and '.join(contexts)}" if contexts else "at no context"}
 
 
-def first_kernel_changes(tables: Tables) -> Numbers:
+def first_kernel_changes(tables: Tables) -> Claim:
     """(b) Where another kernel is first over forward + backward, it is a matmul of backward's, too."""
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
     common = forward.join(both.add_suffix("_both"), how="inner")
@@ -142,7 +138,7 @@ def first_kernel_changes(tables: Tables) -> Numbers:
     return {"changed": changed} if changed and set(common["family_both"]) == {MATMUL} else None
 
 
-def rest_of_forward(tables: Tables) -> Numbers:
+def rest_of_forward(tables: Tables) -> Claim:
     """(c) What is no matmul weighs more the smaller the model: the two sizes at the ends."""
     wide = shares(tables, "forward").reset_index()
     rest = 1 - wide[wide["context_length"] == reference(wide)].set_index("size")[MATMUL]
@@ -152,18 +148,18 @@ def rest_of_forward(tables: Tables) -> Numbers:
     return None
 
 
-def nontrivial_kernels(tables: Tables) -> Numbers:
+def nontrivial_kernels(tables: Tables) -> Claim:
     """(c) The families beside matmuls that take over 5% of the smallest size's forward."""
     rows = shares(tables, "forward").reset_index()
     row = rows[rows["context_length"] == reference(rows)].iloc[0]
     size, row = row["size"], row.drop(["size", "context_length", MATMUL])
-    heavy = row[row >= WEIGHS].sort_values(ascending=False)
+    heavy = row[row >= LEAST_SHARE].sort_values(ascending=False)
     named = [f"{family} ({number(share, '%')})" for family, share in heavy.items()]
     families = " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
     return {"size": size, "families": families} if named else None
 
 
-def softmax_grows(tables: Tables) -> Numbers:
+def softmax_grows(tables: Tables) -> Claim:
     """(c) Attention's softmax takes a larger share the longer the context, for the smallest size."""
     rows = shares(tables, "forward")[ATTENTION_SOFTMAX]
     own = rows[rows.index.get_level_values("size") == rows.index[0][0]].droplevel("size").sort_index()
@@ -173,7 +169,7 @@ def softmax_grows(tables: Tables) -> Numbers:
     return None
 
 
-def step_beside_forward(tables: Tables) -> Numbers:
+def step_beside_forward(tables: Tables) -> Claim:
     """(d) The matmuls' share of forward and of a full step, and AdamW's, of the smallest and the largest
     size."""
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
@@ -186,7 +182,7 @@ def step_beside_forward(tables: Tables) -> Numbers:
             "large_adamw": step.loc[large, "optimizer"]}
 
 
-def others_in_step(tables: Tables) -> Numbers:
+def others_in_step(tables: Tables) -> Claim:
     """(d) The two heaviest families beside matmuls and AdamW, in forward and in the step; the smallest
     size."""
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
@@ -197,7 +193,7 @@ def others_in_step(tables: Tables) -> Numbers:
     return {"size": row[0]} | named
 
 
-def optimizer_share(tables: Tables) -> Numbers:
+def optimizer_share(tables: Tables) -> Claim:
     """(d) AdamW's phase in a full step at the shortest and the longest context, of the largest size."""
     rows = profiles(tables, "operations")
     rows = rows[(rows["mode"] == "step") & (rows["size"] == rows["size"].iloc[-1])]
@@ -209,7 +205,7 @@ def optimizer_share(tables: Tables) -> Numbers:
     return None
 
 
-def softmax_flops(tables: Tables) -> Numbers:
+def softmax_flops(tables: Tables) -> Claim:
     """(e) FLOPs and time of softmax and of both matmuls, the smallest size at the reference context."""
     rows = softmax_and_matmuls(tables)
     context = reference(rows.reset_index())
@@ -218,7 +214,7 @@ def softmax_flops(tables: Tables) -> Numbers:
             "softmax_flops": row["softmax_flops"], "times": row["times"], "flops": row["flops"]}
 
 
-def softmax_bytes(tables: Tables) -> Numbers:
+def softmax_bytes(tables: Tables) -> Claim:
     """(e) What the same softmax moves: eight passes over the B H T^2 scores in fp32 (max 1, subtract 2,
     exponentiate 2, sum 1, divide 2), at the rate of a large copy; and its matmuls at a large matmul's."""
     rows, runs = softmax_and_matmuls(tables), tables["benchmark.results"]
@@ -232,7 +228,7 @@ def softmax_bytes(tables: Tables) -> Numbers:
             "matmul_ms": row["scores_ms"] + row["values_ms"]}
 
 
-def softmax_beside_flops(tables: Tables) -> Numbers:
+def softmax_beside_flops(tables: Tables) -> Claim:
     """Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
     rows = softmax_and_matmuls(tables)
     context = reference(rows.reset_index())
@@ -242,7 +238,7 @@ def softmax_beside_flops(tables: Tables) -> Numbers:
     return None
 
 
-def nsys_agrees_in_process(tables: Tables) -> Numbers:
+def nsys_agrees_in_process(tables: Tables) -> Claim:
     """GPU time of whole modes by nsys and by torch.profiler in another process differs by less than SAME."""
     rows = beside_in_process(tables)
     whole = rows[rows["phase"] == WHOLE]
@@ -251,7 +247,7 @@ def nsys_agrees_in_process(tables: Tables) -> Numbers:
     return None
 
 
-def nsys_in_bf16(tables: Tables) -> Numbers:
+def nsys_in_bf16(tables: Tables) -> Claim:
     """The same in bf16, where some run at the power cap."""
     rows = beside_in_process(tables, "bf16")
     whole = rows[rows["phase"] == WHOLE]

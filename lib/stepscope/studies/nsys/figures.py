@@ -7,10 +7,11 @@ from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
 from stepscope.report import style
+from stepscope.report.schemas import Tables
 from stepscope.report.shapes import reference
 from stepscope.report.tables import number
 from stepscope.stats import launch_bound, union
-from stepscope.studies.nsys.tables import REPLAYED, Tables, at_reference, by_family, profiles
+from stepscope.studies.nsys.tables import REPLAYED, at_reference, by_family, profiles
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,

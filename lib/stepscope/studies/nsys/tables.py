@@ -8,13 +8,11 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES, WHOLE
-from stepscope.report.schemas import measured, tidy, word
+from stepscope.report.schemas import Tables, measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, chosen, reference
 from stepscope.report.tables import table
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
 from stepscope.traces.kernel_names import short_names
-
-Tables = dict[str, pd.DataFrame]
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
 OPERATION = ("mode", "phase", "region", "family", "name")
@@ -24,6 +22,7 @@ _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 REPLAYED = "replayed"  # forward as a CUDA graph, a mode of the timeline alone
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
+READS = ("benchmark.results", "benchmark.times", "mixed_precision.times")  # of other studies
 SCHEMAS = {
     "operations": tidy(OPERATION, mode=_MODE, phase=word(), region=word(), name=word(),
                        family=pa.Column(str, pa.Check.isin(FAMILIES), coerce=True),
@@ -34,24 +33,12 @@ SCHEMAS = {
     "timeline": tidy(LANE, mode=word(*PHASES, REPLAYED), family=word(), launch_ns=_ANY_NS,
                      launch_duration_ns=_NS, start_ns=_ANY_NS, duration_ns=_NS),
 }
-KEYS = {"operations": (*CONFIG, *OPERATION), "clocks": (*CONFIG, *CLOCK), "timeline": (*CONFIG, *LANE)}
 
 
 def tables(frames: Tables) -> Tables:
     """The operations with their families by today's rules, so that one set of rules makes all shares."""
     operations = frames["operations"]
     return frames | {"operations": operations.assign(family=families(operations["name"]).astype(str))}
-
-
-def top_kernels(operations: pd.DataFrame, mode: str, count: int = 10) -> pd.DataFrame:
-    """Of one run the kernels with the most time in a mode: short name, family, ms and launches a step, share.
-    """
-    rows = operations[operations["mode"] == mode]
-    summed = rows.groupby(["name", "family"])[["count", "total_ns"]].sum()
-    shown = summed.nlargest(count, "total_ns").reset_index()
-    return pd.DataFrame({"kernel": shown["name"].map(short_names(shown["name"])), "family": shown["family"],
-                         "time_ms": shown["total_ns"] / 1e6, "launches": shown["count"],
-                         "share, %": shown["total_ns"] / summed["total_ns"].sum()})
 
 
 def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase")) -> pd.DataFrame:

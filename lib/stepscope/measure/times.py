@@ -1,0 +1,84 @@
+"""The tables of a run's steps by both clocks: wall time of plain steps, GPU time of captured ones.
+
+All that is timed by the host is timed first, of all cases; then all are captured, and then replayed
+(:mod:`stepscope.measure.profiler` says why).
+"""
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from stepscope.config import PHASES, WHOLE
+from stepscope.measure.clocks import SAMPLE_COLUMNS
+from stepscope.stats import location
+from stepscope.traces.captured import by_name, gpu_time, quickest_step
+
+KEYS = ["mode", "precision"]
+TIME_COLUMNS = [*KEYS, "phase", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms",
+                "operations", "busy", "replayed_ms", "replay_reason", "peak_gib", "reserved_gib",
+                "sm_clock_mhz", "power_w", "step_j", "compile_s", "status", "reason"]
+TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason"]
+OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
+UNTIMED = pd.DataFrame(columns=SAMPLE_COLUMNS)
+
+
+def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.DataFrame],
+               operations: pd.DataFrame, readings: Mapping[Any, Mapping[str, Any]],
+               status: Mapping[Any, tuple[str, str]], reason: str = "") -> pd.DataFrame:
+    """The table of times of what was measured step by step: a row a case and phase and one of its whole, in
+    :data:`TIME_COLUMNS`; of a case that did not fit only that.
+
+    Args:
+        cases: of each its ``mode`` and ``precision``, in order.
+        samples: of each what :func:`time_steps` gave.
+        operations: what :class:`capture` gave.
+        readings: of each what is known of the whole: peak_gib, power_w, replayed_ms, ...
+        status: of the cases that failed, as :class:`out_of_memory` notes it.
+        reason: why nothing was captured.
+    """
+    rows: list[dict[str, Any]] = []
+    for name, key in cases.items():
+        state, why = status.get(name, ("ok", ""))
+        outcome = {**key, "status": state, "reason": why}
+        if state != "ok":
+            rows.append(outcome | {"phase": WHOLE})
+            continue
+        captured = _of_case(operations, name)
+        if not len(captured):
+            outcome["reason"] = why or reason or "nothing was captured"
+        rows += [outcome | row for row in _phase_rows(key["mode"], samples.get(name, UNTIMED), captured)]
+        rows[-1] |= readings.get(name, {})
+    unread = {name: "" if name in TEXTS else np.nan for name in TIME_COLUMNS}
+    times = pd.DataFrame([unread | row for row in rows], columns=TIME_COLUMNS)
+    return times.astype({name: str if name in TEXTS else float for name in TIME_COLUMNS})
+
+
+def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> list[dict[str, Any]]:
+    """The times of each of a mode's phases and, last, of the whole; GPU time where there are operations."""
+    plain = samples[~samples["warmup"].astype(bool)]
+    quickest = quickest_step(captured) if len(captured) else None
+    rows = []
+    for phase in [*PHASES[mode], WHOLE]:
+        own = plain[plain["phase"] == phase]
+        wall = {f"wall{'' if name == 'median' else f'_{name}'}_ms": value
+                for name, value in location(own["wall_ms"]).items()}
+        gpu = dict.fromkeys(("gpu_ms", "operations"), np.nan)
+        if quickest is not None:
+            gpu = gpu_time(quickest if phase == WHOLE else quickest[quickest["phase"] == phase])
+        rows.append({"phase": phase, **wall, "enqueue_ms": own["enqueue_ms"].median(), **gpu,
+                     "busy": gpu["gpu_ms"] / wall["wall_ms"]})
+    return rows
+
+
+def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
+    """Of each case's quickest captured step each phase's and name's count and summed time, in
+    :data:`OPERATION_COLUMNS`."""
+    of_cases = {name: _of_case(operations, name) for name in cases}
+    found = [by_name(quickest_step(own)).assign(**cases[name]) for name, own in of_cases.items() if len(own)]
+    return pd.concat(found, ignore_index=True)[OPERATION_COLUMNS] if found else pd.DataFrame(
+        columns=OPERATION_COLUMNS)
+
+
+def _of_case(operations: pd.DataFrame, name: Hashable) -> pd.DataFrame:
+    return operations[[one == name for one in operations["case"]]]  # a name may be a tuple
