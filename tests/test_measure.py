@@ -9,7 +9,7 @@ from torch import nn
 
 from stepscope import measure
 from stepscope.config import StepConfig
-from stepscope.measure.times import OPERATION_COLUMNS
+from stepscope.measure.times import OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
@@ -97,6 +97,7 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
         ["forward", "forward", "ok", "late"], ["forward", "whole", "ok", "late"],
         ["forward_backward", "whole", "oom", "no room"]]
     assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[times["wall_ms"].isna()].tolist() == [7]
+    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS} == {"float64"} and list(times) == TIME_COLUMNS
     plain = samples["step"].query("not warmup").groupby("phase")["wall_ms"].median()
     assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
     own = measure.quickest_step(found)

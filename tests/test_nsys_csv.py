@@ -67,7 +67,7 @@ def test_other_units_of_time_become_nanoseconds(tmp_path):
 def test_nothing_to_show_is_an_empty_table(tmp_path, text):
     path = written(tmp_path, text, "x_cuda_gpu_kern_sum.csv")
     table = read_nsys_csv(path)
-    assert table.empty and table["total_time_ns"].dtype == "int64"
+    assert table.empty and table["total_time_ns"].dtype == "int64" and table["total_time_ns"].sum() == 0
 
 
 @pytest.mark.parametrize(("text", "message"), [
