@@ -14,8 +14,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES = 450
 # A module imports what stands above it, or beside it in its own folder.
 LAYERS = [
-    ["stepscope"], ["stepscope.files", "stepscope.yaml_files", "stepscope.gpu_lock", "stepscope.stats"],
-    ["stepscope.data_sheets"],
+    ["stepscope"], ["stepscope.files", "stepscope.yaml_files", "stepscope.freezer", "stepscope.stats"],
+    ["stepscope.gpu_lock", "stepscope.data_sheets"],
     ["stepscope.config"], ["stepscope.model"], ["stepscope.traces"], ["stepscope.measure"],
     ["stepscope.optimizations"], ["stepscope.runs"],
     ["stepscope.report.style", "stepscope.report.tables", "stepscope.report.schemas",

@@ -1,5 +1,7 @@
 """The GPU lock: runs share a GPU, so that starting, compiling and analysing overlap, and one measures.
 
+While it does, the others of the same worker are frozen (:mod:`stepscope.freezer`).
+
 It is a lock on the file that ``$STEPSCOPE_GPU_LOCK`` names. The kernel releases it when the process that
 holds it ends, however it dies. A child process (nsys, a compile worker) does not inherit it: the descriptor
 is closed on exec. Nothing here imports torch: the process that executes a notebook can hold the lock for it.
@@ -15,8 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stepscope import StepscopeError
+from stepscope.freezer import LOCK as GPU_LOCK
+from stepscope.freezer import others_frozen
 
-GPU_LOCK, HELD = "STEPSCOPE_GPU_LOCK", "STEPSCOPE_GPU_HELD"
+HELD = "STEPSCOPE_GPU_HELD"
 _thread = threading.RLock()  # also orders this process's own threads
 _depth = 0
 _seconds = 0.0
@@ -38,19 +42,28 @@ def exclusive() -> Iterator[None]:
         if lock_held():
             yield
             return
-        path, began = os.environ.get(GPU_LOCK), time.monotonic()
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) if path else None
-        try:
-            if descriptor is not None:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with _locked(os.environ.get(GPU_LOCK)):
             _depth, began = 1, time.monotonic()
-            yield
-        finally:
-            if _depth:
+            try:
+                yield
+            finally:
                 add_locked_s(time.monotonic() - began)
-            _depth = 0
-            if descriptor is not None:
-                os.close(descriptor)
+                _depth = 0
+
+
+@contextmanager
+def _locked(path: str | None) -> Iterator[None]:
+    """Hold the lock, and the others who wait for it still."""
+    if not path:
+        yield
+        return
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with others_frozen(path):
+            yield
+    finally:
+        os.close(descriptor)
 
 
 def lock_held() -> bool:

@@ -18,6 +18,7 @@ from stepscope.config import WHOLE
 from stepscope.gpu_lock import require_lock
 from stepscope.model.training_step import out_of_memory_names
 
+ALONE, ALONE_S, LONGEST_WAIT_S = 10, 0.3e-3, 10.0
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
 
@@ -28,6 +29,24 @@ def nothing() -> None:
 def synchronizer(device: str) -> Callable[[], None]:
     """What waits until the device has done all that it was given; on a CPU there is nothing to wait for."""
     return torch.get_device_module(device).synchronize
+
+
+def wait_until_idle(device: str) -> None:
+    """Wait until the GPU does nothing for anybody: what a frozen process had given it runs on.
+
+    A kernel that does nothing comes back within :data:`ALONE_S`, some 30 µs, where the GPU is idle, and waits
+    for its time slice, more than a millisecond, where another process's work is on it. It is idle when that
+    holds :data:`ALONE` times in a row; after :data:`LONGEST_WAIT_S` some other program uses the GPU, and is
+    not waited for.
+    """
+    if device != "cuda" or not torch.cuda.is_initialized():
+        return
+    began, alone = default_timer(), 0
+    while alone < ALONE and default_timer() - began < LONGEST_WAIT_S:
+        started = default_timer()
+        torch.cuda._sleep(1)  # a kernel without memory of its own
+        torch.cuda.synchronize()
+        alone = alone + 1 if default_timer() - started < ALONE_S else 0
 
 
 class Phases:

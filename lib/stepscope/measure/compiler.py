@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from timeit import default_timer
 from typing import Any
 
+from stepscope.freezer import frozen_s
 from stepscope.measure.clocks import synchronizer
 
 
@@ -23,8 +24,9 @@ def allow_recompiling(shapes: int) -> None:
 
 
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
-    """How long a first step takes that compiles: seconds on the host, in which others may use the GPU."""
+    """How long a first step takes that compiles: seconds on the host, in which others may use the GPU; those
+    in which this run was frozen, while another measured, do not count."""
     synchronize, began = synchronizer(device), default_timer()
     step()
     synchronize()
-    return default_timer() - began
+    return default_timer() - began - frozen_s(began)

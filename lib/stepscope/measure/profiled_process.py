@@ -24,7 +24,7 @@ import torch
 from stepscope.config import PHASES, StepConfig
 from stepscope.files import write_text_durably
 from stepscope.gpu_lock import exclusive
-from stepscope.measure.clocks import Phases, synchronizer, time_step
+from stepscope.measure.clocks import Phases, synchronizer, time_step, wait_until_idle
 from stepscope.measure.graph import replay
 from stepscope.measure.guard import out_of_memory
 from stepscope.measure.nsys import OUTCOME, RANGED, REPLAY, TRACE
@@ -156,6 +156,7 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
     with ExitStack() as opened:
         asked = default_timer()
         with exclusive():
+            wait_until_idle(config.device)
             began = default_timer()
             failed: dict[Hashable, tuple[str, str]] = {}
             with out_of_memory(failed, "weights"):  # the step is no variable here, so that it is freed

@@ -15,7 +15,8 @@ from IPython.display import Markdown, display
 from pydantic import ValidationError
 
 from stepscope.config import SIZES, ConfigError, RunConfig, require_device, worded
-from stepscope.gpu_lock import locked_s
+from stepscope.gpu_lock import lock_held, locked_s
+from stepscope.measure.clocks import wait_until_idle
 from stepscope.runs.machine import machine, software
 from stepscope.runs.record import Record, RecordError, plain, tell
 from stepscope.runs.run import notebook_of
@@ -58,6 +59,8 @@ class Run:
             if there and there != on:
                 raise ConfigError(f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
                                   " name another folder")
+        if self.folder and (shell := get_ipython()):
+            shell.events.register("pre_run_cell", self._alone)
         if self.folder:  # what runs out of memory later has still said on what
             tell(self.folder, **self.outcome)
         said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load(config)]
@@ -94,6 +97,11 @@ class Run:
             tell(self.folder, results={"finding": sentence})
         if self.store and "tables" in self.outcome:
             self.store.amend(self._record())
+
+    def _alone(self, info: Any) -> None:
+        """Before a cell: if it measures, the others are frozen, and what they had given the GPU runs out."""
+        if lock_held():
+            wait_until_idle(self.config.device)
 
     def _record(self) -> Record:
         """Of a run by hand, which nobody watches: as far as it has come."""

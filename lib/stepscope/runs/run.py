@@ -18,8 +18,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from pydantic import ValidationError
 
 from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, worded
-from stepscope.gpu_lock import HELD, exclusive, locked_s
+from stepscope.freezer import RUN as MARK
+from stepscope.freezer import frozen_s, none_measures, thaw_if_none_measures
+from stepscope.gpu_lock import GPU_LOCK, HELD, exclusive, locked_s
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, tell, told
 from stepscope.runs.source import MEASURE, code_cells, notebook_source
 
 NOTEBOOKS = "STEPSCOPE_NOTEBOOKS"  # in the environment: another folder of notebooks than the package's
-MARK = "STEPSCOPE_RUN"  # in the environment of a run's processes: its folder
+PATIENCE_S = 600  # for a kernel that lives: with its run, it may be frozen for as long as others measure
 TEMPORARY = "tmp"  # in the run's folder, until it has ended
 # What a run finds in its environment. Inductor would compile a program to try out each vector instruction
 # that the processor says it has: 5 to 15 s of a process that compiles for a CPU.
@@ -71,17 +74,23 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
     environment = {name: value for name, value in os.environ.items() if name not in DASKS} | ENVIRONMENT | {
         MARK: str(folder), "TMPDIR": str(temporary), "IPYTHONDIR": str(temporary),
         "JUPYTER_RUNTIME_DIR": str(temporary), HELD: str(temporary / "held")} | environment
+    lock = environment.get(GPU_LOCK, "")
     command = [sys.executable, "-P", "-m", "stepscope.runs.run", str(notebook_of(config, environment)),
                json.dumps(parameters_of(config)), str(folder)]
     with (folder / LOG).open("wb") as log:
         # A pipe from here is its standard input: it ends when this process does, and so does the run.
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=log,
-                                   stderr=log, start_new_session=True)
+        # A run begins between two others' measurements, or its start would be beside one.
+        with none_measures(lock) if lock else nullcontext():
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE,
+                                       stdout=log, stderr=log, start_new_session=True)
+        frozen = partial(frozen_s, started, lock, str(folder))
         try:
-            reason = _wait(process, timeout_s, abandoned)
+            reason = _wait(process, timeout_s, abandoned, frozen)
         finally:
             end_marked(folder)
             process.wait()
+            if lock:
+                thaw_if_none_measures(lock)
     lasted = {"started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
     outcome = told(folder)
     if reason is None and "status" not in outcome:
@@ -111,8 +120,9 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
     return parameters
 
 
-def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
-    """Wait for its end, or for a reason to end it."""
+def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool],
+          frozen: Callable[[], float]) -> str | None:
+    """Wait for its end, or for a reason to end it. For how long it was ``frozen`` is no time of its own."""
     began = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -120,7 +130,7 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
             return None
         if abandoned():
             raise Abandoned("the sweep that asked for this run is gone")
-        if timeout_s is not None and time.monotonic() - began > timeout_s:
+        if timeout_s is not None and time.monotonic() - began - frozen() > timeout_s:
             return f"no end after {timeout_s:g} s, the limit for a run; its processes were ended"
 
 
@@ -255,7 +265,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
         papermill.execute_notebook(
             notebook, folder / NOTEBOOK, parameters | {"run_folder": "."}, kernel_name="python3", cwd=".",
             progress_bar=False, record_timing=False, kernel_manager_class=Kernel, on_cell_execute=cells.begin,
-            on_cell_executed=cells.end)
+            on_cell_executed=cells.end, start_timeout=PATIENCE_S, iopub_timeout=PATIENCE_S)
     except PapermillExecutionError:
         return _errors(folder / NOTEBOOK)
     except DeadKernelError:
