@@ -3,8 +3,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Busy (GPU time over wall time) below this: the GPU waits for launches.
+# Busy (GPU time over wall time) from here on: nothing is left to wait for.
 LAUNCH_BOUND = 0.95
+# The host enqueues for this share of the wall time: it is never ahead of the GPU.
+ENQUEUES = 0.9
 # GPU times of one configuration repeat this well, so that a smaller difference is none. (Where the power cap
 # holds the clocks, which it does a little differently each time: 3%.) Peaks of memory repeat as well.
 SAME = 0.01
@@ -19,6 +21,9 @@ STEADY = 0.01
 # GPU time is of other steps than wall time, and of another clock, so busy can be a little over 1. More than
 # this cannot be: that cell was disturbed, and is left out.
 MOST_BUSY = 1.02
+MOST_BUSY_AT_CAP = 1.03
+# Below this share of its highest SM clock a GPU is held down by its power cap.
+AT_CAP = 0.97
 # A step that is less busy than this waits for launches more than it computes.
 MOSTLY_WAITS = 0.5
 # The share of values that are inf, NaN or wrongly 0 from which on a precision loses them.
@@ -26,19 +31,31 @@ LOST = 1e-3
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """``median``, sample standard deviation (``std``; nan of a single value) and quartiles (``q1``,
-    ``q3``)."""
+    """``median``, quartiles (``q1``, ``q3``), the least (``min``), and the sample standard deviation
+    (``std``; nan of a single value)."""
     samples = np.asarray(values, dtype=float)
     if not len(samples):
-        return dict.fromkeys(("median", "std", "q1", "q3"), np.nan)
+        return dict.fromkeys(("median", "std", "q1", "q3", "min"), np.nan)
     q1, median, q3 = np.percentile(samples, [25, 50, 75])
     return {"median": float(median), "std": float(samples.std(ddof=1)) if len(samples) > 1 else np.nan,
-            "q1": float(q1), "q3": float(q3)}
+            "q1": float(q1), "q3": float(q3), "min": float(samples.min())}
 
 
-def launch_bound(busy: float) -> bool:
-    """Whether a phase or step that is so busy waits for launches; not where it is not known."""
-    return bool(busy < LAUNCH_BOUND)
+def host_sets_pace(enqueue_ms: float, wall_ms: float) -> bool:
+    """Whether the host is still enqueuing when the step is nearly over: it is not ahead of the GPU."""
+    return bool(enqueue_ms >= ENQUEUES * wall_ms)
+
+
+def launch_bound(busy: float, enqueue_ms: float = np.nan, wall_ms: float = np.nan) -> bool:
+    """Whether a phase or step waits for launches: who waits for whom. Not where it is not known.
+
+    The GPU waits, so that it is busy for less of the time than :data:`LAUNCH_BOUND`, and the host does not:
+    it enqueues to the end. Either alone can be otherwise: small kernels leave gaps of 2 µs between them while
+    the host is far ahead, and a host that is so far ahead that the queue (1,024 launches) is full enqueues to
+    the end as well. Where no enqueue time was recorded, the first alone decides.
+    """
+    waits = busy < LAUNCH_BOUND
+    return bool(waits and (np.isnan(enqueue_ms) or host_sets_pace(enqueue_ms, wall_ms)))
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> float:

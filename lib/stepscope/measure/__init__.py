@@ -7,10 +7,14 @@
     asked_and_allocated(words)         of an out-of-memory error's words
     Phases(device), .ms()              the ``phase`` that a step is called with: its time and enqueue time
     time_steps(step, steps, warmups, device, ...)   a row for each phase of each step: wall_ms, enqueue_ms
+    enough(rows, least, device)        whether so many timed steps tell their time
     back_to_back(step, device, steps)  milliseconds of steps of which only the last is waited for
+    keep_up(step, device, seconds)     the step again and again, each waited for
     synchronizer(device)               waits until the device has done all that it was given
     capture(device)                    .phases(case, number) to call a step with; then .operations, .reason
-    quickest_step, gpu_time_ms, gpu_time, by_name(operations)   what is said of captured operations
+    quickest_step, middle_step, whole_steps(operations)   of captured steps one, or each
+    gpu_time_ms, gpu_time, by_name(operations)   what is said of one of them
+    unsteady(row, captured_ms), at_cap(row), TRIES   what cannot be, or does not repeat: to be measured again
     replay(step, device, ...)          times of the step as a CUDA graph, or why there are none
     seconds_with_compiling(step, device)   of a first step, outside of the lock
     forget_peaks, peak_memory(device)  peak_gib and reserved_gib since then
@@ -23,7 +27,16 @@
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
 """
 from stepscope.gpu_lock import exclusive
-from stepscope.measure.clocks import Phases, back_to_back, synchronizer, time_steps, walls_ms
+from stepscope.measure.clocks import (
+    Phases,
+    back_to_back,
+    enough,
+    keep_up,
+    synchronizer,
+    time_steps,
+    wait_until_idle,
+    walls_ms,
+)
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling
 from stepscope.measure.graph import graph_of, replay
 from stepscope.measure.guard import asked_and_allocated, error_text, out_of_memory
@@ -36,18 +49,34 @@ from stepscope.measure.memory import (
     storage_bytes,
 )
 from stepscope.measure.memory_history import MemoryHistory, record_memory_history
-from stepscope.measure.power import Power, PowerMonitor, highest_clock_mhz, kept_up_power
+from stepscope.measure.power import (
+    Power,
+    PowerMonitor,
+    highest_clock_mhz,
+    kept_up_power,
+    power_limit_w,
+    sm_clock_mhz,
+)
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
+from stepscope.measure.steady import TRIES, at_cap, unsteady
 from stepscope.measure.times import operations_by_name, step_times
 from stepscope.model.training_step import autocast, grad_scaler, prepare, release
-from stepscope.traces.captured import by_name, gpu_time, gpu_time_ms, quickest_step
+from stepscope.traces.captured import (
+    by_name,
+    gpu_time,
+    gpu_time_ms,
+    middle_step,
+    quickest_step,
+    whole_steps,
+)
 
 __all__ = [
-    "MemoryHistory", "Phases", "Power", "PowerMonitor", "allow_recompiling", "asked_and_allocated",
-    "autocast", "back_to_back", "by_name", "capture", "ceilings", "device_bytes", "error_text", "exclusive",
-    "forget_peaks", "fresh_compiler_cache", "gpu_time", "gpu_time_ms", "grad_scaler", "graph_of",
-    "highest_clock_mhz", "kept_up_power", "operations_by_name", "out_of_memory", "pass_memory", "peak_memory",
-    "prepare", "quickest_step", "record_memory_history", "release", "replay", "saved_for_backward",
-    "seconds_with_compiling", "sheet_tflops", "step_times", "storage_bytes", "synchronizer", "time_steps",
-    "walls_ms", "with_rates"]
+    "TRIES", "MemoryHistory", "Phases", "Power", "PowerMonitor", "allow_recompiling", "asked_and_allocated",
+    "at_cap", "autocast", "back_to_back", "by_name", "capture", "ceilings", "device_bytes", "enough",
+    "error_text", "exclusive", "forget_peaks", "fresh_compiler_cache", "gpu_time", "gpu_time_ms",
+    "grad_scaler", "graph_of", "highest_clock_mhz", "keep_up", "kept_up_power", "middle_step",
+    "operations_by_name", "out_of_memory", "pass_memory", "peak_memory", "power_limit_w", "prepare",
+    "quickest_step", "record_memory_history", "release", "replay", "saved_for_backward",
+    "seconds_with_compiling", "sheet_tflops", "sm_clock_mhz", "step_times", "storage_bytes", "synchronizer",
+    "time_steps", "unsteady", "wait_until_idle", "walls_ms", "whole_steps", "with_rates"]

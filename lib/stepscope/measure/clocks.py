@@ -6,7 +6,7 @@
   that no phase waits for another. On a CPU, where nothing is asynchronous, it is the host's.
 * Enqueue time is how long the host took to hand a phase to the GPU.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from timeit import default_timer
 from typing import Any, Self
@@ -17,7 +17,13 @@ import torch
 from stepscope.config import WHOLE
 from stepscope.gpu_lock import require_lock
 from stepscope.model.training_step import out_of_memory_names
+from stepscope.stats import host_sets_pace
 
+# How many timed steps tell their time, on a GPU: medians of 30 steps, or of two seconds of them, repeat
+# within 1% where the GPU sets the pace. Where the host does, they do not repeat even on a machine alone: what
+# repeats there is the fastest of a hundred. Of steps over a second as many as were asked for are enough.
+STEPS, STEPS_S, FEWEST, LONG_MS = 30, 2.0, 10, 1000.0
+HOST_STEPS, HOST_STEPS_S = 100, 6.0
 ALONE, ALONE_S, LONGEST_WAIT_S = 10, 0.3e-3, 10.0
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
@@ -123,22 +129,42 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
     return [*parts, (WHOLE, wall_ms, sum(enqueue_ms for *_, enqueue_ms in parts))]
 
 
+def enough(rows: Sequence[tuple], least: int, device: str) -> bool:
+    """Whether so many timed steps tell their time: at least so many, and on a GPU as many as the constants
+    above say.
+
+    Args:
+        rows: of :data:`SAMPLE_COLUMNS`, as far as there are.
+    """
+    steps = [(wall_ms, enqueue_ms) for _, warmup, phase, wall_ms, enqueue_ms in rows
+             if phase == WHOLE and not warmup]
+    walls_ms, enqueued_ms = (sum(times) for times in zip(*steps)) if steps else (0, 0)
+    if device == "cpu" or len(steps) < least or walls_ms > LONG_MS * len(steps):
+        return len(steps) >= least
+    if host_sets_pace(enqueued_ms, walls_ms):
+        return len(steps) >= HOST_STEPS or (len(steps) >= STEPS and walls_ms >= HOST_STEPS_S * 1e3)
+    return len(steps) >= STEPS or (len(steps) >= FEWEST and walls_ms >= STEPS_S * 1e3)
+
+
 def time_steps(step: Callable[[Phases], Any], steps: int, warmups: int, device: str, *,
                before: Callable[[], object] = nothing, after: Callable[[], object] = nothing,
-               at_least_s: float = 0.0) -> pd.DataFrame:
+               at_least_s: float = 0.0, until_enough: bool = False) -> pd.DataFrame:
     """Run ``warmups`` steps and then ``steps``, one by one, and more until these have lasted ``at_least_s``;
     a row for each phase of each, and for the whole, in :data:`SAMPLE_COLUMNS`.
 
     Args:
         step: is called with the phases, which it may leave alone.
         before, after: called before and after each step, outside of the clock.
+        until_enough: go on until there are :func:`enough`.
 
     Raises:
         torch.OutOfMemoryError: names the step in which it happened.
     """
-    phases, rows, lasted_ms = Phases(device), [], 0.0
+    phases, lasted_ms = Phases(device), 0.0
+    rows: list[tuple] = []
     for index in count():
-        if index >= warmups + steps and lasted_ms >= at_least_s * 1e3:
+        if index >= warmups + steps and lasted_ms >= at_least_s * 1e3 and (
+                not until_enough or enough(rows, steps, device)):
             break
         with out_of_memory_names(f"running step {index}"):
             before()

@@ -20,8 +20,7 @@ from stepscope.measure.clocks import keep_up, nothing
 POLL_S = 0.02
 # Of steps that last so long together, what is read between them tells the energy: the counter's first and
 # last changes are known to a tenth of a second.
-COUNTED_S = 2.0
-KEPT_UP_S = 0.4
+COUNTED_S = KEPT_UP_S = 2.0
 
 
 class Reading(NamedTuple):
@@ -59,6 +58,14 @@ def highest_clock_mhz() -> float:
     if not torch.cuda.is_initialized():
         return float("nan")
     return _asked(lambda: pynvml.nvmlDeviceGetMaxClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
+
+
+@functools.cache
+def power_limit_w() -> float:
+    """What the driver lets the GPU draw, in W; nan likewise."""
+    if not torch.cuda.is_initialized():
+        return float("nan")
+    return _asked(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(nvml_device()) / 1e3)
 
 
 def reading() -> Reading:

@@ -11,21 +11,24 @@ import pandas as pd
 
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure.clocks import SAMPLE_COLUMNS
+from stepscope.measure.steady import unlike_inside, unsteady
 from stepscope.stats import location
-from stepscope.traces.captured import by_name, gpu_time, quickest_step
+from stepscope.traces.captured import by_name, gpu_time, gpu_time_ms, quickest_step, whole_steps
 
 KEYS = ["mode", "precision"]
-TIME_COLUMNS = [*KEYS, "phase", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms",
-                "operations", "busy", "replayed_ms", "replay_reason", "peak_gib", "reserved_gib",
-                "sm_clock_mhz", "power_w", "step_j", "compile_s", "status", "reason"]
-TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason"]
+TIME_COLUMNS = [*KEYS, "phase", "steps", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms",
+                "enqueue_ms", "gpu_ms", "operations", "busy", "replayed_ms", "replay_reason", "peak_gib",
+                "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "status", "reason",
+                "unsteady"]
+TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason", "unsteady"]
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
 UNTIMED = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
 
 def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.DataFrame],
                operations: pd.DataFrame, readings: Mapping[Any, Mapping[str, Any]],
-               status: Mapping[Any, tuple[str, str]], reason: str = "") -> pd.DataFrame:
+               status: Mapping[Any, tuple[str, str]], reason: str = "", device: str = "cpu"
+               ) -> pd.DataFrame:
     """The table of times of what was measured step by step: a row a case and phase and one of its whole, in
     :data:`TIME_COLUMNS`; of a case that did not fit only that.
 
@@ -36,6 +39,8 @@ def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.
         readings: of each what is known of the whole: peak_gib, power_w, replayed_ms, ...
         status: of the cases that failed, as :class:`out_of_memory` notes it.
         reason: why nothing was captured.
+        device: on a GPU the whole's ``unsteady`` says what cannot be, or does not repeat
+            (:mod:`stepscope.measure.steady`).
     """
     rows: list[dict[str, Any]] = []
     for name, key in cases.items():
@@ -49,8 +54,13 @@ def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.
             outcome["reason"] = why or reason or "nothing was captured"
         rows += [outcome | row for row in _phase_rows(key["mode"], samples.get(name, UNTIMED), captured)]
         rows[-1] |= readings.get(name, {})
+        if device == "cuda":
+            rows[-1]["unsteady"] = unsteady(rows[-1], [gpu_time_ms(step) for step in whole_steps(captured)])
     unread = {name: "" if name in TEXTS else np.nan for name in TIME_COLUMNS}
     times = pd.DataFrame([unread | row for row in rows], columns=TIME_COLUMNS)
+    for _, own in times.groupby("precision") if device == "cuda" else ():
+        for index, words in unlike_inside(own).items():
+            times.loc[index, "unsteady"] = "; ".join(filter(None, [times.loc[index, "unsteady"], words]))
     return times.astype({name: str if name in TEXTS else float for name in TIME_COLUMNS})
 
 
@@ -62,7 +72,7 @@ def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> lis
     for phase in [*PHASES[mode], WHOLE]:
         own = plain[plain["phase"] == phase]
         wall = {f"wall{'' if name == 'median' else f'_{name}'}_ms": value
-                for name, value in location(own["wall_ms"]).items()}
+                for name, value in location(own["wall_ms"]).items()} | {"steps": float(len(own))}
         gpu = dict.fromkeys(("gpu_ms", "operations"), np.nan)
         if quickest is not None:
             gpu = gpu_time(quickest if phase == WHOLE else quickest[quickest["phase"] == phase])

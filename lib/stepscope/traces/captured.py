@@ -50,13 +50,24 @@ def captured_operations(trace: Path) -> pd.DataFrame:
     return table[inside].reset_index(drop=True)
 
 
+def whole_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
+    """The operations of each of one case's captured steps, in order, without steps of which the profiler lost
+    some."""
+    steps = [rows for _, rows in operations.groupby("number")]
+    most = max(map(len, steps), default=0)
+    return [rows for rows in steps if len(rows) == most]
+
+
 def quickest_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Of one case's captured steps the operations of the one with the least GPU time: what a neighbour has
-    the GPU do for a moment only adds to it. A step of which the profiler lost operations is never taken."""
-    steps = dict(iter(operations.groupby("number")))
-    most = max(map(len, steps.values()), default=0)
-    covered = {number: gpu_time_ms(rows) for number, rows in steps.items() if len(rows) == most}
-    return operations[operations["number"] == min(covered, key=lambda number: covered[number], default=0)]
+    """Of one case's captured steps the operations of the one with the least GPU time: what disturbs a step
+    only adds to it."""
+    return min(whole_steps(operations), key=gpu_time_ms, default=operations)
+
+
+def middle_step(operations: pd.DataFrame) -> pd.DataFrame:
+    """The same of the median GPU time: of a stretch of steps at the power cap, where the clock swings."""
+    steps = sorted(whole_steps(operations), key=gpu_time_ms)
+    return steps[(len(steps) - 1) // 2] if steps else operations
 
 
 def gpu_time_ms(operations: pd.DataFrame) -> float:

@@ -16,10 +16,12 @@ KEY = {"implementation": word(*IMPLEMENTATIONS),
        "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
 MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib",
             "asked_gib", "allocated_gib", "device_gib")
+SPREAD = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "sm_clock_mhz")
 READS = ("nsys.operations",)  # of other studies
 SCHEMAS = {
     "cells": tidy((*CELL, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
-                  kernel=word(), **{name: measured() for name in MEASURES}),
+                  kernel=word(), **{name: measured() for name in MEASURES},
+                  **{name: measured(required=False) for name in SPREAD}, unsteady=word(required=False)),
     "checks": tidy(CELL, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
                    allowed_error=measured(nullable=False)),
 }

@@ -1,8 +1,6 @@
-"""The least time that the hardware needs for the step: what must be multiplied, plus what must be moved; and
-the time that the energy of a step takes at the GPU's power limit.
+"""The least time that the hardware needs for the step: what must be multiplied, plus what must be moved.
 
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
-    energy bound = joules of a step / power limit
 
 * multiplied: forward and both of backward's, attention's only below the diagonal (a causal model needs no
   more);
@@ -13,17 +11,17 @@ the time that the energy of a step takes at the GPU's power limit.
 
 Both rates are measured in the same process, on matmuls and copies so large that launches and caches do not
 count (the roofline of Williams, Waterman & Patterson 2009, with its two terms added: the optimizer needs all
-gradients first). They last milliseconds, at the highest clock. A step goes on, and where its power reaches
-the limit the clock falls: then time is energy over power, and only fewer joules make it faster.
+gradients first). They last milliseconds, at the highest clock: bursts, whose rate no step beats. What one
+large matmul keeps up, once its power has reached the cap and the clock has fallen, is a reference and no
+bound: a step draws less, at a higher clock, and its own matmuls can beat it.
 """
 import math
 
-import pynvml
 import torch
 
 from stepscope.config import StepConfig
 from stepscope.measure.clocks import back_to_back
-from stepscope.measure.power import PowerMonitor, nvml_device
+from stepscope.measure.power import PowerMonitor
 from stepscope.measure.rates import MATRIX_SIZE
 from stepscope.model.flops import forward_flops, parameter_count
 
@@ -49,16 +47,6 @@ def lower_bound(config: StepConfig, moments: str, ceilings: dict[str, float]) ->
     matmul = needed_flops(config) / ceilings["matmul_bf16"] / 1e9
     moved = MOVED_BYTES[moments] * parameter_count(config) / ceilings["copy"] / 1e9
     return {"matmul_ms": matmul, "moved_ms": moved, "bound_ms": matmul + moved}
-
-
-def power_limit_w(device: str) -> float:
-    """What the driver lets the GPU draw; nan where it does not say, and on a CPU."""
-    if device != "cuda":
-        return math.nan
-    try:
-        return pynvml.nvmlDeviceGetEnforcedPowerLimit(nvml_device()) / 1e3
-    except pynvml.NVMLError:
-        return math.nan
 
 
 def kept_up(device: str) -> dict[str, float]:

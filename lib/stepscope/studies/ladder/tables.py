@@ -12,7 +12,7 @@ from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
 from stepscope.report.shapes import reference
 from stepscope.report.tables import MOST_ROWS, headed, table
 from stepscope.stats import LEAST_GAIN, MOST_BUSY
-from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
+from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS, SPREAD
 
 CONFIG = ("size", "context_length", "vocab_size")
 PLACE = [*CONFIG, "batch_size"]
@@ -22,7 +22,8 @@ KEY = {"change": word(*CHANGES, *BEYOND, FILLED, *PEERS),
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
     "steps": tidy(
-        CELL, **KEY, status=word(*STATUSES), reason=word(), **{name: measured() for name in MEASURES}),
+        CELL, **KEY, status=word(*STATUSES), reason=word(), **{name: measured() for name in MEASURES},
+        **{name: measured(required=False) for name in SPREAD}, unsteady=word(required=False)),
     "kernels": tidy((*CELL, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CELL, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }

@@ -40,7 +40,8 @@ SCHEMAS = {
         ("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=WHOLE, arrangement=word(), **OUTCOME,
         **{name: measured() for name in (
             "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
-            "state_gib", "block_runs", "expected_runs", "expected_kept_gib")}),
+            "state_gib", "block_runs", "expected_runs", "expected_kept_gib")},
+        steps=measured(required=False), wall_std_ms=measured(required=False), unsteady=word(required=False)),
 }
 
 
