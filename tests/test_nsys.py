@@ -29,7 +29,7 @@ from stepscope.traces.nsys_tool import NsysError
 DATA = Path(__file__).parent / "data" / "nsys"
 EXPORT = DATA / "step.sqlite"  # small, context 512, three full steps, every region named
 STEPS, LAYERS = 3, 12
-OUTCOME = {"status": "ok", "reason": "", "plain_ms": [60.0, 61.0], "captured_ms": [70.0, 71.0, 72.0]}
+OUTCOME = {"status": "ok", "reason": "", "plain_ms": [60.0, 61.0], "enqueue_ms": [9.0, 8.0], "clock": {}, "captured_ms": [70.0, 71.0, 72.0]}
 
 # What stands in for nsys does with files what nsys does: its export is a real capture's.
 FAKE = """#!/bin/sh

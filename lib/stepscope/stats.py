@@ -5,8 +5,6 @@ import numpy as np
 
 # Busy (GPU time over wall time) from here on: nothing is left to wait for.
 LAUNCH_BOUND = 0.95
-# The host enqueues for this share of the wall time: it is never ahead of the GPU.
-ENQUEUES = 0.9
 # GPU times of one configuration repeat this well, so that a smaller difference is none. (Where the power cap
 # holds the clocks, which it does a little differently each time: 3%.) Peaks of memory repeat as well.
 SAME = 0.01
@@ -41,21 +39,15 @@ def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
             "q1": float(q1), "q3": float(q3), "min": float(samples.min())}
 
 
-def host_sets_pace(enqueue_ms: float, wall_ms: float) -> bool:
-    """Whether the host is still enqueuing when the step is nearly over: it is not ahead of the GPU."""
-    return bool(enqueue_ms >= ENQUEUES * wall_ms)
-
-
-def launch_bound(busy: float, enqueue_ms: float = np.nan, wall_ms: float = np.nan) -> bool:
+def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan) -> bool:
     """Whether a phase or step waits for launches: who waits for whom. Not where it is not known.
 
-    The GPU waits, so that it is busy for less of the time than :data:`LAUNCH_BOUND`, and the host does not:
-    it enqueues to the end. Either alone can be otherwise: small kernels leave gaps of 2 µs between them while
-    the host is far ahead, and a host that is so far ahead that the queue (1,024 launches) is full enqueues to
-    the end as well. Where no enqueue time was recorded, the first alone decides.
+    The host takes longer to enqueue it than the GPU to do it, so that the GPU waits for more of the time than
+    the host does, and it waits for more than a twentieth of it. Either alone can be otherwise: small kernels
+    leave gaps of 2 µs between them while the host is far ahead; and where the host is so far ahead that the
+    queue (1,024 launches) is full, it enqueues to the end. Without an enqueue time the second alone decides.
     """
-    waits = busy < LAUNCH_BOUND
-    return bool(waits and (np.isnan(enqueue_ms) or host_sets_pace(enqueue_ms, wall_ms)))
+    return bool(busy < LAUNCH_BOUND and not enqueue_ms <= gpu_ms)
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> float:

@@ -17,13 +17,12 @@ import torch
 from stepscope.config import WHOLE
 from stepscope.gpu_lock import require_lock
 from stepscope.model.training_step import out_of_memory_names
-from stepscope.stats import host_sets_pace
 
 # How many timed steps tell their time, on a GPU: medians of 30 steps, or of two seconds of them, repeat
 # within 1% where the GPU sets the pace. Where the host does, they do not repeat even on a machine alone: what
 # repeats there is the fastest of a hundred. Of steps over a second as many as were asked for are enough.
 STEPS, STEPS_S, FEWEST, LONG_MS = 30, 2.0, 10, 1000.0
-HOST_STEPS, HOST_STEPS_S = 100, 6.0
+HOST_STEPS, HOST_STEPS_S, ENQUEUES = 100, 6.0, 0.8
 ALONE, ALONE_S, LONGEST_WAIT_S = 10, 0.3e-3, 10.0
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
@@ -127,6 +126,12 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
     wall_ms = (default_timer() - started) * 1e3
     parts = phases.ms()
     return [*parts, (WHOLE, wall_ms, sum(enqueue_ms for *_, enqueue_ms in parts))]
+
+
+def host_sets_pace(enqueue_ms: float, wall_ms: float) -> bool:
+    """Whether it looks so before GPU time is known (:func:`stepscope.stats.launch_bound` says so after): the
+    host is still enqueuing when most of the step is over."""
+    return enqueue_ms >= ENQUEUES * wall_ms
 
 
 def enough(rows: Sequence[tuple], least: int, device: str) -> bool:

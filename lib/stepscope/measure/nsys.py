@@ -15,8 +15,8 @@ REPLAY = "replay"  # the range in which it makes forward a CUDA graph and replay
 class ProfiledModes:
     """The captured steps of one configuration's modes.
 
-    modes: of each its status, reason, and wall times plain_ms and captured_ms. inside: the mode of each step
-    in the file. seconds: waited_s for the GPU lock, turn_s of it.
+    modes: of each its status, reason, wall times plain_ms and captured_ms, the plain ones' enqueue_ms and
+    their clock. inside: the mode of each step in the file. seconds: waited_s for the GPU lock, turn_s of it.
     """
 
     file: Path | None  # None: nothing was captured

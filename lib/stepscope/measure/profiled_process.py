@@ -19,21 +19,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from timeit import default_timer
 
+import pandas as pd
 import torch
 
-from stepscope.config import PHASES, StepConfig
+from stepscope.config import PHASES, WHOLE, StepConfig
 from stepscope.files import write_text_durably
 from stepscope.gpu_lock import exclusive
-from stepscope.measure.clocks import Phases, synchronizer, time_step, wait_until_idle
+from stepscope.measure.clocks import Phases, synchronizer, time_step, time_steps, wait_until_idle
 from stepscope.measure.graph import replay
 from stepscope.measure.guard import out_of_memory
 from stepscope.measure.nsys import OUTCOME, RANGED, REPLAY, TRACE
+from stepscope.measure.power import highest_clock_mhz, sm_clock_mhz
 from stepscope.measure.profiler import profiled
 from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.model.training_step import Step, build_step, prepare, release
 
 WARM_MS, MOST_WARM = 300, 10   # of short steps, so many ms after the first, and so many at most
-PLAIN_MS, PLAIN = 1500, 10     # plain steps: ten of forward, of other modes as many as last so long
+PLAIN_MS, PLAIN = 1500, 10     # plain steps: ten of forward, of other modes as many as last so long, at least
 CAPTURED, LONG_MS = 3, 500     # captured steps beside the named one; two of long ones
 
 Ranged = Callable[[Step, Annotation | None, Callable[[], None]], None]
@@ -66,15 +68,16 @@ class ProfiledMode:
     step: Step
     ranged: Ranged
     plain_ms: list[float] = field(default_factory=list)
+    enqueue_ms: list[float] = field(default_factory=list)  # of the plain ones
     captured_ms: list[float] = field(default_factory=list)
-    warm_ms: list[float] = field(default_factory=list)
+    clock: dict[str, float] = field(default_factory=dict)
     reason: str = ""  # of having run out of memory
 
-    def plain(self) -> float:
-        """One step as it is, by the host's clock, in ms."""
-        self.step.clear_gradients()
-        *_, (_, wall_ms, _) = time_step(lambda phases: self.step(), Phases(self.step.device, expected=0))
-        return wall_ms
+    def plain(self, least: int, until_enough: bool) -> pd.DataFrame:
+        """Steps as they are, by the host's clock: the rows of them as wholes."""
+        samples = time_steps(self.step, least, 0, self.step.device, before=self.step.clear_gradients,
+                             until_enough=until_enough)
+        return samples[samples["phase"] == WHOLE]
 
     def captured(self, named: bool) -> float:
         """One step in ranges for itself and its phases, and if ``named`` for every region of the model."""
@@ -101,15 +104,18 @@ class ProfiledMode:
 
 
 def time_plain(mode: ProfiledMode) -> None:
-    """Warm up, then the plain steps."""
-    while len(mode.warm_ms) < 2 or (sum(mode.warm_ms[1:]) < WARM_MS and len(mode.warm_ms) < MOST_WARM):
-        mode.warm_ms.append(mode.plain())
-        if mode.warm_ms[0] > 2 * LONG_MS:
+    """Warm up, then the plain steps, and the clock that they have."""
+    warm_ms: list[float] = []
+    while len(warm_ms) < 2 or (sum(warm_ms[1:]) < WARM_MS and len(warm_ms) < MOST_WARM):
+        warm_ms += mode.plain(1, until_enough=False)["wall_ms"].tolist()
+        if warm_ms[0] > 2 * LONG_MS:
             break
     steps = PLAIN
     if mode.step.mode != "forward":
-        steps = min(PLAIN, max(1, int(PLAIN_MS / mode.warm_ms[-1])))
-    mode.plain_ms += [mode.plain() for _ in range(steps)]
+        steps = min(PLAIN, max(1, int(PLAIN_MS / warm_ms[-1])))
+    found = mode.plain(steps, until_enough=True)
+    mode.plain_ms, mode.enqueue_ms = found["wall_ms"].tolist(), found["enqueue_ms"].tolist()
+    mode.clock = {"sm_clock_mhz": sm_clock_mhz(), "highest_clock_mhz": highest_clock_mhz()}
 
 
 def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
@@ -121,8 +127,8 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
         capture: begins the capture.
 
     Returns:
-        modes: of each its status, reason, and wall times plain_ms, captured_ms (the first is the named
-            step's);
+        modes: of each its status, reason, wall times plain_ms, captured_ms (the first is the named step's),
+            the plain ones' enqueue_ms and their clock;
             inside: the mode of each step in the capture, in order.
     """
     modes = {name: ProfiledMode(step.of(mode=name), ranged) for name in PHASES}
@@ -145,7 +151,8 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
             replay(forward, forward.device, clear=forward.clear_gradients, replays=1, at_least_s=0)
     return {"inside": inside, "modes": {
         name: {"status": "oom" if mode.reason else "ok", "reason": mode.reason, "plain_ms": mode.plain_ms,
-               "captured_ms": mode.captured_ms} for name, mode in modes.items()}}
+               "enqueue_ms": mode.enqueue_ms, "captured_ms": mode.captured_ms, "clock": mode.clock}
+        for name, mode in modes.items()}}
 
 
 def main(tool: str, folder: Path, config: StepConfig) -> None:
@@ -163,7 +170,8 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
                 outcome = profile(build_step(config), ranged,
                                   lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
             if failed:
-                oom = {"status": "oom", "reason": failed["weights"][1], "plain_ms": [], "captured_ms": []}
+                oom = {"status": "oom", "reason": failed["weights"][1], "plain_ms": [], "enqueue_ms": [],
+                       "captured_ms": [], "clock": {}}
                 outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}
             gc.collect()
             release(config.device)

@@ -21,8 +21,12 @@ OVER_LIMIT = 1.02  # power over the cap
 
 
 def at_cap(row: Mapping[str, float]) -> bool:
-    """Whether the power cap held the clock down."""
-    return bool(row.get("sm_clock_mhz", np.nan) < AT_CAP * highest_clock_mhz())
+    """Whether the power cap held the clock down.
+
+    Args:
+        row: ``sm_clock_mhz``, and ``highest_clock_mhz`` if not of this process's GPU.
+    """
+    return bool(row.get("sm_clock_mhz", np.nan) < AT_CAP * row.get("highest_clock_mhz", highest_clock_mhz()))
 
 
 def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str:

@@ -23,6 +23,8 @@ from stepscope.runs.run import notebook_of
 from stepscope.runs.source import source_by_hand
 from stepscope.runs.store import Store, runs_folder
 
+WHICH = ("precision", "mode", "change", "batch_size", "implementation", "sequence", "phase", "blocks",
+         "arrangement")  # columns that say which row it is
 # Up to here a step's operators on a CPU are over before threads have found each other; where the cores are
 # busy, threads wait for each other 35 times as long as one takes.
 ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}
@@ -78,7 +80,8 @@ class Run:
         Raises:
             RecordError: of a run by hand: a result is none of these.
         """
-        self.outcome |= {"results": plain(dict(results or {})), "measuring_s": round(locked_s(), 3)}
+        named = {"unsteady": words} if (words := unsteady_rows(tables)) else {}
+        self.outcome |= {"results": plain(named | dict(results or {})), "measuring_s": round(locked_s(), 3)}
         if self.folder:
             tell(self.folder, tables=_write(tables, files, self.folder), results=self.outcome["results"],
                  measuring_s=self.outcome["measuring_s"])
@@ -114,6 +117,16 @@ class Run:
             return Record.of(self.config, **self.outcome | own)
         except ValidationError as error:
             raise RecordError(f"what is to be kept is no record: {worded(error, Record)}") from None
+
+
+def unsteady_rows(tables: Mapping[str, pd.DataFrame]) -> str:
+    """The rows of a run that cannot be, or do not repeat, and what is wrong with each."""
+    found = []
+    for table in tables.values():
+        odd = table[table["unsteady"] != ""] if "unsteady" in table else table[:0]
+        for row in odd.to_dict("records"):
+            found.append(f"{' '.join(str(row[name]) for name in WHICH if name in row)}: {row['unsteady']}")
+    return "; ".join(found)
 
 
 def _threads(config: RunConfig) -> list[str]:

@@ -264,7 +264,8 @@ class _Sweep:
         self.store.commit(folder, result)
         self.end.counts[result.status] += 1
         self.done.add(_name(config))
-        said = [str(result.results.get("finding") or "done"), *filter(None, [result.cause])]
+        unsteady = f"unsteady: {result.results['unsteady']}" if result.results.get("unsteady") else None
+        said = [str(result.results.get("finding") or "done"), *filter(None, [unsteady, result.cause])]
         found = {"ok": "; ".join(said), "oom": "does not fit: out of memory",
                  "failed": f"failed: {result.cause}"}[result.status]
         self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({result.duration_s:.0f} s):"
