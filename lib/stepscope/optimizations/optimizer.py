@@ -355,16 +355,17 @@ class MasterAdamW(torch.optim.Optimizer):
                 raise RuntimeError(f"{name} has no gradient, and MasterAdamW updates all parameters at once")
         self._read_groups()
         self._read_rates()
+        gradients = self._gradients() if self.device.type == "cuda" else None
         self.count.add_(1)
         corrections = 1 - torch.pow(self.betas, self.count)
         kept, rate, correction = self.scalars.unbind(1)[:3]
         torch.sub(1, self.rates * self.decays, out=kept)
         torch.div(self.rates, corrections[0], out=rate)
         torch.rsqrt(corrections[1], out=correction)
-        if self.device.type == "cuda":
-            self._launch()
-        else:
+        if gradients is None:
             self._update()
+        else:
+            self._launch(gradients)
         return loss
 
     def _update(self) -> None:
@@ -379,9 +380,9 @@ class MasterAdamW(torch.optim.Optimizer):
             if parameter.dtype != torch.float32:
                 parameter.data.copy_(master)
 
-    def _launch(self) -> None:
+    def _launch(self, gradients: Tensor) -> None:
         _adamw_kernel[(self.programs,)](
-            self.master, self.m, self.v, self.low, self._gradients(), *self.tables, self.scalars, self.count,
+            self.master, self.m, self.v, self.low, gradients, *self.tables, self.scalars, self.count,
             COLUMNS, BLOCK, math.gcd(16, *self.counts), self.v.dtype == torch.bfloat16, GOLDEN, MIX1, MIX2,
             num_warps=4, enable_fp_fusion=False)  # each operation rounded by itself, as in the formula
 
