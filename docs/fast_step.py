@@ -66,8 +66,9 @@ def attend(q, k, v):
 
 
 def make_step(model, tokens, targets, rate, clip=None):
-    """A training step and its optimizer. Before each step copy the batch, and fill in the rate, in place; a
-    scheduler of the optimizer does the latter. Making it changes no weight."""
+    """A training step and its optimizer; making them changes no weight. Before each step copy the batch, and
+    fill in the rate, in place. A scheduler of the optimizer does the latter; torch may warn it that
+    `optimizer.step()` was not called, because the graph does that."""
     on_gpu = tokens.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:

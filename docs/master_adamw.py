@@ -36,6 +36,8 @@ def make_training(shape, batches, steps, moments):
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     optimizer = MasterAdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=3e-3,
                             moments=moments, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(  # a tenth of the steps up, then a cosine down
+        optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2))
     batch = batches[0].clone()  # (B, T + 1) token ids, where a graph reads them
 
     def step():
@@ -47,8 +49,6 @@ def make_training(shape, batches, steps, moments):
         return loss.detach()
 
     launch = captured(step, optimizer) if batch.is_cuda else step
-    scheduler = torch.optim.lr_scheduler.LambdaLR(  # a tenth of the steps up, then a cosine down
-        optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2))
 
     def train_on(number):
         batch.copy_(batches[number % len(batches)])
