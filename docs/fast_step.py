@@ -2,6 +2,7 @@
 
 Self-contained: `python fast_step.py` trains the model below for some steps on random tokens and prints
 milliseconds a step. On a CPU what only a GPU has (TF32, fused AdamW, the CUDA graph) is passed over.
+`master_adamw.py` beside it trains the same model with bf16 weights and fp32 masters.
 """
 import argparse
 from timeit import default_timer
@@ -31,11 +32,11 @@ class Block(nn.Module):
         return x * self.cos.to(x.dtype) + torch.cat((-second, first), -1) * self.sin.to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C) -> (B, T, C)
-        y = self.norm1(x)
+        y = self.norm1(x.float()).to(x.dtype)
         q, k, v = (matrix(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for matrix in (self.q, self.k, self.v))
         x = x + self.o(attend(self.turn(q), self.turn(k), v).transpose(1, 2).flatten(2))
-        y = self.norm2(x)
+        y = self.norm2(x.float()).to(x.dtype)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
@@ -47,7 +48,7 @@ class Model(nn.Module):
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def read_out(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(x))
+        return self.head(self.norm(x.float()).to(x.dtype))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, V)
         x = self.embedding(tokens)
@@ -64,8 +65,10 @@ def attend(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)            # fused attention
 
 
-def make_step(model, tokens, targets, rate):
-    """Copy each next batch, and a new rate, into these tensors; then call the step. Making it takes three."""
+def make_step(model, tokens, targets, rate, clip=None):
+    """A training step and its optimizer; making them changes no weight. Before each step copy the batch, and
+    fill in the rate, in place. A scheduler of the optimizer does the latter; torch may warn it that
+    `optimizer.step()` was not called, because the graph does that."""
     on_gpu = tokens.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
@@ -74,25 +77,51 @@ def make_step(model, tokens, targets, rate):
 
     def step():
         optimizer.zero_grad(set_to_none=True)
+        # Accumulation: loop over micro-batches from here to backward, each loss divided by their number.
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):        # bf16 autocast
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        return loss
+        return loss.detach()
 
-    if not on_gpu:
-        return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    # DDP: wrap the model on the side stream, warm up 11 steps, and set TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
+    side, given = torch.cuda.Stream() if on_gpu else None, rate.clone()
+    rate.zero_()                                                              # so that no weight moves
+    if on_gpu:
+        side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):                                                    # compile, make AdamW's moments
             step()
-    torch.cuda.current_stream().wait_stream(side)
+    if on_gpu:
+        torch.cuda.current_stream().wait_stream(side)
     optimizer.zero_grad(set_to_none=True)
+    rate.copy_(given)
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
+    if not on_gpu:
+        return step, optimizer
+    # Memory: activations and gradients move into a pool of the graph's own, which eager code cannot use.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):                                # CUDA graph of the step
         loss = step()
-    return lambda: (graph.replay(), loss)[1]
+
+    def replay():
+        graph.replay()
+        return loss                                                           # overwritten by the next replay
+    return replay, optimizer
+
+
+def resume(optimizer, saved):
+    """Go on from a state dict (and load the model's weights, too): in place, where a graph reads. AdamW's own
+    `load_state_dict` would make new tensors, and the graph go on with the old ones."""
+    for own, state in zip(optimizer.state.values(), saved["state"].values()):
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+    for own, group in zip(optimizer.param_groups, saved["param_groups"]):
+        own["lr"].copy_(group["lr"])
 # </fast step>
 
 
@@ -102,13 +131,14 @@ def main(arguments: list[str] | None = None) -> float:
     for name, default in {"width": 768, "hidden": 3072, "layers": 12, "heads": 12, "vocabulary": 10_000,
                           "context": 512, "batch": 4, "steps": 20}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--clip", type=float, help="the largest norm of all gradients together")
     given = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = Model(given.width, given.hidden, given.layers, given.heads, given.vocabulary, given.context)
         tokens, targets = torch.randint(given.vocabulary, (2, given.batch, given.context)).unbind()
         rate = torch.tensor(3e-4)
-    step = make_step(model, tokens, targets, rate)
+    step, _ = make_step(model, tokens, targets, rate, given.clip)
     first = step().item()
     start = default_timer()
     for _ in range(given.steps):

@@ -1,4 +1,5 @@
 """docs/fast_step.py: the script that the report copies runs, and trains."""
+import copy
 import importlib.util
 import re
 
@@ -24,6 +25,22 @@ def script():
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.fixture
+def make(script, monkeypatch):
+    """A model of a seed, and its step, optimizer and rate on a batch of its own; nothing is compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+
+    def made(seed=0, clip=None, weights=None):
+        torch.manual_seed(seed)
+        model, rate = script.Model(32, 64, 1, 2, 50, 16), torch.tensor(3e-4)
+        if weights:
+            model.load_state_dict(weights)
+        tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
+        return model, rate, *script.make_step(model, tokens, targets, rate, clip)
+    return made
+
+
 def block():
     """What the report copies."""
     text = SCRIPT.read_text(encoding="utf-8")
@@ -36,27 +53,72 @@ def test_the_script_runs_and_says_milliseconds(script, capsys):
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
-def test_its_step_trains(script, monkeypatch, ours):
+def test_its_step_trains(script, make, monkeypatch, ours):
     """With torch's AdamW, and with what the chapter shows in its place: weights are bf16 then."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
-    torch.manual_seed(0)
-    model = script.Model(32, 64, 1, 2, 50, 16)
     if ours:
         shown = re.findall(r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL)[0]
-        names = {"model": model, "torch": torch}
-        exec(shown, names)
-        monkeypatch.setattr(torch.optim, "AdamW", lambda parameters, **options: names["optimizer"])
-    tokens, targets = torch.randint(50, (2, 2, 16)).unbind()
-    step = script.make_step(model, tokens, targets, torch.tensor(3e-4))
+
+        def shown_optimizer(parameters, lr, **options):
+            names = {"model": list(parameters), "rate": lr, "torch": torch}
+            exec(shown, names)
+            return names["optimizer"]
+        monkeypatch.setattr(torch.optim, "AdamW", shown_optimizer)
+    model, rate, step, _ = make()
+    weight = model.head.weight.detach().clone()
+    rate.zero_()
     first = step().item()
+    assert torch.equal(model.head.weight, weight), "the rate is read from its tensor: at 0 nothing moves"
+    rate.fill_(3e-4)
     assert [step().item() for _ in range(50)][-1] < 0.9 * first
     assert model.head.weight.dtype == (torch.bfloat16 if ours else torch.float32)
 
 
+def test_making_the_step_changes_nothing(make):
+    torch.manual_seed(0)
+    model, rate, step, optimizer = make()
+    assert rate == 3e-4
+    assert all(not tensor.any() for state in optimizer.state.values() for tensor in state.values())
+    fresh, _, _, _ = make()
+    for own, other in zip(model.parameters(), fresh.parameters()):
+        assert torch.equal(own, other)
+    step()
+    plain = torch.optim.AdamW(fresh.parameters(), lr=3e-4)
+    for own, other in zip(model.parameters(), fresh.parameters()):
+        other.grad = own.grad
+    plain.step()
+    for own, other in zip(model.parameters(), fresh.parameters()):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-8)
+
+
+def test_gradients_are_clipped_where_it_is_asked_for(make):
+    for clip in (None, 0.01):
+        model, _, step, _ = make(clip=clip)
+        step()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        assert norm > 0.1 if clip is None else norm == pytest.approx(0.01, rel=1e-4)
+
+
+def test_a_resume_equals_no_interruption_to_the_bit(script, make):
+    model, rate, step, optimizer = make()
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    for _ in range(4):
+        step()
+        schedule.step()
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    first = [step().item() for _ in range(4)]
+    other, other_rate, step, optimizer = make(seed=1, weights=weights)
+    places = [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()]
+    script.resume(optimizer, saved)
+    assert [step().item() for _ in range(4)] == first
+    assert other_rate == rate != 3e-4
+    assert places == [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()]
+    for own, one in zip(model.parameters(), other.parameters()):
+        assert torch.equal(own, one)
+
+
 def test_the_copied_block_is_short_and_names_every_change():
     lines = block().rstrip().splitlines()
-    assert 30 <= len(lines) <= 40 and max(map(len, lines)) <= 110
+    assert 50 <= len(lines) <= 72 and max(map(len, lines)) <= 110
     for change in CHANGES:
         assert sum(line.endswith(f"  # {change}") for line in lines) == 1, change
     assert "stepscope" not in block()

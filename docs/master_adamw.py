@@ -1,0 +1,119 @@
+"""Training with `MasterAdamW`: bf16 weights, fp32 masters, a schedule, clipping, a CUDA graph, and a resume.
+
+`python master_adamw.py` trains fast_step.py's model on random tokens, saves in the middle, makes all anew
+from another seed, resumes, and says whether both runs end alike, to the bit. On a CPU there is no graph.
+
+**Autocast is off.** The model's matrices are bf16, so there is nothing to cast. What flows between blocks,
+the residual stream, is bf16, too; under autocast it is fp32. Norms and the loss are computed in fp32 all
+the same. Gradients of matrices are bf16: adding many up, or averaging over many GPUs, loses bits.
+
+**Resuming.** The optimizer's state dict holds fp32 masters, moments, the number of steps and the rates. It is
+loaded in place: the model's weights are written from the masters, and a graph goes on from there, whether it
+was captured before or after. The model's own state dict is for inference: its matrices are rounded to bf16.
+"""
+import argparse
+import copy
+import io
+import math
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # two runs are alike to the bit only so
+
+import torch
+import torch.nn.functional as F
+from fast_step import Model
+from torch import nn
+
+from stepscope.optimizations import MasterAdamW
+
+
+def make_training(shape, batches, steps, moments):
+    """A run from its start: the step, which takes a batch's number, the optimizer and its schedule."""
+    model = Model(*shape)
+    for block in model.blocks:
+        block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    optimizer = MasterAdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=3e-3,
+                            moments=moments, betas=(0.9, 0.95), weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(  # a tenth of the steps up, then a cosine down
+        optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2))
+    batch = batches[0].clone()  # (B, T + 1) token ids, where a graph reads them
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    launch = captured(step, optimizer) if batch.is_cuda else step
+
+    def train_on(number):
+        batch.copy_(batches[number % len(batches)])
+        loss = launch().item()
+        scheduler.step()  # fills each group's "lr", which the graph reads
+        return loss
+
+    return train_on, optimizer, scheduler
+
+
+def captured(step, optimizer):
+    """The step as one CUDA graph; what its warm-up's steps did is undone."""
+    before = copy.deepcopy(optimizer.state_dict())
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.load_state_dict(before)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = step()
+
+    def replay():
+        graph.replay()
+        return loss
+    return replay
+
+
+def main(arguments: list[str] | None = None) -> bool:
+    """Whether the resumed run ended as the other did."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in {"width": 128, "hidden": 512, "layers": 2, "heads": 4, "vocabulary": 256,
+                          "context": 64, "batch": 4, "steps": 40}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="bfloat16")
+    given = parser.parse_args(arguments)
+    torch.use_deterministic_algorithms(True)
+    shape = given.width, given.hidden, given.layers, given.heads, given.vocabulary, given.context
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.manual_seed(0)
+        batches = torch.randint(given.vocabulary, (4, given.batch, given.context + 1))
+        making = shape, batches, given.steps, getattr(torch, given.moments)
+        step, optimizer, scheduler = make_training(*making)
+        losses, file = [], io.BytesIO()
+        for number in range(given.steps):
+            if number == given.steps // 2:
+                torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
+            losses.append(step(number))
+        print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {given.steps} steps on {batches.device}")
+
+        torch.manual_seed(1)
+        step, resumed, scheduler = make_training(*making)
+        file.seek(0)
+        saved = torch.load(file)
+        scheduler.load_state_dict(saved["scheduler"])
+        resumed.load_state_dict(saved["optimizer"])
+        again = [step(number) for number in range(given.steps // 2, given.steps)]
+    ends = zip(optimizer.masters().values(), resumed.masters().values())
+    same = again == losses[given.steps // 2 :] and all(torch.equal(one, other) for one, other in ends)
+    print(f"resumed at step {given.steps // 2}: {'the same to the bit' if same else 'NOT the same'}")
+    return same
+
+
+if __name__ == "__main__":
+    raise SystemExit(not main())

@@ -1,0 +1,305 @@
+"""What only a GPU can say of MasterAdamW's kernel, of its steps in CUDA graphs, and of the two scripts in docs/:
+
+    python -m pytest tests/test_fast_step_gpu.py
+
+No time is asserted. What is compared to the bit runs with deterministic algorithms.
+"""
+import copy
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA begins
+
+import pytest
+import torch
+from torch import nn
+
+from stepscope.optimizations import MasterAdamW
+from stepscope.studies.ladder import checks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+DOCS = Path(__file__).parents[1] / "docs"
+MOMENTS = pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+OURS = pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
+RATE, STEPS = 1e-3, 20
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    before = torch.get_float32_matmul_precision()
+    sys.path.insert(0, str(DOCS))
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("fast_step", "master_adamw")})
+    sys.path.remove(str(DOCS))
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def assert_same(one, other, what):
+    """Equal to the bit, or how far from it."""
+    if not torch.equal(one, other):
+        off = (one.double() - other.double()).abs()
+        raise AssertionError(f"{what}: {int((off != 0).sum()):,} of {off.numel():,} numbers differ, "
+                             f"by {off.max().item():.3g} at most (largest number {other.abs().max().item():.3g})")
+
+
+def assert_same_state(one, other, what):
+    for name in ("count", "rates", "scalars", "master", "m", "v"):
+        assert_same(getattr(one, name).cpu(), getattr(other, name).cpu(), f"{what}: {name}")
+
+
+# -- the kernel -----------------------------------------------------------------------------------------------
+
+
+def groups_of(model):
+    return [{"params": [model["matrix"]], "weight_decay": 0.1},
+            {"params": [model["vector"]], "lr": 2 * RATE, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}]
+
+
+@MOMENTS
+def test_the_kernel_is_numpys_formula_bit_by_bit(moments):
+    compared, unequal = checks.against_formula("cuda", moments)
+    assert compared > 18_000 and not unequal, f"{unequal:,} of {compared:,} weights are not numpy's"
+
+
+@MOMENTS
+def test_the_kernel_reads_each_groups_own_numbers(moments):
+    """Two groups with rates, betas, eps and decays of their own: what the CPU's formula makes of them."""
+    models = [checks.tried().to(device) for device in ("cuda", "cpu")]
+    owns = [MasterAdamW(groups_of(model), RATE, moments) for model in models]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        for name, parameter in models[1].items():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            models[0][name].grad = parameter.grad.cuda()
+        for own in owns:
+            own.step()
+    assert_same_state(*owns, "GPU against CPU")
+    for name, parameter in models[0].items():
+        assert_same(parameter.detach().cpu(), models[1][name].detach(), f"the model's {name}")
+
+
+def test_a_gradient_that_the_kernel_would_misread_is_refused():
+    model = checks.tried().cuda()
+    own = MasterAdamW(model)
+    for parameter in model.values():
+        parameter.grad = torch.zeros(parameter.numel() + 1, device="cuda", dtype=parameter.dtype)[1:].view(parameter.shape)
+    with pytest.raises(RuntimeError, match="matrix: the gradient is not contiguous from a multiple of 16 bytes"):
+        own.step()
+
+
+# -- in a CUDA graph ------------------------------------------------------------------------------------------
+
+
+def stepping(moments, rate=RATE):
+    """An optimizer of two groups, its step, which clips, and a function that gives the next step its gradients:
+    they are these numbers themselves, so that no other kernel's rounding is compared."""
+    model = checks.tried().cuda()
+    own = MasterAdamW(groups_of(model), rate, moments)
+    numbers = {name: torch.zeros_like(parameter) for name, parameter in model.items()}
+
+    def feed(number):
+        generator = torch.Generator("cuda").manual_seed(number)
+        for given in numbers.values():
+            given.copy_(torch.randn(given.shape, generator=generator, device="cuda"))
+
+    def step():
+        own.zero_grad(set_to_none=True)
+        sum((parameter * numbers[name]).float().sum() for name, parameter in model.items()).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        own.step()
+        return norm
+
+    feed(0)
+    return own, step, feed
+
+
+def scheduled(own, feed, *launches):
+    """Steps under a schedule, by these ways of launching one in turn; the gradients' norms before clipping."""
+    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda t: 1 - t / 2 / STEPS)
+    norms = []
+    for number in range(STEPS):
+        feed(number)
+        norms.append(launches[number % len(launches)]().item())
+        scheduler.step()
+    return norms
+
+
+@MOMENTS
+def test_a_graph_with_clipping_and_a_schedule_equals_eager_steps_to_the_bit(scripts, moments):
+    eager, step, feed = stepping(moments)
+    eager_norms = scheduled(eager, feed, step)
+    graphed, step, feed = stepping(moments)
+    before = graphed.master.clone()
+    replay = scripts.master_adamw.captured(step, graphed)
+    assert_same(graphed.master, before, "the masters after warm-up and capture, which are undone")
+    assert graphed.count.item() == 0 and not graphed.m.any() and not graphed.v.any(), "moments are not undone"
+    norms = scheduled(graphed, feed, replay)
+    assert min(norms) > 1, "nothing was clipped, so clipping is not tried"
+    assert norms == eager_norms, "the gradients' norms differ: what comes before the optimizer does"
+    assert_same_state(graphed, eager, "graph against eager")
+    assert_same(graphed.low, eager.low, "graph against eager: the bf16 copies")
+
+
+@MOMENTS
+def test_eager_steps_and_two_graphs_may_take_turns(scripts, moments):
+    """Each graph finds its own gradients, whatever other steps found before it."""
+    eager, step, feed = stepping(moments)
+    scheduled(eager, feed, step)
+    mixed, step, feed = stepping(moments)
+    first, second = scripts.master_adamw.captured(step, mixed), scripts.master_adamw.captured(step, mixed)
+    scheduled(mixed, feed, first, step, second, step)
+    assert_same_state(mixed, eager, "eager steps and two graphs in turn against eager steps alone")
+
+
+@pytest.mark.parametrize("callers", [False, True], ids=["its own rate", "the caller's tensor"])
+def test_a_graph_follows_the_rate(scripts, callers):
+    given = torch.tensor(RATE, device="cuda")
+    own, step, _ = stepping(torch.float32, given if callers else RATE)
+    replay = scripts.master_adamw.captured(step, own)
+    rates = [given, own.param_groups[1]["lr"]] if callers else [group["lr"] for group in own.param_groups]
+    for wanted in (0.0, RATE, 0.0):
+        for rate in rates:
+            rate.fill_(wanted)
+        before = {name: master.clone() for name, master in own.masters().items()}
+        replay()
+        for name, master in own.masters().items():
+            assert torch.equal(master, before[name]) == (wanted == 0), (
+                f"{name} at rate {wanted}: moved by {(master - before[name]).abs().max().item():.3g} at most")
+
+
+@MOMENTS
+def test_a_captured_graph_goes_on_from_a_loaded_state_to_the_bit(scripts, moments):
+    own, step, feed = stepping(moments)
+    replay = scripts.master_adamw.captured(step, own)
+    scheduled(own, feed, replay)
+    saved = copy.deepcopy(own.state_dict())
+    scheduled(own, feed, replay)
+    other, step, feed = stepping(moments)
+    for master in other.masters().values():
+        master.fill_(5)
+    replay = scripts.master_adamw.captured(step, other)
+    replay()
+    other.load_state_dict(saved)
+    scheduled(other, feed, replay)
+    assert_same_state(other, own, "resumed against not interrupted")
+    assert_same(other.low, own.low, "resumed against not interrupted: the bf16 copies")
+
+
+@MOMENTS
+def test_the_second_script_trains_and_resumes_to_the_bit(scripts, deterministic, capsys, moments):
+    same = scripts.master_adamw.main([f"--moments={str(moments).removeprefix('torch.')}"])
+    said = capsys.readouterr().out
+    assert "steps on cuda" in said and same, said
+    first, last = map(float, said.split("loss ")[1].split(" in ")[0].split(" to "))
+    assert last < 0.9 * first, f"it does not train: {said}"
+
+
+# -- docs/fast_step.py ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(scripts, monkeypatch):
+    """A model, its rate, the graph's step, its optimizer, and weights and batch as they were before."""
+    def made(ours=False, clip=None):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = scripts.fast_step.Model(128, 512, 2, 4, 256, 64)
+            batch, rate = torch.randint(256, (2, 4, 64)), torch.tensor(RATE)
+        before = copy.deepcopy(model)
+        with monkeypatch.context() as patch:
+            if ours:
+                patch.setattr(torch.optim, "AdamW", lambda parameters, lr, **options: MasterAdamW(
+                    parameters, lr, torch.bfloat16))
+            step, optimizer = scripts.fast_step.make_step(model, *batch, rate, clip)
+        return SimpleNamespace(model=model, rate=rate, step=step, optimizer=optimizer, before=before, batch=batch)
+    return made
+
+
+def weights(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@OURS
+def test_making_the_fast_step_changes_nothing(make, ours):
+    made = make(ours)
+    assert made.rate.item() == pytest.approx(RATE), "the rate is not restored"
+    for name, parameter in weights(made.model).items():
+        assert_same(parameter, weights(made.before)[name].to(parameter.dtype), f"{name} after warm-up and capture")
+    for state in made.optimizer.state.values():
+        for name, tensor in state.items():
+            assert not tensor.any(), f"{name} is not as before the first step"
+
+
+def test_its_first_step_is_that_of_an_uncaptured_program(make):
+    """The same model, neither compiled nor captured, and a new AdamW. Kernels round in other orders, and AdamW's first
+    step moves a weight by the rate whichever way its gradient points: so a few may go the other way."""
+    made = make()
+    loss = made.step().item()
+    optimizer = torch.optim.AdamW(made.before.parameters(), lr=RATE, fused=True)
+    start = weights(made.before)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        eager = nn.functional.cross_entropy(made.before(made.batch[0]).flatten(0, 1), made.batch[1].flatten())
+    eager.backward()
+    optimizer.step()
+    assert loss == pytest.approx(eager.item(), rel=5e-3), "the first replay's loss is not the eager step's"
+    moved = (weights(made.model)["head.weight"] - start["head.weight"]).abs().median().item()
+    assert moved == pytest.approx(RATE, rel=0.05), (
+        f"a first step of AdamW moves a weight by the rate, {RATE}; the graph's moved the median one by {moved:.3g}")
+    for name, own in weights(made.model).items():
+        off = ((own - weights(made.before)[name]).abs() > 0.1 * RATE).float().mean().item()
+        assert off < 0.25, f"{name}: {off:.1%} of the weights moved otherwise than in an eager step"
+
+
+@OURS
+def test_the_fast_step_trains_and_follows_its_rate(make, ours):
+    made = make(ours)
+    before = weights(made.model)
+    made.rate.zero_()
+    first = made.step().item()
+    for name, parameter in weights(made.model).items():
+        assert_same(parameter, before[name], f"{name} after a step at rate 0")
+    made.rate.fill_(RATE)
+    scheduler = torch.optim.lr_scheduler.LinearLR(made.optimizer, 1.0, 0.5, total_iters=50)
+    losses = []
+    for _ in range(50):
+        losses.append(made.step().item())
+        scheduler.step()
+    assert losses[-1] < 0.9 * first, f"the loss goes from {first:.4f} to {losses[-1]:.4f} in 50 steps on one batch"
+    for name, parameter in weights(made.model).items():
+        assert not torch.equal(parameter, before[name]), f"{name} has not moved"
+
+
+def test_the_fast_step_clips(make):
+    for clip in (None, 0.01):
+        made = make(clip=clip)
+        made.step()
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in made.model.parameters()]).item()
+        assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3), f"norm {norm} with clip={clip}"
+
+
+def test_the_fast_step_resumes_to_the_bit(scripts, deterministic, make):
+    made = make(clip=1.0)
+    for _ in range(4):
+        made.step()
+    saved, kept = copy.deepcopy(made.optimizer.state_dict()), weights(made.model)
+    losses = [made.step().item() for _ in range(4)]
+    ends = weights(made.model)
+    made.rate.zero_()
+    for name, parameter in made.model.named_parameters():
+        parameter.detach().copy_(kept[name])
+    scripts.fast_step.resume(made.optimizer, saved)
+    assert made.rate.item() == pytest.approx(RATE), "the rate is not resumed"
+    again = [made.step().item() for _ in range(4)]
+    assert again == losses, f"losses differ: {again} after resuming, {losses} without"
+    for name, parameter in weights(made.model).items():
+        assert_same(parameter, ends[name], f"{name}, resumed against not interrupted")

@@ -1,0 +1,226 @@
+"""MasterAdamW as one of torch's optimizers: groups, schedules, clipping, and a resume that is no interruption."""
+import copy
+import importlib.util
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from stepscope.optimizations import MasterAdamW
+from stepscope.studies.ladder import checks
+
+DOCS = Path(__file__).parents[1] / "docs"
+MOMENTS = pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SCHEDULERS = {
+    "lambda": lambda own: lr_scheduler.LambdaLR(own, lambda t: (t + 1) / 20),
+    "cosine": lambda own: lr_scheduler.CosineAnnealingLR(own, 20),
+    "cycle": lambda own: lr_scheduler.OneCycleLR(own, 3e-3, total_steps=20),
+    "plateau": lambda own: lr_scheduler.ReduceLROnPlateau(own, patience=1),
+    "sequence": lambda own: lr_scheduler.SequentialLR(
+        own, [lr_scheduler.LinearLR(own, 0.1, total_iters=5), lr_scheduler.ExponentialLR(own, 0.9)], [5]),
+}
+
+
+def draw_gradients(parameters, generator):
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def groups_of(model):
+    return [{"params": [model["matrix"]], "weight_decay": 0.1},
+            {"params": [model["vector"]], "lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_groups_schedules_and_clipping_are_torchs(schedule):
+    """The same gradients, clipped, give torch's AdamW's weights, and every scheduler of torch sets its rates: in
+    the tensors that a graph reads."""
+    mine, theirs = checks.tried(), checks.tried()
+    pair = [MasterAdamW(groups_of(mine), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)]
+    schedulers = [SCHEDULERS[schedule](own) for own in pair]
+    rates = [group["lr"] for group in pair[0].param_groups]
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(19):
+        draw_gradients(mine.values(), generator)
+        for own, other in zip(mine.values(), theirs.values()):
+            other.grad = own.grad.float().clone()
+        for model, own, scheduler in zip((mine, theirs), pair, schedulers):
+            norm = nn.utils.clip_grad_norm_([model["vector"]], 1.0)
+            assert norm > 1
+            own.step()
+            scheduler.step(*[1.0] if schedule == "plateau" else [])
+        for rate, own, other in zip(rates, pair[0].param_groups, pair[1].param_groups):
+            assert own["lr"] is rate and rate.item() == pytest.approx(float(other["lr"]), rel=1e-6)
+            assert own["betas"] == pytest.approx(other["betas"])
+        seen.add(rates[0].item())
+    assert len(seen) > 5
+    for own, other in zip(pair[0].masters().values(), theirs.values()):
+        assert (own - other).abs().max() < 1e-5 * other.abs().max()
+
+
+def test_a_rate_that_is_a_tensor_stays_the_callers():
+    model, rate = checks.tried(), torch.tensor(0.0)
+    own = MasterAdamW(model, rate)
+    before = copy.deepcopy(own.masters())
+    for wanted in (0.0, 1e-2):
+        rate.fill_(wanted)
+        draw_gradients(model.values(), torch.Generator().manual_seed(0))
+        own.step()
+        for name, master in own.masters().items():
+            assert torch.equal(master, before[name]) == (wanted == 0), "a rate of 0 changes no weight, another does"
+
+
+def test_parameters_come_as_a_model_a_list_or_with_names():
+    model = checks.tried()
+    model["frozen"] = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    assert list(MasterAdamW(model).masters()) == ["matrix", "vector"]
+    assert model["frozen"].dtype == torch.float32
+    model = checks.tried()
+    assert list(MasterAdamW(model.values()).masters()) == ["0", "1"]
+    assert model["matrix"].dtype == torch.bfloat16
+    assert list(MasterAdamW(checks.tried().named_parameters()).masters()) == ["matrix", "vector"]
+
+
+def test_a_closure_gives_its_loss_and_gradients():
+    model = checks.tried()
+    own = MasterAdamW(model, 1e-2)
+
+    def closure():
+        own.zero_grad()
+        loss = sum(parameter.float().square().sum() for parameter in model.values())
+        loss.backward()
+        return loss
+
+    assert own.step(closure) > own.step(closure) > 0
+
+
+def test_what_it_cannot_do_it_says():
+    model = checks.tried()
+    with pytest.raises(ValueError, match="float16"):
+        MasterAdamW(model, moments=torch.float16)
+    with pytest.raises(ValueError, match="same name"):
+        MasterAdamW([{"params": [("a", model["matrix"])]}, {"params": [("a", model["vector"])]}])
+    own = MasterAdamW(model)
+    with pytest.raises(RuntimeError, match="all groups when it is made"):
+        own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    model["vector"].grad = torch.ones(130)
+    with pytest.raises(RuntimeError, match="matrix has no gradient"):
+        own.step()
+    model["matrix"].grad = torch.ones_like(model["matrix"])
+    own.param_groups[0]["lr"] = 1e-4
+    with pytest.raises(TypeError, match=r'\["lr"\]\.fill_'):
+        own.step()
+    assert own.count == 0, "a step that is refused is none"
+
+
+# -- state dicts ----------------------------------------------------------------------------------------------
+
+
+def trained(moments, seed, saved=None):
+    """A model in training: its optimizer, its scheduler, and a function that takes so many clipped steps over
+    data that the step's number gives."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+    own = MasterAdamW(model, 1e-2, moments, betas=(0.9, 0.95))
+    scheduler = lr_scheduler.CosineAnnealingLR(own, 40)
+    if saved:
+        scheduler.load_state_dict(saved["scheduler"])
+        own.load_state_dict(saved["optimizer"])
+
+    def train(first, last):
+        for number in range(first, last):
+            x = torch.randn(16, 24, generator=torch.Generator().manual_seed(number))
+            own.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = (model(x) - x.flip(1)).float().square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            own.step()
+            scheduler.step()
+        return [loss.item(), *(parameter.detach().clone() for parameter in model.parameters())]
+    return own, scheduler, train
+
+
+@MOMENTS
+def test_a_resume_equals_no_interruption_to_the_bit(moments):
+    own, scheduler, train = trained(moments, 0)
+    train(0, 15)
+    file = io.BytesIO()
+    torch.save({"optimizer": own.state_dict(), "scheduler": scheduler.state_dict()}, file)
+    first = train(15, 30)
+    file.seek(0)
+    resumed, _, train = trained(moments, 1, torch.load(file))
+    again = train(15, 30)
+    assert again[0] == first[0]
+    for one, other in zip(first[1:], again[1:]):
+        assert torch.equal(one, other)
+    for name in ("master", "m", "v", "count", "rates"):
+        assert torch.equal(getattr(own, name), getattr(resumed, name)), name
+
+
+@MOMENTS
+def test_a_state_dict_holds_fp32_masters_and_moments_as_they_are(moments):
+    own, _, train = trained(moments, 0)
+    train(0, 3)
+    state = own.state_dict()["state"]
+    for one, parameter in zip(state.values(), own.parameters):
+        assert one["master"].dtype == torch.float32 and one["exp_avg"].dtype == one["exp_avg_sq"].dtype == moments
+        assert torch.equal(one["master"].to(parameter.dtype), parameter)
+        assert one["step"] == 3
+    assert not torch.equal(state[0]["master"], own.parameters[0].float()), "more digits than the bf16 copy has"
+
+
+def test_it_is_loaded_in_place_or_not_at_all():
+    own, _, train = trained(torch.float32, 0)
+    train(0, 3)
+    saved = copy.deepcopy(own.state_dict())
+    train(3, 6)
+    places = [own.master, own.low, own.m, own.v, own.count, *(group["lr"] for group in own.param_groups)]
+    addresses = [place.data_ptr() for place in places]
+    moved = own.master.clone()
+    torchs = torch.optim.AdamW(nn.Linear(24, 40).parameters()).state_dict()
+    others = {"groups": {**saved, "param_groups": 2 * saved["param_groups"]},
+              "state": {**saved, "state": {0: saved["state"][0]}},
+              "shape": {**saved, "state": saved["state"] | {3: saved["state"][0]}}, "torch's": torchs}
+    for name, other in others.items():
+        with pytest.raises(ValueError, match="state dict"):
+            own.load_state_dict(other)
+        assert torch.equal(own.master, moved), name
+    own.load_state_dict(saved)
+    assert [place.data_ptr() for place in places] == addresses
+    assert own.count == 3 and not torch.equal(own.master, moved)
+    assert torch.equal(own.low, own.master.bfloat16()), "the model's weights are the masters'"
+
+
+def test_fp32_moments_can_be_taken_on_in_bf16():
+    own, _, train = trained(torch.float32, 0)
+    train(0, 3)
+    other, _, _ = trained(torch.bfloat16, 1)
+    other.load_state_dict(own.state_dict())
+    assert torch.equal(other.master, own.master) and torch.equal(other.v, own.v.bfloat16())
+
+
+# -- the script -----------------------------------------------------------------------------------------------
+
+
+@MOMENTS
+def test_the_script_resumes_to_the_bit(moments, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(DOCS)
+    spec = importlib.util.spec_from_file_location("master_adamw", DOCS / "master_adamw.py")
+    script = importlib.util.module_from_spec(spec)
+    before = torch.get_float32_matmul_precision()
+    try:
+        spec.loader.exec_module(script)
+        same = script.main(["--width=32", "--hidden=64", "--layers=1", "--heads=2", "--vocabulary=50", "--context=16",
+                            "--steps=40", f"--moments={str(moments).removeprefix('torch.')}"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision(before)
+    said = capsys.readouterr().out
+    first, last = map(float, said.split("loss ")[1].split(" in ")[0].split(" to "))
+    assert same and "the same to the bit" in said
+    assert last < 0.9 * first
