@@ -69,6 +69,14 @@ def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, argu
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("arguments, wrong, nearest", [
+    (["ladder", "nano", "--contxt", "64"], "--contxt", "--context"), (["fit", "small", "--memry", "80"], "--memry", "--memory"),
+    (["sweep", "cpu", "--workrs", "1"], "--workrs", "--workers"), (["swep", "cpu"], "'swep'", "'sweep'")])
+def test_a_name_that_is_none_is_refused_with_the_nearest_that_is_one(run, arguments, wrong, nearest):
+    code, out, err = run(*arguments)
+    assert code == 2 and wrong in err and nearest in err and not out
+
+
 @pytest.mark.parametrize("folder, words", [("", "got an empty text"), ("a" * 300, "File name too long"),
                                            ("x/" * 600, "path of")])
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"]])
