@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.runs.machine import gpus_here, machine, software
 
 # All else is imported where it is needed: until main has said what Ctrl-C does, it would leave a traceback.
 if TYPE_CHECKING:
-    from stepscope.config import StepConfig
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
 
@@ -318,59 +317,17 @@ def fit(
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import configure
-    from stepscope.model.fit import CONTEXTS, RESERVED
+    from stepscope.model.fit import RESERVED
+    from stepscope.report.fit_table import fit_table, grid_tables
     whole = size is None and shape is None
     asked = _shape_asked("small" if whole else size, edition, shape)
     config = configure("benchmark", **asked, context_length=512 if context is None else context,
                        batch_size=batch, vocab_size=vocab, device="cpu").step(device="cuda", mode="step")
     if memory is None:
         memory = min((gpu["gib"] for gpu in gpus_here()), default=80.0)
-    out, year = Console(markup=False, highlight=False), edition or 2025
-    if whole:
-        _print_grid(out, config, [*CONTEXTS] if context is None else [context], memory, year)
-    else:
-        _print_fits(out, config, memory, year)
-    out.print(RESERVED)
-
-
-def _print_fits(out: Console, config: "StepConfig", memory: float, edition: int) -> None:
-    from stepscope.model.fit import fit as fitted
-    batch, context = config.batch_size, config.context_length
-    table = Table(
-        Column("step"), Column("peak,\nGiB", justify="right"), Column("fits"),
-        *(Column(f"largest\n{what}", justify="right") for what in ("context", "batch")),
-        Column("largest\nsize"),
-        box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title=(
-            f"{config.shape}, context {context:,}, batch {batch:,}, vocabulary {config.vocab_size:,}: a"
-            f" training step in {memory:.4g} GiB"))
-    for row in fitted(config, memory, edition):
-        table.add_row(row.step, f"{row.peak_gib:.2f}", row.fits, f"{row.largest_context:,}",
-                      f"{row.largest_batch:,}", row.largest_size)
-    out.print(table)
-
-
-def _print_grid(out: Console, config: "StepConfig", contexts: list[int], memory: float, edition: int) -> None:
-    """Peaks of the handout's grid, and below it the largest size that fits, by steps."""
-    from stepscope.model.fit import grid, largest_sizes
-    def columns() -> list[Column]:
-        return [Column(f"context\n{context:,}", justify="right") for context in contexts]
-
-    title = (f"Peaks in GiB, batch {config.batch_size:,}, vocabulary {config.vocab_size:,}, in {memory:.4g}"
-             " GiB")
-    table = Table("size", "plain, fp32", *columns(), box=box.SIMPLE_HEAD, pad_edge=False,
-                  title_justify="left", title=title)
-    cells = grid(config, contexts, memory, edition)
-    for first in range(0, len(cells), len(contexts)):
-        row = cells[first:first + len(contexts)]
-        same = first and cells[first - 1].size == row[0].size
-        peaks = [f"{'' if cell.fits == 'yes' else cell.fits} {cell.peak_gib:.2f}" for cell in row]
-        table.add_row("" if same else row[0].size, row[0].mode.replace("_", " + "), *peaks,
-                      end_section=row[0].mode == "step")
-    out.print(table)
-    table = Table("the largest size that fits, by step", *columns(), box=box.SIMPLE_HEAD, pad_edge=False)
-    for step, sizes in largest_sizes(config, contexts, memory, edition).items():
-        table.add_row(step, *sizes)
-    out.print(table)
+    told = memory, edition or 2025
+    tables = grid_tables(config, context, *told) if whole else [fit_table(config, *told)]
+    Console(markup=False, highlight=False).print(*tables, RESERVED)
 
 
 @app.command()

@@ -99,9 +99,8 @@ def largest_sizes(config: StepConfig, contexts: Sequence[int], memory_gib: float
     """By :data:`STEPS` the largest of the handout's sizes that fits, at each context; "none": not even the
     smallest does. Arguments as in :func:`grid`."""
     def at(context: int, fields: dict[str, str], bytes_of: Callable[[StepConfig], int]) -> str:
-        fitting = [name for name, size in EDITIONS[edition].items()
-                   if bytes_of(_sized(config, size, context, fields)) <= memory_gib * GIB]
-        return fitting[-1] if fitting else "none"
+        return next((name for name, size in reversed(EDITIONS[edition].items())
+                     if bytes_of(_sized(config, size, context, fields)) <= memory_gib * GIB), "none")
 
     return {name: [at(context, *step) for context in contexts] for name, step in STEPS.items()}
 
@@ -122,10 +121,10 @@ def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition
     return cells
 
 
-def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] = {}) -> StepConfig:
+def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] | None = None) -> StepConfig:
     """The plain step of a size at a context, with other fields."""
     return config.model_copy(
-        update=PLAIN | SIZES[size]._asdict() | {"size": size, "context_length": context} | fields)
+        update=PLAIN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {}))
 
 
 def _fits(needed: float, memory: float) -> str:
