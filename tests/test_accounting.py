@@ -188,6 +188,32 @@ def test_fits_tight_and_not():
     assert (nothing.fits, nothing.largest_context, nothing.largest_batch) == ("no", 0, 0)
 
 
+def test_the_handouts_grid_is_what_its_benchmark_will_peak_at():
+    base = on_gpu(size="small", context_length=512)
+    cells = fit.grid(base, fit.CONTEXTS, 80)
+    assert len({cell[:3] for cell in cells}) == len(cells) == 5 * 4 * 3
+    for cell in cells:
+        config = on_gpu(size=cell.size, context_length=cell.context_length)
+        assert cell.peak_gib == accounting.peak(config, cell.mode).allocated / GIB
+        assert cell.fits == ("no" if cell.peak_gib > 80 else "tight" if cell.peak_gib > 72 else "yes")
+    assert {cell.fits for cell in fit.grid(base, fit.CONTEXTS, 82)} == {"yes", "tight", "no"}
+    named = {(cell.size, cell.context_length): cell.peak_gib for cell in cells if cell.mode == "step"}
+    later = {(cell.size, cell.context_length): cell.peak_gib
+             for cell in fit.grid(base, [512], 80, 2026) if cell.mode == "step"}
+    assert later["xl", 512] == named["2.7B", 512] and later["10B", 512] > 200
+
+
+def test_the_largest_size_fits_and_the_next_does_not():
+    base = on_gpu(size="small", context_length=512)
+    cells = {(cell.size, cell.context_length): cell.peak_gib for cell in fit.grid(base, [512, 1024], 80) if cell.mode == "step"}
+    at = fit.largest_sizes(base, [512, 1024], cells["xl", 512])
+    assert [*at] == [*fit.STEPS] and at["plain (fp32, naive attention)"] == ["xl", "medium"]
+    assert fit.largest_sizes(base, [512], cells["xl", 512] * 0.999)["plain (fp32, naive attention)"] == ["large"]
+    assert {*map(tuple, fit.largest_sizes(base, [512], 0.5).values())} == {("none",)}
+    assert fit.largest_sizes(base, [512], 80, 2026)["plain (fp32, naive attention)"] == ["xl"]
+    assert {row.step: [row.largest_size] for row in fit.fit(base, 24)} == fit.largest_sizes(base, [512], 24)
+
+
 def test_there_is_no_formula_for_what_is_compiled():
     with pytest.raises(StepscopeError, match="compile"):
         accounting.peak(config_of(SHAPES[0], compile="blocks"))

@@ -45,6 +45,8 @@ def run(monkeypatch, capsys):
     (["fit", "small", "--batch", "0"], "batch_size: got 0"),
     (["fit", "small", "--vocab", "9" * 400], "vocab"),
     (["fit", "small", "--edition", "2024"], "editions are 2025 and 2026"),
+    (["fit", "--edition", "2024"], "editions are 2025 and 2026"),
+    (["fit", "--context", "0"], "context_length: got 0"),
     (["list", "--runs", "/nowhere"], "no such runs folder"),
     (["render", "--runs", "/nowhere"], "/nowhere"),
     (["check", "--runs", "/nowhere"], "/nowhere"),
@@ -69,6 +71,14 @@ def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, argu
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("arguments, wrong, nearest", [
+    (["ladder", "nano", "--contxt", "64"], "--contxt", "--context"), (["fit", "small", "--memry", "80"], "--memry", "--memory"),
+    (["sweep", "cpu", "--workrs", "1"], "--workrs", "--workers"), (["swep", "cpu"], "'swep'", "'sweep'")])
+def test_a_name_that_is_none_is_refused_with_the_nearest_that_is_one(run, arguments, wrong, nearest):
+    code, out, err = run(*arguments)
+    assert code == 2 and wrong in err and nearest in err and not out
+
+
 @pytest.mark.parametrize("folder, words", [("", "got an empty text"), ("a" * 300, "File name too long"),
                                            ("x/" * 600, "path of")])
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"]])
@@ -90,12 +100,18 @@ def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, cl
     assert (told.returncode, told.stderr) == (code, words)
 
 
-def test_fit_needs_no_torch_where_the_memory_is_given():
+@pytest.mark.parametrize("arguments, words", [
+    (["2.7B"], ["2.7B, context 512, batch 4, vocabulary 10,000", "65.81"]),
+    (["--shape", "64/256/2/4", "--context", "128"], ["micro, context 128", "vocabulary 10,000"]),
+    ([], ["128 256 512 1,024", "forward + backward", "65.81", "no 109.70", "the largest size"]),
+    (["--edition", "2026", "--context", "2048", "--batch", "1"], ["Peaks in GiB, batch 1", "10B forward", "2,048"])])
+def test_fit_needs_no_torch_where_the_memory_is_given(arguments, words):
     code = ("import sys; sys.modules |= dict.fromkeys(('torch', 'pandas', 'numpy')); sys.argv[0] = 'stepscope';"
             "from stepscope.cli import main; main()")
-    for arguments, words in ((["2.7B"], "65.81"), (["--shape", "64/256/2/4", "--context", "128"], "micro, context 128")):
-        told = subprocess.run([sys.executable, "-c", code, "fit", *arguments, "--memory", "80"], capture_output=True, text=True)
-        assert told.returncode == 0 and words in told.stdout and "vocabulary 10,000" in told.stdout, told.stderr
+    told = subprocess.run([sys.executable, "-c", code, "fit", *arguments, "--memory", "80"], capture_output=True, text=True)
+    said = " ".join(told.stdout.split())
+    assert told.returncode == 0 and "CUDA graph" in said, told.stderr
+    assert not [one for one in words if one not in said]
 
 
 def test_one_thing_has_one_name():

@@ -415,12 +415,6 @@ def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeyp
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-@pytest.mark.parametrize("name, bf16", [("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5), ("NVIDIA H100 PCIe", 756),
-                                        ("NVIDIA A100-SXM4-80GB", 312), ("Tesla T4", None)])
-def test_a_data_sheet_is_that_of_the_device(name, bf16):
-    assert rates.data_sheet(name).get("bf16") == bf16
-
-
 def test_mfu_is_against_the_sheet_what_was_measured_and_the_clock_it_ran_at(monkeypatch):
     monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: 100.0)
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)

@@ -26,7 +26,7 @@ MARKUP = [
     '| a | b |\n|--|--|\n| <b>c</b> | d |', 'https://evil.example www.evil.example a@evil.example mailto:a@evil.example',
     '`<b>` **bold** ~~gone~~ $x$ &lt;b&gt; &#60;b&#62;', '</details></table><h1>x', '{{ 7 * 7 }}{% claim x %}{size}${title}',
     '<!-- /story -->', '\u202eevil\x00\x01\x02\x1b[31m', '# heading\n\n> quote\n\n1. list', 'x' * 5000, '\\', '-', '']
-TAGS = {"html", "head", "meta", "title", "style", "body", "main", "nav", "ul", "ol", "li", "a", "section", "details",
+TAGS = {"html", "head", "meta", "title", "style", "body", "header", "main", "footer", "nav", "ul", "ol", "li", "a", "section", "details",
         "summary", "h1", "h2", "h3", "p", "strong", "em", "code", "pre", "img", "figure", "div", "table", "thead", "tbody",
         "tr", "th", "td", "hr", "br", "blockquote"}
 ATTRIBUTES = {"lang", "charset", "http-equiv", "content", "name", "aria-label", "class", "id", "href", "src", "alt", "width",
@@ -46,7 +46,8 @@ class Alive(HTMLParser):
             self.found.append(f"<{tag}>")
         for name, value in attrs:
             link = name in ("href", "src") and not re.match(
-                r"#[\w-]*$|[\w./+-]+$|data:image/svg\+xml,|https://(pytorch|docs\.|github\.com)", value or "")
+                r"#[\w-]*$|[\w./+-]+$|data:image/svg\+xml,|https://(pytorch|docs\.|github\.com|arxiv\.org/abs/|cs336\.stanford\.edu$)",
+                value or "")
             if name not in ATTRIBUTES or link:
                 self.found.append(f"<{tag} {name}={(value or '')[:60]!r}>")
 

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from conftest import TINY, put
+from stepscope.model.accounting import peak
 from stepscope.runs.record import RecordError, read_record
 from stepscope.runs.sweep_file import SweepError, find_sweeps, load_sweeps, said_before
 from stepscope.yaml_files import YamlFileError, load_yaml
@@ -98,7 +99,11 @@ LAUGHS = ("study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device
     ("[]", "asks for no run"),
     ("[1]", "block 1: all: got 1, but input should be a valid dictionary"),
     ("{study: warmup}", "known studies are"),
-    ("{study: benchmark, fixd: {}}", "fixd: no such field; known are study, fixed, axes"),
+    ("{study: benchmark, fixd: {}}", "fixd: no such field; fixed may be meant; known are study, fixed, axes"),
+    ("{study: benchmark, fixed: {size: nano, contxt_length: 8}}",
+     "contxt_length: no such field; context_length may be meant; known are study"),
+    ("{study: ladder, axes: {change: [fp32]}}", "change: no such field; changes may be meant"),
+    ("{study: memory, fixed: {zzz: 1}}", "zzz: no such field; known are"),
     ("{study: benchmark, fixed: {study: nsys}}", "'study': given more than once"),
     ("{study: benchmark, fixed: {1: 2}}", "fixed.1.*should be a valid string"),
     ("{study: benchmark, axes: {seed: 1}}", r"axes\.seed: got 1, but input should be a valid list"),
@@ -155,12 +160,37 @@ def test_a_block_is_the_product_of_its_axes_in_order_each_run_once(write_sweep):
 
 def test_only_where_the_file_says_so_is_what_does_not_fit_left_out(write_sweep):
     fields = {"vocab_size": 10_000, "batch_size": 4, "context_length": 512}
-    block = {"study": "benchmark", "fixed": fields, "axes": {"size": ["small", "2.7B"]}}
+    block = {"study": "ladder", "fixed": fields, "axes": {"size": ["small", "2.7B"]}}
     sizes = [[c.size for c in load_sweeps([write_sweep(b)], "cuda", 40.0).configs]
              for b in (block, block | {"skip_too_large": True})]
     assert sizes == [["small", "2.7B"], ["small"]]
     asked = load_sweeps([write_sweep(block | {"skip_too_large": True})], "cuda", 40.0)
     assert [config.size for config in asked.too_large] == ["2.7B"]
+
+
+@pytest.mark.parametrize("study, fields, smallest", [
+    ("benchmark", {}, ("forward", "fp32")), ("nsys", {"precision": "bf16"}, ("forward", "bf16")),
+    ("benchmark", {"compile": "model"}, ("forward", "fp32")), ("mixed_precision", {}, ("forward", "fp32")),
+    ("mixed_precision", {"context_length": 2048}, ("forward", "tf32")), ("memory", {}, ("forward", "fp32")),
+    ("memory", {"modes": ["step", "forward_backward"]}, ("forward_backward", "fp32")), ("ladder", {}, ("step", "fp32"))])
+def test_a_run_is_left_out_where_not_even_the_smallest_of_what_it_measures_fits(study, fields, smallest):
+    """What a benchmark's full step needs is no reason not to time its forward."""
+    mode, precision = smallest
+    fixed = {"size": "2.7B", "context_length": 512} | fields
+    block = {"study": study, "fixed": fixed, "skip_too_large": True}
+    kept = load_sweeps([block | {"skip_too_large": False}], "cuda").configs[0]
+    least = peak(kept.step(mode=mode, precision=precision, compile="none"), mode).allocated / 2**30
+    assert peak(kept.step(mode="step", precision="fp32", compile="none")).allocated / 2**30 > 40
+    assert load_sweeps([block], "cuda", least).configs == [kept]
+    with pytest.raises(SweepError, match="asks for no run"):
+        load_sweeps([block], "cuda", least * 0.999)
+
+
+def test_on_a_24_gib_gpu_every_cell_of_the_handout_whose_forward_fits_is_asked_for():
+    block = {"study": "benchmark", "skip_too_large": True, "axes": {
+        "context_length": [128, 256, 512, 1024], "size": ["small", "medium", "large", "xl", "2.7B"]}}
+    plan = load_sweeps([block], "cuda", 23.5)
+    assert (len(plan.configs), plan.too_large) == (20, [])
 
 
 @pytest.mark.parametrize("gib, size", [(None, "small"), (10, "small"), (40, "large"), (79, "2.7B"), (140, "2.7B")])

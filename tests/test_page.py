@@ -1,15 +1,21 @@
 """The page, in a browser where there is one, and by its markup everywhere."""
+import html
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
 import reports
 from browser import DESKTOP, PHONE, browser, shown, violations
+from stepscope import PROJECT, __version__
 from stepscope.report.page import Section, page
 from stepscope.report.render import render
 from stepscope.report.style import BLUE, figure, svg
+from stepscope.yaml_files import load_yaml
+
+PAPER = (673, 985)  # A4 less its margins, in CSS pixels
 
 
 class Elements(HTMLParser):
@@ -55,20 +61,26 @@ Text with `code`, [evidence](evidence/nsys.md), [a part](evidence/nsys.md#first-
 ```python
 a < b
 ```
+
+### Within `it`
 """
 
 
 def test_markdown_becomes_a_page_of_its_own():
     text = page(TEXT, [Section("evidence/nsys.md", "# Profiles\n\n## First part\n\n[back](../writeup.md)\n")],
-                {"busy": drawn()})
+                {"busy": drawn()}, "*By* [us](https://c.d)")
     elements = Elements(text)
     assert not elements.wrong and not elements.open
     tags = [tag for tag, _ in elements.found]
     assert "script" not in tags and "b" not in tags and tags.count("h1") == 1
     links = [attributes["href"] for tag, attributes in elements.found if tag == "a"]
-    assert links == ["#evidence-nsys", "#evidence-nsys-first-part", "https://a.b", "#part-one", "#top"]
+    contents = ["#part-one", "#within-it", "#evidence", "#evidence-nsys"]
+    assert links == [*contents, "#evidence-nsys", "#evidence-nsys-first-part", "https://a.b", "#part-one", "#within-it",
+                     "#evidence-nsys-first-part", "#top", "https://c.d"]
     anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
-    assert anchors == ["top", "part-one", "evidence-nsys", "evidence-nsys-first-part"]
+    assert anchors == ["top", "part-one", "within-it", "evidence", "evidence-nsys", "evidence-nsys-first-part"]
+    assert [attributes["aria-label"] for _, attributes in elements.found if attributes.get("class") == "here"] == [
+        "Link to: Part one", "Link to: Within it", "Link to: First part"]
     images = [attributes for tag, attributes in elements.found if tag == "img"]
     assert len(images) == 1 and images[0]["src"].startswith("data:image/svg+xml,") and images[0]["alt"] == "A message"
     assert images[0]["width"] == "576"
@@ -120,6 +132,72 @@ def test_tables_fit_a_desktop(chromium, report):
         assert not wide
 
 
+@pytest.fixture
+def wide(report, tmp_path):
+    """The report with a table and a line of code that no screen holds."""
+    cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
+    path = tmp_path / "wide.html"
+    path.write_text(report.read_text().replace("<main>", '<main><div class="scroll" tabindex="0"><table><tr>' + cells
+                                               + f"</tr></table></div><pre><code>{'word ' * 60}# comment</code></pre>"))
+    return path
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_the_last_column_can_be_reached_and_its_row_keeps_its_name(chromium, wide, size):
+    with shown(chromium, wide, size) as (opened, _):
+        first, last = opened.evaluate("""() => {
+            const box = document.querySelector('.scroll'); box.scrollLeft = 1e6;
+            return [...box.querySelectorAll('td:first-child, td:last-child')].map(one => one.getBoundingClientRect().toJSON())}""")
+        assert last["right"] <= size[0] + 1 and last["left"] > first["right"]
+        assert (first["left"] >= 0) == (size == PHONE)
+
+
+def test_a_phone_shows_code_to_its_end(chromium, wide):
+    with shown(chromium, wide, PHONE) as (opened, _):
+        assert opened.evaluate("[...document.querySelectorAll('pre')].every(one => one.scrollWidth <= one.clientWidth)")
+
+
+def test_text_has_one_measure_and_wide_tables_its_middle(chromium, report, wide):
+    middle = "const middle = one => {const at = one.getBoundingClientRect(); return Math.round(at.left + at.width / 2)};"
+    with shown(chromium, report) as (opened, _):
+        widths = opened.evaluate("[...document.querySelectorAll('main > p, main > h2, header > h1, footer > p')].map("
+                                 "one => one.getBoundingClientRect().width)")
+        assert len({*widths}) == 1
+        assert opened.evaluate(f"(() => {{{middle} return new Set([...document.querySelectorAll("
+                               "'main > p, main > .scroll, main > pre, main > figure')].map(middle)).size})()") == 1
+    with shown(chromium, wide) as (opened, _):
+        assert opened.evaluate("document.querySelector('.scroll').getBoundingClientRect().width") > 1.4 * widths[0]
+
+
+def test_the_contents_stay_beside_the_text_and_stand_above_it_on_a_phone(chromium, report):
+    places = "['nav', 'h1', 'main'].map(one => document.querySelector(one).getBoundingClientRect().toJSON())"
+    with shown(chromium, report) as (opened, _):
+        opened.evaluate("document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000)")
+        nav, heading, main = opened.evaluate(places)
+        assert nav["top"] >= 0 and nav["bottom"] <= DESKTOP[1] and nav["right"] <= main["left"] and heading["bottom"] < 0
+    with shown(chromium, report, PHONE) as (opened, _):
+        nav, heading, main = opened.evaluate(places)
+        assert heading["bottom"] <= nav["top"] and nav["bottom"] <= main["top"] and nav["bottom"] < PHONE[1]
+
+
+def test_a_link_to_folded_evidence_opens_it(chromium, report):
+    with shown(chromium, report) as (opened, _):
+        opened.click("nav a[href='#evidence-nsys']")
+        opened.wait_for_function("document.querySelector('details:has(#evidence-nsys)').open")
+        assert opened.evaluate("document.querySelectorAll('details[open]').length") == 1
+
+
+def test_the_foot_says_what_it_is_and_how_it_is_cited(report):
+    foot = report.read_text().partition("<footer>")[2]
+    words = html.unescape(re.sub(r"<[^>]+>", "", foot))
+    records = reports.whole().records
+    assert f"stepscope {__version__}" in words and "NVIDIA H200" in words
+    assert records[0].started_at.date().isoformat() in words and records[0].software["stepscope_source"] in words
+    citation = load_yaml(Path(str(PROJECT), "CITATION.cff"))
+    assert f"{citation['authors'][0]['name']}. {citation['title']}. Version {citation['version']}" in words
+    assert "https://github.com/stanford-cs336/" in foot
+
+
 def test_nothing_runs_and_nothing_loads(chromium, report, tmp_path):
     """Even what would have got into the page: its policy refuses it."""
     hostile = tmp_path / "hostile.html"
@@ -136,8 +214,14 @@ def test_printed_it_is_light_and_all_of_it(chromium, report):
     with shown(chromium, report, color_scheme="dark") as (opened, _):
         opened.emulate_media(media="print")
         assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert opened.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
         heights = opened.evaluate("[...document.querySelectorAll('details')].map(one => one.getBoundingClientRect().height)")
         assert heights and min(heights) > 40, "evidence stays folded"
+    with shown(chromium, report, PAPER) as (opened, _):
+        opened.emulate_media(media="print")
+        cut = opened.evaluate("[...document.querySelectorAll('table, pre, img')].filter("
+                              "one => one.getBoundingClientRect().right > innerWidth + 1).map(one => one.innerText.slice(0, 80))")
+        assert not cut
 
 
 def test_every_link_leads_somewhere(report, tmp_path):

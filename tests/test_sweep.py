@@ -162,6 +162,10 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     small = tiny(device="cuda", size="nano")
     large = tiny(device="cuda", size="large", vocab_size=10_000, context_length=512, batch_size=4)  # 38 GiB
     whole = tiny(study="ladder", device="cuda", fill=True)
+    beyond = tiny(device="cuda", size="2.7B", vocab_size=10_000, context_length=1024, batch_size=4)
+    assert needed_gib(beyond) > 80  # its forward fits, and it has all of the GPU
+    assert give(beyond) == ("a", 80.0)
+    workers.running.clear()
     assert give(whole) == ("a", 80.0)
     assert [give(large)[0] for _ in range(2)] == ["b", "b"]
     assert give(large) is None and give(whole) is None

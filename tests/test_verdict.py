@@ -249,16 +249,28 @@ def test_no_rate_is_told_of_a_kernel_that_moves_little(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "bf16"), [
-    ("NVIDIA B200", 2250), ("NVIDIA H20", 148), ("NVIDIA L40S", 362.05), ("NVIDIA A10", 125), ("NVIDIA A100-SXM4-80GB", 312),
-    ("NVIDIA GeForce RTX 4090", 165.2), ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 5090", 209.5), ("Tesla T4", None),
-    ("AMD Instinct MI300X", 1307.4), ("AMD Instinct MI250X / MI250", 191.5), ("NVIDIA H200", 989.5)])
+    ("NVIDIA B200", 2250), ("NVIDIA B300 SXM6 AC", 2250), ("NVIDIA H200", 989.5), ("NVIDIA H200 NVL", 835.5),
+    ("NVIDIA H20", 148), ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA H100 PCIe", 756), ("NVIDIA H100 NVL", 835.5),
+    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA A100 80GB PCIe", 312), ("NVIDIA A10", 125),
+    ("NVIDIA L40S", 362.05), ("NVIDIA L4", 121), ("NVIDIA GeForce RTX 3090", 71), ("NVIDIA GeForce RTX 4090", 165.2),
+    ("NVIDIA GeForce RTX 5090", 209.5), ("Tesla T4", None), ("Tesla V100-SXM2-16GB", None), ("Tesla V100-PCIE-32GB", None),
+    ("AMD Instinct MI300X", 1307.4), ("AMD Instinct MI250X", 191.5), ("AMD Instinct MI250X / MI250", 181)])
 def test_data_sheets_are_found_by_whole_words(name, bf16):
     sheet = data_sheet(name)
-    assert sheet.get("bf16") == bf16 and sheet["fp32"] > 0 and sheet["tb_s"] > 0 and sheet["source"]
+    assert sheet.get("bf16") == bf16 and sheet["fp32"] > 0 and sheet["tb_s"] > 0
+    assert bf16 or sheet["fp16"] > 5 * sheet["fp32"]  # by the tensor cores that those have
+    assert sheet["source"] and sheet["url"].startswith("https://")
+
+
+def test_of_one_models_forms_each_has_its_own_memory():
+    assert [data_sheet(f"NVIDIA A100{form}")["tb_s"] for form in ("-SXM4-80GB", " 80GB PCIe", "-PCIE-40GB")] == [
+        2.039, 1.935, 1.555]
 
 
 def test_a_name_that_only_contains_a_gpus_has_no_sheet_of_its_own():
-    assert not data_sheet("NVIDIA A10G") and not data_sheet("NVIDIA GeForce RTX 4090 Laptop GPU") and not data_sheet("")
+    others = ["NVIDIA A10G", "NVIDIA L40", "NVIDIA H20-3e", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 5090 D",
+              "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla V100S-PCIE-32GB", "NVIDIA GB200", ""]
+    assert not [name for name in others if data_sheet(name)]
 
 
 # Pipes

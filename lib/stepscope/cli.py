@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.runs.machine import gpus_here, machine, software
@@ -303,33 +303,31 @@ def check(runs: RunsOption = None, out: OutOption = None) -> None:
 
 @app.command()
 def fit(
-    size: Annotated[str | None, typer.Argument(help="A named size; or give --shape.")] = None,
+    size: Annotated[str | None, typer.Argument(
+        help="A named size; or give --shape. Without either: the handout's whole grid.")] = None,
     edition: EditionOption = None, shape: ShapeOption = None,
-    context: Annotated[int, typer.Option(help="Context length.")] = 512,
+    context: Annotated[int | None, typer.Option(
+        help="Context length.", show_default="512; of the grid 128 to 1,024")] = None,
     batch: BatchOption = 4, vocab: VocabOption = 10_000,
     memory: Annotated[float | None, typer.Option(
         help="GPU memory in GiB: the MiB of nvidia-smi over 1,024, not the GB of a data sheet.",
         show_default="this machine's GPU's, else 80")] = None,
 ) -> None:
-    """Say before running what fits into a GPU's memory: peaks by formula, largest context and batch."""
+    """Say before running what fits into a GPU's memory: peaks by formula, largest context, batch and size."""
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import configure
-    from stepscope.model.fit import fit as fitted
-    config = configure("benchmark", **_shape_asked(size, edition, shape), context_length=context,
+    from stepscope.model.fit import RESERVED
+    from stepscope.report.fit_table import fit_table, grid_tables
+    whole = size is None and shape is None
+    asked = _shape_asked("small" if whole else size, edition, shape)
+    config = configure("benchmark", **asked, context_length=512 if context is None else context,
                        batch_size=batch, vocab_size=vocab, device="cpu").step(device="cuda", mode="step")
     if memory is None:
         memory = min((gpu["gib"] for gpu in gpus_here()), default=80.0)
-    columns = [Column("step"), Column("peak,\nGiB", justify="right"), Column("fits"),
-               Column(f"largest context\nat batch {batch:,}", justify="right"),
-               Column(f"largest batch\nat context {context:,}", justify="right")]
-    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", title=(
-        f"{config.shape}, context {context:,}, batch {batch:,}, vocabulary {vocab:,}: a training step in"
-        f" {memory:.4g} GiB"))
-    for row in fitted(config, memory):
-        table.add_row(row.step, f"{row.peak_gib:.2f}", row.fits, f"{row.largest_context:,}",
-                      f"{row.largest_batch:,}")
-    Console(markup=False, highlight=False).print(table)
+    told = memory, edition or 2025
+    tables = grid_tables(config, context, *told) if whole else [fit_table(config, *told)]
+    Console(markup=False, highlight=False).print(*tables, RESERVED)
 
 
 @app.command()

@@ -270,10 +270,16 @@ def _sentence(item: Any, model: type[BaseModel]) -> str:
     if item["type"] == "value_error":  # our own validators word their errors whole
         return str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":
-        return f"{field}: no such field; known are {', '.join(model.model_fields)}"
+        return f"{field}: no such field; {_known(str(item['loc'][-1]), model.model_fields)}"
     if item["type"] == "missing":
         return f"{field}: not given, and it has no default"
     return f"{field}: got {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _known(name: str, known: Iterable[str]) -> str:
+    """Which name may be meant by one that is none, and all that there are."""
+    close = difflib.get_close_matches(name[:MOST_SHOWN], known := list(known), 1)
+    return f"{f'{close[0]} may be meant; ' if close else ''}known are {', '.join(known)}"
 
 
 def from_notebook(study: str, names: dict[str, Any]) -> Any:
@@ -308,9 +314,7 @@ def require_parameters(names: Mapping[str, Any], free: Iterable[str] = ()) -> No
         known = dict.fromkeys([*own, *free])
         for name in set_by(cell):
             if name not in known and name != "run_folder":
-                close = difflib.get_close_matches(name, known, 1)
-                meant = f"{close[0]} may be meant; " if close else ""
-                raise ConfigError(f"{name:.100}: no such parameter; {meant}known are {', '.join(known)}")
+                raise ConfigError(f"{name:.100}: no such parameter; {_known(name, known)}")
 
 
 def set_by(cell: str) -> list[str]:

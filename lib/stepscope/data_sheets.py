@@ -7,8 +7,8 @@ from stepscope.yaml_files import load_yaml
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """A GPU's dense rates in TFLOP/s by precision, ``tb_s`` of its memory and the ``source``, by the words of
-    its name; empty of one that is not listed."""
+    """A GPU's dense rates in TFLOP/s by precision, ``tb_s`` of its memory, ``source`` and ``url``, by
+    the words of its name; empty of one that is not listed."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     return next((sheet for sheet in load_yaml(Path(__file__).with_suffix(".yaml"))
                  if words.issuperset(map(str.lower, sheet["words"]))

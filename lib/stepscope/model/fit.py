@@ -1,15 +1,16 @@
 """What fits into a GPU's memory, by the formulas of accounting: ``stepscope fit`` answers at once."""
 import functools
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from stepscope.config import StepConfig
+from stepscope.config import EDITIONS, PHASES, SIZES, StepConfig
 from stepscope.model.accounting import GIB, WORKSPACE, at_rest, peak, value
 from stepscope.model.flops import parameter_count
 
 # Of the memory: where a peak takes more, what the allocator reserves beyond tensors may not fit any more.
 TIGHT = 0.9
+CONTEXTS = (128, 256, 512, 1024)  # the handout's
 # The step with all optimizations, in bytes: what a compiled block saves, what lives beside all blocks' where
 # backward begins. Weights and gradients are bf16, the master copies fp32 (see optimizations/).
 LAST_SAVED, LAST_BESIDE = "20X + 6G + 4n + 8r", "14X + 6G + 4E + 4r"
@@ -42,35 +43,92 @@ STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
 }
 
 
+PLAIN = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
+         "device": "cuda"}
+# What no formula here counts, in words: how much it is depends on the step, and the ladder measures it.
+RESERVED = (
+    "Peaks are of tensors; the allocator reserves more than that. Where a step is replayed as a CUDA graph,"
+    " as the ladder's last is, it reserves more again: the graph's pool keeps the memory of all tensors of a"
+    " step for itself, beside what the steps before the capture left cached. The ladder measures peak and"
+    " reserved of every change.")
+
+
 class Fit(NamedTuple):
     """How one step fits: its predicted peak, ``fits`` ("yes"; "tight": over :data:`TIGHT` of the memory;
-    "no"), and the largest context (at the batch asked for) and batch (at the context asked for) whose peaks
-    do."""
+    "no"), the largest context (at the batch asked for) and batch (at the context asked for) whose peaks do,
+    and the largest size (at both); "none" where not even the smallest does."""
 
     step: str
     peak_gib: float
     fits: str
     largest_context: int
     largest_batch: int
+    largest_size: str
 
 
-def fit(config: StepConfig, memory_gib: float) -> list[Fit]:
+class Cell(NamedTuple):
+    """One of the handout's grid, and how its plain step, or the part that ``mode`` names, fits."""
+
+    size: str
+    mode: str
+    context_length: int
+    peak_gib: float
+    fits: str
+
+
+def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]:
     """Whether a shape trains in a GPU's memory, before running it: a row for each of :data:`STEPS`.
 
     Args:
         config: size, context, batch and vocabulary count; precision, attention and optimizer are the rows'.
         memory_gib: as torch and nvidia-smi (its MiB over 1,024) say it; a data sheet's GB are larger numbers.
+        edition: whose names of sizes; see :data:`stepscope.config.EDITIONS`.
     """
-    plain = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
-             "device": "cuda"}
     rows, memory = [], memory_gib * GIB
+    sizes = largest_sizes(config, [config.context_length], memory_gib, edition)
     for name, (fields, bytes_of) in STEPS.items():
-        own = config.model_copy(update=plain | fields)
+        own = config.model_copy(update=PLAIN | fields)
         needed = bytes_of(own)
-        fits = "yes" if needed <= TIGHT * memory else "tight" if needed <= memory else "no"
-        rows.append(Fit(name, needed / GIB, fits, *(largest(field, own, bytes_of, memory)
-                                                    for field in ("context_length", "batch_size"))))
+        context, batch = (largest(field, own, bytes_of, memory) for field in ("context_length", "batch_size"))
+        rows.append(Fit(name, needed / GIB, _fits(needed, memory), context, batch, *sizes[name]))
     return rows
+
+
+def largest_sizes(config: StepConfig, contexts: Sequence[int], memory_gib: float,
+                  edition: int = 2025) -> dict[str, list[str]]:
+    """By :data:`STEPS` the largest of the handout's sizes that fits, at each context; "none": not even the
+    smallest does. Arguments as in :func:`grid`."""
+    def at(context: int, fields: dict[str, str], bytes_of: Callable[[StepConfig], int]) -> str:
+        return next((name for name, size in reversed(EDITIONS[edition].items())
+                     if bytes_of(_sized(config, size, context, fields)) <= memory_gib * GIB), "none")
+
+    return {name: [at(context, *step) for context in contexts] for name, step in STEPS.items()}
+
+
+def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025) -> list[Cell]:
+    """The handout's benchmark before running it: its sizes, in the order of their parameters, by modes and
+    contexts.
+
+    Args:
+        config: batch and vocabulary count.
+        memory_gib, edition: as in :func:`fit`.
+    """
+    cells = []
+    for name, size in EDITIONS[edition].items():
+        for mode, context in ((mode, context) for mode in PHASES for context in contexts):
+            needed = peak(_sized(config, size, context), mode).allocated
+            cells.append(Cell(name, mode, context, needed / GIB, _fits(needed, memory_gib * GIB)))
+    return cells
+
+
+def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] | None = None) -> StepConfig:
+    """The plain step of a size at a context, with other fields."""
+    return config.model_copy(
+        update=PLAIN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {}))
+
+
+def _fits(needed: float, memory: float) -> str:
+    return "yes" if needed <= TIGHT * memory else "tight" if needed <= memory else "no"
 
 
 def largest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:

@@ -32,31 +32,66 @@ class Section:
         return re.sub(r"\W+", "-", self.path.removesuffix(".md"))
 
 
-def page(writeup: str, sections: list[Section], figures: dict[str, str]) -> str:
+def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: str = "") -> str:
     """The whole report as HTML.
 
     Args:
         writeup: the main text, markdown.
         sections: what stands folded behind it.
         figures: SVG by name, for images "figures/<name>.svg".
+        foot: what stands below all of it, markdown.
     """
     anchors = {section.path: section.anchor for section in sections} | {"writeup.md": "top"}
     writer = _Writer(figures, anchors)
-    body = writer.html(writeup)
+    written = writer.html(writeup)
+    heading, body = _parted(written)
     style = STYLE.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    title = next(iter(re.findall(r"<h1[^>]*>(.*?)</h1>", body)), "Report")
-    contents = "".join(f'<li><a href="#{anchor}">{words}</a></li>' for anchor, words in
-                       re.findall(r'<h2 id="([^"]+)">(.*?)</h2>', body))
-    folded = []
+    folded, evidence = [], []
+    contents = _contents(written)
     for section in sections:
-        heading, _, rest = section.text.partition("\n")
-        summary = html.escape(heading.lstrip("# "))
-        folded.append(f'<details id="{section.anchor}"><summary>{summary}</summary>\n'
-                      f"{writer.html(rest, section)}</details>")
+        first, _, rest = section.text.partition("\n")
+        summary = html.escape(first.lstrip("# "))
+        place = evidence if "/" in section.path else contents
+        place.append(f'<li><a href="#{section.anchor}">{summary}</a></li>')
+        # A browser opens a fold for a link to what is within it, not for one to the fold itself.
+        folded.append(f'<details><summary>{summary}</summary>\n<div id="{section.anchor}">\n'
+                      f"{_linked(writer.html(rest, section))}</div></details>")
+    if evidence:
+        contents.append(f'<li><a href="#evidence">Evidence</a><ul>{"".join(evidence)}</ul></li>')
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=re.sub(r"<[^>]+>", "", title), style=style, digest=digest, contents=contents, body=body,
-        folded="\n".join(folded))
+        title=_plain(heading) or "Report", style=style, digest=digest, heading=heading,
+        contents="\n".join(contents), body=_linked(body), folded="\n".join(folded), foot=writer.html(foot))
+
+
+def _parted(written: str) -> tuple[str, str]:
+    """The page's heading, if it begins with one, and the rest."""
+    found = re.match(r"<h1[^>]*>.*?</h1>", written)
+    return (found[0], written[found.end():]) if found else ("", written)
+
+
+def _contents(written: str) -> list[str]:
+    """A list's item for each chapter, with its parts listed within."""
+    chapters: list[tuple[str, list[str]]] = []
+    for level, anchor, words in re.findall(r'<h([23]) id="([^"]+)">(.*?)</h[23]>', written):
+        link = f'<a href="#{anchor}">{_plain(words)}</a>'
+        if level == "2":
+            chapters.append((link, []))
+        elif chapters:
+            chapters[-1][1].append(f"<li>{link}</li>")
+    return [f"<li>{link}<ul>{''.join(parts)}</ul></li>" if parts else f"<li>{link}</li>"
+            for link, parts in chapters]
+
+
+def _linked(written: str) -> str:
+    """Chapters and their parts with a link to themselves behind the heading."""
+    return re.sub(r'(<h([23]) id="([^"]+)">)(.*?)</h\2>', lambda found: (
+        f'{found[1]}{found[4]} <a class="here" href="#{found[3]}" aria-label="Link to: {_plain(found[4])}">'
+        f"#</a></h{found[2]}>"), written)
+
+
+def _plain(written: str) -> str:
+    return re.sub(r"<[^>]+>", "", written)
 
 
 class _Writer:

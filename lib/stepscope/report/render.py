@@ -5,13 +5,13 @@ All of it is text and made before anything is written; then each file is put in 
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from stepscope import StepscopeError
+from stepscope import StepscopeError, __version__
 from stepscope.files import read_within, write_texts_durably
 from stepscope.report.claims import HOLDS, TAG, Renderer, TagResult, collect
 from stepscope.report.left_out import Pages, differing, left_out, study_of
@@ -23,6 +23,7 @@ from stepscope.runs.store import Store
 
 CHAPTERS = Path(__file__).parent / "chapters"
 STORY = ("<!-- story -->\n", "<!-- /story -->")
+FOOT = Path(__file__).with_name("page_foot.md")
 MOST_README_BYTES = 2**20
 REFERENCE = "reference"  # the reference's picture, for a report without a GPU
 WITHOUT_GPU = "cpu.md"  # its first screen, in place of the first chapter
@@ -131,11 +132,26 @@ def compose(runs: Path, out: Path) -> Report:
     if preset:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
     sections = [Section(name, text) for name, text in pages.items()]
-    report.texts = {"writeup.md": writeup, "writeup.html": page(writeup, sections, figures)} | pages | {
+    html = page(writeup, sections, figures, _foot(found.records))
+    report.texts = {"writeup.md": writeup, "writeup.html": html} | pages | {
         f"figures/{name}.svg": text for name, text in figures.items()}
     report.texts |= _readme(out, report.first)
     report.left_out = left_out(report.pages, found.records)
     return report
+
+
+def _foot(records: list[Record]) -> str:
+    """Of what the page is, and how it is cited; the dates are the runs'."""
+    def listed(values: Iterable[object]) -> str:
+        found = sorted({str(value) for value in values if value})
+        return escape(", ".join([*found[:3], *[f"and {len(found) - 3} more"] * (len(found) > 3)])) or NONE
+
+    days = sorted(record.started_at.date().isoformat() for record in records)
+    return _source(FOOT).format(
+        runs="1 run" if len(records) == 1 else f"{len(records):,} runs", version=__version__,
+        devices=listed(record.machine.get("device_name") for record in records),
+        dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
+        sources=listed(record.software.get("stepscope_source") for record in records))
 
 
 def _relative(runs: Path, folder: Path) -> str:

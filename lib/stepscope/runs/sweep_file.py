@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from stepscope import PACKAGE, StepscopeError
 from stepscope.config import (
     EDITIONS,
+    PHASES,
     ConfigError,
     RunConfig,
     StepConfig,
@@ -41,7 +42,8 @@ class SweepError(StepscopeError, ValueError):
 class Block(BaseModel):
     """A block of a sweep file: the product of its ``axes`` (field: list of values), the last varying fastest,
     each with the ``fixed`` fields. ``edition`` beside ``size`` says which year's handout its names are of,
-    and is no field. With ``skip_too_large`` what is predicted not to fit into the GPU is left out."""
+    and is no field. With ``skip_too_large`` a run is left out where not even the smallest of what it measures
+    is predicted to fit into the GPU."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -109,7 +111,7 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
             try:
                 asked = Block.model_validate(block)
                 for config in _expand(asked, device, gpu_gib):
-                    skip = asked.skip_too_large and gpu_gib and peak_gib(config) > gpu_gib
+                    skip = asked.skip_too_large and gpu_gib and least_gib(config) > gpu_gib
                     group = too_large if skip else found
                     if group.setdefault((config.study, config.run_id), config) != config:
                         raise SweepError(f"two of its configurations have the run id {config.run_id};"
@@ -142,9 +144,21 @@ def peak_gib(config: RunConfig) -> float:
     return peak(step).allocated / 2**30
 
 
+def least_gib(config: RunConfig) -> float:
+    """Predicted peak of the smallest of what a run measures, whose other modes and precisions become rows of
+    status "oom" where they do not fit; 0 where a run is of no step."""
+    if not isinstance(config, StepConfig):
+        return 0.0
+    modes = getattr(config, "modes", list(PHASES) if config.mode == "all" else [config.mode])
+    # The forward of fp32 and TF32 is smaller than bf16's, which casts its weights.
+    precision = "tf32" if config.precision == "all" else config.precision
+    steps = [config.step(mode=mode, precision=precision, compile="none", device="cuda") for mode in modes]
+    return min(peak(step, step.mode).allocated for step in steps) / 2**30
+
+
 def needed_gib(config: RunConfig) -> float:
-    """GPU memory that a run is given: what fp32's step, which takes more than any other, is predicted to
-    need, where its study says nothing else."""
+    """GPU memory that a run is given, of a GPU that has less all of it: what fp32's step, which takes more
+    than any other, is predicted to need, where its study says nothing else."""
     if config.gpu_gib is not None:
         return config.gpu_gib
     assert isinstance(config, StepConfig)
