@@ -276,7 +276,7 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
     step_ranges._attributes.cache_clear()
     mode = profiled_process.ProfiledMode(step, ranged)
     try:
-        assert mode.plain() > 0 and recorder.opened == []
+        assert (mode.plain(2, until_enough=False)["wall_ms"] > 0).tolist() == [True] * 2 and recorder.opened == []
         mode.captured(named=False)
         phases = [(0, "step"), *((1, phase) for phase in PHASES["step"])]
         assert recorder.opened == phases and not recorder.depth
@@ -287,7 +287,7 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
     assert [one for one in recorder.opened if one in phases] == phases and not recorder.depth
     assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= {name for depth, name in recorder.opened
                                                                       if depth > 1}
-    mode.plain()
+    mode.plain(1, until_enough=False)
     assert "forward" not in vars(step.model.blocks[0].ffn)  # the plain method is back
 
 
@@ -446,8 +446,9 @@ def test_attentions_flops_are_those_of_the_formula(loaded):
 def test_the_command_that_is_printed_is_the_one_that_runs(cells):
     chapter = (files("stepscope") / "report/chapters/02-where-time-goes.md").read_text()
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
-    profile, sums = cells["profile"], cells["OWN_SUMS"]
-    assert {flag for flag in profile if "=" in flag} <= {*command} and all(sum in " ".join(command) for sum in sums)
+    flags = {word for word in cells["profiled"].__code__.co_consts for word in (word if isinstance(word, tuple) else [word])
+             if isinstance(word, str) and word.startswith("--") and "=" in word}
+    assert len(flags) > 4 and flags <= {*command} and all(sum in " ".join(command) for sum in cells["OWN_SUMS"])
 
 
 def test_kernels_that_differ_in_their_tile_alone_are_told_apart():
