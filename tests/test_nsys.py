@@ -425,8 +425,8 @@ def test_claims_say_what_the_tables_hold(loaded):
 
 
 def test_the_first_kernel_is_told_by_who_launches_it(loaded):
-    named, rows = claims.first_kernel_named(loaded), study.at_reference(loaded, "forward")
-    rows = rows[rows["size"] == "large"]
+    named = claims.first_kernel_named(loaded)
+    rows = study.profiles(loaded, "operations", size="large", context_length=512, mode="forward")
     first = rows.groupby("name")["total_ns"].sum().idxmax()
     assert named["launches"] == rows.loc[rows["name"] == first, "count"].sum()
     assert all(region in named["where"] for region in rows.loc[rows["name"] == first, "region"])

@@ -2,11 +2,12 @@
 from matplotlib.figure import Figure
 
 from stepscope.report.schemas import Tables
+from stepscope.report.shapes import select
 from stepscope.report.style import AMBER, BLUE, GREEN, INK, ORANGE, PINK, RED, figure, label_ends, lines, look
 from stepscope.report.tables import number
 from stepscope.studies.attention.config import IMPLEMENTATIONS
 from stepscope.studies.attention.memory import SQUARES
-from stepscope.studies.attention.tables import GRID_ENDS, LABELS, chosen, where
+from stepscope.studies.attention.tables import GRID_ENDS, LABELS, USUAL, setting
 
 COLORS = dict(zip(IMPLEMENTATIONS, (INK, ORANGE, BLUE, GREEN, RED, PINK, AMBER)))
 
@@ -14,10 +15,9 @@ COLORS = dict(zip(IMPLEMENTATIONS, (INK, ORANGE, BLUE, GREEN, RED, PINK, AMBER))
 @look()
 def attention_time(tables: Tables) -> Figure | None:
     """GPU time of forward and backward over the sequence, a line an implementation."""
-    rows = chosen(tables["attention.passes"])
-    rows = rows[rows["gpu_ms"].notna()]
+    rows = select(tables["attention.passes"], USUAL).dropna(subset="gpu_ms")
     times = rows.pivot(index="sequence", columns="implementation", values="gpu_ms")
-    if times.empty or "naive" not in times:
+    if "naive" not in times:
         return None
     at = times["naive"].loc[:GRID_ENDS].last_valid_index()
     if at is None:
@@ -28,7 +28,7 @@ def attention_time(tables: Tables) -> Figure | None:
         f"At {at:,} positions (d {d}) {LABELS[best]}, which stores no T x T, is {gain} faster than naive")
     drawn, axes = figure(message, height=4)
     lines(axes, rows, "sequence", "gpu_ms", "implementation", COLORS)
-    axes.set(xscale="log", yscale="log", xlabel=f"sequence ({where(rows)})", ylabel="GPU time, ms")
+    axes.set(xscale="log", yscale="log", xlabel=f"sequence ({setting(rows)})", ylabel="GPU time, ms")
     named = [times.index[-1]]  # from the longest down, no two closer than their names are wide
     for sequence in times.index[-2::-1]:
         if sequence * 4 <= named[-1]:

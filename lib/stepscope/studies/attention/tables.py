@@ -1,10 +1,12 @@
 """The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
+from stepscope.report.shapes import preferred, select
 from stepscope.report.tables import digits, number, table
 from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
@@ -25,7 +27,8 @@ SCHEMAS = {
 }
 LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient": "memory-efficient",
           "cudnn": "cuDNN", "math": "math", "flex": "FlexAttention"}
-HEAD, PRECISION = 64, "bf16"  # what sentences and tables are about, where it was measured
+HEAD = 64  # what sentences and tables are about, where it was measured
+USUAL = {"d_model": preferred(HEAD), "precision": preferred("bf16")}
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
 PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -54,26 +57,12 @@ def of_run(config: Config, frames: Tables) -> Tables:
     return {f"attention.{name}": frame for name, frame in (own | tables(own)).items()}
 
 
-def chosen(rows: pd.DataFrame, precision: str = PRECISION, d: int = HEAD) -> pd.DataFrame:
-    """The rows of one head dimension and precision: these, or the first there are."""
-    for column, value in (("d_model", d), ("precision", precision)):
-        if len(rows):
-            rows = rows[rows[column] == (value if (rows[column] == value).any() else rows[column].iloc[0])]
-    return rows
+def within_grid(sequences: pd.Series) -> pd.Series:
+    """Which are sequences of the handout's grid."""
+    return sequences <= GRID_ENDS
 
 
-def some(rows: pd.DataFrame) -> pd.DataFrame:
-    """These rows.
-
-    Raises:
-        LookupError: there are none.
-    """
-    if rows.empty:
-        raise LookupError("no such cell was measured")
-    return rows
-
-
-def where(rows: pd.DataFrame) -> str:
+def setting(rows: pd.DataFrame) -> str:
     """What was measured in these rows, in words."""
     batch, d, precision = rows[["batch_size", "d_model", "precision"]].iloc[0]
     return f"batch {batch}, d {d}, {PRECISION_LABELS[precision]}, causal"
@@ -89,18 +78,18 @@ def attention_memory(tables: Tables) -> pd.DataFrame:
 
 def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple | None = None) -> pd.DataFrame:
     """A row a sequence, a column an implementation, at the d and precision that are spoken of."""
-    rows = some(chosen(tables["attention.passes"]).dropna(subset=value))
+    rows = select(tables["attention.passes"], USUAL, **{value: pd.Series.notna})
     pivot = rows.pivot(index="sequence", columns="implementation", values=value)
     pivot = pivot[[name for name in IMPLEMENTATIONS if name in pivot]].rename(columns=LABELS)
-    return table(pivot.rename_axis(columns=None), unit, bold, note=f"{words} ({where(rows)}).")
+    return table(pivot.rename_axis(columns=None), unit, bold, note=f"{words} ({setting(rows)}).")
 
 
 def handout_attention(tables: Tables) -> pd.DataFrame:
     """The assignment's table at one d: naive attention and the same compiled, in fp32, by wall time."""
-    cells = _handout(chosen(tables["attention.cells"], "fp32"))
-    made, note = _points(cells), f"{where(cells)}; {_passes(cells)}"
-    naive = chosen(tables["attention.passes"], "fp32")
-    naive = naive[(naive["implementation"] == "naive") & (naive["sequence"] <= GRID_ENDS)]
+    fp32 = USUAL | {"precision": preferred("fp32")}
+    cells = _handout(select(tables["attention.cells"], fp32))
+    made, note = _points(cells), f"{setting(cells)}; {_passes(cells)}"
+    naive = select(tables["attention.passes"], fp32, implementation="naive", sequence=within_grid)
     waits = naive.loc[naive["gpu_ms"] < LAUNCH_BOUND * naive["wall_ms"], "sequence"]
     bound = f" Up to {waits.max():,} positions naive attention is launch-bound." if len(waits) else ""
     return table(made.drop(columns=["precision", "d"]), note=f"Wall time ({note}).{bound}")
@@ -115,8 +104,7 @@ def attention_grid(tables: Tables) -> pd.DataFrame:
 
 def _handout(cells: pd.DataFrame) -> pd.DataFrame:
     """Cells of the handout's implementations and sequences that were timed."""
-    cells = cells[cells["implementation"].isin(["naive", "compiled"]) & (cells["sequence"] <= GRID_ENDS)]
-    return some(cells[cells["wall_ms"].notna()])
+    return select(cells, implementation=["naive", "compiled"], sequence=within_grid, wall_ms=pd.Series.notna)
 
 
 def _passes(cells: pd.DataFrame) -> str:
@@ -145,8 +133,8 @@ def _points(cells: pd.DataFrame) -> pd.DataFrame:
 
 def attention_long(tables: Tables) -> pd.DataFrame:
     """2026: beyond the handout's sequences, forward and backward apart, by wall time, and what ran out."""
-    cells = tables["attention.cells"]
-    cells = some(cells[(cells["sequence"] > GRID_ENDS) & (cells["status"] != "unsupported")])
+    cells = select(tables["attention.cells"], sequence=lambda sequence: ~within_grid(sequence),
+                   status=lambda status: status != "unsupported")
     key = ["precision", "d_model", "sequence", "implementation"]
     forward, backward = (cells[cells["phase"] == phase].set_index(key) for phase in PASSES)
     passes = tables["attention.passes"].set_index(key)
@@ -172,13 +160,12 @@ def outcome(tables: Tables, row: Mapping) -> str:
     if row["status"] != "oom":
         return ""
     cells, reason = tables["attention.cells"], str(row["reason"]).removesuffix(": not compiled")
-    same = ("implementation", "precision", "d_model", "batch_size")
-    ran = cells[(cells["phase"] == "forward") & cells["peak_mib"].notna()]
-    for name in same:
-        ran = ran[ran[name] == row[name]]
-    longest = ran.loc[ran["sequence"].idxmax()] if len(ran) else None
-    fits = longest is not None and longest["peak_mib"] / 1024 * (
-        row["sequence"] / longest["sequence"]) ** 2 <= row["device_gib"]
+    same = {name: row[name] for name in ("implementation", "precision", "d_model", "batch_size")}
+    fits = False
+    with suppress(LookupError):  # none ran
+        longest = select(cells, same, phase="forward", peak_mib=pd.Series.notna, sequence=max).iloc[0]
+        need = longest["peak_mib"] / 1024 * (row["sequence"] / longest["sequence"]) ** 2
+        fits = need <= row["device_gib"]
     if reason != row["reason"]:
         return f"not run: {reason}{', though forward alone would fit' if fits else ''}"
     return f"in {'backward' if fits else 'forward'}: {reason}"
@@ -186,10 +173,9 @@ def outcome(tables: Tables, row: Mapping) -> str:
 
 def attention_compiled(tables: Tables) -> pd.DataFrame:
     """What compiling naive attention gains, by GPU time of forward and backward."""
-    passes = tables["attention.passes"]
-    passes = passes[passes["gpu_ms"].notna() & (passes["sequence"] <= GRID_ENDS)]
+    passes = select(tables["attention.passes"], gpu_ms=pd.Series.notna, sequence=within_grid)
     wide = passes.pivot(index=["precision", "d_model", "sequence"], columns="implementation", values="gpu_ms")
-    wide = some(wide[["naive", "compiled"]].dropna())
+    wide = select(wide[["naive", "compiled"]].dropna())
     gains = wide.iloc[:, 0] / wide.iloc[:, 1]
     gains = gains.unstack(["precision", "d_model"]).sort_index(axis=1)
     gains.columns = [f"{PRECISION_LABELS[precision]}, d {d}, x" for precision, d in gains.columns]
@@ -198,9 +184,8 @@ def attention_compiled(tables: Tables) -> pd.DataFrame:
 
 def attention_precisions(tables: Tables) -> pd.DataFrame:
     """GPU time at the longest sequence of the grid, by precision."""
-    rows = tables["attention.passes"]
-    rows = rows[(rows["d_model"] == chosen(rows)["d_model"].min()) & (rows["sequence"] <= GRID_ENDS)]
-    rows = some(rows[(rows["sequence"] == rows["sequence"].max()) & rows["gpu_ms"].notna()])
+    rows = select(tables["attention.passes"], d_model=preferred(HEAD), sequence=within_grid)
+    rows = select(rows, sequence=max, gpu_ms=pd.Series.notna)
     wide = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
     wide = wide.reindex([name for name in IMPLEMENTATIONS if name in wide.index]).rename(index=LABELS)
     wide = wide[[name for name in PRECISION_LABELS if name in wide]].rename(columns=PRECISION_LABELS)
@@ -236,8 +221,8 @@ def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
         LookupError: it never does.
     """
     rows, cells = tables["attention.passes"], tables["attention.cells"]
-    rows = some(rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")])
-    asked = cells[cells["phase"] == "backward"][[*CONFIG, *CELL, "asked_gib", "allocated_gib"]]
+    rows = select(rows, status="oom", implementation="naive")
+    asked = select(cells, phase="backward")[[*CONFIG, *CELL, "asked_gib", "allocated_gib"]]
     rows = rows.merge(asked, on=[*CONFIG, *CELL])
     row = rows.sort_values(["sequence", "predicted_mib"], ascending=[True, False]).iloc[0]
     parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
@@ -246,7 +231,7 @@ def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
 
 def attention_checks(tables: Tables) -> pd.DataFrame:
     """The largest relative error of an output or a gradient against float64."""
-    checks = some(tables["attention.checks"])
+    checks = select(tables["attention.checks"])
     worst = checks.assign(error=checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1))
     wide = worst.pivot_table(index="implementation", columns="precision", values="error", aggfunc="max")
     wide = wide[[name for name in PRECISION_LABELS if name in wide]]

@@ -4,13 +4,12 @@ from typing import Any
 
 from stepscope.config import PHASES, WHOLE
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import MODES, chosen
+from stepscope.report.shapes import MODES, select
 from stepscope.stats import LAUNCH_BOUND, LEAST_SHARE, SAME, SAME_WALL, STEADY, launch_bound
 from stepscope.studies.benchmark.tables import (
     CONFIG,
     at_context,
     besides_matmuls,
-    cells,
     cold_steps,
     compiled_beside,
     context,
@@ -18,6 +17,7 @@ from stepscope.studies.benchmark.tables import (
     low_steps,
     on_gpu,
     phase_times,
+    plain,
     process_starts,
     processes,
     repeated,
@@ -56,7 +56,7 @@ def fused_adamw(tables: Tables) -> Claim:
 def matmul_share(tables: Tables) -> Claim:
     """Matmuls take more of the kernels' time of the largest size's step than of the smallest's."""
     on_gpu(steps(tables))
-    rows = cells(tables, "operations", context_length=context(tables))
+    rows = plain(tables, "operations", context_length=context(tables))
     matmul = rows["gpu_ms"].where(rows["family"] == MATMUL, 0).groupby(rows["size"], sort=False).sum()
     share = matmul / rows.groupby("size", sort=False)["gpu_ms"].sum()
     if len(share) < 2 or share.iloc[-1] <= max(share.iloc[0], 0.5):
@@ -95,7 +95,7 @@ def answer_times(tables: Tables) -> Claim:
     """The largest size that was measured in all modes."""
     means = ten_steps(tables).xs(context(tables), level="context_length").filter(like=" mean").dropna()
     row = means.rename(columns=lambda name: name.removesuffix(" mean")).iloc[-1]
-    samples = cells(tables, "samples", phase=WHOLE, size=row.name, context_length=context(tables))
+    samples = plain(tables, "samples", phase=WHOLE, size=row.name, context_length=context(tables))
     warmups = int(samples["warmup"].sum())
     return {"size": row.name, "context": context(tables), "forward": row["forward"],
             "backward": row["backward"], "both": row["forward + backward"], "step": row["full step"],
@@ -173,8 +173,7 @@ def warmup_enough(tables: Tables) -> Claim:
 
 def launch_bound_forward(tables: Tables) -> Claim:
     """The smallest size's forward at the shortest context."""
-    rows = low_steps(tables, mode="forward")
-    row = rows[rows["size"] == rows["size"].iloc[0]].sort_values("context_length").iloc[0]
+    row = low_steps(tables, mode="forward").iloc[0]
     if not launch_bound(row["busy"]):
         return None
     return {"size": row["size"], "context": int(row["context_length"]), "operations": int(row["operations"]),
@@ -201,11 +200,9 @@ def replay_alone(tables: Tables) -> Claim:
 
 def launch_rate(tables: Tables) -> Claim:
     """Microseconds a launch in each of ten steps of a run whose GPU work is tiny."""
-    times = tables["benchmark.times"]
-    tiny = times[(times["batch_size"] == 1) & (times["context_length"] <= 16) & (times["phase"] == WHOLE)
-                 & (times["mode"] == "step") & (times["busy"] < LAUNCH_BOUND)]
-    run = tiny.iloc[0]
-    own = chosen(tables["benchmark.samples"], mode="step", phase=WHOLE, warmup=False,
+    run = select(tables["benchmark.times"], batch_size=1, context_length=lambda length: length <= 16,
+                 phase=WHOLE, mode="step", busy=lambda busy: busy < LAUNCH_BOUND).iloc[0]
+    own = select(tables["benchmark.samples"], mode="step", phase=WHOLE, warmup=False,
                  **{name: run[name] for name in CONFIG})
     found = own["wall_ms"] / run["operations"] * 1e3
     return {"low": found.min(), "high": found.max()}
@@ -253,7 +250,7 @@ def compile_cost(tables: Tables) -> Claim:
 def compile_then(tables: Tables) -> Claim:
     """What compiling leaves alone: the largest size's AdamW."""
     step = compiled_beside(tables, "blocks").dropna(subset=["gpu_ms"]).iloc[-1]
-    adamw = cells(tables, compile="blocks", precision=step["precision"], phase="optimizer",
+    adamw = plain(tables, compile="blocks", precision=step["precision"], phase="optimizer",
                   context_length=context(tables)).set_index("size")["gpu_ms"]
     share = adamw[step.name] / step["gpu_ms"]
     return {"size": step.name, "share": share} if share > LEAST_SHARE else None

@@ -2,6 +2,7 @@
 import pandas as pd
 
 from stepscope.report.schemas import Claim, Tables
+from stepscope.report.shapes import select
 from stepscope.report.tables import digits
 from stepscope.stats import LAUNCH_BOUND, LEAST_GAIN, MOSTLY_WAITS
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
@@ -35,15 +36,14 @@ def _faster(rows: pd.DataFrame, change: str, than: str) -> float:
 
 def headline(tables: Tables) -> Claim:
     speedup = _faster(largest(tables)[1], LAST, "fp32")
-    runs = tables["runs"]
-    device = str(runs.loc[runs["study"] == "ladder", "device"].iloc[0])
+    device = str(select(tables["runs"], study="ladder")["device"].iloc[0])
     return {"speedup": speedup, "gpu": device.removeprefix("NVIDIA ")} if speedup > 1 else None
 
 
 def first_ladder(tables: Tables) -> Claim:
     shape, rows = largest(tables)
-    last, results = rows.loc[LAST], tables["ladder.results"]
-    own = results[(results["size"] == shape.size) & (results["vocab_size"] == shape.vocab_size)]
+    last = rows.loc[LAST]
+    own = select(tables["ladder.results"], size=shape.size, vocab_size=shape.vocab_size)
     return {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
             "context": shape.context_length, "batch": shape.batch_size, "plain": rows.loc["fp32", "wall_ms"],
             "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"],
@@ -54,7 +54,7 @@ def first_ladder(tables: Tables) -> Claim:
 def first_peer(tables: Tables) -> Claim:
     """Hugging Face's step beside ours with PyTorch's AdamW, both with fp32 weights and moments."""
     rows, shape = beside_peers(tables), largest(tables)[0]
-    row = rows.merge(pd.DataFrame([shape])).iloc[0]
+    row = select(rows, shape._asdict()).iloc[0]
     found = {"peer": row["peer_ms"], "same": row["fp32_ms"], "how": HOW[row["peer"]]}
     return found if row["peer_ms"] > row["ours_ms"] else None
 
@@ -122,7 +122,7 @@ def peers_mask(tables: Tables) -> Claim:
     """All peers run our attention's kernels, cuDNN's, for longer, and one kernel that makes a mask; and the
     rest of their step takes as long as ours."""
     rows, kernels = peer_attention(tables), tables["ladder.kernels"]
-    names = kernels.loc[kernels["family"] == "fused attention", "name"]
+    names = select(kernels, family="fused attention")["name"]
     masks = kernels[kernels["name"].str.contains("bitwise_and")]
     cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*PEERS} and len(masks)
     low, without = rows["attention"].min(), rows["without"]
@@ -213,7 +213,7 @@ def fp8_small_batch(tables: Tables) -> Claim:
     """At the smallest batch FP8 is not faster, and at the largest size quantizing adds what matmuls save."""
     first = by_batch(tables).groupby("size", sort=False).head(1)
     row = first.loc[first["bf16_ms"].idxmax()]
-    own = tables["ladder.kernels"].merge(row[PLACE].to_frame().T)
+    own = select(tables["ladder.kernels"], row[PLACE])
     times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
         index="matmul", columns="change", values="gpu_ms", aggfunc="sum")
     more = times["fp8"] - times[LAST]
@@ -242,7 +242,7 @@ def fp8_gradient(tables: Tables) -> Claim:
 def fp8_training(tables: Tables) -> Claim:
     """How far FP8's loss is from bf16's at most, over the steps of both at the largest batch."""
     curves = tables["ladder.curves"]
-    own = curves[curves["batch_size"] == curves.loc[curves["change"] == "fp8", "batch_size"].max()]
+    own = select(curves, batch_size=select(curves, change="fp8")["batch_size"].max())
     losses = own.pivot_table(index="step", columns="change", values="loss")
     found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
              "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
@@ -252,8 +252,8 @@ def fp8_training(tables: Tables) -> Claim:
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
     large matmul after another reaches under the same cap."""
-    steps, results = tables["ladder.steps"], tables["ladder.results"].dropna(subset="kept_up_tflops")
-    row = steps[(steps["change"] == FILLED) & steps["wall_ms"].notna()].sort_values("mfu").iloc[-1]
+    row = select(tables["ladder.steps"], change=FILLED, wall_ms=pd.Series.notna).sort_values("mfu").iloc[-1]
+    results = tables["ladder.results"].dropna(subset="kept_up_tflops")
     rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
     return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
             "mfu": row["mfu"], "at_clock": row["mfu_at_clock"], "clock": row["sm_clock_mhz"],

@@ -7,15 +7,14 @@ from typing import NamedTuple
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import SIZES
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
-from stepscope.report.shapes import reference
+from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import MOST_ROWS, headed, table
 from stepscope.stats import LEAST_GAIN, MOST_BUSY
 from stepscope.studies.ladder.config import BEYOND, CHANGES, FILLED, MEASURES, PEERS
 
 CONFIG = ("size", "context_length", "vocab_size")
-PLACE = [*CONFIG, "batch_size"]
+PLACE = [*ORDER]
 CELL = ("change", "batch_size")
 KEY = {"change": word(*CHANGES, *BEYOND, FILLED, *PEERS),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
@@ -43,20 +42,13 @@ class Shape(NamedTuple):
     batch_size: int
 
 
-def in_order(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by size, from the smallest, then by context, vocabulary and batch."""
-    sizes = {size: at for at, size in enumerate(SIZES)}
-    return rows.sort_values(PLACE, kind="stable", key=lambda values: (
-        values.map(sizes) if values.name == "size" else values))
-
-
 def ladders(tables: Tables) -> dict[Shape, pd.DataFrame]:
     """The rows of every shape and batch that has a timed fp32 step, by change, in order.
 
     Raises:
         LookupError: there is none.
     """
-    every = in_order(tables["ladder.steps"]).groupby(PLACE, sort=False)
+    every = select(tables["ladder.steps"]).groupby(PLACE, sort=False)
     found = {Shape(*place): rows.set_index("change") for place, rows in every}
     found = {shape: rows for shape, rows in found.items() if "fp32" in climbed(rows).index}
     if not found:
@@ -68,7 +60,7 @@ def at_context(tables: Tables, context: int | None = None) -> dict[Shape, pd.Dat
     """One ladder a size: of the plainest vocabulary, at a context, if not another at the reference's."""
     every = ladders(tables)
     shapes = pd.DataFrame([*every])
-    context, vocab = context or reference(shapes), shapes["vocab_size"].min()
+    context, vocab = context or reference(shapes["context_length"]), shapes["vocab_size"].min()
     return {shape: rows for shape, rows in every.items()
             if (shape.context_length, shape.vocab_size) == (context, vocab)}
 
@@ -110,9 +102,12 @@ def gain(rows: pd.DataFrame, change: str) -> float | None:
 
 
 def shares(kernels: pd.DataFrame, shape: Shape, change: str) -> pd.Series:
-    """Each family's share of the kernels' time in a change's step; empty where it was not captured."""
-    own = kernels[kernels["change"] == change].merge(pd.DataFrame([shape]))
-    times = own.groupby("family")["gpu_ms"].sum()
+    """Each family's share of the kernels' time in a change's step.
+
+    Raises:
+        LookupError: it was not captured.
+    """
+    times = select(kernels, shape._asdict(), change=change).groupby("family")["gpu_ms"].sum()
     return times / times.sum()
 
 
@@ -124,8 +119,8 @@ def trained(tables: Tables) -> tuple[Shape, pd.DataFrame]:
         LookupError: there is none.
     """
     curves = tables["ladder.curves"]
-    shape = Shape(*curves.loc[curves["change"] == "fp32", PLACE].iloc[0])
-    own = curves.merge(pd.DataFrame([shape]))
+    shape = Shape(*select(curves, change="fp32")[PLACE].iloc[0])
+    own = select(curves, shape._asdict())
     losses = own.pivot(index="step", columns=["change", "seed"], values="loss")
     smooth = losses.rolling(10, min_periods=5).mean()
     return shape, smooth.sub(smooth["fp32"].iloc[:, 0], axis=0)
@@ -167,8 +162,7 @@ def beside_peers(tables: Tables) -> pd.DataFrame:
             row = timed.loc[change]
             found |= {f"{name}_ms": row["wall_ms"], f"{name}_std_ms": row["wall_std_ms"],
                       f"{name}_steps": row["steps"], f"{name}_gpu_ms": row["gpu_ms"]}
-        own = kernels.merge(pd.DataFrame([shape]))
-        own = own[own["family"] == "fused attention"]
+        own = kernels.merge(pd.DataFrame([shape._asdict() | {"family": "fused attention"}]))
         fp32, other = (own[own["change"] == change] for change in ("cuda_graph", peer))
         every.append(found | {
             "fp32_attention_ms": fp32["gpu_ms"].sum(), "peer_attention_ms": other["gpu_ms"].sum(),
@@ -186,10 +180,7 @@ def peer_attention(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: nowhere.
     """
-    rows = beside_peers(tables)
-    rows = rows[rows["same_kernels"] & rows["peer_gpu_ms"].notna()]
-    if rows.empty:
-        raise LookupError("no attention beside a peer's")
+    rows = select(beside_peers(tables), same_kernels=True, peer_gpu_ms=pd.Series.notna)
     more = rows["peer_attention_ms"] - rows["fp32_attention_ms"]
     return rows.assign(whole=rows["peer_gpu_ms"] / rows["fp32_gpu_ms"],
                        attention=rows["peer_attention_ms"] / rows["fp32_attention_ms"],
@@ -204,11 +195,9 @@ def by_batch(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: none has.
     """
-    steps = in_order(tables["ladder.steps"].dropna(subset="wall_ms"))
-    low, eight = (steps[steps["change"] == name] for name in (LAST, "fp8"))
-    both = low.merge(eight, on=PLACE, suffixes=("", "_fp8"))
-    if both.empty:
-        raise LookupError("no FP8 beside bf16")
+    low, eight = (select(tables["ladder.steps"], change=name, wall_ms=pd.Series.notna)
+                  for name in (LAST, "fp8"))
+    both = select(low.merge(eight, on=PLACE, suffixes=("", "_fp8")))
     wall, spread = both["wall_ms"] - both["wall_ms_fp8"], both[["wall_std_ms", "wall_std_ms_fp8"]].max(axis=1)
     gains = both["gpu_ms"] / both["gpu_ms_fp8"]
     return both[PLACE].assign(
@@ -338,15 +327,13 @@ def fp8_batches(tables: Tables) -> pd.DataFrame:
                          "fp8_std_ms", "gain", "bf16_mfu"), note="Faster: in GPU time.")
 
 
-def mfu(tables: Tables) -> pd.DataFrame | None:
+def mfu(tables: Tables) -> pd.DataFrame:
     """The last timed change at every shape and batch, and the batch that fills the memory: rates, power and
     memory. Of what a large matmul reaches: the median of all runs, since a run's own is not steady."""
-    order = {change: at for at, change in enumerate((*CHANGES, FILLED))}
-    steps = tables["ladder.steps"].dropna(subset="wall_ms")
-    steps = steps[steps["change"].isin(order)].sort_values("change", key=lambda names: names.map(order))
-    own = in_order(steps.groupby(PLACE, sort=False).tail(1))
-    if own.empty:
-        return None
+    order = [*CHANGES, FILLED]
+    steps = select(tables["ladder.steps"], change=order, wall_ms=pd.Series.notna)
+    steps = steps.sort_values("change", key=lambda names: names.map(order.index), kind="stable")
+    own = select(steps.groupby(PLACE, sort=False).tail(1))
     if own["mfu"].notna().any():
         results = tables["ladder.results"]
         own["mfu_measured"] = own["mfu"] / (results["matmul_bf16"] / results["sheet_bf16"]).median()
@@ -361,7 +348,7 @@ def training_check(tables: Tables) -> pd.DataFrame:
     """How far gradients and losses are from fp32's."""
     shape, off = trained(tables)
     distance, seeds = loss_shift(off)
-    steps = tables["ladder.steps"].merge(pd.DataFrame([shape])).set_index("change")
+    steps = select(tables["ladder.steps"], shape._asdict()).set_index("change")
     order = [change for change in (*CHANGES, *BEYOND) if change in distance]
     found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
                           "loss moved": distance[order], "of another seed, %": distance[order] / seeds})

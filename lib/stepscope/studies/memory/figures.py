@@ -8,9 +8,10 @@ from stepscope.config import PHASES, StepConfig
 from stepscope.model.accounting import GIB, peak
 from stepscope.report import style
 from stepscope.report.schemas import Tables
+from stepscope.report.shapes import select
 from stepscope.report.style import BLUE, INK, MUTED, ORANGE, PAPER, figure
 from stepscope.report.tables import number
-from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual, where
+from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual
 
 COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
@@ -31,8 +32,8 @@ def memory_timeline(tables: Tables) -> Figure | None:
         one = usual(lines).iloc[0]
     except LookupError:  # a notebook's own run, of another configuration
         one = lines.iloc[0]
-    rows, peaks = (where(frame, **one[[*CONFIG]].to_dict()) for frame in (lines, tables["memory.peaks"]))
-    wholes = where(peaks, phase="whole").set_index("mode")
+    rows, peaks = (select(frame, **one[[*CONFIG]].to_dict()) for frame in (lines, tables["memory.peaks"]))
+    wholes = select(peaks, phase="whole").set_index("mode")
     modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
     last = wholes.loc[modes[-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
@@ -117,7 +118,7 @@ def memory_peak(tables: Tables) -> Figure:
     axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
     axis.invert_yaxis()
     plain = usual(tables["memory.peaks"], phase="whole", mode="step").iloc[0]
-    recorded = where(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
+    recorded = select(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
     ran_out = {(row["size"], row["context_length"]) for row in recorded.to_dict("records")
                if row["status"] == "oom"}
     for row, (end, top, shape) in enumerate(zip(left, tops, shapes)):

@@ -1,17 +1,16 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
 
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import reference
 from stepscope.stats import LAUNCH_BOUND, LOST, SAME
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
     beside_fp32,
+    context,
     gains,
     kinds,
     losses_off,
     numbers,
     trend,
-    whole,
     wide,
 )
 
@@ -25,7 +24,7 @@ def _gain(tables: Tables, precision: str) -> Claim:
     if len(found) < 2 or min(found.iloc[0], found.iloc[-1]) <= 1 + SAME:
         return None
     return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
-            "large_gain": found.iloc[-1], "context": reference(whole(tables))}
+            "large_gain": found.iloc[-1], "context": context(tables)}
 
 
 def tensor_cores(tables: Tables) -> Claim:
@@ -53,7 +52,7 @@ def answer_trend(tables: Tables) -> Claim:
     if len(found) < 2:
         raise LookupError("one size has no trend")
     return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
-            "large_gain": found.iloc[-1], "context": reference(whole(tables))}
+            "large_gain": found.iloc[-1], "context": context(tables)}
 
 
 def trend_why(tables: Tables) -> Claim:

@@ -2,7 +2,6 @@
 from matplotlib.ticker import NullLocator
 
 from stepscope.report.schemas import Tables
-from stepscope.report.shapes import reference
 from stepscope.report.style import (
     INK,
     PRECISION_COLORS,
@@ -15,7 +14,7 @@ from stepscope.report.style import (
 )
 from stepscope.report.tables import number
 from stepscope.stats import LOST
-from stepscope.studies.mixed_precision.tables import beside_fp32, gains, wide
+from stepscope.studies.mixed_precision.tables import beside_fp32, context, gains, wide
 
 
 @look()
@@ -24,7 +23,7 @@ def precision_gain(tables: Tables) -> Picture:
     rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["gain"])
     ends = gains(tables, "bf16")
     low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
-    made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
+    made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {context(tables):,}")
     contexts = sorted(rows["context_length"].unique())
     last = lines(axes, rows, "context_length", "gain", "size", SIZE_COLORS)
     axes.set(xscale="log", xlabel="context", ylabel="speedup in GPU time", ylim=(0, None))

@@ -1,9 +1,11 @@
 """The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
+from contextlib import suppress
+
 import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
+from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select
 from stepscope.report.tables import digits, number, table
 from stepscope.stats import LOST, launch_bound
 from stepscope.traces.families import MATMUL, is_cast
@@ -31,19 +33,14 @@ def fp32(tables: Tables, name: str = "times") -> pd.DataFrame:
     that the benchmark lacks.
 
     Raises:
-        KeyError: neither study measured any.
+        LookupError: neither study measured any.
     """
-    own = tables.get(f"mixed_precision.{name}")
-    own = own[own["precision"] == "fp32"] if own is not None else None
-    if own is None or own.empty:
-        rows = tables[f"benchmark.{name}"]
-        return chosen(rows[rows["precision"] == "fp32"], **PLAIN)
-    rows = chosen(own, **PLAIN)
-    if f"benchmark.{name}" in tables:
-        first = tables[f"benchmark.{name}"]
-        first = chosen(first[first["precision"] == "fp32"], **PLAIN)
-        rows = pd.concat([first, lacked(rows, first)], ignore_index=True)
-    return chosen(rows)
+    found = []
+    for study in ("benchmark", "mixed_precision"):
+        with suppress(LookupError):
+            rows = select(tables[f"{study}.{name}"], PLAIN, precision="fp32")
+            found.append(lacked(rows, found[0]) if found else rows)
+    return select(pd.concat(found, ignore_index=True) if found else pd.DataFrame())
 
 
 def lacked(rows: pd.DataFrame, there: pd.DataFrame) -> pd.DataFrame:
@@ -55,37 +52,37 @@ def lacked(rows: pd.DataFrame, there: pd.DataFrame) -> pd.DataFrame:
 
 def low_precision(tables: Tables, name: str = "times") -> pd.DataFrame:
     """This study's plain rows of a table below fp32."""
-    rows = chosen(tables[f"mixed_precision.{name}"], **PLAIN)
-    return rows[rows["precision"] != "fp32"]
+    return select(tables[f"mixed_precision.{name}"], PLAIN, precision=lambda names: names != "fp32")
 
 
 def beside_fp32(tables: Tables, **values: object) -> pd.DataFrame:
     """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``, see :func:`fp32`); of a
     precision or mode, if one is named. ``gain`` is in GPU time."""
-    low, exact = (chosen(rows, phase=WHOLE) for rows in (low_precision(tables), fp32(tables)))
-    low = low[low["peak_gib"].notna()]  # of a CPU no peak is known
+    low = select(low_precision(tables), phase=WHOLE, peak_gib=pd.Series.notna)  # of a CPU no peak is known
+    exact = select(fp32(tables), phase=WHOLE)
     both = low.merge(exact, on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
     both["gain"] = both["gpu_ms_fp32"] / both["gpu_ms"]
-    return chosen(both, **values)
+    return select(both, **values)
 
 
-def whole(tables: Tables, **values: object) -> pd.DataFrame:
-    """The same at the reference context."""
-    return beside_fp32(tables, **values, context_length=reference(beside_fp32(tables)))
+def context(tables: Tables) -> int:
+    """The context at which sizes are compared."""
+    return reference(beside_fp32(tables)["context_length"])
 
 
 def gains(tables: Tables, precision: str) -> pd.Series:
     """A precision's speedup of the full step in GPU time at the reference context, by size."""
-    return whole(tables, precision=precision, mode="step").set_index("size")["gain"].dropna()
+    return beside_fp32(tables, context_length=reference, precision=precision, mode="step").set_index(
+        "size")["gain"].dropna()
 
 
 def kinds(tables: Tables, size: str) -> pd.DataFrame:
     """GPU time of a size's full step at the reference context by family of kernel, in ms in fp32 and bf16,
     the longest in fp32 first; casts by themselves."""
-    context, found = reference(whole(tables, mode="step")), {}
+    found = {}
     for precision, of in (("fp32", fp32), ("bf16", low_precision)):
-        rows = chosen(of(tables, "operations"), precision=precision, size=size, context_length=context,
-                      mode="step")
+        rows = select(of(tables, "operations"), precision=precision, size=size, mode="step",
+                      context_length=context(tables))
         family = rows["family"].astype(str).replace(MATMUL, "matmul").mask(is_cast(rows["name"]), "cast")
         found[precision] = rows.groupby(family)["gpu_ms"].sum()
     return pd.DataFrame(found).fillna(0.0).sort_values("fp32", ascending=False)
@@ -109,13 +106,9 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     """One experiment's rows (see ``numerics``), of the first shape that has it.
 
     Raises:
-        KeyError: no run had it.
+        LookupError: no run had it.
     """
-    rows = tables["mixed_precision.numerics"]
-    rows = rows[rows["experiment"] == experiment]
-    if rows.empty:
-        raise KeyError(experiment)
-    return rows.drop_duplicates(list(NUMBER))
+    return select(tables["mixed_precision.numerics"], experiment=experiment).drop_duplicates(list(NUMBER))
 
 
 def wide(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
@@ -137,21 +130,21 @@ def losses_off(tables: Tables) -> pd.Series:
 
 def precision_times(tables: Tables) -> pd.DataFrame:
     """GPU time of whole modes in fp32 and bf16 at the reference context: a column a size."""
-    rows, found = whole(tables, precision="bf16"), {}
+    rows, found = beside_fp32(tables, context_length=reference, precision="bf16"), {}
     for mode, words in MODES.items():
         own = rows[rows["mode"] == mode].set_index("size")
         found |= {f"{words}, fp32": own["gpu_ms_fp32"], f"{words}, bf16": own["gpu_ms"]}
     made = pd.DataFrame(found).reindex(rows["size"].unique()).T.rename_axis(index="mode", columns=None)
-    return table(made, "ms", note=f"GPU time in ms, context {reference(rows):,}.")
+    return table(made, "ms", note=f"GPU time in ms, context {rows['context_length'].iloc[0]:,}.")
 
 
 def precision_walls(tables: Tables) -> pd.DataFrame:
     """Wall times of fp32 and bf16 at the reference context, by size."""
-    rows = walls(tables)
-    rows = rows[rows["precision"].isin(["fp32", "bf16"]) & (rows["context_length"] == reference(rows))]
+    rows = select(walls(tables), precision=["fp32", "bf16"], context_length=reference)
     made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
-    return table(made, note=f"Wall time, median ± standard deviation, context {reference(rows):,}."
-                                 " Forward and backward are phases of forward + backward.")
+    return table(made, note=(
+        f"Wall time, median ± standard deviation, context {context(tables):,}. Forward and backward are"
+        " phases of forward + backward."))
 
 
 def precision_shapes(tables: Tables) -> pd.DataFrame:
@@ -170,10 +163,8 @@ def walls(tables: Tables) -> pd.DataFrame:
     key = [name for name in CONFIG if name in exact]
     shapes = beside_fp32(tables)[key].drop_duplicates()
     rows = pd.concat([exact[low.columns.intersection(exact.columns)], low]).merge(shapes, on=key)
-    if rows.empty:
-        raise LookupError("no shape has fp32 beside another precision")
     order = pd.Categorical(rows["precision"], [*NAMES], ordered=True)
-    return chosen(rows.assign(order=order).sort_values(["context_length", "order"], kind="stable"))
+    return select(rows.assign(order=order).sort_values("order", kind="stable"))
 
 
 def _spread(rows: pd.DataFrame) -> pd.DataFrame:
@@ -192,7 +183,8 @@ def _spread(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def precision_sizes(tables: Tables) -> pd.DataFrame:
-    return table(by_size(whole(tables, mode="step"), "precision", "gain", NAMES), "x", ("max", "row"))
+    rows = beside_fp32(tables, context_length=reference, mode="step")
+    return table(by_size(rows, "precision", "gain", NAMES), "x", ("max", "row"))
 
 
 def precision_kinds(tables: Tables) -> pd.DataFrame:
@@ -204,7 +196,7 @@ def precision_kinds(tables: Tables) -> pd.DataFrame:
     found = found.rename({"elementwise": "elementwise, softmax's too"}).rename_axis(f"{size}, kernels")
     made = found.reset_index()
     return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}), note=(
-        f"GPU time of the full step, context {reference(whole(tables, mode='step')):,}."))
+        f"GPU time of the full step, context {context(tables):,}."))
 
 
 def precision_trend(tables: Tables) -> pd.DataFrame:

@@ -11,7 +11,7 @@ from stepscope.report.schemas import Tables
 from stepscope.report.shapes import reference
 from stepscope.report.tables import number
 from stepscope.stats import launch_bound, union
-from stepscope.studies.nsys.tables import REPLAYED, at_reference, by_family, profiles
+from stepscope.studies.nsys.tables import REPLAYED, by_family, profiles
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,
@@ -119,7 +119,7 @@ def launches_timeline(tables: Tables) -> Figure | None:
 def kernel_families(tables: Tables) -> Figure | None:
     """Each phase of a full step by family, in shares of the step, the smallest and the largest size at the
     reference context."""
-    rows = at_reference(tables, "step")
+    rows = profiles(tables, "operations", context_length=reference, mode="step")
     sizes = list(dict.fromkeys([rows["size"].iloc[0], rows["size"].iloc[-1]]))
     rows = rows[rows["size"].isin(sizes) & rows["phase"].isin(PHASE_NAMES)]
     order = [(size, phase) for size in sizes for phase in PHASE_NAMES if phase in set(rows["phase"])]
@@ -130,6 +130,6 @@ def kernel_families(tables: Tables) -> Figure | None:
     drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.6 + 0.34 * len(wide))
     stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
                          phase in wide.index], least=0.07)
-    axes.set_xlabel(f"share of the step's GPU time, fp32, context {reference(rows):,}")
+    axes.set_xlabel(f"share of the step's GPU time, fp32, context {rows['context_length'].iloc[0]:,}")
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn

@@ -9,7 +9,7 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, chosen, reference
+from stepscope.report.shapes import MODES, PLAIN, reference, select
 from stepscope.report.tables import table
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
 from stepscope.traces.kernel_names import short_names
@@ -82,23 +82,13 @@ def readable(names: Iterable[str]) -> dict[str, str]:
     return {name: text if shared[text] == 1 else long[name] for name, text in short.items()}
 
 
-def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame:
+def profiles(tables: Tables, name: str, precision: str = "fp32", **wanted: object) -> pd.DataFrame:
     """A table of the profiles of the plain program in one precision, sizes and contexts in order.
 
     Raises:
         LookupError: there is none.
     """
-    rows = tables[f"nsys.{name}"].sort_values("context_length", kind="stable")
-    rows = chosen(rows, precision=precision, **PLAIN)
-    if rows.empty:
-        raise LookupError(f"no profile in {precision}")
-    return rows
-
-
-def at_reference(tables: Tables, mode: str) -> pd.DataFrame:
-    """The operations of a mode at the reference context."""
-    rows = profiles(tables, "operations")
-    return rows[(rows["context_length"] == reference(rows)) & (rows["mode"] == mode)]
+    return select(tables[f"nsys.{name}"], PLAIN, precision=precision, **wanted)
 
 
 def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
@@ -108,16 +98,14 @@ def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
 
 def forward_clocks(tables: Tables) -> pd.DataFrame:
     """A row a size and context: one forward pass by the host's clock and by nsys."""
-    rows = clocks(tables)
-    return rows[(rows["mode"] == "forward") & (rows["phase"] == WHOLE)].reset_index(drop=True)
+    return select(clocks(tables), mode="forward", phase=WHOLE).reset_index(drop=True)
 
 
 def kernels(tables: Tables, mode: str) -> pd.DataFrame:
     """A row a size, context and kernel of a mode: family, launches (``count``), ``total_ns`` and share, those
     with the most time of a profile first."""
     keys = ["size", "context_length"]
-    rows = profiles(tables, "operations")
-    rows = rows[rows["mode"] == mode]
+    rows = profiles(tables, "operations", mode=mode)
     summed = rows.groupby([*keys, "name", "family"], sort=False)[["count", "total_ns"]].sum().reset_index()
     share = summed["total_ns"] / summed.groupby(keys)["total_ns"].transform("sum")
     profile = summed.groupby(keys, sort=False).ngroup()
@@ -133,8 +121,7 @@ def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
 
 def shares(tables: Tables, mode: str) -> pd.DataFrame:
     """Shares of a mode's operations by family (columns, the largest first), a row a size and context."""
-    rows = profiles(tables, "operations")
-    wide = by_family(rows[rows["mode"] == mode], ("size", "context_length"))
+    wide = by_family(profiles(tables, "operations", mode=mode), ("size", "context_length"))
     return wide.div(wide.sum(axis=1), axis=0)
 
 
@@ -146,8 +133,7 @@ def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
     A matmul of a layer is 2 B T^2 d_model FLOPs; softmax is five for each of the B H T^2 scores (max,
     subtract, exponentiate, sum, divide), so the ratio is 5 / (4 D), D = d_model / H.
     """
-    rows = profiles(tables, "operations")
-    rows = rows[rows["mode"] == "forward"]
+    rows = profiles(tables, "operations", mode="forward")
     keys = [rows["size"], rows["context_length"]]
     matmul = rows["family"] == MATMUL
     parts = {"scores_ms": matmul & (rows["region"] == "attention.scores"),
@@ -168,7 +154,7 @@ def beside_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
     process: a row a size, context, mode and phase, with ``off``, their difference as a share."""
     keys = ["size", "context_length", "mode", "phase"]
     times = tables["benchmark.times" if precision == "fp32" else "mixed_precision.times"]
-    own = chosen(times, precision=precision, **PLAIN)
+    own = select(times, PLAIN, precision=precision)
     both = clocks(tables, precision)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
                                                               suffixes=("", "_in_process"))
     return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
@@ -204,7 +190,7 @@ def first_kernel(tables: Tables) -> pd.DataFrame:
 
 def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
     """(b), (d) Of the largest size at the reference context the kernels with the most time in each mode."""
-    at = at_reference(tables, "forward")
+    at = profiles(tables, "operations", context_length=reference, mode="forward")
     largest, found = (at["size"].iloc[-1], int(at["context_length"].iloc[0])), {}
     for mode, words in MODES.items():
         rows = kernels(tables, mode).set_index(["size", "context_length"]).sort_index(kind="stable")
@@ -220,8 +206,8 @@ def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
 def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
     """(c) Of the smallest size's forward at the reference context the kernels that are no matmuls, by the
     part of the model that launches them."""
-    rows = at_reference(tables, "forward")
-    at = f"{rows['size'].iloc[0]}, context {reference(rows):,}, fp32, forward"
+    rows = profiles(tables, "operations", context_length=reference, mode="forward")
+    at = f"{rows['size'].iloc[0]}, context {rows['context_length'].iloc[0]:,}, fp32, forward"
     rows = rows[rows["size"] == rows["size"].iloc[0]].assign(family=shown_family)
     total, rows = rows["total_ns"].sum(), rows[rows["family"] != MATMUL]
     rows = rows.groupby(["region", "name", "family"])[["count", "total_ns"]].sum().nlargest(count, "total_ns")
@@ -244,7 +230,7 @@ def step_families(tables: Tables) -> pd.DataFrame:
     ends = dict.fromkeys(wide[MODES["step"]].columns[[0, -1]])
     found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
                           for size in ends for mode, frame in wide.items()})
-    context = reference(profiles(tables, "operations"))
+    context = reference(profiles(tables, "operations")["context_length"])
     return table(found.sort_values(found.columns[-1], ascending=False),
                  note=f"Shares of the kernels' time, fp32, context {context:,}.")
 
@@ -254,7 +240,7 @@ def parts_of_model(tables: Tables) -> pd.DataFrame:
     smallest and the largest size at the reference context."""
     found = {}
     for mode in ("forward", "step"):
-        rows = at_reference(tables, mode)
+        rows = profiles(tables, "operations", context_length=reference, mode=mode)
         summed = rows.pivot_table("total_ns", "region", "size", aggfunc="sum", sort=False)
         found[mode] = summed / summed.sum()
     ends = dict.fromkeys(found["step"].columns[[0, -1]])
@@ -264,23 +250,22 @@ def parts_of_model(tables: Tables) -> pd.DataFrame:
 
 
 def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
-    rows = wide.reset_index()
-    rows = rows[rows["context_length"] == reference(rows)].drop(columns="context_length").set_index("size").T
+    rows = select(wide.reset_index(), context_length=reference).drop(columns="context_length")
+    rows = rows.set_index("size").T
     return rows[rows.max(axis=1) >= least].rename_axis("family").rename(columns=lambda size: f"{size}, %")
 
 
 def attention_softmax(tables: Tables) -> pd.DataFrame:
     """(e) Inside attention, of one forward pass at the reference context: FLOPs and time of Q K^T, softmax
     and A V, and softmax's beside the matmuls'."""
-    rows = softmax_and_matmuls(tables).reset_index()
-    rows = rows[rows["context_length"] == reference(rows)]
+    rows = select(softmax_and_matmuls(tables).reset_index(), context_length=reference)
     return table(pd.DataFrame({
         "size": rows["size"], "QKᵀ, GFLOP": rows["matmul_flops"] / 1e9,
         "AV, GFLOP": rows["matmul_flops"] / 1e9, "softmax, GFLOP": rows["softmax_flops"] / 1e9,
         "QKᵀ, ms": rows["scores_ms"], "AV, ms": rows["values_ms"], "softmax, ms": rows["softmax_ms"],
         "softmax/matmuls in FLOPs, %": rows["flops"],
         "in time, %": rows["times"]}).set_index("size"),
-        note=f"All layers of one forward pass, fp32, context {reference(rows):,}.")
+        note=f"All layers of one forward pass, fp32, context {rows['context_length'].iloc[0]:,}.")
 
 
 def by_context(tables: Tables) -> pd.DataFrame:
@@ -308,8 +293,7 @@ def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
     found = {}
     for precision in ("fp32", "bf16"):
         with suppress(LookupError):
-            rows = beside_in_process(tables, precision)
-            rows = rows[rows["phase"] == WHOLE]
+            rows = select(beside_in_process(tables, precision), phase=WHOLE)
             wide = rows.assign(off=rows["off"].abs()).pivot_table(
                 index="size", columns="mode", values="off", aggfunc="max", sort=False)
             profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
