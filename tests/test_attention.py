@@ -357,7 +357,7 @@ def grid():
     cells = pd.DataFrame([row for precision, d, sequence in points for name in attention.IMPLEMENTATIONS
                           for row in cell(name, precision, sequence, d)])
     ok = cells[(cells["status"] == "ok") & (cells["phase"] == "forward")]
-    checks = ok[[*attention.CONFIG, *attention.CELL]].assign(
+    checks = ok[[*attention.CONFIG, *attention.CASE]].assign(
         **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2)
     frames = {"cells": cells, "checks": checks}
     key = {name: [*attention.CONFIG, *schema.unique] for name, schema in attention.SCHEMAS.items()}
@@ -429,7 +429,7 @@ def test_the_numbers_of_the_sentences(grid):
     assert saved["naive"] == 8 and saved["fused"] == 0.5  # GiB, MiB
     oom = claims.answer_attention_oom(grid)
     assert (oom["sequence"], oom["square"], oom["squares"]) == (32768, 32, 6) and 192 < oom["need"] < 195
-    assert oom["outcome"] == "in backward: asked" and oom["held"] == 3
+    assert oom["outcome"] == "in backward: asked" and oom["allocated"] == 3
     most = claims.answer_attention_fits(grid)
     assert most["most"] == pytest.approx(PEAKS["naive", "fp32", 64, 16384] / GIB, rel=1e-4) and most["sequence"] == 16384
     both = changed(grid, "status", "oom", implementation="naive", sequence=32768)

@@ -75,23 +75,23 @@ def collect(kind: str) -> dict[str, Callable]:
 class Renderer:
     """Tells chapters of one set of tables. ``figures`` gathers those that were asked for: message and SVG."""
 
-    def __init__(self, tables: Tables, where: str = "figures") -> None:
-        self.tables, self.where = tables, where
+    def __init__(self, tables: Tables, folder: str = "figures") -> None:
+        self.tables, self.folder = tables, folder
         self.known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
         self.results: list[TagResult] = []
         self.figures: dict[str, tuple[str, str]] = {}
 
-    def chapter(self, text: str, name: str, where: str | None = None) -> str:
+    def chapter(self, text: str, name: str, folder: str | None = None) -> str:
         """A chapter as markdown; empty where it has tags and none of them could be said.
 
         Args:
             name: of its file, for errors.
-            where: the folder of figures as seen from the page.
+            folder: the folder of figures as seen from the page.
 
         Raises:
             ChapterError: an unknown name, field or unit, or a tag that is not closed, with its line.
         """
-        self.where = where or self.where
+        self.folder = folder or self.folder
         code: list[str] = []  # what is in fences is left as it is
 
         def kept(block: re.Match) -> str:
@@ -164,7 +164,7 @@ class Renderer:
             return NOT_SAID
         self.figures[name] = drawn
         message, _ = drawn
-        return f"{SAID}![{escape(message)}]({self.where}/{name}.svg)"
+        return f"{SAID}![{escape(message)}]({self.folder}/{name}.svg)"
 
 
 def formatted(sentence: str, values: dict, at: str) -> str:

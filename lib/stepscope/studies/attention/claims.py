@@ -28,7 +28,7 @@ def _at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: i
     return rows.sort_values("gpu_ms").set_index("implementation")
 
 
-def _every_d(tables: Tables, precision: str) -> dict[int, pd.DataFrame]:
+def _by_dimension(tables: Tables, precision: str) -> dict[int, pd.DataFrame]:
     """The same for each head dimension that was measured there with naive attention beside others."""
     rows = select(tables["attention.passes"], precision=precision, sequence=GRID_ENDS, gpu_ms=pd.Series.notna)
     found = {int(d): _at(tables, precision, d=int(d)) for d in sorted(rows["d_model"].unique())}
@@ -86,23 +86,23 @@ def attention_saved(tables: Tables) -> Claim:
 
 def attention_kernel(tables: Tables) -> Claim:
     """The code that follows asks for cuDNN's kernel first: it is the fastest for each d."""
-    every = _every_d(tables, "bf16")
-    gains = [times["gpu_ms"].iloc[1] / times["gpu_ms"].iloc[0] for times in every.values()]
-    if {times.index[0] for times in every.values()} == {"cudnn"} and min(gains) > 1 + SAME:
-        return {"best": LABELS["cudnn"], "gains": _gains(min(gains), max(gains)), "dims": _dims(every),
+    by_dimension = _by_dimension(tables, "bf16")
+    gains = [times["gpu_ms"].iloc[1] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
+    if {times.index[0] for times in by_dimension.values()} == {"cudnn"} and min(gains) > 1 + SAME:
+        return {"best": LABELS["cudnn"], "gains": _gains(min(gains), max(gains)), "dims": _dims(by_dimension),
                 "sequence": GRID_ENDS}
     return None
 
 
 def attention_fp32(tables: Tables) -> Claim:
     """FlashAttention and cuDNN have no fp32 kernels; of what runs one fused kernel is the fastest."""
-    cells, every = tables["attention.cells"], _every_d(tables, "fp32")
-    half_only = select(cells, precision="fp32", implementation=["flash", "cudnn"])
-    best = {times.index[0] for times in every.values()}
-    gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in every.values()]
+    cases, by_dimension = tables["attention.cells"], _by_dimension(tables, "fp32")
+    half_only = select(cases, precision="fp32", implementation=["flash", "cudnn"])
+    best = {times.index[0] for times in by_dimension.values()}
+    gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
     if set(half_only["status"]) != {"unsupported"} or len(best) > 1 or best & SQUARES.keys():
         return None
-    return {"best": LABELS[best.pop()], "gains": _gains(min(gains), max(gains)), "dims": _dims(every),
+    return {"best": LABELS[best.pop()], "gains": _gains(min(gains), max(gains)), "dims": _dims(by_dimension),
             "sequence": GRID_ENDS}
 
 
@@ -118,14 +118,15 @@ def attention_compiled(tables: Tables) -> Claim:
     """Compiled, naive attention is faster for each d, and still saves T x T matrices."""
     found: dict = {"sequence": GRID_ENDS}
     for precision in ("fp32", "bf16"):
-        every = {d: times for d, times in _every_d(tables, precision).items() if "compiled" in times.index}
-        if not every:
+        by_dimension = {d: times for d, times in _by_dimension(tables, precision).items()
+                        if "compiled" in times.index}
+        if not by_dimension:
             return None
-        pairs = [(times.loc["naive"], times.loc["compiled"]) for times in every.values()]
+        pairs = [(times.loc["naive"], times.loc["compiled"]) for times in by_dimension.values()]
         gains = [naive["gpu_ms"] / compiled["gpu_ms"] for naive, compiled in pairs]
         if min(gains) < 1 + SAME or any(two["saved_mib"] < one["saved_mib"] / 2 for one, two in pairs):
             return None
-        found |= {precision: _gains(min(gains), max(gains)), "dims": _dims(every)}
+        found |= {precision: _gains(min(gains), max(gains)), "dims": _dims(by_dimension)}
     return found
 
 
@@ -142,22 +143,22 @@ def one_softmax(tables: Tables) -> Claim:
 
 
 def attention_checked(tables: Tables) -> Claim:
-    cells, checks = tables["attention.cells"], tables["attention.checks"]
+    cases, checks = tables["attention.cells"], tables["attention.checks"]
     errors = checks[[f"{quantity}_error" for quantity in QUANTITIES]]
-    if (cells["status"] == "failed").any() or errors.gt(checks["allowed_error"], axis=0).any(axis=None):
+    if (cases["status"] == "failed").any() or errors.gt(checks["allowed_error"], axis=0).any(axis=None):
         return None
-    return {"cells": len(checks)}
+    return {"cases": len(checks)}
 
 
 def attention_formula(tables: Tables) -> Claim:
     """One closed formula for the peaks of all implementations: how far it is off, from 4,096 positions on;
     below, what a kernel needs besides tensors weighs more."""
     rows = select(tables["attention.passes"], peak_mib=pd.Series.notna, sequence=lambda at: at >= 4096)
-    off = (rows["peak_mib"] / rows["predicted_mib"] - 1).abs()
-    stored = off[rows["implementation"].isin(list(SQUARES))]
+    relative_error = (rows["peak_mib"] / rows["predicted_mib"] - 1).abs()
+    stored = relative_error[rows["implementation"].isin(list(SQUARES))]
     if stored.max() < 0.01:
-        return {"sequence": 4096, "cells": len(rows), "stored": len(stored), "off": stored.max(),
-                "most": off.max()}
+        return {"sequence": 4096, "cases": len(rows), "stored": len(stored), "error": stored.max(),
+                "most": relative_error.max()}
     return None
 
 
@@ -165,7 +166,7 @@ def attention_passes(tables: Tables) -> Claim:
     """How many passes a time is of."""
     passes = select(tables["attention.cells"], wall_ms=pd.Series.notna)["passes"]
     most, least = int(passes.max()), int(passes.min())
-    return {"most": most, "cells": len(passes), "fewer": int((passes < most).sum()), "least": least,
+    return {"most": most, "cases": len(passes), "fewer": int((passes < most).sum()), "least": least,
             "leasts": int((passes == least).sum())}
 
 
@@ -174,8 +175,8 @@ def answer_attention_times(tables: Tables) -> Claim:
     row, sequence = walls.iloc[-1], int(walls.index[-1])
     own = select(passes, precision="fp32", implementation="naive")
     at = select(own, sequence=sequence, d_model=HEAD).iloc[0]
-    every = dict.fromkeys(sorted(own["d_model"].unique()))
-    return {"batch": int(at["batch_size"]), "dims": _dims(every), "d": HEAD, "sequence": sequence,
+    by_dimension = dict.fromkeys(sorted(own["d_model"].unique()))
+    return {"batch": int(at["batch_size"]), "dims": _dims(by_dimension), "d": HEAD, "sequence": sequence,
             "forward": row["forward"], "backward": row["backward"], "in_use": at["in_use_mib"] / 1024}
 
 
@@ -199,7 +200,7 @@ def answer_attention_oom(tables: Tables) -> Claim:
         return None
     return {"precision": PRECISION_LABELS[row["precision"]], "d": int(row["d_model"]),
             "sequence": int(row["sequence"]), "outcome": outcome(tables, row),
-            "held": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
+            "allocated": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
             "need": need}
 
 
@@ -267,9 +268,9 @@ def attention_tf32_ignored(tables: Tables) -> Claim:
 
 def answer_attention_long(tables: Tables) -> Claim:
     """2026's longest sequence: what ran out of memory there, what runs fastest, and what it saves."""
-    best, cells = _at(tables, "bf16", 65536).iloc[0], _long(tables)
-    out = [LABELS[name] for name in cells[cells["asked_gib"].notna()].index.unique()]
-    walls = cells.loc[[best.name]].set_index("phase")["wall_ms"]
+    best, cases = _at(tables, "bf16", 65536).iloc[0], _long(tables)
+    out = [LABELS[name] for name in cases[cases["asked_gib"].notna()].index.unique()]
+    walls = cases.loc[[best.name]].set_index("phase")["wall_ms"]
     return {"sequence": 65536, "d": HEAD, "matrix": best["batch_size"] * 65536**2 * 2 / 2**30,
             "memory": gpu_memory_gib(tables), "out": " and ".join(out), "kernel": LABELS[best.name],
             "forward": walls["forward"], "backward": walls["backward"], "saved": best["saved_mib"],
@@ -278,8 +279,8 @@ def answer_attention_long(tables: Tables) -> Claim:
 
 def attention_long_unrun(tables: Tables) -> Claim:
     """What was not run there, since it needs more than there is."""
-    cells = _long(tables)
-    names = cells[(cells["status"] == "oom") & cells["asked_gib"].isna()].index.unique()
+    cases = _long(tables)
+    names = cases[(cases["status"] == "oom") & cases["asked_gib"].isna()].index.unique()
     if len(names) != 1:
         return None
     need = _long(tables, "passes").loc[names[0], "predicted_mib"]

@@ -21,11 +21,11 @@ from stepscope.report.style import (
 from stepscope.report.tables import number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.studies.benchmark.tables import (
-    besides_matmuls,
-    compiled_beside,
+    compiled_with_eager,
     context,
     low_precision,
     low_steps,
+    other_than_matmuls,
     phase_times,
     waiting,
 )
@@ -84,7 +84,7 @@ def busy(tables: Tables) -> Picture:
 @look()
 def compile_kernels(tables: Tables) -> Picture:
     """What is no matmul in forward and backward, before and after compiling blocks: GPU time by size."""
-    rows, precision = besides_matmuls(tables), compiled_beside(tables, "blocks")["precision"].iloc[0]
+    rows, precision = other_than_matmuls(tables), compiled_with_eager(tables, "blocks")["precision"].iloc[0]
     last = rows.iloc[-1]
     drawn, axes = figure(f"Compiling takes {last.name}'s kernels that are no matmuls from"
                          f" {number(last['gpu_ms_eager'], 'ms')} to {number(last['gpu_ms'], 'ms')}",

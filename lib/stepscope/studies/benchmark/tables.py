@@ -11,14 +11,14 @@ from stepscope.traces.families import MATMUL
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
           "optimizer", "repeat")
-CELL = ("mode", "phase")
+CASE = ("mode", "phase")
 READS = ("mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")  # of other studies
 SCHEMAS = {
-    "times": tidy(CELL, **TIMES),
-    "samples": tidy((*CELL, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
+    "times": tidy(CASE, **TIMES),
+    "samples": tidy((*CASE, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
                     warmup=pa.Column(bool, coerce=True), wall_ms=measured(nullable=False),
                     enqueue_ms=measured(nullable=False)),
-    "operations": tidy((*CELL, "name"), **OPERATIONS),
+    "operations": tidy((*CASE, "name"), **OPERATIONS),
 }
 WARMUPS = (0, 1, 2, 5)
 HEADINGS = {"wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %", "operations": "operations, n",
@@ -38,7 +38,7 @@ def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
 
 # All runs
 
-def every(tables: Tables, name: str = "times") -> pd.DataFrame:
+def all_precisions(tables: Tables, name: str = "times") -> pd.DataFrame:
     """A table of all precisions: this study's, and of the plain program what mixed_precision measured of
     shapes, precisions and modes that this one did not."""
     others = tables.get(f"mixed_precision.{name}")
@@ -57,7 +57,7 @@ def plain(tables: Tables, name: str = "times", /, **values: object) -> pd.DataFr
     Raises:
         LookupError: no run measured that.
     """
-    return select(every(tables, name), PLAIN, **{"mode": "step", "precision": "fp32"} | values)
+    return select(all_precisions(tables, name), PLAIN, **{"mode": "step", "precision": "fp32"} | values)
 
 
 def steps(tables: Tables, **values: object) -> pd.DataFrame:
@@ -77,7 +77,7 @@ def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
 
 def low_precision(tables: Tables) -> str:
     """bf16, where it was measured."""
-    return "bf16" if (every(tables)["precision"] == "bf16").any() else "fp32"
+    return "bf16" if (all_precisions(tables)["precision"] == "bf16").any() else "fp32"
 
 
 def low_steps(tables: Tables, **values: object) -> pd.DataFrame:
@@ -157,7 +157,7 @@ def waiting(tables: Tables) -> pd.DataFrame:
     return ends < LAUNCH_BOUND
 
 
-def fused_beside(tables: Tables) -> pd.DataFrame:
+def fused_with_foreach(tables: Tables) -> pd.DataFrame:
     """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``."""
     on_gpu(steps(tables))
     both = {name: plain(tables, optimizer=name, phase="optimizer",
@@ -167,7 +167,7 @@ def fused_beside(tables: Tables) -> pd.DataFrame:
     return found.assign(gain=found["foreach"] / found["fused"])
 
 
-def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
+def compiled_with_eager(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
     """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole
     model in fp32, as they were measured; ``gain`` in GPU time, and ``pays_after``, so many steps.
 
@@ -184,10 +184,10 @@ def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFr
                        pays_after=(both["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
 
 
-def besides_matmuls(tables: Tables) -> pd.DataFrame:
+def other_than_matmuls(tables: Tables) -> pd.DataFrame:
     """Of forward and backward the operations that are no matmuls: ``count`` and ``gpu_ms`` by size, with
     compiled blocks and without (``_eager``)."""
-    precision, found = compiled_beside(tables, "blocks")["precision"].iloc[0], {}
+    precision, found = compiled_with_eager(tables, "blocks")["precision"].iloc[0], {}
     for parts in ("blocks", "none"):
         own = plain(tables, "operations", compile=parts, mode="forward_backward", precision=precision,
                     context_length=context(tables))
@@ -270,7 +270,7 @@ def busy(tables: Tables) -> pd.DataFrame:
 
 
 def optimizers(tables: Tables) -> pd.DataFrame:
-    return table(fused_beside(tables).set_axis(["foreach, ms", "fused, ms", "speedup, x"], axis=1))
+    return table(fused_with_foreach(tables).set_axis(["foreach, ms", "fused, ms", "speedup, x"], axis=1))
 
 
 def mfu_steps(tables: Tables) -> pd.DataFrame:
@@ -287,7 +287,7 @@ def compile_cost(tables: Tables) -> pd.DataFrame:
     measured = {*tables["benchmark.times"]["compile"]}
     names = {"compile_s": "compiling, s", "wall_ms_eager": "before, ms", "wall_ms": "after, ms",
              "pays_after": "break-even (steps), n"}
-    found = {parts: compiled_beside(tables, parts).set_index("precision", append=True).swaplevel()
+    found = {parts: compiled_with_eager(tables, parts).set_index("precision", append=True).swaplevel()
              for parts in ("blocks", "model") if parts in measured}
     if not found:
         raise KeyError("compile")
@@ -299,7 +299,7 @@ def compiled_model(tables: Tables) -> pd.DataFrame:
     """The whole model compiled, by both clocks: a row a size and mode."""
     names = {"wall_ms_eager": "wall, ms", "wall_ms": "wall compiled, ms", "wall_gain": "wall gain, x",
              "gpu_ms_eager": "GPU time, ms", "gpu_ms": "GPU time compiled, ms", "gain": "GPU time gain, x"}
-    found = {words: compiled_beside(tables, "model", mode) for mode, words in MODES.items()}
+    found = {words: compiled_with_eager(tables, "model", mode) for mode, words in MODES.items()}
     rows = pd.concat(found, names=["mode", "size"]).swaplevel()
     order = [(size, mode) for size in dict.fromkeys(rows.index.get_level_values("size")) for mode in found]
     return table(rows.reindex(order)[list(names)].rename(columns=names), rows=30)

@@ -25,7 +25,7 @@ def _allocated(tables: Tables, what: str) -> tuple[pd.DataFrame, pd.Series]:
     return rows, rows["mib"] * rows["count"]
 
 
-def _where(row: pd.Series) -> dict:
+def _shape(row: pd.Series) -> dict:
     return {"size": row["size"], "context": row["context_length"]}
 
 
@@ -34,7 +34,7 @@ def peak_parts(tables: Tables) -> Claim:
     row = _peak(tables, "step")
     if not begins_backward(row) or row["saved_for_backward_gib"] < row["weights_gib"]:
         return None
-    return _where(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
+    return _shape(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
                           "state": row["optimizer_state_gib"], "saved": row["saved_for_backward_gib"]}
 
 
@@ -69,7 +69,7 @@ def checkpoint_gain(tables: Tables) -> Claim:
     some = groups.iloc[len(groups) // 2]
     if less < SAME or more < SAME or not groups["peak_gib"].is_monotonic_increasing:
         return None
-    return _where(one) | {"less": less, "more": more, "one": one["peak_gib"], "group": some["peak_gib"],
+    return _shape(one) | {"less": less, "more": more, "one": one["peak_gib"], "group": some["peak_gib"],
                           "blocks": int(some["blocks_per_checkpoint"])}
 
 
@@ -83,7 +83,7 @@ def checkpoint_best(tables: Tables) -> Claim:
     fits = rows.loc["none", "status"] != "oom"
     if fits or blocks[0] != 1 or peaks != sorted(peaks) or peaks[1] < (1 + SAME) * peaks[0]:
         return None
-    return _where(some.iloc[0]) | {"least": peaks[0], "next": peaks[1], "next_blocks": blocks[1],
+    return _shape(some.iloc[0]) | {"least": peaks[0], "next": peaks[1], "next_blocks": blocks[1],
                                    "most": peaks[-1], "most_blocks": blocks[-1]}
 
 
@@ -94,18 +94,18 @@ def checkpoint_least(tables: Tables) -> Claim:
     rows = one_level(tables)
     rows = select(rows, context_length=max, status="ok")
     least = rows.loc[rows["peak_gib"].idxmin()]
-    return _where(least) | {"arrangement": least["arrangement"], "least": least["peak_gib"]}
+    return _shape(least) | {"policy": least["arrangement"], "least": least["peak_gib"]}
 
 
 def memory_formula(tables: Tables) -> Claim:
     """How far the formula is at most, under 1 KiB, from what the program asked for, in all that was recorded,
     none compiled."""
     rows = select(tables["memory.peaks"], phase="whole", status="ok")
-    off = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
-    if off.max() > 1024:
+    beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
+    if beyond.max() > 1024:
         return None
-    return {"most": int(off.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
-            "exact": int((off == 0).sum())}
+    return {"most": int(beyond.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
+            "exact": int((beyond == 0).sum())}
 
 
 def peak_reserved(tables: Tables) -> Claim:
@@ -123,15 +123,15 @@ def graph_reserved(tables: Tables) -> Claim:
     """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared."""
     row = select(tables["ladder.steps"], SHAPE, status="ok", change="cuda_graph", size=largest,
                  context_length=reference).iloc[0]
-    held = {"reserved": row["reserved_gib"], "peak": row["peak_gib"]}
-    return _where(row) | held if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] else None
+    found = {"reserved": row["reserved_gib"], "peak": row["peak_gib"]}
+    return _shape(row) | found if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] else None
 
 
 def answer_timeline_forward(tables: Tables) -> Claim:
     """(a): forward alone saves nothing, so that it holds little beside its weights."""
     row = _peak(tables, "forward", "forward")
     share = row["weights_gib"] / row["peak_gib"]
-    found = _where(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
+    found = _shape(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
                            "temporaries": row["temporaries_gib"]}
     return found if share > 0.9 and row["saved_for_backward_gib"] == 0 else None
 
@@ -140,7 +140,7 @@ def _stages(tables: Tables) -> tuple[dict, bool]:
     """The peaks of the usual step's stages, and whether they are of about the same height."""
     rows = {phase: _peak(tables, "step", phase) for phase in ("forward", "backward", "optimizer")}
     heights = {phase: row["peak_gib"] for phase, row in rows.items()}
-    return _where(rows["forward"]) | heights, min(heights.values()) > 0.9 * max(heights.values())
+    return _shape(rows["forward"]) | heights, min(heights.values()) > 0.9 * max(heights.values())
 
 
 def answer_timeline(tables: Tables) -> Claim:
@@ -159,7 +159,7 @@ def snapshot_kept(tables: Tables) -> Claim:
     """The run that kept a snapshot for PyTorch's viewer."""
     runs = tables["runs"]
     run = select(runs[runs["keep_snapshot"].eq(True)], study="memory", status="ok").iloc[0]
-    return _where(run) | {"path": f"memory/{run['run_id']}/snapshot.pickle"}
+    return _shape(run) | {"path": f"memory/{run['run_id']}/snapshot.pickle"}
 
 
 def peaks_out(tables: Tables) -> Claim:
@@ -167,7 +167,7 @@ def peaks_out(tables: Tables) -> Claim:
     rows = select(tables["memory.peaks"], PLAIN, phase="whole", precision="fp32", size=largest)
     out = select(rows, mode="step", status="oom").sort_values("context_length").iloc[0]
     forward = select(rows, mode="forward", status="ok", context_length=out["context_length"]).iloc[0]
-    return _where(out) | {"need": out["predicted_gib"], "forward": forward["peak_gib"]}
+    return _shape(out) | {"need": out["predicted_gib"], "forward": forward["peak_gib"]}
 
 
 def peaks_rounding(tables: Tables) -> Claim:
@@ -185,7 +185,7 @@ def answer_mixed_memory(tables: Tables) -> Claim:
     """(c): forward's and the full step's peak in both precisions."""
     found = {f"{mode}_{precision}": _peak(tables, mode, precision=precision)["peak_gib"]
              for mode in ("forward", "step") for precision in ("fp32", "bf16")}
-    return _where(_peak(tables, "step")) | found
+    return _shape(_peak(tables, "step")) | found
 
 
 def mixed_memory_why(tables: Tables) -> Claim:
@@ -204,9 +204,9 @@ def mixed_memory_why(tables: Tables) -> Claim:
 def mixed_memory_long(tables: Tables) -> Claim:
     """(c): at the longest context at which both fit, what autocast takes off the full step's peak."""
     rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="whole", status="ok", size=largest)
-    wide = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
-    less = 1 - wide["bf16"] / wide["fp32"]
-    found = {"context": int(wide.index[-1]), "less": less.iloc[-1], "low": wide["bf16"].iloc[-1]}
+    pivoted = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
+    less = 1 - pivoted["bf16"] / pivoted["fp32"]
+    found = {"context": int(pivoted.index[-1]), "less": less.iloc[-1], "low": pivoted["bf16"].iloc[-1]}
     return found if less.iloc[-1] > SAME else None
 
 
@@ -214,7 +214,7 @@ def answer_residual(tables: Tables) -> Claim:
     """(d): one tensor of the residual stream, derived."""
     row = usual(tables["memory.peaks"], phase="whole").iloc[0]
     width = SIZES[row["size"]].d_model
-    return _where(row) | {"batch": row["batch_size"], "d_model": width,
+    return _shape(row) | {"batch": row["batch_size"], "d_model": width,
                           "mib": row["batch_size"] * row["context_length"] * width * 4 / MIB}
 
 
@@ -242,7 +242,7 @@ def answer_largest_other(tables: Tables) -> Claim:
 def block_saves(tables: Tables) -> Claim:
     """2026 (f): what one block saves for backward, and how much of it the five largest places make."""
     rows, sums = _allocated(tables, "saved by a block")
-    return _where(rows.iloc[0]) | {"saved": sums.sum(), "tensors": int(rows["count"].sum()),
+    return _shape(rows.iloc[0]) | {"saved": sums.sum(), "tensors": int(rows["count"].sum()),
                                    "five": sums.nlargest(5).sum() / sums.sum()}
 
 
@@ -262,10 +262,10 @@ def _in_block(size: str) -> int:
 
 
 def nested_least(tables: Tables) -> Claim:
-    """2026: the arrangement that needs least over the most blocks."""
+    """2026: the checkpoint policy that needs least over the most blocks."""
     rows = nested(tables)
     least = rows.loc[select(rows, blocks=max)["beyond_gib"].idxmin()]
-    return {"arrangement": least["arrangement"], "blocks": int(least["blocks"]),
+    return {"policy": least["arrangement"], "blocks": int(least["blocks"]),
             "beyond": least["beyond_gib"]}
 
 

@@ -99,22 +99,23 @@ def memory_peak(tables: Tables) -> Figure:
     """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
     longer."""
     one = usual(tables["memory.peaks"], phase="whole").iloc[0].to_dict()
-    largest, context = one["size"], one["context_length"]
-    sizes = NAMED[:NAMED.index(largest) + 1] if largest in NAMED else (largest,)
-    shapes = [*((size, context) for size in sizes), (largest, 2 * context), (largest, 4 * context)]
+    size, context = one["size"], one["context_length"]
+    sizes = NAMED[:NAMED.index(size) + 1] if size in NAMED else (size,)
+    shapes = [*((name, context) for name in sizes), (size, 2 * context), (size, 4 * context)]
     fields = {name: one[name] for name in CONFIG if name != "expandable_segments"}
     configs = [StepConfig(**fields | {"size": size, "context_length": length, "device": "cpu"})
                for size, length in shapes]
     tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{largest}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
+    drawn, axis = figure(f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
                          f" grows with the context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
     left = np.zeros(len(tops))
     for kind, color in COLORS.items():
-        held = np.array([top.kinds[kind] / GIB for top in tops])
-        shown = held.max() > 0.01 * max(top.allocated for top in tops) / GIB
-        axis.barh(range(len(tops)), held, left=left, color=color, height=0.7, label=kind if shown else None)
-        left += held
+        sizes_gib = np.array([top.kinds[kind] / GIB for top in tops])
+        named = sizes_gib.max() > 0.01 * max(top.allocated for top in tops) / GIB
+        axis.barh(range(len(tops)), sizes_gib, left=left, color=color, height=0.7,
+                  label=kind if named else None)
+        left += sizes_gib
     axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
     axis.invert_yaxis()
     plain = usual(tables["memory.peaks"], phase="whole", mode="step").iloc[0]

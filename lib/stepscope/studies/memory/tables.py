@@ -108,7 +108,7 @@ HEADINGS = {
     "context_length": "context", "gpu_ms": "GPU time, ms", "blocks_per_checkpoint": "blocks a checkpoint",
     "expected_kept_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
     "block_runs": "blocks run, n", "mib": "each, MiB", "share": "of all, %", "line": "made by",
-    "source": "code", "off": "requested beyond formula, B", "less": "less, %"}
+    "source": "code", "beyond": "requested beyond formula, B", "less": "less, %"}
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
@@ -118,11 +118,11 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 def handout_peaks(tables: Tables) -> pd.DataFrame:
     """(b), (c): peak by context, mode and precision; what ran out of memory is empty."""
     rows = select(tables["memory.peaks"], PLAIN, phase="whole", size=largest)
-    wide = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
-    wide = wide[[key for key in product(MODES, ("fp32", "bf16")) if key in wide]]
-    wide.columns = [f"{MODES[mode]}, {precision}" for mode, precision in wide.columns]
+    pivoted = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
+    pivoted = pivoted[[key for key in product(MODES, ("fp32", "bf16")) if key in pivoted]]
+    pivoted.columns = [f"{MODES[mode]}, {precision}" for mode, precision in pivoted.columns]
     out = " –: out of memory." if (rows["status"] == "oom").any() else ""
-    return table(wide.rename_axis("context"), unit="GiB", note=(
+    return table(pivoted.rename_axis("context"), unit="GiB", note=(
         f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"))
 
 
@@ -130,8 +130,8 @@ def peak_by_kind(tables: Tables) -> pd.DataFrame:
     """What is held at the peak of each phase of a full step, and of forward alone."""
     rows = usual(tables["memory.peaks"], status="ok", phase=["forward", "backward", "optimizer"])
     names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
-    wide = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
-    return table(wide[wide.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
+    pivoted = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
+    return table(pivoted[pivoted.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
 
 
 def stage_peaks(tables: Tables) -> pd.DataFrame:
@@ -197,13 +197,13 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
     """Time and peak by blocks a checkpoint, at each context."""
     rows = one_level(tables)
     blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
-    shown = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
+    printed = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
                     "peak_gib", "predicted_gib", "reserved_gib", "gpu_ms", "wall_ms", "status")
-    return table(shown, note=_measured(tables, rows))
+    return table(printed, note=_measured(tables, rows))
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
-    """Arrangements of checkpoints over the fewest and the most blocks."""
+    """Checkpoint policies over the fewest and the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
     return table(_headed(rows, "blocks", "arrangement", "expected_kept_gib", "beyond_gib", "block_runs",
@@ -240,11 +240,12 @@ def _measured(tables: Tables, rows: pd.DataFrame) -> str:
 def formula_peaks(tables: Tables) -> pd.DataFrame:
     """Predicted, measured and reserved peaks of the modes that were recorded, the worst predicted first."""
     rows = select(tables["memory.peaks"], phase="whole", status="ok")
-    off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
-    rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
-    rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
+    beyond = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
+    rows = rows.assign(beyond=beyond.round().astype(int), mode=rows["mode"].map(MODES))
+    rows = rows.sort_values(["beyond", "peak_gib"], key=abs, ascending=False)
     return table(_headed(rows, "size", "context_length", "mode", "precision", "attention",
-                         "expandable_segments", "peak_gib", "predicted_gib", "off", "reserved_gib"), rows=40)
+                         "expandable_segments", "peak_gib", "predicted_gib", "beyond", "reserved_gib"),
+                 rows=40)
 
 
 PRINTED = {one.__name__: one for one in (

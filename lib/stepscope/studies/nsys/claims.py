@@ -8,12 +8,12 @@ from stepscope.report.shapes import PLAIN, largest, reference, select
 from stepscope.report.tables import number
 from stepscope.stats import LAUNCH_BOUND, LEAST_SHARE, SAME, SAME_WALL
 from stepscope.studies.nsys.tables import (
-    beside_in_process,
     first_kernels,
     forward_clocks,
     profiles,
     shares,
     softmax_and_matmuls,
+    with_in_process,
 )
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 from stepscope.traces.kernel_names import short_name
@@ -36,12 +36,12 @@ def forward_matches_wall(tables: Tables) -> Claim:
     plain wall time; how far a single one is off at most."""
     rows = forward_clocks(tables)
     bound = rows[rows["gpu_ms"] >= LAUNCH_BOUND * rows["plain_ms"]]
-    off = (bound["projected_ms"] / bound["plain_ms"] - 1).abs()
-    every = profiles(tables, "clocks", captured=True, mode="forward", phase=WHOLE)
-    every = every.merge(bound[["size", "context_length", "plain_ms"]], on=["size", "context_length"])
-    single = (every["projected_ns"] / 1e6 / every["plain_ms"] - 1).abs().max()
-    if len(bound) and off.max() < SAME_WALL:
-        return {"most": off.max(), "single": single}
+    relative_error = (bound["projected_ms"] / bound["plain_ms"] - 1).abs()
+    passes = profiles(tables, "clocks", captured=True, mode="forward", phase=WHOLE)
+    passes = passes.merge(bound[["size", "context_length", "plain_ms"]], on=["size", "context_length"])
+    single = (passes["projected_ns"] / 1e6 / passes["plain_ms"] - 1).abs().max()
+    if len(bound) and relative_error.max() < SAME_WALL:
+        return {"most": relative_error.max(), "single": single}
     return None
 
 
@@ -137,13 +137,14 @@ def first_kernel_changes(tables: Tables) -> Claim:
     return {"changed": changed} if changed and set(common["family_both"]) == {MATMUL} else None
 
 
-def rest_of_forward(tables: Tables) -> Claim:
+def remainder_of_forward(tables: Tables) -> Claim:
     """(c) What is no matmul weighs more the smaller the model: the two sizes at the ends."""
-    wide = shares(tables, "forward").reset_index()
-    rest = 1 - select(wide, context_length=reference).set_index("size")[MATMUL]
-    if len(rest) > 1 and rest.is_monotonic_decreasing:
-        return {"small": rest.index[0], "large": rest.index[-1], "context": reference(wide["context_length"]),
-                "small_rest": rest.iloc[0], "large_rest": rest.iloc[-1]}
+    rows = select(shares(tables, "forward").reset_index(), context_length=reference).set_index("size")
+    remainder = 1 - rows[MATMUL]
+    if len(remainder) > 1 and remainder.is_monotonic_decreasing:
+        return {"small": remainder.index[0], "large": remainder.index[-1],
+                "context": int(rows["context_length"].iloc[0]), "small_remainder": remainder.iloc[0],
+                "large_remainder": remainder.iloc[-1]}
     return None
 
 
@@ -167,12 +168,12 @@ def softmax_grows(tables: Tables) -> Claim:
     return None
 
 
-def step_beside_forward(tables: Tables) -> Claim:
+def step_and_forward(tables: Tables) -> Claim:
     """(d) The matmuls' share of forward and of a full step, and AdamW's, of the smallest and the largest
     size."""
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
     context = reference(forward.reset_index()["context_length"])
-    forward, step = (wide.xs(context, level="context_length") for wide in (forward, step))
+    forward, step = (frame.xs(context, level="context_length") for frame in (forward, step))
     small, large = step.index[0], step.index[-1]
     return {"size": small, "context": context, "forward": forward.loc[small, MATMUL],
             "step": step.loc[small, MATMUL], "large": large, "large_forward": forward.loc[large, MATMUL],
@@ -194,8 +195,8 @@ def others_in_step(tables: Tables) -> Claim:
 def optimizer_share(tables: Tables) -> Claim:
     """(d) AdamW's phase in a full step at the shortest and the longest context, of the largest size."""
     rows = profiles(tables, "operations", mode="step", size=largest)
-    wide = rows.pivot_table(index="context_length", columns="phase", values="total_ns", aggfunc="sum")
-    part = wide["optimizer"] / wide.sum(axis=1)
+    pivoted = rows.pivot_table(index="context_length", columns="phase", values="total_ns", aggfunc="sum")
+    part = pivoted["optimizer"] / pivoted.sum(axis=1)
     if len(part) > 1 and part.is_monotonic_decreasing:
         return {"size": rows["size"].iloc[0], "short": int(part.index[0]), "long": int(part.index[-1]),
                 "short_share": part.iloc[0], "long_share": part.iloc[-1]}
@@ -218,15 +219,16 @@ def softmax_bytes(tables: Tables) -> Claim:
     """(e) What the same softmax moves: eight passes over the B H T^2 scores in fp32 (max 1, subtract 2,
     exponentiate 2, sum 1, divide 2), at the rate of a large copy; and its matmuls at a large matmul's."""
     row, runs = _softmax(tables), tables["benchmark.results"]
-    moved = 8 * 4 * row["softmax_flops"] / 5
+    bytes_moved = 8 * 4 * row["softmax_flops"] / 5
     copy = runs["copy_tb_s"].median()
     rate = runs.loc[runs["precision"] == "fp32", "matmul_tflops"].median()
-    return {"moved": moved, "copy": copy, "copy_ms": moved / copy / 1e9, "softmax_ms": row["softmax_ms"],
+    return {"bytes": bytes_moved, "copy": copy, "copy_ms": bytes_moved / copy / 1e9,
+            "softmax_ms": row["softmax_ms"],
             "rate": rate, "rate_ms": 2 * row["matmul_flops"] / rate / 1e9,
             "matmul_ms": row["scores_ms"] + row["values_ms"]}
 
 
-def softmax_beside_flops(tables: Tables) -> Claim:
+def softmax_over_flops(tables: Tables) -> Claim:
     """Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
     rows, row = softmax_and_matmuls(tables), _softmax(tables)
     if (rows["times"] / rows["flops"]).min() > 2:
@@ -237,13 +239,13 @@ def softmax_beside_flops(tables: Tables) -> Claim:
 
 def nsys_agrees_in_process(tables: Tables) -> Claim:
     """GPU time of whole modes by nsys and by torch.profiler in another process differs by less than SAME."""
-    whole = select(beside_in_process(tables), phase=WHOLE)
-    if whole["off"].abs().max() < SAME:
-        return {"cells": len(whole), "most": whole["off"].abs().max()}
+    whole = select(with_in_process(tables), phase=WHOLE)
+    if whole["relative_error"].abs().max() < SAME:
+        return {"cases": len(whole), "most": whole["relative_error"].abs().max()}
     return None
 
 
 def nsys_in_bf16(tables: Tables) -> Claim:
     """The same in bf16, where some run at the power cap."""
-    whole = select(beside_in_process(tables, "bf16"), phase=WHOLE)
-    return {"cells": len(whole), "most": whole["off"].abs().max()}
+    whole = select(with_in_process(tables, "bf16"), phase=WHOLE)
+    return {"cases": len(whole), "most": whole["relative_error"].abs().max()}

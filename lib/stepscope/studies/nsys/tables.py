@@ -45,9 +45,9 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
     """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family
     of its own (see ``families.shown_family``)."""
     rows = operations.assign(family=shown_family(operations), time_ms=operations["total_ns"] / 1e6)
-    wide = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
+    pivoted = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
                             sort=False).fillna(0.0)
-    return wide[wide.sum().sort_values(ascending=False).index]
+    return pivoted[pivoted.sum().sort_values(ascending=False).index]
 
 
 def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) -> pd.DataFrame:
@@ -121,8 +121,8 @@ def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
 
 def shares(tables: Tables, mode: str) -> pd.DataFrame:
     """Shares of a mode's operations by family (columns, the largest first), a row a size and context."""
-    wide = by_family(profiles(tables, "operations", mode=mode), ("size", "context_length"))
-    return wide.div(wide.sum(axis=1), axis=0)
+    pivoted = by_family(profiles(tables, "operations", mode=mode), ("size", "context_length"))
+    return pivoted.div(pivoted.sum(axis=1), axis=0)
 
 
 def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
@@ -149,15 +149,15 @@ def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
                         flops=found["softmax_flops"] / (2 * found["matmul_flops"]))
 
 
-def beside_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
+def with_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
     """GPU time by nsys beside the benchmark's (below fp32 mixed_precision's), by torch.profiler in another
-    process: a row a size, context, mode and phase, with ``off``, their difference as a share."""
+    process: a row a size, context, mode and phase, with ``relative_error``, their difference as a share."""
     keys = ["size", "context_length", "mode", "phase"]
     times = tables["benchmark.times" if precision == "fp32" else "mixed_precision.times"]
     own = select(times, PLAIN, precision=precision)
     both = clocks(tables, precision)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
                                                               suffixes=("", "_in_process"))
-    return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
+    return both.assign(relative_error=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
 
 
 # What is printed
@@ -170,9 +170,9 @@ def forward_times(tables: Tables) -> pd.DataFrame:
     long = forward_clocks(tables).rename(columns=names).melt(
         ["size", "context_length"], list(names.values()), "forward, ms", "ms")
     long["context"] = long["context_length"].map("{:,}".format)
-    wide = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
+    pivoted = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
-    return table(wide.reindex(order), unit="ms", rows=60)
+    return table(pivoted.reindex(order), unit="ms", rows=60)
 
 
 def first_kernel(tables: Tables) -> pd.DataFrame:
@@ -226,10 +226,10 @@ def forward_families(tables: Tables) -> pd.DataFrame:
 def step_families(tables: Tables) -> pd.DataFrame:
     """(d) At the reference context the shares of forward and of a full step by family, of the least and the
     largest size."""
-    wide = {MODES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
-    ends = dict.fromkeys(wide[MODES["step"]].columns[[0, -1]])
+    pivoted = {MODES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
+    ends = dict.fromkeys(pivoted[MODES["step"]].columns[[0, -1]])
     found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
-                          for size in ends for mode, frame in wide.items()})
+                          for size in ends for mode, frame in pivoted.items()})
     context = reference(profiles(tables, "operations")["context_length"])
     return table(found.sort_values(found.columns[-1], ascending=False),
                  note=f"Shares of the kernels' time, fp32, context {context:,}.")
@@ -244,13 +244,13 @@ def parts_of_model(tables: Tables) -> pd.DataFrame:
         summed = rows.pivot_table("total_ns", "region", "size", aggfunc="sum", sort=False)
         found[mode] = summed / summed.sum()
     ends = dict.fromkeys(found["step"].columns[[0, -1]])
-    wide = pd.DataFrame({f"{size}, {MODES[mode]}, %": frame.get(size)
+    pivoted = pd.DataFrame({f"{size}, {MODES[mode]}, %": frame.get(size)
                          for size in ends for mode, frame in found.items()})
-    return wide.sort_values(wide.columns[-1], ascending=False).rename_axis("part of the model")
+    return pivoted.sort_values(pivoted.columns[-1], ascending=False).rename_axis("part of the model")
 
 
-def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
-    rows = select(wide.reset_index(), context_length=reference).drop(columns="context_length")
+def _by_size(pivoted: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
+    rows = select(pivoted.reset_index(), context_length=reference).drop(columns="context_length")
     rows = rows.set_index("size").T
     return rows[rows.max(axis=1) >= least].rename_axis("family").rename(columns=lambda size: f"{size}, %")
 
@@ -287,17 +287,17 @@ def by_context(tables: Tables) -> pd.DataFrame:
     return found.reindex(forward.index)[ends].rename_axis(["size", "context"])
 
 
-def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
+def nsys_with_in_process(tables: Tables) -> pd.DataFrame:
     """The largest difference of GPU time by nsys from in-process captures, over all contexts; a row a
     precision and size, a column a mode."""
     found = {}
     for precision in ("fp32", "bf16"):
         with suppress(LookupError):
-            rows = select(beside_in_process(tables, precision), phase=WHOLE)
-            wide = rows.assign(off=rows["off"].abs()).pivot_table(
-                index="size", columns="mode", values="off", aggfunc="max", sort=False)
+            rows = select(with_in_process(tables, precision), phase=WHOLE)
+            pivoted = rows.assign(relative_error=rows["relative_error"].abs()).pivot_table(
+                index="size", columns="mode", values="relative_error", aggfunc="max", sort=False)
             profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
-            found[precision] = wide.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
+            found[precision] = pivoted.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
     if not found:
         raise KeyError("a profile beside a benchmark")
     return pd.concat(found, names=["precision"])
@@ -305,4 +305,4 @@ def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
 
 PRINTED = {printed.__name__: printed for printed in (
     forward_times, first_kernel, kernels_by_mode, other_kernels, parts_of_model, forward_families,
-    step_families, attention_softmax, by_context, nsys_beside_in_process)}
+    step_families, attention_softmax, by_context, nsys_with_in_process)}
