@@ -507,3 +507,16 @@ def test_the_figures_title_is_its_message(grid):
         "At 16,384 positions (d 64) cuDNN, which stores no T x T, is 32.8x faster than naive")
     without = changed(grid, "gpu_ms", float("nan"), precision=["bf16", "fp32", "tf32"])
     assert figures.attention_time(without) is None
+
+
+def test_the_heatmap_says_what_its_grid_shows_and_marks_what_ran_out():
+    rows = pd.DataFrame([{"implementation": "naive", "precision": "fp32", "batch_size": 8, "d_model": d, "sequence": sequence,
+                          "gpu_ms": (sequence / 1024) ** 2 * (1 + d / 320), "status": "ok"} for d in (16, 64) for sequence in (1024, 2048)])
+    out = rows.tail(1).assign(sequence=4096, gpu_ms=float("nan"), status="oom")
+    drawn = figures.attention_heatmap({"attention.passes": pd.concat([rows, out])})
+    assert drawn.message == ("Naive attention in fp32 takes at least 4.0x the time from 1,024 to 2,048 positions,"
+                             " at most 1.14x from d 16 to 64")
+    texts = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in drawn.axes[0].texts}
+    assert texts == {(0, 0): "1.05", (1, 0): "4.20", (0, 1): "1.20", (1, 1): "4.80", (2, 1): "out of\nmemory"}
+    wide = rows.assign(gpu_ms=rows["gpu_ms"].mask(rows["d_model"] == 64, rows["gpu_ms"] * 5))
+    assert figures.attention_heatmap({"attention.passes": wide}) is None, "d weighs more there than the sequence"

@@ -200,7 +200,7 @@ def repeated(tables: Tables) -> pd.DataFrame:
     """Full steps that several processes measured: a row a shape, the least and most of either clock and their
     ratios, ``processes``."""
     names = [name for name in CONFIG if name != "repeat"]
-    rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok")).sort_index()
+    rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok"))
     groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
     groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
     groups = groups[groups["gpu_count"] > 1].reset_index()

@@ -109,15 +109,11 @@ def memory_peak(tables: Tables) -> Figure:
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
     drawn, axis = figure(f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
                          f" grows with the context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
-    left = np.zeros(len(tops))
-    for kind, color in COLORS.items():
-        sizes_gib = np.array([top.kinds[kind] / GIB for top in tops])
-        named = sizes_gib.max() > 0.01 * max(top.allocated for top in tops) / GIB
-        axis.barh(range(len(tops)), sizes_gib, left=left, color=color, height=0.7,
-                  label=kind if named else None)
-        left += sizes_gib
-    axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
-    axis.invert_yaxis()
+    parts = pd.DataFrame({kind: [top.kinds[kind] / GIB for top in tops] for kind in COLORS},
+                         [f"{name}, {length:,}" for name, length in shapes])
+    left = parts.sum(axis=1).to_numpy()
+    named = {kind: color for kind, color in COLORS.items() if parts[kind].max() > 0.01 * left.max()}
+    style.stacked_bars(axis, parts, named)
     plain = usual(tables["memory.peaks"], phase="whole", mode="step").iloc[0]
     recorded = select(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
     ran_out = {(row["size"], row["context_length"]) for row in recorded.to_dict("records")
@@ -127,9 +123,8 @@ def memory_peak(tables: Tables) -> Figure:
         axis.annotate(number(top.allocated / GIB, "") + " runs out" * out, (end, row), xytext=(4, 0),
                       textcoords="offset points", va="center")
         if out:
-            axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.7)
+            axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.66)
     axis.set_xlim(0, left.max() * 1.3)
     axis.set_xlabel(f"predicted peak of a full step in {NAMES[one['precision']]}, GiB")
     axis.legend(loc="upper right")
-    axis.grid(visible=False)
     return drawn

@@ -1,6 +1,4 @@
 """Figures of the profiling study; None where there is nothing to draw."""
-from collections.abc import Sequence
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,25 +18,10 @@ COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: s
 LANE_NS = 1_000_000  # of the timeline that is drawn
 
 
-def stacked(axes: Axes, shares: pd.DataFrame, labels: Sequence[str], least: float = 0.09) -> None:
-    """A bar of families a row, from the top down, each part that is wide enough with its share of the row."""
-    left = pd.Series(0.0, shares.index)
-    places = range(len(shares))
-    last = next((name for name in shares.columns[::-1] if name not in COLORS), None)
-    for family in shares.columns:
-        axes.barh(places, shares[family], left=left.to_numpy(), height=0.66,
-                  color=COLORS.get(family, style.FILL), edgecolor=style.PAPER, linewidth=0.5,
-                  label=family if family in COLORS else "other" if family == last else "_")
-        for place, (begin, width) in enumerate(zip(left, shares[family])):
-            if width > least:
-                axes.text(begin + width / 2, place, number(width, "%"), ha="center", va="center",
-                          color=style.PAPER if family in COLORS else style.INK)
-        left += shares[family]
-    axes.set_yticks(places, labels)
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.spines[["bottom", "left"]].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
+def _families(axes: Axes, shares: pd.DataFrame, least: float = 0.09) -> None:
+    """A bar a row, each part that is wide enough with its share."""
+    style.stacked_bars(axes, shares, COLORS, lambda name, place: number(shares[name].iloc[place], "%"), least)
+    style.without_axis(axes)
 
 
 @style.look()
@@ -50,7 +33,7 @@ def families_of(operations: pd.DataFrame, of: str) -> Figure | None:
     shares = by_family(rows, ("phase",)).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
     share = shares.get(MATMUL, pd.Series(0.0, shares.index)).sum() / shares.to_numpy().sum()
     drawn, axes = style.figure(f"{of}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
-    stacked(axes, shares.div(shares.sum(axis=1), axis=0), list(shares.index))
+    _families(axes, shares.div(shares.sum(axis=1), axis=0))
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
 
@@ -130,8 +113,8 @@ def kernel_families(tables: Tables) -> Figure | None:
     matmuls = [f"{number(shares.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
     drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none",
                                1.6 + 0.34 * len(shares))
-    stacked(axes, shares, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
-                         phase in shares.index], least=0.07)
+    names = [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in shares.index]
+    _families(axes, shares.set_axis(names), least=0.07)
     axes.set_xlabel(f"share of the step's GPU time, fp32, context {rows['context_length'].iloc[0]:,}")
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
