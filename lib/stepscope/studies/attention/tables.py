@@ -118,12 +118,12 @@ def _points(cases: pd.DataFrame) -> pd.DataFrame:
     order = [name for name in PRECISION_LABELS if name in set(cases["precision"])]
     cases = cases.assign(precision=pd.Categorical(cases["precision"], order, ordered=True))
     spread = cases["wall_std_ms"].map(lambda value: digits(value, "ms"))
-    cases = cases.assign(shown=cases["wall_ms"].map(lambda value: digits(value, "ms")) + " ± " + spread)
+    cases = cases.assign(text=cases["wall_ms"].map(lambda value: digits(value, "ms")) + " ± " + spread)
     pivoted = cases.pivot(index=["precision", "d_model", "sequence"], columns=["implementation", "phase"],
-                       values=["shown", "in_use_mib", "passes"]).sort_index()
+                       values=["text", "in_use_mib", "passes"]).sort_index()
     found = {}
     for name in ("naive", "compiled"):
-        found |= {f"{name} {phase}, ms": pivoted.get(("shown", name, phase)) for phase in PASSES}
+        found |= {f"{name} {phase}, ms": pivoted.get(("text", name, phase)) for phase in PASSES}
         found[f"{name}, in use before backward, MiB"] = pivoted.get(("in_use_mib", name, "backward"))
     made = pd.DataFrame({name: column for name, column in found.items() if column is not None})
     memory = [name for name in made if name.endswith("MiB")]
@@ -238,8 +238,8 @@ def attention_checks(tables: Tables) -> pd.DataFrame:
     pivoted = pivoted[[name for name in PRECISION_LABELS if name in pivoted]]
     pivoted.loc["allowed"] = checks.groupby("precision")["allowed_error"].first()
     pivoted = pivoted.reindex([name for name in (*IMPLEMENTATIONS, "allowed") if name in pivoted.index])
-    shown = pivoted.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
-    return table(shown.rename(index=LABELS, columns=PRECISION_LABELS).rename_axis(columns=None),
+    printed = pivoted.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
+    return table(printed.rename(index=LABELS, columns=PRECISION_LABELS).rename_axis(columns=None),
                  note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
 
 
