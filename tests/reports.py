@@ -22,6 +22,22 @@ PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repea
 IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
 
 
+class Reads(dict):
+    """Tables that note by which names they are asked for."""
+
+    def __init__(self, tables: dict[str, pd.DataFrame]) -> None:
+        super().__init__(tables)
+        self.asked: set[str] = set()
+
+    def __getitem__(self, name: str) -> pd.DataFrame:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: object = None) -> object:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
 def said(name: str, values: dict) -> list[str]:
     """A claim's sentences, wherever the chapters have it, with these values in their places."""
     chapters = (path.read_text(encoding="utf-8") for path in (PACKAGE / "report" / "chapters").rglob("*.md"))

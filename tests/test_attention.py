@@ -1,6 +1,6 @@
 """The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from timeit import default_timer
 from types import SimpleNamespace
 
@@ -359,7 +359,7 @@ def grid():
     cells = pd.DataFrame([row for precision, d, sequence in points for name in attention.IMPLEMENTATIONS
                           for row in cell(name, precision, sequence, d)])
     ok = cells[(cells["status"] == "ok") & (cells["phase"] == "forward")]
-    checks = ok[[*attention.CONFIG, *attention.CELL]].assign(
+    checks = ok[[*attention.CONFIG, *attention.CASE]].assign(
         **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2)
     frames = {"cells": cells, "checks": checks}
     key = {name: [*attention.CONFIG, *schema.unique] for name, schema in attention.SCHEMAS.items()}
@@ -431,7 +431,7 @@ def test_the_numbers_of_the_sentences(grid):
     assert saved["naive"] == 8 and saved["fused"] == 0.5  # GiB, MiB
     oom = claims.answer_attention_oom(grid)
     assert (oom["sequence"], oom["square"], oom["squares"]) == (32768, 32, 6) and 192 < oom["need"] < 195
-    assert oom["outcome"] == "in backward: asked" and oom["held"] == 3
+    assert oom["outcome"] == "in backward: asked" and oom["allocated"] == 3
     most = claims.answer_attention_fits(grid)
     assert most["most"] == pytest.approx(PEAKS["naive", "fp32", 64, 16384] / GIB, rel=1e-4) and most["sequence"] == 16384
     both = changed(grid, "status", "oom", implementation="naive", sequence=32768)
@@ -509,3 +509,16 @@ def test_the_figures_title_is_its_message(grid):
         "At 16,384 positions (d 64) cuDNN, which stores no T x T, is 32.8x faster than naive")
     without = changed(grid, "gpu_ms", float("nan"), precision=["bf16", "fp32", "tf32"])
     assert figures.attention_time(without) is None
+
+
+def test_the_heatmap_says_what_its_grid_shows_and_marks_what_ran_out():
+    rows = pd.DataFrame([{"implementation": "naive", "precision": "fp32", "batch_size": 8, "d_model": d, "sequence": sequence,
+                          "gpu_ms": (sequence / 1024) ** 2 * (1 + d / 320), "status": "ok"} for d in (16, 64) for sequence in (1024, 2048)])
+    out = rows.tail(1).assign(sequence=4096, gpu_ms=float("nan"), status="oom")
+    drawn = figures.attention_heatmap({"attention.passes": pd.concat([rows, out])})
+    assert drawn.message == ("Naive attention in fp32 takes at least 4.0x the time from 1,024 to 2,048 positions,"
+                             " at most 1.14x from d 16 to 64")
+    texts = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in drawn.axes[0].texts}
+    assert texts == {(0, 0): "1.05", (1, 0): "4.20", (0, 1): "1.20", (1, 1): "4.80", (2, 1): "out of\nmemory"}
+    wide = rows.assign(gpu_ms=rows["gpu_ms"].mask(rows["d_model"] == 64, rows["gpu_ms"] * 5))
+    assert figures.attention_heatmap({"attention.passes": wide}) is None, "d weighs more there than the sequence"

@@ -424,7 +424,7 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     assert claims.launch_bound_where(all_runs) == {"short": 3, "long": 2, "sizes": 3, "short_context": 128, "long_context": 512}
     assert claims.launch_rate(all_runs) == pytest.approx({"low": 30.0, "high": 30.0})
     std = claims.answer_std(all_runs)
-    assert (std["median"], std["worst"], std["cells"]) == (0.1, 0.1, 3 * 2 * 3 + 2 * 3)
+    assert (std["median"], std["worst"], std["cases"]) == (0.1, 0.1, 3 * 2 * 3 + 2 * 3)
     assert claims.std_where(all_runs) == {"launch": 15, "varies": 15}
     assert claims.processes_differ(all_runs) == {"size": "small", "context": 512, "low": 30, "high": 45, "processes": 3}
     assert claims.answer_models(all_runs) == {"batch": 4, "vocabulary": 10_000, "warmups": 5, "more": 5, "timed": 10}

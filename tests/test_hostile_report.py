@@ -194,16 +194,6 @@ def _all_changes(runs: Path) -> list[tuple[Path, str, str, str]]:
     return found
 
 
-class Reads(dict):
-    """Tables that note the studies they are read of."""
-
-    studies: set[str]
-
-    def __getitem__(self, name: str) -> pd.DataFrame:
-        self.studies.add(name.partition(".")[0])
-        return super().__getitem__(name)
-
-
 def _say(renderer: Renderer, kind: str, name: str) -> None:
     {"claim": renderer._made, "table": lambda _, name: renderer._table(name),
      "figure": lambda _, name: renderer._figure(name)}[kind](kind, name)
@@ -215,13 +205,13 @@ def survives(runs, monkeypatch):
     frames: dict[str, pd.DataFrame] = {}
     real, whole = loading._file, Store(runs).records(check_files=True)
     monkeypatch.setattr(Store, "records", lambda *_, **__: whole)
-    renderer, readers = Renderer(Reads(read(Store(runs)).tables)), {}
+    renderer, readers = Renderer(reports.Reads(read(Store(runs)).tables)), {}
     monkeypatch.setattr("stepscope.report.claims.collect", renderer.known.__getitem__)
     for kind, known in renderer.known.items():
         for name in known:
-            renderer.tables.studies = set()
+            renderer.tables.asked = set()
             _say(renderer, kind, name)
-            readers[kind, name] = renderer.tables.studies
+            readers[kind, name] = {asked.partition(".")[0] for asked in renderer.tables.asked}
 
     def tell(change: tuple[Path, str, str, str]) -> str:
         run, table, column, name = change

@@ -59,7 +59,7 @@ def campaign():
            for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))]
     for change, matmuls, others in ((CHANGES[-1], 60, 30), ("fp8", 42, 49)):
         ran += [(shape, change, "matrix multiply", "gemm", matmuls), (shape, change, "elementwise", "scale", others)]
-    for (size, context), (walls, _) in WALLS.items():  # attention is a tenth of ours, and more of the peers'
+    for (size, context), (walls, _) in WALLS.items():  # attention is a tenth of ours, and more of the baselines'
         own, attention = shape | {"size": size, "context_length": context}, 0.1 * walls[6]
         for change, times in (("cuda_graph", attention), (PEERS[0], 2 * attention),
                               (PEERS[1], walls[10] - walls[6] + attention)):
@@ -112,15 +112,15 @@ def test_what_the_first_screen_says(campaign):
     assert first["tokens"] == pytest.approx(2048 / 0.0896)
     assert first["parameters"] == pytest.approx(3.41e9, rel=0.01)
     assert (first["steps"], first["spread"]) == (4, pytest.approx(0.896))
-    assert claims.first_peer(campaign) == {"peer": 113, "same": 109, "how": "with reduce-overhead"}
+    assert claims.first_baseline(campaign) == {"baseline": 113, "same": 109, "how": "with reduce-overhead"}
     assert claims.first_bound(campaign) == {"size": "2.7B", "bound": pytest.approx(54 + 20 * 3.41 / 4.2, rel=0.01)}
     assert claims.first_start(campaign)["left"] == pytest.approx(196 / 89.6)
     assert claims.graph_small(campaign) == {"size": "small", "gain": pytest.approx(21.3 / 6.45)}
     assert claims.graph_large(campaign) == {"size": "2.7B", "before": 105, "after": 109}
 
 
-def test_which_change_is_in_gpu_time_but_for_the_graph(campaign):
-    found = tables.which_change(campaign)
+def test_which_optimization_is_in_gpu_time_but_for_the_graph(campaign):
+    found = tables.which_optimization(campaign)
     assert list(found.columns) == ["small", "2.7B"]
     assert found.loc["TF32", "small"] == pytest.approx(55.9 / 29)
     assert found.loc["CUDA graph of the step", "small"] == pytest.approx(21.3 / 6.45)
@@ -128,48 +128,48 @@ def test_which_change_is_in_gpu_time_but_for_the_graph(campaign):
     assert found.loc["bf16 moments", "2.7B"] == pytest.approx(95.1 / 89.6)
     assert found.loc["all of them", "small"] == pytest.approx(55.9 / 5.22)
     assert found.loc["all of them, in wall time", "small"] == pytest.approx(58.5 / 5.22)
-    longer = tables.which_change_longer(campaign)
+    longer = tables.which_optimization_longer(campaign)
     assert list(longer.columns) == ["small"] and longer.loc["fused attention", "small"] == pytest.approx(54 / 25)
-    assert claims.change_context(campaign) == {"context": 1024, "low": pytest.approx(123 / 9.2),
+    assert claims.rung_context(campaign) == {"context": 1024, "low": pytest.approx(123 / 9.2),
                                                "high": pytest.approx(123 / 9.2)}
 
 
 def test_of_a_disturbed_fp32_step_no_wall_time_is_compared(campaign):
     steps = campaign["ladder.steps"]
     steps.loc[(steps["size"] == "small") & (steps["change"] == "fp32"), "wall_std_ms"] = 4.0
-    found = tables.which_change(campaign)["small"]
+    found = tables.which_optimization(campaign)["small"]
     assert np.isnan(found["all of them, in wall time"]) and found["all of them"] == pytest.approx(55.9 / 5.22)
-    assert claims.change_context(campaign) is None, "which names small's alone"
+    assert claims.rung_context(campaign) is None, "which names small's alone"
 
 
 def test_at_one_context_no_longer_one_is_told(campaign):
     campaign["ladder.steps"] = campaign["ladder.steps"].query("context_length == 512")
-    for say in (claims.change_context, tables.which_change_longer):
+    for say in (claims.rung_context, tables.which_optimization_longer):
         with pytest.raises(LookupError):
             say(campaign)
 
 
-def test_of_the_peers_modes_the_quicker_is_beside_ours_and_its_attention_told_apart(campaign):
+def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_told_apart(campaign):
     steps = campaign["ladder.steps"]
     at = (steps["size"] == "2.7B") & (steps["change"] == PEERS[0])
     steps.loc[at, ["wall_ms", "gpu_ms"]] = 112, 111
     kernels = campaign["ladder.kernels"]
-    peer = (kernels["size"] == "2.7B") & (kernels["change"] == PEERS[0]) & (kernels["family"] == "fused attention")
-    kernels.loc[peer, "gpu_ms"] = 12
-    row = tables.peer_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
-    assert (row["ours_ms"], row["fp32_ms"], row["peer_ms"]) == (89.6, 109, 112)
+    baseline = (kernels["size"] == "2.7B") & (kernels["change"] == PEERS[0]) & (kernels["family"] == "fused attention")
+    kernels.loc[baseline, "gpu_ms"] = 12
+    row = tables.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
+    assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 112)
     assert row["whole"] == pytest.approx(111 / 109) and row["attention"] == pytest.approx(12 / 10.9)
     assert row["without"] == pytest.approx((111 - 12 + 10.9) / 109)
-    found = claims.peers_mask(campaign)
+    found = claims.baseline_mask(campaign)
     assert found["ladders"] == 3 and found["least"] == pytest.approx(1) and found["most"] == row["without"]
     assert found["low"] == pytest.approx(12 / 10.9)
 
 
-def test_peers_with_attention_of_their_own_are_not_told_apart(campaign):
+def test_baselines_with_attention_of_their_own_are_not_told_apart(campaign):
     kernels = campaign["ladder.kernels"]
     kernels.loc[kernels["change"].isin(PEERS) & (kernels["family"] == "fused attention"), "name"] = "flash"
     with pytest.raises(LookupError):
-        tables.peers_attention(campaign)
+        tables.baselines_attention(campaign)
 
 
 def test_busy_is_printed_as_recorded_but_not_of_a_disturbed_cell(campaign):
@@ -193,13 +193,13 @@ def test_the_clock_and_what_waiting_steps_take_a_kernel(campaign):
 
 
 def test_what_the_evidence_says(campaign):
-    assert claims.change_graph(campaign) == {"size": "small", "context": 512}
-    assert claims.change_matmul(campaign) == {"share": pytest.approx(0.6), "size": "2.7B"}
-    assert claims.change_training(campaign) == {"size": "small", "steps": 200}
+    assert claims.rung_graph(campaign) == {"size": "small", "context": 512}
+    assert claims.rung_matmul(campaign) == {"share": pytest.approx(0.6), "size": "2.7B"}
+    assert claims.rungs_training(campaign) == {"size": "small", "steps": 200}
     distance, seeds = tables.loss_shift(tables.trained(campaign)[1])
     assert distance[CHANGES[-1]] == pytest.approx(0.01, abs=5e-4) and seeds == pytest.approx(0.08, abs=5e-4)
-    assert claims.beside_hugging_face(campaign) == pytest.approx({"low": 11 / 9.2, "high": 6.8 / 5.22})
-    printed = tables.peers(campaign)["ours faster, x"]
+    assert claims.against_hugging_face(campaign) == pytest.approx({"low": 11 / 9.2, "high": 6.8 / 5.22})
+    printed = tables.baselines(campaign)["ours faster, x"]
     assert list(printed) == pytest.approx([6.8 / 5.22, 11 / 9.2, 113 / 89.6])
     assert claims.fp8_small_batch(campaign) == {"size": "2.7B", "batch": 4, "saved": 18, "added": 19}
     assert claims.fp8_large_batch(campaign) == {
@@ -247,21 +247,21 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
 
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [
-    ("headline", STEPS, "wall_ms", 2000, {"change": "bf16_moments"}), ("first_peer", STEPS, "wall_ms", 1, {"change": "hugging_face"}),
+    ("headline", STEPS, "wall_ms", 2000, {"change": "bf16_moments"}), ("first_baseline", STEPS, "wall_ms", 1, {"change": "hugging_face"}),
     ("first_bound", STEPS, "bound_ms", 95, {}), ("first_start", STEPS, "wall_ms", 90, {"change": "sdpa"}),
-    ("change_matmul", KERNELS, "gpu_ms", 30, {"family": "matrix multiply"}),
-    ("change_optimizer", KERNELS, "gpu_ms", 5, {"family": "optimizer"}),
-    ("change_graph", STEPS, "wall_ms", 7, {"change": "blocks"}),
-    ("change_context", STEPS, "gpu_ms", 54, {"context_length": 1024, "change": "sdpa"}),
-    ("beside_hugging_face", STEPS, "wall_ms", 5.3, {"change": "hugging_face"}),
-    ("peers_mask", KERNELS, "gpu_ms", 0.5, {"change": "hugging_face_graphs"}),
-    ("peers_mask", KERNELS, "name", "cutlass", {"family": "fused attention"}),
-    ("peers_mask", KERNELS, "name", "copy", {"family": "compiler-generated"}),
+    ("rung_matmul", KERNELS, "gpu_ms", 30, {"family": "matrix multiply"}),
+    ("rung_optimizer", KERNELS, "gpu_ms", 5, {"family": "optimizer"}),
+    ("rung_graph", STEPS, "wall_ms", 7, {"change": "blocks"}),
+    ("rung_context", STEPS, "gpu_ms", 54, {"context_length": 1024, "change": "sdpa"}),
+    ("against_hugging_face", STEPS, "wall_ms", 5.3, {"change": "hugging_face"}),
+    ("baseline_mask", KERNELS, "gpu_ms", 0.5, {"change": "hugging_face_graphs"}),
+    ("baseline_mask", KERNELS, "name", "cutlass", {"family": "fused attention"}),
+    ("baseline_mask", KERNELS, "name", "copy", {"family": "compiler-generated"}),
     ("graph_small", STEPS, "wall_ms", 7, {"change": "blocks"}), ("graph_small", STEPS, "busy", 0.99, {}),
     ("graph_large", STEPS, "wall_ms", 100, {"change": "cuda_graph"}),
     ("graph_large", STEPS, "power_w", 400, {}), ("graph_large", STEPS, "gpu_ms", 109, {"change": "blocks"}), ("launch_wait", STEPS, "busy", 0.99, {}),
     ("clock_apart", STEPS, "power_w", 400, {}), ("clock_apart", STEPS, "operations", 300, {"change": "blocks"}),
-    ("change_training", CURVES, "loss", 9, {"change": "bf16_moments"}),
+    ("rungs_training", CURVES, "loss", 9, {"change": "bf16_moments"}),
     ("attention_step", STEPS, "gpu_ms", 257, {"change": "sdpa"}),
     ("precision_masters", STEPS, "gpu_ms", 109, {"change": "bf16_weights"}),
     ("moments_rounding", RESULTS, "v_nearest", 0.352, {}), ("moments_rounding", RESULTS, "v_by_chance", 0.4, {}),
@@ -281,7 +281,7 @@ def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, v
 
 def test_of_one_size_nothing_is_compared(campaign):
     alone = campaign | {"ladder.steps": campaign["ladder.steps"].query("size == 'small'")}
-    assert claims.change_graph(alone) is claims.graph_large(alone) is None
+    assert claims.rung_graph(alone) is claims.graph_large(alone) is None
 
 
 def test_figures_say_what_is_so(campaign):
@@ -293,7 +293,7 @@ def test_figures_say_what_is_so(campaign):
     assert tables.training_check(campaign)["of another seed, %"].max() > 1
     campaign["ladder.steps"] = steps[~steps["change"].isin(PEERS)]
     with pytest.raises(LookupError):
-        tables.peers(campaign)
+        tables.baselines(campaign)
 
 
 def test_a_ladder_that_ended_early_is_still_shown(campaign):
@@ -308,7 +308,7 @@ def test_a_ladder_that_ended_early_is_still_shown(campaign):
     alone = {"ladder.steps": own, "runs": campaign["runs"]}
     assert len(tables.ladder_steps(alone)) == 7 and "MFU, %" not in tables.mfu(alone)
     assert list(tables.fast_step(alone).columns) == ["small, ms", "std of small, ms"]
-    assert tables.which_change(alone).loc["bf16 autocast", "small"] == pytest.approx(55.9 / 22)
+    assert tables.which_optimization(alone).loc["bf16 autocast", "small"] == pytest.approx(55.9 / 22)
     assert "small" in figures.ladder(alone).message
 
 
@@ -318,4 +318,4 @@ def test_schemas_hold_what_is_written(campaign):
         for _, own in frame.groupby([campaign[f"ladder.{name}"][column] for column in tables.CONFIG]):
             schema.validate(own)
         assert not campaign[f"ladder.{name}"].duplicated([*tables.CONFIG, *tables.SCHEMAS[name].unique]).any()
-    assert set(tables.SCHEMAS["steps"].columns) == {*tables.CELL, "status", "reason", *tables.MEASURES}
+    assert set(tables.SCHEMAS["steps"].columns) == {*tables.CASE, "status", "reason", *tables.MEASURES}

@@ -312,7 +312,7 @@ def test_fp32_is_the_benchmarks_plain_one(made):
     odd = {"repeat": 1}, {"optimizer": "fused"}, {"attention": "sdpa"}, {"batch_size": 1}, {"precision": "tf32"}
     times = made["benchmark.times"]
     more = pd.concat([times, *(times.assign(gpu_ms=1.0, **change) for change in odd)])
-    rows = tables.beside_fp32(made | {"benchmark.times": more})
+    rows = tables.with_fp32(made | {"benchmark.times": more})
     assert len(rows) == len(made["mixed_precision.times"]) and (rows["gpu_ms_fp32"] > 1).all()
     assert rows["size"].unique().tolist() == ["small", "2.7B"], "the smallest first"
 
@@ -332,7 +332,7 @@ def test_gains_are_of_the_numbers_as_shown(made):
 
 
 def test_claims_have_the_tables_numbers(made):
-    assert claims.precision_why(made) == {"size": "2.7B", "matmul": 15, "rest": pytest.approx(1.1), "casts": pytest.approx(10 / 170)}
+    assert claims.precision_why(made) == {"size": "2.7B", "matmul": 15, "remainder": pytest.approx(1.1), "casts": pytest.approx(10 / 170)}
     assert claims.precision_launch(made) == {"count": 2, "of": 4}  # small at 512 and 2.7B at 128
     assert claims.precision_memory(made) == {"most": 1 - 63 / 65, "size": "small", "context": 512, "short": 128}
     assert claims.tensor_cores(made) == {"bf16": 750, "fp32": 50, "times": 15}
@@ -340,15 +340,15 @@ def test_claims_have_the_tables_numbers(made):
         "fp32": "10.0001", "fp16": "9.9531", "mixed": "10.0021", "cast": "10.0021", "bf16": "4"}
     assert claims.answer_toy(made)["low"] == "first layer's output, logits" and claims.toy_why(made) == {}
     found = claims.answer_norm(made)
-    assert (found["overflow"], found["underflow"]) == (100, "0.1") and found["terms"] == 1024 and 0.1 < found["off"] < 0.3
+    assert (found["overflow"], found["underflow"]) == (100, "0.1") and found["terms"] == 1024 and 0.1 < found["error"] < 0.3
     assert claims.health(made) == {"size": "small", "share": 6e-4}
     assert claims.losses(made) == {"last": 50, "steps": 200}
-    assert tables.losses_off(made).to_dict() == pytest.approx(
+    assert tables.loss_shift(made).to_dict() == pytest.approx(
         {"bf16": 0.002, "fp16": 0.001, "fp32, seed 1": 0.1, "fp32, seed 2": 0.05})
     rows = made[NUMBERS]
     early = (rows["experiment"] == "training") & (rows["case"] == "bf16") & (rows["at"] < 150)
     other = made | {NUMBERS: rows.assign(value=rows["value"] + early)}
-    assert tables.losses_off(other)["bf16"] == pytest.approx(0.002), "of the last quarter"
+    assert tables.loss_shift(other)["bf16"] == pytest.approx(0.002), "of the last quarter"
 
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [

@@ -412,12 +412,12 @@ def test_claims_say_what_the_tables_hold(loaded):
     assert said["forward_total"]["size"] == "large" and said["forward_total"]["wall"] == pytest.approx(
         1.02 / 1.01 * said["forward_total"]["gpu"])
     assert said["first_kernel_is_a_matmul"]["profiles"] == 4
-    assert said["rest_of_forward"]["small_rest"] > said["rest_of_forward"]["large_rest"]
+    assert said["remainder_of_forward"]["small_remainder"] > said["remainder_of_forward"]["large_remainder"]
     assert said["nsys_agrees_in_process"]["most"] == pytest.approx(0.003, rel=0.02)
-    assert said["softmax_beside_flops"]["flops"] == 5 / 256
+    assert said["softmax_over_flops"]["flops"] == 5 / 256
     assert said["profiled"] == {"profiles": 24, "tool": "nsys 2025.3"}
     assert said["profiled_contexts"] == {"small": "small", "large": "large", "short": 128, "long": 512}
-    assert said["longer_would_fit"]["peak"] == 11 and said["nsys_in_bf16"]["cells"] == 12
+    assert said["longer_would_fit"]["peak"] == 11 and said["nsys_in_bf16"]["cases"] == 12
     assert said["first_kernel_stays"]["same"] + (said["first_kernel_changes"] or {"changed": 0})["changed"] == 4
     by_context = study.by_context(loaded)
     assert [*by_context.index.get_level_values("context")] == [128, 512] * 2
@@ -425,8 +425,8 @@ def test_claims_say_what_the_tables_hold(loaded):
 
 
 def test_the_first_kernel_is_told_by_who_launches_it(loaded):
-    named, rows = claims.first_kernel_named(loaded), study.at_reference(loaded, "forward")
-    rows = rows[rows["size"] == "large"]
+    named = claims.first_kernel_named(loaded)
+    rows = study.profiles(loaded, "operations", size="large", context_length=512, mode="forward")
     first = rows.groupby("name")["total_ns"].sum().idxmax()
     assert named["launches"] == rows.loc[rows["name"] == first, "count"].sum()
     assert all(region in named["where"] for region in rows.loc[rows["name"] == first, "region"])
@@ -439,7 +439,7 @@ def test_attentions_flops_are_those_of_the_formula(loaded):
     row = study.softmax_and_matmuls(loaded).loc[("small", 512)]
     assert row["matmul_flops"] == 2 * 4 * 512 ** 2 * 768 * 12 and row["softmax_flops"] == 5 * 4 * 12 * 512 ** 2 * 12
     moved = claims.softmax_bytes(loaded)
-    assert moved["moved"] == 8 * 4 * (4 * 12 * 512 ** 2 * 12) and moved["copy_ms"] == moved["moved"] / 4e9
+    assert moved["bytes"] == 8 * 4 * (4 * 12 * 512 ** 2 * 12) and moved["copy_ms"] == moved["bytes"] / 4e9
     assert claims.softmax_flops(loaded)["flops"] == pytest.approx(5 / 256)
 
 

@@ -4,26 +4,11 @@ from contextlib import suppress
 
 import pytest
 
+from reports import Reads
 from stepscope import PROJECT
 from stepscope.report.claims import collect
 from stepscope.report.load import load
 from stepscope.studies import STUDIES
-
-
-class Noting(dict):
-    """Tables that note by which names they are asked for."""
-
-    def __init__(self, tables):
-        super().__init__(tables)
-        self.asked = set()
-
-    def __getitem__(self, name):
-        self.asked.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name, default=None):
-        self.asked.add(name)
-        return super().get(name, default)
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +21,10 @@ def asked():
         for function in collect(kind).values():
             room, study = function.__module__.split(".")[1:3]
             if room == "studies":
-                noting = Noting(tables)
+                reads = Reads(tables)
                 with suppress(LookupError):  # where it has no data, it has asked all the same
-                    function(noting)
-                found[study] |= {name for name in noting.asked if "." in name and not name.startswith(f"{study}.")}
+                    function(reads)
+                found[study] |= {name for name in reads.asked if "." in name and not name.startswith(f"{study}.")}
     return found
 
 

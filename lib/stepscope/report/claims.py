@@ -75,30 +75,30 @@ def collect(kind: str) -> dict[str, Callable]:
 class Renderer:
     """Tells chapters of one set of tables. ``figures`` gathers those that were asked for: message and SVG."""
 
-    def __init__(self, tables: Tables, where: str = "figures") -> None:
-        self.tables, self.where = tables, where
+    def __init__(self, tables: Tables, folder: str = "figures") -> None:
+        self.tables, self.folder = tables, folder
         self.known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
         self.results: list[TagResult] = []
         self.figures: dict[str, tuple[str, str]] = {}
 
-    def chapter(self, text: str, name: str, where: str | None = None) -> str:
+    def chapter(self, text: str, name: str, folder: str | None = None) -> str:
         """A chapter as markdown; empty where it has tags and none of them could be said.
 
         Args:
             name: of its file, for errors.
-            where: the folder of figures as seen from the page.
+            folder: the folder of figures as seen from the page.
 
         Raises:
             ChapterError: an unknown name, field or unit, or a tag that is not closed, with its line.
         """
-        self.where = where or self.where
+        self.folder = folder or self.folder
         code: list[str] = []  # what is in fences is left as it is
 
-        def kept(block: re.Match) -> str:
+        def saved(block: re.Match) -> str:
             code.append(block[0])
             return f"\x02{len(code) - 1}\x02" + "\n" * block[0].count("\n")
 
-        told = "".join(self._pieces(FENCED.sub(kept, text), name))
+        told = "".join(self._pieces(FENCED.sub(saved, text), name))
         told = _without_empty(told)
         whole = re.sub(r"\x02(\d+)\x02\n*", lambda at: code[int(at[1])] + "\n\n", told)
         return whole.strip() + "\n" if told else ""
@@ -164,7 +164,7 @@ class Renderer:
             return NOT_SAID
         self.figures[name] = drawn
         message, _ = drawn
-        return f"{SAID}![{escape(message)}]({self.where}/{name}.svg)"
+        return f"{SAID}![{escape(message)}]({self.folder}/{name}.svg)"
 
 
 def formatted(sentence: str, values: dict, at: str) -> str:
@@ -200,11 +200,11 @@ def _without_empty(text: str) -> str:
         return ""
     first, *others = re.split(r"^(?=#{2,} )", text, flags=re.MULTILINE)
     if not first.strip() and others:  # the chapter's own heading: it stays where anything below it does
-        heading, _, rest = others[0].partition("\n")
-        first, others = f"{heading}\n\n{_live(rest)}", others[1:]
+        heading, _, remainder = others[0].partition("\n")
+        first, others = f"{heading}\n\n{_live(remainder)}", others[1:]
     paragraphs = re.split(r"\n{2,}", "".join([first, *map(_live, others)]))
-    kept = [_paragraph(paragraph) for paragraph in paragraphs]
-    led = zip(kept, [*kept[1:], ""])
+    live = [_paragraph(paragraph) for paragraph in paragraphs]
+    led = zip(live, [*live[1:], ""])
     return "\n\n".join(text for this, following in led if (text := this if following else _unled(this)))
 
 
@@ -219,8 +219,8 @@ def _live(section: str) -> str:
 
 def _paragraph(paragraph: str) -> str:
     if NOT_SAID in paragraph and SAID not in paragraph:
-        rest = re.sub(r"\*\*.+?\*\*|\([a-f]\),?|[\x00\s.,:;]", "", paragraph)
-        if not rest:  # nothing is left but a question
+        remainder = re.sub(r"\*\*.+?\*\*|\([a-f]\),?|[\x00\s.,:;]", "", paragraph)
+        if not remainder:  # nothing is left but a question
             return ""
     # What only leads to what is not said.
     paragraph = re.sub(r"[^.!?*\n\x01]*:(?:[ \n]?\x00)+(?![ \n]*[\x00\x01])", "", paragraph)

@@ -3,19 +3,18 @@ import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN
+from stepscope.report.shapes import PLAIN, having, select
 
 
 def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
     """The benchmark's run with the most parameters at the longest context, among those that are most like the
     plain program in fp32, and its times of a full step by phase."""
     runs = tables["benchmark.results"]
-    plain = sum((runs[name] == value).astype(int) for name, value in (PLAIN | {"precision": "fp32"}).items())
-    runs = runs.assign(plain=plain).sort_values(["plain", "parameters", "context_length"], kind="stable")
-    largest = runs.iloc[-1]
-    times = tables["benchmark.times"]
-    own = times[(times["run_id"] == largest["run_id"]) & (times["mode"] == "step")]
-    return largest, own.set_index("phase")
+    plain = sum(having(runs[name], value).astype(int)
+                for name, value in (PLAIN | {"precision": "fp32"}).items() if name in runs)
+    order = ["plain", "parameters", "context_length"]
+    run = runs.assign(plain=plain).sort_values(order, kind="stable").iloc[-1]
+    return run, select(tables["benchmark.times"], run_id=run["run_id"], mode="step").set_index("phase")
 
 
 def cpu_step(tables: Tables) -> Claim:

@@ -41,8 +41,8 @@ def _too_alike(pages: dict[str, set[str]], records: list[Record]) -> Iterator[st
         names = _in_order(set.union(*pages.values()))
         alike = {name: one for name in names if (one := _alike(name, records))}
         why = "; ".join(f"{name} in {_some(one, 3, ', ')}" for name, one in alike.items())
-        where = f" where these are alike: {why}" if why else ""
-        yield f"left out in part: {_some(pages)}. They need runs that differ{where}"
+        among = f" where these are alike: {why}" if why else ""
+        yield f"left out in part: {_some(pages)}. They need runs that differ{among}"
 
 
 def _some(names: Iterable[str], most: int = 6, by: str = "; ") -> str:

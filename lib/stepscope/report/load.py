@@ -84,15 +84,15 @@ def read(store: Store) -> Read:
     found = Read(records, errors=[str(error) for error in errors], notes=of_two_notebooks(records))
     if time.monotonic() - started > QUIET_S or len(records) > 500:
         print(f"Reading {len(records):,} runs.", file=sys.stderr)
-    kept = []
+    usable = []
     for name in studies.STUDIES:
         own = [record for record in records if record.study == name]
         if own:
             module = importlib.import_module(f"stepscope.studies.{name}.tables")
-            kept += _study(store, module, name, own, found)
-    found.records = kept
-    if kept:
-        found.tables["runs"] = _runs(kept)
+            usable += _study(store, module, name, own, found)
+    found.records = usable
+    if usable:
+        found.tables["runs"] = _runs(usable)
     return found
 
 
@@ -127,13 +127,13 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
         except Exception as error:  # noqa: BLE001 of any table that is not there
             found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
     found.replaced += [record for run, record in usable.items() if run in older]
-    kept = [record for run, record in usable.items() if run not in older]
+    newest = [record for run, record in usable.items() if run not in older]
     results = [_config(module, record) | {"run_id": record.run_id} | record.results
-               for record in kept if record.done]
+               for record in newest if record.done]
     if results:
         tables["results"] = pd.DataFrame(results)
     found.tables |= {f"{name}.{table}": frame for table, frame in tables.items()}
-    return kept
+    return newest
 
 
 def _file(store: Store, record: Record, table: str) -> pd.DataFrame:

@@ -213,10 +213,10 @@ def _runs_page(found: Read, folder: str) -> str:
 
 
 def _run_row(record: Record, fields: list[str], folder: str) -> list[str]:
-    def cell(value: object) -> str:
+    def text(value: object) -> str:
         return escape(", ".join(map(str, value)) if isinstance(value, list) else value)
 
-    config = [cell(record.config.get(name)) for name in fields]
+    config = [text(record.config.get(name)) for name in fields]
     finding = str(record.results.get("finding") or NONE).replace("**", "")
     outcome = f"{record.status}: {escape(record.cause)}" if record.cause else record.status
     link = f"[{record.run_id}]({folder}/{record.run_id}/{NOTEBOOK})"

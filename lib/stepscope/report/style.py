@@ -5,11 +5,12 @@ text. It is 432 points wide, so that 11 points are 9 pixels on a phone of 390.
 """
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -119,6 +120,37 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapp
                       annotation_clip=False)
 
 
+def stacked_bars(axes: Axes, parts: pd.DataFrame, colors: Mapping[str, str],
+                 text: Callable[[str, int], str] | None = None, least: float = 0.09) -> None:
+    """A horizontal bar a row, from the top down, a part a column; columns without a colour are "other".
+
+    Args:
+        text: of a part that is wider than ``least``, by its column and the row's place.
+    """
+    left, places = np.zeros(len(parts)), range(len(parts))
+    others = [name for name in parts if name not in colors]
+    seen = parts[others].sum(axis=1).max() > 0.01 * parts.sum(axis=1).max()
+    for name in parts:
+        label = name if name in colors else "other" if seen and name == others[-1] else "_"
+        axes.barh(places, parts[name], left=left, height=0.66, color=colors.get(name, FILL), edgecolor=PAPER,
+                  linewidth=0.5, label=label)
+        for place, width in enumerate(parts[name]):
+            if text and width > least:
+                axes.text(left[place] + width / 2, place, text(name, place), ha="center", va="center",
+                          color=PAPER if name in colors else INK)
+        left += parts[name].to_numpy()
+    axes.set_yticks(places, list(parts.index))
+    axes.invert_yaxis()
+    axes.grid(False)
+
+
+def without_axis(axes: Axes) -> None:
+    """Take the horizontal axis away, where numbers stand at the bars."""
+    axes.grid(False)
+    axes.spines[["bottom", "left"]].set_visible(False)
+    axes.tick_params(left=False, bottom=False, labelbottom=False)
+
+
 def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequence[str],
          colors: str | Sequence[str] = BLUE) -> None:
     """Horizontal bars from the top down, each with its number at its end; no axis is needed."""
@@ -126,9 +158,7 @@ def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequ
     axes.barh(places, values, color=colors, height=0.66)
     axes.set_yticks(places, labels)
     axes.invert_yaxis()
-    axes.grid(False)
-    axes.spines[["bottom", "left"]].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    without_axis(axes)
     axes.set_xlim(0, max(values) * 1.16)
     for place, value, text in zip(places, values, texts):
         axes.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center")

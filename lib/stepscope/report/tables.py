@@ -194,7 +194,7 @@ def _embolden(columns: list[list[str]], numeric: list[int], which: str, along: s
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A frame as a GitHub table. Index levels that have names become columns; every cell is escaped."""
+    """A frame as a GitHub table. Index levels that have names become columns; each text is escaped."""
     how = {"unit": "", "bold": None, "rows": MOST_ROWS, "note": ""} | frame.attrs
     if any(frame.index.names):
         frame = frame.reset_index()
@@ -214,11 +214,11 @@ def markdown(frame: pd.DataFrame) -> str:
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
     """A notebook's table, printed as the report's are: some columns, headings with units, three significant
     digits, shares in percent, counts whole, no index."""
-    chosen = frame[list(columns)] if columns is not None else frame
+    rows = frame[list(columns)] if columns is not None else frame
     said = {name: f"{WORDS.get(name, name).replace('_', ' ')}, {UNSAID[name]}"
-            for name in chosen if name in UNSAID}
-    chosen = headed(chosen.rename(columns=said))
-    headings, cells, _ = _cells(chosen.reset_index() if any(chosen.index.names) else chosen, "")
+            for name in rows if name in UNSAID}
+    rows = headed(rows.rename(columns=said))
+    headings, cells, _ = _cells(rows.reset_index() if any(rows.index.names) else rows, "")
     plain = [[re.sub(r"\\(.)", r"\1", cell) for cell in column] for column in cells]
     return pd.DataFrame(dict(zip((re.sub(r"\\(.)", r"\1", name) for name in headings), plain)),
                         index=[""] * len(frame))

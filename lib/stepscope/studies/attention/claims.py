@@ -3,8 +3,7 @@ import pandas as pd
 
 from stepscope.config import SIZES
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import chosen as of_program
-from stepscope.report.shapes import reference
+from stepscope.report.shapes import PLAIN, largest, reference, select
 from stepscope.report.tables import number
 from stepscope.stats import SAME
 from stepscope.studies.attention.config import QUANTITIES
@@ -17,21 +16,21 @@ from stepscope.studies.attention.tables import (
     first_out_of_memory,
     gpu_memory_gib,
     outcome,
-    some,
+    within_grid,
 )
+from stepscope.traces.families import MATMUL
 
 
 def _at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: int = HEAD) -> pd.DataFrame:
     """Passes at one point of the grid that were timed, by implementation, the fastest first."""
-    rows = tables["attention.passes"]
-    rows = rows[(rows["precision"] == precision) & (rows["sequence"] == sequence) & (rows["d_model"] == d)]
-    return rows[rows["gpu_ms"].notna()].sort_values("gpu_ms").set_index("implementation")
+    rows = select(tables["attention.passes"], precision=precision, sequence=sequence, d_model=d,
+                  gpu_ms=pd.Series.notna)
+    return rows.sort_values("gpu_ms").set_index("implementation")
 
 
-def _every_d(tables: Tables, precision: str) -> dict[int, pd.DataFrame]:
+def _by_dimension(tables: Tables, precision: str) -> dict[int, pd.DataFrame]:
     """The same for each head dimension that was measured there with naive attention beside others."""
-    rows = tables["attention.passes"]
-    rows = rows[(rows["precision"] == precision) & (rows["sequence"] == GRID_ENDS) & rows["gpu_ms"].notna()]
+    rows = select(tables["attention.passes"], precision=precision, sequence=GRID_ENDS, gpu_ms=pd.Series.notna)
     found = {int(d): _at(tables, precision, d=int(d)) for d in sorted(rows["d_model"].unique())}
     found = {d: times for d, times in found.items() if "naive" in times.index and len(times) > 1}
     if not found:
@@ -56,15 +55,14 @@ def _walls(tables: Tables, precision: str, name: str) -> pd.DataFrame:
     Raises:
         LookupError: there are none.
     """
-    rows = tables["attention.cells"]
-    rows = _of_handout(rows[rows["wall_ms"].notna()], precision, name)
+    rows = select(_of_handout(tables["attention.cells"], precision, name), wall_ms=pd.Series.notna)
     return rows.pivot(index="sequence", columns="phase", values="wall_ms")
 
 
 def _of_handout(rows: pd.DataFrame, precision: str, name: str) -> pd.DataFrame:
     """One implementation's rows at one d, at the handout's sequences on a GPU."""
-    rows = rows[(rows["precision"] == precision) & (rows["d_model"] == HEAD) & rows["device_gib"].notna()]
-    return some(rows[(rows["implementation"] == name) & (rows["sequence"] <= GRID_ENDS)])
+    return select(rows, precision=precision, d_model=HEAD, device_gib=pd.Series.notna, implementation=name,
+                  sequence=within_grid)
 
 
 def attention_gain(tables: Tables) -> Claim:
@@ -88,23 +86,23 @@ def attention_saved(tables: Tables) -> Claim:
 
 def attention_kernel(tables: Tables) -> Claim:
     """The code that follows asks for cuDNN's kernel first: it is the fastest for each d."""
-    every = _every_d(tables, "bf16")
-    gains = [times["gpu_ms"].iloc[1] / times["gpu_ms"].iloc[0] for times in every.values()]
-    if {times.index[0] for times in every.values()} == {"cudnn"} and min(gains) > 1 + SAME:
-        return {"best": LABELS["cudnn"], "gains": _gains(min(gains), max(gains)), "dims": _dims(every),
+    by_dimension = _by_dimension(tables, "bf16")
+    gains = [times["gpu_ms"].iloc[1] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
+    if {times.index[0] for times in by_dimension.values()} == {"cudnn"} and min(gains) > 1 + SAME:
+        return {"best": LABELS["cudnn"], "gains": _gains(min(gains), max(gains)), "dims": _dims(by_dimension),
                 "sequence": GRID_ENDS}
     return None
 
 
 def attention_fp32(tables: Tables) -> Claim:
     """FlashAttention and cuDNN have no fp32 kernels; of what runs one fused kernel is the fastest."""
-    cells, every = tables["attention.cells"], _every_d(tables, "fp32")
-    half_only = cells[(cells["precision"] == "fp32") & cells["implementation"].isin(["flash", "cudnn"])]
-    best = {times.index[0] for times in every.values()}
-    gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in every.values()]
+    cases, by_dimension = tables["attention.cells"], _by_dimension(tables, "fp32")
+    half_only = select(cases, precision="fp32", implementation=["flash", "cudnn"])
+    best = {times.index[0] for times in by_dimension.values()}
+    gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
     if set(half_only["status"]) != {"unsupported"} or len(best) > 1 or best & SQUARES.keys():
         return None
-    return {"best": LABELS[best.pop()], "gains": _gains(min(gains), max(gains)), "dims": _dims(every),
+    return {"best": LABELS[best.pop()], "gains": _gains(min(gains), max(gains)), "dims": _dims(by_dimension),
             "sequence": GRID_ENDS}
 
 
@@ -120,75 +118,71 @@ def attention_compiled(tables: Tables) -> Claim:
     """Compiled, naive attention is faster for each d, and still saves T x T matrices."""
     found: dict = {"sequence": GRID_ENDS}
     for precision in ("fp32", "bf16"):
-        every = {d: times for d, times in _every_d(tables, precision).items() if "compiled" in times.index}
-        if not every:
+        by_dimension = {d: times for d, times in _by_dimension(tables, precision).items()
+                        if "compiled" in times.index}
+        if not by_dimension:
             return None
-        pairs = [(times.loc["naive"], times.loc["compiled"]) for times in every.values()]
+        pairs = [(times.loc["naive"], times.loc["compiled"]) for times in by_dimension.values()]
         gains = [naive["gpu_ms"] / compiled["gpu_ms"] for naive, compiled in pairs]
         if min(gains) < 1 + SAME or any(two["saved_mib"] < one["saved_mib"] / 2 for one, two in pairs):
             return None
-        found |= {precision: _gains(min(gains), max(gains)), "dims": _dims(every)}
+        found |= {precision: _gains(min(gains), max(gains)), "dims": _dims(by_dimension)}
     return found
 
 
 def one_softmax(tables: Tables) -> Claim:
     """One block's softmax and its two matmuls in forward, of the largest size that was profiled in fp32."""
-    rows = of_program(tables["nsys.operations"], precision="fp32", attention="naive", mode="forward")
-    rows = rows[rows["size"] == rows["size"].iloc[-1]]
-    rows = rows[rows["context_length"] == reference(rows)]
-    size, context = rows["size"].iloc[0], reference(rows)
-    matmuls = rows[rows["region"].isin(["attention.scores", "attention.value"])]
-    matmuls = matmuls[matmuls["family"] == "matrix multiply"]
-    softmax = rows[rows["region"] == "attention.softmax"]
+    rows = select(tables["nsys.operations"], PLAIN, precision="fp32", mode="forward", size=largest,
+                  context_length=reference)
+    size, context = rows[["size", "context_length"]].iloc[0]
+    matmuls = select(rows, region=["attention.scores", "attention.value"], family=MATMUL)
+    softmax = select(rows, region="attention.softmax")
     each = SIZES[size].num_layers * 1e6
     return {"size": size, "context": context, "softmax": softmax["total_ns"].sum() / each,
             "matmuls": matmuls["total_ns"].sum() / each}
 
 
 def attention_checked(tables: Tables) -> Claim:
-    cells, checks = tables["attention.cells"], tables["attention.checks"]
+    cases, checks = tables["attention.cells"], tables["attention.checks"]
     errors = checks[[f"{quantity}_error" for quantity in QUANTITIES]]
-    if (cells["status"] == "failed").any() or errors.gt(checks["allowed_error"], axis=0).any(axis=None):
+    if (cases["status"] == "failed").any() or errors.gt(checks["allowed_error"], axis=0).any(axis=None):
         return None
-    return {"cells": len(checks)}
+    return {"cases": len(checks)}
 
 
 def attention_formula(tables: Tables) -> Claim:
     """One closed formula for the peaks of all implementations: how far it is off, from 4,096 positions on;
     below, what a kernel needs besides tensors weighs more."""
-    rows = tables["attention.passes"]
-    rows = rows[rows["peak_mib"].notna() & (rows["sequence"] >= 4096)]
-    off = (rows["peak_mib"] / rows["predicted_mib"] - 1).abs()
-    stored = off[rows["implementation"].isin(list(SQUARES))]
-    if stored.max() < 0.01 and len(rows):
-        return {"sequence": 4096, "cells": len(rows), "stored": len(stored), "off": stored.max(),
-                "most": off.max()}
+    rows = select(tables["attention.passes"], peak_mib=pd.Series.notna, sequence=lambda at: at >= 4096)
+    relative_error = (rows["peak_mib"] / rows["predicted_mib"] - 1).abs()
+    stored = relative_error[rows["implementation"].isin(list(SQUARES))]
+    if stored.max() < 0.01:
+        return {"sequence": 4096, "cases": len(rows), "stored": len(stored), "error": stored.max(),
+                "most": relative_error.max()}
     return None
 
 
 def attention_passes(tables: Tables) -> Claim:
     """How many passes a time is of."""
-    cells = tables["attention.cells"]
-    passes = some(cells[cells["wall_ms"].notna()])["passes"]
+    passes = select(tables["attention.cells"], wall_ms=pd.Series.notna)["passes"]
     most, least = int(passes.max()), int(passes.min())
-    return {"most": most, "cells": len(passes), "fewer": int((passes < most).sum()), "least": least,
+    return {"most": most, "cases": len(passes), "fewer": int((passes < most).sum()), "least": least,
             "leasts": int((passes == least).sum())}
 
 
 def answer_attention_times(tables: Tables) -> Claim:
     walls, passes = _walls(tables, "fp32", "naive"), tables["attention.passes"]
     row, sequence = walls.iloc[-1], int(walls.index[-1])
-    own = passes[(passes["precision"] == "fp32") & (passes["implementation"] == "naive")]
-    held = own[(own["sequence"] == sequence) & (own["d_model"] == HEAD)].iloc[0]
-    every = dict.fromkeys(sorted(own["d_model"].unique()))
-    return {"batch": int(held["batch_size"]), "dims": _dims(every), "d": HEAD, "sequence": sequence,
-            "forward": row["forward"], "backward": row["backward"], "in_use": held["in_use_mib"] / 1024}
+    own = select(passes, precision="fp32", implementation="naive")
+    at = select(own, sequence=sequence, d_model=HEAD).iloc[0]
+    by_dimension = dict.fromkeys(sorted(own["d_model"].unique()))
+    return {"batch": int(at["batch_size"]), "dims": _dims(by_dimension), "d": HEAD, "sequence": sequence,
+            "forward": row["forward"], "backward": row["backward"], "in_use": at["in_use_mib"] / 1024}
 
 
 def answer_attention_fits(tables: Tables) -> Claim:
     """None of the handout's sequences runs out of memory."""
-    rows = tables["attention.passes"]
-    rows = some(rows[rows["device_gib"].notna() & (rows["sequence"] <= GRID_ENDS)])
+    rows = select(tables["attention.passes"], device_gib=pd.Series.notna, sequence=within_grid)
     if (rows["status"] == "oom").any():
         return None
     most = rows.loc[rows["peak_mib"].idxmax()]
@@ -206,7 +200,7 @@ def answer_attention_oom(tables: Tables) -> Claim:
         return None
     return {"precision": PRECISION_LABELS[row["precision"]], "d": int(row["d_model"]),
             "sequence": int(row["sequence"]), "outcome": outcome(tables, row),
-            "held": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
+            "allocated": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
             "need": need}
 
 
@@ -231,8 +225,7 @@ def attention_linear(tables: Tables) -> Claim:
 
 def _saved(tables: Tables, name: str) -> pd.Series:
     """What an implementation saves for backward in fp32 at one d, in MiB, by the handout's sequences."""
-    rows = tables["attention.passes"]
-    rows = _of_handout(rows[rows["saved_mib"].notna()], "fp32", name)
+    rows = select(_of_handout(tables["attention.passes"], "fp32", name), saved_mib=pd.Series.notna)
     return rows.set_index("sequence")["saved_mib"].sort_index()
 
 
@@ -258,27 +251,26 @@ def answer_attention_tf32(tables: Tables) -> Claim:
 
 def attention_tf32_compiled(tables: Tables) -> Claim:
     """The same compiled, in GPU time, at the longest sequence at which neither was disturbed."""
-    rows = tables["attention.passes"]
-    rows = rows[rows["gpu_ms"].notna()]
+    rows = select(tables["attention.passes"], gpu_ms=pd.Series.notna)
     both = {precision: _of_handout(rows, precision, "compiled").set_index("sequence")["gpu_ms"]
             for precision in ("fp32", "tf32")}
-    longest = some(pd.DataFrame(both).dropna().sort_index()).iloc[-1]
+    longest = pd.DataFrame(both).dropna().sort_index().iloc[-1]
     return {"sequence": int(longest.name), **longest}
 
 
 def attention_tf32_ignored(tables: Tables) -> Claim:
     """Memory-efficient attention computes in fp32 where TF32 is allowed: its error is an fp32's."""
     checks = tables["attention.checks"]
-    own = checks[checks["implementation"] == "efficient"].set_index("precision")
+    own = select(checks, implementation="efficient").set_index("precision")
     worst = own.loc[["tf32"], [f"{quantity}_error" for quantity in QUANTITIES]].max(axis=None)
     return {"name": LABELS["efficient"]} if worst < own.loc[["fp32"], "allowed_error"].min() else None
 
 
 def answer_attention_long(tables: Tables) -> Claim:
     """2026's longest sequence: what ran out of memory there, what runs fastest, and what it saves."""
-    best, cells = _at(tables, "bf16", 65536).iloc[0], _long(tables)
-    out = [LABELS[name] for name in cells[cells["asked_gib"].notna()].index.unique()]
-    walls = cells.loc[[best.name]].set_index("phase")["wall_ms"]
+    best, cases = _at(tables, "bf16", 65536).iloc[0], _long(tables)
+    out = [LABELS[name] for name in cases[cases["asked_gib"].notna()].index.unique()]
+    walls = cases.loc[[best.name]].set_index("phase")["wall_ms"]
     return {"sequence": 65536, "d": HEAD, "matrix": best["batch_size"] * 65536**2 * 2 / 2**30,
             "memory": gpu_memory_gib(tables), "out": " and ".join(out), "kernel": LABELS[best.name],
             "forward": walls["forward"], "backward": walls["backward"], "saved": best["saved_mib"],
@@ -287,8 +279,8 @@ def answer_attention_long(tables: Tables) -> Claim:
 
 def attention_long_unrun(tables: Tables) -> Claim:
     """What was not run there, since it needs more than there is."""
-    cells = _long(tables)
-    names = cells[(cells["status"] == "oom") & cells["asked_gib"].isna()].index.unique()
+    cases = _long(tables)
+    names = cases[(cases["status"] == "oom") & cases["asked_gib"].isna()].index.unique()
     if len(names) != 1:
         return None
     need = _long(tables, "passes").loc[names[0], "predicted_mib"]
@@ -297,9 +289,8 @@ def attention_long_unrun(tables: Tables) -> Claim:
 
 def _long(tables: Tables, name: str = "cells") -> pd.DataFrame:
     """A table's rows of 2026's longest sequence in bf16, by implementation."""
-    rows = tables[f"attention.{name}"]
-    rows = rows[(rows["sequence"] == 65536) & (rows["precision"] == "bf16") & (rows["d_model"] == HEAD)]
-    return some(rows).set_index("implementation")
+    return select(tables[f"attention.{name}"], sequence=65536, precision="bf16", d_model=HEAD).set_index(
+        "implementation")
 
 
 def answer_attention_long_fp32(tables: Tables) -> Claim:
@@ -309,8 +300,7 @@ def answer_attention_long_fp32(tables: Tables) -> Claim:
 
 def attention_long_dims(tables: Tables) -> Claim:
     """The head dimensions at which sequences beyond the handout's were run."""
-    rows = tables["attention.passes"]
-    rows = some(rows[rows["sequence"] > GRID_ENDS])
+    rows = select(tables["attention.passes"], sequence=lambda sequence: ~within_grid(sequence))
     dims = sorted(int(d) for d in rows["d_model"].unique())
     precisions = [label for name, label in PRECISION_LABELS.items() if name in set(rows["precision"])]
     return {"sequence": GRID_ENDS, "dims": _dims(dict.fromkeys(dims)), "precisions": " and ".join(precisions)}

@@ -1,17 +1,19 @@
 """The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
+from stepscope.report.shapes import preferred, select
 from stepscope.report.tables import digits, number, table
 from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
 
 CONFIG = ("d_model", "precision", "batch_size")
-CELL = ("implementation", "sequence")
+CASE = ("implementation", "sequence")
 KEY = {"implementation": word(*IMPLEMENTATIONS),
        "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
 MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib",
@@ -19,15 +21,16 @@ MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_m
 SPREAD = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "sm_clock_mhz")
 READS = ("nsys.operations",)  # of other studies
 SCHEMAS = {
-    "cells": tidy((*CELL, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
+    "cells": tidy((*CASE, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
                   kernel=word(), **{name: measured() for name in MEASURES},
                   **{name: measured(required=False) for name in SPREAD}, unsteady=word(required=False)),
-    "checks": tidy(CELL, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
+    "checks": tidy(CASE, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
                    allowed_error=measured(nullable=False)),
 }
 LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient": "memory-efficient",
           "cudnn": "cuDNN", "math": "math", "flex": "FlexAttention"}
-HEAD, PRECISION = 64, "bf16"  # what sentences and tables are about, where it was measured
+HEAD = 64  # what sentences and tables are about, where it was measured
+USUAL = {"d_model": preferred(HEAD), "precision": preferred("bf16")}
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
 PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 
@@ -36,12 +39,12 @@ def tables(frames: Tables) -> Tables:
     """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
     ``gpu_ms`` (missing where a GPU's exceeds wall time by more than :data:`MOST_BUSY` allows), memory, and
     ``predicted_mib``, the peak by formula."""
-    cells = frames["cells"]
-    key = [*CONFIG, *CELL]
-    cannot_be = cells["device_gib"].notna() & (cells["gpu_ms"] > MOST_BUSY * cells["wall_ms"])
-    clocks = cells.assign(gpu_ms=cells["gpu_ms"].mask(cannot_be))
+    cases = frames["cells"]
+    key = [*CONFIG, *CASE]
+    cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MOST_BUSY * cases["wall_ms"])
+    clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be))
     times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
-    others = cells[cells["phase"] == "backward"].set_index(key)
+    others = cases[cases["phase"] == "backward"].set_index(key)
     passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
     passes = passes.reset_index()
     shapes = passes[["implementation", "batch_size", "d_model", "sequence", "precision"]]
@@ -56,26 +59,12 @@ def of_run(config: Config, frames: Tables) -> Tables:
     return {f"attention.{name}": frame for name, frame in (own | tables(own)).items()}
 
 
-def chosen(rows: pd.DataFrame, precision: str = PRECISION, d: int = HEAD) -> pd.DataFrame:
-    """The rows of one head dimension and precision: these, or the first there are."""
-    for column, value in (("d_model", d), ("precision", precision)):
-        if len(rows):
-            rows = rows[rows[column] == (value if (rows[column] == value).any() else rows[column].iloc[0])]
-    return rows
+def within_grid(sequences: pd.Series) -> pd.Series:
+    """Which are sequences of the handout's grid."""
+    return sequences <= GRID_ENDS
 
 
-def some(rows: pd.DataFrame) -> pd.DataFrame:
-    """These rows.
-
-    Raises:
-        LookupError: there are none.
-    """
-    if rows.empty:
-        raise LookupError("no such cell was measured")
-    return rows
-
-
-def where(rows: pd.DataFrame) -> str:
+def setting(rows: pd.DataFrame) -> str:
     """What was measured in these rows, in words."""
     batch, d, precision = rows[["batch_size", "d_model", "precision"]].iloc[0]
     return f"batch {batch}, d {d}, {PRECISION_LABELS[precision]}, causal"
@@ -91,18 +80,18 @@ def attention_memory(tables: Tables) -> pd.DataFrame:
 
 def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple | None = None) -> pd.DataFrame:
     """A row a sequence, a column an implementation, at the d and precision that are spoken of."""
-    rows = some(chosen(tables["attention.passes"]).dropna(subset=value))
+    rows = select(tables["attention.passes"], USUAL, **{value: pd.Series.notna})
     pivot = rows.pivot(index="sequence", columns="implementation", values=value)
     pivot = pivot[[name for name in IMPLEMENTATIONS if name in pivot]].rename(columns=LABELS)
-    return table(pivot.rename_axis(columns=None), unit, bold, note=f"{words} ({where(rows)}).")
+    return table(pivot.rename_axis(columns=None), unit, bold, note=f"{words} ({setting(rows)}).")
 
 
 def handout_attention(tables: Tables) -> pd.DataFrame:
     """The assignment's table at one d: naive attention and the same compiled, in fp32, by wall time."""
-    cells = _handout(chosen(tables["attention.cells"], "fp32"))
-    made, note = _points(cells), f"{where(cells)}; {_passes(cells)}"
-    naive = chosen(tables["attention.passes"], "fp32")
-    naive = naive[(naive["implementation"] == "naive") & (naive["sequence"] <= GRID_ENDS)]
+    fp32 = USUAL | {"precision": preferred("fp32")}
+    cases = _handout(select(tables["attention.cells"], fp32))
+    made, note = _points(cases), f"{setting(cases)}; {_passes(cases)}"
+    naive = select(tables["attention.passes"], fp32, implementation="naive", sequence=within_grid)
     waits = naive.loc[naive["gpu_ms"] < LAUNCH_BOUND * naive["wall_ms"], "sequence"]
     bound = f" Up to {waits.max():,} positions naive attention is launch-bound." if len(waits) else ""
     return table(made.drop(columns=["precision", "d"]), note=f"Wall time ({note}).{bound}")
@@ -110,35 +99,34 @@ def handout_attention(tables: Tables) -> pd.DataFrame:
 
 def attention_grid(tables: Tables) -> pd.DataFrame:
     """All of the assignment's points, by wall time: naive attention and compiled, each d and precision."""
-    cells = _handout(tables["attention.cells"])
-    batch = cells["batch_size"].iloc[0]
-    return table(_points(cells), rows=60, note=f"Wall time (batch {batch}, causal; {_passes(cells)}).")
+    cases = _handout(tables["attention.cells"])
+    batch = cases["batch_size"].iloc[0]
+    return table(_points(cases), rows=60, note=f"Wall time (batch {batch}, causal; {_passes(cases)}).")
 
 
-def _handout(cells: pd.DataFrame) -> pd.DataFrame:
-    """Cells of the handout's implementations and sequences that were timed."""
-    cells = cells[cells["implementation"].isin(["naive", "compiled"]) & (cells["sequence"] <= GRID_ENDS)]
-    return some(cells[cells["wall_ms"].notna()])
+def _handout(cases: pd.DataFrame) -> pd.DataFrame:
+    """Cases of the handout's implementations and sequences that were timed."""
+    return select(cases, implementation=["naive", "compiled"], sequence=within_grid, wall_ms=pd.Series.notna)
 
 
-def _passes(cells: pd.DataFrame) -> str:
-    most, least = int(cells["passes"].max()), int(cells["passes"].min())
+def _passes(cases: pd.DataFrame) -> str:
+    most, least = int(cases["passes"].max()), int(cases["passes"].min())
     fewer = f", of fewer where they are long, {least} at least" if least < most else ""
     return f"median ± standard deviation of {most} passes{fewer}"
 
 
-def _points(cells: pd.DataFrame) -> pd.DataFrame:
+def _points(cases: pd.DataFrame) -> pd.DataFrame:
     """A row each precision, d and sequence: time and memory of forward and backward."""
-    order = [name for name in PRECISION_LABELS if name in set(cells["precision"])]
-    cells = cells.assign(precision=pd.Categorical(cells["precision"], order, ordered=True))
-    spread = cells["wall_std_ms"].map(lambda value: digits(value, "ms"))
-    cells = cells.assign(shown=cells["wall_ms"].map(lambda value: digits(value, "ms")) + " ± " + spread)
-    wide = cells.pivot(index=["precision", "d_model", "sequence"], columns=["implementation", "phase"],
-                       values=["shown", "in_use_mib", "passes"]).sort_index()
+    order = [name for name in PRECISION_LABELS if name in set(cases["precision"])]
+    cases = cases.assign(precision=pd.Categorical(cases["precision"], order, ordered=True))
+    spread = cases["wall_std_ms"].map(lambda value: digits(value, "ms"))
+    cases = cases.assign(text=cases["wall_ms"].map(lambda value: digits(value, "ms")) + " ± " + spread)
+    pivoted = cases.pivot(index=["precision", "d_model", "sequence"], columns=["implementation", "phase"],
+                       values=["text", "in_use_mib", "passes"]).sort_index()
     found = {}
     for name in ("naive", "compiled"):
-        found |= {f"{name} {phase}, ms": wide.get(("shown", name, phase)) for phase in PASSES}
-        found[f"{name}, in use before backward, MiB"] = wide.get(("in_use_mib", name, "backward"))
+        found |= {f"{name} {phase}, ms": pivoted.get(("text", name, phase)) for phase in PASSES}
+        found[f"{name}, in use before backward, MiB"] = pivoted.get(("in_use_mib", name, "backward"))
     made = pd.DataFrame({name: column for name, column in found.items() if column is not None})
     memory = [name for name in made if name.endswith("MiB")]
     made = made.astype(dict.fromkeys(memory, float)).reset_index().rename(columns={"d_model": "d"})
@@ -147,10 +135,10 @@ def _points(cells: pd.DataFrame) -> pd.DataFrame:
 
 def attention_long(tables: Tables) -> pd.DataFrame:
     """2026: beyond the handout's sequences, forward and backward apart, by wall time, and what ran out."""
-    cells = tables["attention.cells"]
-    cells = some(cells[(cells["sequence"] > GRID_ENDS) & (cells["status"] != "unsupported")])
+    cases = select(tables["attention.cells"], sequence=lambda sequence: ~within_grid(sequence),
+                   status=lambda status: status != "unsupported")
     key = ["precision", "d_model", "sequence", "implementation"]
-    forward, backward = (cells[cells["phase"] == phase].set_index(key) for phase in PASSES)
+    forward, backward = (cases[cases["phase"] == phase].set_index(key) for phase in PASSES)
     passes = tables["attention.passes"].set_index(key)
     made = pd.DataFrame({
         "forward, ms": forward["wall_ms"], "± ms": forward["wall_std_ms"],
@@ -161,26 +149,25 @@ def attention_long(tables: Tables) -> pd.DataFrame:
     made = made.reset_index().rename(columns={"d_model": "d"})
     made["implementation"], made["precision"] = made["implementation"].map(LABELS), made["precision"].map(
         PRECISION_LABELS)
-    batch = cells["batch_size"].iloc[0]
+    batch = cases["batch_size"].iloc[0]
     return table(made, rows=40, note=f"Wall time, median and standard deviation (batch {batch}, causal).")
 
 
 def outcome(tables: Tables, row: Mapping) -> str:
-    """Where a cell ran out of memory, in which phase and of what; empty where it ran.
+    """Where a case ran out of memory, in which phase and of what; empty where it ran.
 
-    The check that every cell passes first runs forward and backward and has one status for both. Forward
+    The check that every case passes first runs forward and backward and has one status for both. Forward
     alone needs what it needed at the longest sequence that ran, times the square of the sequences' ratio.
     """
     if row["status"] != "oom":
         return ""
-    cells, reason = tables["attention.cells"], str(row["reason"]).removesuffix(": not compiled")
-    same = ("implementation", "precision", "d_model", "batch_size")
-    ran = cells[(cells["phase"] == "forward") & cells["peak_mib"].notna()]
-    for name in same:
-        ran = ran[ran[name] == row[name]]
-    longest = ran.loc[ran["sequence"].idxmax()] if len(ran) else None
-    fits = longest is not None and longest["peak_mib"] / 1024 * (
-        row["sequence"] / longest["sequence"]) ** 2 <= row["device_gib"]
+    cases, reason = tables["attention.cells"], str(row["reason"]).removesuffix(": not compiled")
+    same = {name: row[name] for name in ("implementation", "precision", "d_model", "batch_size")}
+    fits = False
+    with suppress(LookupError):  # none ran
+        longest = select(cases, same, phase="forward", peak_mib=pd.Series.notna, sequence=max).iloc[0]
+        need = longest["peak_mib"] / 1024 * (row["sequence"] / longest["sequence"]) ** 2
+        fits = need <= row["device_gib"]
     if reason != row["reason"]:
         return f"not run: {reason}{', though forward alone would fit' if fits else ''}"
     return f"in {'backward' if fits else 'forward'}: {reason}"
@@ -188,11 +175,11 @@ def outcome(tables: Tables, row: Mapping) -> str:
 
 def attention_compiled(tables: Tables) -> pd.DataFrame:
     """What compiling naive attention gains, by GPU time of forward and backward."""
-    passes = tables["attention.passes"]
-    passes = passes[passes["gpu_ms"].notna() & (passes["sequence"] <= GRID_ENDS)]
-    wide = passes.pivot(index=["precision", "d_model", "sequence"], columns="implementation", values="gpu_ms")
-    wide = some(wide[["naive", "compiled"]].dropna())
-    gains = wide.iloc[:, 0] / wide.iloc[:, 1]
+    passes = select(tables["attention.passes"], gpu_ms=pd.Series.notna, sequence=within_grid)
+    key = ["precision", "d_model", "sequence"]
+    times = passes.pivot(index=key, columns="implementation", values="gpu_ms")
+    times = select(times[["naive", "compiled"]].dropna())
+    gains = times.iloc[:, 0] / times.iloc[:, 1]
     gains = gains.unstack(["precision", "d_model"]).sort_index(axis=1)
     gains.columns = [f"{PRECISION_LABELS[precision]}, d {d}, x" for precision, d in gains.columns]
     return table(gains, note="Compiled against naive attention, GPU time of forward and backward.")
@@ -200,14 +187,13 @@ def attention_compiled(tables: Tables) -> pd.DataFrame:
 
 def attention_precisions(tables: Tables) -> pd.DataFrame:
     """GPU time at the longest sequence of the grid, by precision."""
-    rows = tables["attention.passes"]
-    rows = rows[(rows["d_model"] == chosen(rows)["d_model"].min()) & (rows["sequence"] <= GRID_ENDS)]
-    rows = some(rows[(rows["sequence"] == rows["sequence"].max()) & rows["gpu_ms"].notna()])
-    wide = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
-    wide = wide.reindex([name for name in IMPLEMENTATIONS if name in wide.index]).rename(index=LABELS)
-    wide = wide[[name for name in PRECISION_LABELS if name in wide]].rename(columns=PRECISION_LABELS)
+    rows = select(tables["attention.passes"], d_model=preferred(HEAD), sequence=within_grid)
+    rows = select(rows, sequence=max, gpu_ms=pd.Series.notna)
+    times = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
+    times = times.reindex([name for name in IMPLEMENTATIONS if name in times.index]).rename(index=LABELS)
+    times = times[[name for name in PRECISION_LABELS if name in times]].rename(columns=PRECISION_LABELS)
     at = f"sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}"
-    return table(wide.rename_axis(columns=None), "ms", ("min", "column"),
+    return table(times.rename_axis(columns=None), "ms", ("min", "column"),
                  note=f"GPU time of forward and backward, ms, {at}.")
 
 
@@ -224,7 +210,7 @@ def attention_account(tables: Tables) -> pd.DataFrame:
 
 
 def gpu_memory_gib(tables: Tables) -> float:
-    """The GPU's memory as the machine has it; of a notebook's own run what its cells were given."""
+    """The GPU's memory as the machine has it; of a notebook's own run what its cases were given."""
     if "runs" in tables:
         return tables["runs"]["machine_gpu_memory_gib"].max()
     return tables["attention.cells"]["device_gib"].max()
@@ -237,10 +223,10 @@ def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
     Raises:
         LookupError: it never does.
     """
-    rows, cells = tables["attention.passes"], tables["attention.cells"]
-    rows = some(rows[(rows["status"] == "oom") & (rows["implementation"] == "naive")])
-    asked = cells[cells["phase"] == "backward"][[*CONFIG, *CELL, "asked_gib", "allocated_gib"]]
-    rows = rows.merge(asked, on=[*CONFIG, *CELL])
+    rows, cases = tables["attention.passes"], tables["attention.cells"]
+    rows = select(rows, status="oom", implementation="naive")
+    asked = select(cases, phase="backward")[[*CONFIG, *CASE, "asked_gib", "allocated_gib"]]
+    rows = rows.merge(asked, on=[*CONFIG, *CASE])
     row = rows.sort_values(["sequence", "predicted_mib"], ascending=[True, False]).iloc[0]
     parts = peak_parts(*row[["implementation", "batch_size", "d_model", "sequence", "precision"]])
     return row, {part: size / 2**30 for part, size in parts.items()}
@@ -248,14 +234,14 @@ def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
 
 def attention_checks(tables: Tables) -> pd.DataFrame:
     """The largest relative error of an output or a gradient against float64."""
-    checks = some(tables["attention.checks"])
+    checks = select(tables["attention.checks"])
     worst = checks.assign(error=checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1))
-    wide = worst.pivot_table(index="implementation", columns="precision", values="error", aggfunc="max")
-    wide = wide[[name for name in PRECISION_LABELS if name in wide]]
-    wide.loc["allowed"] = checks.groupby("precision")["allowed_error"].first()
-    wide = wide.reindex([name for name in (*IMPLEMENTATIONS, "allowed") if name in wide.index])
-    shown = wide.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
-    return table(shown.rename(index=LABELS, columns=PRECISION_LABELS).rename_axis(columns=None),
+    pivoted = worst.pivot_table(index="implementation", columns="precision", values="error", aggfunc="max")
+    pivoted = pivoted[[name for name in PRECISION_LABELS if name in pivoted]]
+    pivoted.loc["allowed"] = checks.groupby("precision")["allowed_error"].first()
+    pivoted = pivoted.reindex([name for name in (*IMPLEMENTATIONS, "allowed") if name in pivoted.index])
+    printed = pivoted.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
+    return table(printed.rename(index=LABELS, columns=PRECISION_LABELS).rename_axis(columns=None),
                  note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
 
 

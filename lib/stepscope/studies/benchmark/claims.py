@@ -4,20 +4,20 @@ from typing import Any
 
 from stepscope.config import PHASES, WHOLE
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import MODES, chosen
+from stepscope.report.shapes import MODES, select
 from stepscope.stats import LAUNCH_BOUND, LEAST_SHARE, SAME, SAME_WALL, STEADY, launch_bound
 from stepscope.studies.benchmark.tables import (
     CONFIG,
     at_context,
-    besides_matmuls,
-    cells,
     cold_steps,
-    compiled_beside,
+    compiled_with_eager,
     context,
-    fused_beside,
+    fused_with_foreach,
     low_steps,
     on_gpu,
+    other_than_matmuls,
     phase_times,
+    plain,
     process_starts,
     processes,
     repeated,
@@ -49,14 +49,14 @@ def backward_ratio(tables: Tables) -> Claim:
 
 def fused_adamw(tables: Tables) -> Claim:
     """The largest size's AdamW in one kernel."""
-    row = fused_beside(tables).iloc[-1]
+    row = fused_with_foreach(tables).iloc[-1]
     return {"size": row.name, "gain": row["gain"]} if row["gain"] > 1 + SAME else None
 
 
 def matmul_share(tables: Tables) -> Claim:
     """Matmuls take more of the kernels' time of the largest size's step than of the smallest's."""
     on_gpu(steps(tables))
-    rows = cells(tables, "operations", context_length=context(tables))
+    rows = plain(tables, "operations", context_length=context(tables))
     matmul = rows["gpu_ms"].where(rows["family"] == MATMUL, 0).groupby(rows["size"], sort=False).sum()
     share = matmul / rows.groupby("size", sort=False)["gpu_ms"].sum()
     if len(share) < 2 or share.iloc[-1] <= max(share.iloc[0], 0.5):
@@ -95,7 +95,7 @@ def answer_times(tables: Tables) -> Claim:
     """The largest size that was measured in all modes."""
     means = ten_steps(tables).xs(context(tables), level="context_length").filter(like=" mean").dropna()
     row = means.rename(columns=lambda name: name.removesuffix(" mean")).iloc[-1]
-    samples = cells(tables, "samples", phase=WHOLE, size=row.name, context_length=context(tables))
+    samples = plain(tables, "samples", phase=WHOLE, size=row.name, context_length=context(tables))
     warmups = int(samples["warmup"].sum())
     return {"size": row.name, "context": context(tables), "forward": row["forward"],
             "backward": row["backward"], "both": row["forward + backward"], "step": row["full step"],
@@ -109,7 +109,7 @@ def answer_std(tables: Tables) -> Claim:
     worst = rows.loc[varies.index[-1]]
     shapes = rows[["size", "context_length", "repeat"]].drop_duplicates()
     again = int((shapes["repeat"] > shapes["repeat"].min()).sum())
-    return {"cells": len(rows), "shapes": len(shapes) - again, "more": again, "modes": rows["mode"].nunique(),
+    return {"cases": len(rows), "shapes": len(shapes) - again, "more": again, "modes": rows["mode"].nunique(),
             "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1],
             "size": worst["size"], "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
 
@@ -173,8 +173,7 @@ def warmup_enough(tables: Tables) -> Claim:
 
 def launch_bound_forward(tables: Tables) -> Claim:
     """The smallest size's forward at the shortest context."""
-    rows = low_steps(tables, mode="forward")
-    row = rows[rows["size"] == rows["size"].iloc[0]].sort_values("context_length").iloc[0]
+    row = low_steps(tables, mode="forward").iloc[0]
     if not launch_bound(row["busy"]):
         return None
     return {"size": row["size"], "context": int(row["context_length"]), "operations": int(row["operations"]),
@@ -201,11 +200,9 @@ def replay_alone(tables: Tables) -> Claim:
 
 def launch_rate(tables: Tables) -> Claim:
     """Microseconds a launch in each of ten steps of a run whose GPU work is tiny."""
-    times = tables["benchmark.times"]
-    tiny = times[(times["batch_size"] == 1) & (times["context_length"] <= 16) & (times["phase"] == WHOLE)
-                 & (times["mode"] == "step") & (times["busy"] < LAUNCH_BOUND)]
-    run = tiny.iloc[0]
-    own = chosen(tables["benchmark.samples"], mode="step", phase=WHOLE, warmup=False,
+    run = select(tables["benchmark.times"], batch_size=1, context_length=lambda length: length <= 16,
+                 phase=WHOLE, mode="step", busy=lambda busy: busy < LAUNCH_BOUND).iloc[0]
+    own = select(tables["benchmark.samples"], mode="step", phase=WHOLE, warmup=False,
                  **{name: run[name] for name in CONFIG})
     found = own["wall_ms"] / run["operations"] * 1e3
     return {"low": found.min(), "high": found.max()}
@@ -215,7 +212,7 @@ def launch_rate(tables: Tables) -> Claim:
 
 def compile_kernels(tables: Tables) -> Claim:
     """The smallest size's forward and backward: what is fused."""
-    row = besides_matmuls(tables).iloc[0]
+    row = other_than_matmuls(tables).iloc[0]
     if row["count"] >= row["count_eager"] or row["gpu_ms"] >= row["gpu_ms_eager"] * (1 - SAME):
         return None
     return {"size": row.name, "context": context(tables), "before": round(row["count_eager"]),
@@ -223,7 +220,7 @@ def compile_kernels(tables: Tables) -> Claim:
 
 
 def compile_gain(tables: Tables) -> Claim:
-    found = compiled_beside(tables, "blocks")["gain"].dropna()
+    found = compiled_with_eager(tables, "blocks")["gain"].dropna()
     if len(found) < 2 or found.min() <= 1 + SAME:
         return None
     return {"low": found.min(), "high": found.max()}
@@ -231,7 +228,7 @@ def compile_gain(tables: Tables) -> Claim:
 
 def compile_memory(tables: Tables) -> Claim:
     """The largest size's forward + backward keeps less."""
-    row = compiled_beside(tables, "blocks", "forward_backward").iloc[-1]
+    row = compiled_with_eager(tables, "blocks", "forward_backward").iloc[-1]
     if not row["peak_gib"] < row["peak_gib_eager"] * (1 - SAME):
         return None
     return {"size": row.name, "before": row["peak_gib_eager"], "after": row["peak_gib"]}
@@ -239,7 +236,7 @@ def compile_memory(tables: Tables) -> Claim:
 
 def compile_cost(tables: Tables) -> Claim:
     """Blocks compile in about the same time whatever their number; the whole model takes longer."""
-    blocks, model = (compiled_beside(tables, parts).dropna(subset=["compile_s"])
+    blocks, model = (compiled_with_eager(tables, parts).dropna(subset=["compile_s"])
                      for parts in ("blocks", "model"))
     size = [size for size in blocks.index if size in model.index][-1]
     if blocks["compile_s"].max() > 1.5 * blocks["compile_s"].min() or (
@@ -252,8 +249,8 @@ def compile_cost(tables: Tables) -> Claim:
 
 def compile_then(tables: Tables) -> Claim:
     """What compiling leaves alone: the largest size's AdamW."""
-    step = compiled_beside(tables, "blocks").dropna(subset=["gpu_ms"]).iloc[-1]
-    adamw = cells(tables, compile="blocks", precision=step["precision"], phase="optimizer",
+    step = compiled_with_eager(tables, "blocks").dropna(subset=["gpu_ms"]).iloc[-1]
+    adamw = plain(tables, compile="blocks", precision=step["precision"], phase="optimizer",
                   context_length=context(tables)).set_index("size")["gpu_ms"]
     share = adamw[step.name] / step["gpu_ms"]
     return {"size": step.name, "share": share} if share > LEAST_SHARE else None
@@ -263,7 +260,7 @@ def answer_compiled(tables: Tables) -> Claim:
     """The whole model compiled: gains in GPU time over sizes, whatever they are."""
     found: dict[str, Any] = {"context": context(tables)}
     for mode in PHASES:
-        rows = compiled_beside(tables, "model", mode).dropna(subset=["gain"])
+        rows = compiled_with_eager(tables, "model", mode).dropna(subset=["gain"])
         found |= {"precision": rows["precision"].iloc[0], f"{mode}_low": rows["gain"].min(),
                   f"{mode}_high": rows["gain"].max()}
     return found
@@ -273,14 +270,14 @@ def compiled_wall(tables: Tables) -> Claim:
     """The same by the wall clock."""
     found: dict[str, Any] = {}
     for mode in PHASES:
-        gain = compiled_beside(tables, "model", mode)["wall_gain"].dropna()
+        gain = compiled_with_eager(tables, "model", mode)["wall_gain"].dropna()
         found |= {f"{mode}_low": gain.min(), f"{mode}_high": gain.max()}
     return found
 
 
 def compiled_slower(tables: Tables) -> Claim:
     """A launch-bound forward that gets slower by the wall clock, though its GPU time falls."""
-    rows = compiled_beside(tables, "model", "forward").dropna(subset=["wall_gain"])
+    rows = compiled_with_eager(tables, "model", "forward").dropna(subset=["wall_gain"])
     row = rows.loc[rows["wall_gain"].idxmin()]
     if row["wall_gain"] > 1 - SAME or row["gain"] < 1 + SAME or not launch_bound(row["busy"]):
         return None
@@ -290,10 +287,10 @@ def compiled_slower(tables: Tables) -> Claim:
 
 def compiled_trend(tables: Tables) -> Claim:
     """The gain in GPU time falls with every size, in every mode; the full step's."""
-    gains = [compiled_beside(tables, "model", mode)["gain"].dropna() for mode in PHASES]
+    gains = [compiled_with_eager(tables, "model", mode)["gain"].dropna() for mode in PHASES]
     if len(gains[-1]) < 2 or not all(gain.is_monotonic_decreasing for gain in gains):
         return None
-    step = compiled_beside(tables, "model", "step")["gain"].dropna()
+    step = compiled_with_eager(tables, "model", "step")["gain"].dropna()
     return {"small": step.index[0], "small_gain": step.iloc[0], "large": step.index[-1],
             "large_gain": step.iloc[-1]}
 

@@ -8,7 +8,6 @@ from stepscope.report.style import (
     BLUE,
     MUTED,
     ORANGE,
-    PAPER,
     PHASE_COLORS,
     SIZE_COLORS,
     Picture,
@@ -17,20 +16,20 @@ from stepscope.report.style import (
     label_ends,
     lines,
     look,
+    stacked_bars,
+    without_axis,
 )
 from stepscope.report.tables import number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.studies.benchmark.tables import (
-    besides_matmuls,
-    compiled_beside,
+    compiled_with_eager,
     context,
     low_precision,
     low_steps,
+    other_than_matmuls,
     phase_times,
     waiting,
 )
-
-NARROW = 0.09  # of the widest bar: a part that is narrower has no number
 
 
 @look()
@@ -43,18 +42,9 @@ def phases(tables: Tables) -> Picture:
 
     drawn, axes = figure(f"Forward and backward are {ends(share['forward'] + share['backward'])} of an fp32"
                          f" step's GPU time, AdamW is {ends(share['optimizer'])}", 3.1)
-    left = np.zeros(len(share))
-    for phase, color in PHASE_COLORS.items():
-        axes.barh(share.index, share[phase], left=left, color=color, height=0.66, label=phase)
-        for place, (begin, width, size) in enumerate(zip(left, share[phase], share.index)):
-            if width > NARROW:
-                axes.text(begin + width / 2, place, number(times.loc[size, phase], "ms"), ha="center",
-                          va="center", color=PAPER)
-        left += share[phase].to_numpy()
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.spines[["bottom", "left"]].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
+    stacked_bars(axes, share[[*PHASE_COLORS]], PHASE_COLORS,
+                 lambda phase, place: number(times[phase].iloc[place], "ms"))
+    without_axis(axes)
     axes.set_xlabel(f"share of the step's GPU time, context {context(tables):,}")
     drawn.legend(loc="outside lower center", ncols=4)
     return drawn
@@ -84,7 +74,7 @@ def busy(tables: Tables) -> Picture:
 @look()
 def compile_kernels(tables: Tables) -> Picture:
     """What is no matmul in forward and backward, before and after compiling blocks: GPU time by size."""
-    rows, precision = besides_matmuls(tables), compiled_beside(tables, "blocks")["precision"].iloc[0]
+    rows, precision = other_than_matmuls(tables), compiled_with_eager(tables, "blocks")["precision"].iloc[0]
     last = rows.iloc[-1]
     drawn, axes = figure(f"Compiling takes {last.name}'s kernels that are no matmuls from"
                          f" {number(last['gpu_ms_eager'], 'ms')} to {number(last['gpu_ms'], 'ms')}",

@@ -4,21 +4,21 @@ import pandera.pandas as pa
 
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, Tables, measured, tidy
-from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
+from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select
 from stepscope.report.tables import table
 from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
 from stepscope.traces.families import MATMUL
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
           "optimizer", "repeat")
-CELL = ("mode", "phase")
+CASE = ("mode", "phase")
 READS = ("mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")  # of other studies
 SCHEMAS = {
-    "times": tidy(CELL, **TIMES),
-    "samples": tidy((*CELL, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
+    "times": tidy(CASE, **TIMES),
+    "samples": tidy((*CASE, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
                     warmup=pa.Column(bool, coerce=True), wall_ms=measured(nullable=False),
                     enqueue_ms=measured(nullable=False)),
-    "operations": tidy((*CELL, "name"), **OPERATIONS),
+    "operations": tidy((*CASE, "name"), **OPERATIONS),
 }
 WARMUPS = (0, 1, 2, 5)
 HEADINGS = {"wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %", "operations": "operations, n",
@@ -38,7 +38,7 @@ def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
 
 # All runs
 
-def every(tables: Tables, name: str = "times") -> pd.DataFrame:
+def all_precisions(tables: Tables, name: str = "times") -> pd.DataFrame:
     """A table of all precisions: this study's, and of the plain program what mixed_precision measured of
     shapes, precisions and modes that this one did not."""
     others = tables.get(f"mixed_precision.{name}")
@@ -51,21 +51,18 @@ def every(tables: Tables, name: str = "times") -> pd.DataFrame:
     return pd.concat([own, others[~there]], ignore_index=True)
 
 
-def cells(tables: Tables, name: str = "times", /, **values: object) -> pd.DataFrame:
+def plain(tables: Tables, name: str = "times", /, **values: object) -> pd.DataFrame:
     """A table's rows of the plain program's full step in fp32, but for what is named.
 
     Raises:
-        KeyError: no run measured that.
+        LookupError: no run measured that.
     """
-    rows = chosen(every(tables, name), **PLAIN | {"mode": "step", "precision": "fp32"} | values)
-    if rows.empty:
-        raise KeyError(str(values))
-    return rows
+    return select(all_precisions(tables, name), PLAIN, **{"mode": "step", "precision": "fp32"} | values)
 
 
 def steps(tables: Tables, **values: object) -> pd.DataFrame:
-    """:func:`cells` as a whole, not by phase."""
-    return cells(tables, phase=WHOLE, **values)
+    """:func:`plain` as a whole, not by phase."""
+    return plain(tables, phase=WHOLE, **values)
 
 
 def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
@@ -73,17 +70,14 @@ def on_gpu(rows: pd.DataFrame) -> pd.DataFrame:
     is what has more GPU time than wall time, beyond what other steps explain.
 
     Raises:
-        KeyError: there are none.
+        LookupError: there are none.
     """
-    rows = rows[rows["peak_gib"].notna() & ~(rows["busy"] > MOST_BUSY)]
-    if rows.empty:
-        raise KeyError("cuda")
-    return rows
+    return select(rows, peak_gib=pd.Series.notna, busy=lambda busy: ~(busy > MOST_BUSY))
 
 
 def low_precision(tables: Tables) -> str:
     """bf16, where it was measured."""
-    return "bf16" if (every(tables)["precision"] == "bf16").any() else "fp32"
+    return "bf16" if (all_precisions(tables)["precision"] == "bf16").any() else "fp32"
 
 
 def low_steps(tables: Tables, **values: object) -> pd.DataFrame:
@@ -93,7 +87,7 @@ def low_steps(tables: Tables, **values: object) -> pd.DataFrame:
 
 def context(tables: Tables) -> int:
     """The context at which sizes are compared."""
-    return reference(steps(tables))
+    return reference(steps(tables)["context_length"])
 
 
 def at_context(tables: Tables, **values: object) -> pd.DataFrame:
@@ -103,14 +97,14 @@ def at_context(tables: Tables, **values: object) -> pd.DataFrame:
 
 def cold_steps(tables: Tables) -> pd.DataFrame:
     """Every full fp32 step at that context, from the first of its process on."""
-    return cells(tables, "samples", phase=WHOLE, context_length=context(tables))
+    return plain(tables, "samples", phase=WHOLE, context_length=context(tables))
 
 
 def processes(tables: Tables, name: str = "times", **values: object) -> pd.DataFrame:
-    """The plain program in fp32 as every process measured it, where :func:`cells` has the first of each
+    """The plain program in fp32 as every process measured it, where :func:`plain` has the first of each
     shape."""
-    same = {key: value for key, value in PLAIN.items() if key != "repeat"} | {"precision": "fp32"}
-    return chosen(tables[f"benchmark.{name}"].sort_values("repeat", kind="stable"), **same | values)
+    rows = tables[f"benchmark.{name}"].sort_values("repeat", kind="stable")
+    return select(rows, PLAIN, **{"precision": "fp32", "repeat": pd.Series.notna} | values)
 
 
 def process_starts(tables: Tables) -> pd.DataFrame:
@@ -135,19 +129,17 @@ def ten_steps(tables: Tables) -> pd.DataFrame:
              "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
     found = {}
     for words, (mode, phase) in parts.items():
-        ten = cells(tables, "samples", mode=mode, phase=phase, warmup=False)
+        ten = plain(tables, "samples", mode=mode, phase=phase, warmup=False)
         for what, ms in ten.groupby(["size", "context_length"])["wall_ms"].agg(["mean", "std"]).items():
             found[f"{words} {what}"] = ms
-    shapes = steps(tables).sort_values("context_length", kind="stable")
-    order = {size: at for at, size in enumerate(SIZES)}
-    shapes = shapes.sort_values("size", key=lambda names: names.map(order), kind="stable")
-    return pd.DataFrame(found).reindex(pd.MultiIndex.from_frame(shapes[["size", "context_length"]]))
+    shapes = pd.MultiIndex.from_frame(steps(tables)[["size", "context_length"]])
+    return pd.DataFrame(found).reindex(shapes)
 
 
 def phase_times(tables: Tables) -> pd.DataFrame:
     """GPU time of the full step's phases in fp32, ms: a row a size, a column a phase."""
     on_gpu(steps(tables))
-    rows = cells(tables, context_length=context(tables))
+    rows = plain(tables, context_length=context(tables))
     return by_size(rows[(rows["phase"] != WHOLE) & rows["gpu_ms"].notna()], "phase", "gpu_ms")
 
 
@@ -165,24 +157,24 @@ def waiting(tables: Tables) -> pd.DataFrame:
     return ends < LAUNCH_BOUND
 
 
-def fused_beside(tables: Tables) -> pd.DataFrame:
+def fused_with_foreach(tables: Tables) -> pd.DataFrame:
     """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``."""
     on_gpu(steps(tables))
-    both = {name: cells(tables, optimizer=name, phase="optimizer",
+    both = {name: plain(tables, optimizer=name, phase="optimizer",
                         context_length=context(tables)).set_index("size")["gpu_ms"]
             for name in ("foreach", "fused")}
     found = pd.DataFrame(both).reindex(both["foreach"].index).dropna()
     return found.assign(gain=found["foreach"] / found["fused"])
 
 
-def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
+def compiled_with_eager(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
     """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole
     model in fp32, as they were measured; ``gain`` in GPU time, and ``pays_after``, so many steps.
 
     Raises:
         LookupError: nothing was compiled so.
     """
-    precision = on_gpu(chosen(tables["benchmark.times"], compile=parts))["precision"].iloc[0]
+    precision = on_gpu(select(tables["benchmark.times"], compile=parts))["precision"].iloc[0]
     after = at_context(tables, compile=parts, precision=precision, mode=mode)
     before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "peak_gib"]]
     both = pd.concat([after, before.add_suffix("_eager")], axis=1, join="inner")
@@ -192,12 +184,12 @@ def compiled_beside(tables: Tables, parts: str, mode: str = "step") -> pd.DataFr
                        pays_after=(both["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
 
 
-def besides_matmuls(tables: Tables) -> pd.DataFrame:
+def other_than_matmuls(tables: Tables) -> pd.DataFrame:
     """Of forward and backward the operations that are no matmuls: ``count`` and ``gpu_ms`` by size, with
     compiled blocks and without (``_eager``)."""
-    precision, found = compiled_beside(tables, "blocks")["precision"].iloc[0], {}
+    precision, found = compiled_with_eager(tables, "blocks")["precision"].iloc[0], {}
     for parts in ("blocks", "none"):
-        own = cells(tables, "operations", compile=parts, mode="forward_backward", precision=precision,
+        own = plain(tables, "operations", compile=parts, mode="forward_backward", precision=precision,
                     context_length=context(tables))
         own = own[own["family"] != MATMUL]
         found[parts] = own.groupby("size", sort=False)[["count", "gpu_ms"]].sum()
@@ -208,13 +200,12 @@ def repeated(tables: Tables) -> pd.DataFrame:
     """Full steps that several processes measured: a row a shape, the least and most of either clock and their
     ratios, ``processes``."""
     names = [name for name in CONFIG if name != "repeat"]
-    rows = tables["benchmark.times"]
-    rows = rows[(rows["phase"] == WHOLE) & (rows["mode"] == "step") & (rows["status"] == "ok")]
-    groups = on_gpu(rows).groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
+    rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok"))
+    groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
     groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
     groups = groups[groups["gpu_count"] > 1].reset_index()
     if groups.empty:
-        raise KeyError("repeat")
+        raise LookupError("each shape was measured by one process")
     return groups.assign(processes=groups["wall_count"], wall=groups["wall_max"] / groups["wall_min"],
                          gpu=groups["gpu_max"] / groups["gpu_min"])
 
@@ -224,7 +215,7 @@ def repeated(tables: Tables) -> pd.DataFrame:
 def sizes(tables: Tables) -> pd.DataFrame:
     """The models that were measured: dimensions, parameters, and what 2026's handout calls them."""
     names = {ours: theirs for theirs, ours in EDITIONS[2026].items()}
-    found = chosen(tables["benchmark.results"]).drop_duplicates("size").set_index("size")[["parameters"]]
+    found = select(tables["benchmark.results"]).drop_duplicates("size").set_index("size")[["parameters"]]
     found = found[[size in SIZES for size in found.index]].astype(float)
     dimensions = pd.DataFrame([SIZES[size] for size in found.index], found.index,
                               ["d_model", "d_ff", "layers", "heads"])
@@ -279,7 +270,7 @@ def busy(tables: Tables) -> pd.DataFrame:
 
 
 def optimizers(tables: Tables) -> pd.DataFrame:
-    return table(fused_beside(tables).set_axis(["foreach, ms", "fused, ms", "speedup, x"], axis=1))
+    return table(fused_with_foreach(tables).set_axis(["foreach, ms", "fused, ms", "speedup, x"], axis=1))
 
 
 def mfu_steps(tables: Tables) -> pd.DataFrame:
@@ -293,10 +284,10 @@ def mfu_steps(tables: Tables) -> pd.DataFrame:
 
 def compile_cost(tables: Tables) -> pd.DataFrame:
     """Compiling by what is compiled and size: seconds, wall time before and after, and when it pays."""
-    measured = dict.fromkeys(chosen(tables["benchmark.times"])["compile"])
+    measured = {*tables["benchmark.times"]["compile"]}
     names = {"compile_s": "compiling, s", "wall_ms_eager": "before, ms", "wall_ms": "after, ms",
              "pays_after": "break-even (steps), n"}
-    found = {parts: compiled_beside(tables, parts).set_index("precision", append=True).swaplevel()
+    found = {parts: compiled_with_eager(tables, parts).set_index("precision", append=True).swaplevel()
              for parts in ("blocks", "model") if parts in measured}
     if not found:
         raise KeyError("compile")
@@ -308,7 +299,7 @@ def compiled_model(tables: Tables) -> pd.DataFrame:
     """The whole model compiled, by both clocks: a row a size and mode."""
     names = {"wall_ms_eager": "wall, ms", "wall_ms": "wall compiled, ms", "wall_gain": "wall gain, x",
              "gpu_ms_eager": "GPU time, ms", "gpu_ms": "GPU time compiled, ms", "gain": "GPU time gain, x"}
-    found = {words: compiled_beside(tables, "model", mode) for mode, words in MODES.items()}
+    found = {words: compiled_with_eager(tables, "model", mode) for mode, words in MODES.items()}
     rows = pd.concat(found, names=["mode", "size"]).swaplevel()
     order = [(size, mode) for size in dict.fromkeys(rows.index.get_level_values("size")) for mode in found]
     return table(rows.reindex(order)[list(names)].rename(columns=names), rows=30)

@@ -2,6 +2,7 @@
 import pandas as pd
 
 from stepscope.report.schemas import Claim, Tables
+from stepscope.report.shapes import select
 from stepscope.report.tables import digits
 from stepscope.stats import LAUNCH_BOUND, LEAST_GAIN, MOSTLY_WAITS
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
@@ -11,39 +12,38 @@ from stepscope.studies.ladder.tables import (
     all_of_them,
     at_context,
     at_longest,
-    beside_peers,
+    baseline_attention,
     by_batch,
-    climbed,
     gain,
     ladders,
-    largest,
+    largest_ladder,
     loss_shift,
     pays_from,
-    peer_attention,
     shares,
-    smallest,
+    smallest_ladder,
+    timed,
     trained,
+    with_baseline,
 )
 
 HOW = dict(zip(PEERS, ("in default mode", "with reduce-overhead")))
 
 
-def _faster(rows: pd.DataFrame, change: str, than: str) -> float:
-    """How many times faster a change's step is than another's, in wall time."""
-    return rows.loc[than, "wall_ms"] / rows.loc[change, "wall_ms"]
+def _faster(rows: pd.DataFrame, rung: str, than: str) -> float:
+    """How many times faster a rung's step is than another's, in wall time."""
+    return rows.loc[than, "wall_ms"] / rows.loc[rung, "wall_ms"]
 
 
 def headline(tables: Tables) -> Claim:
-    speedup = _faster(largest(tables)[1], LAST, "fp32")
-    runs = tables["runs"]
-    device = str(runs.loc[runs["study"] == "ladder", "device"].iloc[0])
+    speedup = _faster(largest_ladder(tables)[1], LAST, "fp32")
+    device = str(select(tables["runs"], study="ladder")["device"].iloc[0])
     return {"speedup": speedup, "gpu": device.removeprefix("NVIDIA ")} if speedup > 1 else None
 
 
 def first_ladder(tables: Tables) -> Claim:
-    shape, rows = largest(tables)
-    last, results = rows.loc[LAST], tables["ladder.results"]
-    own = results[(results["size"] == shape.size) & (results["vocab_size"] == shape.vocab_size)]
+    shape, rows = largest_ladder(tables)
+    last = rows.loc[LAST]
+    own = select(tables["ladder.results"], size=shape.size, vocab_size=shape.vocab_size)
     return {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
             "context": shape.context_length, "batch": shape.batch_size, "plain": rows.loc["fp32", "wall_ms"],
             "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"],
@@ -51,59 +51,59 @@ def first_ladder(tables: Tables) -> Claim:
             "mfu": last["mfu"]}
 
 
-def first_peer(tables: Tables) -> Claim:
+def first_baseline(tables: Tables) -> Claim:
     """Hugging Face's step beside ours with PyTorch's AdamW, both with fp32 weights and moments."""
-    rows, shape = beside_peers(tables), largest(tables)[0]
-    row = rows.merge(pd.DataFrame([shape])).iloc[0]
-    found = {"peer": row["peer_ms"], "same": row["fp32_ms"], "how": HOW[row["peer"]]}
-    return found if row["peer_ms"] > row["ours_ms"] else None
+    rows, shape = with_baseline(tables), largest_ladder(tables)[0]
+    row = select(rows, shape._asdict()).iloc[0]
+    found = {"baseline": row["baseline_ms"], "same": row["fp32_ms"], "how": HOW[row["baseline"]]}
+    return found if row["baseline_ms"] > row["ours_ms"] else None
 
 
 def first_bound(tables: Tables) -> Claim:
-    shape, rows = largest(tables)
+    shape, rows = largest_ladder(tables)
     last = rows.loc[LAST]
     return {"bound": last["bound_ms"], "size": shape.size} if last["bound_ms"] < last["wall_ms"] else None
 
 
 def first_start(tables: Tables) -> Claim:
-    rows = largest(tables)[1]
+    rows = largest_ladder(tables)[1]
     left = _faster(rows, LAST, "sdpa")
     return {"start": rows.loc["sdpa", "wall_ms"], "left": left} if left > 1 + LEAST_GAIN else None
 
 
-def change_matmul(tables: Tables) -> Claim:
-    shape, _ = largest(tables)
+def rung_matmul(tables: Tables) -> Claim:
+    shape, _ = largest_ladder(tables)
     share = shares(tables["ladder.kernels"], shape, "fp32")["matrix multiply"]
     return {"share": share, "size": shape.size} if share > 0.5 else None
 
 
-def change_optimizer(tables: Tables) -> Claim:
+def rung_optimizer(tables: Tables) -> Claim:
     """AdamW's share where all before it is fast; bf16 weights then gain something."""
-    shape, rows = largest(tables)
+    shape, rows = largest_ladder(tables)
     share = shares(tables["ladder.kernels"], shape, "blocks")["optimizer"]
     pays = (gain(rows, "bf16_weights") or 0) > 1
     return {"share": share, "size": shape.size} if share > 0.15 and pays else None
 
 
-def change_graph(tables: Tables) -> Claim:
-    """The largest size up to which the CUDA graph gains more than any other change, unlike at the next."""
+def rung_graph(tables: Tables) -> Claim:
+    """The largest size up to which the CUDA graph gains most of all optimizations, unlike at the next."""
     found = None
     for shape, rows in at_context(tables).items():
-        gains = {change: gain(rows, change) or 1 for change in CHANGES[1:]}
-        if max(gains, key=lambda change: gains[change]) != "cuda_graph":
+        gains = {rung: gain(rows, rung) or 1 for rung in CHANGES[1:]}
+        if max(gains, key=lambda rung: gains[rung]) != "cuda_graph":
             return found
         found = {"size": shape.size, "context": shape.context_length}
     return None
 
 
-def change_context(tables: Tables) -> Claim:
+def rung_context(tables: Tables) -> Claim:
     """At the longest context fused attention gains more than at the reference's, and bf16 weights less, at
-    every size of both; and what all changes give there in wall time."""
+    every size of both; and what all optimizations give there in wall time."""
     short, long = ({shape.size: rows for shape, rows in found.items()}
                    for found in (at_context(tables), at_longest(tables)))
     for size in short.keys() & long.keys():
-        attention, weights = ([gain(rows[size], change) or 1 for rows in (short, long)]
-                              for change in ("sdpa", "bf16_weights"))
+        attention, weights = ([gain(rows[size], rung) or 1 for rows in (short, long)]
+                              for rung in ("sdpa", "bf16_weights"))
         if attention[0] >= attention[1] or weights[0] <= weights[1]:
             return None
     together = pd.Series([all_of_them(rows, "wall_ms") for rows in long.values()]).dropna()
@@ -111,37 +111,37 @@ def change_context(tables: Tables) -> Claim:
     return {"context": context, "low": together.min(), "high": together.max()} if len(together) else None
 
 
-def beside_hugging_face(tables: Tables) -> Claim:
+def against_hugging_face(tables: Tables) -> Claim:
     """Our last step, which has bf16 weights and moments, beside Hugging Face's: faster at every shape."""
-    rows = beside_peers(tables)
-    faster = rows["peer_ms"] / rows["ours_ms"]
+    rows = with_baseline(tables)
+    faster = rows["baseline_ms"] / rows["ours_ms"]
     return {"low": faster.min(), "high": faster.max()} if faster.min() > 1 + LEAST_GAIN else None
 
 
-def peers_mask(tables: Tables) -> Claim:
-    """All peers run our attention's kernels, cuDNN's, for longer, and one kernel that makes a mask; and the
-    rest of their step takes as long as ours."""
-    rows, kernels = peer_attention(tables), tables["ladder.kernels"]
-    names = kernels.loc[kernels["family"] == "fused attention", "name"]
+def baseline_mask(tables: Tables) -> Claim:
+    """All baselines run our attention's kernels, cuDNN's, for longer, and one kernel that makes a mask; and
+    the remainder of their step takes as long as ours."""
+    rows, kernels = baseline_attention(tables), tables["ladder.kernels"]
+    names = select(kernels, family="fused attention")["name"]
     masks = kernels[kernels["name"].str.contains("bitwise_and")]
     cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*PEERS} and len(masks)
     low, without = rows["attention"].min(), rows["without"]
-    if not (cudnn and masked and low >= 1 + LEAST_GAIN and len(rows) == len(beside_peers(tables))):
+    if not (cudnn and masked and low >= 1 + LEAST_GAIN and len(rows) == len(with_baseline(tables))):
         return None
     found = {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
              "most": without.max(), "kernel": min(masks["name"], key=len)}
     return found if (without - 1).abs().max() < 0.05 else None
 
 
-def change_training(tables: Tables) -> Claim:
-    shape, off = trained(tables)
-    distance, seeds = loss_shift(off)
-    return {"size": shape.size, "steps": len(off)} if distance.reindex(CHANGES).max() < seeds else None
+def rungs_training(tables: Tables) -> Claim:
+    shape, shifts = trained(tables)
+    distance, seeds = loss_shift(shifts)
+    return {"size": shape.size, "steps": len(shifts)} if distance.reindex(CHANGES).max() < seeds else None
 
 
 def attention_step(tables: Tables) -> Claim:
     """What fused attention gives the whole step, at the longest context of the largest size."""
-    size = largest(tables)[0].size
+    size = largest_ladder(tables)[0].size
     shape, rows = [(shape, rows) for shape, rows in ladders(tables).items() if shape.size == size][-1]
     found = gain(rows, "sdpa") or 0
     return {"size": size, "gain": found, "context": shape.context_length} if found > 1 else None
@@ -149,7 +149,7 @@ def attention_step(tables: Tables) -> Claim:
 
 def graph_small(tables: Tables) -> Claim:
     """The CUDA graph over compiled blocks at the smallest size, where these wait for launches."""
-    shape, rows = smallest(tables)
+    shape, rows = smallest_ladder(tables)
     found, waits = _faster(rows, "cuda_graph", "blocks"), rows.loc["blocks", "busy"] < LAUNCH_BOUND
     return {"size": shape.size, "gain": found} if waits and found > 1.5 else None
 
@@ -157,8 +157,8 @@ def graph_small(tables: Tables) -> Claim:
 def graph_large(tables: Tables) -> Claim:
     """At the largest size the CUDA graph gains nothing: it runs into the power cap, and the same kernels take
     longer at a lower clock."""
-    shape, rows = largest(tables)
-    own, limit = climbed(rows, ["blocks", "cuda_graph"]), tables["ladder.results"]["power_limit_w"].median()
+    shape, rows = largest_ladder(tables)
+    own, limit = timed(rows, ["blocks", "cuda_graph"]), tables["ladder.results"]["power_limit_w"].median()
     if len(own) < 2 or gain(rows, "cuda_graph") or own["power_w"].iloc[1] < 0.95 * limit:
         return None
     before, after = own["gpu_ms"]
@@ -179,7 +179,7 @@ def clock_apart(tables: Tables) -> Claim:
     into the power limit."""
     limit, found = tables["ladder.results"]["power_limit_w"].median(), []
     for shape, rows in ladders(tables).items():
-        own = climbed(rows, ["blocks", "cuda_graph"])
+        own = timed(rows, ["blocks", "cuda_graph"])
         if len(own) == 2 and own["operations"].nunique() == 1 and own["power_w"].iloc[1] > 0.95 * limit:
             found.append({"size": shape.size, "context": shape.context_length,
                           "operations": int(own["operations"].iloc[0]),
@@ -189,7 +189,7 @@ def clock_apart(tables: Tables) -> Claim:
 
 
 def precision_masters(tables: Tables) -> Claim:
-    found = gain(largest(tables)[1], "bf16_weights") or 0
+    found = gain(largest_ladder(tables)[1], "bf16_weights") or 0
     return {"gain": found} if found > 1 else None
 
 
@@ -213,7 +213,7 @@ def fp8_small_batch(tables: Tables) -> Claim:
     """At the smallest batch FP8 is not faster, and at the largest size quantizing adds what matmuls save."""
     first = by_batch(tables).groupby("size", sort=False).head(1)
     row = first.loc[first["bf16_ms"].idxmax()]
-    own = tables["ladder.kernels"].merge(row[PLACE].to_frame().T)
+    own = select(tables["ladder.kernels"], row[PLACE])
     times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
         index="matmul", columns="change", values="gpu_ms", aggfunc="sum")
     more = times["fp8"] - times[LAST]
@@ -233,7 +233,7 @@ def fp8_large_batch(tables: Tables) -> Claim:
 
 def fp8_gradient(tables: Tables) -> Claim:
     """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both."""
-    rows = [(shape, rows) for shape, rows in ladders(tables).items() if "fp8" in climbed(rows, ["fp8"]).index]
+    rows = [(shape, rows) for shape, rows in ladders(tables).items() if "fp8" in timed(rows, ["fp8"]).index]
     shape, own = rows[-1]
     found = {"size": shape.size, "fp8": own.loc["fp8", "gradient_off"], "bf16": own.loc[LAST, "gradient_off"]}
     return found if found["fp8"] > 2 * found["bf16"] else None
@@ -242,7 +242,7 @@ def fp8_gradient(tables: Tables) -> Claim:
 def fp8_training(tables: Tables) -> Claim:
     """How far FP8's loss is from bf16's at most, over the steps of both at the largest batch."""
     curves = tables["ladder.curves"]
-    own = curves[curves["batch_size"] == curves.loc[curves["change"] == "fp8", "batch_size"].max()]
+    own = select(curves, batch_size=select(curves, change="fp8")["batch_size"].max())
     losses = own.pivot_table(index="step", columns="change", values="loss")
     found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
              "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
@@ -252,8 +252,8 @@ def fp8_training(tables: Tables) -> Claim:
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
     large matmul after another reaches under the same cap."""
-    steps, results = tables["ladder.steps"], tables["ladder.results"].dropna(subset="kept_up_tflops")
-    row = steps[(steps["change"] == FILLED) & steps["wall_ms"].notna()].sort_values("mfu").iloc[-1]
+    row = select(tables["ladder.steps"], change=FILLED, wall_ms=pd.Series.notna).sort_values("mfu").iloc[-1]
+    results = tables["ladder.results"].dropna(subset="kept_up_tflops")
     rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
     return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
             "mfu": row["mfu"], "at_clock": row["mfu_at_clock"], "clock": row["sm_clock_mhz"],
@@ -264,9 +264,9 @@ def filled(tables: Tables) -> Claim:
 
 def power(tables: Tables) -> Claim:
     """The largest size's CUDA graph and what follows it run into the power limit, at lower clocks."""
-    shape, rows = largest(tables)
-    limit, full = tables["ladder.results"]["power_limit_w"].median(), climbed(rows)["sm_clock_mhz"].max()
-    capped = climbed(rows).loc["cuda_graph":]
+    shape, rows = largest_ladder(tables)
+    limit, full = tables["ladder.results"]["power_limit_w"].median(), timed(rows)["sm_clock_mhz"].max()
+    capped = timed(rows).loc["cuda_graph":]
     clocks = capped["sm_clock_mhz"]
     if capped["power_w"].min() < 0.95 * limit or clocks.max() >= 0.97 * full:
         return None

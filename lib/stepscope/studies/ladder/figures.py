@@ -12,21 +12,21 @@ from stepscope.studies.ladder.tables import (
     LAST,
     NAMES,
     by_batch,
-    climbed,
-    largest,
+    largest_ladder,
     loss_shift,
     pays_from,
+    timed,
     trained,
 )
 
 
 @style.look()
 def ladder(tables: Tables) -> Figure | None:
-    """Each change's step and the best peer's on one logarithmic axis; as a line what FLOPs and bytes take."""
-    shape, rows = largest(tables)
-    own = climbed(rows)
-    peer = climbed(rows, PEERS).nsmallest(1, "wall_ms")
-    walls, last = pd.concat([own, peer])["wall_ms"], own.iloc[-1]
+    """Each rung's step and the best baseline's on a logarithmic axis; as a line what FLOPs and bytes take."""
+    shape, rows = largest_ladder(tables)
+    own = timed(rows)
+    baseline = timed(rows, PEERS).nsmallest(1, "wall_ms")
+    walls, last = pd.concat([own, baseline])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]
     drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
                          f" {number(first / end, 'x')} faster", height=1.5 + 0.3 * len(walls))
@@ -34,12 +34,12 @@ def ladder(tables: Tables) -> Figure | None:
     axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -1.5),
              xlabel="milliseconds a step, logarithmic")
     axes.hlines(places, axes.get_xlim()[0], walls, color=GRID, linewidth=1.2, zorder=1)
-    axes.scatter(walls, places, color=[ORANGE if change in PEERS else BLUE for change in walls.index], s=36,
+    axes.scatter(walls, places, color=[ORANGE if rung in PEERS else BLUE for rung in walls.index], s=36,
                  zorder=3)
     for place, wall in zip(places, walls):
         axes.annotate(number(wall, "ms"), (wall, place), xytext=(7, 0), textcoords="offset points",
                       va="center")
-    axes.set_yticks(places, [NAMES[change] for change in walls.index])
+    axes.set_yticks(places, [NAMES[rung] for rung in walls.index])
     axes.grid(False, axis="y")
     if pd.notna(bound := last["bound_ms"]):
         axes.vlines(bound, -1.3, len(walls), color=INK, linewidth=1.2, linestyle="--", zorder=1)
@@ -73,19 +73,20 @@ def fp8(tables: Tables) -> Figure | None:
 
 @style.look()
 def ladder_training(tables: Tables) -> Figure | None:
-    """Each change's loss minus fp32's of the same weights; grey: fp32's of another seed."""
-    _, off = trained(tables)
-    distance, seeds = loss_shift(off)
-    changes = [change for change in CHANGES if change in distance.index]
-    within = distance[changes].max() < seeds
+    """Each rung's loss minus fp32's of the same weights; grey: fp32's of another seed."""
+    _, shifts = trained(tables)
+    distance, seeds = loss_shift(shifts)
+    rungs = [rung for rung in CHANGES if rung in distance.index]
+    within = distance[rungs].max() < seeds
     drawn, axes = figure("On average every change moves the loss less than another seed does" if within
                          else "How far each change moves the loss")
-    first, *others = off["fp32"].columns
-    axes.plot(off["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
-    axes.plot(off[[(change, first) for change in changes]], color=BLUE, linewidth=1)
+    first, *others = shifts["fp32"].columns
+    axes.plot(shifts["fp32"][others], color=style.FILL, linewidth=3, zorder=1)
+    axes.plot(shifts[[(rung, first) for rung in rungs]], color=BLUE, linewidth=1)
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.set(xlabel="step (means of ten)", ylabel="loss minus fp32's, nats")
-    ends = {"other seeds": off["fp32"][others].iloc[-1].max(), "every change": off[LAST, first].iloc[-1]}
-    label_ends(axes, {name: (off.index[-1], at) for name, at in ends.items()},
+    ends = {"other seeds": shifts["fp32"][others].iloc[-1].max(),
+            "every change": shifts[LAST, first].iloc[-1]}
+    label_ends(axes, {name: (shifts.index[-1], at) for name, at in ends.items()},
                {"other seeds": MUTED, "every change": BLUE})
     return drawn

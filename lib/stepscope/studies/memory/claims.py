@@ -4,16 +4,13 @@ import pandas as pd
 from stepscope.config import SIZES
 from stepscope.model.accounting import GIB, MIB
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import chosen, reference
+from stepscope.report.shapes import PLAIN, SHAPE, largest, reference, select
 from stepscope.stats import SAME
 from stepscope.studies.memory.tables import (
-    PLAIN,
     begins_backward,
     nested,
-    of_largest,
     one_level,
     usual,
-    where,
 )
 
 
@@ -28,7 +25,7 @@ def _allocated(tables: Tables, what: str) -> tuple[pd.DataFrame, pd.Series]:
     return rows, rows["mib"] * rows["count"]
 
 
-def _where(row: pd.Series) -> dict:
+def _shape(row: pd.Series) -> dict:
     return {"size": row["size"], "context": row["context_length"]}
 
 
@@ -37,16 +34,16 @@ def peak_parts(tables: Tables) -> Claim:
     row = _peak(tables, "step")
     if not begins_backward(row) or row["saved_for_backward_gib"] < row["weights_gib"]:
         return None
-    return _where(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
+    return _shape(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
                           "state": row["optimizer_state_gib"], "saved": row["saved_for_backward_gib"]}
 
 
 def peak_of_optimizer(tables: Tables) -> Claim:
     """Up to which context the plain step's peak is AdamW's, in fp32 and in bf16; beyond, it is not."""
-    rows = of_largest(where(tables["memory.peaks"], mode="step", phase="whole", status="ok", **PLAIN))
+    rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="whole", status="ok", size=largest)
     found = {}
     for precision in ("fp32", "bf16"):
-        own = where(rows, precision=precision).sort_values("context_length")
+        own = select(rows, precision=precision).sort_values("context_length")
         adamw = own["peak_in"].eq("optimizer")
         if not adamw.any() or adamw.all() or not adamw.is_monotonic_decreasing:
             return None
@@ -65,14 +62,14 @@ def checkpoint_gain(tables: Tables) -> Claim:
     """What a checkpoint around every block takes off the peak of forward and backward, and costs; larger
     groups of blocks keep more."""
     rows = one_level(tables)
-    rows = where(rows, context_length=rows["context_length"].min()).set_index("arrangement")
+    rows = select(rows, context_length=min).set_index("arrangement")
     one, none = rows.loc["every 1"], rows.loc["none"]
     less, more = 1 - one["peak_gib"] / none["peak_gib"], one["gpu_ms"] / none["gpu_ms"] - 1
     groups = rows[rows["blocks_per_checkpoint"] > 0].sort_values("blocks_per_checkpoint")
     some = groups.iloc[len(groups) // 2]
     if less < SAME or more < SAME or not groups["peak_gib"].is_monotonic_increasing:
         return None
-    return _where(one) | {"less": less, "more": more, "one": one["peak_gib"], "group": some["peak_gib"],
+    return _shape(one) | {"less": less, "more": more, "one": one["peak_gib"], "group": some["peak_gib"],
                           "blocks": int(some["blocks_per_checkpoint"])}
 
 
@@ -80,13 +77,13 @@ def checkpoint_best(tables: Tables) -> Claim:
     """2026: at the longest context, where a step without checkpoints does not fit, one block a checkpoint
     needs least, and larger groups keep more."""
     rows = one_level(tables)
-    rows = where(rows, context_length=rows["context_length"].max()).set_index("arrangement")
-    some = where(rows.drop(index="none"), status="ok")
+    rows = select(rows, context_length=max).set_index("arrangement")
+    some = select(rows.drop(index="none"), status="ok")
     peaks, blocks = some["peak_gib"].tolist(), some["blocks_per_checkpoint"].astype(int).tolist()
     fits = rows.loc["none", "status"] != "oom"
     if fits or blocks[0] != 1 or peaks != sorted(peaks) or peaks[1] < (1 + SAME) * peaks[0]:
         return None
-    return _where(some.iloc[0]) | {"least": peaks[0], "next": peaks[1], "next_blocks": blocks[1],
+    return _shape(some.iloc[0]) | {"least": peaks[0], "next": peaks[1], "next_blocks": blocks[1],
                                    "most": peaks[-1], "most_blocks": blocks[-1]}
 
 
@@ -95,26 +92,26 @@ def checkpoint_least(tables: Tables) -> Claim:
     if checkpoint_best(tables):
         return None
     rows = one_level(tables)
-    rows = where(rows, context_length=rows["context_length"].max(), status="ok")
+    rows = select(rows, context_length=max, status="ok")
     least = rows.loc[rows["peak_gib"].idxmin()]
-    return _where(least) | {"arrangement": least["arrangement"], "least": least["peak_gib"]}
+    return _shape(least) | {"policy": least["arrangement"], "least": least["peak_gib"]}
 
 
 def memory_formula(tables: Tables) -> Claim:
     """How far the formula is at most, under 1 KiB, from what the program asked for, in all that was recorded,
     none compiled."""
-    rows = where(tables["memory.peaks"], phase="whole", status="ok")
-    off = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
-    if off.max() > 1024:
+    rows = select(tables["memory.peaks"], phase="whole", status="ok")
+    beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
+    if beyond.max() > 1024:
         return None
-    return {"most": int(off.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
-            "exact": int((off == 0).sum())}
+    return {"most": int(beyond.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
+            "exact": int((beyond == 0).sum())}
 
 
 def peak_reserved(tables: Tables) -> Claim:
     """How much more than its peak a plain full step reserves: at least, at most, and with expandable
     segments."""
-    rows = where(tables["memory.peaks"], mode="step", phase="whole", status="ok")
+    rows = select(tables["memory.peaks"], mode="step", phase="whole", status="ok")
     more = rows["reserved_gib"] / rows["peak_gib"] - 1
     segments = more[rows["expandable_segments"]].max()
     plain = more[~rows["expandable_segments"].astype(bool)]
@@ -124,17 +121,17 @@ def peak_reserved(tables: Tables) -> Claim:
 
 def graph_reserved(tables: Tables) -> Claim:
     """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared."""
-    rows = of_largest(where(chosen(tables["ladder.steps"], status="ok"), change="cuda_graph"))
-    row = rows[rows["context_length"] == reference(rows)].iloc[0]
-    held = {"reserved": row["reserved_gib"], "peak": row["peak_gib"]}
-    return _where(row) | held if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] else None
+    row = select(tables["ladder.steps"], SHAPE, status="ok", change="cuda_graph", size=largest,
+                 context_length=reference).iloc[0]
+    found = {"reserved": row["reserved_gib"], "peak": row["peak_gib"]}
+    return _shape(row) | found if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] else None
 
 
 def answer_timeline_forward(tables: Tables) -> Claim:
     """(a): forward alone saves nothing, so that it holds little beside its weights."""
     row = _peak(tables, "forward", "forward")
     share = row["weights_gib"] / row["peak_gib"]
-    found = _where(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
+    found = _shape(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
                            "temporaries": row["temporaries_gib"]}
     return found if share > 0.9 and row["saved_for_backward_gib"] == 0 else None
 
@@ -143,7 +140,7 @@ def _stages(tables: Tables) -> tuple[dict, bool]:
     """The peaks of the usual step's stages, and whether they are of about the same height."""
     rows = {phase: _peak(tables, "step", phase) for phase in ("forward", "backward", "optimizer")}
     heights = {phase: row["peak_gib"] for phase, row in rows.items()}
-    return _where(rows["forward"]) | heights, min(heights.values()) > 0.9 * max(heights.values())
+    return _shape(rows["forward"]) | heights, min(heights.values()) > 0.9 * max(heights.values())
 
 
 def answer_timeline(tables: Tables) -> Claim:
@@ -161,22 +158,22 @@ def answer_timeline_apart(tables: Tables) -> Claim:
 def snapshot_kept(tables: Tables) -> Claim:
     """The run that kept a snapshot for PyTorch's viewer."""
     runs = tables["runs"]
-    run = where(runs[runs["keep_snapshot"].eq(True)], study="memory", status="ok").iloc[0]
-    return _where(run) | {"path": f"memory/{run['run_id']}/snapshot.pickle"}
+    run = select(runs[runs["keep_snapshot"].eq(True)], study="memory", status="ok").iloc[0]
+    return _shape(run) | {"path": f"memory/{run['run_id']}/snapshot.pickle"}
 
 
 def peaks_out(tables: Tables) -> Claim:
     """(b): the shortest context at which the full step does not fit, and forward does."""
-    rows = of_largest(where(tables["memory.peaks"], phase="whole", precision="fp32", **PLAIN))
-    out = where(rows, mode="step", status="oom").sort_values("context_length").iloc[0]
-    forward = where(rows, mode="forward", status="ok", context_length=out["context_length"]).iloc[0]
-    return _where(out) | {"need": out["predicted_gib"], "forward": forward["peak_gib"]}
+    rows = select(tables["memory.peaks"], PLAIN, phase="whole", precision="fp32", size=largest)
+    out = select(rows, mode="step", status="oom").sort_values("context_length").iloc[0]
+    forward = select(rows, mode="forward", status="ok", context_length=out["context_length"]).iloc[0]
+    return _shape(out) | {"need": out["predicted_gib"], "forward": forward["peak_gib"]}
 
 
 def peaks_rounding(tables: Tables) -> Claim:
     """(b): a longer context that needs less, though its tensors need no less: the allocator rounds less."""
-    rows = of_largest(where(tables["memory.peaks"], mode="step", phase="whole", status="ok", precision="fp32",
-                            **PLAIN)).sort_values("context_length")
+    rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="whole", status="ok", precision="fp32",
+                  size=largest).sort_values("context_length")
     short, long = rows.iloc[0], rows.iloc[1]
     if short["peak_gib"] <= long["peak_gib"] or short["requested_gib"] > long["requested_gib"]:
         return None
@@ -188,7 +185,7 @@ def answer_mixed_memory(tables: Tables) -> Claim:
     """(c): forward's and the full step's peak in both precisions."""
     found = {f"{mode}_{precision}": _peak(tables, mode, precision=precision)["peak_gib"]
              for mode in ("forward", "step") for precision in ("fp32", "bf16")}
-    return _where(_peak(tables, "step")) | found
+    return _shape(_peak(tables, "step")) | found
 
 
 def mixed_memory_why(tables: Tables) -> Claim:
@@ -206,10 +203,10 @@ def mixed_memory_why(tables: Tables) -> Claim:
 
 def mixed_memory_long(tables: Tables) -> Claim:
     """(c): at the longest context at which both fit, what autocast takes off the full step's peak."""
-    rows = of_largest(where(tables["memory.peaks"], mode="step", phase="whole", status="ok", **PLAIN))
-    wide = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
-    less = 1 - wide["bf16"] / wide["fp32"]
-    found = {"context": int(wide.index[-1]), "less": less.iloc[-1], "low": wide["bf16"].iloc[-1]}
+    rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="whole", status="ok", size=largest)
+    pivoted = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
+    less = 1 - pivoted["bf16"] / pivoted["fp32"]
+    found = {"context": int(pivoted.index[-1]), "less": less.iloc[-1], "low": pivoted["bf16"].iloc[-1]}
     return found if less.iloc[-1] > SAME else None
 
 
@@ -217,7 +214,7 @@ def answer_residual(tables: Tables) -> Claim:
     """(d): one tensor of the residual stream, derived."""
     row = usual(tables["memory.peaks"], phase="whole").iloc[0]
     width = SIZES[row["size"]].d_model
-    return _where(row) | {"batch": row["batch_size"], "d_model": width,
+    return _shape(row) | {"batch": row["batch_size"], "d_model": width,
                           "mib": row["batch_size"] * row["context_length"] * width * 4 / MIB}
 
 
@@ -245,7 +242,7 @@ def answer_largest_other(tables: Tables) -> Claim:
 def block_saves(tables: Tables) -> Claim:
     """2026 (f): what one block saves for backward, and how much of it the five largest places make."""
     rows, sums = _allocated(tables, "saved by a block")
-    return _where(rows.iloc[0]) | {"saved": sums.sum(), "tensors": int(rows["count"].sum()),
+    return _shape(rows.iloc[0]) | {"saved": sums.sum(), "tensors": int(rows["count"].sum()),
                                    "five": sums.nlargest(5).sum() / sums.sum()}
 
 
@@ -265,16 +262,16 @@ def _in_block(size: str) -> int:
 
 
 def nested_least(tables: Tables) -> Claim:
-    """2026: the arrangement that needs least over the most blocks."""
+    """2026: the checkpoint policy that needs least over the most blocks."""
     rows = nested(tables)
-    least = rows.loc[where(rows, blocks=rows["blocks"].max())["beyond_gib"].idxmin()]
-    return {"arrangement": least["arrangement"], "blocks": int(least["blocks"]),
+    least = rows.loc[select(rows, blocks=max)["beyond_gib"].idxmin()]
+    return {"policy": least["arrangement"], "blocks": int(least["blocks"]),
             "beyond": least["beyond_gib"]}
 
 
 def nested_start(tables: Tables) -> Claim:
     """2026: reaching every block anew from the first input keeps memory the same, whatever their number."""
-    rows = where(nested(tables), arrangement="from the start").sort_values("blocks")
+    rows = select(nested(tables), arrangement="from the start").sort_values("blocks")
     few, many = rows.iloc[0], rows.iloc[-1]
     runs = many["blocks"] + many["blocks"] * (many["blocks"] + 1) / 2
     if many["beyond_gib"] > 1.1 * few["beyond_gib"] or many["block_runs"] != runs:
@@ -285,7 +282,7 @@ def nested_start(tables: Tables) -> Claim:
 
 def answer_10b(tables: Tables) -> Claim:
     """2026: a full step of the largest size does not fit, by its state alone; how far what is less goes."""
-    rows = where(tables["memory.checkpoints"], size="10B")
+    rows = select(tables["memory.checkpoints"], size="10B")
     shape, vocab = SIZES["10B"], int(rows["vocab_size"].iloc[0])
     parameters = shape.num_layers * _in_block("10B") + 2 * vocab * shape.d_model + shape.d_model
     state, device = 16 * parameters / GIB, tables["runs"]["machine_gpu_memory_gib"].max()
@@ -295,9 +292,9 @@ def answer_10b(tables: Tables) -> Claim:
 
 def reach_10b_best(tables: Tables) -> Claim:
     """The longest contexts at which forward, and forward and backward, of it fit."""
-    rows = where(tables["memory.checkpoints"], size="10B", status="ok")
+    rows = select(tables["memory.checkpoints"], size="10B", status="ok")
     longest = rows.groupby("mode")["context_length"].max()
-    both = where(rows, mode="forward_backward", context_length=longest["forward_backward"])
+    both = select(rows, mode="forward_backward", context_length=longest["forward_backward"])
     if (both["arrangement"] == "none").any():
         return None
     return {"forward": int(longest["forward"]), "both": int(longest["forward_backward"]),

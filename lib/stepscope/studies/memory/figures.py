@@ -8,9 +8,10 @@ from stepscope.config import PHASES, StepConfig
 from stepscope.model.accounting import GIB, peak
 from stepscope.report import style
 from stepscope.report.schemas import Tables
+from stepscope.report.shapes import select
 from stepscope.report.style import BLUE, INK, MUTED, ORANGE, PAPER, figure
 from stepscope.report.tables import number
-from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual, where
+from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual
 
 COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
@@ -31,8 +32,8 @@ def memory_timeline(tables: Tables) -> Figure | None:
         one = usual(lines).iloc[0]
     except LookupError:  # a notebook's own run, of another configuration
         one = lines.iloc[0]
-    rows, peaks = (where(frame, **one[[*CONFIG]].to_dict()) for frame in (lines, tables["memory.peaks"]))
-    wholes = where(peaks, phase="whole").set_index("mode")
+    rows, peaks = (select(frame, **one[[*CONFIG]].to_dict()) for frame in (lines, tables["memory.peaks"]))
+    wholes = select(peaks, phase="whole").set_index("mode")
     modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
     last = wholes.loc[modes[-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
@@ -98,26 +99,23 @@ def memory_peak(tables: Tables) -> Figure:
     """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
     longer."""
     one = usual(tables["memory.peaks"], phase="whole").iloc[0].to_dict()
-    largest, context = one["size"], one["context_length"]
-    sizes = NAMED[:NAMED.index(largest) + 1] if largest in NAMED else (largest,)
-    shapes = [*((size, context) for size in sizes), (largest, 2 * context), (largest, 4 * context)]
+    size, context = one["size"], one["context_length"]
+    sizes = NAMED[:NAMED.index(size) + 1] if size in NAMED else (size,)
+    shapes = [*((name, context) for name in sizes), (size, 2 * context), (size, 4 * context)]
     fields = {name: one[name] for name in CONFIG if name != "expandable_segments"}
     configs = [StepConfig(**fields | {"size": size, "context_length": length, "device": "cpu"})
                for size, length in shapes]
     tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{largest}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
+    drawn, axis = figure(f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
                          f" grows with the context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
-    left = np.zeros(len(tops))
-    for kind, color in COLORS.items():
-        held = np.array([top.kinds[kind] / GIB for top in tops])
-        shown = held.max() > 0.01 * max(top.allocated for top in tops) / GIB
-        axis.barh(range(len(tops)), held, left=left, color=color, height=0.7, label=kind if shown else None)
-        left += held
-    axis.set_yticks(range(len(tops)), [f"{size}, {length:,}" for size, length in shapes])
-    axis.invert_yaxis()
+    parts = pd.DataFrame({kind: [top.kinds[kind] / GIB for top in tops] for kind in COLORS},
+                         [f"{name}, {length:,}" for name, length in shapes])
+    left = parts.sum(axis=1).to_numpy()
+    named = {kind: color for kind, color in COLORS.items() if parts[kind].max() > 0.01 * left.max()}
+    style.stacked_bars(axis, parts, named)
     plain = usual(tables["memory.peaks"], phase="whole", mode="step").iloc[0]
-    recorded = where(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
+    recorded = select(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
     ran_out = {(row["size"], row["context_length"]) for row in recorded.to_dict("records")
                if row["status"] == "oom"}
     for row, (end, top, shape) in enumerate(zip(left, tops, shapes)):
@@ -125,9 +123,8 @@ def memory_peak(tables: Tables) -> Figure:
         axis.annotate(number(top.allocated / GIB, "") + " runs out" * out, (end, row), xytext=(4, 0),
                       textcoords="offset points", va="center")
         if out:
-            axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.7)
+            axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.66)
     axis.set_xlim(0, left.max() * 1.3)
     axis.set_xlabel(f"predicted peak of a full step in {NAMES[one['precision']]}, GiB")
     axis.legend(loc="upper right")
-    axis.grid(visible=False)
     return drawn

@@ -8,7 +8,7 @@ import pandera.pandas as pa
 from stepscope.config import PHASES, SIZES
 from stepscope.model.accounting import GIB, KINDS
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, chosen, reference
+from stepscope.report.shapes import MODES, PLAIN, SHAPE, largest, reference, select
 from stepscope.report.tables import headed, table
 from stepscope.studies.memory.config import Config
 
@@ -61,16 +61,6 @@ def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.Data
     return {f"memory.{name}": frame.assign(**fields) for name, frame in frames.items()}
 
 
-PLAIN = {"attention": "naive", "optimizer": "foreach", "expandable_segments": False}
-
-
-def of_largest(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the largest size."""
-    order = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}
-    sizes = frame["size"].map(order).fillna(0)
-    return frame[sizes == sizes.max()]
-
-
 def usual(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
     """The rows that sentences speak of: the largest size's plain fp32 step (but for ``fields``) at the
     context at which sizes are compared.
@@ -78,21 +68,7 @@ def usual(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
     Raises:
         LookupError: there are none.
     """
-    rows = of_largest(chosen(frame, **PLAIN | {"precision": "fp32"} | fields))
-    return rows[rows["context_length"] == reference(rows)]
-
-
-def where(frame: pd.DataFrame, **fields: object) -> pd.DataFrame:
-    """The rows in which columns have these values.
-
-    Raises:
-        LookupError: there are none.
-    """
-    for name, value in fields.items():
-        frame = frame[frame[name] == value]
-    if frame.empty:
-        raise LookupError(f"no rows with {fields}")
-    return frame
+    return select(frame, PLAIN, **{"precision": "fp32"} | fields, size=largest, context_length=reference)
 
 
 def begins_backward(whole: pd.Series) -> bool:
@@ -109,12 +85,11 @@ def one_level(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: it was not measured.
     """
-    rows = where(tables["memory.checkpoints"], mode="forward_backward")
-    rows = rows[rows["blocks_per_checkpoint"].notna()]
+    rows = select(tables["memory.checkpoints"], mode="forward_backward",
+                  blocks_per_checkpoint=pd.Series.notna)
     settings = rows.groupby("size")["arrangement"].transform("nunique")  # 10B has two
-    rows = of_largest(rows[settings == settings.max()])
-    return where(rows.sort_values(["context_length", "blocks_per_checkpoint"],
-                                  key=lambda numbers: numbers.replace(0, 1e9)))
+    rows = select(rows[settings == settings.max()], size=largest)
+    return select(rows.sort_values("blocks_per_checkpoint", key=lambda numbers: numbers.replace(0, 1e9)))
 
 
 def nested(tables: Tables) -> pd.DataFrame:
@@ -123,9 +98,9 @@ def nested(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: none was measured.
     """
-    rows = where(tables["memory.checkpoints"], mode="forward_backward", status="ok")
-    rows = rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"])
-    return where(rows[rows["expected_kept_gib"].notna()])
+    rows = select(tables["memory.checkpoints"], mode="forward_backward", status="ok",
+                  expected_kept_gib=pd.Series.notna)
+    return rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"])
 
 
 # -- what chapters print -------------------------------------------------------------------------------------
@@ -134,7 +109,7 @@ HEADINGS = {
     "context_length": "context", "gpu_ms": "GPU time, ms", "blocks_per_checkpoint": "blocks a checkpoint",
     "expected_kept_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
     "block_runs": "blocks run, n", "mib": "each, MiB", "share": "of all, %", "line": "made by",
-    "source": "code", "off": "requested beyond formula, B", "less": "less, %"}
+    "source": "code", "beyond": "requested beyond formula, B", "less": "less, %"}
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
@@ -143,29 +118,28 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 def handout_peaks(tables: Tables) -> pd.DataFrame:
     """(b), (c): peak by context, mode and precision; what ran out of memory is empty."""
-    rows = of_largest(where(tables["memory.peaks"], phase="whole", **PLAIN))
-    wide = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
-    wide = wide[[key for key in product(MODES, ("fp32", "bf16")) if key in wide]]
-    wide.columns = [f"{MODES[mode]}, {precision}" for mode, precision in wide.columns]
+    rows = select(tables["memory.peaks"], PLAIN, phase="whole", size=largest)
+    pivoted = rows.pivot(index="context_length", columns=["mode", "precision"], values="peak_gib")
+    pivoted = pivoted[[key for key in product(MODES, ("fp32", "bf16")) if key in pivoted]]
+    pivoted.columns = [f"{MODES[mode]}, {precision}" for mode, precision in pivoted.columns]
     out = " –: out of memory." if (rows["status"] == "oom").any() else ""
-    return table(wide.rename_axis("context"), unit="GiB", note=(
+    return table(pivoted.rename_axis("context"), unit="GiB", note=(
         f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"))
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
     """What is held at the peak of each phase of a full step, and of forward alone."""
-    rows = where(usual(tables["memory.peaks"]), status="ok")
-    rows = rows[~rows["phase"].isin(["whole", "loss"])]
+    rows = usual(tables["memory.peaks"], status="ok", phase=["forward", "backward", "optimizer"])
     names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
-    wide = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
-    return table(wide[wide.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
+    pivoted = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
+    return table(pivoted[pivoted.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
 
 
 def stage_peaks(tables: Tables) -> pd.DataFrame:
     """(a): the peak of each stage of the full step by context and precision, and what the whole reserves."""
-    rows = of_largest(where(tables["memory.peaks"], mode="step", status="ok", **PLAIN))
+    rows = select(tables["memory.peaks"], PLAIN, mode="step", status="ok", size=largest)
     stages = rows.pivot(index=["context_length", "precision"], columns="phase", values="peak_gib")
-    whole = where(rows, phase="whole").set_index(["context_length", "precision"])
+    whole = select(rows, phase="whole").set_index(["context_length", "precision"])
     made = stages[[name for name in ("forward", "loss", "backward", "optimizer") if name in stages]]
     made = made.rename(columns=lambda name: f"{name}, GiB").assign(
         **{"peak in": whole["peak_in"], "rounding, GiB": whole["rounding_gib"],
@@ -174,7 +148,7 @@ def stage_peaks(tables: Tables) -> pd.DataFrame:
         f"Peaks of the full step's stages, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}."))
 
 
-def largest(tables: Tables) -> pd.DataFrame:
+def largest_allocations(tables: Tables) -> pd.DataFrame:
     """(e): the largest allocations of a forward pass, with the line that makes them."""
     rows = usual(tables["memory.allocations"], what="allocated in forward").sort_values("rank").head(6)
     return table(_headed(rows.rename(columns={"count": "how often"}), "mib", "how often", "region", "line",
@@ -205,14 +179,14 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
                              for fields in (without, with_it))
             rows.append((change, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
-        steps = of_largest(chosen(tables["ladder.steps"], status="ok"))
-        steps = steps[steps["context_length"] == reference(steps)].set_index("change")
+        steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
+        steps = steps.set_index("change")
         rows.append(("compiled blocks", "full step, bf16, fused attention and AdamW",
                      steps.loc["blocks", "context_length"], *steps.loc[["fused", "blocks"], "peak_gib"]))
     with suppress(LookupError):
         settings = one_level(tables)
         context = settings["context_length"].min()
-        peaks = where(settings, context_length=context).set_index("arrangement")["peak_gib"]
+        peaks = select(settings, context_length=context).set_index("arrangement")["peak_gib"]
         rows.append(("a checkpoint around each block", "forward and backward, bf16", context,
                      peaks["none"], peaks["every 1"]))
     found = pd.DataFrame(rows, columns=["change", "of", "context", "before_gib", "after_gib"])
@@ -224,13 +198,13 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
     """Time and peak by blocks a checkpoint, at each context."""
     rows = one_level(tables)
     blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
-    shown = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
+    printed = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
                     "peak_gib", "predicted_gib", "reserved_gib", "gpu_ms", "wall_ms", "status")
-    return table(shown, note=_measured(tables, rows))
+    return table(printed, note=_measured(tables, rows))
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
-    """Arrangements of checkpoints over the fewest and the most blocks."""
+    """Checkpoint policies over the fewest and the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
     return table(_headed(rows, "blocks", "arrangement", "expected_kept_gib", "beyond_gib", "block_runs",
@@ -239,7 +213,7 @@ def nested_checkpoints(tables: Tables) -> pd.DataFrame:
 
 def reach_10b(tables: Tables) -> pd.DataFrame:
     """How far the largest model runs on one GPU."""
-    rows = where(tables["memory.checkpoints"], size="10B")
+    rows = select(tables["memory.checkpoints"], size="10B")
     note = _measured(tables, rows)
     rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["arrangement"])
     rows = rows.sort_values("context_length", kind="stable")
@@ -266,14 +240,15 @@ def _measured(tables: Tables, rows: pd.DataFrame) -> str:
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:
     """Predicted, measured and reserved peaks of the modes that were recorded, the worst predicted first."""
-    rows = where(tables["memory.peaks"], phase="whole", status="ok")
-    off = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
-    rows = rows.assign(off=off.round().astype(int), mode=rows["mode"].map(MODES))
-    rows = rows.sort_values(["off", "peak_gib"], key=abs, ascending=False)
+    rows = select(tables["memory.peaks"], phase="whole", status="ok")
+    beyond = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
+    rows = rows.assign(beyond=beyond.round().astype(int), mode=rows["mode"].map(MODES))
+    rows = rows.sort_values(["beyond", "peak_gib"], key=abs, ascending=False)
     return table(_headed(rows, "size", "context_length", "mode", "precision", "attention",
-                         "expandable_segments", "peak_gib", "predicted_gib", "off", "reserved_gib"), rows=40)
+                         "expandable_segments", "peak_gib", "predicted_gib", "beyond", "reserved_gib"),
+                 rows=40)
 
 
 PRINTED = {one.__name__: one for one in (
-    handout_peaks, stage_peaks, peak_by_kind, largest, less_memory, checkpoint_settings, nested_checkpoints,
-    saved_by_block, reach_10b, formula_peaks)}
+    handout_peaks, stage_peaks, peak_by_kind, largest_allocations, less_memory, checkpoint_settings,
+    nested_checkpoints, saved_by_block, reach_10b, formula_peaks)}

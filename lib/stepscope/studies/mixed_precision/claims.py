@@ -1,18 +1,17 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
 
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import reference
 from stepscope.stats import LAUNCH_BOUND, LOST, SAME
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
-    beside_fp32,
+    context,
     gains,
     kinds,
-    losses_off,
+    loss_shift,
     numbers,
+    pivoted,
     trend,
-    whole,
-    wide,
+    with_fp32,
 )
 
 SUMS = {"fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "mixed": "fp16 into fp32",
@@ -25,7 +24,7 @@ def _gain(tables: Tables, precision: str) -> Claim:
     if len(found) < 2 or min(found.iloc[0], found.iloc[-1]) <= 1 + SAME:
         return None
     return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
-            "large_gain": found.iloc[-1], "context": reference(whole(tables))}
+            "large_gain": found.iloc[-1], "context": context(tables)}
 
 
 def tensor_cores(tables: Tables) -> Claim:
@@ -53,7 +52,7 @@ def answer_trend(tables: Tables) -> Claim:
     if len(found) < 2:
         raise LookupError("one size has no trend")
     return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
-            "large_gain": found.iloc[-1], "context": reference(whole(tables))}
+            "large_gain": found.iloc[-1], "context": context(tables)}
 
 
 def trend_why(tables: Tables) -> Claim:
@@ -65,23 +64,23 @@ def trend_why(tables: Tables) -> Claim:
 
 def precision_why(tables: Tables) -> Claim:
     found = trend(tables).iloc[-1]
-    step, slower = kinds(tables, str(found.name)), 1 / found["rest"]
+    step, slower = kinds(tables, str(found.name)), 1 / found["remainder"]
     if found["matmul"] > 2 and slower > 1 + SAME:
-        return {"size": found.name, "matmul": found["matmul"], "rest": slower,
+        return {"size": found.name, "matmul": found["matmul"], "remainder": slower,
                 "casts": step.loc["cast", "bf16"] / step["bf16"].sum()}
     return None
 
 
 def precision_launch(tables: Tables) -> Claim:
     """Shapes whose full step is GPU-bound in fp32 and launch-bound in bf16."""
-    rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["busy", "busy_fp32"])
+    rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["busy", "busy_fp32"])
     count = int(((rows["busy"] < LAUNCH_BOUND) & (rows["busy_fp32"] >= LAUNCH_BOUND)).sum())
     return {"count": count, "of": len(rows)} if count > 1 else None
 
 
 def precision_memory(tables: Tables) -> Claim:
     """How much bf16 lowers the full step's peak at most, and that it is nothing at the shortest context."""
-    rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["peak_gib", "peak_gib_fp32"])
+    rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["peak_gib", "peak_gib_fp32"])
     if rows.empty:
         raise LookupError("no shape has both")
     less = 1 - rows["peak_gib"] / rows["peak_gib_fp32"]
@@ -93,13 +92,13 @@ def precision_memory(tables: Tables) -> Claim:
 
 def answer_sums(tables: Tables) -> Claim:
     """The handout's four sums and bf16's."""
-    found = wide(tables, "sums")["result"]
+    found = pivoted(tables, "sums")["result"]
     return {name: f"{round(found[case], 4):g}" for name, case in SUMS.items()}
 
 
 def sums_why(tables: Tables) -> Claim:
     """An fp32 sum loses nothing of fp16 terms, casting them changes nothing, and a sum in fp16 loses more."""
-    found = wide(tables, "sums")
+    found = pivoted(tables, "sums")
     result = {name: found["result"][case] for name, case in SUMS.items()}
     exact = result["mixed"] == result["cast"] and found["adding"][SUMS["mixed"]] == 0
     return {"off": 10 - result["fp16"]} if exact and 10 - result["fp16"] > abs(10 - result["mixed"]) else None
@@ -107,39 +106,40 @@ def sums_why(tables: Tables) -> Claim:
 
 def sums_stall(tables: Tables) -> Claim:
     """bf16's sum ends at 4, where half the distance to the next number is more than the term."""
-    result = wide(tables, "sums")["result"][SUMS["bf16"]]
+    result = pivoted(tables, "sums")["result"][SUMS["bf16"]]
     return {"sum": f"{result:g}", "step": "1/32"} if result == 4 else None
 
 
 def answer_toy(tables: Tables) -> Claim:
     """Which tensors are fp32 under autocast, and which are in its type."""
-    found = wide(tables, "toy", "dtype")
-    kept = found.eq("fp32").all()
-    return {"kept": ", ".join(found.columns[kept]), "low": ", ".join(found.columns[~kept])}
+    found = pivoted(tables, "toy", "dtype")
+    exact = found.eq("fp32").all()
+    return {"exact": ", ".join(found.columns[exact]), "low": ", ".join(found.columns[~exact])}
 
 
 def toy_why(tables: Tables) -> Claim:
     """Under autocast on a GPU only what matmuls give is low."""
-    found = wide(tables, "toy", "dtype")
+    found = pivoted(tables, "toy", "dtype")
     matmuls = found[["first layer's output", "logits"]]
-    kept = found.drop(columns=matmuls.columns).eq("fp32").all(axis=None)
-    return {} if kept and matmuls.eq(found.index.to_series(), axis=0).all(axis=None) else None
+    exact = found.drop(columns=matmuls.columns).eq("fp32").all(axis=None)
+    return {} if exact and matmuls.eq(found.index.to_series(), axis=0).all(axis=None) else None
 
 
 def answer_norm(tables: Tables) -> Claim:
     """fp16's squares overflow and underflow, bf16's never; a running sum of them in bf16 is far off."""
-    lost, error = wide(tables, "norm lost"), wide(tables, "norm error")
+    lost, error = pivoted(tables, "norm lost"), pivoted(tables, "norm error")
     overflow = [scale for scale, share in lost["squares"]["fp16"].items() if share > LOST and scale >= 1]
-    off = error["variance by a running sum"]["bf16", 1.0]
+    relative_error = error["variance by a running sum"]["bf16", 1.0]
     small = [scale for scale, share in lost["squares"]["fp16"].items() if share > LOST and scale < 1]
-    if overflow and small and (lost.loc["bf16"] < LOST).all(axis=None) and off > 0.05:
-        return {"overflow": int(min(overflow)), "underflow": f"{max(small):g}", "terms": FEATURES, "off": off}
+    if overflow and small and (lost.loc["bf16"] < LOST).all(axis=None) and relative_error > 0.05:
+        return {"overflow": int(min(overflow)), "underflow": f"{max(small):g}", "terms": FEATURES,
+                "error": relative_error}
     return None
 
 
 def health(tables: Tables) -> Claim:
     """Gradients that fp16 loses without loss scaling; nearly none with it, nor in bf16."""
-    zero = wide(tables, "gradients")["zero"]
+    zero = pivoted(tables, "gradients")["zero"]
     share, scaled = zero["fp16, unscaled"], zero["fp16, scaled"]
     if share > 100 * max(scaled, zero["bf16"]):
         return {"size": numbers(tables, "gradients")["size"].iloc[0], "share": share}
@@ -148,6 +148,6 @@ def health(tables: Tables) -> Claim:
 
 def losses(tables: Tables) -> Claim:
     """Each precision's loss stays closer to fp32's than any other seed's does."""
-    off = losses_off(tables)
-    seeds = off.index.str.startswith("fp32")
-    return {"last": STEPS // 4, "steps": STEPS} if off[~seeds].max() < off[seeds].min() else None
+    shift = loss_shift(tables)
+    seeds = shift.index.str.startswith("fp32")
+    return {"last": STEPS // 4, "steps": STEPS} if shift[~seeds].max() < shift[seeds].min() else None

@@ -2,7 +2,6 @@
 from matplotlib.ticker import NullLocator
 
 from stepscope.report.schemas import Tables
-from stepscope.report.shapes import reference
 from stepscope.report.style import (
     INK,
     PRECISION_COLORS,
@@ -15,16 +14,16 @@ from stepscope.report.style import (
 )
 from stepscope.report.tables import number
 from stepscope.stats import LOST
-from stepscope.studies.mixed_precision.tables import beside_fp32, gains, wide
+from stepscope.studies.mixed_precision.tables import context, gains, pivoted, with_fp32
 
 
 @look()
 def precision_gain(tables: Tables) -> Picture:
     """bf16's speedup of the full step over the context, a line a size."""
-    rows = beside_fp32(tables, precision="bf16", mode="step").dropna(subset=["gain"])
+    rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["gain"])
     ends = gains(tables, "bf16")
     low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
-    made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {reference(rows):,}")
+    made, axes = figure(f"bf16 speeds up a step {low} to {high} at context {context(tables):,}")
     contexts = sorted(rows["context_length"].unique())
     last = lines(axes, rows, "context_length", "gain", "size", SIZE_COLORS)
     axes.set(xscale="log", xlabel="context", ylabel="speedup in GPU time", ylim=(0, None))
@@ -38,7 +37,7 @@ def precision_gain(tables: Tables) -> Picture:
 @look()
 def norms(tables: Tables) -> Picture:
     """How far LayerNorm's output is off in fp16 and in bf16, over the scale of its inputs."""
-    error, lost = wide(tables, "norm error")["output"], wide(tables, "norm lost")["output"]
+    error, lost = pivoted(tables, "norm error")["output"], pivoted(tables, "norm lost")["output"]
     broken = [at for at, share in lost["fp16"].items() if share > LOST]
     low, high = [at for at in broken if at < 1], [at for at in broken if at >= 1]
     says = [f"of {max(low):g} and less"] if low else []

@@ -1,20 +1,22 @@
 """The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
+from contextlib import suppress
+
 import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, by_size, chosen, reference
+from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select
 from stepscope.report.tables import digits, number, table
 from stepscope.stats import LOST, launch_bound
 from stepscope.traces.families import MATMUL, is_cast
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer")
-CELL = ("precision", "mode", "phase")
+CASE = ("precision", "mode", "phase")
 NUMBER = ("experiment", "case", "quantity", "at")
 READS = ("benchmark.operations", "benchmark.results", "benchmark.times")  # of other studies
 SCHEMAS = {
-    "times": tidy(CELL, **PRECISION, **TIMES),
-    "operations": tidy((*CELL, "name"), **PRECISION, **OPERATIONS),
+    "times": tidy(CASE, **PRECISION, **TIMES),
+    "operations": tidy((*CASE, "name"), **PRECISION, **OPERATIONS),
     "numerics": tidy(NUMBER, experiment=word(), case=word(), quantity=word(), at=measured(nullable=False),
                      value=measured(least=-1e6), dtype=word()),
 }
@@ -31,19 +33,14 @@ def fp32(tables: Tables, name: str = "times") -> pd.DataFrame:
     that the benchmark lacks.
 
     Raises:
-        KeyError: neither study measured any.
+        LookupError: neither study measured any.
     """
-    own = tables.get(f"mixed_precision.{name}")
-    own = own[own["precision"] == "fp32"] if own is not None else None
-    if own is None or own.empty:
-        rows = tables[f"benchmark.{name}"]
-        return chosen(rows[rows["precision"] == "fp32"], **PLAIN)
-    rows = chosen(own, **PLAIN)
-    if f"benchmark.{name}" in tables:
-        first = tables[f"benchmark.{name}"]
-        first = chosen(first[first["precision"] == "fp32"], **PLAIN)
-        rows = pd.concat([first, lacked(rows, first)], ignore_index=True)
-    return chosen(rows)
+    found = []
+    for study in ("benchmark", "mixed_precision"):
+        with suppress(LookupError):
+            rows = select(tables[f"{study}.{name}"], PLAIN, precision="fp32")
+            found.append(lacked(rows, found[0]) if found else rows)
+    return select(pd.concat(found, ignore_index=True) if found else pd.DataFrame())
 
 
 def lacked(rows: pd.DataFrame, there: pd.DataFrame) -> pd.DataFrame:
@@ -55,37 +52,37 @@ def lacked(rows: pd.DataFrame, there: pd.DataFrame) -> pd.DataFrame:
 
 def low_precision(tables: Tables, name: str = "times") -> pd.DataFrame:
     """This study's plain rows of a table below fp32."""
-    rows = chosen(tables[f"mixed_precision.{name}"], **PLAIN)
-    return rows[rows["precision"] != "fp32"]
+    return select(tables[f"mixed_precision.{name}"], PLAIN, precision=lambda names: names != "fp32")
 
 
-def beside_fp32(tables: Tables, **values: object) -> pd.DataFrame:
+def with_fp32(tables: Tables, **values: object) -> pd.DataFrame:
     """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``, see :func:`fp32`); of a
     precision or mode, if one is named. ``gain`` is in GPU time."""
-    low, exact = (chosen(rows, phase=WHOLE) for rows in (low_precision(tables), fp32(tables)))
-    low = low[low["peak_gib"].notna()]  # of a CPU no peak is known
+    low = select(low_precision(tables), phase=WHOLE, peak_gib=pd.Series.notna)  # of a CPU no peak is known
+    exact = select(fp32(tables), phase=WHOLE)
     both = low.merge(exact, on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
     both["gain"] = both["gpu_ms_fp32"] / both["gpu_ms"]
-    return chosen(both, **values)
+    return select(both, **values)
 
 
-def whole(tables: Tables, **values: object) -> pd.DataFrame:
-    """The same at the reference context."""
-    return beside_fp32(tables, **values, context_length=reference(beside_fp32(tables)))
+def context(tables: Tables) -> int:
+    """The context at which sizes are compared."""
+    return reference(with_fp32(tables)["context_length"])
 
 
 def gains(tables: Tables, precision: str) -> pd.Series:
     """A precision's speedup of the full step in GPU time at the reference context, by size."""
-    return whole(tables, precision=precision, mode="step").set_index("size")["gain"].dropna()
+    return with_fp32(tables, context_length=reference, precision=precision, mode="step").set_index(
+        "size")["gain"].dropna()
 
 
 def kinds(tables: Tables, size: str) -> pd.DataFrame:
     """GPU time of a size's full step at the reference context by family of kernel, in ms in fp32 and bf16,
     the longest in fp32 first; casts by themselves."""
-    context, found = reference(whole(tables, mode="step")), {}
+    found = {}
     for precision, of in (("fp32", fp32), ("bf16", low_precision)):
-        rows = chosen(of(tables, "operations"), precision=precision, size=size, context_length=context,
-                      mode="step")
+        rows = select(of(tables, "operations"), precision=precision, size=size, mode="step",
+                      context_length=context(tables))
         family = rows["family"].astype(str).replace(MATMUL, "matmul").mask(is_cast(rows["name"]), "cast")
         found[precision] = rows.groupby(family)["gpu_ms"].sum()
     return pd.DataFrame(found).fillna(0.0).sort_values("fp32", ascending=False)
@@ -93,12 +90,13 @@ def kinds(tables: Tables, size: str) -> pd.DataFrame:
 
 def trend(tables: Tables) -> pd.DataFrame:
     """Why bf16's gain grows: by size the share of matmuls in an fp32 step (``share``), and how many times
-    faster in bf16 matmuls (``matmul``), all else (``rest``) and the step are."""
+    faster in bf16 matmuls (``matmul``), all else (``remainder``) and the step are."""
     rows = {}
     for size, gain in gains(tables, "bf16").items():
         step = kinds(tables, str(size))
-        matmul, rest = step.loc["matmul"], step.drop("matmul").sum()
-        faster = {"matmul": matmul["fp32"] / matmul["bf16"], "rest": rest["fp32"] / rest["bf16"]}
+        matmul, remainder = step.loc["matmul"], step.drop("matmul").sum()
+        faster = {"matmul": matmul["fp32"] / matmul["bf16"],
+                  "remainder": remainder["fp32"] / remainder["bf16"]}
         rows[size] = {"share": matmul["fp32"] / step["fp32"].sum(), "step": gain} | faster
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("size")
 
@@ -109,23 +107,19 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     """One experiment's rows (see ``numerics``), of the first shape that has it.
 
     Raises:
-        KeyError: no run had it.
+        LookupError: no run had it.
     """
-    rows = tables["mixed_precision.numerics"]
-    rows = rows[rows["experiment"] == experiment]
-    if rows.empty:
-        raise KeyError(experiment)
-    return rows.drop_duplicates(list(NUMBER))
+    return select(tables["mixed_precision.numerics"], experiment=experiment).drop_duplicates(list(NUMBER))
 
 
-def wide(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
+def pivoted(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
     """One experiment: a row a case, and a place where it has any, a column a quantity, as they were found."""
     rows = numbers(tables, experiment)
     places = ["case", "at"] if rows["at"].any() else ["case"]
     return rows.pivot_table(column, places, "quantity", aggfunc="first", sort=False)
 
 
-def losses_off(tables: Tables) -> pd.Series:
+def loss_shift(tables: Tables) -> pd.Series:
     """Mean distance of each curve's loss from fp32's first seed's, over the last quarter of its steps."""
     curves = numbers(tables, "training").pivot(index="at", columns="case", values="value")
     curves = curves.tail(len(curves) // 4)
@@ -137,21 +131,21 @@ def losses_off(tables: Tables) -> pd.Series:
 
 def precision_times(tables: Tables) -> pd.DataFrame:
     """GPU time of whole modes in fp32 and bf16 at the reference context: a column a size."""
-    rows, found = whole(tables, precision="bf16"), {}
+    rows, found = with_fp32(tables, context_length=reference, precision="bf16"), {}
     for mode, words in MODES.items():
         own = rows[rows["mode"] == mode].set_index("size")
         found |= {f"{words}, fp32": own["gpu_ms_fp32"], f"{words}, bf16": own["gpu_ms"]}
     made = pd.DataFrame(found).reindex(rows["size"].unique()).T.rename_axis(index="mode", columns=None)
-    return table(made, "ms", note=f"GPU time in ms, context {reference(rows):,}.")
+    return table(made, "ms", note=f"GPU time in ms, context {rows['context_length'].iloc[0]:,}.")
 
 
 def precision_walls(tables: Tables) -> pd.DataFrame:
     """Wall times of fp32 and bf16 at the reference context, by size."""
-    rows = walls(tables)
-    rows = rows[rows["precision"].isin(["fp32", "bf16"]) & (rows["context_length"] == reference(rows))]
+    rows = select(walls(tables), precision=["fp32", "bf16"], context_length=reference)
     made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
-    return table(made, note=f"Wall time, median ± standard deviation, context {reference(rows):,}."
-                                 " Forward and backward are phases of forward + backward.")
+    return table(made, note=(
+        f"Wall time, median ± standard deviation, context {context(tables):,}. Forward and backward are"
+        " phases of forward + backward."))
 
 
 def precision_shapes(tables: Tables) -> pd.DataFrame:
@@ -168,12 +162,10 @@ def walls(tables: Tables) -> pd.DataFrame:
     """
     low, exact = low_precision(tables), fp32(tables)
     key = [name for name in CONFIG if name in exact]
-    shapes = beside_fp32(tables)[key].drop_duplicates()
+    shapes = with_fp32(tables)[key].drop_duplicates()
     rows = pd.concat([exact[low.columns.intersection(exact.columns)], low]).merge(shapes, on=key)
-    if rows.empty:
-        raise LookupError("no shape has fp32 beside another precision")
     order = pd.Categorical(rows["precision"], [*NAMES], ordered=True)
-    return chosen(rows.assign(order=order).sort_values(["context_length", "order"], kind="stable"))
+    return select(rows.assign(order=order).sort_values("order", kind="stable"))
 
 
 def _spread(rows: pd.DataFrame) -> pd.DataFrame:
@@ -181,8 +173,8 @@ def _spread(rows: pd.DataFrame) -> pd.DataFrame:
     found = {}
     for (size, context, precision), own in rows.groupby(["size", "context_length", "precision"], sort=False):
         walls, spreads = own.set_index(["mode", "phase"])[["wall_ms", "wall_std_ms"]].to_dict().values()
-        times = {f"{words}, ms": f"{digits(walls.get(cell), 'ms')} ± {digits(spreads.get(cell), 'ms')}"
-                 for words, cell in PARTS.items()}
+        times = {f"{words}, ms": f"{digits(walls.get(case), 'ms')} ± {digits(spreads.get(case), 'ms')}"
+                 for words, case in PARTS.items()}
         step = own[(own["mode"] == "step") & (own["phase"] == WHOLE)].iloc[0]
         found[size, context, NAMES[precision]] = times | {
             "tokens/s": step["tokens_per_s"], "peak, GiB": step["peak_gib"],
@@ -192,7 +184,8 @@ def _spread(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def precision_sizes(tables: Tables) -> pd.DataFrame:
-    return table(by_size(whole(tables, mode="step"), "precision", "gain", NAMES), "x", ("max", "row"))
+    rows = with_fp32(tables, context_length=reference, mode="step")
+    return table(by_size(rows, "precision", "gain", NAMES), "x", ("max", "row"))
 
 
 def precision_kinds(tables: Tables) -> pd.DataFrame:
@@ -204,30 +197,30 @@ def precision_kinds(tables: Tables) -> pd.DataFrame:
     found = found.rename({"elementwise": "elementwise, softmax's too"}).rename_axis(f"{size}, kernels")
     made = found.reset_index()
     return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}), note=(
-        f"GPU time of the full step, context {reference(whole(tables, mode='step')):,}."))
+        f"GPU time of the full step, context {context(tables):,}."))
 
 
 def precision_trend(tables: Tables) -> pd.DataFrame:
     columns = {"share": "matmuls' share of fp32, %", "matmul": "matmuls faster, x",
-               "rest": "all else faster, x", "step": "step faster, x"}
+               "remainder": "all else faster, x", "step": "step faster, x"}
     return table(trend(tables)[list(columns)].rename(columns=columns).reset_index())
 
 
 def sums(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
+    found = pivoted(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
     return table(pd.DataFrame({"sum": found["result"].map("{:.4f}".format),
                                "lost in storing 0.01": found["storing"].map("{:.2g}".format),
                                "lost in adding": found["adding"].map("{:.2g}".format)}))
 
 
 def toy(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "toy", "dtype").T
+    found = pivoted(tables, "toy", "dtype").T
     return table(found.rename_axis(index="tensor", columns=None).add_prefix("under ").reset_index())
 
 
 def norm_parts(tables: Tables) -> pd.DataFrame:
     """Of each part of LayerNorm the scales of inputs at which it loses values, and its error at scale 1."""
-    error, lost = wide(tables, "norm error"), wide(tables, "norm lost")
+    error, lost = pivoted(tables, "norm error"), pivoted(tables, "norm lost")
     columns = {"part": lost.columns}
     for low in ("fp16", "bf16"):
         bad = lost.loc[low] > LOST
@@ -244,15 +237,15 @@ def _ends(scales: pd.Index) -> str:
 
 
 def gradients(tables: Tables) -> pd.DataFrame:
-    found = wide(tables, "gradients").rename_axis(index="gradients in", columns=None)
+    found = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
     return table(found.rename(index=NAMES, columns={
         "zero": "share that becomes 0, %", "norm off": "norm off by, %", "loss off": "loss off by, %"}))
 
 
 def training(tables: Tables) -> pd.DataFrame:
-    off = losses_off(tables).sort_values().rename(index=NAMES).rename_axis("trained in")
+    shift = loss_shift(tables).sort_values().rename(index=NAMES).rename_axis("trained in")
     steps = numbers(tables, "training")["at"].nunique()
-    return table(off.to_frame("loss off from fp32's, mean"), note=(
+    return table(shift.to_frame("loss off from fp32's, mean"), note=(
         f"Mean distance over the last {steps // 4} of {steps} steps."))
 
 

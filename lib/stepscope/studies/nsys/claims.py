@@ -1,19 +1,19 @@
 """What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
 where there are no such profiles."""
+import pandas as pd
+
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN, chosen
+from stepscope.report.shapes import PLAIN, largest, reference, select
 from stepscope.report.tables import number
 from stepscope.stats import LAUNCH_BOUND, LEAST_SHARE, SAME, SAME_WALL
 from stepscope.studies.nsys.tables import (
-    at_reference,
-    beside_in_process,
     first_kernels,
     forward_clocks,
     profiles,
-    reference,
     shares,
     softmax_and_matmuls,
+    with_in_process,
 )
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 from stepscope.traces.kernel_names import short_name
@@ -36,13 +36,12 @@ def forward_matches_wall(tables: Tables) -> Claim:
     plain wall time; how far a single one is off at most."""
     rows = forward_clocks(tables)
     bound = rows[rows["gpu_ms"] >= LAUNCH_BOUND * rows["plain_ms"]]
-    off = (bound["projected_ms"] / bound["plain_ms"] - 1).abs()
-    every = profiles(tables, "clocks")
-    every = every[every["captured"].astype(bool) & (every["mode"] == "forward") & (every["phase"] == WHOLE)]
-    every = every.merge(bound[["size", "context_length", "plain_ms"]], on=["size", "context_length"])
-    single = (every["projected_ns"] / 1e6 / every["plain_ms"] - 1).abs().max()
-    if len(bound) and off.max() < SAME_WALL:
-        return {"most": off.max(), "single": single}
+    relative_error = (bound["projected_ms"] / bound["plain_ms"] - 1).abs()
+    passes = profiles(tables, "clocks", captured=True, mode="forward", phase=WHOLE)
+    passes = passes.merge(bound[["size", "context_length", "plain_ms"]], on=["size", "context_length"])
+    single = (passes["projected_ns"] / 1e6 / passes["plain_ms"] - 1).abs().max()
+    if len(bound) and relative_error.max() < SAME_WALL:
+        return {"most": relative_error.max(), "single": single}
     return None
 
 
@@ -61,8 +60,7 @@ def forward_slower_under_nsys(tables: Tables) -> Claim:
 
 def forward_total(tables: Tables) -> Claim:
     """(a) The largest size at the reference context."""
-    rows = forward_clocks(tables)
-    row = rows[rows["context_length"] == reference(rows)].iloc[-1]
+    row = select(forward_clocks(tables), context_length=reference).iloc[-1]
     return {"size": row["size"], "context": int(row["context_length"]), "gpu": row["projected_ms"],
             "wall": row["plain_ms"]}
 
@@ -92,7 +90,7 @@ def longer_would_fit(tables: Tables) -> Claim:
     square of the context, doubled, is four times the memory."""
     rows = profiles(tables, "operations")
     size, context = rows["size"].iloc[0], int(rows["context_length"].max())
-    peak = chosen(tables["benchmark.times"], **PLAIN, size=size, context_length=context, precision="fp32",
+    peak = select(tables["benchmark.times"], PLAIN, size=size, context_length=context, precision="fp32",
                   mode="step", phase=WHOLE)["peak_gib"].iloc[0]
     gpu = tables["runs"]["machine_gpu_memory_gib"].min()
     return {"size": size, "context": context, "peak": peak, "memory": gpu} if 4 * peak < gpu else None
@@ -106,14 +104,15 @@ def first_kernel_is_a_matmul(tables: Tables) -> Claim:
 
 def first_kernel_named(tables: Tables) -> Claim:
     """(b) The largest size's, at the reference context: who launches it how often."""
-    rows, first = at_reference(tables, "forward"), first_kernels(tables, "forward")
+    rows = profiles(tables, "operations", context_length=reference, mode="forward")
+    first = first_kernels(tables, "forward")
     size = rows["size"].iloc[-1]
-    row = first.loc[(size, reference(rows))]
+    row = first.loc[(size, reference(rows["context_length"]))]
     own = rows[(rows["size"] == size) & (rows["name"] == row["name"])].groupby("region")["count"].sum()
     layers = SIZES[size].num_layers
     launches = [f"{count // layers} x {layers} layers in {region}" if count % layers == 0 else
                 f"{count} in {region}" for region, count in own.sort_values(ascending=False).items()]
-    return {"size": size, "context": reference(rows), "kernel": short_name(row["name"]),
+    return {"size": size, "context": reference(rows["context_length"]), "kernel": short_name(row["name"]),
             "launches": int(row["count"]), "where": ", ".join(launches), "share": row["share"]}
 
 
@@ -138,20 +137,20 @@ def first_kernel_changes(tables: Tables) -> Claim:
     return {"changed": changed} if changed and set(common["family_both"]) == {MATMUL} else None
 
 
-def rest_of_forward(tables: Tables) -> Claim:
+def remainder_of_forward(tables: Tables) -> Claim:
     """(c) What is no matmul weighs more the smaller the model: the two sizes at the ends."""
-    wide = shares(tables, "forward").reset_index()
-    rest = 1 - wide[wide["context_length"] == reference(wide)].set_index("size")[MATMUL]
-    if len(rest) > 1 and rest.is_monotonic_decreasing:
-        return {"small": rest.index[0], "large": rest.index[-1], "context": reference(wide),
-                "small_rest": rest.iloc[0], "large_rest": rest.iloc[-1]}
+    rows = select(shares(tables, "forward").reset_index(), context_length=reference).set_index("size")
+    remainder = 1 - rows[MATMUL]
+    if len(remainder) > 1 and remainder.is_monotonic_decreasing:
+        return {"small": remainder.index[0], "large": remainder.index[-1],
+                "context": int(rows["context_length"].iloc[0]), "small_remainder": remainder.iloc[0],
+                "large_remainder": remainder.iloc[-1]}
     return None
 
 
 def nontrivial_kernels(tables: Tables) -> Claim:
     """(c) The families beside matmuls that take over 5% of the smallest size's forward."""
-    rows = shares(tables, "forward").reset_index()
-    row = rows[rows["context_length"] == reference(rows)].iloc[0]
+    row = select(shares(tables, "forward").reset_index(), context_length=reference).iloc[0]
     size, row = row["size"], row.drop(["size", "context_length", MATMUL])
     heavy = row[row >= LEAST_SHARE].sort_values(ascending=False)
     named = [f"{family} ({number(share, '%')})" for family, share in heavy.items()]
@@ -169,12 +168,12 @@ def softmax_grows(tables: Tables) -> Claim:
     return None
 
 
-def step_beside_forward(tables: Tables) -> Claim:
+def step_and_forward(tables: Tables) -> Claim:
     """(d) The matmuls' share of forward and of a full step, and AdamW's, of the smallest and the largest
     size."""
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
-    context = reference(forward.reset_index())
-    forward, step = (wide.xs(context, level="context_length") for wide in (forward, step))
+    context = reference(forward.reset_index()["context_length"])
+    forward, step = (frame.xs(context, level="context_length") for frame in (forward, step))
     small, large = step.index[0], step.index[-1]
     return {"size": small, "context": context, "forward": forward.loc[small, MATMUL],
             "step": step.loc[small, MATMUL], "large": large, "large_forward": forward.loc[large, MATMUL],
@@ -186,7 +185,7 @@ def others_in_step(tables: Tables) -> Claim:
     """(d) The two heaviest families beside matmuls and AdamW, in forward and in the step; the smallest
     size."""
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
-    row = (step.index[0][0], reference(step.reset_index()))
+    row = (step.index[0][0], reference(step.reset_index()["context_length"]))
     others = step.loc[row].drop([MATMUL, "optimizer"]).nlargest(2).index
     named = {f"{which}_{name}": value for which, family in zip(("first", "second"), others) for name, value in
              {"family": family, "forward": forward.loc[row, family], "step": step.loc[row, family]}.items()}
@@ -195,60 +194,58 @@ def others_in_step(tables: Tables) -> Claim:
 
 def optimizer_share(tables: Tables) -> Claim:
     """(d) AdamW's phase in a full step at the shortest and the longest context, of the largest size."""
-    rows = profiles(tables, "operations")
-    rows = rows[(rows["mode"] == "step") & (rows["size"] == rows["size"].iloc[-1])]
-    wide = rows.pivot_table(index="context_length", columns="phase", values="total_ns", aggfunc="sum")
-    part = wide["optimizer"] / wide.sum(axis=1)
+    rows = profiles(tables, "operations", mode="step", size=largest)
+    pivoted = rows.pivot_table(index="context_length", columns="phase", values="total_ns", aggfunc="sum")
+    part = pivoted["optimizer"] / pivoted.sum(axis=1)
     if len(part) > 1 and part.is_monotonic_decreasing:
         return {"size": rows["size"].iloc[0], "short": int(part.index[0]), "long": int(part.index[-1]),
                 "short_share": part.iloc[0], "long_share": part.iloc[-1]}
     return None
 
 
+def _softmax(tables: Tables) -> pd.Series:
+    """Attention's parts in the smallest size's forward at the reference context."""
+    return select(softmax_and_matmuls(tables).reset_index(), context_length=reference).iloc[0]
+
+
 def softmax_flops(tables: Tables) -> Claim:
     """(e) FLOPs and time of softmax and of both matmuls, the smallest size at the reference context."""
-    rows = softmax_and_matmuls(tables)
-    context = reference(rows.reset_index())
-    row = rows.xs(context, level=1).iloc[0]
-    return {"size": row.name, "context": context, "matmul_flops": row["matmul_flops"],
+    row = _softmax(tables)
+    return {"size": row["size"], "context": row["context_length"], "matmul_flops": row["matmul_flops"],
             "softmax_flops": row["softmax_flops"], "times": row["times"], "flops": row["flops"]}
 
 
 def softmax_bytes(tables: Tables) -> Claim:
     """(e) What the same softmax moves: eight passes over the B H T^2 scores in fp32 (max 1, subtract 2,
     exponentiate 2, sum 1, divide 2), at the rate of a large copy; and its matmuls at a large matmul's."""
-    rows, runs = softmax_and_matmuls(tables), tables["benchmark.results"]
-    context = reference(rows.reset_index())
-    row = rows.xs(context, level=1).iloc[0]
-    moved = 8 * 4 * row["softmax_flops"] / 5
+    row, runs = _softmax(tables), tables["benchmark.results"]
+    bytes_moved = 8 * 4 * row["softmax_flops"] / 5
     copy = runs["copy_tb_s"].median()
     rate = runs.loc[runs["precision"] == "fp32", "matmul_tflops"].median()
-    return {"moved": moved, "copy": copy, "copy_ms": moved / copy / 1e9, "softmax_ms": row["softmax_ms"],
+    return {"bytes": bytes_moved, "copy": copy, "copy_ms": bytes_moved / copy / 1e9,
+            "softmax_ms": row["softmax_ms"],
             "rate": rate, "rate_ms": 2 * row["matmul_flops"] / rate / 1e9,
             "matmul_ms": row["scores_ms"] + row["values_ms"]}
 
 
-def softmax_beside_flops(tables: Tables) -> Claim:
+def softmax_over_flops(tables: Tables) -> Claim:
     """Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
-    rows = softmax_and_matmuls(tables)
-    context = reference(rows.reset_index())
-    row = rows.xs(context, level=1).iloc[0]
+    rows, row = softmax_and_matmuls(tables), _softmax(tables)
     if (rows["times"] / rows["flops"]).min() > 2:
-        return {"size": row.name, "context": context, "times": row["times"], "flops": row["flops"]}
+        return {"size": row["size"], "context": row["context_length"], "times": row["times"],
+                "flops": row["flops"]}
     return None
 
 
 def nsys_agrees_in_process(tables: Tables) -> Claim:
     """GPU time of whole modes by nsys and by torch.profiler in another process differs by less than SAME."""
-    rows = beside_in_process(tables)
-    whole = rows[rows["phase"] == WHOLE]
-    if len(whole) and whole["off"].abs().max() < SAME:
-        return {"cells": len(whole), "most": whole["off"].abs().max()}
+    whole = select(with_in_process(tables), phase=WHOLE)
+    if whole["relative_error"].abs().max() < SAME:
+        return {"cases": len(whole), "most": whole["relative_error"].abs().max()}
     return None
 
 
 def nsys_in_bf16(tables: Tables) -> Claim:
     """The same in bf16, where some run at the power cap."""
-    rows = beside_in_process(tables, "bf16")
-    whole = rows[rows["phase"] == WHOLE]
-    return {"cells": len(whole), "most": whole["off"].abs().max()} if len(whole) else None
+    whole = select(with_in_process(tables, "bf16"), phase=WHOLE)
+    return {"cases": len(whole), "most": whole["relative_error"].abs().max()}

@@ -1,6 +1,4 @@
 """Figures of the profiling study; None where there is nothing to draw."""
-from collections.abc import Sequence
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,7 +9,7 @@ from stepscope.report.schemas import Tables
 from stepscope.report.shapes import reference
 from stepscope.report.tables import number
 from stepscope.stats import launch_bound, union
-from stepscope.studies.nsys.tables import REPLAYED, at_reference, by_family, profiles
+from stepscope.studies.nsys.tables import REPLAYED, by_family, profiles
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,
@@ -20,42 +18,28 @@ COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: s
 LANE_NS = 1_000_000  # of the timeline that is drawn
 
 
-def stacked(axes: Axes, wide: pd.DataFrame, labels: Sequence[str], least: float = 0.09) -> None:
-    """A bar of families a row, from the top down, each part that is wide enough with its share of the row."""
-    left = pd.Series(0.0, wide.index)
-    places, last = range(len(wide)), next((name for name in wide.columns[::-1] if name not in COLORS), None)
-    for family in wide.columns:
-        axes.barh(places, wide[family], left=left.to_numpy(), height=0.66,
-                  color=COLORS.get(family, style.FILL), edgecolor=style.PAPER, linewidth=0.5,
-                  label=family if family in COLORS else "other" if family == last else "_")
-        for place, (begin, width) in enumerate(zip(left, wide[family])):
-            if width > least:
-                axes.text(begin + width / 2, place, number(width, "%"), ha="center", va="center",
-                          color=style.PAPER if family in COLORS else style.INK)
-        left += wide[family]
-    axes.set_yticks(places, labels)
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.spines[["bottom", "left"]].set_visible(False)
-    axes.tick_params(left=False, bottom=False, labelbottom=False)
+def _families(axes: Axes, shares: pd.DataFrame, least: float = 0.09) -> None:
+    """A bar a row, each part that is wide enough with its share."""
+    style.stacked_bars(axes, shares, COLORS, lambda name, place: number(shares[name].iloc[place], "%"), least)
+    style.without_axis(axes)
 
 
 @style.look()
-def families_of(operations: pd.DataFrame, where: str) -> Figure | None:
+def families_of(operations: pd.DataFrame, of: str) -> Figure | None:
     """Of one run each phase's GPU time by family, in shares."""
     rows = operations[(operations["mode"] == "step") & operations["phase"].isin(PHASE_NAMES)]
     if rows.empty:
         return None
-    wide = by_family(rows, ("phase",)).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
-    share = wide.get(MATMUL, pd.Series(0.0, wide.index)).sum() / wide.to_numpy().sum()
-    drawn, axes = style.figure(f"{where}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
-    stacked(axes, wide.div(wide.sum(axis=1), axis=0), list(wide.index))
+    shares = by_family(rows, ("phase",)).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
+    share = shares.get(MATMUL, pd.Series(0.0, shares.index)).sum() / shares.to_numpy().sum()
+    drawn, axes = style.figure(f"{of}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
+    _families(axes, shares.div(shares.sum(axis=1), axis=0))
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
 
 
 @style.look()
-def lanes(timeline: pd.DataFrame, where: str = "Forward", on_cpu: bool = False) -> Figure | None:
+def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> Figure | None:
     """A millisecond of forward: what the host launches, what the GPU runs, and what it runs as a CUDA graph
     where that was captured."""
     ran = timeline[(timeline["start_ns"] < LANE_NS) & (timeline["start_ns"] + timeline["duration_ns"] > 0)]
@@ -64,9 +48,9 @@ def lanes(timeline: pd.DataFrame, where: str = "Forward", on_cpu: bool = False) 
     if "forward" not in found:
         return None
     busy = {mode: _busy(rows) for mode, rows in found.items()}
-    message = f"{where}: the GPU is busy {number(busy['forward'], '%')} of this millisecond"
+    message = f"{of}: the GPU is busy {number(busy['forward'], '%')} of this millisecond"
     if on_cpu:
-        message = f"{where}: operators run {number(busy['forward'], '%')} of this millisecond"
+        message = f"{of}: operators run {number(busy['forward'], '%')} of this millisecond"
     if REPLAYED in busy:
         message += f", as a CUDA graph {number(busy[REPLAYED], '%')}"
     elif not on_cpu and launch_bound(busy["forward"]):
@@ -119,17 +103,18 @@ def launches_timeline(tables: Tables) -> Figure | None:
 def kernel_families(tables: Tables) -> Figure | None:
     """Each phase of a full step by family, in shares of the step, the smallest and the largest size at the
     reference context."""
-    rows = at_reference(tables, "step")
+    rows = profiles(tables, "operations", context_length=reference, mode="step")
     sizes = list(dict.fromkeys([rows["size"].iloc[0], rows["size"].iloc[-1]]))
     rows = rows[rows["size"].isin(sizes) & rows["phase"].isin(PHASE_NAMES)]
     order = [(size, phase) for size in sizes for phase in PHASE_NAMES if phase in set(rows["phase"])]
-    wide = by_family(rows, ("size", "phase")).reindex(order)
-    wide = wide.div(wide.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
-    wide = wide.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
-    matmuls = [f"{number(wide.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
-    drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.6 + 0.34 * len(wide))
-    stacked(axes, wide, [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size,
-                         phase in wide.index], least=0.07)
-    axes.set_xlabel(f"share of the step's GPU time, fp32, context {reference(rows):,}")
+    shares = by_family(rows, ("size", "phase")).reindex(order)
+    shares = shares.div(shares.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
+    shares = shares.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
+    matmuls = [f"{number(shares.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
+    drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none",
+                               1.6 + 0.34 * len(shares))
+    names = [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in shares.index]
+    _families(axes, shares.set_axis(names), least=0.07)
+    axes.set_xlabel(f"share of the step's GPU time, fp32, context {rows['context_length'].iloc[0]:,}")
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn

@@ -9,7 +9,7 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, chosen, reference
+from stepscope.report.shapes import MODES, PLAIN, reference, select
 from stepscope.report.tables import table
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
 from stepscope.traces.kernel_names import short_names
@@ -46,9 +46,9 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
     """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family
     of its own (see ``families.shown_family``)."""
     rows = operations.assign(family=shown_family(operations), time_ms=operations["total_ns"] / 1e6)
-    wide = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
+    pivoted = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
                             sort=False).fillna(0.0)
-    return wide[wide.sum().sort_values(ascending=False).index]
+    return pivoted[pivoted.sum().sort_values(ascending=False).index]
 
 
 def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) -> pd.DataFrame:
@@ -87,23 +87,13 @@ def readable(names: Iterable[str]) -> dict[str, str]:
     return {name: text if shared[text] == 1 else long[name] for name, text in short.items()}
 
 
-def profiles(tables: Tables, name: str, precision: str = "fp32") -> pd.DataFrame:
+def profiles(tables: Tables, name: str, precision: str = "fp32", **wanted: object) -> pd.DataFrame:
     """A table of the profiles of the plain program in one precision, sizes and contexts in order.
 
     Raises:
         LookupError: there is none.
     """
-    rows = tables[f"nsys.{name}"].sort_values("context_length", kind="stable")
-    rows = chosen(rows, precision=precision, **PLAIN)
-    if rows.empty:
-        raise LookupError(f"no profile in {precision}")
-    return rows
-
-
-def at_reference(tables: Tables, mode: str) -> pd.DataFrame:
-    """The operations of a mode at the reference context."""
-    rows = profiles(tables, "operations")
-    return rows[(rows["context_length"] == reference(rows)) & (rows["mode"] == mode)]
+    return select(tables[f"nsys.{name}"], PLAIN, precision=precision, **wanted)
 
 
 def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
@@ -113,16 +103,14 @@ def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
 
 def forward_clocks(tables: Tables) -> pd.DataFrame:
     """A row a size and context: one forward pass by the host's clock and by nsys."""
-    rows = clocks(tables)
-    return rows[(rows["mode"] == "forward") & (rows["phase"] == WHOLE)].reset_index(drop=True)
+    return select(clocks(tables), mode="forward", phase=WHOLE).reset_index(drop=True)
 
 
 def kernels(tables: Tables, mode: str) -> pd.DataFrame:
     """A row a size, context and kernel of a mode: family, launches (``count``), ``total_ns`` and share, those
     with the most time of a profile first."""
     keys = ["size", "context_length"]
-    rows = profiles(tables, "operations")
-    rows = rows[rows["mode"] == mode]
+    rows = profiles(tables, "operations", mode=mode)
     summed = rows.groupby([*keys, "name", "family"], sort=False)[["count", "total_ns"]].sum().reset_index()
     share = summed["total_ns"] / summed.groupby(keys)["total_ns"].transform("sum")
     profile = summed.groupby(keys, sort=False).ngroup()
@@ -138,9 +126,8 @@ def first_kernels(tables: Tables, mode: str) -> pd.DataFrame:
 
 def shares(tables: Tables, mode: str) -> pd.DataFrame:
     """Shares of a mode's operations by family (columns, the largest first), a row a size and context."""
-    rows = profiles(tables, "operations")
-    wide = by_family(rows[rows["mode"] == mode], ("size", "context_length"))
-    return wide.div(wide.sum(axis=1), axis=0)
+    pivoted = by_family(profiles(tables, "operations", mode=mode), ("size", "context_length"))
+    return pivoted.div(pivoted.sum(axis=1), axis=0)
 
 
 def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
@@ -151,8 +138,7 @@ def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
     A matmul of a layer is 2 B T^2 d_model FLOPs; softmax is five for each of the B H T^2 scores (max,
     subtract, exponentiate, sum, divide), so the ratio is 5 / (4 D), D = d_model / H.
     """
-    rows = profiles(tables, "operations")
-    rows = rows[rows["mode"] == "forward"]
+    rows = profiles(tables, "operations", mode="forward")
     keys = [rows["size"], rows["context_length"]]
     matmul = rows["family"] == MATMUL
     parts = {"scores_ms": matmul & (rows["region"] == "attention.scores"),
@@ -168,15 +154,15 @@ def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
                         flops=found["softmax_flops"] / (2 * found["matmul_flops"]))
 
 
-def beside_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
+def with_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
     """GPU time by nsys beside the benchmark's (below fp32 mixed_precision's), by torch.profiler in another
-    process: a row a size, context, mode and phase, with ``off``, their difference as a share."""
+    process: a row a size, context, mode and phase, with ``relative_error``, their difference as a share."""
     keys = ["size", "context_length", "mode", "phase"]
     times = tables["benchmark.times" if precision == "fp32" else "mixed_precision.times"]
-    own = chosen(times, precision=precision, **PLAIN)
+    own = select(times, PLAIN, precision=precision)
     both = clocks(tables, precision)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
                                                               suffixes=("", "_in_process"))
-    return both.assign(off=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
+    return both.assign(relative_error=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
 
 
 # What is printed
@@ -189,9 +175,9 @@ def forward_times(tables: Tables) -> pd.DataFrame:
     long = forward_clocks(tables).rename(columns=names).melt(
         ["size", "context_length"], list(names.values()), "forward, ms", "ms")
     long["context"] = long["context_length"].map("{:,}".format)
-    wide = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
+    pivoted = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
-    return table(wide.reindex(order), unit="ms", rows=60)
+    return table(pivoted.reindex(order), unit="ms", rows=60)
 
 
 def first_kernel(tables: Tables) -> pd.DataFrame:
@@ -209,7 +195,7 @@ def first_kernel(tables: Tables) -> pd.DataFrame:
 
 def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
     """(b), (d) Of the largest size at the reference context the kernels with the most time in each mode."""
-    at = at_reference(tables, "forward")
+    at = profiles(tables, "operations", context_length=reference, mode="forward")
     largest, found = (at["size"].iloc[-1], int(at["context_length"].iloc[0])), {}
     for mode, words in MODES.items():
         rows = kernels(tables, mode).set_index(["size", "context_length"]).sort_index(kind="stable")
@@ -225,8 +211,8 @@ def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
 def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
     """(c) Of the smallest size's forward at the reference context the kernels that are no matmuls, by the
     part of the model that launches them."""
-    rows = at_reference(tables, "forward")
-    at = f"{rows['size'].iloc[0]}, context {reference(rows):,}, fp32, forward"
+    rows = profiles(tables, "operations", context_length=reference, mode="forward")
+    at = f"{rows['size'].iloc[0]}, context {rows['context_length'].iloc[0]:,}, fp32, forward"
     rows = rows[rows["size"] == rows["size"].iloc[0]].assign(family=shown_family)
     total, rows = rows["total_ns"].sum(), rows[rows["family"] != MATMUL]
     rows = rows.groupby(["region", "name", "family"])[["count", "total_ns"]].sum().nlargest(count, "total_ns")
@@ -245,11 +231,11 @@ def forward_families(tables: Tables) -> pd.DataFrame:
 def step_families(tables: Tables) -> pd.DataFrame:
     """(d) At the reference context the shares of forward and of a full step by family, of the least and the
     largest size."""
-    wide = {MODES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
-    ends = dict.fromkeys(wide[MODES["step"]].columns[[0, -1]])
+    pivoted = {MODES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
+    ends = dict.fromkeys(pivoted[MODES["step"]].columns[[0, -1]])
     found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
-                          for size in ends for mode, frame in wide.items()})
-    context = reference(profiles(tables, "operations"))
+                          for size in ends for mode, frame in pivoted.items()})
+    context = reference(profiles(tables, "operations")["context_length"])
     return table(found.sort_values(found.columns[-1], ascending=False),
                  note=f"Shares of the kernels' time, fp32, context {context:,}.")
 
@@ -259,33 +245,32 @@ def parts_of_model(tables: Tables) -> pd.DataFrame:
     smallest and the largest size at the reference context."""
     found = {}
     for mode in ("forward", "step"):
-        rows = at_reference(tables, mode)
+        rows = profiles(tables, "operations", context_length=reference, mode=mode)
         summed = rows.pivot_table("total_ns", "region", "size", aggfunc="sum", sort=False)
         found[mode] = summed / summed.sum()
     ends = dict.fromkeys(found["step"].columns[[0, -1]])
-    wide = pd.DataFrame({f"{size}, {MODES[mode]}, %": frame.get(size)
+    pivoted = pd.DataFrame({f"{size}, {MODES[mode]}, %": frame.get(size)
                          for size in ends for mode, frame in found.items()})
-    return wide.sort_values(wide.columns[-1], ascending=False).rename_axis("part of the model")
+    return pivoted.sort_values(pivoted.columns[-1], ascending=False).rename_axis("part of the model")
 
 
-def _by_size(wide: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
-    rows = wide.reset_index()
-    rows = rows[rows["context_length"] == reference(rows)].drop(columns="context_length").set_index("size").T
+def _by_size(pivoted: pd.DataFrame, least: float = 0.005) -> pd.DataFrame:
+    rows = select(pivoted.reset_index(), context_length=reference).drop(columns="context_length")
+    rows = rows.set_index("size").T
     return rows[rows.max(axis=1) >= least].rename_axis("family").rename(columns=lambda size: f"{size}, %")
 
 
 def attention_softmax(tables: Tables) -> pd.DataFrame:
     """(e) Inside attention, of one forward pass at the reference context: FLOPs and time of Q K^T, softmax
     and A V, and softmax's beside the matmuls'."""
-    rows = softmax_and_matmuls(tables).reset_index()
-    rows = rows[rows["context_length"] == reference(rows)]
+    rows = select(softmax_and_matmuls(tables).reset_index(), context_length=reference)
     return table(pd.DataFrame({
         "size": rows["size"], "QKᵀ, GFLOP": rows["matmul_flops"] / 1e9,
         "AV, GFLOP": rows["matmul_flops"] / 1e9, "softmax, GFLOP": rows["softmax_flops"] / 1e9,
         "QKᵀ, ms": rows["scores_ms"], "AV, ms": rows["values_ms"], "softmax, ms": rows["softmax_ms"],
         "softmax/matmuls in FLOPs, %": rows["flops"],
         "in time, %": rows["times"]}).set_index("size"),
-        note=f"All layers of one forward pass, fp32, context {reference(rows):,}.")
+        note=f"All layers of one forward pass, fp32, context {rows['context_length'].iloc[0]:,}.")
 
 
 def by_context(tables: Tables) -> pd.DataFrame:
@@ -307,18 +292,17 @@ def by_context(tables: Tables) -> pd.DataFrame:
     return found.reindex(forward.index)[ends].rename_axis(["size", "context"])
 
 
-def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
+def nsys_with_in_process(tables: Tables) -> pd.DataFrame:
     """The largest difference of GPU time by nsys from in-process captures, over all contexts; a row a
     precision and size, a column a mode."""
     found = {}
     for precision in ("fp32", "bf16"):
         with suppress(LookupError):
-            rows = beside_in_process(tables, precision)
-            rows = rows[rows["phase"] == WHOLE]
-            wide = rows.assign(off=rows["off"].abs()).pivot_table(
-                index="size", columns="mode", values="off", aggfunc="max", sort=False)
+            rows = select(with_in_process(tables, precision), phase=WHOLE)
+            pivoted = rows.assign(relative_error=rows["relative_error"].abs()).pivot_table(
+                index="size", columns="mode", values="relative_error", aggfunc="max", sort=False)
             profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
-            found[precision] = wide.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
+            found[precision] = pivoted.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
     if not found:
         raise KeyError("a profile beside a benchmark")
     return pd.concat(found, names=["precision"])
@@ -326,4 +310,4 @@ def nsys_beside_in_process(tables: Tables) -> pd.DataFrame:
 
 PRINTED = {printed.__name__: printed for printed in (
     forward_times, first_kernel, kernels_by_mode, other_kernels, parts_of_model, forward_families,
-    step_families, attention_softmax, by_context, nsys_beside_in_process)}
+    step_families, attention_softmax, by_context, nsys_with_in_process)}
