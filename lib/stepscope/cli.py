@@ -218,7 +218,7 @@ def list_runs(
     Where the output is not a terminal, it is a line of names and then a line for each run, with tabs between
     the columns. Exit status 1 where something cannot be used.
     """
-    from stepscope.runs.record import of_two_notebooks
+    from stepscope.runs.record import named_unsteady, of_two_notebooks
     from stepscope.runs.store import Store
     folder = _local_runs(runs, reading=True)
     if not folder.is_dir():
@@ -245,7 +245,7 @@ def list_runs(
             print(*row, sep="\t")
     for error in errors:
         console.print(f"{folder}/{error}")
-    for words in of_two_notebooks(records):
+    for words in of_two_notebooks(records) + named_unsteady(records):
         console.print(f"{folder}: {words}")
     raise typer.Exit(EXIT_FAILED if errors else 0)
 
@@ -292,10 +292,12 @@ def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
 def check(runs: RunsOption = None, out: OutOption = None) -> None:
     """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
     from stepscope.report.check import check
+    from stepscope.runs.record import named_unsteady
+    from stepscope.runs.store import Store
     folder = _local_runs(runs, reading=True)
     differences = check(folder, out or folder)
-    for difference in differences:
-        console.print(difference)
+    for line in differences + named_unsteady(Store(folder).records()[0]):
+        console.print(line)
     if differences:
         raise typer.Exit(EXIT_FAILED)
     console.print(f"{out or folder}: the report is what the records in {folder} say")

@@ -63,6 +63,8 @@ def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.
     for _, own in times.groupby("precision") if device == "cuda" else ():
         for index, words in unlike_inside(own).items():
             times.loc[index, "unsteady"] = "; ".join(filter(None, [times.loc[index, "unsteady"], words]))
+    wholes = times.loc[times["phase"] == WHOLE, [*KEYS, "unsteady"]]  # said of the mode, of all its rows
+    times = times.drop(columns="unsteady").merge(wholes, on=KEYS, how="left")[TIME_COLUMNS]
     return times.astype({name: str if name in TEXTS else float for name in TIME_COLUMNS})
 
 

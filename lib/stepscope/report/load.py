@@ -21,7 +21,7 @@ from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
 from stepscope.files import open_within
 from stepscope.report.schemas import Tables
-from stepscope.runs.record import Record, of_two_notebooks
+from stepscope.runs.record import Record, named_unsteady, of_two_notebooks
 from stepscope.runs.store import Store, runs_folder
 
 MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
@@ -84,6 +84,7 @@ def read(store: Store) -> Read:
     found = Read(records, errors=[str(error) for error in errors], notes=of_two_notebooks(records))
     if time.monotonic() - started > QUIET_S or len(records) > 500:
         print(f"Reading {len(records):,} runs.", file=sys.stderr)
+    found.notes += named_unsteady(records)
     usable = []
     for name in studies.STUDIES:
         own = [record for record in records if record.study == name]
@@ -155,7 +156,8 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
     """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
-    cannot be used: all at once, and one by one where that fails."""
+    cannot be used: all at once, and one by one where that fails. What records of before lack is empty."""
+    frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
         by_run = pa.DataFrameSchema(schema.columns | {"run_id": pa.Column()}, strict=schema.strict,
                                     checks=schema.checks, unique=["run_id", *schema.unique])
@@ -168,6 +170,19 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
         except Exception:  # noqa: BLE001 the same
             wrong[run] = _why(schema, frame)
     return _together(fit), wrong
+
+
+def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
+    empty = {name: "" if column.dtype.type is str else float("nan") for name, column in schema.columns.items()
+             if not column.required and name not in frame}
+    return frame.assign(**empty)
+
+
+def steady(tables: Tables) -> Tables:
+    """The same without what a run has marked as unsteady: of that nothing is said, drawn or tabled but its
+    name."""
+    return {name: table[table["unsteady"] == ""] if "unsteady" in table else table
+            for name, table in tables.items()}
 
 
 def _together(frames: Tables) -> pd.DataFrame:

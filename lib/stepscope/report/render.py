@@ -15,7 +15,7 @@ from stepscope import StepscopeError, __version__
 from stepscope.files import read_within, write_texts_durably
 from stepscope.report.claims import HOLDS, TAG, Renderer, TagResult, collect
 from stepscope.report.left_out import Pages, differing, left_out, study_of
-from stepscope.report.load import Read, read
+from stepscope.report.load import Read, read, steady
 from stepscope.report.page import Section, page
 from stepscope.report.tables import NONE, escape, number
 from stepscope.runs.record import NOTEBOOK, Record
@@ -108,7 +108,7 @@ def compose(runs: Path, out: Path) -> Report:
     found = read(Store(runs))
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
-    renderer, report = Renderer(found.tables), Report(errors=found.errors, notes=found.notes)
+    renderer, report = Renderer(steady(found.tables)), Report(errors=found.errors, notes=found.notes)
     preset = all(record.config["device"] == "cpu" for record in found.records)
 
     def told(path: Path, figures: str = "figures") -> str:

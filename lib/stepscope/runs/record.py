@@ -128,6 +128,12 @@ class Record(BaseModel):
         return self.notebook_source in (None, source)
 
 
+def named_unsteady(records: list[Record]) -> list[str]:
+    """A sentence a run that has something that cannot be, or does not repeat: what, and how."""
+    return [f"{record.study}/{record.run_id}: unsteady, and in no sentence: {words}"
+            for record in records if (words := record.results.get("unsteady"))]
+
+
 def of_two_notebooks(records: Iterable[Record]) -> list[str]:
     """A sentence for each notebook of which more than one form has measured these records."""
     sources: dict[str, set[str]] = {}

@@ -42,7 +42,8 @@ def tables(frames: Tables) -> Tables:
     cases = frames["cells"]
     key = [*CONFIG, *CASE]
     cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MOST_BUSY * cases["wall_ms"])
-    clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be))
+    odd = cases["unsteady"] != ""
+    clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be | odd), wall_ms=cases["wall_ms"].mask(odd))
     times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
     others = cases[cases["phase"] == "backward"].set_index(key)
     passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
