@@ -173,8 +173,8 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
 
 
 def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
-    empty = {name: "" if column.dtype.type is str else float("nan") for name, column in schema.columns.items()
-             if not column.required and name not in frame}
+    empty = {name: "" if str(column.dtype).startswith("str") else float("nan")
+             for name, column in schema.columns.items() if not column.required and name not in frame}
     return frame.assign(**empty)
 
 

@@ -1,0 +1,141 @@
+"""What cannot be, or does not repeat, is seen; of what was measured again the last counts, and it is in no sentence."""
+import numpy as np
+import pandas as pd
+import pytest
+
+from cells import run_cells
+from stepscope import measure
+from stepscope.config import PHASES, WHOLE
+from stepscope.measure import clocks, steady
+from stepscope.measure.clocks import enough
+from stepscope.report import load
+from stepscope.runs.notebook import unsteady_rows
+from stepscope.stats import launch_bound
+
+FULL_MHZ = 1980.0
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch):
+    monkeypatch.setattr(steady, "highest_clock_mhz", lambda: FULL_MHZ)
+    monkeypatch.setattr(steady, "power_limit_w", lambda: 700.0)
+
+
+def found(captured_ms=(), **row):
+    return measure.unsteady({"wall_ms": 100.0, "gpu_ms": 99.0, "operations": 1000.0, "sm_clock_mhz": FULL_MHZ} | row,
+                            captured_ms)
+
+
+@pytest.mark.parametrize("steady_one, odd_one, words", [
+    ({"gpu_ms": 101.9}, {"gpu_ms": 102.5}, "102.5 ms of GPU time in 100 ms"),
+    ({"gpu_ms": 102.9, "sm_clock_mhz": 1700.0}, {"gpu_ms": 103.5, "sm_clock_mhz": 1700.0}, "103.5 ms of GPU time"),
+    ({"replayed_ms": 103.0}, {"replayed_ms": 105.0}, "replayed in 105 ms"),
+    ({"gpu_ms": 1.0, "wall_ms": 9.0, "replayed_ms": 2.9}, {"gpu_ms": 1.0, "wall_ms": 9.0, "replayed_ms": 3.1}, "replayed in 3.1"),
+    ({"captured_ms": [99, 100, 101.9]}, {"captured_ms": [99, 100, 102.1]}, "captured steps of 99 to 102.1 ms"),
+    ({"power_w": 713.0}, {"power_w": 748.0}, "748 W, and the cap is 700")])
+def test_what_cannot_be_is_told_with_its_numbers(steady_one, odd_one, words):
+    assert found(**steady_one) == "" and words in found(**odd_one)
+
+
+def test_what_is_not_known_is_nothing_odd():
+    assert measure.unsteady({}) == "" and found(gpu_ms=np.nan, replayed_ms=np.nan, power_w=np.nan) == ""
+    assert found(gpu_ms=0.12, wall_ms=0.1) == ""  # within what a clock's ticks can make
+    assert found([0.01, 0.02], gpu_ms=0.01, wall_ms=0.1) == ""
+
+
+def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
+    swings = [99, 104, 98, 103, 99, 104, 98, 103]
+    assert found(swings, sm_clock_mhz=1700.0) == "" and "captured steps" in found(swings)
+    assert "captured steps of 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
+    assert measure.at_cap({"sm_clock_mhz": 1900.0}) and not measure.at_cap({"sm_clock_mhz": 1950.0}) and not measure.at_cap({})
+    assert not measure.at_cap({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
+
+
+def times(**gpu_ms):
+    rows = [(mode, phase, gpu_ms.get(f"{mode}_{phase}", 10.0)) for mode in PHASES for phase in [*PHASES[mode], WHOLE]]
+    return pd.DataFrame(rows, columns=["mode", "phase", "gpu_ms"])
+
+
+@pytest.mark.parametrize("odd, modes", [
+    ({}, []), ({"forward_forward": 10.9}, []), ({"forward_forward": 11.5}, ["forward", "step"]),
+    ({"forward_forward": 5.0}, []), ({"forward_backward_backward": 8.0}, ["forward_backward", "step"]),
+    ({"step_forward": 12.0}, ["forward_backward", "step"]), ({"step_optimizer": 99.0}, [])])
+def test_a_mode_is_what_it_is_within_the_step(odd, modes):
+    table = times(**odd)
+    said = steady.unlike_inside(table)
+    assert {table.loc[index, "mode"] for index in said} == {*modes}
+    assert all(table.loc[index, "phase"] == WHOLE for index in said)
+
+
+def rows(walls_ms, enqueue_ms=0.0, warmups=1):
+    return [(step, step < warmups, WHOLE, wall_ms, enqueue_ms) for step, wall_ms in enumerate([5.0] * warmups + [*walls_ms])]
+
+
+@pytest.mark.parametrize("wall_ms, enqueue_ms, steps", [
+    (50.0, 10.0, 30), (100.0, 10.0, 20), (500.0, 10.0, 10), (1500.0, 10.0, 7), (40.0, 36.0, 100), (150.0, 140.0, 40)])
+def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enqueue_ms, steps):
+    """Thirty, or two seconds; a hundred (or six seconds) where the host sets the pace; of long ones what was asked for."""
+    assert not enough(rows([wall_ms] * (steps - 1), enqueue_ms), 7, "cuda") and enough(rows([wall_ms] * steps, enqueue_ms), 7, "cuda")
+    assert not enough(rows([wall_ms] * 6), 7, "cpu") and enough(rows([wall_ms] * 7), 7, "cpu")
+    assert not enough(rows([wall_ms] * steps, enqueue_ms), 120, "cuda")
+
+
+@pytest.mark.parametrize("busy, enqueue_ms, gpu_ms, waits", [
+    (0.94, 10.5, 18.4, False), (0.46, 57.0, 30.3, True), (0.96, 99.0, 50.0, False), (0.5, np.nan, np.nan, True),
+    (np.nan, 5.0, 1.0, False)])
+def test_launch_bound_is_who_waits_for_whom(busy, enqueue_ms, gpu_ms, waits):
+    assert launch_bound(busy, enqueue_ms, gpu_ms) is waits
+
+
+def test_a_gpu_is_idle_when_a_kernel_comes_back_at_once_ten_times(monkeypatch):
+    """Another process's work on it makes each wait a time slice."""
+    now, slices = [0.0], [0.002] * 3 + [30e-6] * 5 + [0.002] + [30e-6] * 100
+    monkeypatch.setattr(clocks, "default_timer", lambda: now[0])
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: now.append(now.pop() + slices.pop(0)))
+    clocks.wait_until_idle("cuda")
+    assert len(slices) == 90
+    slices[:] = [0.01] * 5000  # somebody uses it all the time, and is not waited for
+    before = now[0]
+    clocks.wait_until_idle("cuda")
+    assert clocks.LONGEST_WAIT_S <= now[0] - before < clocks.LONGEST_WAIT_S + 0.02
+    left = len(slices)
+    clocks.wait_until_idle("cpu")
+    assert len(slices) == left
+
+
+TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 1, "timed_steps": 2}
+
+
+@pytest.mark.parametrize("notebook, more", [("benchmark", {}), ("mixed_precision", {"numerics": False})])
+@pytest.mark.parametrize("odd_times, taken", [(1, 2), (9, 3)])
+def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(monkeypatch, notebook, more, odd_times, taken):
+    """Forward is odd so many times. What was measured last is kept, and the first steps of the process as they were."""
+    own, captured, count = measure.step_times, [], []
+
+    def step_times(cases, samples, operations, *given):
+        found = own(cases, samples, operations, *given)
+        forward = (found["mode"] == "forward") & (found["precision"] == "fp32")
+        count.append(found.loc[forward & (found["phase"] == WHOLE), "wall_ms"].item())
+        captured.append(int((operations["phase"] == "forward").sum()))
+        return found.assign(unsteady=np.where(forward & (len(count) <= odd_times), "as planted", ""))
+    monkeypatch.setattr(measure, "step_times", step_times)
+    names = run_cells(notebook, **TINY | more)
+    table = names["times"]
+    assert len({*count}) == taken, "it was timed so often"
+    odd = table[table["unsteady"] != ""]
+    assert {*odd["mode"]} == ({"forward"} if odd_times >= taken else set())
+    assert len({*captured}) == 1, "its kernels took the place of the first ones"
+    if notebook == "benchmark":
+        first = names["tables"]["samples"].query("mode == 'step' and phase == 'whole'")
+        assert first["step"].tolist() == [0, 1, 2] and first["warmup"].tolist() == [True, False, False]
+
+
+def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
+    table = pd.DataFrame({"mode": ["step", "forward"], "precision": "bf16", "phase": WHOLE, "wall_ms": [9.0, 3.0],
+                          "unsteady": ["4 ms of GPU time in 3 ms of wall time", ""]})
+    assert unsteady_rows({"times": table, "other": table[["mode"]]}) == (
+        "bf16 step whole: 4 ms of GPU time in 3 ms of wall time")
+    kept = load.steady({"benchmark.times": table, "runs": table[["mode"]]})
+    assert kept["benchmark.times"]["mode"].tolist() == ["forward"] and len(kept["runs"]) == 2
