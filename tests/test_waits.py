@@ -78,7 +78,7 @@ def gpu(monkeypatch):
 
 def test_a_profiled_processs_plain_step_is_all_of_its_work_and_nothing_before(gpu, events):
     mode = profiled_process.ProfiledMode(Step(gpu), lambda *_: None)
-    assert [mode.plain() for _ in range(2)] == [STEP_MS] * 2
+    assert mode.plain(2, until_enough=False)["wall_ms"].tolist() == [STEP_MS] * 2
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -126,11 +126,10 @@ def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
 
 
 def test_a_captured_passs_ranges_hold_all_that_their_phase_launched(gpu):
-    names = attention_cells(gpu, "rows = []", {"synchronize": gpu.synchronize}, warmup_steps=1, timed_steps=1, least_passes=1, captured_passes=2,
+    names = attention_cells(gpu, "def row_of(", {"synchronize": gpu.synchronize}, warmup_steps=1, timed_steps=1, least_passes=1, captured_passes=2,
                             cell_seconds=1.0)
-    names |= {"captured": SimpleNamespace(phases=lambda case, number: gpu.range),
-              "prepare": lambda name, inputs: attention(gpu)}
-    names["capture_one"]("math", 8, Inputs(gpu))
+    names |= {"prepare": lambda name, inputs: attention(gpu)}
+    names["capture_one"]("math", 8, Inputs(gpu), SimpleNamespace(phases=lambda case, number: gpu.range))
     assert len(gpu.log) == 8 and {left for _, _, left in gpu.log} == {0.0}
 
 
@@ -143,11 +142,10 @@ def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypat
 
 
 def test_each_step_of_an_in_process_capture_is_alone(gpu):
-    names = run_cells("benchmark", until="replayed_ms, why", replaced={"synchronize": gpu.synchronize}, device="cpu",
+    names = run_cells("benchmark", until="def replay(", replaced={"synchronize": gpu.synchronize}, device="cpu",
                       warmup_steps=1, timed_steps=1)
-    names |= {"captured": SimpleNamespace(phases=lambda case, number: gpu.range), "zero_grad": gpu.clear,
-              "step": lambda mode, phase: Step(gpu)(phase)}
-    names["capture_steps"]("forward_backward")
+    names |= {"zero_grad": gpu.clear, "step": lambda mode, phase: Step(gpu)(phase)}
+    names["capture_steps"]("forward_backward", SimpleNamespace(phases=lambda case, number: gpu.range))
     began = [left for name, what, left in gpu.log if name == "forward" and what == "begins"]
     assert began == [0.0] * 3 and gpu.left == 0.0 and names["complete"]["forward_backward"] == 3
 
