@@ -319,9 +319,9 @@ def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
     assert set(quickest_step(overlapping)["number"]) == {1}
 
 
-def timed(*walls_ms):
+def timed(*enqueued_ms):
     """A mode's plain steps, of which the first is a warm-up."""
-    rows = [(number, number == 0, WHOLE, wall_ms, 0.0) for number, wall_ms in enumerate(walls_ms)]
+    rows = [(number, number == 0, WHOLE, 2 * ms, ms) for number, ms in enumerate(enqueued_ms)]
     return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
 
 

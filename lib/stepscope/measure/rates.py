@@ -11,7 +11,7 @@ from stepscope.config import WHOLE, StepConfig
 from stepscope.data_sheets import data_sheet
 from stepscope.gpu_lock import exclusive
 from stepscope.measure import power
-from stepscope.measure.clocks import Phases, synchronizer, time_steps, walls_ms
+from stepscope.measure.clocks import Phases, synchronizer, time_steps
 from stepscope.measure.profiler import capture
 from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
@@ -88,16 +88,16 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
 
 
 def launch_rate(device: str) -> tuple[float, float] | None:
-    """Microseconds that this host takes for a launch, the least and the most of ten steps whose GPU work is
-    tiny: the size small, batch 1, context 16. None on a CPU, which launches nothing; nan where nothing could
-    be captured, so that launches were not counted."""
+    """Microseconds that this host takes to enqueue an operation, the least and the most of ten steps whose
+    GPU work is tiny: the size small, batch 1, context 16. None on a CPU, which launches nothing; nan where
+    nothing could be captured, so that launches were not counted."""
     if device != "cuda":
         return None
     shape: dict[str, Any] = {"size": "small", "batch_size": 1, "context_length": 16}
     step = build_step(StepConfig(device="cuda", **shape))
     synchronize = synchronizer(device)
     with exclusive():
-        walls = walls_ms(time_steps(step, 10, 2, device, before=step.clear_gradients))
+        samples = time_steps(step, 10, 2, device, before=step.clear_gradients)
         with capture(device) as captured:
             for number in range(3):
                 step.clear_gradients()
@@ -106,4 +106,5 @@ def launch_rate(device: str) -> tuple[float, float] | None:
                 synchronize()
     operations = captured.operations
     launches = len(quickest_step(operations)) if len(operations) else float("nan")
-    return walls.min() / launches * 1e3, walls.max() / launches * 1e3
+    enqueued = samples.loc[(samples["phase"] == WHOLE) & ~samples["warmup"].astype(bool), "enqueue_ms"]
+    return enqueued.min() / launches * 1e3, enqueued.max() / launches * 1e3

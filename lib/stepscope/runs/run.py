@@ -73,6 +73,8 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
     temporary.mkdir()
     environment = {name: value for name, value in os.environ.items() if name not in DASKS} | ENVIRONMENT | {
         MARK: str(folder), "TMPDIR": str(temporary), "IPYTHONDIR": str(temporary),
+        # compilers' caches are each run's own: nobody waits for a lock of one that is frozen
+        "TRITON_CACHE_DIR": str(temporary / "triton"), "CUDA_CACHE_PATH": str(temporary / "cuda"),
         "JUPYTER_RUNTIME_DIR": str(temporary), HELD: str(temporary / "held")} | environment
     lock = environment.get(GPU_LOCK, "")
     command = [sys.executable, "-P", "-m", "stepscope.runs.run", str(notebook_of(config, environment)),
