@@ -175,7 +175,7 @@ def test_what_fp8_is_off_by_is_its_mantissa(cells, monkeypatch):
         return lambda a, b, fast=True: (rounds(a) @ rounds(b).t()).to(a.dtype)
 
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
-    made, found = cells("climb_compiled(Chunked)", d_model=64, d_ff=128, num_layers=4, changes=["fp32"]), {}
+    made, found = cells("time_compiled(Chunked)", d_model=64, d_ff=128, num_layers=4, changes=["fp32"]), {}
 
     class Fp8(made.Plain):
         def model(self):
@@ -199,7 +199,7 @@ CLASSES = ["Plain", "TF32", "BF16", "SDPA", "Fused", "Blocks", "Graph", "BF16Wei
 
 
 def test_each_change_is_the_last_and_one_more(cells):
-    made = cells("climb_compiled(HuggingFace", changes=["fp32"])
+    made = cells("time_compiled(HuggingFace", changes=["fp32"])
     classes = [getattr(made, name) for name in CLASSES]
     assert [kind.name for kind in classes] == [*CHANGES, "chunked", "fp8", FILLED, *PEERS]
     for before, after in pairwise(classes[:len(CHANGES)]):
@@ -212,7 +212,7 @@ def test_each_change_is_the_last_and_one_more(cells):
 
 @pytest.mark.parametrize("name", ["BF16", "SDPA", "Fused", "Blocks", "BF16Weights", "BF16Moments", "Chunked"])
 def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
-    cells = cells("climb_compiled(Chunked)", changes=["fp32"])
+    cells = cells("time_compiled(Chunked)", changes=["fp32"])
     plain = cells.Plain(cells.config)
     expected_loss = plain.gradients().item()
     expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
@@ -227,7 +227,7 @@ def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
 
 
 def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
-    cells = cells("climb_compiled(Chunked)", changes=["fp32"])
+    cells = cells("time_compiled(Chunked)", changes=["fp32"])
     plain, fused = cells.Plain(cells.config), type("Fp32", (cells.Plain,), {"model": cells.SDPA.model})(cells.config)
     assert fused.gradients().item() == pytest.approx(plain.gradients().item(), rel=1e-6)
     for key, parameter in fused.named.items():
@@ -237,7 +237,7 @@ def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
 
 @pytest.mark.parametrize("name", ["Plain", "BF16Weights", "BF16Moments"])
 def test_a_reset_trains_as_a_fresh_one(cells, name):
-    cells, programs = cells("climb_compiled(Chunked)", changes=["fp32"]), {}
+    cells, programs = cells("time_compiled(Chunked)", changes=["fp32"]), {}
     kind = getattr(cells, name)
     made = kind(cells.config, programs)
     first = [made.step().item() for _ in range(3)]
@@ -252,7 +252,7 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
 
 
 def test_changes_that_differ_in_no_program_share_it(cells):
-    made = cells("climb_compiled(Chunked)", changes=["fp32"])
+    made = cells("time_compiled(Chunked)", changes=["fp32"])
     programs = {}
     for kind in (made.SDPA, made.Fused, made.Blocks, type("Again", (made.Blocks,), {}), made.BF16Weights,
                  made.BF16Moments):
@@ -264,7 +264,7 @@ def test_changes_that_differ_in_no_program_share_it(cells):
 
 def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
     pytest.importorskip("transformers")
-    made, asked = cells("climb_compiled(HuggingFace", changes=["fp32"]), []
+    made, asked = cells("time_compiled(HuggingFace", changes=["fp32"]), []
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: asked.append(mode) or model)
     monkeypatch.setattr(made.HuggingFaceGraphs, "lacks", classmethod(lambda kind, device: ""))
     programs = {}
@@ -274,7 +274,7 @@ def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
 
 
 def test_what_a_cpu_lacks_is_said(cells):
-    made = cells("climb_compiled(HuggingFace", changes=["fp32"])
+    made = cells("time_compiled(HuggingFace", changes=["fp32"])
     for name in ("TF32", "Graph", "FP8", "HuggingFaceGraphs"):
         with pytest.raises(Unsupported, match="CPU|GPU"):
             getattr(made, name)(made.config)
@@ -283,7 +283,7 @@ def test_what_a_cpu_lacks_is_said(cells):
 def test_hugging_faces_llama_has_our_shape(cells):
     """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
     pytest.importorskip("transformers")
-    cells = cells("climb_compiled(HuggingFace", changes=["fp32"])
+    cells = cells("time_compiled(HuggingFace", changes=["fp32"])
     made = cells.HuggingFace(cells.config)
     assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(cells.config)
     first = made.plain_step().item()
@@ -295,7 +295,7 @@ def test_hugging_faces_llama_has_our_shape(cells):
 
 
 def test_steps_are_timed_one_after_another(cells):
-    made, done = cells("climb(Plain)"), []
+    made, done = cells("time_cases(Plain)"), []
     times = back_to_back(lambda: done.append(1), "cpu", 7)
     assert len(times) == len(done) == 7 and min(times) >= 0
     assert made.steps_in(0.4, 100) == 4 and made.steps_in(0.4, 1e-3) == 2000
@@ -303,7 +303,7 @@ def test_steps_are_timed_one_after_another(cells):
 
 def test_time_watts_joules_and_clock_are_of_one_stretch(cells, monkeypatch):
     """On a GPU: as many steps as two seconds hold, ten at least, and a hundred where the host sets the pace."""
-    made, done = cells("climb(Plain)"), []
+    made, done = cells("time_cases(Plain)"), []
     names, made_monitors = made.time_one.__globals__, []
 
     class Monitor:
@@ -318,7 +318,7 @@ def test_time_watts_joules_and_clock_are_of_one_stretch(cells, monkeypatch):
     names |= {"on_gpu": True, "settled": lambda trainer: 250.0}
     monkeypatch.setattr("stepscope.measure.PowerMonitor", Monitor)
     monkeypatch.setattr("stepscope.measure.back_to_back", lambda step, device, steps: (done.append(steps), [1.0] * steps)[1])
-    trainer = SimpleNamespace(step=1, plain_step=1, name="bf16", peer=True, batch=2)
+    trainer = SimpleNamespace(step=1, plain_step=1, name="bf16", baseline=True, batch=2)
     for step_ms, enqueue_ms, wall_ms, steps in ((250.0, 10.0, 250.0, 10), (20.0, 10.0, 20.0, 100), (3000.0, 2900.0, 3000.0, 10),
                                                 (100.0, 80.0, 100.0, 100), (2.5, 0.1, 2.5, 800)):
         names |= {"settled": lambda trainer, step_ms=step_ms: step_ms, "enqueued": lambda step, pair=(enqueue_ms, wall_ms): pair}
@@ -331,7 +331,7 @@ def test_time_watts_joules_and_clock_are_of_one_stretch(cells, monkeypatch):
 
 
 def test_a_sample_stands_for_a_large_tensor(cells):
-    made = cells("climb(Plain)")
+    made = cells("time_cases(Plain)")
     made.sampled.__globals__["COMPARED"] = 10
     assert len(made.sampled(torch.arange(95.0))) == 10 and made.sampled(torch.arange(95.0))[1] == 10
     assert len(made.sampled(torch.arange(9.0))) == 9
@@ -473,7 +473,7 @@ def test_one_that_fails_says_so_and_the_others_go_on(monkeypatch):
 
 
 def test_training_needs_room_for_bytes(cells):
-    made = cells("climb(Plain)", vocab_size=100, training_steps=2)
+    made = cells("time_cases(Plain)", vocab_size=100, training_steps=2)
     with pytest.raises(ConfigError, match="256"):
         train(made.config, made.Plain(made.config), "fp32")
 

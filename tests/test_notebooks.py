@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -250,6 +251,12 @@ def test_papermill_alone_writes_a_run_that_can_be_read(tmp_path, tiny):
     assert code and "contxt_length: no such parameter; context_length may be meant" in said
     code, said = by_papermill(benchmark, "out.ipynb", "-p", "context_length", "long", cwd=tmp_path)
     assert code and "context_length: got 'long'" in said
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_notebook_refuses_a_wrong_name(path):
+    sources = "".join(cell.source for cell in code_cells(path) if not cell.shows)
+    assert re.search(r"= from_notebook\(|^require_parameters\(globals\(\)\)", sources, re.MULTILINE)
 
 
 def test_wrong_names_are_refused_and_a_sweeps_are_not():

@@ -35,7 +35,7 @@ from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_r
 from stepscope.model.training_step import Step, build_step, prepare, release
 
 WARM_MS, MOST_WARM = 300, 10   # of short steps, so many ms after the first, and so many at most
-PLAIN_MS, PLAIN = 1500, 10     # plain steps: ten of forward, of other modes as many as last so long, at least
+PLAIN_STEPS_MS, PLAIN_STEPS = 1500, 10  # at least: ten of forward, of other modes as many as last so long
 CAPTURED, LONG_MS = 3, 500     # captured steps beside the named one; two of long ones
 
 Ranged = Callable[[Step, Annotation | None, Callable[[], None]], None]
@@ -110,9 +110,9 @@ def time_plain(mode: ProfiledMode) -> None:
         warm_ms += mode.plain(1, until_enough=False)["wall_ms"].tolist()
         if warm_ms[0] > 2 * LONG_MS:
             break
-    steps = PLAIN
+    steps = PLAIN_STEPS
     if mode.step.mode != "forward":
-        steps = min(PLAIN, max(1, int(PLAIN_MS / warm_ms[-1])))
+        steps = min(PLAIN_STEPS, max(1, int(PLAIN_STEPS_MS / warm_ms[-1])))
     found = mode.plain(steps, until_enough=True)
     mode.plain_ms, mode.enqueue_ms = found["wall_ms"].tolist(), found["enqueue_ms"].tolist()
     mode.clock = {"sm_clock_mhz": sm_clock_mhz(), "highest_clock_mhz": highest_clock_mhz()}

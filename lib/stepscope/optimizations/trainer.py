@@ -75,7 +75,7 @@ class Trainer(ABC):
     """
 
     compiles: ClassVar[bool] = False  # the first call of its loss compiles it
-    peer: ClassVar[bool] = False  # somebody else's model
+    baseline: ClassVar[bool] = False  # somebody else's model
 
     def __init__(self, config: StepConfig, programs: dict[Any, Program] | None = None,
                  batch: int | None = None):
