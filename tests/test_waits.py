@@ -220,11 +220,10 @@ def test_the_seconds_of_compiling_hold_the_steps_work(gpu, monkeypatch):
     assert measure.seconds_with_compiling(lambda: gpu.work(3.0), "cuda") == LAUNCH_S + 3.0
 
 
-def alone(gpu, steps):
-    """Whether so many captured steps each began on an idle GPU, and the last one's work was waited for."""
-    ranges = [entry for entry in gpu.log if isinstance(entry, tuple)]
-    began = [left for name, what, left in ranges if name in ("forward", "whole") and what == "begins"]
-    return began == [0.0] * steps and gpu.left == 0.0
+def alone(gpu, then=0.0):
+    """Whether each captured step began on an idle GPU, and was waited for before what the GPU has to do now."""
+    began = [entry[2] for entry in gpu.log if isinstance(entry, tuple) and entry[:2] == ("forward", "begins")]
+    return len(began) > 0 and set(began) == {0.0} and gpu.left == then
 
 
 def captured_on(gpu, **also):
@@ -236,7 +235,7 @@ def test_each_step_that_counts_launches_is_alone(gpu, events, monkeypatch):
     monkeypatch.setattr(rates, "build_step", lambda config: Step(gpu))
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     rates.launch_rate("cuda")
-    assert alone(gpu, 3)
+    assert alone(gpu)
 
 
 def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
@@ -270,38 +269,36 @@ def measuring(gpu, captured, **also):
 
 
 def capture_of_mixed_precision(gpu, captured):
-    names = executed("mixed_precision", "def capture_one(case)", measuring(
-        gpu, captured, adamw=SimpleNamespace(state={1: 2}), clear=gpu.clear, status={}, cases={},
-        step=lambda precision, mode, phase: Step(gpu)(phase)))
-    names["capture_one"](("bf16", "step"))
-    return 2
+    case = "bf16", "step"
+    executed("mixed_precision", "def capture_one(case", measuring(
+        gpu, captured, adamw=SimpleNamespace(state={1: 2}), clear=gpu.clear, status={}, cases={case: {}}, readings={case: {}},
+        is_long=lambda case: False, step=lambda precision, mode, phase: Step(gpu)(phase)))
+    return CLEARING_S  # once all is captured
 
 
 def capture_of_checkpointing(gpu, captured):
-    names = executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))
-    names["capture_one"](Step(gpu), captured)
-    return 1
+    executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))["capture_one"](Step(gpu), captured)
+    return 0.0
 
 
 def capture_of_explore(gpu, captured):
     executed("explore", "build_step(config), measure.synchronizer", measuring(
         gpu, captured, names=["a", "b"], configs=[SimpleNamespace(device="cuda")] * 2, build_step=lambda config: Step(gpu)))
-    return 6
+    return 0.0
 
 
-def capture_of_ladder(gpu, captured):
+@pytest.mark.parametrize("capture", [capture_of_mixed_precision, capture_of_checkpointing, capture_of_explore])
+def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
+    assert alone(gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost")))
+
+
+def test_the_ladders_captured_steps_are_over_when_the_capture_is(gpu):
     names = executed("ladder", "def capture_one(trainer", measuring(
-        gpu, captured, rows={}, CAPTURED_S=0.1, BURST_S=0.1, at=lambda *_: [], settled=lambda trainer: 1, HuggingFaceGraphs=None))
+        gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"), rows={}, at=lambda *_: [], settled=lambda trainer: 1,
+        CAPTURED_S=0.1, BURST_S=0.1, steps_in=lambda *_: 3, HuggingFaceGraphs=None))
     with pytest.raises(RuntimeError, match="lost"):
         names["capture_one"](SimpleNamespace(step=lambda: gpu.work(1.0)), {})
-    assert {left for _, _, left in gpu.log} == {0.0}  # a range holds all that was launched in it
-    return 2
-
-
-@pytest.mark.parametrize("capture", [capture_of_mixed_precision, capture_of_checkpointing, capture_of_explore, capture_of_ladder])
-def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
-    steps = capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"))
-    assert alone(gpu, steps)
+    assert ("whole", "begins", 0.0) in gpu.log and gpu.left == 0.0
 
 
 def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gpu, monkeypatch):
