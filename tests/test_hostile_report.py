@@ -280,6 +280,18 @@ def test_a_file_that_is_no_table_is_named(copy):
     assert len(errors) == 1 and "times.parquet: cannot be read as Parquet" in errors[0]
 
 
+@pytest.mark.parametrize(("study", "change", "words"), [
+    ("ladder", lambda record: record["results"].update(parameters=MARKUP[0]), "its result parameters is '<script>"),
+    ("benchmark", lambda record: record["results"].update(matmul_tflops="1.0"), "its result matmul_tflops is '1.0'"),
+    ("benchmark", lambda record: record.update(tables={}), "its record names no table")])
+def test_a_record_of_no_table_or_of_text_for_a_number_is_named_and_left_out(copy, study, change, words):
+    run = next(run for run in _runs(copy) if run.parent.name == study)
+    reports.change_record(run / "record.json", change)
+    found = read(Store(copy))
+    assert len(found.errors) == 1 and words in found.errors[0] and run.name in found.errors[0]
+    assert (study, run.name) not in {(record.study, record.run_id) for record in found.records}
+
+
 @pytest.mark.parametrize("limit, most", [("MOST_ROWS", 999), ("MOST_BYTES", 20_000)])
 def test_a_small_file_that_unpacks_to_much_is_named_and_not_read(copy, monkeypatch, limit, most):
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")

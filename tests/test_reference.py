@@ -214,6 +214,17 @@ def test_a_study_declares_the_tables_of_others_that_it_reads(reference, study):
     assert read == set(getattr(importlib.import_module(f"stepscope.studies.{study}.tables"), "READS", ()))
 
 
+def test_results_that_are_read_as_numbers_are_declared(reference):
+    """Of others a record may hold text, and nothing of the report breaks."""
+    changed = dict(reference.tables)
+    for name in [name for name in changed if name.endswith(".results")]:
+        module = importlib.import_module(f"stepscope.studies.{name.partition('.')[0]}.tables")
+        others = set(changed[name].select_dtypes("number")) - {*module.CONFIG, *getattr(module, "NUMBERS", ())}
+        changed[name] = changed[name].assign(**dict.fromkeys(others, "some text"))
+    before, after = (_told(reference.renderer(tables))[1] for tables in (reference.tables, changed))
+    assert before == after
+
+
 def test_chapters_are_what_the_report_reads():
     assert {path.name for path in PAGES} >= {"00-first.md", "08-trust.md", "cpu.md", "2026.md"}
     assert Path(CHAPTERS, "fast_step.py").is_file()
