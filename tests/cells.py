@@ -45,7 +45,7 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
             if unknown := parameters.keys() - names.keys():
                 raise LookupError(f"{path.name} has no parameters {', '.join(sorted(unknown))}")
             names |= parameters
-        names |= {name: value for name, value in ({"load": reference} | (replaced or {})).items() if name in names}
+        names |= {name: value for name, value in {"load": reference, **(replaced or {})}.items() if name in names}
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
     return names
