@@ -11,7 +11,7 @@ import pytest
 
 from conftest import record_of
 from stepscope import PACKAGE
-from stepscope.files import open_within, read_within, write_text_durably, write_texts_durably
+from stepscope.files import open_within, read_within, write_text_durably
 from stepscope.runs.machine import source_digest
 from stepscope.runs.record import RecordError
 from stepscope.runs.store import Store, StoreBusy, StoreError
@@ -147,15 +147,6 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_text_durably(path, "newest")
     assert path.read_text() == "new" and [one.name for one in tmp_path.iterdir()] == ["file"]
-
-
-def test_files_that_belong_together_stay_as_they_were_where_a_folder_is_in_the_place_of_one(tmp_path):
-    (tmp_path / "first").write_text("old")
-    (tmp_path / "second").mkdir()
-    with pytest.raises(OSError, match="second is a folder"):
-        write_texts_durably({tmp_path / "first": "new", tmp_path / "second": "new"})
-    assert (tmp_path / "first").read_text() == "old"
-    assert {one.name for one in tmp_path.iterdir()} == {"first", "second"}
 
 
 def test_files_are_read_without_leaving_the_folder(tmp_path):
