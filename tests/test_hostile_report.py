@@ -11,12 +11,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from markdown_it import MarkdownIt
+from pandera.errors import SchemaError, SchemaErrors
 
 import reports
 from stepscope.report import load as loading
 from stepscope.report.claims import Renderer
 from stepscope.report.load import read
 from stepscope.report.render import render
+from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import escape
 from stepscope.runs.store import Store
 
@@ -260,6 +262,17 @@ def test_no_change_of_any_table_ends_the_report(runs, survives, monkeypatch):
     every = _all_changes(runs)
     some = random.Random(1).sample(every, min(400, len(every)))
     assert not list(filter(None, map(survives, some)))
+
+
+def test_a_schema_takes_its_own_columns_numbers_that_can_be_measured_and_each_key_once():
+    schema, whole = tidy(("mode",), mode=word("step", "forward"), ms=measured()), {"mode": ["step", "forward"], "ms": [1.0, np.nan]}
+    schema.validate(pd.DataFrame(whole))
+    for other in ({"ms": [1.0, -1.0]}, {"ms": [1.0, 1e16]}, {"ms": [1.0, np.inf]}, {"ms": ["x", "y"]}, {"mode": ["step", "x"]},
+                  {"mode": ["step", "step"]}, {"beside": [1, 2]}):
+        with pytest.raises((SchemaError, SchemaErrors)):
+            schema.validate(pd.DataFrame(whole | other))
+    with pytest.raises(SchemaError):
+        schema.validate(pd.DataFrame(whole)[["mode"]])
 
 
 def test_a_wrong_table_is_named_with_its_column(copy):

@@ -265,6 +265,19 @@ def test_a_readme_that_is_a_pipe_or_a_link_is_refused_at_once(done, tmp_path):
         render(done[1] / "runs", tmp_path)
 
 
+def test_a_shape_without_a_name_is_named_by_its_dimensions(tmp_path):
+    runs = reports.few(tmp_path, 1, ("benchmark",))
+    dimensions = {"d_model": 8, "d_ff": 16, "num_layers": 3, "num_heads": 2}
+
+    def change(record: dict) -> None:
+        config = configure(**record["config"] | {"size": "custom"} | dimensions)
+        record |= {"config": config.model_dump(mode="json"), "run_id": config.run_id}
+    place, = runs.glob("benchmark/*")
+    reports.change_record(place / "record.json", change)
+    place.rename(place.with_name(json.loads((place / "record.json").read_text())["run_id"]))
+    assert set(read(Store(runs)).tables["benchmark.times"]["size"]) == {"d8 f16 l3 h2"}
+
+
 def test_a_folder_without_runs_says_so(tmp_path):
     with pytest.raises(RunsError, match="no such runs folder"):
         render(tmp_path / "nowhere", tmp_path)
