@@ -275,12 +275,14 @@ def test_a_schema_takes_its_own_columns_numbers_that_can_be_measured_and_each_ke
         schema.validate(pd.DataFrame(whole)[["mode"]])
 
 
-def test_a_wrong_table_is_named_with_its_column(copy):
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
+    (lambda times: pd.concat([times, times]), "its key is not unique")])
+def test_a_wrong_table_is_named_with_what_is_wrong(copy, change, words):
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")
-    reports.change_table(run, "times", lambda frame: frame.assign(wall_ms="x"))
+    reports.change_table(run, "times", change)
     found = read(Store(copy))
-    assert [*found.errors] == [
-        f"benchmark/{run.name}: its table times cannot be used: column 'wall_ms': coerce_dtype('float64') fails for 'x'"]
+    assert [*found.errors] == [f"benchmark/{run.name}: its table times cannot be used: {words}"]
     assert run.name not in set(found.tables["runs"].query("study == 'benchmark'")["run_id"])
 
 
