@@ -1,6 +1,7 @@
 """What tests do with notebooks: execute their cells in this process, and read what stands in them."""
 import ast
 import dis
+import functools
 import linecache
 import types
 from collections.abc import Mapping
@@ -8,10 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from stepscope import PACKAGE
+from stepscope.report.load import load
+from stepscope.report.schemas import Tables
 from stepscope.runs.source import Cell, code_cells
 
 NOTEBOOKS = sorted((PACKAGE / "notebooks").glob("*.ipynb"))
 CLOCKS = {"perf_counter", "perf_counter_ns", "default_timer", "monotonic", "time", "time_ns", "elapsed_time"}
+
+
+@functools.cache
+def reference(runs: str | Path = "") -> Tables:
+    """What a notebook's ``load`` reads to show beside its own run, read once."""
+    return load(runs)
 
 
 def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[str, Any] | None = None,
@@ -36,7 +45,7 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
             if unknown := parameters.keys() - names.keys():
                 raise LookupError(f"{path.name} has no parameters {', '.join(sorted(unknown))}")
             names |= parameters
-        names |= {name: value for name, value in (replaced or {}).items() if name in names}
+        names |= {name: value for name, value in {"load": reference, **(replaced or {})}.items() if name in names}
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
     return names

@@ -1,5 +1,4 @@
 """Runs that tests of the report read: the committed reference, or a folder named by $STEPSCOPE_TEST_RUNS."""
-import functools
 import hashlib
 import json
 import os
@@ -11,14 +10,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope import PACKAGE, PROJECT
+from stepscope import PROJECT
 from stepscope.report.claims import formatted
-from stepscope.report.load import Read, read
-from stepscope.runs.store import Store
+from stepscope.report.render import CHAPTERS
 from stepscope.studies import STUDIES
 
 RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", "h200"))
 PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repeat": 0, "batch_size": 4}
+PAGES = sorted(CHAPTERS.rglob("*.md"))
+CLAIM = re.compile(r"\{%\s*claim\s+(\w+)\s*%\}(.*?)\{%\s*endclaim\s*%\}", re.DOTALL)
 IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
 
 
@@ -33,27 +33,29 @@ class Reads(dict):
         self.asked.add(name)
         return super().__getitem__(name)
 
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
     def get(self, name: str, default: object = None) -> object:
         self.asked.add(name)
         return super().get(name, default)
 
+    def __iter__(self):
+        raise NotImplementedError("what is asked of all tables has no name")
+
+    keys = values = items = __iter__
+
 
 def said(name: str, values: dict) -> list[str]:
     """A claim's sentences, wherever the chapters have it, with these values in their places."""
-    chapters = (path.read_text(encoding="utf-8") for path in (PACKAGE / "report" / "chapters").rglob("*.md"))
-    sentences = re.findall(rf"{{% claim {name} %}}(.*?){{% endclaim %}}", "".join(chapters), re.DOTALL)
-    return [formatted(sentence, values, name) for sentence in sentences]
+    sentences = (found for page in PAGES for found in CLAIM.findall(page.read_text(encoding="utf-8")))
+    return [formatted(sentence, values, name) for one, sentence in sentences if one == name]
 
 
 def needs_runs() -> None:
     if not any(RUNS.glob("*/*/record.json")):
         pytest.skip("no runs to read here")
-
-
-@functools.cache
-def whole() -> Read:
-    needs_runs()
-    return read(Store(RUNS))
 
 
 def few(folder: Path, each: int = 2, studies: tuple[str, ...] = STUDIES) -> Path:

@@ -1,5 +1,6 @@
 """The memory formulas: against what storages live on a CPU, what an H200's allocator said, and its rules of rounding;
 and what fits."""
+from collections import Counter
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ from stepscope.config import StepConfig
 from stepscope.model import accounting, fit
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.training_step import Step, build_step
+from stepscope.model.transformer import TransformerLM
 from stepscope.studies.memory.policies import uniform
 
 SHAPES = [{"d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "context_length": 32, "vocab_size": 40,
@@ -150,6 +152,13 @@ def allocate(size, number):
 def test_rounding_is_the_allocators(size):
     for number in (1, 2, 3, 7, 20):
         assert accounting.rounding(size, number) == allocate(size, number) - number * size
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_models_rounding_is_that_of_each_of_its_parameters(shape):
+    config = config_of(shape)
+    counts = Counter(parameter.numel() for parameter in TransformerLM(config).parameters())
+    assert accounting.parameter_rounding(config) == sum(accounting.rounding(4 * size, number) for size, number in counts.items())
 
 
 def test_rounding_workspaces_and_a_fused_kernels_own_are_a_gpus_alone():

@@ -449,13 +449,14 @@ def test_the_numbers_of_the_sentences(grid):
     assert claims.attention_tf32_compiled(disturbed)["sequence"] == 8192
 
 
-def test_one_softmax_is_a_blocks():
+@pytest.mark.parametrize(("size", "blocks"), [("small", 12), ("medium", 24)])
+def test_one_softmax_is_a_blocks(size, blocks):
     rows = [("attention.softmax", "elementwise", 24e6), ("attention.scores", "matrix multiply", 6e6),
             ("attention.scores", "elementwise", 9e6), ("attention.value", "matrix multiply", 6e6)]
     operations = pd.DataFrame(rows, columns=["region", "family", "total_ns"]).assign(
-        size="small", context_length=512, batch_size=4, vocab_size=10_000, precision="fp32", attention="naive", mode="forward")
+        size=size, context_length=512, batch_size=4, vocab_size=10_000, precision="fp32", attention="naive", mode="forward")
     found = claims.one_softmax({"nsys.operations": operations})
-    assert (found["softmax"], found["matmuls"]) == (2, 1) and said("one_softmax", found)
+    assert (found["softmax"], found["matmuls"]) == (24 / blocks, 12 / blocks) and said("one_softmax", found)
 
 
 def test_where_memory_ran_out_is_told_by_phase(grid):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import reference, run_cells
 from stepscope import PACKAGE, measure, stats
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, profiler
@@ -103,6 +103,7 @@ def stepwise():
             exec(compile(cell.source, "cell", "exec"), names)
             if "parameters" in cell.tags:
                 names |= QUICK | parameters
+            names |= {"load": reference} if "load" in names else {}
             if after in cell.source:
                 change(names)
         for name, table in names["tables"].items():

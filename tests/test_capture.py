@@ -307,8 +307,9 @@ def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu
 def test_phases_are_named_on_the_command_line():
     assert phases_of(["forward=Vorwärts", "loss=eval=1"]) == {"Vorwärts": "forward", "eval=1": "loss"}
     assert phases_of([]) is None
-    with pytest.raises(TraceError, match="--phase: got 'forward', expected forward=NAME, with the name of a range"):
-        phases_of(["forward"])
+    for said in ("forward", "forward=", "=eval"):
+        with pytest.raises(TraceError, match=f"--phase: got '{said}', expected forward=NAME, with the name of a range"):
+            phases_of([said])
 
 
 def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):

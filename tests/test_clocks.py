@@ -177,9 +177,10 @@ class Graphs:
     def __init__(self, monkeypatch, gpu, replay=7.0, fail=None):
         self.gpu, self.called, self.fail = gpu, [], fail
         self.replay = lambda: (self.called.append("replay"), gpu.launch(replay))
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        for name, made in {"Stream": lambda: stream, "current_stream": lambda: stream, "CUDAGraph": lambda: self,
-                           "default_stream": lambda: stream, "stream": self.stream, "graph": self.graph,
+        side, own = (SimpleNamespace(wait_stream=lambda other, name=name: self.called.append(f"{name} stream waits"))
+                     for name in ("side", "own"))
+        for name, made in {"Stream": lambda: side, "current_stream": lambda: own, "CUDAGraph": lambda: self,
+                           "default_stream": lambda: own, "stream": self.stream, "graph": self.graph,
                            "set_stream": lambda to: self.called.append("stream restored"),
                            "empty_cache": lambda: None}.items():
             monkeypatch.setattr(torch.cuda, name, made)
@@ -191,6 +192,7 @@ class Graphs:
 
     @contextmanager
     def graph(self, graph, stream):
+        assert self.gpu.done_ms <= self.gpu.host_ms, "captured while the warm-up runs"
         self.called.append("capture")
         try:
             yield
@@ -203,6 +205,8 @@ class FakeStep(SimpleNamespace):
         self.graphs.called.append("cleared")
 
     def __call__(self):
+        if "capture" not in self.graphs.called:
+            self.graphs.gpu.launch(3.0)
         self.graphs.called.append(("step", self.optimizer.param_groups[0]["capturable"]))
         if self.graphs.called.count(("step", True)) == 2 and self.graphs.fail:
             raise self.graphs.fail
@@ -218,8 +222,8 @@ def test_a_step_is_warmed_up_captured_and_replayed_with_a_capturable_optimizer(m
     step = FakeStep(graphs=graphs, optimizer=optimizer())
     times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients, replays=3, at_least_s=0)
     assert times == pytest.approx([8.0] * 3) and not reason  # launching the graph, and its work
-    assert graphs.called == ["cleared", "warm-up", ("step", True), "cleared", "capture", ("step", True),
-                             *["replay"] * 3, "cleared"]
+    assert graphs.called == ["cleared", "side stream waits", "warm-up", ("step", True), "own stream waits", "cleared",
+                             "capture", ("step", True), *["replay"] * 3, "cleared"]
     assert step.optimizer.param_groups[0]["capturable"] is False and not step.optimizer.state
 
 

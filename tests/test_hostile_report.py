@@ -11,12 +11,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from markdown_it import MarkdownIt
+from pandera.errors import SchemaError, SchemaErrors
 
 import reports
 from stepscope.report import load as loading
 from stepscope.report.claims import Renderer
 from stepscope.report.load import read
 from stepscope.report.render import render
+from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import escape
 from stepscope.runs.store import Store
 
@@ -117,7 +119,7 @@ def test_what_records_say_is_shown_and_not_alive(copy, tmp_path):
     assert "onclick" in (tmp_path / "out" / "evidence" / "runs.md").read_text()
 
 
-@pytest.mark.parametrize("first", [0, 5, 11])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.trials) for first in (5, 11))])
 def test_names_in_tables_are_shown_and_not_alive(copy, tmp_path, first):
     """Kernels, lines of code and reasons are texts of anybody."""
     for run in _runs(copy):
@@ -207,11 +209,13 @@ def survives(runs, monkeypatch):
     monkeypatch.setattr(Store, "records", lambda *_, **__: whole)
     renderer, readers = Renderer(reports.Reads(read(Store(runs)).tables)), {}
     monkeypatch.setattr("stepscope.report.claims.collect", renderer.known.__getitem__)
-    for kind, known in renderer.known.items():
-        for name in known:
-            renderer.tables.asked = set()
-            _say(renderer, kind, name)
-            readers[kind, name] = {asked.partition(".")[0] for asked in renderer.tables.asked}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stepscope.report.claims.svg", lambda picture: "")  # made, to see what it reads, and not drawn
+        for kind, known in renderer.known.items():
+            for name in known:
+                renderer.tables.asked = set()
+                _say(renderer, kind, name)
+                readers[kind, name] = {asked.partition(".")[0] for asked in renderer.tables.asked}
 
     def tell(change: tuple[Path, str, str, str]) -> str:
         run, table, column, name = change
@@ -251,12 +255,25 @@ def test_no_change_of_any_table_ends_the_report(runs, survives, monkeypatch):
     assert not list(filter(None, map(survives, some)))
 
 
-def test_a_wrong_table_is_named_with_its_column(copy):
+def test_a_schema_takes_its_own_columns_numbers_that_can_be_measured_and_each_key_once():
+    schema, whole = tidy(("mode",), mode=word("step", "forward"), ms=measured()), {"mode": ["step", "forward"], "ms": [1.0, np.nan]}
+    schema.validate(pd.DataFrame(whole))
+    for other in ({"ms": [1.0, -1.0]}, {"ms": [1.0, 1e16]}, {"ms": [1.0, np.inf]}, {"ms": ["x", "y"]}, {"mode": ["step", "x"]},
+                  {"mode": ["step", "step"]}, {"beside": [1, 2]}):
+        with pytest.raises((SchemaError, SchemaErrors)):
+            schema.validate(pd.DataFrame(whole | other))
+    with pytest.raises(SchemaError):
+        schema.validate(pd.DataFrame(whole)[["mode"]])
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
+    (lambda times: pd.concat([times, times]), "its key is not unique")])
+def test_a_wrong_table_is_named_with_what_is_wrong(copy, change, words):
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")
-    reports.change_table(run, "times", lambda frame: frame.assign(wall_ms="x"))
+    reports.change_table(run, "times", change)
     found = read(Store(copy))
-    assert [*found.errors] == [
-        f"benchmark/{run.name}: its table times cannot be used: column 'wall_ms': coerce_dtype('float64') fails for 'x'"]
+    assert [*found.errors] == [f"benchmark/{run.name}: its table times cannot be used: {words}"]
     assert run.name not in set(found.tables["runs"].query("study == 'benchmark'")["run_id"])
 
 
@@ -267,6 +284,18 @@ def test_a_file_that_is_no_table_is_named(copy):
     reports.change_record(run / "record.json", lambda record: record["tables"]["times"].update(sha256=digest))
     errors = read(Store(copy)).errors
     assert len(errors) == 1 and "times.parquet: cannot be read as Parquet" in errors[0]
+
+
+@pytest.mark.parametrize(("study", "change", "words"), [
+    ("ladder", lambda record: record["results"].update(parameters=MARKUP[0]), "its result parameters is '<script>"),
+    ("benchmark", lambda record: record["results"].update(matmul_tflops="1.0"), "its result matmul_tflops is '1.0'"),
+    ("benchmark", lambda record: record.update(tables={}), "its record names no table")])
+def test_a_record_of_no_table_or_of_text_for_a_number_is_named_and_left_out(copy, study, change, words):
+    run = next(run for run in _runs(copy) if run.parent.name == study)
+    reports.change_record(run / "record.json", change)
+    found = read(Store(copy))
+    assert len(found.errors) == 1 and words in found.errors[0] and run.name in found.errors[0]
+    assert (study, run.name) not in {(record.study, record.run_id) for record in found.records}
 
 
 @pytest.mark.parametrize("limit, most", [("MOST_ROWS", 999), ("MOST_BYTES", 20_000)])

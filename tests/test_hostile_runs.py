@@ -3,10 +3,11 @@ import json
 import os
 
 import pytest
+from pydantic import ValidationError
 
-from conftest import TINY, put
+from conftest import TINY, put, record_of
 from stepscope.model.accounting import peak
-from stepscope.runs.record import RecordError, read_record
+from stepscope.runs.record import Record, RecordError, read_record
 from stepscope.runs.sweep_file import SweepError, find_sweeps, load_sweeps, said_before
 from stepscope.yaml_files import YamlFileError, load_yaml
 
@@ -28,6 +29,8 @@ def altered(place, change):
     lambda r: r["config"].update(study="memory"),
     lambda r: r["config"].update(device="auto"),
     lambda r: r["config"].update(seed=1),  # another run's
+    lambda r: r.update(study="memory"),
+    lambda r: r.update(run_id="another"),
     lambda r: r["config"].clear(),
     lambda r: r.update(config=[1]),
     lambda r: r.update(tables={"../x": {"file": "x", "sha256": "0" * 64}}),
@@ -48,6 +51,22 @@ def test_a_record_that_is_not_believed_is_named_on_one_line(store, tiny, change)
     assert str(errors[0]).isprintable() and len(str(errors[0])) < 1000
     with pytest.raises(RecordError):
         read_record(place)
+
+
+@pytest.mark.parametrize("change", [
+    lambda r: r.update(run_id="x/y"), lambda r: r.update(run_id="x\n"), lambda r: r.update(software={"cuda": 2**63}),
+    lambda r: r.update(duration_s=-1), lambda r: r.update(measuring_s=-1), lambda r: r.update(notebook_sha256="g" * 64),
+    lambda r: r.update(started_at="1999-12-31T00:00:00Z"), lambda r: r.update(started_at="2200-01-01T00:00:00Z"),
+    lambda r: r["machine"].update(ram_gib=float("inf")), lambda r: r["machine"].update(cpu_cores=-1),
+    lambda r: r["tables"]["times"].update(rows=-1), lambda r: r["tables"]["times"].update(rows=2**63),
+    lambda r: r["tables"]["times"].update(sha256="0" * 63), lambda r: r["tables"]["times"].update(beside=1)])
+def test_each_field_of_a_record_holds_what_a_path_or_a_table_can(tiny, change):
+    table = {"file": "times.parquet", "rows": 1, "sha256": "0" * 64}
+    content = record_of(tiny(), tables={"times": table}, machine={"ram_gib": 1.0, "cpu_cores": 2}).model_dump(mode="json")
+    Record.model_validate(content)
+    change(content)
+    with pytest.raises(ValidationError):
+        Record.model_validate(content)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b" " * (2**24 + 1)])

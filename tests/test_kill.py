@@ -14,6 +14,7 @@ import pytest
 from conftest import HANGS, HOLDS_TURN, LACKS_MEMORY, RAISES, TINY, ended
 from stepscope.gpu_lock import GPU_LOCK
 from stepscope.runs.run import MARK
+from stepscope.runs.sweep import semaphores
 
 
 @pytest.fixture
@@ -156,9 +157,10 @@ def test_runs_of_a_dead_sweep_are_ended_by_the_next(program, sweep, store, fault
     for process in killed:
         process.kill()
     assert first.process.wait(30) == -9 and child.is_running()
+    assert semaphores(store.root)  # multiprocessing's own tracker of them was killed, too
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
-    assert ended(child.pid) and records(store).keys() == {HANGS}
+    assert ended(child.pid) and records(store).keys() == {HANGS} and not semaphores(store.root)
 
 
 def _victims(started):
@@ -232,6 +234,7 @@ def test_a_kill_of_the_whole_group_loses_nothing_and_doubles_nothing(program, sw
     assert after.keys() == set(seeds) and before.items() <= after.items()
     assert all(times[seed] == 1 for seed in before) and max(times.values()) <= 2
     assert second.all_ended(5) and {one.name for one in store.root.iterdir()} == {".lock", "benchmark"}
+    assert not semaphores(store.root)
 
 
 @pytest.mark.trials

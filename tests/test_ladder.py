@@ -352,11 +352,12 @@ def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(cells, config
     assert batch % 4 == 0 and needed <= 0.92 * memory < more
 
 
-def test_the_bounds_formulas():
-    shape = StepConfig(size="2.7B", context_length=512, device="cpu")
+@pytest.mark.parametrize("context", [128, 512])
+def test_the_bounds_formulas(context):
+    shape = StepConfig(size="2.7B", context_length=context, device="cpu")
     flops = bounds.needed_flops(shape)
-    plain = 6 * (parameter_count(shape) - 10_000 * 2560 - 65 * 2560) * 2048  # all matrices but the embedding
-    pairs = 12 * 32 * 2048 * 2560 * 513 / 2
+    plain = 6 * (parameter_count(shape) - 10_000 * 2560 - 65 * 2560) * 4 * context  # all matrices but the embedding
+    pairs = 12 * 32 * 4 * context * 2560 * (context + 1) / 2
     assert flops == pytest.approx(plain + pairs, rel=1e-9)
     found = {moments: bounds.lower_bound(shape, moments, {"matmul_bf16": 780.0, "copy": 4.2})
              for moments in ("fp32", "bf16")}

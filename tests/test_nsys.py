@@ -16,6 +16,7 @@ from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
 from stepscope.model import ranges as step_ranges
+from stepscope.model.flops import forward_flops
 from stepscope.model.training_step import build_step
 from stepscope.report.tables import markdown
 from stepscope.studies.nsys import claims, figures
@@ -145,13 +146,14 @@ def test_launches_are_drawn_of_a_step_whose_regions_are_not_named(capture):
 @pytest.mark.parametrize(("size", "head_dim"), [("small", 64), ("medium", 64), ("large", 64), ("xl", 64), ("2.7B", 80), ("10B", 128)])
 def test_softmaxs_share_of_flops_is_of_the_sizes_own_heads(size, head_dim):
     columns = {"size": size, "context_length": 512, "precision": "fp32", "attention": "naive", "optimizer": "foreach",
-               "batch_size": 4, "vocab_size": 10_000, "mode": "forward", "phase": "forward", "count": 1}
+               "batch_size": 3, "vocab_size": 10_000, "mode": "forward", "phase": "forward", "count": 1}
     rows = [columns | {"region": f"attention.{part}", "family": family, "name": part, "total_ns": ms * 10**6}
             for part, family, ms in (("softmax", "elementwise", 3), ("scores", "matrix multiply", 4),
                                      ("value", "matrix multiply", 8), ("qkv", "matrix multiply", 50))]
     found = study.softmax_and_matmuls({"nsys.operations": pd.DataFrame(rows)}).loc[(size, 512)]
     assert (found["softmax_ms"], found["scores_ms"], found["values_ms"], found["times"]) == (3, 4, 8, 0.25)
     assert found["flops"] == pytest.approx(5 / (4 * head_dim))
+    assert found["matmul_flops"] == forward_flops(configure("nsys", size=size, context_length=512, batch_size=3))["attention.scores"]
 
 
 def test_backwards_kernels_bear_the_regions_that_made_them(tables):

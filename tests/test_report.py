@@ -138,6 +138,12 @@ def done(tmp_path_factory):
     return render(runs, folder / "out"), folder
 
 
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """What a whole report is not needed for."""
+    return reports.few(tmp_path_factory.mktemp("two") / "runs", 1, ("benchmark", "ladder"))
+
+
 def test_a_report_has_its_pages_and_only_what_was_measured(done):
     rendered, folder = done
     out = folder / "out"
@@ -208,12 +214,11 @@ def test_a_folder_in_a_files_place_leaves_the_report_that_was_there(small, tmp_p
     assert _everything(tmp_path) == {tmp_path / "writeup.md": b"before"}
 
 
-def test_a_write_that_fails_leaves_the_report_that_was_there(done, tmp_path, monkeypatch):
-    _, folder = done
+def test_a_write_that_fails_leaves_the_report_that_was_there(two_runs, tmp_path, monkeypatch):
     (tmp_path / "writeup.md").write_text("before")
     monkeypatch.setattr(rendering, "page", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        render(folder / "runs", tmp_path)
+        render(two_runs, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["writeup.md"]
     assert (tmp_path / "writeup.md").read_text() == "before"
 
@@ -229,15 +234,15 @@ def test_folders_that_lead_elsewhere_are_refused(done, tmp_path, folder):
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["ladder.md"]
 
 
-def test_the_readme_has_the_first_screen_between_its_marks(done, tmp_path):
+def test_the_readme_has_the_first_screen_between_its_marks(two_runs, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- story -->\nold\n<!-- /story -->\nafter\n")
-    render(done[1] / "runs", tmp_path)
+    render(two_runs, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n<!-- story -->\n") and text.endswith("<!-- /story -->\nafter\n")
     assert "old" not in text
     first = (tmp_path / "writeup.md").read_text().partition("\n## ")[0].partition("\n")[2].strip()
-    assert text.removeprefix("before\n<!-- story -->\n").removesuffix("<!-- /story -->\nafter\n").strip() == first
+    assert first and text.removeprefix("before\n<!-- story -->\n").removesuffix("<!-- /story -->\nafter\n").strip() == first
 
 
 @pytest.mark.parametrize("content", [b"<!-- story -->\nall that follows", b"<!-- /story -->\n<!-- story -->\n",
@@ -258,6 +263,19 @@ def test_a_readme_that_is_a_pipe_or_a_link_is_refused_at_once(done, tmp_path):
     (tmp_path / "README.md").symlink_to("mine.md")
     with pytest.raises(OutputError, match="is a link"):
         render(done[1] / "runs", tmp_path)
+
+
+def test_a_shape_without_a_name_is_named_by_its_dimensions(tmp_path):
+    runs = reports.few(tmp_path, 1, ("benchmark",))
+    dimensions = {"d_model": 8, "d_ff": 16, "num_layers": 3, "num_heads": 2}
+
+    def change(record: dict) -> None:
+        config = configure(**record["config"] | {"size": "custom"} | dimensions)
+        record |= {"config": config.model_dump(mode="json"), "run_id": config.run_id}
+    place, = runs.glob("benchmark/*")
+    reports.change_record(place / "record.json", change)
+    place.rename(place.with_name(json.loads((place / "record.json").read_text())["run_id"]))
+    assert set(read(Store(runs)).tables["benchmark.times"]["size"]) == {"d8 f16 l3 h2"}
 
 
 def test_a_folder_without_runs_says_so(tmp_path):

@@ -1,15 +1,24 @@
 """Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
 takes so long as is asked for, and none of the host's time until somebody waits."""
+import math
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 
 from cells import run_cells
-from stepscope import measure
-from stepscope.measure import clocks, profiled_process
-from stepscope.optimizations.trainer import Trainer
+from memory_recording import stand_in
+from stepscope import PACKAGE, measure
+from stepscope.config import StepConfig
+from stepscope.measure import clocks, compiler, memory_history, profiled_process, rates
+from stepscope.model.training_step import build_step
+from stepscope.optimizations.trainer import Trainer, Unsupported
+from stepscope.runs.source import code_cells
+from stepscope.traces.attribution import TraceError
+from stepscope.traces.captured import CAPTURED
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
 
@@ -202,3 +211,109 @@ def test_a_programs_compile_time_holds_its_first_passs_work(gpu, monkeypatch):
     trainer.tokens = trainer.targets = None
     trainer.clear_gradients = lambda: None
     assert trainer.gradients() == "a loss" and program.compile_s == 2 * LAUNCH_S + 3.0
+
+
+def test_the_seconds_of_compiling_hold_the_steps_work(gpu, monkeypatch):
+    monkeypatch.setattr(compiler, "default_timer", lambda: gpu.now)
+    assert measure.seconds_with_compiling(lambda: gpu.work(3.0), "cuda") == LAUNCH_S + 3.0
+
+
+def alone(gpu, then=0.0):
+    """Whether each captured step began on an idle GPU, and was waited for before what the GPU has to do now."""
+    began = [entry[2] for entry in gpu.log if isinstance(entry, tuple) and entry[:2] == ("forward", "begins")]
+    return len(began) > 0 and set(began) == {0.0} and gpu.left == then
+
+
+def captured_on(gpu, **also):
+    return SimpleNamespace(phases=lambda case, number: gpu.range, **also)
+
+
+def test_each_step_that_counts_launches_is_alone(gpu, events, monkeypatch):
+    captured = captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED))
+    monkeypatch.setattr(rates, "build_step", lambda config: Step(gpu))
+    monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
+    rates.launch_rate("cuda")
+    assert alone(gpu)
+
+
+def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
+    storages = stand_in(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    for name, call in (("_record_memory_history", storages.record), ("_snapshot", storages.snapshot)):
+        monkeypatch.setattr(torch.cuda.memory, name, lambda name=name, call=call, **options: (
+            gpu.log.append((name, gpu.left)), call(**options))[1])
+    step = build_step(StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1))
+    step.model.register_forward_pre_hook(lambda *_: gpu.work(1.0))
+    with storages:
+        memory_history.record_memory_history(step)
+    assert gpu.log == [("_record_memory_history", 0.0), ("_snapshot", 0.0), ("_record_memory_history", 0.0)]
+
+
+# Cells of notebooks that capture, each executed alone
+
+def executed(notebook, holding, names):
+    """The names that one cell of a notebook leaves, of those that it is given."""
+    path = PACKAGE / "notebooks" / f"{notebook}.ipynb"
+    source, = [cell.source for cell in code_cells(path) if holding in cell.source]
+    exec(source, names)
+    return names
+
+
+def measuring(gpu, captured, **also):
+    config = SimpleNamespace(device="cuda", batches=[], batch_size=1, changes=[], peers=[])
+    return {"Any": Any, "math": math, "pd": pd, "torch": torch, "config": config, "measure": SimpleNamespace(
+        **{name: getattr(measure, name) for name in measure.__all__} | {
+            "capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None})} | also
+
+
+def capture_of_mixed_precision(gpu, captured):
+    case = "bf16", "step"
+    executed("mixed_precision", "def capture_one(case", measuring(
+        gpu, captured, adamw=SimpleNamespace(state={1: 2}), clear=gpu.clear, status={}, cases={case: {}}, readings={case: {}},
+        is_long=lambda case: False, step=lambda precision, mode, phase: Step(gpu)(phase)))
+    return CLEARING_S  # once all is captured
+
+
+def capture_of_checkpointing(gpu, captured):
+    executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))["capture_one"](Step(gpu), captured)
+    return 0.0
+
+
+def capture_of_explore(gpu, captured):
+    executed("explore", "build_step(config), measure.synchronizer", measuring(
+        gpu, captured, names=["a", "b"], configs=[SimpleNamespace(device="cuda")] * 2, build_step=lambda config: Step(gpu)))
+    return 0.0
+
+
+@pytest.mark.parametrize("capture", [capture_of_mixed_precision, capture_of_checkpointing, capture_of_explore])
+def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
+    assert alone(gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost")))
+
+
+def test_the_ladders_captured_steps_are_over_when_the_capture_is(gpu):
+    names = executed("ladder", "def capture_one(trainer", measuring(
+        gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"), rows={}, at=lambda *_: [], settled=lambda trainer: 1,
+        CAPTURED_S=0.1, BURST_S=0.1, steps_in=lambda *_: 3, HuggingFaceGraphs=None))
+    with pytest.raises(RuntimeError, match="lost"):
+        names["capture_one"](SimpleNamespace(step=lambda: gpu.work(1.0)), {})
+    assert ("whole", "begins", 0.0) in gpu.log and gpu.left == 0.0
+
+
+def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gpu, monkeypatch):
+    names = executed("ladder", "def visit(case", measuring(gpu, None, Unsupported=Unsupported, TraceError=TraceError))
+    names["rows"][1, 1] = {"status": "ok", "reason": ""}
+    names["kinds"][1, 1] = lambda *_: SimpleNamespace(unload=lambda: None)
+
+    def lost(*_):
+        monkeypatch.setattr(torch.cuda, "synchronize", lost)
+        raise torch.AcceleratorError("unspecified launch failure")
+    with pytest.raises(torch.AcceleratorError):
+        names["visit"]((1, 1), lost)
+
+
+def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):
+    shown = []
+    executed("benchmark", "wrong_ms", {
+        "samples": {"step": None}, "status": {}, "zero_grad": gpu.clear, "synchronize": gpu.synchronize, "default_timer": lambda: gpu.now,
+        "step": Step(gpu), "display": shown.append, "brief": lambda frame: frame, "pd": pd})
+    assert shown[0]["wall_ms"].tolist() == [2 * LAUNCH_S * 1e3, STEP_MS]

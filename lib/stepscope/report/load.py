@@ -102,10 +102,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
     raw: dict[str, Tables] = {}
     for record in records:
         try:
-            raw[record.run_id] = {table: _file(store, record, table) for table in module.SCHEMAS
-                                  if record.done and table in record.tables}
-            if record.status == "ok" and not raw[record.run_id]:
-                raise TableError(f"{name}/{record.run_id}: the run was done, and its record names no table")
+            raw[record.run_id] = _files(store, module, record)
         except TableError as error:
             found.errors.append(str(error))
     typed: Tables = {}
@@ -135,6 +132,19 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
         tables["results"] = pd.DataFrame(results)
     found.tables |= {f"{name}.{table}": frame for table, frame in tables.items()}
     return newest
+
+
+def _files(store: Store, module: ModuleType, record: Record) -> Tables:
+    """The tables of one run that was done."""
+    for name in getattr(module, "NUMBERS", ()):
+        if isinstance(value := record.results.get(name), str):
+            raise TableError(f"{record.study}/{record.run_id}: its result {name} is {shown(value)}, expected"
+                             " a number")
+    found = {table: _file(store, record, table) for table in module.SCHEMAS
+             if record.done and table in record.tables}
+    if record.status == "ok" and not found:
+        raise TableError(f"{record.study}/{record.run_id}: the run was done, and its record names no table")
+    return found
 
 
 def _file(store: Store, record: Record, table: str) -> pd.DataFrame:

@@ -2,15 +2,17 @@
 
 To resume one is to give the same command again: what is done is skipped, what failed is tried again.
 """
+import hashlib
 import os
 import re
 import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from multiprocessing.process import current_process
 from pathlib import Path
 from time import monotonic
 
@@ -95,6 +97,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
         if end.left and not signals:
             try:
                 if not options.scheduler:
+                    _name_semaphores(store.root)
                     client = closing.enter_context(
                         local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu))
                     workers = Workers(client, options.timeout_s, options.notebooks)
@@ -105,6 +108,25 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
         if signals and end.left:
             end.stopped_by = signals[0]
     return end
+
+
+def semaphores(root: Path) -> list[Path]:
+    """The named semaphores of a folder's sweeps, of 32 bytes each, as Linux shows them."""
+    return [*Path("/dev/shm").glob(f"sem.{_prefix(root)}-*")]
+
+
+def _prefix(root: Path) -> str:
+    return f"mp-{hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:12]}"
+
+
+def _name_semaphores(root: Path) -> None:
+    """Name what multiprocessing makes for Dask's nannies after the folder, which this sweep alone holds: so
+    what an earlier one has left can be known and removed, that was killed with its whole group, and so with
+    the process that would have removed it."""
+    for left in semaphores(root):
+        with suppress(OSError):  # another user's
+            left.unlink()
+    current_process()._config["semprefix"] = f"/{_prefix(root)}"  # type: ignore[attr-defined]
 
 
 @contextmanager

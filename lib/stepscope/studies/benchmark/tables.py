@@ -20,6 +20,7 @@ SCHEMAS = {
                     enqueue_ms=measured(nullable=False)),
     "operations": tidy((*CASE, "name"), **OPERATIONS),
 }
+NUMBERS = ("parameters", "matmul_tflops", "copy_tb_s")  # results that are read as such
 WARMUPS = (0, 1, 2, 5)
 HEADINGS = {"wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %", "operations": "operations, n",
             "replayed_ms": "replayed, ms"}
