@@ -146,6 +146,7 @@ def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypat
     counters = ("reset_peak_memory_stats", "memory_allocated", "max_memory_allocated")
     for name in counters:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpu.log.append((name, gpu.left)) or 0)
+    gpu.clear()  # of before
     measure.pass_memory(attention(gpu), (), None, 0, "cuda")
     assert {name for name, _ in gpu.log} == {*counters} and {left for _, left in gpu.log} == {0.0}
 
