@@ -42,7 +42,7 @@ def tables(frames: Tables) -> Tables:
     cases = frames["cells"]
     key = [*CONFIG, *CASE]
     cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MOST_BUSY * cases["wall_ms"])
-    odd = cases["unsteady"] != ""
+    odd = cases.get("unsteady", pd.Series("", cases.index)) != ""
     clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be | odd), wall_ms=cases["wall_ms"].mask(odd))
     times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
     others = cases[cases["phase"] == "backward"].set_index(key)
