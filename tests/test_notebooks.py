@@ -212,14 +212,14 @@ def test_a_changed_copy_is_measured_anew(tmp_path, store, write_sweep):
     def sweep(times, comment="", notebooks=tmp_path / "lab"):
         write(notebooks, cell(f"ms = {times} * 1.0  # {comment}", "measure"),
               cell('run.keep({}, {"ms": ms})'))
-        path = write_sweep({"study": "benchmark", "fixed": TINY})
-        run_sweep([path], store, SweepOptions(notebooks=notebooks), Console(file=io.StringIO()))
-        return store.records(check_files=True)[0][0]
-    first = sweep(1)
-    assert first.results == {"ms": 1.0}
-    assert sweep(1, "the clock") == first  # not run again
-    doubled = sweep(2)
-    assert doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
+        path, said = write_sweep({"study": "benchmark", "fixed": TINY}), io.StringIO()
+        run_sweep([path], store, SweepOptions(notebooks=notebooks), Console(file=said))
+        return store.records(check_files=True)[0][0], "another notebook" in said.getvalue()
+    first, told = sweep(1)
+    assert first.results == {"ms": 1.0} and not told
+    assert sweep(1, "the clock") == (first, False)  # not run again
+    doubled, told = sweep(2)
+    assert told and doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
 
 
 # By hand.

@@ -107,7 +107,7 @@ class RunConfig(BaseModel):
     """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # GiB that a run takes of a GPU's memory; None: what its step is predicted to take.
+    # GiB that a run takes of a GPU's memory; None: what its step is predicted to take; all, if it has none.
     gpu_gib: ClassVar[float | None] = None
 
     study: str

@@ -65,7 +65,7 @@ class Run:
             shell.events.register("pre_run_cell", self._alone)
         if self.folder:  # what runs out of memory later has still said on what
             tell(self.folder, **self.outcome)
-        said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load(config)]
+        said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
         display(Markdown("; ".join(said)))
 
     def keep(self, tables: Mapping[str, pd.DataFrame], results: Mapping[str, Any] | None = None,
@@ -138,7 +138,7 @@ def _threads(config: RunConfig) -> list[str]:
     return ["one thread, since so small a model is soonest done by one"]
 
 
-def _load(config: RunConfig) -> str:
+def _load() -> str:
     """How busy this machine is with other things, and what that makes of times."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     doubt = ": wall times say little" if load > cores else ""

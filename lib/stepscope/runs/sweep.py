@@ -186,7 +186,8 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
         one_of_each = {config.notebook: config for config in plan.configs}
         return {name: notebook_source(notebook_of(config, own)) for name, config in one_of_each.items()}
     except OSError as error:
-        raise SweepError(f"{error.filename}: the notebook cannot be read ({error.strerror})") from None
+        every = "; each study of the sweep needs its copy there" if options.notebooks else ""
+        raise SweepError(f"{error.filename}: the notebook cannot be read ({error.strerror}){every}") from None
     except ValueError as error:
         raise SweepError(f"{options.notebooks or 'notebooks'}: a notebook there is none ({error})") from None
 
@@ -197,7 +198,7 @@ def _what_is_left(plan: SweepPlan, store: Store, console: Console, sources: dict
     Raises:
         SweepError: where a run should be there is something that is none.
     """
-    end = SweepEnd()
+    end, other = SweepEnd(), 0
     for config in plan.configs:
         try:
             record = store.find(config)
@@ -206,7 +207,10 @@ def _what_is_left(plan: SweepPlan, store: Store, console: Console, sources: dict
         if record and record.done and record.measured_by(sources[config.notebook]):
             end.counts[record.status] += 1
         else:
+            other += bool(record and record.done)
             end.left.append(config)
+    if other:
+        console.print(f"{other} of them another notebook has measured: measured anew, in the place of those")
     for config in plan.too_large:
         console.print(f"left out, it would not fit into the GPU's memory: {config.label}")
     return end

@@ -157,12 +157,11 @@ def least_gib(config: RunConfig) -> float:
 
 
 def needed_gib(config: RunConfig) -> float:
-    """GPU memory that a run is given, of a GPU that has less all of it: what fp32's step, which takes more
-    than any other, is predicted to need, where its study says nothing else."""
+    """GPU memory that a run is given, of a GPU that has less all of it: what its study says, or what fp32's
+    step, which takes more than any other, is predicted to need. A run of neither has the GPU to itself."""
     if config.gpu_gib is not None:
         return config.gpu_gib
-    assert isinstance(config, StepConfig)
-    return peak_gib(config) * RESERVED + CONTEXT_GIB
+    return peak_gib(config) * RESERVED + CONTEXT_GIB if isinstance(config, StepConfig) else math.inf
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
