@@ -26,7 +26,7 @@ from conftest import (
     put,
     record_of,
 )
-from stepscope.config import StepConfig
+from stepscope.config import RunConfig, StepConfig
 from stepscope.model.accounting import peak
 from stepscope.runs import run as running
 from stepscope.runs import sweep as sweeping
@@ -164,7 +164,7 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     whole = tiny(study="ladder", device="cuda", fill=True)
     beyond = tiny(device="cuda", size="2.7B", vocab_size=10_000, context_length=1024, batch_size=4)
     assert needed_gib(beyond) > 80  # its forward fits, and it has all of the GPU
-    no_step = type("NoStep", (RunConfig,), {"__module__": __name__})(study="mine", d_model=2, context_length=1, device="cuda")
+    no_step = type("NoStep", (RunConfig,), {"__module__": __name__}).model_construct(device="cuda")
     assert give(no_step) == ("a", 80.0)  # nobody knows what it takes
     workers.running.clear()
     assert give(beyond) == ("a", 80.0)
