@@ -517,3 +517,13 @@ def test_modes_that_did_not_fit_are_in_no_number(all_runs):
     runs = all_runs | {"benchmark.times": times[~gone | (times["phase"] == WHOLE)], "benchmark.samples": samples[ran]}
     assert claims.answer_times(runs)["size"] == claims.phases_fp32(runs)["size"] == "large"
     assert all(say(runs) is not None for say in DRAWN)
+
+
+def test_the_assignments_means_are_of_the_first_ten_steps_however_many_there_are(all_runs):
+    samples = all_runs["benchmark.samples"]
+    later = samples[samples["step"] == 14]
+    more = pd.concat([samples, *(later.assign(step=14 + n, wall_ms=1e6) for n in range(1, 21))], ignore_index=True)
+    longer = all_runs | {"benchmark.samples": more}
+    for name in ("handout_times", "warmup"):
+        pd.testing.assert_frame_equal(PRINTED[name](longer), PRINTED[name](all_runs))
+    assert claims.answer_times(longer) == claims.answer_times(all_runs)

@@ -191,7 +191,8 @@ def steady(tables: Tables) -> Tables:
         for rows in [] if "unsteady" in table or not {*TIMED} & {*table} else odd:
             keys = [key for key in ("run_id", *CASES) if key in rows and key in table]
             if len(rows) and len(keys) > 1 and "run_id" in keys:
-                table = table[~pd.MultiIndex.from_frame(table[keys]).isin(pd.MultiIndex.from_frame(rows[keys]))]
+                own = pd.MultiIndex.from_frame(table[keys])
+                table = table[~own.isin(pd.MultiIndex.from_frame(rows[keys]))]
         kept[name] = table[table["unsteady"] == ""] if "unsteady" in table else table
     return kept
 

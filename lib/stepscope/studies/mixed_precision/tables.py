@@ -259,7 +259,8 @@ def reading(times: pd.DataFrame, device: str) -> str:
         return f"In bf16 a full step does not run here: {step['reason']}."
     kernels = ""
     if device == "cuda" and pd.notna(step["gpu_ms"]):
-        bound = "launch" if launch_bound(step["busy"], step.get("enqueue_ms", float("nan")), step["gpu_ms"]) else "GPU"
+        waits = launch_bound(step["busy"], step.get("enqueue_ms", float("nan")), step["gpu_ms"])
+        bound = "launch" if waits else "GPU"
         kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
     said = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
     if "fp32" not in steps.index or steps.loc["fp32", "status"] != "ok":
