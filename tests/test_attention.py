@@ -328,7 +328,7 @@ SAVED = {"naive": 2, "compiled": 2, "math": 1}
 def cell(name, precision, sequence, d, device_gib=139.5):
     """Both phases of one cell, at times that grow with the square and memory by formula."""
     row = {"implementation": name, "precision": precision, "batch_size": 8, "d_model": d, "sequence": sequence,
-           "device_gib": device_gib, "status": "ok", "reason": "", "kernel": "a_kernel", "passes": 3.0,
+           "device_gib": device_gib, "status": "ok", "reason": "", "unsteady": "", "kernel": "a_kernel", "passes": 3.0,
            "operations": 9.0, "asked_gib": float("nan"), "allocated_gib": float("nan")}
     parts, square = memory.peak_parts(name, 8, d, sequence, precision), 8 * sequence**2 * (4 if precision != "bf16" else 2)
     empty = dict.fromkeys(("wall_ms", "wall_std_ms", "gpu_ms", "saved_mib", "in_use_mib", "peak_mib"), float("nan"))

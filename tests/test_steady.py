@@ -1,15 +1,20 @@
 """What cannot be, or does not repeat, is seen; of what was measured again the last counts, and it is in no sentence."""
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from cells import run_cells
-from stepscope import measure
+from reports import change_record, change_table, few
+from stepscope import cli, measure
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, steady
 from stepscope.measure.clocks import enough
 from stepscope.report import load
+from stepscope.report.claims import collect
 from stepscope.runs.notebook import unsteady_rows
+from stepscope.runs.store import Store
 from stepscope.stats import launch_bound
 
 FULL_MHZ = 1980.0
@@ -139,3 +144,60 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
         "bf16 step whole: 4 ms of GPU time in 3 ms of wall time")
     kept = load.steady({"benchmark.times": table, "runs": table[["mode"]]})
     assert kept["benchmark.times"]["mode"].tolist() == ["forward"] and len(kept["runs"]) == 2
+
+
+WHICH = {"benchmark.times": ("mode", "step"), "mixed_precision.times": ("mode", "step"), "ladder.steps": ("change", "bf16_moments"),
+         "attention.cells": ("implementation", "naive"), "memory.checkpoints": ("arrangement", "none")}
+
+
+class Seen(dict):
+    """Tables that hold what a claim reads of one of them."""
+
+    def __init__(self, tables, watched):
+        super().__init__(tables)
+        self.watched = watched
+
+    def __getitem__(self, name):
+        if name == self.watched:
+            assert (super().__getitem__(name)["unsteady"] == "").all(), name
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("kind", WHICH)
+def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, capsys, monkeypatch):
+    """Of each kind of row: its time would be a thousand times the others'."""
+    study, table = kind.split(".")
+    (column, value), runs = WHICH[kind], few(tmp_path / "runs", 40 if study == "memory" else 4, (study,))
+    planted = []
+    for path in sorted((runs / study).iterdir()):
+        if not (path / f"{table}.parquet").exists():
+            continue
+
+        def plant(frame):
+            odd = frame[column] == value
+            return frame.assign(unsteady=np.where(odd, "as planted", ""), gpu_ms=frame["gpu_ms"].where(~odd, 1e6),
+                                wall_ms=frame["wall_ms"].where(~odd, 1e6))
+        change_table(path, table, plant)
+        change_record(path / "record.json", lambda record: record["results"].update(unsteady="a row: as planted"))
+        planted.append(path.name)
+    read = load.read(Store(runs))
+    assert planted and not read.errors
+    assert sorted(note.split(":")[0] for note in read.notes if "unsteady" in note) == [f"{study}/{run}" for run in planted]
+    tables = load.steady(read.tables)
+    assert (read.tables[kind]["unsteady"] != "").any() and not (tables[kind][column] == value).any()
+    for name, own in tables.items():
+        assert not (own.get("gpu_ms", pd.Series(dtype=float)) >= 1e6).any(), name
+        if {"run_id", column, "gpu_ms"} <= {*own} or name.endswith("samples"):
+            assert not (own[column] == value).any(), name
+    for name, claim in collect("claim").items():
+        try:
+            said = claim(Seen(tables, kind)) or {}
+        except LookupError:
+            continue
+        assert not any(isinstance(number, float) and number >= 1e5 and "ms" in field for field, number in said.items()), name
+    for command in (["list", "--runs"], ["check", "--out", tmp_path, "--runs"]):
+        monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, command), str(runs)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        lines = " ".join("".join(capsys.readouterr()).split())
+        assert all(f"{run}: unsteady, and in no sentence: a row: as planted" in lines for run in planted)

@@ -1,9 +1,11 @@
 """What is said of samples, and the thresholds by which reports tell a difference from none."""
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
-# Busy (GPU time over wall time) from here on: nothing is left to wait for.
+# Busy (GPU time over wall time) from here on: nothing is left to wait for. What is less busy may be
+# launch-bound (:func:`launch_bound`).
 LAUNCH_BOUND = 0.95
 # GPU times of one configuration repeat this well, so that a smaller difference is none. (Where the power cap
 # holds the clocks, which it does a little differently each time: 3%.) Peaks of memory repeat as well.
@@ -12,6 +14,9 @@ SAME = 0.01
 LEAST_GAIN = 0.03
 # Wall times that differ by less are what a reader calls the same.
 SAME_WALL = 0.05
+# Where the host sets the pace wall times do not repeat, not even the fastest of a hundred steps of one
+# process on a machine alone: a smaller difference is none.
+LEAST_HOST_GAIN = 0.20
 # A smaller share of a whole hardly counts.
 LEAST_SHARE = 0.05
 # Wall times of warm steps of one process spread by less: what differs by more is still warming up, or waits.
@@ -48,6 +53,44 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
     queue (1,024 launches) is full, it enqueues to the end. Without an enqueue time the second alone decides.
     """
     return bool(busy < LAUNCH_BOUND and not enqueue_ms <= gpu_ms)
+
+
+def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
+    """:func:`launch_bound` of each row, by its ``busy``, ``enqueue_ms`` and ``gpu_ms``; records of before may
+    lack the second."""
+    known = rows.reindex(columns=["busy", "enqueue_ms", "gpu_ms"]).astype(float)
+    return pd.Series([launch_bound(*row) for row in known.to_numpy()], rows.index, dtype=bool)
+
+
+def wall_gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """How many times faster one step is than another in wall time; nan where they differ by less than such
+    times do.
+
+    A launch-bound step's median does not repeat, so that where one of two is launch-bound their fastest steps
+    are compared, where both are known, and nothing under :data:`LEAST_HOST_GAIN` counts. Else it is the
+    medians, whatever their ratio.
+
+    Args:
+        before, after: ``wall_ms``, ``busy``, ``gpu_ms``, and ``enqueue_ms`` and ``wall_min_ms``, if known.
+    """
+    waits = any(launch_bound(*(row.get(name, np.nan) for name in ("busy", "enqueue_ms", "gpu_ms")))
+                for row in (before, after))
+    fastest = before.get("wall_min_ms", np.nan) / after.get("wall_min_ms", np.nan)
+    found = before["wall_ms"] / after["wall_ms"] if not waits or np.isnan(fastest) else fastest
+    return np.nan if waits and 1 / (1 + LEAST_HOST_GAIN) < found < 1 + LEAST_HOST_GAIN else float(found)
+
+
+def fastest_ms(rows: pd.DataFrame) -> pd.Series:
+    """The wall time by which launch-bound rows are told: the fastest step's, where it is known, else the
+    median."""
+    return rows.get("wall_min_ms", rows["wall_ms"]).fillna(rows["wall_ms"])
+
+
+def spread_ms(rows: pd.DataFrame) -> pd.Series:
+    """How far the middle of a row's wall times reaches: from quartile to quartile, which a few late steps do
+    not move; in records of before, that lack them, the standard deviation."""
+    ends = rows.reindex(columns=["wall_q1_ms", "wall_q3_ms"]).astype(float)
+    return (ends["wall_q3_ms"] - ends["wall_q1_ms"]).fillna(rows["wall_std_ms"])
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> float:

@@ -27,6 +27,8 @@ from stepscope.runs.store import Store, runs_folder
 MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
 QUIET_S = 2.0
 SOFTWARE = ("torch", "cuda", "driver")
+# Columns of time, and those that name a case of a run: what was measured together.
+TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "change", "batch_size")
 
 
 class RunsError(StepscopeError, ValueError):
@@ -190,9 +192,19 @@ def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFr
 
 def steady(tables: Tables) -> Tables:
     """The same without what a run has marked as unsteady: of that nothing is said, drawn or tabled but its
-    name."""
-    return {name: table[table["unsteady"] == ""] if "unsteady" in table else table
-            for name, table in tables.items()}
+    name. Nor of its single steps and its kernels, in the other tables with times of the same run and case."""
+    kept = {}
+    for name, table in tables.items():
+        study = name.partition(".")[0]
+        odd = [own[own["unsteady"] != ""] for other, own in tables.items()
+               if other.partition(".")[0] == study and "unsteady" in own and "run_id" in own]
+        for rows in [] if "unsteady" in table or not {*TIMED} & {*table} else odd:
+            keys = [key for key in ("run_id", *CASES) if key in rows and key in table]
+            if len(rows) and len(keys) > 1 and "run_id" in keys:
+                own = pd.MultiIndex.from_frame(table[keys])
+                table = table[~own.isin(pd.MultiIndex.from_frame(rows[keys]))]
+        kept[name] = table[table["unsteady"] == ""] if "unsteady" in table else table
+    return kept
 
 
 def _together(frames: Tables) -> pd.DataFrame:

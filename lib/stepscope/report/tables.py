@@ -5,11 +5,13 @@ A column's unit is the end of its heading: "wall, ms". A share of 0.742 is 74%.
 import math
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import pandas as pd
+
+from stepscope.stats import launch_bound
 
 NONE = "–"
 MOST_ROWS = 15
@@ -209,6 +211,34 @@ def markdown(frame: pd.DataFrame) -> str:
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     notes = [f"{more:,} more rows are in the runs' tables."] * (more > 0) + [how["note"]] * bool(how["note"])
     return text + "".join(f"\n\n{note}" for note in notes)
+
+
+def quartiles(rows: pd.DataFrame) -> pd.Series:
+    """"58.3 to 58.6" of each row's ``wall_q1_ms`` and ``wall_q3_ms``, None where they are not known."""
+    ends = rows.reindex(columns=["wall_q1_ms", "wall_q3_ms"]).astype(float)
+    texts = [None if missing(low) else f"{digits(low, 'ms')} to {digits(high, 'ms')}"
+             for low, high in ends.to_numpy()]
+    return pd.Series(texts, rows.index, dtype=object)
+
+
+def wall_cell(row: Mapping[str, Any]) -> str:
+    """A wall time in one cell, "58.5 (58.3 to 58.6)": the median and the quartiles, or in records of before
+    "58.5 ± 0.2", the deviation; of what is launch-bound then "at best 43.6", the fastest step."""
+    if missing(row.get("wall_ms")):
+        return NONE
+    low, high, least = (row.get(f"wall_{name}_ms") for name in ("q1", "q3", "min"))
+    spread = (f"± {digits(row.get('wall_std_ms'), 'ms')}" if missing(low)
+              else f"({digits(low, 'ms')} to {digits(high, 'ms')})")
+    waits = launch_bound(*(row.get(name, math.nan) for name in ("busy", "enqueue_ms", "gpu_ms")))
+    best = f", at best {digits(least, 'ms')}" if waits and not missing(least) else ""
+    return f"{digits(row['wall_ms'], 'ms')} {spread}{best}"
+
+
+def counted(counts: pd.Series) -> str:
+    """"10", or "10 to 100", of counts; "some" where none is known."""
+    known = counts.dropna()
+    ends = dict.fromkeys(digits(end, "n") for end in (known.min(), known.max())) if len(known) else ["some"]
+    return " to ".join(ends)
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:

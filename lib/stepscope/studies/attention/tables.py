@@ -7,8 +7,8 @@ import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
 from stepscope.report.shapes import preferred, select
-from stepscope.report.tables import digits, number, table
-from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
+from stepscope.report.tables import number, quartiles, table, wall_cell
+from stepscope.stats import MOST_BUSY, launch_bound_rows
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
 
@@ -93,7 +93,7 @@ def handout_attention(tables: Tables) -> pd.DataFrame:
     cases = _handout(select(tables["attention.cells"], fp32))
     made, note = _points(cases), f"{setting(cases)}; {_passes(cases)}"
     naive = select(tables["attention.passes"], fp32, implementation="naive", sequence=within_grid)
-    waits = naive.loc[naive["gpu_ms"] < LAUNCH_BOUND * naive["wall_ms"], "sequence"]
+    waits = naive.loc[launch_bound_rows(naive.assign(busy=naive["gpu_ms"] / naive["wall_ms"])), "sequence"]
     bound = f" Up to {waits.max():,} positions naive attention is launch-bound." if len(waits) else ""
     return table(made.drop(columns=["precision", "d"]), note=f"Wall time ({note}).{bound}")
 
@@ -113,15 +113,16 @@ def _handout(cases: pd.DataFrame) -> pd.DataFrame:
 def _passes(cases: pd.DataFrame) -> str:
     most, least = int(cases["passes"].max()), int(cases["passes"].min())
     fewer = f", of fewer where they are long, {least} at least" if least < most else ""
-    return f"median ± standard deviation of {most} passes{fewer}"
+    spread = "(quartiles)" if quartiles(cases).notna().any() else "± standard deviation"
+    return f"median {spread} of {most} passes{fewer}"
 
 
 def _points(cases: pd.DataFrame) -> pd.DataFrame:
     """A row each precision, d and sequence: time and memory of forward and backward."""
     order = [name for name in PRECISION_LABELS if name in set(cases["precision"])]
     cases = cases.assign(precision=pd.Categorical(cases["precision"], order, ordered=True))
-    spread = cases["wall_std_ms"].map(lambda value: digits(value, "ms"))
-    cases = cases.assign(text=cases["wall_ms"].map(lambda value: digits(value, "ms")) + " ± " + spread)
+    busy = cases["gpu_ms"] / cases["wall_ms"]
+    cases = cases.assign(text=[wall_cell(row) for row in cases.assign(busy=busy).to_dict("records")])
     pivoted = cases.pivot(index=["precision", "d_model", "sequence"], columns=["implementation", "phase"],
                        values=["text", "in_use_mib", "passes"]).sort_index()
     found = {}
@@ -142,8 +143,8 @@ def attention_long(tables: Tables) -> pd.DataFrame:
     forward, backward = (cases[cases["phase"] == phase].set_index(key) for phase in PASSES)
     passes = tables["attention.passes"].set_index(key)
     made = pd.DataFrame({
-        "forward, ms": forward["wall_ms"], "± ms": forward["wall_std_ms"],
-        "backward, ms": backward["wall_ms"], "± ms ": backward["wall_std_ms"],
+        "forward, ms": forward["wall_ms"], **_spread(forward, "± ms", "quartiles of forward, ms"),
+        "backward, ms": backward["wall_ms"], **_spread(backward, "± ms ", "quartiles of backward, ms"),
         "GPU time of both, ms": passes["gpu_ms"].reindex(forward.index),
         "in use before backward, MiB": backward["in_use_mib"], "passes, n": backward["passes"],
         "ran out": [outcome(tables, row) for row in backward.reset_index().to_dict("records")]})
@@ -151,7 +152,14 @@ def attention_long(tables: Tables) -> pd.DataFrame:
     made["implementation"], made["precision"] = made["implementation"].map(LABELS), made["precision"].map(
         PRECISION_LABELS)
     batch = cases["batch_size"].iloc[0]
-    return table(made, rows=40, note=f"Wall time, median and standard deviation (batch {batch}, causal).")
+    said = "standard deviation" if "± ms" in made else "quartiles"
+    return table(made, rows=40, note=f"Wall time, median and {said} (batch {batch}, causal).")
+
+
+def _spread(rows: pd.DataFrame, deviation: str, ends: str) -> dict[str, pd.Series]:
+    """A column of quartiles by its heading, in records of before, which lack them, of deviations."""
+    known = quartiles(rows)
+    return {ends: known} if known.notna().any() else {deviation: rows["wall_std_ms"]}
 
 
 def outcome(tables: Tables, row: Mapping) -> str:

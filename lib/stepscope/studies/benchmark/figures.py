@@ -8,6 +8,7 @@ from stepscope.report.style import (
     BLUE,
     MUTED,
     ORANGE,
+    PAPER,
     PHASE_COLORS,
     SIZE_COLORS,
     Picture,
@@ -20,7 +21,7 @@ from stepscope.report.style import (
     without_axis,
 )
 from stepscope.report.tables import number
-from stepscope.stats import LAUNCH_BOUND
+from stepscope.stats import LAUNCH_BOUND, launch_bound_rows
 from stepscope.studies.benchmark.tables import (
     compiled_with_eager,
     context,
@@ -52,13 +53,15 @@ def phases(tables: Tables) -> Picture:
 
 @look()
 def busy(tables: Tables) -> Picture:
-    """Busy share of the full step over the context, a line a size."""
+    """Busy share of the full step over the context, a line a size; steps that are not launch-bound hollow."""
     waits, rows = waiting(tables), low_steps(tables).dropna(subset=["busy"])
     (short, short_count), (long, long_count) = waits.sum().items()
     drawn, axes = figure(f"In {low_precision(tables)}, {short_count} of {len(waits)} sizes are launch-bound"
                          f" at context {short:,}, and {long_count} at {long:,}", 3.4)
     last = lines(axes, rows, "context_length", "busy", "size", SIZE_COLORS)
-    axes.annotate("launch-bound below", (short, LAUNCH_BOUND), xytext=(0, 3),
+    hollow = rows[~launch_bound_rows(rows)]
+    axes.scatter(hollow["context_length"], hollow["busy"], color=PAPER, s=9, zorder=4)
+    axes.annotate("hollow: GPU-bound", (short, LAUNCH_BOUND), xytext=(0, 3),
                   textcoords="offset points", color=MUTED, va="bottom")
     contexts = sorted(rows["context_length"].unique())
     axes.hlines(LAUNCH_BOUND, contexts[0], contexts[-1], color=MUTED, linewidth=1, linestyle="--")

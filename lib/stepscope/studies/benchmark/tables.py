@@ -4,9 +4,9 @@ import pandera.pandas as pa
 
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, Tables, measured, tidy
-from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select
-from stepscope.report.tables import table
-from stepscope.stats import LAUNCH_BOUND, MOST_BUSY
+from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select, steps_timed
+from stepscope.report.tables import counted, quartiles, table
+from stepscope.stats import MOST_BUSY, launch_bound_rows, wall_gain
 from stepscope.traces.families import MATMUL
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
@@ -22,15 +22,17 @@ SCHEMAS = {
 }
 NUMBERS = ("parameters", "matmul_tflops", "copy_tb_s")  # results that are read as such
 WARMUPS = (0, 1, 2, 5)
+TEN = 10  # timed steps of the assignment's means and deviations, however many there are
 HEADINGS = {"wall_ms": "wall, ms", "gpu_ms": "GPU time, ms", "busy": "busy, %", "operations": "operations, n",
-            "replayed_ms": "replayed, ms"}
+            "replayed_ms": "replayed, ms", "steps": "steps, n", "quartiles": "quartiles, ms",
+            "best_ms": "at best, ms", "enqueue_ms": "enqueued, ms", "waits": "launch-bound"}
 
 
 def warm_up(samples: pd.DataFrame) -> pd.DataFrame:
     """Mean and standard deviation of ten full steps of one run after so many warm-up steps of a cold process,
     and the first of the ten."""
     steps = samples[(samples["mode"] == "step") & (samples["phase"] == WHOLE)].sort_values("step")
-    count = int((~steps["warmup"].astype(bool)).sum())
+    count = min(int((~steps["warmup"].astype(bool)).sum()), TEN)
     tens = {warmups: steps["wall_ms"].to_numpy()[warmups:warmups + count] for warmups in WARMUPS}
     rows = [(warmups, ten.mean(), ten.std(ddof=1), ten[0]) for warmups, ten in tens.items()
             if len(ten) == count > 1]
@@ -111,7 +113,8 @@ def processes(tables: Tables, name: str = "times", **values: object) -> pd.DataF
 def process_starts(tables: Tables) -> pd.DataFrame:
     """Full steps at that context by process (size, repeat): wall time in ms of the ``first``, ``second`` and
     ``third`` and the median ``later`` of the timed ones; of their forward phase the same (``forward_first``
-    ...) and how long the host took to launch it (``forward_enqueue_first`` ...)."""
+    ...) and how long the host took to launch it (``forward_enqueue_first`` ...); and whether the timed steps
+    are launch-bound (``waits``)."""
     rows = processes(tables, "samples", mode="step", context_length=context(tables))
     found, keys = {}, ["size", "repeat"]
     for before, phase, clock in (("", WHOLE, "wall_ms"), ("forward_", "forward", "wall_ms"),
@@ -120,18 +123,23 @@ def process_starts(tables: Tables) -> pd.DataFrame:
         for step, name in enumerate(("first", "second", "third")):
             found[before + name] = own[own["step"] == step].set_index(keys)[clock]
         found[before + "later"] = own[~own["warmup"].astype(bool)].groupby(keys, sort=False)[clock].median()
-    return pd.DataFrame(found).reindex(found["first"].index)
+    own = processes(tables, phase=WHOLE, mode="step", context_length=context(tables)).set_index(keys)
+    waits = launch_bound_rows(own[~own.index.duplicated()])
+    starts = pd.DataFrame(found).reindex(found["first"].index)
+    return starts.assign(waits=waits.reindex(starts.index, fill_value=False))
 
 
 def ten_steps(tables: Tables) -> pd.DataFrame:
-    """Mean and deviation in ms of the timed steps by size and context: forward alone, backward (of forward +
-    backward), forward + backward, and the full step."""
+    """Mean and deviation in ms of the first ten timed steps by size and context: forward alone, backward (of
+    forward + backward), forward + backward, and the full step."""
     parts = {"forward": ("forward", WHOLE), "backward": ("forward_backward", "backward"),
              "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
     found = {}
     for words, (mode, phase) in parts.items():
-        ten = plain(tables, "samples", mode=mode, phase=phase, warmup=False)
-        for what, ms in ten.groupby(["size", "context_length"])["wall_ms"].agg(["mean", "std"]).items():
+        timed = plain(tables, "samples", mode=mode, phase=phase, warmup=False).sort_values("step")
+        keys = ["size", "context_length"]
+        ten = timed.groupby(keys).head(TEN)
+        for what, ms in ten.groupby(keys)["wall_ms"].agg(["mean", "std"]).items():
             found[f"{words} {what}"] = ms
     shapes = pd.MultiIndex.from_frame(steps(tables)[["size", "context_length"]])
     return pd.DataFrame(found).reindex(shapes)
@@ -151,11 +159,13 @@ def waiting(tables: Tables) -> pd.DataFrame:
     Raises:
         KeyError: none was.
     """
-    busy = low_steps(tables).pivot(index="size", columns="context_length", values="busy")
-    ends = busy.iloc[:, [0, -1]].dropna()
-    if len(busy.columns) < 2 or ends.empty:
+    rows = low_steps(tables).dropna(subset="busy")
+    found = rows.assign(waits=launch_bound_rows(rows).astype(float)).pivot(
+        index="size", columns="context_length", values="waits")
+    ends = found.iloc[:, [0, -1]].dropna()
+    if len(found.columns) < 2 or ends.empty:
         raise KeyError("two contexts")
-    return ends < LAUNCH_BOUND
+    return ends.astype(bool)
 
 
 def fused_with_foreach(tables: Tables) -> pd.DataFrame:
@@ -170,19 +180,24 @@ def fused_with_foreach(tables: Tables) -> pd.DataFrame:
 
 def compiled_with_eager(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
     """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole
-    model in fp32, as they were measured; ``gain`` in GPU time, and ``pays_after``, so many steps.
+    model in fp32, as they were measured; ``gain`` in GPU time, ``wall_gain`` as of
+    :func:`stepscope.stats.wall_gain`, and by that ``pays_after``, so many steps.
 
     Raises:
         LookupError: nothing was compiled so.
     """
     precision = on_gpu(select(tables["benchmark.times"], compile=parts))["precision"].iloc[0]
     after = at_context(tables, compile=parts, precision=precision, mode=mode)
-    before = at_context(tables, precision=precision, mode=mode)[["wall_ms", "gpu_ms", "peak_gib"]]
-    both = pd.concat([after, before.add_suffix("_eager")], axis=1, join="inner")
-    saved_ms = both["wall_ms_eager"] - both["wall_ms"]
-    return both.assign(gain=both["gpu_ms_eager"] / both["gpu_ms"],
-                       wall_gain=both["wall_ms_eager"] / both["wall_ms"],
-                       pays_after=(both["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
+    before = at_context(tables, precision=precision, mode=mode)
+    sizes = [size for size in after.index if size in before.index]
+    after, before = after.loc[sizes], before.loc[sizes]
+    gains = pd.Series([wall_gain(before.loc[size], after.loc[size]) for size in sizes], sizes, dtype=float)
+    saved_ms = after["wall_ms"] * (gains - 1)
+    timed = pd.concat([steps_timed(tables, before), steps_timed(tables, after)], axis=1)
+    return after.join(before[["wall_ms", "gpu_ms", "peak_gib"]].add_suffix("_eager")).assign(
+        gain=before["gpu_ms"] / after["gpu_ms"], wall_gain=gains, quartiles=quartiles(after),
+        quartiles_eager=quartiles(before), least_steps=timed.min(axis=1), most_steps=timed.max(axis=1),
+        pays_after=(after["compile_s"] * 1e3 / saved_ms).where(saved_ms > 0))
 
 
 def other_than_matmuls(tables: Tables) -> pd.DataFrame:
@@ -199,16 +214,24 @@ def other_than_matmuls(tables: Tables) -> pd.DataFrame:
 
 def repeated(tables: Tables) -> pd.DataFrame:
     """Full steps that several processes measured: a row a shape, the least and most of either clock and their
-    ratios, ``processes``."""
+    ratios, ``processes``, and whether any was launch-bound (``waits``)."""
     names = [name for name in CONFIG if name != "repeat"]
     rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok"))
     groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
     groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
+    groups["waits"] = launch_bound_rows(rows).groupby([rows[name] for name in names], sort=False).any()
     groups = groups[groups["gpu_count"] > 1].reset_index()
     if groups.empty:
         raise LookupError("each shape was measured by one process")
     return groups.assign(processes=groups["wall_count"], wall=groups["wall_max"] / groups["wall_min"],
                          gpu=groups["gpu_max"] / groups["gpu_min"])
+
+
+def of_large_matmul(tables: Tables, rows: pd.DataFrame) -> pd.Series:
+    """The rows' FLOP/s as a share of a large matmul's in their precision: the median of all runs, since runs
+    differ in it by more than their steps do."""
+    rates = tables["benchmark.results"].groupby("precision")["matmul_tflops"].median()
+    return rows["tflops"] / rows["precision"].map(rates)
 
 
 # Printed
@@ -229,8 +252,8 @@ def handout_times(tables: Tables) -> pd.DataFrame:
     full step."""
     found = ten_steps(tables)
     return table(found.rename(columns="{}, ms".format).rename_axis(["size", "context"]), rows=60,
-                 note="Forward alone is without gradients, as in inference; backward is timed inside forward"
-                      " + backward.")
+                 note=f"Means of the first {TEN} timed steps. Forward alone is without gradients, as in"
+                      " inference; backward is timed inside forward + backward.")
 
 
 def warmup(tables: Tables) -> pd.DataFrame:
@@ -245,20 +268,29 @@ def warmup(tables: Tables) -> pd.DataFrame:
 def first_steps(tables: Tables) -> pd.DataFrame:
     """The first full steps of every process at the reference context, and their forward: a row a process."""
     rows = process_starts(tables).reset_index().rename(columns={"repeat": "process"})
-    rows = rows[[name for name in rows if "enqueue" not in name]]
+    rows = rows[[name for name in rows if "enqueue" not in name and name != "waits"]]
     names = {"first": "first step, ms", "second": "second, ms", "third": "third, ms",
              "later": "median later, ms", "forward_first": "forward: first, ms",
              "forward_second": "forward: second, ms", "forward_third": "forward: third, ms",
              "forward_later": "forward: median later, ms"}
+    later = processes(tables, "samples", mode="step", context_length=context(tables), phase=WHOLE,
+                      warmup=False)
+    counts = counted(later.groupby(["size", "repeat"]).size())
     rows = rows.assign(process=rows["process"] + 1).rename(columns=names)
-    return table(rows.set_index(["size", "process"]), rows=40)
+    return table(rows.set_index(["size", "process"]), rows=40, note=f"Later: of {counts} steps.")
 
 
 def launch_bound(tables: Tables) -> pd.DataFrame:
     """The full step by both clocks and replayed, by size: bf16 if it was measured."""
-    rows = low_steps(tables, context_length=context(tables)).set_index("size")
-    return table(rows[["operations", "wall_ms", "gpu_ms", "busy", "replayed_ms"]].rename(columns=HEADINGS),
-                 note="Replayed: with AdamW's capturable form, whose kernels take longer.")
+    rows = low_steps(tables, context_length=context(tables))
+    waits = launch_bound_rows(rows)
+    rows = rows.assign(steps=steps_timed(tables, rows), quartiles=quartiles(rows), waits=waits,
+                       best_ms=rows.reindex(columns=["wall_min_ms"])["wall_min_ms"].where(waits))
+    printed = rows.set_index("size")[["operations", "steps", "wall_ms", "quartiles", "best_ms", "enqueue_ms",
+                                      "gpu_ms", "busy", "waits", "replayed_ms"]]
+    return table(printed.dropna(axis="columns", how="all").rename(columns=HEADINGS), note=(
+        "Launch-bound: the host takes longer to enqueue a step than the GPU to do it, and busy is under 95%."
+        " Replayed: with AdamW's capturable form, whose kernels take longer."))
 
 
 def busy(tables: Tables) -> pd.DataFrame:
@@ -266,8 +298,9 @@ def busy(tables: Tables) -> pd.DataFrame:
     found = {name: by_size(on_gpu(steps(tables, precision=name)), "context_length", "busy")
              for name in dict.fromkeys(("fp32", low_precision(tables)))}
     rows = pd.concat(found, names=["precision"])
-    over = "GPU time is of other steps than wall time: over 100% the captured ones took a little longer."
-    return table(rows, unit="%", note=over if (rows > 1).any(axis=None) else "")
+    over = " GPU time is of other steps than wall time: over 100% the captured ones took a little longer."
+    said = "Under 95% a step is launch-bound where the host takes longer to enqueue it than the GPU to do it."
+    return table(rows, unit="%", note=said + over * bool((rows > 1).any(axis=None)))
 
 
 def optimizers(tables: Tables) -> pd.DataFrame:
@@ -276,34 +309,47 @@ def optimizers(tables: Tables) -> pd.DataFrame:
 
 def mfu_steps(tables: Tables) -> pd.DataFrame:
     """MFU of the full step of the data sheet's rate and of a large matmul's, with clock and power."""
-    rows = pd.concat({name: on_gpu(at_context(tables, precision=name))
-                      for name in dict.fromkeys(("fp32", low_precision(tables)))}, names=["precision"])
+    found = {name: on_gpu(at_context(tables, precision=name))
+             for name in dict.fromkeys(("fp32", low_precision(tables)))}
+    rows = pd.concat({name: own.assign(mfu_measured=of_large_matmul(tables, own)).drop(columns="precision")
+                      for name, own in found.items()}, names=["precision"])
     names = {"mfu": "of the data sheet, %", "mfu_measured": "of a large matmul, %",
              "sm_clock_mhz": "SM clock, MHz", "power_w": "power, W", "step_j": "energy, J"}
-    return table(rows[list(names)].rename(columns=names))
+    return table(rows[list(names)].rename(columns=names),
+                 note="Of a large matmul: the median of all runs' rates.")
 
 
 def compile_cost(tables: Tables) -> pd.DataFrame:
     """Compiling by what is compiled and size: seconds, wall time before and after, and when it pays."""
     measured = {*tables["benchmark.times"]["compile"]}
-    names = {"compile_s": "compiling, s", "wall_ms_eager": "before, ms", "wall_ms": "after, ms",
-             "pays_after": "break-even (steps), n"}
+    names = {"compile_s": "compiling, s", "wall_ms_eager": "before, ms",
+             "quartiles_eager": "quartiles before, ms", "wall_ms": "after, ms",
+             "quartiles": "quartiles after, ms", "pays_after": "break-even (steps), n"}
     found = {parts: compiled_with_eager(tables, parts).set_index("precision", append=True).swaplevel()
              for parts in ("blocks", "model") if parts in measured}
     if not found:
         raise KeyError("compile")
-    return table(pd.concat(found, names=["compiled"])[list(names)].rename(columns=names), note=(
-        f"The full step, wall time, naive attention, context {context(tables):,}."))
+    rows = pd.concat(found, names=["compiled"])
+    return table(rows[list(names)].rename(columns=names), note=(
+        f"The full step, wall time, medians of {_steps(rows)} steps, naive attention, context"
+        f" {context(tables):,}."))
+
+
+def _steps(rows: pd.DataFrame) -> str:
+    return counted(pd.concat([rows["least_steps"], rows["most_steps"]]))
 
 
 def compiled_model(tables: Tables) -> pd.DataFrame:
     """The whole model compiled, by both clocks: a row a size and mode."""
-    names = {"wall_ms_eager": "wall, ms", "wall_ms": "wall compiled, ms", "wall_gain": "wall gain, x",
+    names = {"wall_ms_eager": "wall, ms", "quartiles_eager": "quartiles, ms", "wall_ms": "wall compiled, ms",
+             "quartiles": "quartiles compiled, ms", "wall_gain": "wall gain, x",
              "gpu_ms_eager": "GPU time, ms", "gpu_ms": "GPU time compiled, ms", "gain": "GPU time gain, x"}
     found = {words: compiled_with_eager(tables, "model", mode) for mode, words in MODES.items()}
     rows = pd.concat(found, names=["mode", "size"]).swaplevel()
     order = [(size, mode) for size in dict.fromkeys(rows.index.get_level_values("size")) for mode in found]
-    return table(rows.reindex(order)[list(names)].rename(columns=names), rows=30)
+    vain = "; –: launch-bound, and apart by under 20%"
+    return table(rows.reindex(order)[list(names)].rename(columns=names), rows=30, note=(
+        f"Wall times are medians of {_steps(rows)} steps{vain * bool(rows['wall_gain'].isna().any())}."))
 
 
 def repeats(tables: Tables) -> pd.DataFrame:
@@ -313,7 +359,9 @@ def repeats(tables: Tables) -> pd.DataFrame:
              "gpu_min": "GPU least, ms", "gpu_max": "GPU most, ms", "gpu": "GPU most/least"}
     rows = repeated(tables)
     ratios = {clock: rows[clock].map("{:.3f}".format) for clock in ("wall", "gpu")}
-    return table(rows.assign(**ratios)[list(names)].rename(columns=names))
+    own = select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok")
+    return table(rows.assign(**ratios)[list(names)].rename(columns=names), note=(
+        f"Least and most of the processes' medians, each of {counted(steps_timed(tables, own))} steps."))
 
 
 PRINTED = {printed.__name__: printed for printed in (

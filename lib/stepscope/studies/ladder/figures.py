@@ -11,6 +11,7 @@ from stepscope.studies.ladder.config import CHANGES, PEERS
 from stepscope.studies.ladder.tables import (
     LAST,
     NAMES,
+    bounds,
     by_batch,
     largest_ladder,
     loss_shift,
@@ -22,16 +23,17 @@ from stepscope.studies.ladder.tables import (
 
 @style.look()
 def ladder(tables: Tables) -> Figure | None:
-    """Each rung's step and the best baseline's on a logarithmic axis; as a line what FLOPs and bytes take."""
+    """Each rung's step and the best baseline's on a logarithmic axis; as a line what FLOPs and bytes take at
+    bursts' rates, and as a thin one, for reference, with matmuls at the rate that one keeps up."""
     shape, rows = largest_ladder(tables)
-    own = timed(rows)
+    own = bounds(tables, timed(rows))
     baseline = timed(rows, PEERS).nsmallest(1, "wall_ms")
     walls, last = pd.concat([own, baseline])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]
     drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
                          f" {number(first / end, 'x')} faster", height=1.5 + 0.3 * len(walls))
     places = range(len(walls))
-    axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -1.5),
+    axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -2.4),
              xlabel="milliseconds a step, logarithmic")
     axes.hlines(places, axes.get_xlim()[0], walls, color=GRID, linewidth=1.2, zorder=1)
     axes.scatter(walls, places, color=[ORANGE if rung in PEERS else BLUE for rung in walls.index], s=36,
@@ -41,10 +43,13 @@ def ladder(tables: Tables) -> Figure | None:
                       va="center")
     axes.set_yticks(places, [NAMES[rung] for rung in walls.index])
     axes.grid(False, axis="y")
-    if pd.notna(bound := last["bound_ms"]):
-        axes.vlines(bound, -1.3, len(walls), color=INK, linewidth=1.2, linestyle="--", zorder=1)
-        axes.annotate(f"the last's FLOPs and bytes alone {number(bound, 'ms')}", (bound, -1), xytext=(4, 0),
-                      color=INK, textcoords="offset points", va="center")
+    for at, top, width, color, words in (
+            (last["bound_ms"], -2.2, 1.2, INK, "the last's FLOPs and bytes alone"),
+            (last["reference_ms"], -1.2, 0.6, MUTED, "reference: kept-up rate")):
+        if pd.notna(at):
+            axes.vlines(at, top, len(walls), color=color, linewidth=width, linestyle="--", zorder=1)
+            axes.annotate(f"{words} {number(at, 'ms')}", (at, top + 0.3), xytext=(4, 0), color=color,
+                          textcoords="offset points", va="center")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))

@@ -120,11 +120,13 @@ def peak_reserved(tables: Tables) -> Claim:
 
 
 def graph_reserved(tables: Tables) -> Claim:
-    """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared."""
-    row = select(tables["ladder.steps"], SHAPE, status="ok", change="cuda_graph", size=largest,
-                 context_length=reference).iloc[0]
-    found = {"reserved": row["reserved_gib"], "peak": row["peak_gib"]}
-    return _shape(row) | found if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] else None
+    """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared, and
+    how much of it the graph adds to the same step without one."""
+    rows = select(tables["ladder.steps"], SHAPE, status="ok", change=["blocks", "cuda_graph"], size=largest,
+                  context_length=reference).set_index("change")
+    row, added = rows.loc["cuda_graph"], rows["reserved_gib"]["cuda_graph"] - rows["reserved_gib"]["blocks"]
+    found = {"reserved": row["reserved_gib"], "peak": row["peak_gib"], "added": added}
+    return _shape(row) | found if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] and added > 0 else None
 
 
 def answer_timeline_forward(tables: Tables) -> Claim:

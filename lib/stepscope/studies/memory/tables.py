@@ -8,14 +8,15 @@ import pandera.pandas as pa
 from stepscope.config import PHASES, SIZES
 from stepscope.model.accounting import GIB, KINDS
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, SHAPE, largest, reference, select
-from stepscope.report.tables import headed, table
+from stepscope.report.shapes import MODES, PLAIN, SHAPE, largest, reference, select, steps_timed
+from stepscope.report.tables import counted, headed, table
 from stepscope.studies.memory.config import Config
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer",
           "expandable_segments")
 WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": word(*STATUSES), "reason": word()}
+FEW = 3  # steps from which on a median leaves out one that was disturbed
 # What has a history of its own; what the allocator's rounding adds is known at peaks only.
 LIVE = [kind for kind in KINDS if kind != "rounding"]
 
@@ -109,7 +110,7 @@ HEADINGS = {
     "context_length": "context", "gpu_ms": "GPU time, ms", "blocks_per_checkpoint": "blocks a checkpoint",
     "expected_kept_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
     "block_runs": "blocks run, n", "mib": "each, MiB", "share": "of all, %", "line": "made by",
-    "source": "code", "beyond": "requested beyond formula, B", "less": "less, %"}
+    "source": "code", "beyond": "requested beyond formula, B", "less": "less, %", "wall_std_ms": "std, ms"}
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
@@ -199,8 +200,8 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
     rows = one_level(tables)
     blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
     printed = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
-                    "peak_gib", "predicted_gib", "reserved_gib", "gpu_ms", "wall_ms", "status")
-    return table(printed, note=_measured(tables, rows))
+                    "peak_gib", "predicted_gib", "reserved_gib", "gpu_ms", "wall_ms", "wall_std_ms", "status")
+    return table(printed.dropna(axis="columns", how="all"), note=_measured(tables, rows))
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
@@ -230,12 +231,10 @@ def _measured(tables: Tables, rows: pd.DataFrame) -> str:
         what += ", forward and backward"
     if rows["context_length"].nunique() == 1:
         what += f", context {first['context_length']:,}"
-    if "runs" in tables:  # a notebook has its own run alone
-        own = tables["runs"][tables["runs"]["study"] == "memory"].set_index("run_id")
-        steps = own.loc[rows["run_id"].unique(), "timed_steps"].astype(int)
-        count = f"{steps.min()}" if steps.min() == steps.max() else f"{steps.min()} to {steps.max()}"
-        what += f"; steps timed: {count}, captured: 1"
-    return f"{what}."
+    steps = steps_timed(tables, rows)
+    what += f"; steps timed: {counted(steps)}, captured: 1" * bool(steps.notna().any())
+    few = ", too few to leave out one that was disturbed" if steps.min() < FEW else ""
+    return f"{what}{few}."
 
 
 def formula_peaks(tables: Tables) -> pd.DataFrame:

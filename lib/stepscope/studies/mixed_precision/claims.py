@@ -1,7 +1,7 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
 
 from stepscope.report.schemas import Claim, Tables
-from stepscope.stats import LAUNCH_BOUND, LOST, SAME
+from stepscope.stats import LOST, SAME, launch_bound_rows
 from stepscope.studies.mixed_precision.numerics import FEATURES, STEPS
 from stepscope.studies.mixed_precision.tables import (
     context,
@@ -74,7 +74,8 @@ def precision_why(tables: Tables) -> Claim:
 def precision_launch(tables: Tables) -> Claim:
     """Shapes whose full step is GPU-bound in fp32 and launch-bound in bf16."""
     rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["busy", "busy_fp32"])
-    count = int(((rows["busy"] < LAUNCH_BOUND) & (rows["busy_fp32"] >= LAUNCH_BOUND)).sum())
+    exact = rows.filter(like="_fp32").rename(columns=lambda name: name.removesuffix("_fp32"))
+    count = int((launch_bound_rows(rows) & ~launch_bound_rows(exact)).sum())
     return {"count": count, "of": len(rows)} if count > 1 else None
 
 

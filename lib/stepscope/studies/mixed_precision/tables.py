@@ -5,8 +5,8 @@ import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select
-from stepscope.report.tables import digits, number, table
+from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select, steps_timed
+from stepscope.report.tables import counted, number, table, wall_cell
 from stepscope.stats import LOST, launch_bound
 from stepscope.traces.families import MATMUL, is_cast
 
@@ -142,16 +142,19 @@ def precision_times(tables: Tables) -> pd.DataFrame:
 def precision_walls(tables: Tables) -> pd.DataFrame:
     """Wall times of fp32 and bf16 at the reference context, by size."""
     rows = select(walls(tables), precision=["fp32", "bf16"], context_length=reference)
+    steps = counted(steps_timed(tables, rows[rows["phase"] == WHOLE]))
     made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
     return table(made, note=(
-        f"Wall time, median ± standard deviation, context {context(tables):,}. Forward and backward are"
-        " phases of forward + backward."))
+        f"Wall time, median (quartiles) of {steps} steps, context {context(tables):,}. Forward and backward"
+        " are phases of forward + backward."))
 
 
 def precision_shapes(tables: Tables) -> pd.DataFrame:
     """The same of every shape and precision, with what the full step makes and holds."""
-    return table(_spread(walls(tables)), rows=100, note=(
-        "Wall time, median ± standard deviation; tokens and memory are the full step's."))
+    rows = walls(tables)
+    steps = counted(steps_timed(tables, rows[rows["phase"] == WHOLE]))
+    return table(_spread(rows), rows=100, note=(
+        f"Wall time, median (quartiles) of {steps} steps; tokens and memory are the full step's."))
 
 
 def walls(tables: Tables) -> pd.DataFrame:
@@ -169,12 +172,11 @@ def walls(tables: Tables) -> pd.DataFrame:
 
 
 def _spread(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row each size, context and precision: times as median ± standard deviation."""
+    """A row each size, context and precision: times as median and quartiles."""
     found = {}
     for (size, context, precision), own in rows.groupby(["size", "context_length", "precision"], sort=False):
-        walls, spreads = own.set_index(["mode", "phase"])[["wall_ms", "wall_std_ms"]].to_dict().values()
-        times = {f"{words}, ms": f"{digits(walls.get(case), 'ms')} ± {digits(spreads.get(case), 'ms')}"
-                 for words, case in PARTS.items()}
+        rows_of = own.set_index(["mode", "phase"]).to_dict("index")
+        times = {f"{words}, ms": wall_cell(rows_of.get(case, {})) for words, case in PARTS.items()}
         step = own[(own["mode"] == "step") & (own["phase"] == WHOLE)].iloc[0]
         found[size, context, NAMES[precision]] = times | {
             "tokens/s": step["tokens_per_s"], "peak, GiB": step["peak_gib"],
@@ -257,7 +259,8 @@ def reading(times: pd.DataFrame, device: str) -> str:
         return f"In bf16 a full step does not run here: {step['reason']}."
     kernels = ""
     if device == "cuda" and pd.notna(step["gpu_ms"]):
-        bound = "launch" if launch_bound(step["busy"]) else "GPU"
+        waits = launch_bound(step["busy"], step.get("enqueue_ms", float("nan")), step["gpu_ms"])
+        bound = "launch" if waits else "GPU"
         kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
     said = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
     if "fp32" not in steps.index or steps.loc["fp32", "status"] != "ok":

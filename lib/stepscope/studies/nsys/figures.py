@@ -53,7 +53,7 @@ def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> 
         message = f"{of}: operators run {number(busy['forward'], '%')} of this millisecond"
     if REPLAYED in busy:
         message += f", as a CUDA graph {number(busy[REPLAYED], '%')}"
-    elif not on_cpu and launch_bound(busy["forward"]):
+    elif not on_cpu and launch_bound(busy["forward"], *_who_waits_ms(found["forward"])):
         message += ", and waits for launches"
     drawn, axes = style.figure(message, 1.7 + 0.35 * len(found))
     host = timeline[(timeline["mode"] == "forward") & (timeline["launch_ns"] < LANE_NS)
@@ -75,6 +75,13 @@ def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> 
 
 def _spans_us(start_ns: pd.Series, duration_ns: pd.Series) -> list[tuple[float, float]]:
     return list(zip(start_ns / 1e3, duration_ns / 1e3))
+
+
+def _who_waits_ms(ran: pd.DataFrame) -> tuple[float, float]:
+    """How long the host took to launch what ran, and how long that ran."""
+    launched = (ran["launch_ns"] + ran["launch_duration_ns"]).max() - ran["launch_ns"].min()
+    ends = (ran["start_ns"] + ran["duration_ns"]).to_numpy()
+    return launched / 1e6, union(ran["start_ns"].to_numpy(), ends) / 1e6
 
 
 def _busy(ran: pd.DataFrame) -> float:

@@ -10,7 +10,8 @@ import pandera.pandas as pa
 from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Tables, measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, reference, select
-from stepscope.report.tables import table
+from stepscope.report.tables import counted, table
+from stepscope.stats import launch_bound_rows
 from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
 from stepscope.traces.kernel_names import short_names
 
@@ -102,8 +103,15 @@ def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
 
 
 def forward_clocks(tables: Tables) -> pd.DataFrame:
-    """A row a size and context: one forward pass by the host's clock and by nsys."""
-    return select(clocks(tables), mode="forward", phase=WHOLE).reset_index(drop=True)
+    """A row a size and context: one forward pass by the host's clock (median, quartiles and how many) and by
+    nsys, and whether it is launch-bound (``waits``)."""
+    keys = ["size", "context_length"]
+    rows = select(clocks(tables), mode="forward", phase=WHOLE).reset_index(drop=True)
+    plain = profiles(tables, "clocks", mode="forward", phase=WHOLE, captured=False).groupby(keys)["wall_ms"]
+    ends = pd.DataFrame({"plain_q1_ms": plain.quantile(0.25), "plain_q3_ms": plain.quantile(0.75),
+                         "passes": plain.size()})
+    waits = launch_bound_rows(rows.assign(busy=rows["gpu_ms"] / rows["plain_ms"]))
+    return rows.assign(waits=waits).merge(ends.reset_index(), on=keys, how="left")
 
 
 def kernels(tables: Tables, mode: str) -> pd.DataFrame:
@@ -170,14 +178,19 @@ def with_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
 def forward_times(tables: Tables) -> pd.DataFrame:
     """(a) One forward pass in ms: wall time without a profiler, and nsys's first to last operation and GPU
     time."""
-    names = {"plain_ms": "wall, without nsys", "projected_ms": "nsys, first to last",
+    names = {"plain_ms": "wall, without nsys", "plain_q1_ms": "a quarter under",
+             "plain_q3_ms": "a quarter over", "projected_ms": "nsys, first to last",
              "gpu_ms": "nsys, GPU time"}
-    long = forward_clocks(tables).rename(columns=names).melt(
+    rows = forward_clocks(tables)
+    captured = profiles(tables, "clocks", mode="forward", phase=WHOLE, captured=True)
+    of = counted(captured.groupby(["size", "context_length"]).size())
+    long = rows.rename(columns=names).melt(
         ["size", "context_length"], list(names.values()), "forward, ms", "ms")
     long["context"] = long["context_length"].map("{:,}".format)
     pivoted = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
-    return table(pivoted.reindex(order), unit="ms", rows=60)
+    return table(pivoted.reindex(order), unit="ms", rows=150, note=(
+        f"Medians of {counted(rows['passes'])} passes without nsys, and of {of} captured ones."))
 
 
 def first_kernel(tables: Tables) -> pd.DataFrame:
