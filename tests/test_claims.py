@@ -73,6 +73,10 @@ def test_a_claim_that_does_not_hold_is_left_out_and_listed(renderer, name, why):
     ("## Title\n\n{% table times %}\n\n### Part\n\nMore.\n\n{% figure none %}",
      "## Title\n\n| wall, ms |\n| --: |\n| 1.00 |\n"),
     ("## Title\n\nProse.\n\n{% table none %}\n\n{% table rowless %}\n\n{% claim lacks %}A.{% endclaim %}", ""),
+    ("A.\n\n{% fold Why %}\n\nProse. {% claim fails %}A.{% endclaim %}\n\n{% endfold %}\n\n{% claim holds %}B.{% endclaim %}",
+     "A.\n\nB.\n"),
+    ("## Title\n\n{% claim holds %}A.{% endclaim %}\n\n### Part\n\nProse.\n\n{% fold Why %}\n\n{% table none %}\n\n{% endfold %}",
+     "## Title\n\nA.\n"),
     ("## Title\n\nProse without a tag.", "## Title\n\nProse without a tag.\n")])
 def test_what_says_nothing_is_absent(renderer, text, left):
     assert renderer.chapter(text, "a.md") == left
@@ -90,7 +94,15 @@ def test_code_in_fences_is_left_as_it_is(renderer):
     assert renderer.chapter(text, "a.md") == text.replace("{% claim holds %}C.{% endclaim %}", "C.")
 
 
+def test_a_fold_is_one_that_github_folds_too(renderer):
+    text = "A.\n{% fold Why_so %}\n{% claim holds %}B.{% endclaim %}\n\n```sh\nx\n```\n{% claim fails %}C.{% endclaim %}\n{% endfold %}\nD."
+    assert renderer.chapter(text, "a.md") == (
+        "A.\n\n<details><summary>Why so</summary>\n\nB.\n\n```sh\nx\n```\n\n</details>\n\nD.\n")
+
+
 @pytest.mark.parametrize(("text", "message"), [
+    ("{% fold Why %}A.", "a fold is not closed"), ("A.\n{% endfold %}", "line 2: .*not open"), ("{% fold %}A.", "is no tag"),
+    ("{% fold A %}{% fold B %}", "a fold is open"), ("{% claim holds %}{% fold A %}", "claim holds is not closed before"),
     ("One.\n\n{% claim nothing %}A.{% endclaim %}", r"a\.md, line 3: no claim is called nothing"),
     ("{% table holds %}", "no table is called holds"), ("{% figure x %}", "no figure is called x"),
     ("{% claim holds %}A.", "claim holds is not closed"), ("A.{% endclaim %}", "endclaim without a claim"),
@@ -118,7 +130,7 @@ def test_two_studies_may_not_have_one_name(monkeypatch):
 def test_every_tag_has_its_function():
     known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
     lacking = [f"{page.name}: {tag[0]}" for page in PAGES for tag in TAG.finditer(page.read_text())
-               if tag["kind"] != "endclaim" and tag["name"] not in known[tag["kind"]]]
+               if tag["kind"] in known and tag["name"] not in known[tag["kind"]]]
     assert not lacking
 
 

@@ -13,6 +13,7 @@ from stepscope import PROJECT, __version__
 from stepscope.report.page import Section, page
 from stepscope.report.render import render
 from stepscope.report.style import BLUE, figure, svg
+from stepscope.report.tables import escape
 from stepscope.yaml_files import load_yaml
 
 PAPER = (673, 985)  # A4 less its margins, in CSS pixels
@@ -85,6 +86,18 @@ def test_markdown_becomes_a_page_of_its_own():
     assert len(images) == 1 and images[0]["src"].startswith("data:image/svg+xml,") and images[0]["alt"] == "A message"
     assert images[0]["width"] == "576"
     assert not [attributes for _, attributes in elements.found if "style" in attributes]
+
+
+def test_a_chapters_fold_is_one_of_the_page_and_no_other_text_can_be():
+    fold = "<details><summary>Why so</summary>\n\nBecause **of** it.\n\n| a |\n| --: |\n| 1 |\n\n</details>\n\nAfter.\n"
+    text = page(f"# T\n\n{fold}", [], {})
+    elements = Elements(text)
+    assert not elements.wrong and not elements.open
+    assert "<details><summary>Why so</summary>\n<div>\n<p>Because <strong>of</strong> it.</p>" in text
+    assert re.search(r"</table></div>\s*</div></details>\s*<p>After", text)
+    for other in ("A <details><summary>Why</summary>", "<details open><summary>Why</summary>", "> </details>", "* </details>",
+                  escape("</details>"), escape("<details><summary>Why</summary>"), "<details><summary><b>x</b></summary>"):
+        assert "details>" not in re.sub(r"<style>.*?</style>", "", page(f"# T\n\n{other}\n", [], {}), flags=re.DOTALL), other
 
 
 def test_links_lead_within_the_page_or_to_https():

@@ -1,12 +1,13 @@
-"""Chapters: hand-written markdown with three tags, into which numbers, tables and figures are put.
+"""Chapters: hand-written markdown with four tags, into which numbers, tables and figures are put.
 
     {% claim launch_bound %}{size} waits {idle:%} of its time.{% endclaim %}
     {% table times %}
     {% figure busy %}
+    {% fold Why_so_long %} ... {% endfold %}
 
 A claim is a function of the tables: the numbers of its sentence where it holds, None where it does not, a
-LookupError where there is no data. What is not said vanishes, and the paragraph and section that then say
-nothing.
+LookupError where there is no data. What is not said vanishes, and the paragraph, fold and section that then
+say nothing. A fold is shown by its words until a reader opens it: on GitHub, too, as ``<details>``.
 """
 import importlib
 import inspect
@@ -25,6 +26,7 @@ from stepscope.report.tables import Shown, escape, markdown, missing
 
 TAG = re.compile(r"\{%\s*(?P<kind>\w+)(?:\s+(?P<name>\w+))?\s*%\}")
 SAID, NOT_SAID = "\x01", "\x00"  # stand in a text for what was said, and for what was not
+FOLD = re.compile("\x03([^\n]*)\n\n(.*?)\x04", re.DOTALL)  # a fold's words, and what it holds
 FENCED = re.compile(r"^```.*?^```[^\n]*$", re.DOTALL | re.MULTILINE)
 HOLDS, FAILS, NO_DATA = "", "does not hold", "no data"
 
@@ -99,12 +101,13 @@ class Renderer:
             return f"\x02{len(code) - 1}\x02" + "\n" * block[0].count("\n")
 
         told = "".join(self._pieces(FENCED.sub(saved, text), name))
-        told = _without_empty(told)
+        told = _without_empty(FOLD.sub(lambda fold: _live(fold[0]) or NOT_SAID, told))
+        told = FOLD.sub(r"<details><summary>\1</summary>\n\n\2</details>", told)
         whole = re.sub(r"\x02(\d+)\x02\n*", lambda at: code[int(at[1])] + "\n\n", told)
         return whole.strip() + "\n" if told else ""
 
     def _pieces(self, text: str, chapter: str) -> Iterator[str]:
-        place, opened = 0, None
+        place, opened, folded = 0, None, False
         for tag in TAG.finditer(text):
             at = f"{chapter}, line {text.count(chr(10), 0, tag.start()) + 1}"
             kind, name = tag["kind"], tag["name"]
@@ -114,10 +117,16 @@ class Renderer:
                     raise ChapterError(f"{at}: endclaim without a claim")
                 yield self._claim(opened, between, at)
                 opened = None
-            elif kind not in self.known or not name:
-                raise ChapterError(f"{at}: {tag[0]} is no tag; they are claim, endclaim, table and figure")
+            elif kind not in (*self.known, "fold", "endfold") or not (name or kind == "endfold"):
+                raise ChapterError(f"{at}: {tag[0]} is no tag; they are claim, endclaim, table, figure, fold "
+                                   "and endfold")
             elif opened is not None:
                 raise ChapterError(f"{at}: claim {opened} is not closed before {tag[0]}")
+            elif "fold" in kind:
+                if folded is (kind == "fold"):
+                    raise ChapterError(f"{at}: {tag[0]}, where a fold is {'open' if folded else 'not open'}")
+                folded = not folded
+                yield between + (f"\n\n\x03{name.replace('_', ' ')}\n\n" if folded else "\n\n\x04\n\n")
             elif name not in self.known[kind]:
                 raise ChapterError(f"{at}: no {kind} is called {name}")
             else:
@@ -129,6 +138,8 @@ class Renderer:
             place = tag.end()
         if opened is not None:
             raise ChapterError(f"{chapter}: claim {opened} is not closed")
+        if folded:
+            raise ChapterError(f"{chapter}: a fold is not closed")
         yield text[place:]
 
     def _made(self, kind: str, name: str) -> Any:

@@ -18,6 +18,8 @@ from markdown_it.token import Token
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
 SAFE = "/ :;=,'()&?!@*+$-._~"  # of a picture's text what stands in its address as it is
+# A chapter's fold begins and ends in paragraphs of their own. In no other text these are: escape() marks "<".
+FOLD, FOLD_END = re.compile(r"<details><summary>([\w ]+)</summary>"), "</details>"
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,19 @@ def _linked(written: str) -> str:
         f"#</a></h{found[2]}>"), written)
 
 
+def _fold(paragraph: list[Token]) -> None:
+    """Make a paragraph that begins or ends a fold do so."""
+    opened, inline, closed = paragraph
+    if begin := FOLD.fullmatch(inline.content):
+        html_block = f"<details><summary>{begin[1]}</summary>\n<div>"
+    elif inline.content == FOLD_END:
+        html_block = "</div></details>\n"
+    else:
+        return
+    opened.type, opened.content = "html_block", html_block
+    inline.children, closed.hidden = [], True
+
+
 def _plain(written: str) -> str:
     return re.sub(r"<[^>]+>", "", written)
 
@@ -107,8 +122,10 @@ class _Writer:
         folder = posixpath.dirname(section.path) if section else ""
         tokens = self.markdown.parse(text)
         for place, token in enumerate(tokens):
-            if token.type == "heading_open":
-                words = re.sub(r"[^a-z0-9]+", "-", tokens[place + 1].content.lower()).strip("-")
+            if token.type == "paragraph_open" and not token.level:
+                _fold(tokens[place:place + 3])
+            if token.type == "heading_open":  # its address is GitHub's
+                words = re.sub(r"[^\w\s-]", "", tokens[place + 1].content.lower()).replace(" ", "-")
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
             if align := token.attrGet("style"):  # the policy allows no style on an element
                 token.attrs = {"class": "right" if "right" in str(align) else "left"}

@@ -189,7 +189,7 @@ def _title(text: str) -> str:
 def _studies(path: Path) -> Iterator[str]:
     """The studies that a chapter's tags are made of."""
     for tag in TAG.finditer(_source(path)):
-        if tag["name"] and (study := study_of(tag["kind"], tag["name"])):
+        if tag["name"] and tag["kind"] != "fold" and (study := study_of(tag["kind"], tag["name"])):
             yield study
 
 

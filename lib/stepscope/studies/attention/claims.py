@@ -304,3 +304,29 @@ def attention_long_dims(tables: Tables) -> Claim:
     dims = sorted(int(d) for d in rows["d_model"].unique())
     precisions = [label for name, label in PRECISION_LABELS.items() if name in set(rows["precision"])]
     return {"sequence": GRID_ENDS, "dims": _dims(dict.fromkeys(dims)), "precisions": " and ".join(precisions)}
+
+
+# The assignment's questions: why, and what is said where no other sentence holds
+
+def answer_attention_out(tables: Tables) -> Claim:
+    """Where something of the handout's sequences ran out of memory, whatever it was: the shortest."""
+    rows = select(tables["attention.passes"], device_gib=pd.Series.notna, sequence=within_grid)
+    out = rows[rows["status"] == "oom"].sort_values("sequence")
+    if out.empty:
+        return None
+    first = out.iloc[0]
+    return {"out": len(out), "cases": len(rows), "sequence": int(first["sequence"]),
+            "name": LABELS[first["implementation"]], "precision": PRECISION_LABELS[first["precision"]],
+            "d": int(first["d_model"])}
+
+
+def attention_growth_why(tables: Tables) -> Claim:
+    """What naive attention saves in fp32 is two T x T matrices, and a fused kernel's a number a row."""
+    naive, fused = (_saved(tables, name) for name in ("naive", "efficient"))
+    own = select(tables["attention.passes"], precision="fp32", implementation="naive", d_model=HEAD)
+    sequence, batch = int(naive.index[-1]), int(own["batch_size"].iloc[0])
+    matrix, row = 4 * batch * sequence**2 / 2**20, 4 * batch * sequence / 2**20
+    if abs(naive[sequence] / (2 * matrix) - 1) > 0.01 or abs(fused[sequence] / row - 1) > 0.01:
+        return None
+    return {"batch": batch, "sequence": sequence, "matrix": matrix / 1024, "saved": naive[sequence] / 1024,
+            "row": row}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from stepscope.config import PHASES, WHOLE
+from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import MODES, select
 from stepscope.stats import (
@@ -334,3 +334,62 @@ def repeats(tables: Tables) -> Claim:
     gpu, wall = rows["gpu"].max() - 1, rows["wall"].max() - 1
     return {"processes": int(rows["processes"].min()), "shapes": len(rows), "gpu": gpu,
             "wall": wall} if gpu < min(wall, SAME) else None
+
+
+def processes_least(tables: Tables) -> Claim:
+    """Of the shape of :func:`processes_differ` the quickest step of each process: where these agree better
+    than the medians do."""
+    named = processes_differ(tables)
+    if named is None:
+        return None
+    rows = processes(tables, "samples", phase=WHOLE, mode="step", warmup=False, size=named["size"],
+                     context_length=named["context"])
+    least = rows.groupby("repeat")["wall_ms"].min()
+    spread = least.max() / least.min() - 1
+    found = {"low": least.min(), "high": least.max()}
+    return found if spread < (named["high"] / named["low"] - 1) / 2 else None
+
+
+# The assignment's questions: why
+
+def warmup_sum(tables: Tables) -> Claim:
+    """The mean and deviation of ten steps, of which the first takes longer and nine are alike."""
+    found = answer_warmup(tables) or {}
+    first, later = found["first"], found["warm"]
+    mean, deviation = (first + 9 * later) / 10, (first - later) / 10**0.5
+    alike = abs(mean / found["cold"] - 1) < SAME and abs(deviation / found["cold_std"] - 1) < SAME_WALL
+    return {"first": first, "later": later, "mean": mean, "std": deviation} if alike else None
+
+
+def compiled_limit(tables: Tables) -> Claim:
+    """What compiling could give at most if all that is no matmul took no time: the largest size's step."""
+    rows = plain(tables, "operations", context_length=context(tables))
+    size = rows["size"].iloc[-1]
+    own = rows[rows["size"] == size].groupby("family")["gpu_ms"].sum()
+    share, gain = own[MATMUL] / own.sum(), compiled_with_eager(tables, "model", "step")["gain"].dropna()
+    found = {"size": size, "share": share, "limit": 1 / share, "gain": gain[size]}
+    return found if 1 < found["gain"] < found["limit"] else None
+
+
+def answer_flops(tables: Tables) -> Claim:
+    """FLOPs of a full step of the largest size by formula (``model.flops``: matmuls, 2 for each multiply-add,
+    backward twice forward), and the share of the data sheet's rate that it reaches in fp32."""
+    row = at_context(tables).iloc[-1]
+    size, tokens = row.name, int(row["batch_size"]) * context(tables)
+    shape, vocab = SIZES[size], int(row["vocab_size"])
+    block = 4 * shape.d_model**2 + 3 * shape.d_model * shape.d_ff
+    weights = shape.num_layers * block + vocab * shape.d_model
+    matmuls = 6 * tokens * weights
+    scores = 12 * tokens * context(tables) * shape.d_model * shape.num_layers
+    return {"size": size, "context": context(tables), "tokens": tokens, "flops": 6, "weights": float(weights),
+            "matmuls": f"{matmuls / 1e12:.1f}", "scores": f"{scores / 1e12:.1f}",
+            "together": f"{(matmuls + scores) / 1e12:.1f}", "gpu": row["gpu_ms"],
+            "rate": (matmuls + scores) / row["gpu_ms"] / 1e9}
+
+
+def flops_share(tables: Tables) -> Claim:
+    """The same step's rate over a data sheet's and over a large matmul's, and bf16's over its own."""
+    row = on_gpu(at_context(tables)).iloc[-1]
+    low = on_gpu(steps(tables, precision="bf16", context_length=context(tables), size=row.name)).iloc[-1]
+    return {"fp32": row["mfu"], "measured": row["mfu_measured"], "bf16": low["mfu"],
+            "gain": row["gpu_ms"] / low["gpu_ms"]}

@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
 from stepscope.report.tables import digits, number
-from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows
+from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, wall_gain
 from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
 from stepscope.studies.ladder.tables import (
     LAST,
@@ -293,3 +293,52 @@ def chunked_memory(tables: Tables) -> Claim:
     cost = f"take {number(slower, '%')} longer" if slower > LEAST_GAIN else "take about as long"
     return {"vocabulary": shape.vocab_size, "saved": saved, "peak": plain["peak_gib"],
             "cost": cost} if saved > 0 else None
+
+
+def first_from(tables: Tables) -> Claim:
+    """Where a reader stands who trains in bf16 with fused attention and AdamW, and the last rung, at the
+    largest size: by both clocks, and of how few steps."""
+    shape, rows = largest_ladder(tables)
+    own = select(tables["ladder.results"], size=shape.size, vocab_size=shape.vocab_size)
+    start, last = rows.loc["fused"], rows.loc[LAST]
+    found = {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
+             "context": shape.context_length, "batch": shape.batch_size, "start": start["wall_ms"],
+             "last": last["wall_ms"], "left": start["wall_ms"] / last["wall_ms"],
+             "gpu": start["gpu_ms"] / last["gpu_ms"], "tokens": last["tokens_per_s"], "mfu": last["mfu"],
+             "least": int(min(start["steps"], last["steps"])),
+             "most": int(max(start["steps"], last["steps"]))}
+    return found if found["left"] > 1 + LEAST_GAIN else None
+
+
+def bf16_launches(tables: Tables) -> Claim:
+    """At the smallest size bf16 autocast takes GPU time off and adds wall time: its casts are launches."""
+    shape, rows = smallest_ladder(tables)
+    before, after = rows.loc["tf32"], rows.loc["bf16"]
+    slower = after["wall_ms"] > (1 + LEAST_GAIN) * before["wall_ms"] and after["gpu_ms"] < before["gpu_ms"]
+    return {"size": shape.size, "before": before["wall_ms"], "after": after["wall_ms"],
+            "kernels": int(after["operations"] - before["operations"])} if slower else None
+
+
+def blocks_or_model(tables: Tables) -> Claim:
+    """Where no graph hides launches, the whole model compiled waits less than blocks do: Hugging Face's in
+    default mode beside our blocks, at the smallest size; with about the same GPU time."""
+    shape, rows = smallest_ladder(tables)
+    blocks, model = rows.loc["blocks"], rows.loc["hugging_face"]
+    waits = launch_bound_rows(rows)["blocks"] and wall_gain(blocks, model) > 1
+    return {"size": shape.size, "blocks": blocks["wall_ms"], "model": model["wall_ms"]} if waits else None
+
+
+def attention_chosen(tables: Tables) -> Claim:
+    """Which kernels PyTorch chooses by itself for fused attention, in all ladders: cuDNN's."""
+    names = select(tables["ladder.kernels"], change="sdpa", family="fused attention")["name"]
+    return {} if names.str.contains("cudnn").all() else None
+
+
+def few_steps(tables: Tables) -> Claim:
+    """Where a step is long, few are timed: how many medians are of three at most, and how their steps
+    spread."""
+    rows = tables["ladder.steps"].dropna(subset=["wall_ms", "wall_std_ms"])
+    few = rows[rows["steps"] <= 3]
+    spread = few["wall_std_ms"] / few["wall_ms"]
+    return {"few": len(few), "all": len(rows), "median": spread.median(), "most": spread.max()} if len(
+        few) else None

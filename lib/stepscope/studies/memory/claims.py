@@ -301,3 +301,37 @@ def reach_10b_best(tables: Tables) -> Claim:
         return None
     return {"forward": int(longest["forward"]), "both": int(longest["forward_backward"]),
             "peak": both["peak_gib"].min()}
+
+
+# The assignment's questions: why
+
+def adamw_sum(tables: Tables) -> Claim:
+    """The peak of PyTorch's default AdamW is five times the weights, at each context the same."""
+    rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="optimizer", precision="fp32",
+                  status="ok", size=largest)
+    parts = rows[["gradients_gib", "optimizer_state_gib", "temporaries_gib"]].div(rows["weights_gib"], axis=0)
+    if len(rows) < 2 or (parts.max() / [1, 2, 1] - 1).abs().max() > SAME or (
+            parts.min() / [1, 2, 1] - 1).abs().max() > SAME:
+        return None
+    each = rows["weights_gib"].iloc[0]
+    return {"size": rows["size"].iloc[0], "parts": 5, "each": each, "together": 5 * each,
+            "contexts": len(rows)}
+
+
+def mixed_memory_sum(tables: Tables) -> Claim:
+    """(c): where backward begins, and in AdamW, in both precisions: what autocast saves less and holds
+    more."""
+    low, high = (_peak(tables, "step", "backward", precision=precision) for precision in ("bf16", "fp32"))
+    adamw = _peak(tables, "step", "optimizer", precision="bf16")["peak_gib"]
+    found = {"less": high["saved_for_backward_gib"] - low["saved_for_backward_gib"],
+             "copies": low["bf16_copies_gib"], "high": high["peak_gib"], "low": low["peak_gib"],
+             "adamw": adamw}
+    return found if high["peak_gib"] > adamw > low["peak_gib"] and found["less"] > found["copies"] else None
+
+
+def peak_without_gradients(tables: Tables) -> Claim:
+    """Where the plain step peaks, at the begin of backward, nearly no gradient is there yet."""
+    row = _peak(tables, "step")
+    gradients = row["weights_gib"]
+    return {"gradients": gradients, "share": row["gradients_gib"] / gradients} if (
+        begins_backward(row) and row["gradients_gib"] < 0.1 * gradients) else None

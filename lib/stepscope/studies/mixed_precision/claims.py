@@ -1,4 +1,5 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
+import math
 
 from stepscope.report.schemas import Claim, Tables
 from stepscope.stats import LOST, SAME, launch_bound_rows
@@ -152,3 +153,35 @@ def losses(tables: Tables) -> Claim:
     shift = loss_shift(tables)
     seeds = shift.index.str.startswith("fp32")
     return {"last": STEPS // 4, "steps": STEPS} if shift[~seeds].max() < shift[seeds].min() else None
+
+
+# The assignment's questions: why, and what is said where the first sentence does not hold
+
+def sums_half_step(tables: Tables) -> Claim:
+    """bf16 has eight digits: from 4 on its numbers are 1/32 apart, of which half is more than the term."""
+    stalls = sums_stall(tables)
+    return stalls | {"half": "1/64 = 0.0156", "term": "0.01"} if stalls else None
+
+
+def norm_other(tables: Tables) -> Claim:
+    """Where :func:`answer_norm` does not hold: how far a running sum is off, what squares lose at most."""
+    if answer_norm(tables):
+        return None
+    lost = pivoted(tables, "norm lost")
+    error = pivoted(tables, "norm error")["variance by a running sum"]
+    found = {"terms": FEATURES, "bf16": error["bf16", 1.0], "bf16_lost": lost.loc["bf16"].max(axis=None)}
+    return found | {"fp16": error["fp16", 1.0], "fp16_lost": lost.loc["fp16"]["squares"].max()}
+
+
+def norm_overflow(tables: Tables) -> Claim:
+    """The share of fp16's squares that overflow at a deviation of 100, which is that of normal numbers beyond
+    256: the square of 256 is the first power of two that fp16 does not hold."""
+    found = pivoted(tables, "norm lost")["squares"]["fp16", 100.0]
+    expected = math.erfc(2.56 / math.sqrt(2))
+    return {"share": found, "expected": expected} if abs(found / expected - 1) < 0.1 else None
+
+
+def norm_running(tables: Tables) -> Claim:
+    """A running sum of as many squares of mean 1 in bf16 is far off: from 256 on its numbers are 2 apart."""
+    error = pivoted(tables, "norm error")["variance by a running sum"]["bf16", 1.0]
+    return {"terms": FEATURES, "error": error} if FEATURES > 256 and error > 0.05 else None

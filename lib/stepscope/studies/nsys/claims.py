@@ -249,3 +249,65 @@ def nsys_in_bf16(tables: Tables) -> Claim:
     """The same in bf16, where some run at the power cap."""
     whole = select(with_in_process(tables, "bf16"), phase=WHOLE)
     return {"cases": len(whole), "most": whole["relative_error"].abs().max()}
+
+
+# The assignment's questions: why, and what is said where the first sentence does not hold
+
+def first_kernel_other(tables: Tables) -> Claim:
+    """(b) Where it is no matmul in every profile: in how many it is, and what leads in the others."""
+    first = first_kernels(tables, "forward")["family"]
+    others = first[first != MATMUL]
+    return {"profiles": len(first), "matmuls": len(first) - len(others),
+            "family": others.mode().iloc[0]} if len(others) else None
+
+
+def first_kernel_count(tables: Tables) -> Claim:
+    """(b) Where the largest size's first kernel runs three times a block, in its feed-forward, and once in
+    the head: how often that of other sizes runs, by blocks."""
+    first = first_kernels(tables, "forward")["count"]
+    first = first.xs(reference(first.reset_index()["context_length"]), level="context_length")
+    named, (*others, size) = first_kernel_named(tables) or {}, first.index
+    layers = SIZES[size].num_layers
+    if named["where"] != f"3 x {layers} layers in ffn, 1 in head":
+        return None
+    each = [f"{int(first[one])} = {int(first[one]) // SIZES[one].num_layers} x {SIZES[one].num_layers}"
+            + (f" + {rest}" if (rest := int(first[one]) % SIZES[one].num_layers) else "") + f" in {one}"
+            for one in others]
+    return {"launches": named["launches"], "each": 3, "layers": layers, "size": size,
+            "others": ", ".join(each)}
+
+
+def first_kernel_reads(tables: Tables) -> Claim:
+    """(b) What the parts of that kernel's name say, where it has them."""
+    name = (first_kernel_named(tables) or {})["kernel"]
+    return {} if name.startswith("sm80") and name.endswith("ffma") and "_tn_" in name else None
+
+
+def others_little(tables: Tables) -> Claim:
+    """(c) Where no family beside matmuls takes much of the smallest size's forward: the one that takes
+    most."""
+    if nontrivial_kernels(tables):
+        return None
+    row = select(shares(tables, "forward").reset_index(), context_length=reference).iloc[0]
+    others = row.drop(["size", "context_length", MATMUL]).astype(float)
+    return {"size": row["size"], "family": others.idxmax(), "share": others.max()}
+
+
+def step_parts(tables: Tables) -> Claim:
+    """(d) The matmuls' time of a full step over forward's, the largest size at the reference context: about
+    three times, as backward has two for each of forward's."""
+    rows = profiles(tables, "operations", size=largest, context_length=reference, family=MATMUL)
+    sums = rows.groupby("mode")["total_ns"].sum() / 1e6
+    times = sums["step"] / sums["forward"]
+    found = {"size": rows["size"].iloc[0], "forward": sums["forward"], "step": sums["step"], "times": times}
+    return found if abs(times / 3 - 1) < 0.15 else None
+
+
+def softmax_passes(tables: Tables) -> Claim:
+    """(e) One matrix of scores of the smallest size in fp32, and eight passes over it in every layer."""
+    row = _softmax(tables)
+    shape, batch = SIZES[row["size"]], profiles(tables, "operations")["batch_size"].iloc[0]
+    matrix = 4 * int(batch) * shape.num_heads * int(row["context_length"]) ** 2
+    return {"batch": int(batch), "heads": shape.num_heads, "context": int(row["context_length"]),
+            "matrix": f"{matrix / 1e6:.1f} MB", "layers": shape.num_layers,
+            "together": f"{8 * matrix * shape.num_layers / 1e9:.2f} GB"}
