@@ -1,5 +1,6 @@
 """What the report says of the ladder, from a campaign's tables made here: each claim where it holds, and where not."""
 import inspect
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
@@ -91,8 +92,16 @@ def public(module):
             if function.__module__ == module.__name__ and [*inspect.signature(function).parameters] == ["tables"]]
 
 
+# Of what these rows have not; tests/test_reference.py has them on the reference.
+NOT_HERE = {"attention_chosen", "blocks_or_model", "few_steps"}
+
+
 @pytest.mark.parametrize("say", [*public(claims), *tables.PRINTED.values(), *public(figures)])
 def test_all_is_said_of_a_campaign_and_nothing_without_data(campaign, say):
+    if say.__name__ in NOT_HERE:
+        with suppress(LookupError):
+            assert say(campaign) is None
+        return
     found = say(campaign)
     if isinstance(found, dict):
         assert all(value == value for value in found.values()) and said(say.__name__, found)

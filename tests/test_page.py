@@ -14,6 +14,7 @@ from stepscope.report.page import Section, page
 from stepscope.report.render import render
 from stepscope.report.style import BLUE, figure, svg
 from stepscope.report.tables import escape
+from stepscope.runs.store import Store
 from stepscope.yaml_files import load_yaml
 
 PAPER = (673, 985)  # A4 less its margins, in CSS pixels
@@ -203,7 +204,7 @@ def test_a_link_to_folded_evidence_opens_it(chromium, report):
 def test_the_foot_says_what_it_is_and_how_it_is_cited(report):
     foot = report.read_text().partition("<footer>")[2]
     words = html.unescape(re.sub(r"<[^>]+>", "", foot))
-    records = reports.whole().records
+    records, _ = Store(reports.RUNS).records()
     assert f"stepscope {__version__}" in words and "NVIDIA H200" in words
     assert records[0].started_at.date().isoformat() in words and records[0].software["stepscope_source"] in words
     citation = load_yaml(Path(str(PROJECT), "CITATION.cff"))
