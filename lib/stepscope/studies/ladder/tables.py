@@ -36,8 +36,8 @@ SCHEMAS = {
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
 NUMBERS = ("parameters", "power_limit_w", "matmul_bf16", "copy", "sheet_bf16", "kept_up_tflops",
-           "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32", "compared", "unequal", "low_compared",
-           "low_unequal")  # results that are read as such
+           "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32", "compared",
+           "unequal", "low_compared", "low_unequal")  # results that are read as such
 LAST = CHANGES[-1]
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
