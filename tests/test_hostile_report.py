@@ -15,9 +15,9 @@ from pandera.errors import SchemaError, SchemaErrors
 
 import reports
 from stepscope.report import load as loading
-from stepscope.report.claims import Renderer
+from stepscope.report.claims import TAG, Renderer
 from stepscope.report.load import read
-from stepscope.report.render import render
+from stepscope.report.render import CHAPTERS, render
 from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import escape
 from stepscope.runs.store import Store
@@ -31,6 +31,10 @@ MARKUP = [
 TAGS = {"html", "head", "meta", "title", "style", "body", "header", "main", "footer", "nav", "ul", "ol", "li", "a", "section", "details",
         "summary", "h1", "h2", "h3", "p", "strong", "em", "code", "pre", "img", "figure", "div", "table", "thead", "tbody",
         "tr", "th", "td", "hr", "br", "blockquote"}
+# The chapters' own folds as they begin and end on GitHub.
+FOLDS = {f"<details><summary>{tag['name'].replace('_', ' ')}</summary>\n" for page in CHAPTERS.rglob("*.md")
+         for tag in TAG.finditer(page.read_text()) if tag["kind"] == "fold"}
+FOLD_END = "</details>\n"
 ATTRIBUTES = {"lang", "charset", "http-equiv", "content", "name", "aria-label", "class", "id", "href", "src", "alt", "width",
               "height", "role", "tabindex", "scope", "start"}
 
@@ -62,13 +66,18 @@ def alive(report: Path) -> list[str]:
     found = Alive((report / "writeup.html").read_text()).found
     github = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table")
     for page in [*report.glob("*.md"), *report.glob("evidence/*.md")]:
-        text = page.read_text()
+        text, folds = page.read_text(), []
         for token in github.parse(text):
+            if token.type == "html_block" and token.content in (*FOLDS, FOLD_END):
+                folds.append(token.content)
+                continue
             for inner in [token, *(token.children or [])]:
                 target = str(inner.attrGet("href") or inner.attrGet("src") or "")
                 outside = target and not re.match(r"#|[\w./+-]+(#[\w-]+)?$|https://(pytorch|docs\.|github\.com)", target)
                 if inner.type in ("html_block", "html_inline") or outside:
                     found.append(f"{page.name}: {inner.content[:60] or target[:60]}")
+        if FOLD_END in folds[::2] or {*folds[1::2]} - {FOLD_END} or len(folds) % 2:
+            found.append(f"{page.name}: {folds}")  # of ours, one after the other
         prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
         found += [f"{page.name}: {link}" for link in re.findall(r"(?i)(?:https?://|\bwww\.|@)evil\.example", prose)]
     return found
