@@ -12,7 +12,7 @@ SCRIPT = PACKAGE / "report" / "chapters" / "fast_step.py"
 CHAPTER = SCRIPT.with_name("01-which-change.md")
 SHAPE = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 50, "context": 16, "batch": 2, "steps": 2}
 TINY = [f"--{name}={value}" for name, value in SHAPE.items()]
-CHANGES = ["TF32", "fused attention", "fused AdamW", "compiled blocks", "bf16 autocast", "CUDA graph of the step"]
+RUNGS = ["TF32", "fused attention", "fused AdamW", "compiled blocks", "bf16 autocast", "CUDA graph of the step"]
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +119,6 @@ def test_a_resume_equals_no_interruption_to_the_bit(script, make):
 def test_the_copied_block_is_short_and_names_every_change():
     lines = block().rstrip().splitlines()
     assert 50 <= len(lines) <= 72 and max(map(len, lines)) <= 110
-    for change in CHANGES:
+    for change in RUNGS:
         assert sum(line.endswith(f"  # {change}") for line in lines) == 1, change
     assert "stepscope" not in block()

@@ -24,7 +24,7 @@ from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW, hashed, stochastic_round
 from stepscope.optimizations.trainer import Unsupported
 from stepscope.studies.ladder import bounds, checks, tables
-from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
+from stepscope.studies.ladder.config import BASELINES, FILLED, RUNGS
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
@@ -201,11 +201,11 @@ CLASSES = ["Plain", "TF32", "BF16", "SDPA", "Fused", "Blocks", "Graph", "BF16Wei
 def test_each_change_is_the_last_and_one_more(cells):
     made = cells("time_compiled(HuggingFace", changes=["fp32"])
     classes = [getattr(made, name) for name in CLASSES]
-    assert [kind.name for kind in classes] == [*CHANGES, "chunked", "fp8", FILLED, *PEERS]
-    for before, after in pairwise(classes[:len(CHANGES)]):
+    assert [kind.name for kind in classes] == [*RUNGS, "chunked", "fp8", FILLED, *BASELINES]
+    for before, after in pairwise(classes[:len(RUNGS)]):
         assert after.__base__ is before
-    last = classes[len(CHANGES) - 1]
-    assert [kind.__base__ for kind in classes[len(CHANGES):-2]] == [last, last, made.Chunked]
+    last = classes[len(RUNGS) - 1]
+    assert [kind.__base__ for kind in classes[len(RUNGS):-2]] == [last, last, made.Chunked]
     assert [kind.precision for kind in classes] == ["fp32", "tf32", *["bf16"] * 8, "fp8", *["bf16"] * 3]
     assert [kind.moments for kind in classes] == ["fp32"] * 8 + ["bf16"] * 4 + ["fp32"] * 2
 

@@ -12,7 +12,7 @@ from stepscope.model.flops import parameter_count
 from stepscope.report.style import svg
 from stepscope.report.tables import markdown
 from stepscope.studies.ladder import claims, figures, tables
-from stepscope.studies.ladder.config import CHANGES, PEERS
+from stepscope.studies.ladder.config import BASELINES, RUNGS
 
 # wall times in ms of the nine changes, Hugging Face's two, then GPU times of the first six
 WALLS = {
@@ -44,7 +44,7 @@ def campaign():
     for (size, context), (walls, gpus) in WALLS.items():
         gpus = [*gpus, *walls[6:9], walls[9] * 0.6, walls[10]]
         rows += [row(size, context, change, wall, gpu)
-                 for change, wall, gpu in zip((*CHANGES, *PEERS), walls, gpus)]
+                 for change, wall, gpu in zip((*RUNGS, *BASELINES), walls, gpus)]
     for batch, low, eight in ((4, 89.6, 89.9), (8, 165, 155), (16, 310, 270), (32, 600, 497)):
         if batch > 4:
             rows.append(row("2.7B", 512, "bf16_moments", low, low, batch))
@@ -57,21 +57,21 @@ def campaign():
     shape = {"size": "2.7B", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
     ran = [(shape, change, family, f"{family} kernel", share) for change in ("fp32", "blocks")
            for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))]
-    for change, matmuls, others in ((CHANGES[-1], 60, 30), ("fp8", 42, 49)):
+    for change, matmuls, others in ((RUNGS[-1], 60, 30), ("fp8", 42, 49)):
         ran += [(shape, change, "matrix multiply", "gemm", matmuls), (shape, change, "elementwise", "scale", others)]
     for (size, context), (walls, _) in WALLS.items():  # attention is a tenth of ours, and more of the baselines'
         own, attention = shape | {"size": size, "context_length": context}, 0.1 * walls[6]
-        for change, times in (("cuda_graph", attention), (PEERS[0], 2 * attention),
-                              (PEERS[1], walls[10] - walls[6] + attention)):
+        for change, times in (("cuda_graph", attention), (BASELINES[0], 2 * attention),
+                              (BASELINES[1], walls[10] - walls[6] + attention)):
             ran.append((own, change, "fused attention", "cudnn sdpa", times))
-            if change in PEERS:
+            if change in BASELINES:
                 ran.append((own, change, "compiler-generated", "triton_bitwise_and_where", 0.01))
     kernels = pd.DataFrame([own | {"change": change, "name": name, "family": family, "count": 2.0, "gpu_ms": times}
                             for own, change, family, name, times in ran])
     small = {"size": "small", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
     noise, curves = np.random.default_rng(0), []
     for change, seed, off in (("fp32", 0, 0), ("fp32", 1, 0.1), ("fp32", 2, -0.08),
-                              *((change, 0, 0.01) for change in CHANGES[1:])):
+                              *((change, 0, 0.01) for change in RUNGS[1:])):
         loss = 5 * np.exp(-np.arange(200) / 60) + 1.5 + off + 0.001 * noise.standard_normal(200)
         curves += [small | {"change": change, "seed": seed, "step": step, "loss": one} for step, one in enumerate(loss)]
     for change, off in (("bf16_moments", 0), ("fp8", 0.02)):
@@ -190,10 +190,10 @@ def test_at_one_context_no_longer_one_is_told(campaign):
 
 def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_told_apart(campaign):
     steps = campaign["ladder.steps"]
-    at = (steps["size"] == "2.7B") & (steps["change"] == PEERS[0])
+    at = (steps["size"] == "2.7B") & (steps["change"] == BASELINES[0])
     steps.loc[at, ["wall_ms", "gpu_ms"]] = 112, 111
     kernels = campaign["ladder.kernels"]
-    baseline = (kernels["size"] == "2.7B") & (kernels["change"] == PEERS[0]) & (kernels["family"] == "fused attention")
+    baseline = (kernels["size"] == "2.7B") & (kernels["change"] == BASELINES[0]) & (kernels["family"] == "fused attention")
     kernels.loc[baseline, "gpu_ms"] = 12
     row = tables.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
     assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 112)
@@ -206,7 +206,7 @@ def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_tol
 
 def test_baselines_with_attention_of_their_own_are_not_told_apart(campaign):
     kernels = campaign["ladder.kernels"]
-    kernels.loc[kernels["change"].isin(PEERS) & (kernels["family"] == "fused attention"), "name"] = "flash"
+    kernels.loc[kernels["change"].isin(BASELINES) & (kernels["family"] == "fused attention"), "name"] = "flash"
     with pytest.raises(LookupError):
         tables.baselines_attention(campaign)
 
@@ -236,7 +236,7 @@ def test_what_the_evidence_says(campaign):
     assert claims.rung_matmul(campaign) == {"share": pytest.approx(0.6), "size": "2.7B"}
     assert claims.rungs_training(campaign) == {"size": "small", "steps": 200}
     distance, seeds = tables.loss_shift(tables.trained(campaign)[1])
-    assert distance[CHANGES[-1]] == pytest.approx(0.01, abs=5e-4) and seeds == pytest.approx(0.08, abs=5e-4)
+    assert distance[RUNGS[-1]] == pytest.approx(0.01, abs=5e-4) and seeds == pytest.approx(0.08, abs=5e-4)
     assert claims.against_hugging_face(campaign) == pytest.approx({"low": 11 / 9.2, "high": 6.8 / 5.22})
     printed = tables.baselines(campaign)["ours faster, x"]
     assert list(printed) == pytest.approx([6.8 / 5.22, 11 / 9.2, 113 / 89.6])
@@ -330,7 +330,7 @@ def test_figures_say_what_is_so(campaign):
     assert figures.fp8(campaign).message.startswith("FP8 matmuls gain nothing")
     assert figures.ladder_training(campaign).message == "How far each change moves the loss"
     assert tables.training_check(campaign)["of another seed, %"].max() > 1
-    campaign["ladder.steps"] = steps[~steps["change"].isin(PEERS)]
+    campaign["ladder.steps"] = steps[~steps["change"].isin(BASELINES)]
     with pytest.raises(LookupError):
         tables.baselines(campaign)
 
@@ -339,7 +339,7 @@ def test_a_ladder_that_ended_early_is_still_shown(campaign):
     """Of a CPU: no TF32, no CUDA graph, no energy, one size."""
     steps = campaign["ladder.steps"]
     own = steps[(steps["size"] == "small") & (steps["context_length"] == 512) & (steps["vocab_size"] == 10_000)]
-    own = own[~own["change"].isin(PEERS)].copy()
+    own = own[~own["change"].isin(BASELINES)].copy()
     lacks = own["change"].isin(["tf32", "cuda_graph"])
     own.loc[lacks, "status"] = "unsupported"
     own.loc[lacks, list(tables.MEASURES)] = np.nan

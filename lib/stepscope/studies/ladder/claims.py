@@ -5,7 +5,7 @@ from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
 from stepscope.report.tables import digits, number
 from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, wall_gain
-from stepscope.studies.ladder.config import CHANGES, FILLED, PEERS
+from stepscope.studies.ladder.config import BASELINES, FILLED, RUNGS
 from stepscope.studies.ladder.tables import (
     LAST,
     PLACE,
@@ -29,7 +29,7 @@ from stepscope.studies.ladder.tables import (
     with_baseline,
 )
 
-HOW = dict(zip(PEERS, ("in default mode", "with reduce-overhead")))
+HOW = dict(zip(BASELINES, ("in default mode", "with reduce-overhead")))
 
 
 def headline(tables: Tables) -> Claim:
@@ -93,7 +93,7 @@ def rung_graph(tables: Tables) -> Claim:
     """The largest size up to which the CUDA graph gains most of all optimizations, unlike at the next."""
     found = None
     for shape, rows in at_context(tables).items():
-        gains = {rung: gain(rows, rung) or 1 for rung in CHANGES[1:]}
+        gains = {rung: gain(rows, rung) or 1 for rung in RUNGS[1:]}
         if max(gains, key=lambda rung: gains[rung]) != "cuda_graph":
             return found
         found = {"size": shape.size, "context": shape.context_length}
@@ -129,7 +129,7 @@ def baseline_mask(tables: Tables) -> Claim:
     rows, kernels = baseline_attention(tables), tables["ladder.kernels"]
     names = select(kernels, family="fused attention")["name"]
     masks = kernels[kernels["name"].str.contains("bitwise_and")]
-    cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*PEERS} and len(masks)
+    cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*BASELINES} and len(masks)
     low, without = rows["attention"].min(), rows["without"]
     if not (cudnn and masked and low >= 1 + LEAST_GAIN and len(rows) == len(with_baseline(tables))):
         return None
@@ -141,7 +141,7 @@ def baseline_mask(tables: Tables) -> Claim:
 def rungs_training(tables: Tables) -> Claim:
     shape, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
-    return {"size": shape.size, "steps": len(shifts)} if distance.reindex(CHANGES).max() < seeds else None
+    return {"size": shape.size, "steps": len(shifts)} if distance.reindex(RUNGS).max() < seeds else None
 
 
 def attention_step(tables: Tables) -> Claim:

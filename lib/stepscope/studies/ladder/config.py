@@ -6,16 +6,16 @@ from pydantic import Field
 
 from stepscope.config import StepConfig
 
-Change = Literal[
+Rung = Literal[
     "fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments",
     "chunked", "fp8"]
 # In their order, each one change on the last.
-CHANGES: tuple[Change, ...] = get_args(Change)[:9]
+RUNGS: tuple[Rung, ...] = get_args(Rung)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
-BEYOND: tuple[Change, ...] = get_args(Change)[9:]
+BEYOND: tuple[Rung, ...] = get_args(Rung)[9:]
 FILLED = "filled"  # the last with the chunked loss, at the batch that fills the memory
-PEERS = ("hugging_face", "hugging_face_graphs")
-Peer = Literal["hugging_face", "hugging_face_graphs"]
+BASELINES = ("hugging_face", "hugging_face_graphs")
+Baseline = Literal["hugging_face", "hugging_face_graphs"]
 
 # Columns of the table of steps, one row a change and batch.
 MEASURES = (
@@ -36,8 +36,8 @@ class Config(StepConfig):
     attention: Literal["naive"] = "naive"
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
-    changes: list[Change] = Field([*CHANGES], min_length=1)
-    peers: list[Peer] = Field([])
+    changes: list[Rung] = Field([*RUNGS], min_length=1)
+    peers: list[Baseline] = Field([])
     # the changes at each of these; empty: at batch_size
     batches: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill: bool = False  # also the last step at the batch that fills the memory

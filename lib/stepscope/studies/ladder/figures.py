@@ -7,7 +7,7 @@ from stepscope.report import style
 from stepscope.report.schemas import Tables
 from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends, lines
 from stepscope.report.tables import number
-from stepscope.studies.ladder.config import CHANGES, PEERS
+from stepscope.studies.ladder.config import BASELINES, RUNGS
 from stepscope.studies.ladder.tables import (
     LAST,
     NAMES,
@@ -27,7 +27,7 @@ def ladder(tables: Tables) -> Figure | None:
     bursts' rates, and as a thin one, for reference, with matmuls at the rate that one keeps up."""
     shape, rows = largest_ladder(tables)
     own = bounds(tables, timed(rows))
-    baseline = timed(rows, PEERS).nsmallest(1, "wall_ms")
+    baseline = timed(rows, BASELINES).nsmallest(1, "wall_ms")
     walls, last = pd.concat([own, baseline])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]
     drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
@@ -36,7 +36,7 @@ def ladder(tables: Tables) -> Figure | None:
     axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -2.4),
              xlabel="milliseconds a step, logarithmic")
     axes.hlines(places, axes.get_xlim()[0], walls, color=GRID, linewidth=1.2, zorder=1)
-    axes.scatter(walls, places, color=[ORANGE if rung in PEERS else BLUE for rung in walls.index], s=36,
+    axes.scatter(walls, places, color=[ORANGE if rung in BASELINES else BLUE for rung in walls.index], s=36,
                  zorder=3)
     for place, wall in zip(places, walls):
         axes.annotate(number(wall, "ms"), (wall, place), xytext=(7, 0), textcoords="offset points",
@@ -81,7 +81,7 @@ def ladder_training(tables: Tables) -> Figure | None:
     """Each rung's loss minus fp32's of the same weights; grey: fp32's of another seed."""
     _, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
-    rungs = [rung for rung in CHANGES if rung in distance.index]
+    rungs = [rung for rung in RUNGS if rung in distance.index]
     within = distance[rungs].max() < seeds
     drawn, axes = figure("On average every change moves the loss less than another seed does" if within
                          else "How far each change moves the loss")

@@ -12,19 +12,19 @@ from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import MOST_ROWS, counted, digits, headed, number, quartiles, table
 from stepscope.stats import AT_CAP, LEAST_GAIN, MOST_BUSY, launch_bound_rows, spread_ms, wall_gain
 from stepscope.studies.ladder.config import (
+    BASELINES,
     BEYOND,
-    CHANGES,
     FILLED,
     MEASURES,
     OF_BEFORE,
-    PEERS,
+    RUNGS,
     SPREAD,
 )
 
 CONFIG = ("size", "context_length", "vocab_size")
 PLACE = [*ORDER]
 CASE = ("change", "batch_size")
-KEY = {"change": word(*CHANGES, *BEYOND, FILLED, *PEERS),
+KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *BASELINES),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
@@ -38,7 +38,7 @@ SCHEMAS = {
 NUMBERS = ("parameters", "power_limit_w", "matmul_bf16", "copy", "sheet_bf16", "kept_up_tflops",
            "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32", "compared",
            "unequal", "low_compared", "low_unequal")  # results that are read as such
-LAST = CHANGES[-1]
+LAST = RUNGS[-1]
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
          "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
@@ -100,7 +100,7 @@ def largest_ladder(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     return max(at_context(tables).items(), key=lambda item: item[1].loc["fp32", "wall_ms"])
 
 
-def timed(rows: pd.DataFrame, names: Sequence[str] = CHANGES) -> pd.DataFrame:
+def timed(rows: pd.DataFrame, names: Sequence[str] = RUNGS) -> pd.DataFrame:
     """A ladder's timed rungs in their order."""
     return rows.reindex([*names]).dropna(subset="wall_ms")
 
@@ -218,9 +218,9 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
     """How many times faster the last rung's step is than fp32's, by ``wall_ms`` or ``gpu_ms``; nan in wall
     time where fp32's few steps were disturbed: they differ by more than what counts as a gain."""
     if clock == "gpu_ms":
-        return rows[clock].get(CHANGES[0], math.nan) / rows[clock].get(LAST, math.nan)
+        return rows[clock].get(RUNGS[0], math.nan) / rows[clock].get(LAST, math.nan)
     disturbed = spread_ms(rows) > LEAST_GAIN * rows["wall_ms"]
-    return math.nan if disturbed.get(CHANGES[0], False) else faster(rows, LAST, CHANGES[0])
+    return math.nan if disturbed.get(RUNGS[0], False) else faster(rows, LAST, RUNGS[0])
 
 
 def with_baseline(tables: Tables) -> pd.DataFrame:
@@ -235,10 +235,10 @@ def with_baseline(tables: Tables) -> pd.DataFrame:
     """
     compared, kernels = [], tables["ladder.kernels"]
     for shape, rows in ladders(tables).items():
-        own = timed(rows, [LAST, "cuda_graph", *PEERS])
-        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(PEERS).sum() == 0:
+        own = timed(rows, [LAST, "cuda_graph", *BASELINES])
+        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(BASELINES).sum() == 0:
             continue
-        baseline = timed(rows, PEERS)["wall_ms"].idxmin()
+        baseline = timed(rows, BASELINES)["wall_ms"].idxmin()
         found = shape._asdict() | {"baseline": baseline, "faster": faster(own, LAST, baseline),
                                    "same_faster": faster(own, "cuda_graph", baseline)}
         own = own.assign(quartiles=quartiles(own))
@@ -359,7 +359,7 @@ def _place(rows: pd.DataFrame) -> dict[str, str]:
 def ladder_steps(tables: Tables) -> pd.DataFrame:
     """The largest size's ladder, and the baselines."""
     _, rows = largest_ladder(tables)
-    own = _walls(timed(rows, [*CHANGES, *PEERS]))
+    own = _walls(timed(rows, [*RUNGS, *BASELINES]))
     own = own.assign(gain=[gain(rows, rung) for rung in own.index])
     printed = _headed(own, "wall_ms", "wall_std_ms", "quartiles", "best_ms", "steps", "gpu_ms",
                       "replayed_ms", "gain", "busy", "operations", "tokens_per_s", "mfu", "peak_gib",
@@ -368,10 +368,10 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
 
 
 def _rungs(found: dict[Shape, pd.DataFrame]) -> pd.DataFrame | None:
-    columns = {shape.size: [gain(rows, rung) for rung in CHANGES[1:]] for shape, rows in found.items()}
+    columns = {shape.size: [gain(rows, rung) for rung in RUNGS[1:]] for shape, rows in found.items()}
     first = next(iter(found))
     heading = f"context {first.context_length:,}, batch {first.batch_size:,}"
-    printed = _named(pd.DataFrame(columns, index=CHANGES[1:], dtype=float), heading).dropna(how="all")
+    printed = _named(pd.DataFrame(columns, index=RUNGS[1:], dtype=float), heading).dropna(how="all")
     rungs = len(printed)
     for words, clock in {"all of them": "gpu_ms", "all of them, in wall time": "wall_ms"}.items():
         printed.loc[words] = {shape.size: all_of_them(rows, clock) for shape, rows in found.items()}
@@ -393,7 +393,7 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     size; the last two rungs need an optimizer of ours."""
     found, counts = {}, []
     for shape, rows in (smallest_ladder(tables), largest_ladder(tables)):
-        own = _walls(rows.reindex(CHANGES[:-2]))
+        own = _walls(rows.reindex(RUNGS[:-2]))
         counts.append(own["steps"])
         found |= {f"{shape.size}, ms": own["wall_ms"], f"std of {shape.size}, ms": own["wall_std_ms"],
                   f"quartiles of {shape.size}, ms": own["quartiles"],
@@ -463,7 +463,7 @@ def fp8_batches(tables: Tables) -> pd.DataFrame:
 def mfu(tables: Tables) -> pd.DataFrame:
     """The last timed rung at every shape and batch, and the batch that fills the memory: rates, power and
     memory."""
-    order = [*CHANGES, FILLED]
+    order = [*RUNGS, FILLED]
     steps = select(tables["ladder.steps"], change=order, wall_ms=pd.Series.notna)
     steps = steps.sort_values("change", key=lambda names: names.map(order.index), kind="stable")
     own, note = _walls(select(steps.groupby(PLACE, sort=False).tail(1))), ""
@@ -486,11 +486,11 @@ def ladder_memory(tables: Tables) -> pd.DataFrame:
     """Peak and reserved memory of every rung: a row a rung, a column a shape."""
     found = {}
     for shape, rows in ladders(tables).items():
-        own, words = timed(rows, [*CHANGES, *BEYOND]), f"{shape.size} {shape.context_length:,}"
+        own, words = timed(rows, [*RUNGS, *BEYOND]), f"{shape.size} {shape.context_length:,}"
         words += f", vocabulary {shape.vocab_size:,}" * (f"{words}, GiB" in found)
         pairs = own[["peak_gib", "reserved_gib"]].map(lambda gib: digits(gib, "GiB")).agg("/".join, axis=1)
         found[f"{words}, GiB"] = pairs
-    printed = pd.DataFrame(found).reindex([*CHANGES, *BEYOND]).dropna(how="all")
+    printed = pd.DataFrame(found).reindex([*RUNGS, *BEYOND]).dropna(how="all")
     return table(_named(printed), note=(
         "Peak of what tensors hold/what the process reserves, by size and context. A CUDA graph's pool keeps"
         " the memory of all tensors of a step for itself."))
@@ -501,7 +501,7 @@ def training_check(tables: Tables) -> pd.DataFrame:
     shape, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
     steps = select(tables["ladder.steps"], shape._asdict()).set_index("change")
-    order = [rung for rung in (*CHANGES, *BEYOND) if rung in distance]
+    order = [rung for rung in (*RUNGS, *BEYOND) if rung in distance]
     found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
                           "loss moved": distance[order], "of another seed, %": distance[order] / seeds})
     return table(_named(found), note="Loss moved: mean distance of means of ten steps, in nats.")
