@@ -1,7 +1,11 @@
 """Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
 takes so long as is asked for, and none of the host's time until somebody waits."""
 import math
+import tempfile
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,7 @@ from stepscope.optimizations.trainer import Trainer, Unsupported
 from stepscope.runs.source import code_cells
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
+from stepscope.traces.conservation import phase_clocks
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
 
@@ -310,6 +315,33 @@ def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gp
         raise torch.AcceleratorError("unspecified launch failure")
     with pytest.raises(torch.AcceleratorError):
         names["visit"]((1, 1), lost)
+
+
+def test_a_modes_peak_of_memory_is_of_its_own_steps(gpu):
+    log = []
+    names = measuring(gpu, None, partial=partial, first_time=True, samples={}, readings=defaultdict(dict), status={"step": "oom"},
+                      zero_grad=gpu.clear, adamw=SimpleNamespace(state={}))
+    names["config"] = SimpleNamespace(device="cpu", compile="none", warmup_steps=1, timed_steps=1)
+    names["measure"].forget_peaks = lambda device: log.append("forgotten")
+    names["measure"].peak_memory = lambda device: log.append("read") or {}
+    names["timed"] = lambda mode, *_, **__: log.append(mode) or pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
+    take = executed("benchmark", "def take(mode", names)["take"]
+    for mode in ("step", "forward"):
+        take(mode, 1)
+    assert log == ["forgotten", "step", "read", "forgotten", "forward", "read"]
+
+
+@pytest.mark.parametrize("lasted_ms, tries", [((130, 100, 101), 1), ((100, 100, 110), measure.TRIES)])
+def test_of_nsyss_captured_steps_the_first_whose_regions_are_named_is_not_compared(gpu, lasted_ms, tries):
+    rows = pd.DataFrame({"step": range(3), "phase": pd.Categorical(["forward"] * 3), "process": 7, "device": 0,
+                         "start_ns": range(0, 3 * 10**9, 10**9), "duration_ns": [ms * 10**6 for ms in lasted_ms]})
+    ranges = pd.DataFrame({"role": "step", "process": 7, "name": "step", "step": range(3), "start_ns": 0, "end_ns": 1})
+    captured = SimpleNamespace(file="a file", inside=["forward"] * 3, modes={"forward": {"plain_ms": [140.0], "clock": {}}})
+    profiled = []
+    names = executed("nsys", "def odd_modes(", measuring(
+        gpu, None, tempfile=tempfile, Path=Path, tool="nsys", phase_clocks=phase_clocks,
+        profiled=lambda folder: profiled.append(folder) or captured, read=lambda *_: (rows, ranges, None, {})))
+    assert len(profiled) == tries and bool(names["odd"]) == (tries > 1)
 
 
 def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):
