@@ -317,18 +317,42 @@ def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gp
         names["visit"]((1, 1), lost)
 
 
-def test_a_modes_peak_of_memory_is_of_its_own_steps(gpu):
-    log = []
-    names = measuring(gpu, None, partial=partial, first_time=True, samples={}, readings=defaultdict(dict), status={"step": "oom"},
-                      zero_grad=gpu.clear, adamw=SimpleNamespace(state={}))
-    names["config"] = SimpleNamespace(device="cpu", compile="none", warmup_steps=1, timed_steps=1)
-    names["measure"].forget_peaks = lambda device: log.append("forgotten")
-    names["measure"].peak_memory = lambda device: log.append("read") or {}
-    names["timed"] = lambda mode, *_, **__: log.append(mode) or pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
-    take = executed("benchmark", "def take(mode", names)["take"]
-    for mode in ("step", "forward"):
-        take(mode, 1)
-    assert log == ["forgotten", "step", "read", "forgotten", "forward", "read"]
+def benchmark_takes(names, timed):
+    names |= {"partial": partial, "first_time": True, "samples": {}, "readings": defaultdict(dict), "timed": timed}
+    return partial(executed("benchmark", "def take(mode", names)["take"], "forward", 1)
+
+
+def mixed_precision_times(names, timed):
+    names |= {"partial": partial, "cases": {}}
+    return partial(executed("mixed_precision", "def time_one(case", names)["time_one"], ("bf16", "forward"), 1)
+
+
+def checkpointing_times(names, timed):
+    step = SimpleNamespace(mode="forward", optimizer=names["adamw"], clear_gradients=None)
+    return partial(executed("checkpointing", "def time_one(step", names | {"Step": Step})["time_one"], step)
+
+
+def the_ladder_times(names, timed):
+    names["adamw"].state.clear()  # each change's optimizer is its own
+    names |= {"settled": lambda trainer: 1.0, "stretch": lambda *_: dict(timed()), "on_gpu": False}
+    return partial(executed("ladder", "def time_one(trainer", names)["time_one"], SimpleNamespace(step=1, plain_step=1, name="fp32"), {})
+
+
+@pytest.mark.parametrize("notebook", [benchmark_takes, mixed_precision_times, checkpointing_times, the_ladder_times])
+def test_a_modes_peak_of_memory_is_of_its_own_steps(notebook):
+    """What is held beside them, such as the moments of another mode, is gone when peaks begin anew."""
+    log, state = [], {"moments": 1}
+    names = measuring(None, None, status={"step": "oom"}, step=print, zero_grad=lambda: None, clear=None, adamw=SimpleNamespace(state=state))
+    names["config"] = SimpleNamespace(device="cpu", compile="none", warmup_steps=1, timed_steps=1, training_steps=0)
+
+    def timed(*_, **__):
+        log.append("timed")
+        return pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
+    vars(names["measure"]).update(
+        time_steps=timed, forget_peaks=lambda device: log.append("forgotten" if not state else "moments are there"),
+        peak_memory=lambda device: log.append("read") or {})
+    notebook(names, timed)()
+    assert log == ["forgotten", "timed", "read"]
 
 
 @pytest.mark.parametrize("lasted_ms, tries", [((130, 100, 101), 1), ((100, 100, 110), measure.TRIES)])
