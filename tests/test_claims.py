@@ -58,6 +58,13 @@ def test_a_claim_that_does_not_hold_is_left_out_and_listed(renderer, name, why):
     assert renderer.results[0].why == why
 
 
+@pytest.mark.parametrize(("kind", "name", "why"), [
+    ("table", "times", HOLDS), ("table", "none", "no data"), ("table", "rowless", "no data"), ("figure", "none", "no data")])
+def test_a_table_or_figure_without_data_is_listed(renderer, kind, name, why):
+    renderer.chapter(f"A. {{% {kind} {name} %}}", "a.md")
+    assert [(told.kind, told.name, told.why) for told in renderer.results] == [(kind, name, why)]
+
+
 @pytest.mark.parametrize(("text", "left"), [
     ("{% claim fails %}A.{% endclaim %} {% claim lacks %}B.{% endclaim %}\n\nProse. {% claim holds %}C.{% endclaim %}",
      "Prose. C.\n"),

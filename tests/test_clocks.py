@@ -23,6 +23,7 @@ from stepscope.traces.captured import (
     by_name,
     captured_operations,
     gpu_time,
+    middle_step,
     quickest_step,
 )
 
@@ -323,6 +324,13 @@ def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
     assert set(quickest_step(overlapping)["number"]) == {1}
 
 
+def test_the_middle_step_is_the_quicker_of_the_two_in_the_middle():
+    ends = [(0, 9), (1, 5), (2, 8), (3, 6), (4, 7)]  # number, end
+    for steps, middle in ((ends, 4), (ends[:4], 3), (ends[:1], 0)):
+        rows = pd.DataFrame(steps, columns=["number", "end_ns"]).assign(start_ns=0)
+        assert set(middle_step(rows)["number"]) == {middle}
+
+
 def timed(*enqueued_ms):
     """A mode's plain steps, of which the first is a warm-up."""
     rows = [(number, number == 0, WHOLE, 2 * ms, ms) for number, ms in enumerate(enqueued_ms)]
@@ -367,7 +375,7 @@ def test_power_is_unknown_where_the_counter_is():
 
 def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    seen = iter([*warm, *(Reading(t, 1980.0, 5000 + 300.0 * (t - 5)) for t in (7.0, 9.0, 11.0, 13.0))])
+    seen = iter([*warm, *(Reading(t, 1980.0, 5000 + 300.0 * (t - 5)) for t in (8.0, 9.0, 11.0, 13.0))])
     monkeypatch.setattr(power, "reading", lambda: next(seen))
     own = power.Power("cuda")
     for _ in range(5 + 4):

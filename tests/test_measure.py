@@ -69,15 +69,15 @@ def test_other_errors_are_let_on_unless_they_are_asked_for():
 def test_a_capture_has_each_operation_with_its_case_step_and_phase():
     x = torch.ones(8, 8)
     with measure.capture("cpu") as captured:
-        for case, number in (("mm", 0), ("mm", 1), (("add", 64), 0)):
+        for case, number in (("mm", 0), (("add", 64), 0), ("mm", 1)):
             phase = captured.phases(case, number)
             with phase("forward"):
                 torch.mm(x, x) if case == "mm" else x + x
         x * x  # in no phase
     found = captured.operations
-    assert captured.reason == "" and list(found["case"]) == ["mm", "mm", ("add", 64)]
-    assert list(found["number"]) == [0, 1, 0] and set(found["phase"]) == {"forward"}
-    assert list(found["name"]) == ["aten::mm", "aten::mm", "aten::add"] and found["family"][0] == "matrix multiply"
+    assert captured.reason == "" and list(found["case"]) == ["mm", ("add", 64), "mm"]
+    assert list(found["number"]) == [0, 0, 1] and set(found["phase"]) == {"forward"}
+    assert list(found["name"]) == ["aten::mm", "aten::add", "aten::mm"] and found["family"][0] == "matrix multiply"
     own = measure.quickest_step(found[found["case"] == "mm"])
     assert len(own) == 1 and measure.gpu_time_ms(own) == (own["end_ns"] - own["start_ns"]).sum() / 1e6
 

@@ -57,10 +57,11 @@ def test_what_stands_around_a_table_is_passed_over(tmp_path, text):
     assert table["total_time_ns"].tolist() == [3000, 1000] and table["name"].iloc[0] == "void f<int, 4>(int, float)"
 
 
-def test_other_units_of_time_become_nanoseconds(tmp_path):
-    text = (HEADER + ROWS).replace("(ns)", "(ms)").replace("3000", "0.003").replace("1000,", "0.001,").replace("1500.0", "0.0015")
-    table = read_nsys_csv(written(tmp_path, text))
-    assert table["total_time_ns"].tolist() == [3000, 1000] and table["avg_ns"].iloc[0] == pytest.approx(1500)
+@pytest.mark.parametrize("unit, factor", [("us", 1e3), ("µs", 1e3), ("usec", 1e3), ("ms", 1e6), ("msec", 1e6), ("s", 1e9), ("sec", 1e9)])
+def test_other_units_of_time_become_nanoseconds(tmp_path, unit, factor):
+    table = read_nsys_csv(written(tmp_path, (HEADER + ROWS).replace("(ns)", f"({unit})")))
+    assert table["total_time_ns"].tolist() == [3000 * factor, 1000 * factor]
+    assert table["avg_ns"].tolist() == pytest.approx([1500.0 * factor, 1000.5 * factor])
 
 
 @pytest.mark.parametrize("text", ["SKIPPED: sample.sqlite does not contain CUDA kernel data.", HEADER])

@@ -304,6 +304,7 @@ def test_a_second_run_of_a_configuration_replaces_the_first(tmp_path):
     assert not after.errors and set(after.tables["benchmark.times"]["run_id"]) == {again.name}
     assert after.tables["benchmark.times"]["wall_ms"].sum() == pytest.approx(2 * before["wall_ms"].sum())
     assert len(after.tables["runs"].query("study == 'benchmark'")) == 1
+    assert after.tables["benchmark.results"]["run_id"].tolist() == [again.name]
     page = rendering._runs_page(after, "runs")
     assert f"[{again.name}]" in page and re.search(rf"\[{run.name}\].*replaced", page) and page.count("replaced") == 1
 

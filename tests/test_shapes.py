@@ -28,7 +28,7 @@ def test_a_condition_is_a_value_a_list_or_a_function_of_what_is_left():
     assert found(attention=["sdpa"], size="2.7B") == [5]
     assert found(gpu_ms=pd.Series.notna, context_length=max) == [1]
     assert found(PLAIN, size=largest, context_length=reference) == [2]
-    assert found(size="tiny", context_length=reference) == [0], "no 512: the longest there is"
+    assert [reference(pd.Series(contexts)) for contexts in ([64, 512, 1024], [128, 1024, 64])] == [512, 1024], "else the longest"
     assert found(attention=preferred("flash"), gpu_ms=lambda ms: ms > 4) == [1, 6]
 
 

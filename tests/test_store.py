@@ -33,6 +33,8 @@ def test_a_committed_run_is_found_again_whole(store, tiny):
     record = store.find(tiny())
     assert record.results == {"a": 1, "b": None, "c": "x"} and record.notebook_sha256
     assert store.find(tiny(seed=1)) is None and store.records() == ([record], [])
+    none = record_of(tiny(), results=dict.fromkeys("abc", float("inf")) | {"b": float("-inf"), "c": float("nan")}).results
+    assert none == dict.fromkeys("abc"), "it is what its file says"
     assert {path.name for path in place.iterdir()} == {"record.json", "notebook.ipynb", "times.parquet"}
     assert not store.partial.exists()
 

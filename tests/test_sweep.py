@@ -269,3 +269,5 @@ def test_a_run_is_given_what_the_assignments_own_step_would_take(tiny):
         changed = tiny(**large | change)
         assert changed != plain and peak_gib(changed) == peak_gib(plain), change
     assert peak(own.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < peak_gib(plain)  # it would be too little
+    assert needed_gib(plain) > 1.2 * peak_gib(plain) + 2  # what is reserved beyond tensors, and CUDA's context
+    assert 2 < needed_gib(tiny(device="cuda")) < 4

@@ -15,7 +15,7 @@ from bench.traces import AUTOGRAD, MAIN, write_export
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
-from stepscope.traces.export import activity_totals, load_trace, read_export
+from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
 from stepscope.traces.torch_trace import PROCESS_KEY, own_records
 
 DATA = Path(__file__).parent / "data" / "nsys"
@@ -204,13 +204,14 @@ def test_phases_are_of_their_own_process(tmp_path):
 
 def test_only_ranges_of_the_programs_domains_are_regions(tmp_path):
     ranges = [(0, 100, "step", MAIN, 2), (10, 40, 11, MAIN, 2), (20, 30, "ffn", MAIN, 2),
-              (22, 28, 16, MAIN, 1), (32, 38, "norm", MAIN, 0)]
-    path = execute(made(tmp_path / "a.sqlite", [(24, MAIN), (34, MAIN)], ranges),
+              (22, 28, 16, MAIN, 1), (32, 38, "norm", MAIN, 0),
+              (40, 50, "head", MAIN + (1 << 24), 1)]  # whose domain 1 is no library's
+    path = execute(made(tmp_path / "a.sqlite", [(24, MAIN), (34, MAIN), (44, MAIN + (1 << 24))], ranges),
                    f"INSERT INTO NVTX_EVENTS VALUES (-5, NULL, 75, 'cuBLAS', {MAIN}, NULL, 1)",
                    f"INSERT INTO NVTX_EVENTS VALUES (-4, NULL, 75, NULL, {AUTOGRAD}, 14, 2)")
-    assert load_trace(path)[0]["region"].tolist() == ["ffn", "norm"]
+    assert load_trace(path)[0]["region"].tolist() == ["ffn", "norm", "head"]
     operations, ranges = attribute(read_export(path, domains=None))
-    assert operations["region"].tolist() == ["cublasSgemm", "norm"] and len(ranges) == 5
+    assert operations["region"].tolist() == ["cublasSgemm", "norm", "head"] and len(ranges) == 6
 
 
 def test_ranges_still_open_at_the_end_of_the_capture(tmp_path):
@@ -244,10 +245,21 @@ def test_of_two_calls_with_one_correlation_id_the_outer_launched(tmp_path):
     assert load_trace(path)[0]["launch_start_ns"].tolist() == [21]
 
 
+def test_of_the_hosts_calls_those_that_last_are_told_and_launches_that_load_a_kernel_or_wait_for_room(tmp_path):
+    calls = {"cudaLaunchKernel_v7000": (99_999, 100_000), "cudaStreamSynchronize_v3020": (4_999, 5_000)}
+    path = execute(made(tmp_path / "a.sqlite", [], []), f"ALTER TABLE {RUNTIME} ADD COLUMN nameId INTEGER", *(
+        statement for number, (name, lasted) in enumerate(calls.items(), 50) for statement in (
+            f"INSERT INTO StringIds VALUES ({number}, '{name}')",
+            f"INSERT INTO {RUNTIME} VALUES " + ", ".join(f"(7, {7 + each}, {MAIN}, {each}, {number})" for each in lasted))))
+    found = waiting_calls(path)
+    assert [*zip(found["name"], found["end_ns"] - found["start_ns"])] == [
+        ("cudaLaunchKernel", 100_000), ("cudaStreamSynchronize", 5_000)]
+
+
 def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     # forward: busy 100-130 and 140-160 on two streams, and a kernel within another; outside, in the step:
     # two; in none: one.
-    lasted = [(100, 120, 7), (110, 130, 8), (112, 115, 9), (140, 160, 7), (170, 180, 7), (175, 190, 8), (300, 310, 7)]
+    lasted = [(100, 120, 7), (110, 130, 8), (112, 115, 9), (140, 160, 7), (170, 190, 7), (175, 180, 8), (300, 310, 7)]
     kernels = [(start, end, 0, stream, i, PROCESS_KEY, 1) for i, (start, end, stream) in enumerate(lasted)]
     launches = [(t, MAIN) for t in (12, 16, 22, 28, 42, 44, 200)]
     operations, ranges = load_trace(made(tmp_path / "a.sqlite", launches, STEP, kernels))
@@ -255,7 +267,7 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     assert clocks.loc[(0, "forward")].to_dict() == {
         "host_ns": 30, "projected_ns": 60, "operations_ns": 63, "busy_ns": 50, "operations": 4}
     assert clocks.loc[(0, "backward")].tolist() == [40, 0, 0, 0, 0]
-    assert clocks.loc[(0, "outside"), ["operations_ns", "busy_ns", "operations"]].tolist() == [25, 20, 2]
+    assert clocks.loc[(0, "outside"), ["projected_ns", "operations_ns", "busy_ns", "operations"]].tolist() == [20, 25, 20, 2]
     assert clocks.xs("outside", level=1)["host_ns"].isna().all()
     assert clocks["operations"].to_dict() == {
         (-1, "outside"): 1, (-1, "whole"): 1, (0, "forward"): 4, (0, "backward"): 0, (0, "outside"): 2,

@@ -77,6 +77,14 @@ def test_a_capture_whose_start_dominates_is_said_to_be_one(tmp_path):
 
 # Why it waits
 
+def test_the_gpu_does_not_wait_while_what_was_launched_before_the_steps_runs(tmp_path):
+    early = [event("cuda_runtime", "cudaLaunchKernel", 0, 2, correlation=1),
+             event("kernel", ADD, 5, 85, 8, correlation=1, device=0, stream=8)]
+    events = [*early, event("user_annotation", "ProfilerStep#1", 50, 60), *launched(GEMM, 52, 80, 5, 2), *launched(GEMM, 70, 95, 10, 3)]
+    gaps = next(devices(load_capture(written(tmp_path / "a.json", events)))).gaps
+    assert gaps[["begin", "end"]].to_numpy().tolist() == [[90_000, 95_000], [105_000, 110_000]]
+
+
 def test_a_synchronising_call_is_named_by_its_operator_and_the_advice_follows():
     assert values(SYNC, "sync-bound")["waiting_ms"] > 5
     causes = pd.DataFrame(values(SYNC, "waits for")["causes"])
@@ -96,11 +104,14 @@ def synchronising(**sync: float) -> list[dict]:
 
 
 def test_pauses_after_a_wait_are_the_waits_as_long_as_the_host_would_be_ahead_without_it(tmp_path):
-    def cause(events):
+    def cause(events, steps=1):
         one = next(devices(load_capture(written(tmp_path / "a.json", events))))
-        return waits(pauses(one), 1).iloc[0]
+        return waits(pauses(one), steps).iloc[0]
     found = cause(synchronising())
     assert (found["cause"], found["call"], found["where"], found["count"]) == ("sync", "cudaStreamSynchronize", "aten::to", 10)
+    assert found["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)  # all four, of which half of the last is within its 80 µs
+    of_two = cause(synchronising(), 2)
+    assert of_two[["ms", "count", "longest_ms"]].tolist() == pytest.approx([found["ms"] / 2, 5, found["longest_ms"]])
     assert cause(synchronising(lasts=1))["cause"] == "launch"  # it was as late without
 
 

@@ -1,7 +1,11 @@
 """Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
 takes so long as is asked for, and none of the host's time until somebody waits."""
 import math
+import tempfile
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +23,7 @@ from stepscope.optimizations.trainer import Trainer, Unsupported
 from stepscope.runs.source import code_cells
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
+from stepscope.traces.conservation import phase_clocks
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
 
@@ -310,6 +315,57 @@ def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gp
         raise torch.AcceleratorError("unspecified launch failure")
     with pytest.raises(torch.AcceleratorError):
         names["visit"]((1, 1), lost)
+
+
+def benchmark_takes(names, timed):
+    names |= {"partial": partial, "first_time": True, "samples": {}, "readings": defaultdict(dict), "timed": timed}
+    return partial(executed("benchmark", "def take(mode", names)["take"], "forward", 1)
+
+
+def mixed_precision_times(names, timed):
+    names |= {"partial": partial, "cases": {}}
+    return partial(executed("mixed_precision", "def time_one(case", names)["time_one"], ("bf16", "forward"), 1)
+
+
+def checkpointing_times(names, timed):
+    step = SimpleNamespace(mode="forward", optimizer=names["adamw"], clear_gradients=None)
+    return partial(executed("checkpointing", "def time_one(step", names | {"Step": Step})["time_one"], step)
+
+
+def the_ladder_times(names, timed):
+    names["adamw"].state.clear()  # each change's optimizer is its own
+    names |= {"settled": lambda trainer: 1.0, "stretch": lambda *_: dict(timed()), "on_gpu": False}
+    return partial(executed("ladder", "def time_one(trainer", names)["time_one"], SimpleNamespace(step=1, plain_step=1, name="fp32"), {})
+
+
+@pytest.mark.parametrize("notebook", [benchmark_takes, mixed_precision_times, checkpointing_times, the_ladder_times])
+def test_a_modes_peak_of_memory_is_of_its_own_steps(notebook):
+    """What is held beside them, such as the moments of another mode, is gone when peaks begin anew."""
+    log, state = [], {"moments": 1}
+    names = measuring(None, None, status={"step": "oom"}, step=print, zero_grad=lambda: None, clear=None, adamw=SimpleNamespace(state=state))
+    names["config"] = SimpleNamespace(device="cpu", compile="none", warmup_steps=1, timed_steps=1, training_steps=0)
+
+    def timed(*_, **__):
+        log.append("timed")
+        return pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
+    vars(names["measure"]).update(
+        time_steps=timed, forget_peaks=lambda device: log.append("forgotten" if not state else "moments are there"),
+        peak_memory=lambda device: log.append("read") or {})
+    notebook(names, timed)()
+    assert log == ["forgotten", "timed", "read"]
+
+
+@pytest.mark.parametrize("lasted_ms, tries", [((130, 100, 101), 1), ((100, 100, 110), measure.TRIES)])
+def test_of_nsyss_captured_steps_the_first_whose_regions_are_named_is_not_compared(gpu, lasted_ms, tries):
+    rows = pd.DataFrame({"step": range(3), "phase": pd.Categorical(["forward"] * 3), "process": 7, "device": 0,
+                         "start_ns": range(0, 3 * 10**9, 10**9), "duration_ns": [ms * 10**6 for ms in lasted_ms]})
+    ranges = pd.DataFrame({"role": "step", "process": 7, "name": "step", "step": range(3), "start_ns": 0, "end_ns": 1})
+    captured = SimpleNamespace(file="a file", inside=["forward"] * 3, modes={"forward": {"plain_ms": [140.0], "clock": {}}})
+    profiled = []
+    names = executed("nsys", "def odd_modes(", measuring(
+        gpu, None, tempfile=tempfile, Path=Path, tool="nsys", phase_clocks=phase_clocks,
+        profiled=lambda folder: profiled.append(folder) or captured, read=lambda *_: (rows, ranges, None, {})))
+    assert len(profiled) == tries and bool(names["odd"]) == (tries > 1)
 
 
 def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):
