@@ -12,6 +12,7 @@ from stepscope.model.flops import parameter_count
 from stepscope.report.style import svg
 from stepscope.report.tables import markdown
 from stepscope.studies.ladder import claims, figures, tables
+from stepscope.studies.ladder import rows as ladder_rows
 from stepscope.studies.ladder.config import BASELINES, RUNGS
 
 # wall times in ms of the nine changes, Hugging Face's two, then GPU times of the first six
@@ -134,12 +135,12 @@ def test_bounds_are_at_the_median_rates_of_the_runs_on_the_same_gpu(campaign):
                             "copy": [4.0, 4.2, 4.3, 2.0], "kept_up_tflops": [650.0, 660.0, 670.0, 100.0]})
     runs = pd.DataFrame({"run_id": results["run_id"], "device": ["H200"] * 3 + ["A100"]})
     rows = pd.DataFrame([row("2.7B", 512, "bf16_moments", 92, 91)])
-    found = tables.bounds({"ladder.results": results, "runs": runs}, rows).iloc[0]
+    found = ladder_rows.bounds({"ladder.results": results, "runs": runs}, rows).iloc[0]
     assert found["matmul_ms"] == pytest.approx(54 * 700 / 770)
     assert found["moved_ms"] == pytest.approx(rows["moved_ms"].item() * 4.0 / 4.2)
     assert found["bound_ms"] == pytest.approx(found["matmul_ms"] + found["moved_ms"])
     assert found["reference_ms"] == pytest.approx(54 * 700 / 660 + found["moved_ms"])
-    assert tables.ceilings({"ladder.results": results, "runs": runs}, "b")[2:5] == (700, 780, 3)
+    assert ladder_rows.ceilings({"ladder.results": results, "runs": runs}, "b")[2:5] == (700, 780, 3)
 
 
 def test_launch_bound_steps_are_compared_by_the_fastest_and_not_under_a_fifth(campaign):
@@ -155,7 +156,7 @@ def test_launch_bound_steps_are_compared_by_the_fastest_and_not_under_a_fifth(ca
     cure = tables.launch_cure(changed)
     assert cure["at best, ms"].notna().tolist() == [False, True, False]
     steps.loc[graph, "wall_min_ms"] = 0.6 * 21.3
-    assert claims.graph_small(changed) is None and tables.gain(tables.smallest_ladder(changed)[1], "cuda_graph") is None
+    assert claims.graph_small(changed) is None and ladder_rows.gain(ladder_rows.smallest_ladder(changed)[1], "cuda_graph") is None
 
 
 def test_which_optimization_is_in_gpu_time_but_for_the_graph(campaign):
@@ -195,7 +196,7 @@ def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_tol
     kernels = campaign["ladder.kernels"]
     baseline = (kernels["size"] == "2.7B") & (kernels["change"] == BASELINES[0]) & (kernels["family"] == "fused attention")
     kernels.loc[baseline, "gpu_ms"] = 12
-    row = tables.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
+    row = ladder_rows.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
     assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 112)
     assert row["whole"] == pytest.approx(111 / 109) and row["attention"] == pytest.approx(12 / 10.9)
     assert row["without"] == pytest.approx((111 - 12 + 10.9) / 109)
@@ -235,7 +236,7 @@ def test_what_the_evidence_says(campaign):
     assert claims.rung_graph(campaign) == {"size": "small", "context": 512}
     assert claims.rung_matmul(campaign) == {"share": pytest.approx(0.6), "size": "2.7B"}
     assert claims.rungs_training(campaign) == {"size": "small", "steps": 200}
-    distance, seeds = tables.loss_shift(tables.trained(campaign)[1])
+    distance, seeds = ladder_rows.loss_shift(ladder_rows.trained(campaign)[1])
     assert distance[RUNGS[-1]] == pytest.approx(0.01, abs=5e-4) and seeds == pytest.approx(0.08, abs=5e-4)
     assert claims.against_hugging_face(campaign) == pytest.approx({"low": 11 / 9.2, "high": 6.8 / 5.22})
     printed = tables.baselines(campaign)["ours faster, x"]
@@ -251,20 +252,20 @@ def test_what_the_evidence_says(campaign):
 
 
 def test_fp8_pays_from_where_it_gains_at_every_size():
-    assert tables.pays_from(pd.DataFrame({"tokens": [1, 2, 4, 8], "clear": [True, False, True, True]})) == 4
-    assert tables.pays_from(pd.DataFrame({"tokens": [1, 2], "clear": [True, False]})) is None
+    assert ladder_rows.pays_from(pd.DataFrame({"tokens": [1, 2, 4, 8], "clear": [True, False, True, True]})) == 4
+    assert ladder_rows.pays_from(pd.DataFrame({"tokens": [1, 2], "clear": [True, False]})) is None
 
 
 def test_a_gain_within_the_spread_of_steps_is_not_clear(campaign):
     steps = campaign["ladder.steps"]
     steps.loc[(steps["change"] == "bf16_moments") & (steps["batch_size"] == 8), "wall_std_ms"] = 11
-    found = tables.by_batch(campaign).set_index("batch_size")["clear"]
+    found = ladder_rows.by_batch(campaign).set_index("batch_size")["clear"]
     assert found.to_dict() == {4: False, 8: False, 16: True, 32: True}
 
 
 def test_a_loss_above_and_below_has_moved():
     off = pd.DataFrame({("fp32", 0): [0, 0], ("fp32", 1): [0.3, 0.3], ("fp32", 2): [0.5, 0.5], ("bf16", 0): [0.1, -0.1]})
-    distance, nearest = tables.loss_shift(off.rename_axis(columns=["change", "seed"]))
+    distance, nearest = ladder_rows.loss_shift(off.rename_axis(columns=["change", "seed"]))
     assert distance.to_dict() == {"bf16": 0.1} and nearest == pytest.approx(0.2)
 
 

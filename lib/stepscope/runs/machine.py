@@ -15,7 +15,7 @@ import stepscope
 # What a number depends on: the rooms that measure and what they stand on. No sweep, no report.
 MEASURING = ("config.py", "freezer.py", "gpu_lock.py", "stats.py", "model", "measure", "optimizations",
              "traces", "studies")
-OF_REPORT = ("tables.py", "claims.py", "figures.py")  # of a study
+OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy")
 
 

@@ -6,7 +6,7 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import digits, number
 from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, wall_gain
 from stepscope.studies.ladder.config import BASELINES, FILLED, RUNGS
-from stepscope.studies.ladder.tables import (
+from stepscope.studies.ladder.rows import (
     LAST,
     PLACE,
     all_of_them,

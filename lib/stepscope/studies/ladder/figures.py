@@ -8,9 +8,8 @@ from stepscope.report.schemas import Tables
 from stepscope.report.style import BLUE, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends, lines
 from stepscope.report.tables import number
 from stepscope.studies.ladder.config import BASELINES, RUNGS
-from stepscope.studies.ladder.tables import (
+from stepscope.studies.ladder.rows import (
     LAST,
-    NAMES,
     bounds,
     by_batch,
     largest_ladder,
@@ -19,6 +18,7 @@ from stepscope.studies.ladder.tables import (
     timed,
     trained,
 )
+from stepscope.studies.ladder.tables import NAMES
 
 
 @style.look()

@@ -1,16 +1,14 @@
 """The ladder's tables: what is in a run's files, and what is printed of all runs."""
 import math
-from collections.abc import Iterable, Sequence
-from itertools import combinations
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
-from stepscope.report.shapes import ORDER, reference, select
+from stepscope.report.shapes import select
 from stepscope.report.tables import MOST_ROWS, counted, digits, headed, number, quartiles, table
-from stepscope.stats import AT_CAP, LEAST_GAIN, MOST_BUSY, launch_bound_rows, spread_ms, wall_gain
+from stepscope.stats import AT_CAP, LEAST_GAIN, MOST_BUSY, launch_bound_rows
 from stepscope.studies.ladder.config import (
     BASELINES,
     BEYOND,
@@ -20,9 +18,27 @@ from stepscope.studies.ladder.config import (
     RUNGS,
     SPREAD,
 )
+from stepscope.studies.ladder.rows import (
+    PLACE,
+    Shape,
+    all_of_them,
+    at_context,
+    at_longest,
+    baseline_attention,
+    by_batch,
+    ceilings,
+    gain,
+    ladders,
+    largest_ladder,
+    loss_shift,
+    rates_said,
+    smallest_ladder,
+    timed,
+    trained,
+    with_baseline,
+)
 
 CONFIG = ("size", "context_length", "vocab_size")
-PLACE = [*ORDER]
 CASE = ("change", "batch_size")
 KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *BASELINES),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
@@ -38,7 +54,6 @@ SCHEMAS = {
 NUMBERS = ("parameters", "power_limit_w", "matmul_bf16", "copy", "sheet_bf16", "kept_up_tflops",
            "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32", "compared",
            "unequal", "low_compared", "low_unequal")  # results that are read as such
-LAST = RUNGS[-1]
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
          "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
@@ -46,263 +61,6 @@ NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast
          "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead"}
 
 
-class Shape(NamedTuple):
-    """One ladder: a shape and the batch that it was measured at."""
-
-    size: str
-    context_length: int
-    vocab_size: int
-    batch_size: int
-
-
-def ladders(tables: Tables) -> dict[Shape, pd.DataFrame]:
-    """The rows of every shape and batch that has a timed fp32 step, by rung, in order.
-
-    Raises:
-        LookupError: there is none.
-    """
-    groups = select(tables["ladder.steps"]).groupby(PLACE, sort=False)
-    found = {Shape(*place): rows.set_index("change") for place, rows in groups}
-    found = {shape: rows for shape, rows in found.items() if "fp32" in timed(rows).index}
-    if not found:
-        raise LookupError("no ladder")
-    return found
-
-
-def at_context(tables: Tables, context: int | None = None) -> dict[Shape, pd.DataFrame]:
-    """One ladder a size: of the plainest vocabulary, at a context, if not another at the reference's."""
-    found = ladders(tables)
-    shapes = pd.DataFrame([*found])
-    context, vocab = context or reference(shapes["context_length"]), shapes["vocab_size"].min()
-    return {shape: rows for shape, rows in found.items()
-            if (shape.context_length, shape.vocab_size) == (context, vocab)}
-
-
-def at_longest(tables: Tables) -> dict[Shape, pd.DataFrame]:
-    """:func:`at_context` of the longest context.
-
-    Raises:
-        LookupError: sizes are compared at no longer one.
-    """
-    longest = max(shape.context_length for shape in ladders(tables))
-    if longest <= next(iter(at_context(tables))).context_length:
-        raise LookupError("no longer context")
-    return at_context(tables, longest)
-
-
-def smallest_ladder(tables: Tables) -> tuple[Shape, pd.DataFrame]:
-    """The ladder of the smallest size, of those that compare sizes."""
-    return next(iter(at_context(tables).items()))
-
-
-def largest_ladder(tables: Tables) -> tuple[Shape, pd.DataFrame]:
-    """The ladder whose fp32 step takes longest, of those that compare sizes."""
-    return max(at_context(tables).items(), key=lambda item: item[1].loc["fp32", "wall_ms"])
-
-
-def timed(rows: pd.DataFrame, names: Sequence[str] = RUNGS) -> pd.DataFrame:
-    """A ladder's timed rungs in their order."""
-    return rows.reindex([*names]).dropna(subset="wall_ms")
-
-
-def gain(rows: pd.DataFrame, rung: str) -> float | None:
-    """How many times faster than the rung before: in GPU time, and of the CUDA graph, which removes
-    launches and no kernel, in wall time (as of :func:`faster`). None for less than :data:`LEAST_GAIN`, and
-    where one is not known."""
-    own = timed(rows)
-    before = own.index[max(own.index.get_loc(rung) - 1, 0)] if rung in own.index else rung
-    if rung == "cuda_graph":
-        found = faster(own, rung, before)
-    else:
-        found = own["gpu_ms"].get(before, math.nan) / own["gpu_ms"].get(rung, math.nan)
-    return found if abs(found - 1) >= LEAST_GAIN else None
-
-
-def faster(rows: pd.DataFrame, rung: str, than: str) -> float:
-    """How many times faster in wall time a rung's step is than another's: launch-bound ones by their fastest
-    steps; nan for less than such times differ by (:func:`stepscope.stats.wall_gain`), and where one is not
-    known."""
-    if not {rung, than} <= {*rows.index}:
-        return math.nan
-    return wall_gain(rows.loc[than], rows.loc[rung])
-
-
-class Ceilings(NamedTuple):
-    """What a GPU's large bf16 matmul reaches, in TFLOP/s, and its copy, in TB/s: medians of the folder's runs
-    of the ladder on it, since one run's own are a few percent off, with the matmul's least and most; how many
-    runs; and what one matmul after another keeps up at the power cap, nan on records that lack it."""
-
-    matmul: float
-    copy: float
-    least: float
-    most: float
-    runs: int
-    kept_up: float
-
-
-def ceilings(tables: Tables, run_id: str = "") -> Ceilings:
-    """Of the GPU that this run was on; of a notebook's own run without a name that of all.
-
-    Raises:
-        LookupError: no run measured them.
-    """
-    results = tables["ladder.results"].dropna(subset="matmul_bf16")
-    if "runs" in tables and {"run_id", "device"} <= {*tables["runs"]} and "run_id" in results:
-        devices = tables["runs"].drop_duplicates("run_id").set_index("run_id")["device"]
-        if run_id in devices.index:
-            results = results[results["run_id"].map(devices) == devices[run_id]]
-    if results.empty:
-        raise LookupError("no rate of a large matmul")
-    matmul, kept_up = results["matmul_bf16"], results.get("kept_up_tflops", pd.Series(dtype=float))
-    return Ceilings(matmul.median(), results["copy"].median(), matmul.min(), matmul.max(), len(results),
-                    kept_up.median())
-
-
-def bounds(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of steps with ``matmul_ms``, ``moved_ms`` and their sum ``bound_ms`` at the rates of
-    :class:`Ceilings`, where each run has them at its own; and ``reference_ms``, the same with matmuls at the
-    rate that one of them keeps up at the power cap: a reference, no bound."""
-    results = tables.get("ladder.results", pd.DataFrame())
-    if not {"run_id", "matmul_bf16", "copy"} <= {*results} or "run_id" not in rows:
-        return rows.assign(reference_ms=math.nan)
-    own, made = results.drop_duplicates("run_id").set_index("run_id"), []
-    for run_id, part in rows.groupby("run_id", sort=False):
-        rates = ceilings(tables, str(run_id))
-        matmul = part["matmul_ms"] * own.loc[run_id, "matmul_bf16"] / rates.matmul
-        moved = part["moved_ms"] * own.loc[run_id, "copy"] / rates.copy
-        made.append(part.assign(matmul_ms=matmul, moved_ms=moved, bound_ms=matmul + moved,
-                                reference_ms=matmul * rates.matmul / rates.kept_up + moved))
-    return pd.concat(made).reindex(rows.index) if made else rows
-
-
-def rates_said(rates: Ceilings) -> str:
-    """"764 TFLOP/s, the median of 13 runs, 708 to 777"."""
-    many = f", the median of {rates.runs} runs, {digits(rates.least)} to {digits(rates.most)}"
-    return number(rates.matmul, "TFLOP/s") + many * (rates.runs > 1)
-
-
-def shares(kernels: pd.DataFrame, shape: Shape, rung: str) -> pd.Series:
-    """Each family's share of the kernels' time in a rung's step.
-
-    Raises:
-        LookupError: it was not captured.
-    """
-    times = select(kernels, shape._asdict(), change=rung).groupby("family")["gpu_ms"].sum()
-    return times / times.sum()
-
-
-def trained(tables: Tables) -> tuple[Shape, pd.DataFrame]:
-    """The shape that fp32 was trained at, and by step the loss of each rung and seed there less fp32's of
-    the first seed: of means of ten steps, as text is learnt unevenly.
-
-    Raises:
-        LookupError: there is none.
-    """
-    curves = tables["ladder.curves"]
-    shape = Shape(*select(curves, change="fp32")[PLACE].iloc[0])
-    own = select(curves, shape._asdict())
-    losses = own.pivot(index="step", columns=["change", "seed"], values="loss")
-    smooth = losses.rolling(10, min_periods=5).mean()
-    return shape, smooth.sub(smooth["fp32"].iloc[:, 0], axis=0)
-
-
-def loss_shift(shifts: pd.DataFrame) -> tuple[pd.Series, float]:
-    """Of :func:`trained` how far each rung's loss is from fp32's of the same weights, the mean over steps;
-    and the nearest that fp32's losses of two seeds are, nan of one seed."""
-    seeds = shifts["fp32"]
-    nearest = min(((seeds[a] - seeds[b]).abs().mean() for a, b in combinations(seeds, 2)), default=math.nan)
-    return shifts.xs(seeds.columns[0], axis="columns", level="seed").abs().mean().drop("fp32"), nearest
-
-
-def all_of_them(rows: pd.DataFrame, clock: str) -> float:
-    """How many times faster the last rung's step is than fp32's, by ``wall_ms`` or ``gpu_ms``; nan in wall
-    time where fp32's few steps were disturbed: they differ by more than what counts as a gain."""
-    if clock == "gpu_ms":
-        return rows[clock].get(RUNGS[0], math.nan) / rows[clock].get(LAST, math.nan)
-    disturbed = spread_ms(rows) > LEAST_GAIN * rows["wall_ms"]
-    return math.nan if disturbed.get(RUNGS[0], False) else faster(rows, LAST, RUNGS[0])
-
-
-def with_baseline(tables: Tables) -> pd.DataFrame:
-    """A row a ladder that has baselines: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights)
-    and ``baseline``, the quicker of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
-    clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
-    of ours with its AdamW. And of the latter two the milliseconds of attention's kernels, and whether these
-    have the same names.
-
-    Raises:
-        LookupError: none has.
-    """
-    compared, kernels = [], tables["ladder.kernels"]
-    for shape, rows in ladders(tables).items():
-        own = timed(rows, [LAST, "cuda_graph", *BASELINES])
-        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(BASELINES).sum() == 0:
-            continue
-        baseline = timed(rows, BASELINES)["wall_ms"].idxmin()
-        found = shape._asdict() | {"baseline": baseline, "faster": faster(own, LAST, baseline),
-                                   "same_faster": faster(own, "cuda_graph", baseline)}
-        own = own.assign(quartiles=quartiles(own))
-        for name, rung in {"ours": LAST, "fp32": "cuda_graph", "baseline": baseline}.items():
-            row = own.loc[rung]
-            found |= {f"{name}_ms": row["wall_ms"], f"{name}_std_ms": row["wall_std_ms"],
-                      f"{name}_quartiles": row["quartiles"], f"{name}_clock": row["sm_clock_mhz"],
-                      f"{name}_steps": row["steps"], f"{name}_gpu_ms": row["gpu_ms"]}
-        attention = kernels.merge(pd.DataFrame([shape._asdict() | {"family": "fused attention"}]))
-        fp32, other = (attention[attention["change"] == rung] for rung in ("cuda_graph", baseline))
-        compared.append(found | {
-            "fp32_attention_ms": fp32["gpu_ms"].sum(), "baseline_attention_ms": other["gpu_ms"].sum(),
-            "same_kernels": len(fp32) > 0 and {*fp32["name"]} == {*other["name"]}})
-    if not compared:
-        raise LookupError("no baseline")
-    return pd.DataFrame(compared)
-
-
-def baseline_attention(tables: Tables) -> pd.DataFrame:
-    """Of :func:`with_baseline`, by GPU time: how many times the baseline's whole step, and its attention,
-    take ours with PyTorch's AdamW (``whole``, ``attention``), and the step with our attention's time in the
-    place of its own (``without``). Where both run the same attention kernels.
-
-    Raises:
-        LookupError: nowhere.
-    """
-    rows = select(with_baseline(tables), same_kernels=True, baseline_gpu_ms=pd.Series.notna)
-    more = rows["baseline_attention_ms"] - rows["fp32_attention_ms"]
-    return rows.assign(whole=rows["baseline_gpu_ms"] / rows["fp32_gpu_ms"],
-                       attention=rows["baseline_attention_ms"] / rows["fp32_attention_ms"],
-                       without=(rows["baseline_gpu_ms"] - more) / rows["fp32_gpu_ms"])
-
-
-def by_batch(tables: Tables) -> pd.DataFrame:
-    """Wall time, deviation, quartiles and SM clock of the last step in bf16 and with FP8 (``bf16_ms``,
-    ``fp8_ms``, ...), ``gain`` in GPU time, whether it is ``clear`` (not small, and in wall time more than
-    one step differs by: :func:`stepscope.stats.spread_ms`), and MFU of bf16, of every shape and batch that
-    has both.
-
-    Raises:
-        LookupError: none has.
-    """
-    low, eight = (select(tables["ladder.steps"], change=name, wall_ms=pd.Series.notna)
-                  for name in (LAST, "fp8"))
-    both = select(low.merge(eight, on=PLACE, suffixes=("", "_fp8")))
-    other = both.filter(like="_fp8").rename(columns=lambda name: name.removesuffix("_fp8"))
-    wall = both["wall_ms"] - other["wall_ms"]
-    spread = pd.concat([spread_ms(both), spread_ms(other)], axis=1).max(axis=1)
-    gains = both["gpu_ms"] / both["gpu_ms_fp8"]
-    return both[PLACE].assign(
-        tokens=both["batch_size"] * both["context_length"], bf16_ms=both["wall_ms"],
-        bf16_std_ms=both["wall_std_ms"], fp8_ms=both["wall_ms_fp8"], fp8_std_ms=both["wall_std_ms_fp8"],
-        bf16_steps=both["steps"], fp8_steps=both["steps_fp8"], bf16_clock=both["sm_clock_mhz"],
-        fp8_clock=both["sm_clock_mhz_fp8"], bf16_quartiles=quartiles(both),
-        fp8_quartiles=quartiles(other),
-        gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
-
-
-def pays_from(found: pd.DataFrame) -> int | None:
-    """Of :func:`by_batch` the tokens a step from which on FP8 clearly gains at every size; None where it does
-    not."""
-    vain = found.loc[~found["clear"], "tokens"].max()
-    pays = found.loc[~(found["tokens"] <= vain), "tokens"]
-    return int(pays.min()) if len(pays) else None
 
 
 # -- printed ------------------------------------------------------------------------------------------------
