@@ -228,6 +228,12 @@ def test_what_does_not_hold_is_answered_otherwise(other, measured):
         assert found and said(other, found)
 
 
+def test_of_a_cpu_whose_peaks_are_none_no_best_setting_is_told(measured):
+    without = changed(measured, "checkpoints", "peak_gib == peak_gib", peak_gib=np.nan)
+    with pytest.raises(LookupError):
+        claims.checkpoint_least(without)
+
+
 def test_a_longer_context_that_needs_less_is_explained_by_rounding(measured):
     at = "phase == 'whole' and mode == 'step' and precision == 'fp32' and context_length == 128 and size == '2.7B'"
     rounded = changed(measured, "peaks", at, rounding_gib=9.0, peak_gib=lambda rows: rows["requested_gib"] + 9)

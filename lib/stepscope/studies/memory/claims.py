@@ -92,7 +92,7 @@ def checkpoint_least(tables: Tables) -> Claim:
     if checkpoint_best(tables):
         return None
     rows = one_level(tables)
-    rows = select(rows, context_length=max, status="ok")
+    rows = select(rows, context_length=max, status="ok", peak_gib=pd.Series.notna)
     least = rows.loc[rows["peak_gib"].idxmin()]
     return _shape(least) | {"policy": least["arrangement"], "least": least["peak_gib"]}
 
