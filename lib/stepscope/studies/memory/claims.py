@@ -78,7 +78,7 @@ def checkpoint_best(tables: Tables) -> Claim:
     needs least, and larger groups keep more."""
     rows = one_level(tables)
     rows = select(rows, context_length=max).set_index("arrangement")
-    some = select(rows.drop(index="none"), status="ok")
+    some = select(rows.drop(index="none"), status="ok", peak_gib=pd.Series.notna)
     peaks, blocks = some["peak_gib"].tolist(), some["blocks_per_checkpoint"].astype(int).tolist()
     fits = rows.loc["none", "status"] != "oom"
     if fits or blocks[0] != 1 or peaks != sorted(peaks) or peaks[1] < (1 + SAME) * peaks[0]:
