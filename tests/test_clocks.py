@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from stepscope import gpu_lock, stats
+from stepscope import freezer, gpu_lock, stats
 from stepscope.config import PHASES, WHOLE, StepConfig
 from stepscope.measure import clocks, graph, power, rates
 from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
@@ -128,7 +128,7 @@ def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
     now = [0.0]
     monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
     monkeypatch.setattr(gpu_lock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(gpu_lock, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100)))
+    monkeypatch.setattr(freezer, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100)))
     before = gpu_lock.locked_s()
     assert not gpu_lock.lock_held()
     with gpu_lock.exclusive(), gpu_lock.exclusive():

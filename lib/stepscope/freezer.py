@@ -9,7 +9,7 @@ small process of its own, this file run as a program, freezes and thaws: its sta
 process that measures, however that dies, and then it thaws. It listens to no signal that asks it to end.
 
 What of a run's time was spent frozen stands in a ledger beside the lock (:func:`frozen_s`). Nothing but the
-standard library is imported here: the program starts in 20 ms.
+standard library is imported here: the program starts in a tenth of a second.
 """
 import fcntl
 import functools
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 LOCK, RUN = "STEPSCOPE_GPU_LOCK", "STEPSCOPE_RUN"  # in the environment of a run's processes
@@ -95,7 +95,6 @@ class Freezer:
     """The program that freezes the others of a run."""
 
     def __init__(self, lock: str, run: str):
-        self.lock, self.run = lock, run
         # Without what marks a run's processes: they are killed with the run, and this one has to thaw first.
         own = {name: value for name, value in os.environ.items() if name not in (LOCK, RUN)}
         self.program = subprocess.Popen([sys.executable, "-I", "-S", __file__, lock, run], env=own, cwd="/",
@@ -135,14 +134,19 @@ def others_frozen(lock: str) -> Iterator[None]:
 
 
 @contextmanager
-def none_measures(lock: str) -> Iterator[None]:
-    """Between two exclusive sections: wait until no run measures, and let none begin to meanwhile."""
+def flocked(lock: str, alone: bool) -> Iterator[None]:
+    """Hold the lock's file, which is made where it is missing: alone, or with others who share it."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        fcntl.flock(descriptor, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
     finally:
         os.close(descriptor)
+
+
+def none_measures(lock: str) -> AbstractContextManager[None]:
+    """Between two exclusive sections: wait until no run measures, and let none begin to meanwhile."""
+    return flocked(lock, alone=False)
 
 
 def thaw_if_none_measures(lock: str) -> None:

@@ -8,7 +8,6 @@ is closed on exec. Nothing here imports torch: the process that executes a noteb
 It does so for each cell that is tagged ``measure`` (:mod:`stepscope.runs.run`): meanwhile the file that
 ``$STEPSCOPE_GPU_HELD`` names is there, by which the notebook's kernel, and what it starts, see it.
 """
-import fcntl
 import os
 import threading
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from stepscope import StepscopeError
 from stepscope.freezer import LOCK as GPU_LOCK
-from stepscope.freezer import others_frozen
+from stepscope.freezer import flocked, others_frozen
 
 HELD = "STEPSCOPE_GPU_HELD"
 _thread = threading.RLock()  # also orders this process's own threads
@@ -57,13 +56,8 @@ def _locked(path: str | None) -> Iterator[None]:
     if not path:
         yield
         return
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with others_frozen(path):
-            yield
-    finally:
-        os.close(descriptor)
+    with flocked(path, alone=True), others_frozen(path):
+        yield
 
 
 def lock_held() -> bool:
