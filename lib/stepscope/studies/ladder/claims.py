@@ -6,7 +6,7 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import digits, number
 from stepscope.stats import LEAST_GAIN, launch_bound_rows, wall_gain
 from stepscope.studies.ladder.config import BASELINES, FILLED, RUNGS
-from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step
+from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
 from stepscope.studies.ladder.rows import (
     FAIR,
     LAST,
@@ -162,6 +162,13 @@ def last_rates(tables: Tables) -> Claim:
     found = {"matmuls": matmuls, "of_matmul": matmuls / rates.matmul, "adamw": bytes_,
              "of_copy": bytes_ / rates.copy}
     return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
+
+
+def roofline_wall(tables: Tables) -> Claim:
+    """What launches alone allow the smallest size's compiled step, beside the dots of the roofline."""
+    roofline(tables)
+    size, operations, launch, _ = launch_wall(tables)
+    return {"size": size, "operations": operations, "launch": launch}
 
 
 def cost_billion(tables: Tables) -> Claim:

@@ -3,23 +3,29 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
-from stepscope.model.flops import step_flops
 from stepscope.report import style
 from stepscope.report.schemas import Tables
 from stepscope.report.style import BLUE, FILL, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends, lines
-from stepscope.report.tables import number
+from stepscope.report.tables import digits, number
 from stepscope.studies.ladder.config import BASELINES, RUNGS
-from stepscope.studies.ladder.parts import GAPS, MATMULS, config_of, last_step, roofline, roofs
+from stepscope.studies.ladder.parts import (
+    ADAMW,
+    ATTENTION,
+    GAPS,
+    MATMULS,
+    last_step,
+    launch_wall,
+    roofline,
+    roofs,
+)
 from stepscope.studies.ladder.rows import (
     FAIR,
     LAST,
     bounds,
     by_batch,
     largest_ladder,
-    launch_us,
     loss_shift,
     pays_from,
-    smallest_ladder,
     timed,
     trained,
 )
@@ -74,15 +80,17 @@ def last_step_parts(tables: Tables) -> Figure:
     places, ends = range(len(parts)), wall - over.cumsum()
     axes.barh(places, over, left=ends, height=0.6, color=[FILL if part == GAPS else BLUE for part in parts.index])
     for place, part, end in zip(places, parts.index, ends):
-        least = parts.loc[part, "bound_ms"]
-        words = number(over[part], "ms") + f" over {number(least, 'ms')}" * bool(least > 0)
-        axes.annotate(words, (end, place), xytext=(-5, 0), textcoords="offset points", va="center", ha="right")
+        least, begin = parts.loc[part, "bound_ms"], end + over[part]
+        words = f"{digits(over[part])} over {digits(least)} ms" if least else number(over[part], "ms")
+        left = end - bound > wall - begin  # there is more room
+        axes.annotate(words, (end if left else begin, place), xytext=(-5 if left else 5, 0), va="center",
+                      textcoords="offset points", ha="right" if left else "left")
     width = wall - bound
-    axes.set(xlim=(bound - 0.75 * width, wall + 0.03 * width), ylim=(len(parts) - 0.4, -1.6),
-             xlabel="milliseconds of a step, from the right down")
+    axes.set(xlim=(bound - 0.05 * width, wall + 0.02 * width), ylim=(len(parts) - 0.4, -1.6),
+             xlabel="milliseconds of a step (the axis does not begin at 0)")
     axes.set_yticks(places, list(parts.index))
     axes.grid(False, axis="y")
-    for at, side, words in ((wall, "right", "the step"), (bound, "right", "FLOPs and bytes alone")):
+    for at, side, words in ((wall, "right", "the step"), (bound, "left", "FLOPs and bytes alone")):
         axes.vlines(at, -0.9, len(parts) - 0.5, color=INK, linewidth=1.2, linestyle="--", zorder=1)
         axes.annotate(f"{words} {number(at, 'ms')}", (at, -1.2), color=INK, va="center", ha=side)
     return drawn
@@ -94,31 +102,36 @@ def ladder_roofline(tables: Tables) -> Figure:
     matmuls and a copy; and, as a wall, what a step of the smallest size can reach whose kernels are launched one by
     one: its FLOPs a launch, times the launches that this host makes."""
     shape, points = roofline(tables)
-    (small, rows), rates = smallest_ladder(tables), roofs(tables)
-    wall = (step_flops(config_of(small)) / rows.loc["blocks", "operations"]
-            / launch_us(tables).min() / 1e6)
+    rates, (small, _, _, wall) = roofs(tables), launch_wall(tables)
     matmuls = points[points["part"] == MATMULS].set_index("step")["tflops"]
     drawn, axes = figure(f"{shape.size}: matmuls reach {number(matmuls['fp32'], 'TFLOP/s')} in the fp32 step,"
                          f" {number(matmuls[LAST], 'TFLOP/s')} in the last", height=4.2)
-    left, right = points["intensity"].min() / 2.5, points["intensity"].max() * 6
+    left, right = points["intensity"].min() / 4, points["intensity"].max() * 6
     axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="FLOPs a byte, by formula", ylabel="TFLOP/s",
              ylim=(points["tflops"].min() / 2.5, rates["matmul_bf16"] * 2.5))
     top = rates["matmul_bf16"] / rates["copy"]
     axes.plot([left, top], [left * rates["copy"], rates["matmul_bf16"]], color=INK, linewidth=1)
-    for name, words in (("matmul_bf16", "bf16 matmul"), ("matmul_fp32", "fp32 matmul")):
+    ridge = rates["matmul_fp32"] / rates["copy"]
+    for name, at, side in (("matmul_bf16", right, "right"), ("matmul_fp32", 1.1 * ridge, "left")):
         axes.hlines(rates[name], rates[name] / rates["copy"], right, color=INK, linewidth=1)
-        axes.annotate(f"{words} {number(rates[name], 'TFLOP/s')}", (right, rates[name]), xytext=(-2, 4),
-                      textcoords="offset points", ha="right", va="bottom")
-    axes.annotate(f"copy {number(rates['copy'], 'TB/s')}", (left * 1.3, left * 1.3 * rates["copy"]), xytext=(-4, 6),
-                  textcoords="offset points", va="bottom")
+        above = side == "right"
+        axes.annotate(f"{name.removeprefix('matmul_')} {number(rates[name], 'TFLOP/s')}", (at, rates[name]),
+                      xytext=(-2, 4) if above else (2, -4), textcoords="offset points", ha=side,
+                      va="bottom" if above else "top")
+    axes.annotate(f"copy {number(rates['copy'], 'TB/s')}", (5, 5 * rates["copy"]), xytext=(8, -2),
+                  textcoords="offset points", va="top")
     axes.hlines(wall, left, right, color=MUTED, linewidth=1, linestyle="--")
-    axes.annotate(f"{small.size}'s launches {number(wall, 'TFLOP/s')}", (left, wall), xytext=(4, 4), color=MUTED,
+    axes.annotate(f"{small}, a launch at a time\n{number(wall, 'TFLOP/s')}", (left, wall), xytext=(4, 4), color=MUTED,
                   textcoords="offset points", va="bottom")
     for step, color in (("fp32", ORANGE), (LAST, BLUE)):
         own = points[points["step"] == step]
         axes.scatter(own["intensity"], own["tflops"], s=36, color=color, zorder=3)
         for x, y, part in zip(own["intensity"], own["tflops"], own["part"]):
-            axes.annotate(part, (x, y), xytext=(7, -4), textcoords="offset points", va="top", color=color)
+            above = part in (ADAMW, ATTENTION)
+            left = part == ADAMW and step == LAST  # beside the roof
+            axes.annotate(part, (x, y), xytext=(-5 if left else 7, 3 if above else -3), color=color,
+                          textcoords="offset points", ha="right" if left else "left",
+                          va="bottom" if above else "top")
     for place, (words, color) in enumerate((("fp32 step", ORANGE), ("last step", BLUE))):
         axes.annotate(words, (0.98, 0.04 + 0.07 * place), xycoords="axes fraction", ha="right", color=color)
     return drawn

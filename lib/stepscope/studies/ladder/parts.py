@@ -5,16 +5,28 @@ import math
 import pandas as pd
 
 from stepscope.config import StepConfig, size_of
-from stepscope.model.flops import forward_flops, parameter_count
+from stepscope.model.flops import forward_flops, parameter_count, step_flops
 from stepscope.report.schemas import Tables
 from stepscope.report.shapes import select
-from stepscope.studies.ladder.rows import LAST, Ceilings, Shape, bounds, ceilings, largest_ladder, rated, timed
+from stepscope.studies.ladder.rows import (
+    LAST,
+    Ceilings,
+    Shape,
+    bounds,
+    ceilings,
+    largest_ladder,
+    launch_us,
+    rated,
+    smallest_ladder,
+    timed,
+)
 
-MATMULS, ADAMW, REST, GAPS = "matmuls", "AdamW", "casts, copies, rest", "between kernels"
+MATMULS, ADAMW, ATTENTION, REST, GAPS = (
+    "matmuls", "AdamW", "attention", "casts, copies, rest", "between kernels")
 PARTS = {"matrix multiply": MATMULS, "optimizer": ADAMW, "compiler-generated": "generated kernels",
-         "fused attention": "attention"}
+         "fused attention": ATTENTION}
 ORDER = (*PARTS.values(), REST, GAPS)
-ATTENTION = ("attention.scores", "attention.value")
+SQUARES = ("attention.scores", "attention.value")
 # Operations that AdamW needs for a number, square root and division as one each: 3 for the first moment, 4
 # for the second, 7 for the weight (`checks.numpy_adamw` is the formula).
 ADAMW_FLOPS = 14
@@ -57,9 +69,9 @@ def needed(tables: Tables, shape: Shape, row: pd.Series) -> pd.DataFrame:
     """
     config, rates = config_of(shape), ceilings(tables, str(row.get("run_id", "")))
     forward, flops = forward_flops(config), row["matmul_ms"] * rates.matmul * 1e9
-    square = 3 * sum(forward[region] for region in ATTENTION)
+    square = 3 * sum(forward[region] for region in SQUARES)
     causal = square * (config.context_length + 1) / (2 * config.context_length)
-    found = pd.DataFrame({"flops": {MATMULS: flops - causal, ADAMW: math.nan, "attention": causal},
+    found = pd.DataFrame({"flops": {MATMULS: flops - causal, ADAMW: math.nan, ATTENTION: causal},
                           "bytes": {MATMULS: math.nan, ADAMW: row["moved_ms"] * rates.copy * 1e9}})
     milliseconds = found["flops"] / rates.matmul / 1e9
     return found.assign(bound_ms=milliseconds.fillna(found["bytes"] / rates.copy / 1e9))
@@ -118,20 +130,20 @@ def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     tokens, found = config.batch_size * config.context_length, []
     for rung, width in (("fp32", 4), (LAST, 2)):
         row, ms = own.loc[rung], milliseconds(tables, shape, rung)
-        least, naive = needed(tables, shape, row), "attention" not in ms
+        least, naive = needed(tables, shape, row), ATTENTION not in ms
         forward = forward_flops(config)
-        dense = 3 * sum(flops for region, flops in forward.items() if naive or region not in ATTENTION)
+        dense = 3 * sum(flops for region, flops in forward.items() if naive or region not in SQUARES)
         found.append((rung, MATMULS, dense, matmul_bytes(config, width, naive), ms[MATMULS]))
         if not naive:
             moved = 12 * config.num_layers * tokens * config.d_model * width
-            found.append((rung, "attention", least.loc["attention", "flops"], moved, ms["attention"]))
+            found.append((rung, ATTENTION, least.loc[ATTENTION, "flops"], moved, ms[ATTENTION]))
         updates = ADAMW_FLOPS * parameter_count(config)
         found.append((rung, ADAMW, updates, least.loc[ADAMW, "bytes"], ms[ADAMW]))
         square = config.batch_size * config.num_heads * config.context_length**2 * naive
         numbers, operations = (
             config.num_layers * (tokens * (of_d * config.d_model + of_f * config.d_ff) + squares * square)
             for (of_d, of_f), squares in ((STREAMED, SQUARE), (STREAMED_FLOPS, SQUARE_FLOPS)))
-        between = ms.drop([MATMULS, ADAMW, "attention"], errors="ignore").sum()
+        between = ms.drop([MATMULS, ADAMW, ATTENTION], errors="ignore").sum()
         found.append((rung, "between matmuls", operations, numbers * width, between))
     points = pd.DataFrame(found, columns=["step", "part", "flops", "bytes", "ms"])
     return shape, points.assign(intensity=points["flops"] / points["bytes"],
@@ -150,3 +162,15 @@ def roofs(tables: Tables) -> pd.Series:
     if found.isna().any():
         raise LookupError("a rate is not known")
     return found
+
+
+def launch_wall(tables: Tables) -> tuple[str, int, float, float]:
+    """The smallest size, the kernels of its step of compiled blocks, the microseconds that a launch takes at least
+    (:func:`launch_us`), and the TFLOP/s that no such step passes whose kernels are launched one by one.
+
+    Raises:
+        LookupError: no step mostly waits for launches, or there are no compiled blocks.
+    """
+    shape, rows = smallest_ladder(tables)
+    operations, launch = float(timed(rows).loc["blocks", "operations"]), float(launch_us(tables).min())
+    return shape.size, int(operations), launch, step_flops(config_of(shape)) / operations / launch / 1e6
