@@ -5,7 +5,18 @@ from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
 from stepscope.report import style
 from stepscope.report.schemas import Tables
-from stepscope.report.style import BLUE, FILL, GRID, INK, MUTED, ORANGE, SIZE_COLORS, figure, label_ends, lines
+from stepscope.report.style import (
+    BLUE,
+    FILL,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    SIZE_COLORS,
+    figure,
+    label_ends,
+    lines,
+)
 from stepscope.report.tables import digits, number
 from stepscope.studies.ladder.config import BASELINES, RUNGS
 from stepscope.studies.ladder.parts import (
@@ -70,15 +81,16 @@ def ladder(tables: Tables) -> Figure | None:
 
 @style.look()
 def last_step_parts(tables: Tables) -> Figure:
-    """A waterfall from the largest size's last step, by the wall clock, down to its lower bound: what each part takes
-    over its FLOPs or bytes at bursts' rates."""
+    """A waterfall from the largest size's last step, by the wall clock, down to its lower bound: what each
+    part takes over its FLOPs or bytes at bursts' rates."""
     shape, parts, _ = last_step(tables)
     parts = parts.sort_values("over", ascending=False, kind="stable")
     wall, bound, over = parts["ms"].sum(), parts["bound_ms"].sum(), parts["over"]
-    drawn, axes = figure(f"{shape.size}: {number(wall - bound, 'ms')} of the last step's {number(wall, 'ms')} are more"
-                         " than its FLOPs and bytes need", height=3.4)
+    drawn, axes = figure(f"{shape.size}: {number(wall - bound, 'ms')} of the last step's"
+                         f" {number(wall, 'ms')} are more than its FLOPs and bytes need", height=3.4)
     places, ends = range(len(parts)), wall - over.cumsum()
-    axes.barh(places, over, left=ends, height=0.6, color=[FILL if part == GAPS else BLUE for part in parts.index])
+    colors = [FILL if part == GAPS else BLUE for part in parts.index]
+    axes.barh(places, over, left=ends, height=0.6, color=colors)
     for place, part, end in zip(places, parts.index, ends):
         least, begin = parts.loc[part, "bound_ms"], end + over[part]
         words = f"{digits(over[part])} over {digits(least)} ms" if least else number(over[part], "ms")
@@ -98,17 +110,17 @@ def last_step_parts(tables: Tables) -> Figure:
 
 @style.look()
 def ladder_roofline(tables: Tables) -> Figure:
-    """Parts of the largest size's fp32 step and of its last by FLOPs a byte and TFLOP/s, under the rates of large
-    matmuls and a copy; and, as a wall, what a step of the smallest size can reach whose kernels are launched one by
-    one: its FLOPs a launch, times the launches that this host makes."""
+    """Parts of the largest size's fp32 step and of its last by FLOPs a byte and TFLOP/s, under the rates of
+    large matmuls and a copy; and, as a wall, what a step of the smallest size can reach whose kernels are
+    launched one by one: its FLOPs a launch, times the launches that this host makes."""
     shape, points = roofline(tables)
     rates, (small, _, _, wall) = roofs(tables), launch_wall(tables)
     matmuls = points[points["part"] == MATMULS].set_index("step")["tflops"]
     drawn, axes = figure(f"{shape.size}: matmuls reach {number(matmuls['fp32'], 'TFLOP/s')} in the fp32 step,"
                          f" {number(matmuls[LAST], 'TFLOP/s')} in the last", height=4.2)
     left, right = points["intensity"].min() / 4, points["intensity"].max() * 6
-    axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="FLOPs a byte, by formula", ylabel="TFLOP/s",
-             ylim=(points["tflops"].min() / 2.5, rates["matmul_bf16"] * 2.5))
+    axes.set(xscale="log", yscale="log", xlim=(left, right), xlabel="FLOPs a byte, by formula",
+             ylabel="TFLOP/s", ylim=(points["tflops"].min() / 2.5, rates["matmul_bf16"] * 2.5))
     top = rates["matmul_bf16"] / rates["copy"]
     axes.plot([left, top], [left * rates["copy"], rates["matmul_bf16"]], color=INK, linewidth=1)
     ridge = rates["matmul_fp32"] / rates["copy"]
@@ -121,8 +133,8 @@ def ladder_roofline(tables: Tables) -> Figure:
     axes.annotate(f"copy {number(rates['copy'], 'TB/s')}", (5, 5 * rates["copy"]), xytext=(8, -2),
                   textcoords="offset points", va="top")
     axes.hlines(wall, left, right, color=MUTED, linewidth=1, linestyle="--")
-    axes.annotate(f"{small}, a launch at a time\n{number(wall, 'TFLOP/s')}", (left, wall), xytext=(4, 4), color=MUTED,
-                  textcoords="offset points", va="bottom")
+    axes.annotate(f"{small}, a launch at a time\n{number(wall, 'TFLOP/s')}", (left, wall), xytext=(4, 4),
+                  color=MUTED, textcoords="offset points", va="bottom")
     for step, color in (("fp32", ORANGE), (LAST, BLUE)):
         own = points[points["step"] == step]
         axes.scatter(own["intensity"], own["tflops"], s=36, color=color, zorder=3)

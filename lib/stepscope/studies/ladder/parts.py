@@ -31,10 +31,11 @@ SQUARES = ("attention.scores", "attention.value")
 # for the second, 7 for the weight (`checks.numpy_adamw` is the formula).
 ADAMW_FLOPS = 14
 # Numbers a token and layer that must be read or written between matmuls, of d_model and of d_ff: residual and
-# norm 4 twice, RoPE 4, SwiGLU 3; their backward 6 and 5 (with the sum of three and two gradients), 4, and 5. And
+# norm 4 twice, RoPE 4, SwiGLU 3; their backward 6 and 5 (they sum three and two gradients), 4, and 5. And
 # operations upon them, an exponential or a division as one.
 STREAMED, STREAMED_FLOPS = (27, 8), (45, 16)
-SQUARE, SQUARE_FLOPS = 5, 12  # and of T x T with naive attention: softmax, 2 forward and 3 backward; scale, mask
+# The same of T x T, with naive attention: scale, mask and softmax, 2 forward and 3 backward.
+SQUARE, SQUARE_FLOPS = 5, 12
 
 
 def config_of(shape: Shape) -> StepConfig:
@@ -79,8 +80,8 @@ def needed(tables: Tables, shape: Shape, row: pd.Series) -> pd.DataFrame:
 
 def last_step(tables: Tables) -> tuple[Shape, pd.DataFrame, Ceilings]:
     """The largest size's last step in parts, which add up to its wall time: ``ms``, ``bound_ms``, what it
-    takes ``over`` that, ``tflops`` and ``tb_s``, as achieved; and the bound's rates. Between kernels is what kernels leave of the
-    wall time: gaps, and by how much the captured step is not the timed one.
+    takes ``over`` that, ``tflops`` and ``tb_s``, as achieved; and the bound's rates. Between kernels is what
+    kernels leave of the wall time: gaps, and by how much the captured step is not the timed one.
 
     Raises:
         LookupError: its kernels, or a matmul's rate, are not known.
@@ -165,12 +166,14 @@ def roofs(tables: Tables) -> pd.Series:
 
 
 def launch_wall(tables: Tables) -> tuple[str, int, float, float]:
-    """The smallest size, the kernels of its step of compiled blocks, the microseconds that a launch takes at least
-    (:func:`launch_us`), and the TFLOP/s that no such step passes whose kernels are launched one by one.
+    """The smallest size, the kernels of its step of compiled blocks, the microseconds that a launch takes at
+    least (:func:`launch_us`), and the TFLOP/s that no such step passes whose kernels are launched singly.
 
     Raises:
         LookupError: no step mostly waits for launches, or there are no compiled blocks.
     """
     shape, rows = smallest_ladder(tables)
     operations, launch = float(timed(rows).loc["blocks", "operations"]), float(launch_us(tables).min())
+    if math.isnan(launch):
+        raise LookupError("no step mostly waits for launches")
     return shape.size, int(operations), launch, step_flops(config_of(shape)) / operations / launch / 1e6

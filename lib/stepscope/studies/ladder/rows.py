@@ -303,21 +303,19 @@ def launch_us(tables: Tables) -> pd.Series:
     where it is known."""
     steps = tables["ladder.steps"]
     waits = steps[launch_bound_rows(steps) & (steps["busy"] < MOSTLY_WAITS)]
-    if waits.empty:
-        raise LookupError("no step mostly waits for launches")
     return fastest_ms(waits) / waits["operations"] * 1e3
 
 
 def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
-    """By shape, how many times faster each of some rungs makes the step (:func:`gain`; FP8 beside the last rung),
+    """By shape, how many times faster each of some rungs makes the step (:func:`gain`; FP8 beside the last),
     at the context and vocabulary at which sizes are compared; of sizes that were measured at several batches.
 
     Raises:
         LookupError: none was, with more of the rungs than FP8.
     """
     compared, found = next(iter(at_context(tables))), {}
-    own = select(tables["ladder.steps"], context_length=compared.context_length, vocab_size=compared.vocab_size,
-                 change=[*RUNGS, "fp8"], wall_ms=pd.Series.notna)
+    own = select(tables["ladder.steps"], context_length=compared.context_length,
+                 vocab_size=compared.vocab_size, change=[*RUNGS, "fp8"], wall_ms=pd.Series.notna)
     for place, rows in own.groupby(PLACE, sort=False):
         rows = rows.set_index("change")
         gains = {rung: gain(rows, rung) for rung in rungs if rung != "fp8"}
@@ -333,9 +331,9 @@ def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
 
 
 def costs(tables: Tables) -> pd.DataFrame:
-    """By size the last step's ``tokens_per_s``, and of a thousand tokens the joules (``thousand_j``), of a billion
-    the hours and kilowatt hours (``billion_h``, ``billion_kwh``), the GPU's alone, at the context at which sizes
-    are compared.
+    """By size the last step's ``tokens_per_s``, of a thousand tokens the joules (``thousand_j``) and of a
+    billion the hours and kilowatt hours (``billion_h``, ``billion_kwh``), the GPU's alone, at the context at
+    which sizes are compared.
 
     Raises:
         LookupError: no joules are known.
@@ -353,8 +351,8 @@ def costs(tables: Tables) -> pd.DataFrame:
 
 
 def without(tables: Tables) -> dict[Shape, pd.Series]:
-    """By shape, how many times as long the last step takes without one change, by the name of that: in GPU time,
-    without the CUDA graph in wall time; nan for less than steps differ by.
+    """By shape, how many times as long the last step takes without one change, by the name of that: in GPU
+    time, without the CUDA graph in wall time; nan for less than steps differ by.
 
     Raises:
         LookupError: no step without one was measured.

@@ -60,9 +60,9 @@ SCHEMAS = {
     "kernels": tidy((*CASE, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
-NUMBERS = ("parameters", "power_limit_w", "matmul_bf16", "copy", "sheet_bf16", "kept_up_tflops",
-           "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32", "compared",
-           "unequal", "low_compared", "low_unequal")  # results that are read as such
+NUMBERS = ("parameters", "power_limit_w", "matmul_fp32", "matmul_bf16", "copy", "sheet_bf16",
+           "kept_up_tflops", "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32",
+           "compared", "unequal", "low_compared", "low_unequal")  # results that are read as such
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
          "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
@@ -163,22 +163,23 @@ def which_at_tokens(tables: Tables) -> pd.DataFrame:
     found = by_tokens(tables, AT_TOKENS)
     printed = pd.DataFrame({f"{shape.size}, {shape.batch_size * shape.context_length:,}": gains
                             for shape, gains in found.items()}).reindex(AT_TOKENS).dropna(how="all")
-    return table(_named(printed, f"context {next(iter(found)).context_length:,}, tokens a step"), unit="x", note=(
+    heading = f"context {next(iter(found)).context_length:,}, tokens a step"
+    return table(_named(printed, heading), unit="x", note=(
         "As above; FP8 is beside the last step. –: less than steps differ by, or not measured."))
 
 
 def which_without(tables: Tables) -> pd.DataFrame:
     """How many times as long the last step takes without one change, a column a shape."""
-    printed = pd.DataFrame({f"{shape.size} {shape.context_length:,}": ratios
-                            for shape, ratios in without(tables).items()}).reindex(RUNGS[1:-1]).dropna(how="all")
+    ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
+    printed = pd.DataFrame(ratios).reindex(RUNGS[1:-1]).dropna(how="all")
     return table(_named(printed, "the last step without"), unit="x", note=(
         "GPU time, without the CUDA graph wall time. –: less than steps differ by, or not measured."))
 
 
 def cost(tables: Tables) -> pd.DataFrame:
     """What training costs at the last step's speed: a row a size."""
-    names = {"tokens_per_s": "tokens/s", "thousand_j": "a thousand tokens, J", "billion_h": "a billion tokens, h",
-             "billion_kwh": "a billion tokens, kWh"}
+    names = {"tokens_per_s": "tokens/s", "thousand_j": "a thousand tokens, J",
+             "billion_h": "a billion tokens, h", "billion_kwh": "a billion tokens, kWh"}
     context = next(iter(at_context(tables))).context_length
     return table(costs(tables).rename(columns=names).rename_axis("size"), note=(
         f"Energy of the GPU alone, at context {context:,}."))
@@ -196,16 +197,16 @@ def last_parts(tables: Tables) -> pd.DataFrame:
         printed["fp8_ms"] = eight
     except LookupError:
         pass  # it was not measured
-    names = {"ms": "ms", "bound_ms": "at the bound, ms", "over": "over it, ms", "tflops": "matmuls at, TFLOP/s",
-             "tb_s": "bytes at, TB/s", "fp8_ms": "with FP8, ms"}
+    names = {"bound_ms": "at the bound, ms", "over": "over it, ms", "tflops": "achieved, TFLOP/s",
+             "tb_s": "achieved, TB/s", "fp8_ms": "with FP8, ms"}
     heading = pd.Index(printed.index, name=f"{shape.size}, {NAMES[LAST]}")
     return table(printed.rename(columns=names).set_axis(heading), note=(
         f"The bound: {rates_said(rates)}, and a copy's {number(rates.copy, 'TB/s')}."))
 
 
 def fast_step(tables: Tables) -> pd.DataFrame:
-    """The script as measured, a row a size; where it was not, what a step takes with each of its lines and those
-    above it in the ladder, at the smallest and largest size: the last two rungs need an optimizer of ours."""
+    """The script as measured, a row a size; where it was not, what a step takes with each of its lines and
+    those above it in the ladder, at the smallest and largest size: the last two rungs need our optimizer."""
     scripts = [timed(rows, [SCRIPT]).assign(size=shape.size, same_ms=rows["wall_ms"].get("cuda_graph"))
                for shape, rows in at_context(tables).items() if SCRIPT in timed(rows, [SCRIPT]).index]
     if scripts:
@@ -224,8 +225,8 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     printed = pd.DataFrame(found).dropna(how="all").dropna(axis="columns", how="all")
     return table(_named(printed, "with"), note=(
         f"The ladder's steps, which compile the embedding and the loss, too: wall time, medians of"
-        f" {counted(pd.concat(counts))} steps. Where launches set the pace, faster kernels change nothing until the"
-        " CUDA graph."))
+        f" {counted(pd.concat(counts))} steps. Where launches set the pace, faster kernels change nothing"
+        " until the CUDA graph."))
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
@@ -332,5 +333,6 @@ def training_check(tables: Tables) -> pd.DataFrame:
 
 
 PRINTED = {printed.__name__: printed for printed in (
-    ladder_steps, which_optimization, which_optimization_longer, which_at_tokens, which_without, cost, last_parts,
-    fast_step, launch_cure, baselines, baselines_attention, fp8_batches, mfu, ladder_memory, training_check)}
+    ladder_steps, which_optimization, which_optimization_longer, which_at_tokens, which_without, cost,
+    last_parts, fast_step, launch_cure, baselines, baselines_attention, fp8_batches, mfu, ladder_memory,
+    training_check)}
