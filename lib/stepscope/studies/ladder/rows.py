@@ -10,10 +10,7 @@ from stepscope.report.schemas import Tables
 from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import digits, number, quartiles
 from stepscope.stats import LEAST_GAIN, spread_ms, wall_gain
-from stepscope.studies.ladder.config import (
-    BASELINES,
-    RUNGS,
-)
+from stepscope.studies.ladder.config import AS_IT_COMES, RUNGS
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
@@ -197,8 +194,8 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
 
 
 def with_baseline(tables: Tables) -> pd.DataFrame:
-    """A row a ladder that has baselines: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights)
-    and ``baseline``, the quicker of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
+    """A row a ladder that has Hugging Face's step as it comes: ``ours``, ``fp32`` (ours with PyTorch's AdamW,
+    before bf16 weights) and ``baseline``, the quicker of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
     clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
     of ours with its AdamW. And of the latter two the milliseconds of attention's kernels, and whether these
     have the same names.
@@ -208,10 +205,10 @@ def with_baseline(tables: Tables) -> pd.DataFrame:
     """
     compared, kernels = [], tables["ladder.kernels"]
     for shape, rows in ladders(tables).items():
-        own = timed(rows, [LAST, "cuda_graph", *BASELINES])
-        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(BASELINES).sum() == 0:
+        own = timed(rows, [LAST, "cuda_graph", *AS_IT_COMES])
+        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(AS_IT_COMES).sum() == 0:
             continue
-        baseline = timed(rows, BASELINES)["wall_ms"].idxmin()
+        baseline = timed(rows, AS_IT_COMES)["wall_ms"].idxmin()
         found = shape._asdict() | {"baseline": baseline, "faster": faster(own, LAST, baseline),
                                    "same_faster": faster(own, "cuda_graph", baseline)}
         own = own.assign(quartiles=quartiles(own))

@@ -17,6 +17,7 @@ from stepscope.studies.ladder.config import (
     OF_BEFORE,
     RUNGS,
     SPREAD,
+    WITHOUT,
 )
 from stepscope.studies.ladder.rows import (
     PLACE,
@@ -40,7 +41,7 @@ from stepscope.studies.ladder.rows import (
 
 CONFIG = ("size", "context_length", "vocab_size")
 CASE = ("change", "batch_size")
-KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *BASELINES),
+KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
@@ -58,7 +59,12 @@ NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
          "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
          "chunked": "chunked loss", "fp8": "FP8 matmuls", "filled": "batch that fills the memory",
-         "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead"}
+         "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead",
+         "hugging_face_causal": "Hugging Face, without a mask",
+         "hugging_face_captured": "Hugging Face, without a mask, as one CUDA graph",
+         "fast_step": "fast_step.py as it stands", "without_sdpa": "without fused attention",
+         "without_blocks": "without compiled blocks", "without_cuda_graph": "without a CUDA graph",
+         "without_bf16_weights": "without bf16 weights", "without_bf16_moments": "without bf16 moments"}
 
 
 
