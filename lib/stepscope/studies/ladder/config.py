@@ -14,8 +14,8 @@ RUNGS: tuple[Rung, ...] = get_args(Rung)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
 BEYOND: tuple[Rung, ...] = get_args(Rung)[9:]
 FILLED = "filled"  # the last with the chunked loss, at the batch that fills the memory
-# What can be left out of the last step, in rows named "without_...": its matmuls are bf16 and its AdamW is one
-# kernel whatever came before, so the other changes are no part of it.
+# What can be left out of the last step, in rows named "without_...": its matmuls are bf16 and its AdamW is
+# one kernel whatever came before, so the other changes are no part of it.
 LEFT_OUT: tuple[Rung, ...] = ("sdpa", "blocks", "cuda_graph", "bf16_weights", "bf16_moments")
 WITHOUT = tuple(f"without_{change}" for change in LEFT_OUT)
 Baseline = Literal[
@@ -55,8 +55,8 @@ class Config(StepConfig):
     @classmethod
     def can_be_left_out(cls, asked: list[Rung]) -> list[Rung]:
         if wrong := [change for change in asked if change not in LEFT_OUT]:
-            raise ValueError(f"without: got {', '.join(wrong)}, but of the last step only {', '.join(LEFT_OUT)}"
-                             " can be left out: its matmuls are bf16, and its AdamW is one kernel of ours")
+            raise ValueError(f"without: got {', '.join(wrong)}, but what can be left out of the last step is"
+                             f" {', '.join(LEFT_OUT)}; its matmuls are bf16, and its AdamW is one kernel")
         return asked
 
     @property

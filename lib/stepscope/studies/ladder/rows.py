@@ -195,10 +195,10 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
 
 def with_baseline(tables: Tables) -> pd.DataFrame:
     """A row a ladder that has Hugging Face's step as it comes: ``ours``, ``fp32`` (ours with PyTorch's AdamW,
-    before bf16 weights) and ``baseline``, the quicker of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
-    clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
-    of ours with its AdamW. And of the latter two the milliseconds of attention's kernels, and whether these
-    have the same names.
+    before bf16 weights) and ``baseline``, the quicker of its two modes by wall time: wall, deviation,
+    quartiles, steps, SM clock and GPU time of each; ``faster``, ours than the baseline in wall time, and
+    ``same_faster``, the same of ours with its AdamW. And of the latter two the milliseconds of attention's
+    kernels, and whether these have the same names.
 
     Raises:
         LookupError: none has.
