@@ -199,7 +199,7 @@ CLASSES = ["Plain", "TF32", "BF16", "SDPA", "Fused", "Blocks", "Graph", "BF16Wei
            "Filled"]
 LESSER = ["WithoutSDPA", "WithoutBlocks", "WithoutGraph", "WithoutBF16Weights", "WithoutBF16Moments"]
 PEERS = ["HuggingFace", "HuggingFaceGraphs", "HuggingFaceCausal", "HuggingFaceCaptured", "FastStep"]
-ALL_MADE = "for kind in others:"  # the cell behind those that make classes
+ALL_MADE = "for peer in others:"  # the cell behind those that make classes
 
 
 def test_each_change_is_the_last_and_one_more(cells):
