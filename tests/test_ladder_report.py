@@ -13,7 +13,7 @@ from stepscope.report.style import svg
 from stepscope.report.tables import markdown
 from stepscope.studies.ladder import claims, figures, parts, tables
 from stepscope.studies.ladder import rows as ladder_rows
-from stepscope.studies.ladder.config import BASELINES, RUNGS
+from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, RUNGS
 
 # wall times in ms of the nine changes, Hugging Face's two, then GPU times of the first six
 WALLS = {
@@ -45,7 +45,7 @@ def campaign():
     for (size, context), (walls, gpus) in WALLS.items():
         gpus = [*gpus, *walls[6:9], walls[9] * 0.6, walls[10]]
         rows += [row(size, context, change, wall, gpu)
-                 for change, wall, gpu in zip((*RUNGS, *BASELINES), walls, gpus)]
+                 for change, wall, gpu in zip((*RUNGS, *AS_IT_COMES), walls, gpus)]
     for batch, low, eight in ((4, 89.6, 89.9), (8, 165, 155), (16, 310, 270), (32, 600, 497)):
         if batch > 4:
             rows.append(row("2.7B", 512, "bf16_moments", low, low, batch))
@@ -64,10 +64,10 @@ def campaign():
                 (shape, change, "fused attention", "cudnn sdpa", 4), (shape, change, "elementwise", "scale", others)]
     for (size, context), (walls, _) in WALLS.items():  # attention is a tenth of ours, and more of the baselines'
         own, attention = shape | {"size": size, "context_length": context}, 0.1 * walls[6]
-        for change, times in (("cuda_graph", attention), (BASELINES[0], 2 * attention),
-                              (BASELINES[1], walls[10] - walls[6] + attention)):
+        for change, times in (("cuda_graph", attention), (AS_IT_COMES[0], 2 * attention),
+                              (AS_IT_COMES[1], walls[10] - walls[6] + attention)):
             ran.append((own, change, "fused attention", "cudnn sdpa", times))
-            if change in BASELINES:
+            if change in AS_IT_COMES:
                 ran.append((own, change, "compiler-generated", "triton_bitwise_and_where", 0.01))
     kernels = pd.DataFrame([own | {"change": change, "name": name, "family": family, "count": 2.0, "gpu_ms": times}
                             for own, change, family, name, times in ran])
@@ -219,8 +219,8 @@ def test_beside_fair_peers_only_what_remains_is_told(campaign, complete):
     assert claims.fair_peer(complete) == {"ladders": 2, "low": pytest.approx(6.3 / 6.45), "high": pytest.approx(107 / 109)}
     assert claims.own_remains(complete)["low"] == pytest.approx(109 / 89.6)
     assert list(tables.baselines(complete)["Hugging Face, ms"]) == [6.4, 108]
-    assert "Hugging Face, causal, CUDA graph" in svg(figures.ladder(complete))
-    steps.loc[steps["change"].isin(ladder_rows.FAIR), "wall_ms"] = np.nan
+    assert "Hugging Face, no mask, one graph" in svg(figures.ladder(complete))
+    steps.loc[steps["change"].isin(FAIR), "wall_ms"] = np.nan
     assert claims.first_mask(complete) is not None
     for say in (claims.first_peer, claims.fair_peer):
         with pytest.raises(LookupError):
@@ -307,10 +307,10 @@ def test_at_one_context_no_longer_one_is_told(campaign):
 
 def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_told_apart(campaign):
     steps = campaign["ladder.steps"]
-    at = (steps["size"] == "2.7B") & (steps["change"] == BASELINES[0])
+    at = (steps["size"] == "2.7B") & (steps["change"] == AS_IT_COMES[0])
     steps.loc[at, ["wall_ms", "gpu_ms"]] = 112, 111
     kernels = campaign["ladder.kernels"]
-    baseline = (kernels["size"] == "2.7B") & (kernels["change"] == BASELINES[0]) & (kernels["family"] == "fused attention")
+    baseline = (kernels["size"] == "2.7B") & (kernels["change"] == AS_IT_COMES[0]) & (kernels["family"] == "fused attention")
     kernels.loc[baseline, "gpu_ms"] = 12
     row = ladder_rows.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
     assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 112)
@@ -323,7 +323,7 @@ def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_tol
 
 def test_baselines_with_attention_of_their_own_are_not_told_apart(campaign):
     kernels = campaign["ladder.kernels"]
-    kernels.loc[kernels["change"].isin(BASELINES) & (kernels["family"] == "fused attention"), "name"] = "flash"
+    kernels.loc[kernels["change"].isin(AS_IT_COMES) & (kernels["family"] == "fused attention"), "name"] = "flash"
     with pytest.raises(LookupError):
         tables.baselines_attention(campaign)
 
@@ -448,7 +448,7 @@ def test_figures_say_what_is_so(campaign):
     assert figures.fp8(campaign).message.startswith("FP8 matmuls gain nothing")
     assert figures.ladder_training(campaign).message == "How far each change moves the loss"
     assert tables.training_check(campaign)["of another seed, %"].max() > 1
-    campaign["ladder.steps"] = steps[~steps["change"].isin(BASELINES)]
+    campaign["ladder.steps"] = steps[~steps["change"].isin(AS_IT_COMES)]
     with pytest.raises(LookupError):
         tables.baselines(campaign)
 
@@ -457,7 +457,7 @@ def test_a_ladder_that_ended_early_is_still_shown(campaign):
     """Of a CPU: no TF32, no CUDA graph, no energy, one size."""
     steps = campaign["ladder.steps"]
     own = steps[(steps["size"] == "small") & (steps["context_length"] == 512) & (steps["vocab_size"] == 10_000)]
-    own = own[~own["change"].isin(BASELINES)].copy()
+    own = own[~own["change"].isin(AS_IT_COMES)].copy()
     lacks = own["change"].isin(["tf32", "cuda_graph"])
     own.loc[lacks, "status"] = "unsupported"
     own.loc[lacks, list(tables.MEASURES)] = np.nan

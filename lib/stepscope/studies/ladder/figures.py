@@ -18,7 +18,7 @@ from stepscope.report.style import (
     lines,
 )
 from stepscope.report.tables import digits, number
-from stepscope.studies.ladder.config import BASELINES, RUNGS
+from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, RUNGS
 from stepscope.studies.ladder.parts import (
     ADAMW,
     ATTENTION,
@@ -30,7 +30,6 @@ from stepscope.studies.ladder.parts import (
     roofs,
 )
 from stepscope.studies.ladder.rows import (
-    FAIR,
     LAST,
     bounds,
     by_batch,
@@ -49,7 +48,7 @@ def ladder(tables: Tables) -> Figure | None:
     bursts' rates, and as a thin one, for reference, with matmuls at the rate that one keeps up."""
     shape, rows = largest_ladder(tables)
     own = bounds(tables, timed(rows))
-    peers = (*BASELINES, *FAIR)
+    peers = (*AS_IT_COMES, *FAIR)
     baseline = timed(rows, peers).nsmallest(1, "wall_ms")
     walls, last = pd.concat([own, baseline])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]

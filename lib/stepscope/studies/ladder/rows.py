@@ -10,17 +10,10 @@ from stepscope.report.schemas import Tables
 from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import digits, number, quartiles
 from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, spread_ms, wall_gain
-from stepscope.studies.ladder.config import (
-    BASELINES,
-    RUNGS,
-)
+from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, LEFT_OUT, RUNGS, WITHOUT
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
-# Hugging Face's step, compiled, without a mask; and the same as one CUDA graph, like ours.
-FAIR = ("hugging_face_causal", "hugging_face_captured")
-SCRIPT = "fast_step"  # docs/fast_step.py
-WITHOUT = {f"without_{rung}": rung for rung in RUNGS[1:-1]}  # the last step without one of the changes
 
 
 class Shape(NamedTuple):
@@ -207,7 +200,7 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
     return math.nan if disturbed.get(RUNGS[0], False) else faster(rows, LAST, RUNGS[0])
 
 
-def with_baseline(tables: Tables, modes: Sequence[str] = BASELINES) -> pd.DataFrame:
+def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.DataFrame:
     """A row a ladder that has baselines: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights)
     and ``baseline``, the quickest of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
     clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
@@ -247,7 +240,7 @@ def with_baseline(tables: Tables, modes: Sequence[str] = BASELINES) -> pd.DataFr
 def fair_modes(tables: Tables) -> Sequence[str]:
     """Of Hugging Face's modes the fair ones, where one was measured, else those as it comes."""
     steps = tables["ladder.steps"]
-    return FAIR if steps.loc[steps["wall_ms"].notna(), "change"].isin(FAIR).any() else BASELINES
+    return FAIR if steps.loc[steps["wall_ms"].notna(), "change"].isin(FAIR).any() else AS_IT_COMES
 
 
 def baseline_attention(tables: Tables) -> pd.DataFrame:
@@ -360,7 +353,7 @@ def without(tables: Tables) -> dict[Shape, pd.Series]:
     found = {}
     for shape, rows in ladders(tables).items():
         own, ratios = timed(rows, [LAST, *WITHOUT]), {}
-        for name, rung in WITHOUT.items():
+        for name, rung in zip(WITHOUT, LEFT_OUT):
             if {name, LAST} <= {*own.index}:
                 ratio = (faster(own, LAST, name) if rung == "cuda_graph"
                          else own.loc[name, "gpu_ms"] / own.loc[LAST, "gpu_ms"])

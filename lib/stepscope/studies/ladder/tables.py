@@ -13,18 +13,18 @@ from stepscope.studies.ladder.config import (
     BASELINES,
     BEYOND,
     FILLED,
+    LEFT_OUT,
     MEASURES,
     OF_BEFORE,
     RUNGS,
+    SCRIPT,
     SPREAD,
+    WITHOUT,
 )
 from stepscope.studies.ladder.parts import GAPS, last_step, milliseconds
 from stepscope.studies.ladder.rows import (
-    FAIR,
     LAST,
     PLACE,
-    SCRIPT,
-    WITHOUT,
     Shape,
     all_of_them,
     at_context,
@@ -49,7 +49,7 @@ from stepscope.studies.ladder.rows import (
 
 CONFIG = ("size", "context_length", "vocab_size")
 CASE = ("change", "batch_size")
-KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *BASELINES, *FAIR, SCRIPT, *WITHOUT),
+KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
@@ -68,8 +68,11 @@ NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast
          "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
          "chunked": "chunked loss", "fp8": "FP8 matmuls", "filled": "batch that fills the memory",
          "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead",
-         "hugging_face_causal": "Hugging Face, compiled, causal",
-         "hugging_face_captured": "Hugging Face, causal, CUDA graph", "fast_step": "the script"}
+         "hugging_face_causal": "Hugging Face, no mask",
+         "hugging_face_captured": "Hugging Face, no mask, one graph", "fast_step": "fast_step.py",
+         "without_sdpa": "without fused attention",
+         "without_blocks": "without compiled blocks", "without_cuda_graph": "without a CUDA graph",
+         "without_bf16_weights": "without bf16 weights", "without_bf16_moments": "without bf16 moments"}
 
 
 # -- printed ------------------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ def _place(rows: pd.DataFrame) -> dict[str, str]:
 def ladder_steps(tables: Tables) -> pd.DataFrame:
     """The largest size's ladder, and the baselines."""
     _, rows = largest_ladder(tables)
-    own = _walls(timed(rows, [*RUNGS, *BASELINES, *FAIR]))
+    own = _walls(timed(rows, [*RUNGS, *BASELINES]))
     own = own.assign(gain=[gain(rows, rung) for rung in own.index])
     printed = _headed(own, "wall_ms", "wall_std_ms", "quartiles", "best_ms", "steps", "gpu_ms",
                       "replayed_ms", "gain", "busy", "operations", "tokens_per_s", "mfu", "peak_gib",
@@ -171,7 +174,7 @@ def which_at_tokens(tables: Tables) -> pd.DataFrame:
 def which_without(tables: Tables) -> pd.DataFrame:
     """How many times as long the last step takes without one change, a column a shape."""
     ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
-    printed = pd.DataFrame(ratios).reindex(RUNGS[1:-1]).dropna(how="all")
+    printed = pd.DataFrame(ratios).reindex(LEFT_OUT).dropna(how="all")
     return table(_named(printed, "the last step without"), unit="x", note=(
         "GPU time, without the CUDA graph wall time. –: less than steps differ by, or not measured."))
 
