@@ -138,7 +138,6 @@ def test_what_the_first_screen_says(campaign):
     assert (first["steps"], first["spread"]) == (4, pytest.approx(0.896))
     bound = claims.first_bound(campaign)
     assert (bound["size"], bound["runs"]) == ("2.7B", 2) and bound["bound"] == pytest.approx(54 + 20 * 3.41 / 4.2, rel=0.01)
-    assert claims.first_start(campaign)["left"] == pytest.approx(196 / 89.6)
     assert claims.graph_small(campaign) == {"size": "small", "gain": pytest.approx(21.3 / 6.45)}
     assert claims.graph_large(campaign) == {"size": "2.7B", "before": 105, "after": 109}
 
@@ -404,7 +403,7 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [
     ("headline", STEPS, "wall_ms", 2000, {"change": "bf16_moments"}),
-    ("first_bound", STEPS, "matmul_ms", 95, {}), ("first_start", STEPS, "wall_ms", 90, {"change": "sdpa"}),
+    ("first_bound", STEPS, "matmul_ms", 95, {}),
     ("rung_matmul", KERNELS, "gpu_ms", 30, {"family": "matrix multiply"}),
     ("rung_optimizer", KERNELS, "gpu_ms", 5, {"family": "optimizer"}),
     ("rung_graph", STEPS, "wall_ms", 7, {"change": "blocks"}),

@@ -78,12 +78,6 @@ def first_bound(tables: Tables) -> Claim:
     return found if last["bound_ms"] < last["wall_ms"] else None
 
 
-def first_start(tables: Tables) -> Claim:
-    rows = largest_ladder(tables)[1]
-    left = faster(rows, LAST, "sdpa")
-    return {"start": rows.loc["sdpa", "wall_ms"], "left": left} if left > 1 + LEAST_GAIN else None
-
-
 def rung_matmul(tables: Tables) -> Claim:
     shape, _ = largest_ladder(tables)
     share = shares(tables["ladder.kernels"], shape, "fp32")["matrix multiply"]

@@ -53,7 +53,7 @@ def ladder(tables: Tables) -> Figure | None:
     walls, last = pd.concat([own, baseline])["wall_ms"], own.iloc[-1]
     first, end = walls.iloc[0], last["wall_ms"]
     drawn, axes = figure(f"{shape.size}: {number(first, 'ms')} become {number(end, 'ms')},"
-                         f" {number(first / end, 'x')} faster", height=1.5 + 0.3 * len(walls))
+                         f" {number(first / end, 'x')} faster", height=1.6 + 0.25 * len(walls))
     places = range(len(walls))
     axes.set(xscale="log", xlim=(last["bound_ms"] * 0.8, walls.max() * 1.9), ylim=(len(walls) - 0.4, -2.4),
              xlabel="milliseconds a step, logarithmic")
@@ -86,7 +86,7 @@ def last_step_parts(tables: Tables) -> Figure:
     parts = parts.sort_values("over", ascending=False, kind="stable")
     wall, bound, over = parts["ms"].sum(), parts["bound_ms"].sum(), parts["over"]
     drawn, axes = figure(f"{shape.size}: {number(wall - bound, 'ms')} of the last step's"
-                         f" {number(wall, 'ms')} are more than its FLOPs and bytes need", height=3.4)
+                         f" {number(wall, 'ms')} are more than its FLOPs and bytes need", height=3.1)
     places, ends = range(len(parts)), wall - over.cumsum()
     colors = [FILL if part == GAPS else BLUE for part in parts.index]
     axes.barh(places, over, left=ends, height=0.6, color=colors)
