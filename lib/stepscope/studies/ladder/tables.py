@@ -213,10 +213,10 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     scripts = [timed(rows, [SCRIPT]).assign(size=shape.size, same_ms=rows["wall_ms"].get("cuda_graph"))
                for shape, rows in at_context(tables).items() if SCRIPT in timed(rows, [SCRIPT]).index]
     if scripts:
-        own = _walls(pd.concat(scripts).infer_objects())
-        return table(_headed(own.rename(columns={"same_ms": "ladder's CUDA graph, ms"}), "size", "wall_ms",
-                             "wall_std_ms", "quartiles", "steps", "gpu_ms", "operations", "peak_gib",
-                             "ladder's CUDA graph, ms"))
+        same = "the ladder's, to its CUDA graph, ms"
+        own = _walls(pd.concat(scripts, ignore_index=True)).rename(columns={"same_ms": same})
+        return table(_headed(own, "size", "wall_ms", "wall_std_ms", "quartiles", "steps", "gpu_ms",
+                             "operations", "peak_gib", same), note="The script beside the ladder's same lines.")
     found, counts = {}, []
     for shape, rows in (smallest_ladder(tables), largest_ladder(tables)):
         own = _walls(rows.reindex(RUNGS[:-2]))
