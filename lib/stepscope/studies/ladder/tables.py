@@ -216,7 +216,7 @@ def fast_step(tables: Tables) -> pd.DataFrame:
         same = "the ladder's, to its CUDA graph, ms"
         own = _walls(pd.concat(scripts, ignore_index=True)).rename(columns={"same_ms": same})
         return table(_headed(own, "size", "wall_ms", "wall_std_ms", "quartiles", "steps", "gpu_ms",
-                             "operations", "peak_gib", same), note="The script beside the ladder's same lines.")
+                             "operations", "peak_gib", same), note="Beside it the ladder's same lines.")
     found, counts = {}, []
     for shape, rows in (smallest_ladder(tables), largest_ladder(tables)):
         own = _walls(rows.reindex(RUNGS[:-2]))
