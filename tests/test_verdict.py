@@ -81,8 +81,9 @@ def test_the_gpu_does_not_wait_while_what_was_launched_before_the_steps_runs(tmp
     early = [event("cuda_runtime", "cudaLaunchKernel", 0, 2, correlation=1),
              event("kernel", ADD, 5, 85, 8, correlation=1, device=0, stream=8)]
     events = [*early, event("user_annotation", "ProfilerStep#1", 50, 60), *launched(GEMM, 52, 80, 5, 2), *launched(GEMM, 70, 95, 10, 3)]
-    gaps = next(devices(load_capture(written(tmp_path / "a.json", events)))).gaps
-    assert gaps[["begin", "end"]].to_numpy().tolist() == [[90_000, 95_000], [105_000, 110_000]]
+    one = next(devices(load_capture(written(tmp_path / "a.json", events))))
+    assert one.gaps[["begin", "end"]].to_numpy().tolist() == [[90_000, 95_000], [105_000, 110_000]]
+    assert one.median[["wall", "compute", "idle"]].tolist() == pytest.approx([0.06, 0.05, 0.01])
 
 
 def test_a_synchronising_call_is_named_by_its_operator_and_the_advice_follows():
