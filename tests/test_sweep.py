@@ -213,7 +213,7 @@ def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
 
     def take(config, name):
         given = SimpleNamespace(config=config, folder=store.folder_in_making())
-        under_way._take(given, record_of(config, machine={"device_name": name}))
+        under_way._collect(given, record_of(config, machine={"device_name": name}))
     take(configs[0], "H200")
     with pytest.raises(WorkersError, match="ran on 'another', and the other runs here on 'H200'"):
         take(configs[1], "another")

@@ -90,8 +90,8 @@ class Device:
 
     @cached_property
     def working(self) -> pd.DataFrame:
-        """As ``placed``, with what was launched before the first step, which may run on in it; ``place``: of an
-        operation in ``placed``, -1 of those launched before."""
+        """As ``placed``, with what was launched before the first step and may run on in it; ``place``: of an
+        operation in ``placed``, -1 of what was launched before."""
         rows = pd.concat([self._placed(self.before).assign(place=-1),
                           self.placed.assign(place=np.arange(len(self.placed)))])
         return rows.sort_values("start_ns", kind="stable")

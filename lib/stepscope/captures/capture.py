@@ -247,11 +247,11 @@ def _attributed(records: Records, autograd: Autograd, host: pd.DataFrame, step: 
     ranges = _by_process(records.ranges)
     ranges["plain"] = _of_each(ranges["name"], plain_name)
     steps = _steps(records.path, ranges, records.launches, step)
-    rest = ranges.drop(index=steps.index)
-    rest["phase"] = _phase_names(records.path, rest, ranges, phases)
-    own = rest[rest["phase"] != ""]
-    others = rest[(rest["phase"] == "") & ~matching(rest["name"], OPERATOR_RANGE.search)
-                  & ~matching(rest["name"], LIBRARY_RANGE.search)].astype({"name": str})
+    others = ranges.drop(index=steps.index)
+    others["phase"] = _phase_names(records.path, others, ranges, phases)
+    own = others[others["phase"] != ""]
+    others = others[(others["phase"] == "") & ~matching(others["name"], OPERATOR_RANGE.search)
+                  & ~matching(others["name"], LIBRARY_RANGE.search)].astype({"name": str})
 
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
         return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
@@ -411,8 +411,8 @@ def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
         several_threads = own["key"].nunique() > own["process"].nunique()
         if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
             continue
-        held = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
-        rank = (bool({*str(name).split()} & STEP_WORDS) and held > 0.2, held)
+        share = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
+        rank = (bool({*str(name).split()} & STEP_WORDS) and share > 0.2, share)
         if rank > score:
             best, score = own, rank
     return best

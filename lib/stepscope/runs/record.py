@@ -104,7 +104,7 @@ class Record(BaseModel):
     software: dict[str, str | Whole | None] = {}
     started_at: Moment
     duration_s: Seconds
-    measuring_s: Seconds = 0.0  # of it, the turns on the GPU
+    measuring_s: Seconds = 0.0  # of it, in exclusive sections
 
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":
