@@ -1,4 +1,4 @@
-"""What cannot be, and what does not repeat: cells to measure again, and after three tries to mark.
+"""What cannot be, and what does not repeat: cases to measure again, and after three tries to mark.
 
 GPU time is of captured steps and wall time of plain ones, so that the one can exceed the other a little. By
 more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the case is

@@ -87,7 +87,8 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
     for name, (fields, bytes_of) in STEPS.items():
         own = config.model_copy(update=WRITTEN | fields)
         needed = bytes_of(own)
-        context, batch = (greatest(field, own, bytes_of, memory) for field in ("context_length", "batch_size"))
+        context, batch = (greatest(field, own, bytes_of, memory)
+                          for field in ("context_length", "batch_size"))
         rows.append(Fit(name, needed / GIB, _fits(needed, memory), context, batch, *sizes[name]))
     return rows
 
