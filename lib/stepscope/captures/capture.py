@@ -94,7 +94,7 @@ class Capture:
 def load_capture(path: Path | str, step: str | None = None,
                  phases: Mapping[str, str] | None = None) -> Capture:
     """Read a capture: nsys's ``.sqlite`` or ``.nsys-rep`` where nsys is installed, torch.profiler's ``.json``
-    from CUDA or ROCm, or nsys's report cuda_gpu_trace as ``.csv``; gzipped or not, from a file or a pipe.
+    from CUDA or ROCm, or nsys's report cuda_gpu_trace as ``.csv``; gzipped or not.
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
