@@ -16,7 +16,7 @@ from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
 from stepscope.captures.account import devices
 from stepscope.captures.advice import advice, unfused_attention
-from stepscope.captures.capture import load_capture, phase_of
+from stepscope.captures.capture import load_capture
 from stepscope.captures.causes import pauses, waits
 from stepscope.captures.verdict import FORMATS, profile, rendered
 from stepscope.data_sheets import data_sheet
@@ -148,11 +148,6 @@ def test_a_pageable_copy_is_named_with_its_remedy(tmp_path):
 
 
 # Phases
-
-@pytest.mark.parametrize(("name", "phase"), [("attn(F)", "forward"), ("mlp(B)", "backward"), ("mlp(W)", "backward"), ("f(x)", None)])
-def test_the_marks_of_pipelines_are_phases(name, phase):
-    assert phase_of(name) == phase
-
 
 def ranged(*names: str) -> list[dict]:
     """In one outer range an inner one for each name, with a kernel; and NCCL's own range with its kernel."""
