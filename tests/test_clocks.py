@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from conftest import TINY
 from stepscope import freezer, gpu_lock, stats
 from stepscope.config import PHASES, WHOLE, StepConfig
 from stepscope.measure import clocks, graph, power, rates
@@ -26,8 +27,6 @@ from stepscope.traces.captured import (
     middle_step,
     quickest_step,
 )
-
-TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1}
 
 
 @pytest.fixture

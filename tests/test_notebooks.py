@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from cells import NOTEBOOKS, bare_clocks, leaks, run_cells
-from conftest import put, record_of
+from conftest import TINY, put, record_of
 from stepscope import StepscopeError
 from stepscope.config import ConfigError, configure, from_notebook, studies
 from stepscope.gpu_lock import GPU_LOCK
@@ -28,8 +28,6 @@ from stepscope.runs.source import Cell, code_cells, notebook_source, source_by_h
 from stepscope.runs.store import Store, StoreBusy, runs_folder
 from stepscope.runs.sweep import SweepOptions, run_sweep
 
-TINY = {"device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1, "warmup_steps": 0,
-        "timed_steps": 2}
 SET_UP = """import pandas as pd
 from stepscope.config import from_notebook
 from stepscope.runs.notebook import Run
