@@ -279,7 +279,7 @@ def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
     assert store.records() == ([], [])
     run.keep(TABLES, {"answer": torch.tensor(42)}, [tmp_path / "trace.csv"])
     (record,), errors = store.records(check_files=True)
-    assert not errors and record.results == {"answer": 42} and set(record.tables) == {"table", "trace.csv"}
+    assert not errors and record.results == {"answer": 42} and record.machine["load"] >= 0 and set(record.tables) == {"table", "trace.csv"}
     run.say("It is 42.")
     run.keep(TABLES)  # the cell once more
     assert store.records(check_files=True)[0][0].results == {}

@@ -78,6 +78,7 @@ class Machine(TypedDict, total=False):
     cpu_cores: Count
     ram_gib: Number
     gpu_memory_gib: Number
+    load: Number  # of a run by hand alone: the load average of the minute before it began
 
 
 Status = Literal["ok", "oom", "failed"]
