@@ -86,10 +86,6 @@ class Capture:
     def left_out(self) -> int:
         return len(self.before)
 
-    @property
-    def left_out_ns(self) -> int:
-        return int(self.before["duration_ns"].sum())
-
 
 def load_capture(path: Path | str, step: str | None = None,
                  phases: Mapping[str, str] | None = None) -> Capture:

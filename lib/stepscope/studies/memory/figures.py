@@ -8,7 +8,7 @@ from stepscope.config import PHASES, StepConfig
 from stepscope.model.accounting import GIB, peak
 from stepscope.report import style
 from stepscope.report.schemas import Tables
-from stepscope.report.shapes import select
+from stepscope.report.shapes import PRECISION_NAMES, select
 from stepscope.report.style import BLUE, INK, MUTED, ORANGE, PAPER, figure
 from stepscope.report.tables import number
 from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual
@@ -16,7 +16,6 @@ from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, colum
 COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
           "workspaces": MUTED, "other": style.FILL}
-NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 POINTS = 160   # of a drawn timeline: an SVG holds each
 THICK = 0.08   # of the height: what is thinner has no name in the picture
 NAMED = ("small", "medium", "large", "xl", "2.7B")
@@ -37,8 +36,8 @@ def memory_timeline(tables: Tables) -> Figure | None:
     modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
     last = wholes.loc[modes[-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
-    message = (f"{one['size']} at context {one['context_length']:,} in {NAMES[one['precision']]}: the peak is"
-               f" {place}, {number(last['peak_gib'], 'GiB')}")
+    message = (f"{one['size']} at context {one['context_length']:,} in {PRECISION_NAMES[one['precision']]}:"
+               f" the peak is {place}, {number(last['peak_gib'], 'GiB')}")
     drawn, axes = figure(message, 3.6, 1, len(modes), sharey=True, squeeze=False,
                          width_ratios=[1 + len(PHASES[mode]) for mode in modes])
     limit = rows[[column(kind) for kind in LIVE]].sum(axis=1).max()
@@ -125,6 +124,6 @@ def memory_peak(tables: Tables) -> Figure:
         if out:
             axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.66)
     axis.set_xlim(0, left.max() * 1.3)
-    axis.set_xlabel(f"predicted peak of a full step in {NAMES[one['precision']]}, GiB")
+    axis.set_xlabel(f"predicted peak of a full step in {PRECISION_NAMES[one['precision']]}, GiB")
     axis.legend(loc="upper right")
     return drawn
