@@ -105,8 +105,9 @@ def memory_peak(tables: Tables) -> Figure:
                for size, length in shapes]
     tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = style.figure(f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted"
-                               f" peak grows with the context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
+    drawn, axis = style.figure(
+        f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak grows with the"
+        f" context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
     parts = pd.DataFrame({kind: [top.kinds[kind] / GIB for top in tops] for kind in COLORS},
                          [f"{name}, {length:,}" for name, length in shapes])
     left = parts.sum(axis=1).to_numpy()
