@@ -192,6 +192,7 @@ def test_what_runs_beside_something_else_would_leave_no_time():
     loose = one.running["family"] == "elementwise"
     assert one.leaves(loose) < one.a_step((one.running["end_ns"] - one.running["start_ns"])[loose].sum())
     assert one.leaves(one.running["family"] != "") == pytest.approx(one.median["wall"] - one.median["idle"])
+    assert one.a_step(one.gaps["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
     found = advice(one, waits(pauses(one), len(one.middle)), "")
     assert [each.ms for each in found] == sorted((each.ms for each in found), reverse=True)
     assert all(each.ms <= one.median["wall"] for each in found)
