@@ -248,7 +248,7 @@ def executed(notebook, holding, names):
 def measuring(gpu, captured, **also):
     config = SimpleNamespace(device="cuda", batches=[], batch_size=1, changes=[], peers=[])
     return {"Any": Any, "math": math, "pd": pd, "torch": torch, "config": config, "measure": SimpleNamespace(
-        **{name: getattr(measure, name) for name in measure.__all__} | {
+        **{name: getattr(measure, name) for name in dir(measure)} | {
             "capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None})} | also
 
 

@@ -68,13 +68,3 @@ from stepscope.traces.captured import (
     quickest_step,
     whole_steps,
 )
-
-__all__ = [
-    "TRIES", "MemoryHistory", "Phases", "Power", "PowerMonitor", "allow_recompiling", "asked_and_allocated",
-    "at_cap", "autocast", "back_to_back", "by_name", "capture", "ceilings", "device_bytes", "enough",
-    "error_text", "forget_peaks", "fresh_compiler_cache", "gpu_time", "gpu_time_ms",
-    "grad_scaler", "graph_of", "highest_clock_mhz", "host_sets_pace", "keep_up", "kept_up_power",
-    "middle_step", "operations_by_name", "out_of_memory", "pass_memory", "peak_memory", "power_limit_w",
-    "prepare", "quickest_step", "record_memory_history", "release", "replay", "saved_for_backward",
-    "seconds_with_compiling", "sheet_tflops", "sm_clock_mhz", "step_times", "storage_bytes", "synchronizer",
-    "time_steps", "unsteady", "walls_ms", "whole_steps", "with_rates"]
