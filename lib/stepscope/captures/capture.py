@@ -321,9 +321,8 @@ def _forward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: n
                          "phase": phase})[["group", "mark", "phase"]].iloc[order]
     groups = rows.groupby("group")["mark"]
     earlier, later = groups.ffill(), groups.bfill()
-    first = earlier.isna() & (later == "backward") | earlier.isna() & (later == "forward")
-    known = launch[order] < NEVER
-    inside = (rows["phase"] == OUTSIDE) & known & (first | (earlier == "forward") & later.notna())
+    ahead = later.notna() & (earlier.isna() | (earlier == "forward"))
+    inside = (rows["phase"] == OUTSIDE) & (launch[order] < NEVER) & ahead
     phase = phase.copy()
     phase[order[inside.to_numpy()]] = "forward"
     return phase
