@@ -15,6 +15,7 @@ from conftest import (
     BAD_RESULT,
     DIES,
     HANGS,
+    KILLS_RUN,
     KILLS_WORKER,
     LACKS_MEMORY,
     PATHS,
@@ -56,14 +57,15 @@ def by_seed(store):
 
 
 def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, store, faults):
-    end = sweep([0, RAISES, LACKS_MEMORY, DIES, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2))
+    end = sweep([0, RAISES, LACKS_MEMORY, DIES, KILLS_RUN, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2))
     records = by_seed(store)
     assert {seed: record.status for seed, record in records.items()} == {
-        0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", UNFINISHED: "failed",
+        0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", KILLS_RUN: "failed", UNFINISHED: "failed",
         BAD_RESULT: "failed", PATHS: "ok"}
     assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
+    assert "killed by SIGKILL" in records[KILLS_RUN].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
-    assert end.counts == {"ok": 2, "oom": 1, "failed": 4} and not end.left
+    assert end.counts == {"ok": 2, "oom": 1, "failed": 5} and not end.left
     assert "): seed 9\n" in sweep.said  # markdown, as a terminal shows it
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
 
@@ -143,7 +145,7 @@ def gpus(monkeypatch, faults):
 
 
 def test_runs_that_share_a_gpu_take_turns_and_whole_ones_have_it_alone(sweep, store, faults, gpus):
-    end = sweep([TURNS, *range(10, 17)], SweepOptions(runs_a_gpu=3), device="auto")
+    end = sweep([TURNS, *range(11, 18)], SweepOptions(runs_a_gpu=3), device="auto")
     assert end.counts == {"ok": 8}  # none found another's file on its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
 
@@ -213,7 +215,7 @@ def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
 
     def take(config, name):
         given = SimpleNamespace(config=config, folder=store.folder_in_making())
-        under_way._take(given, record_of(config, machine={"device_name": name}))
+        under_way._collect(given, record_of(config, machine={"device_name": name}))
     take(configs[0], "H200")
     with pytest.raises(WorkersError, match="ran on 'another', and the other runs here on 'H200'"):
         take(configs[1], "another")

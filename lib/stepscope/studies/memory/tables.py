@@ -165,20 +165,20 @@ def saved_by_block(tables: Tables) -> pd.DataFrame:
 
 
 def less_memory(tables: Tables) -> pd.DataFrame | None:
-    """What lowers the peak: each change beside the step without it."""
+    """What lowers the peak: each optimization beside the step without it."""
     low, fused = {"precision": "bf16"}, {"attention": "sdpa", "optimizer": "fused"}
-    changes: list[tuple[str, str, str, dict, dict]] = [
+    optimizations: list[tuple[str, str, str, dict, dict]] = [
         ("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
         ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
         ("fused attention and AdamW", "full step, bf16", "peak_gib", low, low | fused),
         ("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
          low | {"expandable_segments": True})]
     rows = []
-    for change, of, name, without, with_it in changes:
+    for optimization, of, name, without, with_it in optimizations:
         with suppress(LookupError):
             before, after = (usual(tables["memory.peaks"], mode="step", phase="whole", **fields).iloc[0]
                              for fields in (without, with_it))
-            rows.append((change, of, before["context_length"], before[name], after[name]))
+            rows.append((optimization, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
         steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
         steps = steps.set_index("change")
