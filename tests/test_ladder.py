@@ -20,6 +20,7 @@ from stepscope.gpu_lock import exclusive
 from stepscope.measure import back_to_back, fresh_compiler_cache
 from stepscope.model.fit import last_step_bytes
 from stepscope.model.flops import parameter_count
+from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
 from stepscope.optimizations.adamw import hashed, stochastic_round
 from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
@@ -232,6 +233,18 @@ def test_an_fp8_layer_that_nobody_writes_says_so():
     with pytest.raises(TypeError, match="MasterAdamW"):
         layer(torch.randn(2, 32))
     assert layer.bfloat16()(torch.randn(2, 32).bfloat16()).isnan().all()
+
+
+def test_of_trained_weights_the_gradient_is_taken_again(cells, monkeypatch):
+    monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
+    monkeypatch.setattr("stepscope.model.text.text_batches", lambda steps, *sizes: text_batches(min(steps, 4), *sizes))
+    with torch.compiler.set_stance("force_eager"):
+        made = cells("def filling_batch", changes=["fp32", "bf16_moments", "fp8"])
+    rows = {change: row for (change, _), row in made.rows.items()}
+    assert "trained_gradient_off" not in rows["fp32"]
+    assert 0 < rows["bf16_moments"]["trained_gradient_off"] < rows["fp8"]["trained_gradient_off"] < 0.5
+    for name, weight in made.trained.items():
+        assert not torch.equal(weight, torch.ones_like(weight)), f"{name} is not trained"
 
 
 # -- changes --------------------------------------------------------------------------------------------------
@@ -476,12 +489,15 @@ def test_the_bounds_formulas(context):
     plain = 6 * (parameter_count(shape) - 10_000 * 2560 - 65 * 2560) * 4 * context  # all matrices but the embedding
     pairs = 12 * 32 * 4 * context * 2560 * (context + 1) / 2
     assert flops == pytest.approx(plain + pairs, rel=1e-9)
-    found = {moments: bounds.lower_bound(shape, moments, {"matmul_bf16": 780.0, "copy": 4.2})
-             for moments in ("fp32", "bf16")}
+    rates = {"matmul_bf16": 780.0, "matmul_fp8": 1560.0, "copy": 4.2}
+    found = {moments: bounds.lower_bound(shape, "bf16", moments, rates) for moments in ("fp32", "bf16")}
     for moments, row in found.items():
         assert row["matmul_ms"] == pytest.approx(flops / 780e9)
         assert row["moved_ms"] == pytest.approx({"fp32": 28, "bf16": 20}[moments] * 3.41e9 / 4.2e9, rel=0.002)
         assert row["bound_ms"] == row["matmul_ms"] + row["moved_ms"]
+    layers = 4 * 4 * context * 32 * (4 * 2560**2 + 3 * 2560 * 10240)  # forward and the input's gradient, in 8 bits
+    saved = found["bf16"]["matmul_ms"] - bounds.lower_bound(shape, "fp8", "bf16", rates)["matmul_ms"]
+    assert saved == pytest.approx(layers / 780e9 / 2)
 
 
 def test_the_compilers_cache_is_empty_and_gone_afterwards(monkeypatch):

@@ -36,6 +36,7 @@ def row(size, context, change, wall, gpu, batch=4, vocab=10_000):
         "sm_clock_mhz": clock, "power_w": 690.0, "step_j": step_j, "tokens_per_s": batch * context / wall * 1e3,
         "mfu": 0.48, "mfu_measured": 0.6, "mfu_at_clock": 0.57, "loss_off": 1e-5,
         "gradient_off": 0.7 if change == "fp8" else 0.07,
+        "trained_gradient_off": {"bf16_moments": 0.02, "fp8": 0.03}.get(change, np.nan),
         "compile_s": np.nan, "matmul_ms": 54.0, "moved_ms": moved, "bound_ms": 54.0 + moved}
 
 
@@ -360,6 +361,7 @@ def test_what_the_evidence_says(campaign):
     assert claims.fp8_large_batch(campaign) == {
         "tokens": 8 * 512, "low": pytest.approx(165 / 155), "high": pytest.approx(600 / 497)}
     assert claims.fp8_gradient(campaign) == {"size": "2.7B", "fp8": 0.7, "bf16": 0.07}
+    assert claims.fp8_trained_gradient(campaign) == {"size": "2.7B", "fp8": 0.03, "bf16": 0.02}
     assert claims.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
     assert claims.power(campaign) == {"size": "2.7B", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
     assert claims.power_read(campaign) == {"runs": 2, "low": 695, "high": 695}

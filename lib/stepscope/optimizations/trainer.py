@@ -139,19 +139,26 @@ class Trainer(ABC):
         self.step: Callable[[], Tensor] = self.plain_step
         self.reset(self.config.seed)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 weights, to be read or written: the optimizer's masters, or the model's own."""
+        return self.optimizer.masters() if isinstance(self.optimizer, MasterAdamW) else self.named
+
     @torch.no_grad()
     def reset(self, seed: int) -> None:
         """Weights drawn from a seed, the same ones in every class, and an optimizer that has not
         stepped; in place."""
-        ours = isinstance(self.optimizer, MasterAdamW)
-        places = self.optimizer.masters() if ours else self.named
-        generator = torch.Generator(self.config.device).manual_seed(seed)
+        places, generator = self.weights(), torch.Generator(self.config.device).manual_seed(seed)
         for name in sorted(places):
             if (place := places[name]).dim() == 2:
                 place.copy_(torch.empty_like(place).normal_(std=0.02, generator=generator))
             else:
                 place.fill_(1)
-        if ours:
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Go on from what :meth:`weights` are now, with an optimizer that has not stepped."""
+        if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.reset()
             return
         for state in self.optimizer.state.values():

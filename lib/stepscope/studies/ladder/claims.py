@@ -292,6 +292,14 @@ def fp8_gradient(tables: Tables) -> Claim:
     return found if found["fp8"] > 2 * found["bf16"] else None
 
 
+def fp8_trained_gradient(tables: Tables) -> Claim:
+    """The same of weights that have been trained for a while."""
+    kept = [(shape, own) for shape, rows in ladders(tables).items()
+            if (own := timed(rows, [LAST, "fp8"]).get("trained_gradient_off", pd.Series())).notna().sum() == 2]
+    shape, off = kept[-1]
+    return {"size": shape.size, "fp8": off["fp8"], "bf16": off[LAST]}
+
+
 def fp8_training(tables: Tables) -> Claim:
     """How far FP8's loss is from bf16's at most, over the steps of both at the largest batch."""
     curves = tables["ladder.curves"]

@@ -10,6 +10,7 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import MOST_ROWS, counted, digits, headed, number, quartiles, table
 from stepscope.stats import AT_CAP, LEAST_GAIN, MOST_BUSY, launch_bound_rows
 from stepscope.studies.ladder.config import (
+    ADDED,
     BASELINES,
     BEYOND,
     FILLED,
@@ -18,7 +19,6 @@ from stepscope.studies.ladder.config import (
     OF_BEFORE,
     RUNGS,
     SCRIPT,
-    SPREAD,
     WITHOUT,
 )
 from stepscope.studies.ladder.parts import GAPS, last_step, milliseconds
@@ -55,12 +55,12 @@ COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
     "steps": tidy(
         CASE, **KEY, status=word(*STATUSES), reason=word(), **{name: measured() for name in MEASURES},
-        **{name: measured(required=False) for name in (*SPREAD, *OF_BEFORE)},
+        **{name: measured(required=False) for name in (*ADDED, *OF_BEFORE)},
         unsteady=word(required=False)),
     "kernels": tidy((*CASE, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
-NUMBERS = ("parameters", "power_limit_w", "matmul_fp32", "matmul_bf16", "copy", "sheet_bf16",
+NUMBERS = ("parameters", "power_limit_w", "matmul_fp32", "matmul_bf16", "matmul_fp8", "copy", "sheet_bf16",
            "kept_up_tflops", "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32",
            "compared", "unequal", "low_compared", "low_unequal")  # results that are read as such
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
