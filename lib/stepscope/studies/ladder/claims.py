@@ -294,9 +294,9 @@ def fp8_gradient(tables: Tables) -> Claim:
 
 def fp8_trained_gradient(tables: Tables) -> Claim:
     """The same of weights that have been trained for a while."""
-    kept = [(shape, own) for shape, rows in ladders(tables).items()
-            if (own := timed(rows, [LAST, "fp8"]).get("trained_gradient_off", pd.Series())).notna().sum() == 2]
-    shape, off = kept[-1]
+    measured = {shape: timed(rows, [LAST, "fp8"]).get("trained_gradient_off", pd.Series()).dropna()
+                for shape, rows in ladders(tables).items()}
+    shape, off = [each for each in measured.items() if len(each[1]) == 2][-1]
     return {"size": shape.size, "fp8": off["fp8"], "bf16": off[LAST]}
 
 
