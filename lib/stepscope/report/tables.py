@@ -119,6 +119,11 @@ def escape(text: object) -> str:
     return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # a word joiner, which shows as nothing
 
 
+def listed(words: Sequence[str]) -> str:
+    """"a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
     def heading(name: Any) -> Any:

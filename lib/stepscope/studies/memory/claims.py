@@ -1,8 +1,9 @@
 """The memory study's claims: the numbers of one sentence where it holds, None where it does not."""
 import pandas as pd
 
-from stepscope.config import SIZES
-from stepscope.model.accounting import GIB, MIB
+from stepscope.config import SIZES, StepConfig
+from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
+from stepscope.model.flops import parameter_count
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN, SHAPE, largest, reference, select
 from stepscope.stats import SAME
@@ -10,6 +11,7 @@ from stepscope.studies.memory.tables import (
     begins_backward,
     nested,
     one_level,
+    predicted,
     usual,
 )
 
@@ -335,3 +337,25 @@ def peak_without_gradients(tables: Tables) -> Claim:
     gradients = row["weights_gib"]
     return {"gradients": gradients, "share": row["gradients_gib"] / gradients} if (
         begins_backward(row) and row["gradients_gib"] < 0.1 * gradients) else None
+
+
+# What a machine without a GPU can say
+
+def predicted_peak(tables: Tables) -> Claim:
+    """The handout's largest size, by formula: no table is needed."""
+    config = predicted()
+    top = peak(config)
+    return {"size": config.size, "parameters": parameter_count(config), "context": config.context_length,
+            "batch": config.batch_size, "peak": top.allocated / GIB, "phase": top.phase,
+            "weights": top.kinds["weights"] / GIB, "state": top.kinds["optimizer state"] / GIB,
+            "saved": top.kinds["saved for backward"] / GIB}
+
+
+def block_saves_formula(tables: Tables) -> Claim:
+    """What one block was seen to save for backward, where it is what the formula says."""
+    rows, sums = _allocated(tables, "saved by a block")
+    first = rows.iloc[0]
+    config = StepConfig(**{name: first[name] if isinstance(first[name], str) else int(first[name]) for name in (
+        "size", "context_length", "batch_size", "vocab_size", "precision", "attention")}, device="cpu")
+    found = {"saved": sums.sum(), "tensors": int(rows["count"].sum()), "size": first["size"]}
+    return found if round(sums.sum() * MIB) == value(formulas_of(config).saved, config) else None
