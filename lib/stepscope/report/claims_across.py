@@ -3,7 +3,11 @@ import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN, having, select
+from stepscope.report.shapes import PLAIN, SHAPE, having, largest, reference, select
+from stepscope.report.tables_across import with_reference
+from stepscope.studies.ladder.tables import NAMES as LADDER_NAMES
+
+SLOW = 0.95  # of the reference's speed: less is asked about
 
 
 def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
@@ -30,6 +34,29 @@ def cpu_phases(tables: Tables) -> Claim:
     _, phases = _largest_here(tables)
     return {phase: phases.loc[phase, "wall_ms"] / phases.loc[WHOLE, "wall_ms"]
             for phase in ("forward", "backward", "optimizer")}
+
+
+def gradients_off(tables: Tables) -> Claim:
+    """How far the first gradient is from fp32's at most, of the largest size of which the whole ladder was
+    measured; FP8, which is told apart, is not meant."""
+    rows = select(tables["ladder.steps"], SHAPE, change=lambda names: ~names.isin(["fp32", "fp8"]),
+                  gradient_off=pd.Series.notna, size=largest, context_length=reference)
+    worst = rows.loc[rows["gradient_off"].idxmax()]
+    return {"size": worst["size"], "most": worst["gradient_off"], "change": LADDER_NAMES[worst["change"]]}
+
+
+def beside_reference(tables: Tables) -> Claim:
+    """Where this machine is on the reference's GPU: the slowest of its key numbers, if it is slow."""
+    rows = with_reference(tables)
+    slow = rows.loc[rows["speed"].idxmin()]
+    return {"numbers": len(rows), "what": slow["what"], "speed": slow["speed"]} if slow["speed"] < SLOW else None
+
+
+def beside_reference_alike(tables: Tables) -> Claim:
+    """Where none is."""
+    rows = with_reference(tables)
+    least = rows["speed"].min()
+    return {"numbers": len(rows), "least": least} if least >= SLOW else None
 
 
 def measured_on(tables: Tables) -> Claim:

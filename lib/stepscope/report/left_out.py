@@ -46,7 +46,7 @@ def left_out(pages: Pages, records: list[Record]) -> list[str]:
     rest = not_measured(pages, records)
     on_cpu = all(record.config["device"] == "cpu" for record in records)
     more = [f"not measured here: {'; '.join(rest)}. stepscope sweep reference measures what is missing"]
-    return [*_not_run(pages, records, on_cpu), *more * bool(rest and not on_cpu), *_not_so(pages)]
+    return [*_not_run(pages, records, on_cpu), *more * bool(rest and not on_cpu), *_broken(pages)]
 
 
 def _not_run(pages: Pages, records: list[Record], on_cpu: bool) -> Iterator[str]:
@@ -66,14 +66,11 @@ def _some(names: Iterable[str], most: int = 6, by: str = "; ") -> str:
     return by.join([*shown[:most], *[f"and {len(shown) - most} more"] * (len(shown) > most)])
 
 
-def _not_so(pages: Pages) -> Iterator[str]:
-    """How many claims do not hold, and how many of all could not be made, by page."""
-    whys = {title: [one.why for one in told if one.why not in (HOLDS, NO_DATA)]
-            for title, told in pages.items()}
-    for words, fails in (("that do not hold of these runs", True), ("that could not be made", False)):
-        count = {title: sum((why == FAILS) is fails for why in own) for title, own in whys.items()}
-        if found := [f"{number} of {title}" for title, number in count.items() if number]:
-            yield f"left out, sentences {words}: {_some(found)}"
+def _broken(pages: Pages) -> Iterator[str]:
+    """How many sentences, tables and pictures could not be made, by page."""
+    count = {title: sum(one.why not in (HOLDS, NO_DATA, FAILS) for one in told) for title, told in pages.items()}
+    if found := [f"{number} of {title}" for title, number in count.items() if number]:
+        yield f"left out, what could not be made: {_some(found)}"
 
 
 def study_of(kind: str, name: str) -> str | None:

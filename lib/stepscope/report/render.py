@@ -130,7 +130,7 @@ def compose(runs: Path, out: Path) -> Report:
     place = _relative(runs, out)
     if not without_gpu and (rest := not_measured(report.pages, found.records)):
         heading, _, first = main[chapters[0]].partition("\n")
-        main[chapters[0]] = f"{heading}\n\n{_of_what(rest, found.records, place)}\n{first}"
+        main[chapters[0]] = f"{heading}\n\n{_of_what(rest, found.records, place)}{first}"
     sweeps = ["cpu"] if without_gpu else [*dict.fromkeys(study for path in missing for study in _studies(path))]
     writeup = "\n".join([*filter(None, main.values()), *_end(missing, pages, place, sweeps)])
     figures = {name: drawn for name, (_, drawn) in renderer.figures.items()}
@@ -147,16 +147,16 @@ def compose(runs: Path, out: Path) -> Report:
 
 def _foot(records: list[Record]) -> str:
     """Of what the page is, and how it is cited; the dates are the runs'."""
-    def listed(values: Iterable[object]) -> str:
+    def some(values: Iterable[object]) -> str:
         found = sorted({str(value) for value in values if value})
         return escape(", ".join([*found[:3], *[f"and {len(found) - 3} more"] * (len(found) > 3)])) or NONE
 
     days = sorted(record.started_at.date().isoformat() for record in records)
     return _source(FOOT).format(
         runs="1 run" if len(records) == 1 else f"{len(records):,} runs", version=__version__,
-        devices=listed(record.machine.get("device_name") for record in records),
+        devices=some(record.machine.get("device_name") for record in records),
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
-        sources=listed(record.software.get("stepscope_source") for record in records))
+        sources=some(record.software.get("stepscope_source") for record in records))
 
 
 def _relative(runs: Path, folder: Path) -> str:

@@ -124,6 +124,16 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def all_of(count: int) -> str:
+    """"the one", "both", "all 22"."""
+    return {1: "the one", 2: "both"}.get(count, f"all {count:,}")
+
+
+def some_of(some: int, count: int) -> str:
+    """"none of the 2", "both", "12 of the 22"."""
+    return all_of(count) if some == count else f"{some or 'none'} of the {count:,}"
+
+
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
     def heading(name: Any) -> Any:

@@ -101,7 +101,9 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                     client = closing.enter_context(
                         local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu))
                     workers = Workers(client, options.timeout_s, options.notebooks)
-                console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}")
+                turns = "; on a GPU they share it, and one measures at a time" * (end.left[0].device == "cuda")
+                console.print(f"{len(end.left)} runs to do{turns}. Seconds are those of measuring. Dask's dashboard:"
+                              f" {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -294,8 +296,15 @@ class _Sweep:
         said = [str(result.results.get("finding") or "done"), *filter(None, [unsteady, result.cause])]
         found = {"ok": "; ".join(said), "oom": "does not fit: out of memory",
                  "failed": f"failed: {result.cause}"}[result.status]
-        self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({result.duration_s:.0f} s):"
-                           f" {plain(found)}")
+        measured_s = result.measuring_s or result.duration_s  # without waiting for the others
+        self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({measured_s:.0f} s): {plain(found)}"
+                           f"{self._about_left()}")
+
+    def _about_left(self) -> str:
+        """How long it may still take, at the rate of the runs so far."""
+        left = len(self.asked) - len(self.done)
+        minutes = (monotonic() - self.began) / 60 / len(self.done) * left
+        return f" About {max(minutes, 1):.0f} min left." if left else ""
 
 
 def _name(config: RunConfig) -> str:

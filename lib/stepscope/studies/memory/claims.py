@@ -6,6 +6,7 @@ from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
 from stepscope.model.flops import parameter_count
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN, SHAPE, largest, reference, select
+from stepscope.report.tables import all_of
 from stepscope.stats import SAME
 from stepscope.studies.memory.tables import (
     begins_backward,
@@ -104,10 +105,18 @@ def memory_formula(tables: Tables) -> Claim:
     none compiled."""
     rows = select(tables["memory.peaks"], phase="whole", status="ok")
     beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
-    if beyond.max() > 1024:
+    if beyond.max() > 1024 or not beyond.max():
         return None
     return {"most": int(beyond.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
             "exact": int((beyond == 0).sum())}
+
+
+def memory_exact(tables: Tables) -> Claim:
+    """Where the formula is off nowhere: what is said in place of :func:`memory_formula`."""
+    rows = select(tables["memory.peaks"], phase="whole", status="ok")
+    beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).round()
+    found = {"steps": all_of(len(rows)), "forward": int((rows["mode"] == "forward").sum())}
+    return found if beyond.eq(0).all() else None
 
 
 def peak_reserved(tables: Tables) -> Claim:
@@ -211,7 +220,7 @@ def mixed_memory_long(tables: Tables) -> Claim:
     pivoted = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
     less = 1 - pivoted["bf16"] / pivoted["fp32"]
     found = {"context": int(pivoted.index[-1]), "less": less.iloc[-1], "low": pivoted["bf16"].iloc[-1]}
-    return found if less.iloc[-1] > SAME else None
+    return found if len(less) > 1 and less.iloc[-1] > SAME else None
 
 
 def answer_residual(tables: Tables) -> Claim:
