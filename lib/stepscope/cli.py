@@ -126,9 +126,9 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
         console.print(f"open {runs / 'writeup.html'} in a browser: one file, which can be copied anywhere")
-        console.print(f"your own model: {_program()} " + (
-            "ladder --shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024 --runs runs/local-mine" if gpus_here()
-            else "fit --shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024 --memory 80"))
+        own = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
+        command = f"ladder {own} --runs runs/local-mine" if gpus_here() else f"fit {own} --memory 80"
+        console.print(f"your own model: {_program()} {command}")
     raise typer.Exit(status)
 
 

@@ -37,8 +37,8 @@ def cpu_phases(tables: Tables) -> Claim:
 
 
 def gradients_off(tables: Tables) -> Claim:
-    """How far the first gradient is from fp32's at most, of the largest size of which the whole ladder was
-    measured; FP8, which is told apart, is not meant."""
+    """How far the largest size's first gradient is from fp32's at most; FP8, which is told apart, is not
+    meant."""
     rows = select(tables["ladder.steps"], SHAPE, change=lambda names: ~names.isin(["fp32", "fp8"]),
                   gradient_off=pd.Series.notna, size=largest, context_length=reference)
     worst = rows.loc[rows["gradient_off"].idxmax()]
@@ -49,7 +49,7 @@ def beside_reference(tables: Tables) -> Claim:
     """Where this machine is on the reference's GPU: the slowest of its key numbers, if it is slow."""
     rows = with_reference(tables)
     slow = rows.loc[rows["speed"].idxmin()]
-    return {"numbers": len(rows), "what": slow["what"], "speed": slow["speed"]} if slow["speed"] < SLOW else None
+    return {"what": slow["what"], "speed": slow["speed"]} if slow["speed"] < SLOW else None
 
 
 def beside_reference_alike(tables: Tables) -> Claim:

@@ -1,4 +1,4 @@
-"""What a report leaves out, in a reader's words: for want of which runs, or since it does not hold of them."""
+"""What a report leaves out, in a reader's words: for want of which runs, and what could not be made."""
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -52,8 +52,8 @@ def left_out(pages: Pages, records: list[Record]) -> list[str]:
 def _not_run(pages: Pages, records: list[Record], on_cpu: bool) -> Iterator[str]:
     """The studies without a run, and of which pages that is some or all."""
     ran = {record.study for record in records}
-    lacking = {title: {study for one in told if one.why == NO_DATA and (study := study_of(one.kind, one.name))}
-               - ran for title, told in pages.items()}
+    lacking = {title: {study_of(one.kind, one.name) for one in told if one.why == NO_DATA} - {None} - ran
+               for title, told in pages.items()}
     if titles := [title for title, missing in lacking.items() if missing]:
         names = [name for name in studies.STUDIES if name in set.union(*lacking.values())]
         sweeps = "cpu" if on_cpu else " ".join(names)
@@ -68,7 +68,8 @@ def _some(names: Iterable[str], most: int = 6, by: str = "; ") -> str:
 
 def _broken(pages: Pages) -> Iterator[str]:
     """How many sentences, tables and pictures could not be made, by page."""
-    count = {title: sum(one.why not in (HOLDS, NO_DATA, FAILS) for one in told) for title, told in pages.items()}
+    count = {title: sum(one.why not in (HOLDS, NO_DATA, FAILS) for one in told)
+             for title, told in pages.items()}
     if found := [f"{number} of {title}" for title, number in count.items() if number]:
         yield f"left out, what could not be made: {_some(found)}"
 

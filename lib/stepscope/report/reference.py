@@ -15,8 +15,8 @@ from stepscope.runs.store import Store
 def reference_text(tables: Tables) -> str:
     """The file's text: what the chapters ask of the reference, where it holds, and its key numbers."""
     device, claims, found = str(tables["runs"]["device"].iloc[0]), collect("claim"), {}
-    for name in sorted({tag["name"] for path in FILE.parent.rglob("*.md")
-                        for tag in TAG.finditer(path.read_text(encoding="utf-8")) if tag["kind"] == "reference"}):
+    chapters = "".join(path.read_text(encoding="utf-8") for path in FILE.parent.rglob("*.md"))
+    for name in sorted({tag["name"] for tag in TAG.finditer(chapters) if tag["kind"] == "reference"}):
         if (numbers := claims[name](tables)) is not None:
             found[name] = numbers | {"on": device.removeprefix("NVIDIA ")}
     rows = key_numbers(tables).to_dict("records")

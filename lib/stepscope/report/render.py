@@ -131,8 +131,9 @@ def compose(runs: Path, out: Path) -> Report:
     if not without_gpu and (rest := not_measured(report.pages, found.records)):
         heading, _, first = main[chapters[0]].partition("\n")
         main[chapters[0]] = f"{heading}\n\n{_of_what(rest, found.records, place)}{first}"
-    sweeps = ["cpu"] if without_gpu else [*dict.fromkeys(study for path in missing for study in _studies(path))]
-    writeup = "\n".join([*filter(None, main.values()), *_end(missing, pages, place, sweeps)])
+    sweeps = dict.fromkeys(study for path in missing for study in _studies(path))
+    end = _end(missing, pages, place, ["cpu"] if without_gpu else [*sweeps])
+    writeup = "\n".join([*filter(None, main.values()), *end])
     figures = {name: drawn for name, (_, drawn) in renderer.figures.items()}
     if without_gpu:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
@@ -181,8 +182,8 @@ def _of_what(rest: list[str], records: list[Record], place: str) -> str:
     of = f"A tour of {len(there)} of the handout's {all_of_them} sizes, {listed(there)}. " * (
         0 < len(there) < all_of_them)
     return (f"> {of}It leaves out {'; '.join(rest)}. In this report's folder,"
-            f" `{_command('sweep', ['reference'], place)}` measures the rest, and `{_command('render', [], place)}`"
-            " tells it.\n")
+            f" `{_command('sweep', ['reference'], place)}` measures the rest, and"
+            f" `{_command('render', [], place)}` tells it.\n")
 
 
 def _command(name: str, arguments: list[str], place: str) -> str:
@@ -196,8 +197,8 @@ def _end(missing: list[Path], pages: dict[str, str], place: str, sweeps: list[st
     yield f"---\n\nEvidence, a page a study: {', '.join(titles)}.\n"
     if missing:
         names = ", ".join(_title(_source(path)) for path in missing)
-        yield (f"Not measured here: {names}. In this report's folder, `{_command('sweep', sweeps, place)}` measures"
-               " it.\n")
+        command = _command("sweep", sweeps, place)
+        yield f"Not measured here: {names}. In this report's folder, `{command}` measures it.\n"
 
 
 def _title(text: str) -> str:

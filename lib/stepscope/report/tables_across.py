@@ -25,16 +25,16 @@ def _rate(tables: Tables, name: str, column: str, what: str, unit: str, **wanted
 
 def _launch(tables: Tables) -> Iterator[dict]:
     """Wall time a kernel in the fastest steps of a model whose work on the GPU is tiny."""
-    rows = select(tables["benchmark.times"], batch_size=1, context_length=lambda length: length <= 16, phase=WHOLE,
-                  mode="step")
+    rows = select(tables["benchmark.times"], batch_size=1, context_length=lambda length: length <= 16,
+                  phase=WHOLE, mode="step")
     row = rows[launch_bound_rows(rows)].iloc[[0]]
     yield _row(row.iloc[0], "a launch, in a step of {size} that waits", "us",
                (fastest_ms(row) / row["operations"]).iloc[0] * 1e3)
 
 
 def _gpu_bound(tables: Tables) -> Iterator[dict]:
-    for _, row in select(tables["benchmark.times"], PLAIN, precision="fp32", context_length=reference, mode="step",
-                         phase=WHOLE, gpu_ms=pd.Series.notna).iterrows():
+    for _, row in select(tables["benchmark.times"], PLAIN, precision="fp32", context_length=reference,
+                         mode="step", phase=WHOLE, gpu_ms=pd.Series.notna).iterrows():
         yield _row(row, "{size}'s fp32 step, GPU time", "ms", row["gpu_ms"])
 
 
@@ -53,13 +53,15 @@ def _last(tables: Tables) -> Iterator[dict]:
 
 
 def _row(row: pd.Series, what: str, unit: str, value: float) -> dict[str, Any]:
-    shape = ", ".join(f"{words} {row[name]:,}" for name, words in zip(ORDER[1:], ("context", "vocabulary", "batch")))
+    words = zip(("context", "vocabulary", "batch"), row[[*ORDER[1:]]])
+    shape = ", ".join(f"{word} {size:,}" for word, size in words)
     return {"what": what.format(size=row["size"]), "shape": shape, "unit": unit, "value": float(value)}
 
 
 NUMBERS: list[Callable[[Tables], Iterator[dict]]] = [
     lambda tables: _rate(tables, "ladder.results", "matmul_bf16", "a large bf16 matmul", "TFLOP/s"),
-    lambda tables: _rate(tables, "ladder.results", "kept_up_tflops", "one bf16 matmul after another", "TFLOP/s"),
+    lambda tables: _rate(tables, "ladder.results", "kept_up_tflops", "one bf16 matmul after another",
+                         "TFLOP/s"),
     lambda tables: _rate(tables, "benchmark.results", "matmul_tflops", "a large fp32 matmul", "TFLOP/s",
                          precision="fp32"),
     lambda tables: _rate(tables, "benchmark.results", "copy_tb_s", "a large copy", "TB/s"),
@@ -67,8 +69,8 @@ NUMBERS: list[Callable[[Tables], Iterator[dict]]] = [
 
 
 def key_numbers(tables: Tables) -> pd.DataFrame:
-    """What tells whether a machine is as fast as another of its kind: ``what``, of which ``shape``, ``unit``,
-    ``value``."""
+    """What tells whether a machine is as fast as another of its kind: ``what``, of which ``shape``, ``unit``
+    and ``value``."""
     found: list[dict] = []
     for numbers in NUMBERS:
         with suppress(LookupError):
@@ -96,7 +98,8 @@ def with_reference(tables: Tables) -> pd.DataFrame:
 def beside_reference(tables: Tables) -> pd.DataFrame:
     """The key numbers beside the reference's."""
     rows = with_reference(tables)
-    texts = {name: [number(*pair) for pair in zip(rows[name], rows["unit"])] for name in ("value", "value_there")}
+    texts = {name: [number(*pair) for pair in zip(rows[name], rows["unit"])]
+             for name in ("value", "value_there")}
     return table(pd.DataFrame({"what": rows["what"], "of": rows["shape"], "here": texts["value"],
                                "the reference": texts["value_there"], "speed, %": rows["speed"]}), rows=40)
 

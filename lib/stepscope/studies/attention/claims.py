@@ -178,7 +178,8 @@ def answer_attention_times(tables: Tables) -> Claim:
     at = select(own, sequence=sequence, d_model=HEAD).iloc[0]
     by_dimension = dict.fromkeys(sorted(own["d_model"].unique()))
     return {"batch": int(at["batch_size"]), "dims": _dims(by_dimension), "d": HEAD, "sequence": sequence,
-            "precision": precision, "forward": row["forward"], "backward": row["backward"], "in_use": at["in_use_mib"] / 1024}
+            "precision": precision, "forward": row["forward"], "backward": row["backward"],
+            "in_use": at["in_use_mib"] / 1024}
 
 
 def answer_attention_fits(tables: Tables) -> Claim:
@@ -233,7 +234,8 @@ def _precision(tables: Tables) -> str:
 def _saved(tables: Tables, name: str) -> pd.Series:
     """What an implementation saves for backward at one d, in MiB, by the handout's sequences, in
     :func:`_precision`."""
-    rows = select(_of_handout(tables["attention.passes"], _precision(tables), name), saved_mib=pd.Series.notna)
+    own = _of_handout(tables["attention.passes"], _precision(tables), name)
+    rows = select(own, saved_mib=pd.Series.notna)
     return rows.set_index("sequence")["saved_mib"].sort_index()
 
 
@@ -345,21 +347,22 @@ def answer_attention_out(tables: Tables) -> Claim:
 def attention_growth_why(tables: Tables) -> Claim:
     """What naive attention saves is two T x T matrices, and a fused kernel's an fp32 number a row."""
     naive, fused = (_saved(tables, name) for name in ("naive", "efficient"))
-    own = select(tables["attention.passes"], precision=_precision(tables), implementation="naive", d_model=HEAD)
+    own = _of_handout(tables["attention.passes"], _precision(tables), "naive")
     sequence, batch = int(naive.index[-1]), int(own["batch_size"].iloc[0])
     each = 4 if _precision(tables) == "fp32" else 2
     matrix, row = each * batch * sequence**2 / 2**20, 4 * batch * sequence / 2**20
     if abs(naive[sequence] / (2 * matrix) - 1) > 0.01 or abs(fused[sequence] / row - 1) > 0.01:
         return None
-    return {"batch": batch, "sequence": sequence, "bytes": each, "matrix": matrix / 1024, "saved": naive[sequence] / 1024,
-            "row": row}
+    return {"batch": batch, "sequence": sequence, "bytes": each, "matrix": matrix / 1024,
+            "saved": naive[sequence] / 1024, "row": row}
 
 
 def cpu_attention(tables: Tables) -> Claim:
     """Naive attention beside the fastest kernel that stores no T x T, at the longest sequence on a CPU."""
     rows = select(tables["attention.passes"], status="ok", device_gib=pd.Series.isna, wall_ms=pd.Series.notna,
                   sequence=max).set_index("implementation")
-    naive, fused = rows.loc["naive"], rows.drop(index=[*SQUARES], errors="ignore").sort_values("wall_ms").iloc[0]
+    others = rows.drop(index=[*SQUARES], errors="ignore").sort_values("wall_ms")
+    naive, fused = rows.loc["naive"], others.iloc[0]
     if fused["saved_mib"] > 0.1 * naive["saved_mib"] or fused["wall_ms"] > naive["wall_ms"]:
         return None
     return {"sequence": int(naive["sequence"]), "d": int(naive["d_model"]), "batch": int(naive["batch_size"]),

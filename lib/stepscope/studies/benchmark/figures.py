@@ -56,8 +56,8 @@ def busy(tables: Tables) -> Picture:
     """Busy share of the full step over the context, a line a size; steps that are not launch-bound hollow."""
     waits, rows = waiting(tables), low_steps(tables).dropna(subset=["busy"])
     (short, short_count), (long, long_count) = waits.sum().items()
-    counted = (f"{short_count} of {len(waits)} sizes are launch-bound at context {short:,}, and {long_count} at"
-               f" {long:,}")
+    counted = f"{short_count} of {len(waits)} sizes are launch-bound at context {short:,}, and {long_count}"
+    counted += f" at {long:,}"
     one = waits.replace({True: "launch-bound", False: "GPU-bound"}).iloc[0]
     alone = f"{waits.index[0]} is {one[short]} at context {short:,}, and {one[long]} at {long:,}"
     drawn, axes = figure(f"In {low_precision(tables)}, {counted if len(waits) > 1 else alone}", 3.4)

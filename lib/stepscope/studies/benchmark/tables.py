@@ -14,7 +14,8 @@ from stepscope.traces.families import MATMUL
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
           "optimizer", "repeat")
 CASE = ("mode", "phase")
-READS = ("ladder.kernels", "mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")  # of other studies
+READS = ("ladder.kernels",  # of other studies
+         "mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")
 SCHEMAS = {
     "times": tidy(CASE, **TIMES),
     "samples": tidy((*CASE, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
@@ -171,8 +172,8 @@ def waiting(tables: Tables) -> pd.DataFrame:
 
 
 def fused_with_foreach(tables: Tables) -> pd.DataFrame:
-    """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``; of the ladder's
-    steps where the benchmark has no fused one."""
+    """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``; of the
+    ladder's steps where the benchmark has no fused one."""
     on_gpu(steps(tables))
     ladder = tables.get("ladder.kernels")
     foreach, fused = ({"optimizer": name, "phase": "optimizer", "context_length": context(tables)}
@@ -181,8 +182,9 @@ def fused_with_foreach(tables: Tables) -> pd.DataFrame:
         return _adamw(*(plain(tables, **how).set_index("size")["gpu_ms"] for how in (foreach, fused)))
     if ladder is None:
         raise KeyError("fused")
-    return _adamw(*(select(ladder, SHAPE, family="optimizer", change=change, context_length=reference).groupby(
-        "size", sort=False)["gpu_ms"].sum() for change in ("sdpa", "fused")))
+    rows = select(ladder, SHAPE, family="optimizer", change=["sdpa", "fused"], context_length=reference)
+    times = rows.groupby(["change", "size"], sort=False)["gpu_ms"].sum()
+    return _adamw(times["sdpa"], times["fused"])
 
 
 def _adamw(foreach: pd.Series, fused: pd.Series) -> pd.DataFrame:

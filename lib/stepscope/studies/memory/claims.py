@@ -364,7 +364,7 @@ def block_saves_formula(tables: Tables) -> Claim:
     """What one block was seen to save for backward, where it is what the formula says."""
     rows, sums = _allocated(tables, "saved by a block")
     first = rows.iloc[0]
-    config = StepConfig(**{name: first[name] if isinstance(first[name], str) else int(first[name]) for name in (
-        "size", "context_length", "batch_size", "vocab_size", "precision", "attention")}, device="cpu")
+    fields = first[["size", "context_length", "batch_size", "vocab_size", "precision", "attention"]].to_dict()
+    config = StepConfig(**fields, device="cpu")
     found = {"saved": sums.sum(), "tensors": int(rows["count"].sum()), "size": first["size"]}
     return found if round(sums.sum() * MIB) == value(formulas_of(config).saved, config) else None

@@ -93,8 +93,8 @@ def predicted_timeline(tables: Tables) -> Figure:
     """What the handout's largest size would hold on a GPU at the instants of a step that can be its peak, by
     formula."""
     config = predicted()
-    live = [{"phase": one.phase} | {column(kind): size / GIB for kind, size in everything(one, config, "step").items()}
-            for one in instants(config, "step")]
+    live = [{"phase": one.phase} | {column(kind): size / GIB for kind, size in kinds.items()}
+            for one in instants(config, "step") for kinds in [everything(one, config, "step")]]
     live += live[-1:] * (len(live) // 12)  # the optimizer's one instant, wide enough to be seen
     rows, top = pd.DataFrame(live), peak(config).allocated / GIB
     drawn, axis = figure(f"{config.size} at context {config.context_length:,} in fp32 would need"

@@ -135,7 +135,8 @@ def first_kernel_changes(tables: Tables) -> Claim:
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
     common = forward.join(both.add_suffix("_both"), how="inner")
     changed = int((common["name"] != common["name_both"]).sum())
-    return {"changed": some_of(changed, len(common))} if changed and set(common["family_both"]) == {MATMUL} else None
+    found = {"changed": some_of(changed, len(common))}
+    return found if changed and set(common["family_both"]) == {MATMUL} else None
 
 
 def remainder_of_forward(tables: Tables) -> Claim:
