@@ -133,7 +133,7 @@ def _told(renderer: Renderer) -> tuple[dict[Path, str], list[str]]:
     """Every page as it is told, and why the rest is not."""
     texts = {page: renderer.chapter(page.read_text(), page.name) for page in PAGES}
     return texts, [f"{told.kind} {told.name}: {told.why}" for told in renderer.results
-                   if told.why != HOLDS and not told.name.startswith("cpu_")]
+                   if told.why != HOLDS and not told.name.startswith(("cpu_", "beside_reference"))]
 
 
 @pytest.mark.skipif(not reports.IS_REFERENCE, reason="of the reference")

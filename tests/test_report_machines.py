@@ -15,7 +15,6 @@ from stepscope.report.render import CHAPTERS, WITHOUT_GPU, Rendered, render
 from stepscope.report.shipped import shipped
 from stepscope.report.tables import all_of, listed, some_of
 from stepscope.report.tables_across import key_numbers, with_reference
-from stepscope.studies.memory.claims import block_saves_formula, predicted_peak
 from stepscope.studies.memory.tables import predicted
 
 CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, without their notebooks
@@ -58,15 +57,15 @@ def test_of_a_whole_cpu_sweep_all_is_said_that_a_cpu_can_know(cpu):
 
 
 def test_what_a_gpu_would_hold_is_computed_and_what_a_block_saves_counted(cpu):
-    said, config = predicted_peak({}), predicted()
+    said, config = claims_across.predicted_peak({}), predicted()
     assert said["peak"] == peak(config).allocated / GIB and config.device == "cuda"
     assert f"{said['peak']:.1f} GiB" in cpu[1]
     tables = load(CPU)
-    counted = block_saves_formula(tables)
+    counted = claims_across.block_saves_formula(tables)
     assert counted["tensors"] == 20
     rows = tables["memory.allocations"]
     more = tables | {"memory.allocations": rows.assign(mib=rows["mib"] + 1 / 2**20)}
-    assert block_saves_formula(more) is None, "a byte more a tensor"
+    assert claims_across.block_saves_formula(more) is None, "a byte more a tensor"
 
 
 def test_a_tour_says_first_what_it_is_of_and_what_it_leaves_out(tour):
@@ -87,7 +86,7 @@ def test_one_measured_case_is_told_as_one(tour):
 
 
 @pytest.mark.parametrize("name", ["fused_adamw", "compile_gain", "precision_launch", "answer_attention_growth", "answer_attention_half",
-                                  "attention_growth_why", "gradients_off", "memory_exact"])
+                                  "attention_growth_why", "gradients_off", "memory_formula"])
 def test_what_a_tour_measured_is_said_of_it(tour, name):
     assert name not in {one.name for one in tour[0].omitted}
 

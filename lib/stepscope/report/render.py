@@ -120,7 +120,6 @@ def compose(runs: Path, out: Path) -> Report:
 
     chapters = sorted((WITHOUT_GPU if without_gpu else CHAPTERS).glob("[0-9][0-9]-*.md"))
     main = {path: _with_code(told(path)) for path in chapters}
-    report.first = main[chapters[0]].partition("\n")[2].strip()
     others = {} if without_gpu else {"answers-2026.md": told(CHAPTERS / "2026.md")} | {
         f"evidence/{path.name}": told(path, "../figures")
         for path in sorted((CHAPTERS / "evidence").glob("*.md"))}
@@ -131,6 +130,7 @@ def compose(runs: Path, out: Path) -> Report:
     if not without_gpu and (rest := not_measured(report.pages, found.records)):
         heading, _, first = main[chapters[0]].partition("\n")
         main[chapters[0]] = f"{heading}\n\n{_of_what(rest, found.records, place)}{first}"
+    report.first = main[chapters[0]].partition("\n")[2].strip()
     sweeps = dict.fromkeys(study for path in missing for study in _studies(path))
     end = _end(missing, pages, place, ["cpu"] if without_gpu else [*sweeps])
     writeup = "\n".join([*filter(None, main.values()), *end])

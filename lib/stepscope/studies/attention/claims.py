@@ -355,16 +355,3 @@ def attention_growth_why(tables: Tables) -> Claim:
         return None
     return {"batch": batch, "sequence": sequence, "bytes": each, "matrix": matrix / 1024,
             "saved": naive[sequence] / 1024, "row": row}
-
-
-def cpu_attention(tables: Tables) -> Claim:
-    """Naive attention beside the fastest kernel that stores no T x T, at the longest sequence on a CPU."""
-    rows = select(tables["attention.passes"], status="ok", device_gib=pd.Series.isna, wall_ms=pd.Series.notna,
-                  sequence=max).set_index("implementation")
-    others = rows.drop(index=[*SQUARES], errors="ignore").sort_values("wall_ms")
-    naive, fused = rows.loc["naive"], others.iloc[0]
-    if fused["saved_mib"] > 0.1 * naive["saved_mib"] or fused["wall_ms"] > naive["wall_ms"]:
-        return None
-    return {"sequence": int(naive["sequence"]), "d": int(naive["d_model"]), "batch": int(naive["batch_size"]),
-            "precision": naive["precision"], "naive": naive["wall_ms"], "best": fused["wall_ms"],
-            "naive_saved": naive["saved_mib"] * 1024, "saved": fused["saved_mib"] * 1024}

@@ -1,18 +1,16 @@
 """The memory study's claims: the numbers of one sentence where it holds, None where it does not."""
 import pandas as pd
 
-from stepscope.config import SIZES, StepConfig
-from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
-from stepscope.model.flops import parameter_count
+from stepscope.config import SIZES
+from stepscope.model.accounting import GIB, MIB
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN, SHAPE, largest, reference, select
-from stepscope.report.tables import all_of
+from stepscope.report.tables import all_of, number
 from stepscope.stats import SAME
 from stepscope.studies.memory.tables import (
     begins_backward,
     nested,
     one_level,
-    predicted,
     usual,
 )
 
@@ -102,21 +100,15 @@ def checkpoint_least(tables: Tables) -> Claim:
 
 def memory_formula(tables: Tables) -> Claim:
     """How far the formula is at most, under 1 KiB, from what the program asked for, in all that was recorded,
-    none compiled."""
+    none compiled; ``how`` in words."""
     rows = select(tables["memory.peaks"], phase="whole", status="ok")
     beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
-    if beyond.max() > 1024 or not beyond.max():
+    if beyond.max() > 1024:
         return None
-    return {"most": int(beyond.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
-            "exact": int((beyond == 0).sum())}
-
-
-def memory_exact(tables: Tables) -> Claim:
-    """Where the formula is off nowhere: what is said in place of :func:`memory_formula`."""
-    rows = select(tables["memory.peaks"], phase="whole", status="ok")
-    beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).round()
-    found = {"steps": all_of(len(rows)), "forward": int((rows["mode"] == "forward").sum())}
-    return found if beyond.eq(0).all() else None
+    forward, exact = f"({(rows['mode'] == 'forward').sum()} of them forward alone)", int((beyond == 0).sum())
+    how = (f"to within {number(beyond.max(), 'B')}: of all {len(rows)} recorded {forward}, and to the byte in"
+           f" {exact}") if exact < len(rows) else f"to the byte, in {all_of(len(rows))} recorded {forward}"
+    return {"how": how, "most": int(beyond.max()), "steps": len(rows), "exact": exact}
 
 
 def peak_reserved(tables: Tables) -> Claim:
@@ -346,25 +338,3 @@ def peak_without_gradients(tables: Tables) -> Claim:
     gradients = row["weights_gib"]
     return {"gradients": gradients, "share": row["gradients_gib"] / gradients} if (
         begins_backward(row) and row["gradients_gib"] < 0.1 * gradients) else None
-
-
-# What a machine without a GPU can say
-
-def predicted_peak(tables: Tables) -> Claim:
-    """The handout's largest size, by formula: no table is needed."""
-    config = predicted()
-    top = peak(config)
-    return {"size": config.size, "parameters": parameter_count(config), "context": config.context_length,
-            "batch": config.batch_size, "peak": top.allocated / GIB, "phase": top.phase,
-            "weights": top.kinds["weights"] / GIB, "state": top.kinds["optimizer state"] / GIB,
-            "saved": top.kinds["saved for backward"] / GIB}
-
-
-def block_saves_formula(tables: Tables) -> Claim:
-    """What one block was seen to save for backward, where it is what the formula says."""
-    rows, sums = _allocated(tables, "saved by a block")
-    first = rows.iloc[0]
-    fields = first[["size", "context_length", "batch_size", "vocab_size", "precision", "attention"]].to_dict()
-    config = StepConfig(**fields, device="cpu")
-    found = {"saved": sums.sum(), "tensors": int(rows["count"].sum()), "size": first["size"]}
-    return found if round(sums.sum() * MIB) == value(formulas_of(config).saved, config) else None
