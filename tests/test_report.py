@@ -240,7 +240,7 @@ def test_the_readme_has_the_first_screen_between_its_marks(two_runs, tmp_path):
     render(two_runs, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n<!-- story -->\n") and text.endswith("<!-- /story -->\nafter\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     first = (tmp_path / "writeup.md").read_text().partition("\n## ")[0].partition("\n")[2].strip()
     assert first and text.removeprefix("before\n<!-- story -->\n").removesuffix("<!-- /story -->\nafter\n").strip() == first
 

@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -64,7 +65,9 @@ def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, sto
     assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
     assert end.counts == {"ok": 2, "oom": 1, "failed": 4} and not end.left
-    assert "): seed 9\n" in sweep.said  # markdown, as a terminal shows it
+    assert re.search(r"\): seed 9(?: \(about|$)", sweep.said, re.MULTILINE)  # markdown, as a terminal shows it
+    said = [line for line in sweep.said.splitlines() if re.match(r"\d/7 ", line)]
+    assert len(said) == 7 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [True] * 6 + [False]
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
 
     before = {path: path.read_bytes() for path in store.root.rglob("record.json")}

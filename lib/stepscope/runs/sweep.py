@@ -304,7 +304,7 @@ class _Sweep:
         """How long it may still take, at the rate of the runs so far."""
         left = len(self.asked) - len(self.done)
         minutes = (monotonic() - self.began) / 60 / len(self.done) * left
-        return f" About {max(minutes, 1):.0f} min left." if left else ""
+        return f" (about {max(minutes, 1):.0f} min left)" if left else ""
 
 
 def _name(config: RunConfig) -> str:
