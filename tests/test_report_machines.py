@@ -15,6 +15,7 @@ from stepscope.report.render import CHAPTERS, WITHOUT_GPU, Rendered, render
 from stepscope.report.shipped import shipped
 from stepscope.report.tables import all_of, listed, some_of
 from stepscope.report.tables_across import key_numbers, with_reference
+from stepscope.studies.ladder.rows import gain, largest_ladder
 from stepscope.studies.memory.tables import predicted
 
 CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, without their notebooks
@@ -94,6 +95,16 @@ def test_what_a_tour_measured_is_said_of_it(tour, name):
 @pytest.mark.parametrize("name", ["rung_graph", "snapshot_kept", "against_hugging_face", "mixed_memory_long", "compile_then"])
 def test_what_a_tour_lacks_is_not_said_of_it(tour, name):
     assert name in {one.name for one in tour[0].omitted}
+
+
+def test_a_gain_below_its_own_noise_is_none(tour):
+    """As a rented H200's first tour had it: four steps of 124 and 131 ms that differed by 13 and 15."""
+    shape, rows = largest_ladder(load(tour[3]))
+    changed = rows.drop(columns=["wall_q1_ms", "wall_q3_ms"], errors="ignore").assign(busy=0.99)
+    for spread, told in ((13.4, False), (1.5, True)):
+        changed.loc["blocks", ["wall_ms", "wall_std_ms"]] = 124.0, spread
+        changed.loc["cuda_graph", ["wall_ms", "wall_std_ms"]] = 131.0, spread
+        assert (gain(changed, "cuda_graph") is not None) == told, shape
 
 
 def test_topics_are_tags_of_the_chapters():
