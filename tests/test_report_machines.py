@@ -76,6 +76,7 @@ def test_a_tour_says_first_what_it_is_of_and_what_it_leaves_out(tour):
     assert all(words in first for words in ("2 of the handout's 5 sizes, small and 2.7B", "medium, large and xl", *TOPICS.values()))
     place = re.search(r"`stepscope sweep reference --runs (\S+)`", first)[1]
     assert (out / place).samefile(runs)
+    assert "Not measured here" not in text, "no chapter lacks all of its studies"
     assert len(rendered.left_out) == 1 and not re.search(r"\w_\w", rendered.left_out[0])
 
 

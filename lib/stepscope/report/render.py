@@ -125,7 +125,7 @@ def compose(runs: Path, out: Path) -> Report:
         for path in sorted((CHAPTERS / "evidence").glob("*.md"))}
     pages = {name: text for name, text in others.items() if text}
     pages["evidence/runs.md"] = _runs_page(found, _relative(runs, out / "evidence"))
-    missing = [path for path, text in main.items() if not text]
+    missing = [path for path, text in main.items() if not text and [*_studies(path)]]
     place = _relative(runs, out)
     if not without_gpu and (rest := not_measured(report.pages, found.records)):
         heading, _, first = main[chapters[0]].partition("\n")
@@ -179,8 +179,8 @@ def _with_code(text: str) -> str:
 def _of_what(rest: list[str], records: list[Record], place: str) -> str:
     """The first words of a report that is not of all that the reference measures."""
     there, all_of_them = sizes(records), len(EDITIONS[2025])
-    of = f"A tour of {len(there)} of the handout's {all_of_them} sizes, {listed(there)}. " * (
-        0 < len(there) < all_of_them)
+    of = f"A tour of {len(there)}" if len(there) > 1 else "One"
+    of = f"{of} of the handout's {all_of_them} sizes, {listed(there)}. " * (0 < len(there) < all_of_them)
     return (f"> {of}It leaves out {'; '.join(rest)}. In this report's folder,"
             f" `{_command('sweep', ['reference'], place)}` measures the rest, and"
             f" `{_command('render', [], place)}` tells it.\n")
