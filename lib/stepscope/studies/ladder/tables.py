@@ -159,8 +159,8 @@ def fast_step(tables: Tables) -> pd.DataFrame:
                   f"SM clock of {shape.size}, MHz": _capped_clock(own)}
     printed = pd.DataFrame(found).dropna(how="all").dropna(axis="columns", how="all")
     return table(_named(printed, "with"), note=(
-        f"Wall time, medians of {counted(pd.concat(counts))} steps: where launches set the pace, faster"
-        " kernels change nothing until the CUDA graph."))
+        f"Wall time, medians of {counted(pd.concat(counts))} steps: where launches set the pace, fewer"
+        " kernels help, and faster ones not before the CUDA graph."))
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
