@@ -219,7 +219,7 @@ def test_the_largest_model_is_the_largest_that_is_predicted_to_fit(gib, size):
 
 
 @pytest.mark.parametrize("name, device", [
-    ("reference", "cuda"), ("tour", "cuda"), ("2026", "cuda"), ("cpu", "cpu"), ("benchmark", "cuda"),
+    ("reference", "cuda"), ("campaign", "cuda"), ("tour", "cuda"), ("2026", "cuda"), ("cpu", "cpu"), ("benchmark", "cuda"),
     ("nsys", "cuda"), ("mixed_precision", "cuda"), ("memory", "cuda"), ("attention", "cuda"), ("ladder", "cuda")])
 def test_what_ships_can_be_run(name, device):
     paths = find_sweeps(name)

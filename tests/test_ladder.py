@@ -1,6 +1,7 @@
 """The ladder: its optimizer and loss against plain formulas, its changes against fp32, its bounds, its run."""
 import math
 import os
+import sys
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW, hashed, stochastic_round
 from stepscope.optimizations.trainer import Unsupported
 from stepscope.studies.ladder import bounds, checks, tables
-from stepscope.studies.ladder.config import BASELINES, FILLED, RUNGS
+from stepscope.studies.ladder.config import BASELINES, FILLED, LEFT_OUT, RUNGS, WITHOUT
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
@@ -195,24 +196,53 @@ def test_what_fp8_is_off_by_is_its_mantissa(cells, monkeypatch):
 
 
 CLASSES = ["Plain", "TF32", "BF16", "SDPA", "Fused", "Blocks", "Graph", "BF16Weights", "BF16Moments", "Chunked", "FP8",
-           "Filled", "HuggingFace", "HuggingFaceGraphs"]
+           "Filled"]
+LESSER = ["WithoutSDPA", "WithoutBlocks", "WithoutGraph", "WithoutBF16Weights", "WithoutBF16Moments"]
+PEERS = ["HuggingFace", "HuggingFaceGraphs", "HuggingFaceCausal", "HuggingFaceCaptured", "FastStep"]
+ALL_MADE = "for peer in others:"  # the cell behind those that make classes
 
 
 def test_each_change_is_the_last_and_one_more(cells):
-    made = cells("time_compiled(HuggingFace", changes=["fp32"])
-    classes = [getattr(made, name) for name in CLASSES]
-    assert [kind.name for kind in classes] == [*RUNGS, "chunked", "fp8", FILLED, *BASELINES]
+    made = cells(ALL_MADE, changes=["fp32"])
+    classes, lesser, peers = ([getattr(made, name) for name in names] for names in (CLASSES, LESSER, PEERS))
+    assert [kind.name for kind in classes] == [*RUNGS, "chunked", "fp8", FILLED]
     for before, after in pairwise(classes[:len(RUNGS)]):
         assert after.__base__ is before
     last = classes[len(RUNGS) - 1]
-    assert [kind.__base__ for kind in classes[len(RUNGS):-2]] == [last, last, made.Chunked]
-    assert [kind.precision for kind in classes] == ["fp32", "tf32", *["bf16"] * 8, "fp8", *["bf16"] * 3]
-    assert [kind.moments for kind in classes] == ["fp32"] * 8 + ["bf16"] * 4 + ["fp32"] * 2
+    assert [kind.__base__ for kind in classes[len(RUNGS):]] == [last, last, made.Chunked]
+    assert [kind.precision for kind in classes] == ["fp32", "tf32", *["bf16"] * 8, "fp8", "bf16"]
+    assert [kind.moments for kind in classes] == ["fp32"] * 8 + ["bf16"] * 4
+    assert [kind.name for kind in lesser] == [*WITHOUT] and {kind.__base__ for kind in lesser} == {last}
+    assert [kind.moments for kind in lesser] == ["bf16"] * 3 + ["fp32"] * 2
+    assert [kind.name for kind in peers] == [*BASELINES]
+    assert {(kind.precision, kind.moments, kind.baseline) for kind in peers} == {("bf16", "fp32", True)}
 
 
-@pytest.mark.parametrize("name", ["BF16", "SDPA", "Fused", "Blocks", "BF16Weights", "BF16Moments", "Chunked"])
+def test_what_is_left_out_of_the_last_step_is_as_before_that_change(cells):
+    """A class has the methods of the last step, but for those of which the class before the change has others."""
+    made = cells(ALL_MADE, changes=["fp32"])
+    parts = ("settings", "attention", "model", "autocast", "head_loss", "compiled", "loss", "adamw", "launched")
+
+    def differ(one, other):
+        return {part for part in parts if getattr(one, part) is not getattr(other, part)}
+    left = {kind: differ(kind, made.BF16Moments) for kind in made.lesser}
+    assert [*left.values()] == [{"attention"}, {"compiled"}, {"launched"}, {"model", "autocast", "adamw"}, {"adamw"}]
+    assert not differ(made.WithoutBF16Weights, made.Graph) and not differ(made.WithoutBF16Moments, made.BF16Weights)
+    for kind, changed in zip(made.lesser, (made.SDPA, made.Blocks, made.Graph)):
+        before = changed.__base__
+        assert all(getattr(kind, part) is getattr(before, part) for part in left[kind])
+
+
+def test_what_the_last_step_has_not_cannot_be_left_out(config):
+    assert config(without=[*LEFT_OUT]).run_id != config().run_id == config(without=[]).run_id
+    for change in {*RUNGS} - {*LEFT_OUT}:
+        with pytest.raises(ConfigError, match=f"without: got {change}, but what can be left out .* is sdpa, blocks"):
+            config(without=["sdpa", change])
+
+
+@pytest.mark.parametrize("name", ["BF16", "SDPA", "Fused", "Blocks", "BF16Weights", "BF16Moments", "Chunked", LESSER[0]])
 def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
-    cells = cells("time_compiled(Chunked)", changes=["fp32"])
+    cells = cells(ALL_MADE, changes=["fp32"])
     plain = cells.Plain(cells.config)
     expected_loss = plain.gradients().item()
     expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
@@ -228,7 +258,7 @@ def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
 
 def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
     cells = cells("time_compiled(Chunked)", changes=["fp32"])
-    plain, fused = cells.Plain(cells.config), type("Fp32", (cells.Plain,), {"model": cells.SDPA.model})(cells.config)
+    plain, fused = cells.Plain(cells.config), type("Fp32", (cells.Plain,), {"attention": cells.SDPA.attention})(cells.config)
     assert fused.gradients().item() == pytest.approx(plain.gradients().item(), rel=1e-6)
     for key, parameter in fused.named.items():
         there = plain.named[key].grad
@@ -252,10 +282,10 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
 
 
 def test_changes_that_differ_in_no_program_share_it(cells):
-    made = cells("time_compiled(Chunked)", changes=["fp32"])
+    made = cells(ALL_MADE, changes=["fp32"])
     programs = {}
     for kind in (made.SDPA, made.Fused, made.Blocks, type("Again", (made.Blocks,), {}), made.BF16Weights,
-                 made.BF16Moments):
+                 made.BF16Moments, made.WithoutBF16Weights, made.WithoutBF16Moments):
         kind(made.config, programs).unload()
     assert len(programs) == 3  # a CUDA graph and bf16 moments need no other program
     made.SDPA(made.config, programs, batch=3).unload()
@@ -264,7 +294,7 @@ def test_changes_that_differ_in_no_program_share_it(cells):
 
 def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
     pytest.importorskip("transformers")
-    made, asked = cells("time_compiled(HuggingFace", changes=["fp32"]), []
+    made, asked = cells(ALL_MADE, changes=["fp32"]), []
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: asked.append(mode) or model)
     monkeypatch.setattr(made.HuggingFaceGraphs, "lacks", classmethod(lambda kind, device: ""))
     programs = {}
@@ -274,8 +304,8 @@ def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
 
 
 def test_what_a_cpu_lacks_is_said(cells):
-    made = cells("time_compiled(HuggingFace", changes=["fp32"])
-    for name in ("TF32", "Graph", "FP8", "HuggingFaceGraphs"):
+    made = cells(ALL_MADE, changes=["fp32"])
+    for name in ("TF32", "Graph", "FP8", "WithoutGraph", "HuggingFaceCaptured", "HuggingFaceGraphs"):
         with pytest.raises(Unsupported, match="CPU|GPU"):
             getattr(made, name)(made.config)
 
@@ -283,12 +313,57 @@ def test_what_a_cpu_lacks_is_said(cells):
 def test_hugging_faces_llama_has_our_shape(cells):
     """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
     pytest.importorskip("transformers")
-    cells = cells("time_compiled(HuggingFace", changes=["fp32"])
+    cells = cells(ALL_MADE, changes=["fp32"])
     made = cells.HuggingFace(cells.config)
     assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(cells.config)
     first = made.plain_step().item()
     assert first == pytest.approx(math.log(300), abs=0.5)
     assert [made.plain_step().item() for _ in range(5)][-1] < first
+
+
+def test_without_its_mask_hugging_faces_llama_is_as_causal(cells, monkeypatch):
+    """Traced as torch.compile traces it: SDPA gets no mask and is_causal, and loss and gradients are the same."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    made, found, calls, before = cells(ALL_MADE, changes=["fp32"]), {}, {}, modeling.create_causal_mask
+
+    def traced(kind):
+        def backend(graph, inputs):
+            calls[kind] = [(node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]) for node in graph.graph.nodes
+                           if "scaled_dot_product" in str(node.target)]
+            return graph
+        monkeypatch.setattr(torch, "compile", lambda model: torch._dynamo.optimize(backend)(model))
+        trainer = kind(made.config)
+        for parameter in trainer.named.values():
+            parameter.data.mul_(20)  # so that attention matters
+        return trainer.gradients().item(), made.gradients_of(trainer)
+    for kind in (made.HuggingFace, made.HuggingFaceCausal):
+        found[kind] = traced(kind)
+    assert [*calls.values()] == [[(False, False)], [(True, True)]]
+    (masked, truth), (causal, gradients) = found.values()
+    assert causal == pytest.approx(masked, rel=1e-3)
+    for name, there in truth.items():
+        assert (gradients[name] - there).norm() <= 0.02 * there.norm(), name
+    assert modeling.create_causal_mask is before
+    monkeypatch.delattr(modeling, "create_causal_mask")
+    with pytest.raises(Unsupported, match="mask"):
+        made.HuggingFaceCausal(made.config)
+
+
+def test_the_script_is_measured_as_it_stands(cells, monkeypatch):
+    """The step that its make_step makes of its model, on the ladder's batch."""
+    made, given = cells(ALL_MADE, changes=["fp32"]), []
+    make_step = made.fast_step.make_step
+    monkeypatch.setattr(made.fast_step, "make_step", lambda *of: given.append((of, make_step(*of))) or given[-1][1])
+    trainer = made.FastStep(made.config)
+    assert sum(parameter.numel() for parameter in trainer.named.values()) == parameter_count(made.config)
+    step = trainer.launched()
+    ((model, tokens, targets, rate), (own, optimizer)), = given
+    assert step is own and trainer.optimizer is optimizer and isinstance(model, made.fast_step.Model)
+    assert (tokens is trainer.tokens, targets is trainer.targets, rate.item()) == (True, True, pytest.approx(3e-4))
+    first = step().item()
+    assert first == pytest.approx(math.log(300), abs=0.5) and [step().item() for _ in range(20)][-1] < first
+    trainer.unload()
+    assert all(parameter.numel() == 0 for parameter in model.parameters())
 
 
 # -- clocks, memory, bounds -----------------------------------------------------------------------------------
@@ -415,6 +490,22 @@ def test_each_batch_is_measured_at_its_own(config):
     assert set(found["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
     assert set(found["curves"]["batch_size"]) == {3}
     assert steps["gradient_off"].isna().all(), "fp32's gradients are of its own batch, which is none of these"
+
+
+def test_peers_and_what_is_left_out_stand_below_the_changes(monkeypatch):
+    """At each batch; trained is neither, and transformers need not be there."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+    found = whole(changes=["bf16_moments"], without=["sdpa", "cuda_graph"], batches=[1, 2], timed_steps=2,
+                  training_steps=2, peers=["hugging_face_causal", "hugging_face_captured", "fast_step"])["tables"]
+    steps = found["steps"]
+    own = ["bf16_moments", "without_sdpa", "without_cuda_graph", "hugging_face_causal", "hugging_face_captured", "fast_step"]
+    assert list(zip(steps["change"], steps["batch_size"])) == [(name, batch) for batch in (1, 2) for name in own]
+    assert steps["status"].tolist() == 2 * ["ok", "ok", "unsupported", "unsupported", "unsupported", "ok"]
+    reasons = steps.set_index("change")["reason"].iloc[:len(own)]
+    assert reasons["hugging_face_causal"] == "transformers is not installed" and "no CUDA graphs" in reasons["without_cuda_graph"]
+    assert steps["replayed_ms"].isna().all() and set(found["curves"]["change"]) == {"bf16_moments"}
 
 
 def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatch):

@@ -2,7 +2,7 @@
 import math
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from stepscope.config import StepConfig
 
@@ -14,8 +14,16 @@ RUNGS: tuple[Rung, ...] = get_args(Rung)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
 BEYOND: tuple[Rung, ...] = get_args(Rung)[9:]
 FILLED = "filled"  # the last with the chunked loss, at the batch that fills the memory
-BASELINES = ("hugging_face", "hugging_face_graphs")
-Baseline = Literal["hugging_face", "hugging_face_graphs"]
+# What can be left out of the last step, in rows named "without_...": its matmuls are bf16 and its AdamW is
+# one kernel whatever came before, so the other changes are no part of it.
+LEFT_OUT: tuple[Rung, ...] = ("sdpa", "blocks", "cuda_graph", "bf16_weights", "bf16_moments")
+WITHOUT = tuple(f"without_{change}" for change in LEFT_OUT)
+Baseline = Literal[
+    "hugging_face", "hugging_face_graphs", "hugging_face_causal", "hugging_face_captured", "fast_step"]
+BASELINES: tuple[Baseline, ...] = get_args(Baseline)
+AS_IT_COMES = BASELINES[:2]  # Hugging Face's, in its two modes
+FAIR = BASELINES[2:4]  # without a mask; the latter as one CUDA graph, as ours is
+SCRIPT = BASELINES[4]
 
 # Columns of the table of steps, one row a change and batch.
 MEASURES = (
@@ -37,12 +45,21 @@ class Config(StepConfig):
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
     changes: list[Rung] = Field([*RUNGS], min_length=1)
+    without: list[Rung] = Field([])  # the last step without each of these
     peers: list[Baseline] = Field([])
     # the changes at each of these; empty: at batch_size
     batches: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill: bool = False  # also the last step at the batch that fills the memory
     # of every change, and of three fp32 seeds, on text; 0: none
     training_steps: int = Field(0, ge=0, le=10**6)
+
+    @field_validator("without")
+    @classmethod
+    def can_be_left_out(cls, asked: list[Rung]) -> list[Rung]:
+        if wrong := [change for change in asked if change not in LEFT_OUT]:
+            raise ValueError(f"without: got {', '.join(wrong)}, but what can be left out of the last step is"
+                             f" {', '.join(LEFT_OUT)}; its matmuls are bf16, and its AdamW is one kernel")
+        return asked
 
     @property
     def gpu_gib(self) -> float | None:  # type: ignore[override]

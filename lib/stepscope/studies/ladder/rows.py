@@ -9,11 +9,8 @@ import pandas as pd
 from stepscope.report.schemas import Tables
 from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import digits, number, quartiles
-from stepscope.stats import LEAST_GAIN, spread_ms, wall_gain
-from stepscope.studies.ladder.config import (
-    BASELINES,
-    RUNGS,
-)
+from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, spread_ms, wall_gain
+from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, LEFT_OUT, RUNGS, WITHOUT
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
@@ -115,17 +112,24 @@ class Ceilings(NamedTuple):
     kept_up: float
 
 
-def ceilings(tables: Tables, run_id: str = "") -> Ceilings:
-    """Of the GPU that this run was on; of a notebook's own run without a name that of all.
-
-    Raises:
-        LookupError: no run measured them.
-    """
+def rated(tables: Tables, run_id: str = "") -> pd.DataFrame:
+    """The results of runs that have a matmul's rate, on the GPU that this run was on; of a notebook's own run
+    without a name all."""
     results = tables["ladder.results"].dropna(subset="matmul_bf16")
     if "runs" in tables and {"run_id", "device"} <= {*tables["runs"]} and "run_id" in results:
         devices = tables["runs"].drop_duplicates("run_id").set_index("run_id")["device"]
         if run_id in devices.index:
             results = results[results["run_id"].map(devices) == devices[run_id]]
+    return results
+
+
+def ceilings(tables: Tables, run_id: str = "") -> Ceilings:
+    """Of :func:`rated` runs.
+
+    Raises:
+        LookupError: no run measured them.
+    """
+    results = rated(tables, run_id)
     if results.empty:
         raise LookupError("no rate of a large matmul")
     matmul, kept_up = results["matmul_bf16"], results.get("kept_up_tflops", pd.Series(dtype=float))
@@ -198,22 +202,25 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
     return math.nan if disturbed.get(RUNGS[0], False) else faster(rows, LAST, RUNGS[0])
 
 
-def with_baseline(tables: Tables) -> pd.DataFrame:
+def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.DataFrame:
     """A row a ladder that has baselines: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights)
-    and ``baseline``, the quicker of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
+    and ``baseline``, the quickest of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
     clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
     of ours with its AdamW. And of the latter two the milliseconds of attention's kernels, and whether these
     have the same names.
+
+    Args:
+        modes: the baseline's: as Hugging Face's Llama comes, or the fair ones, :data:`FAIR`.
 
     Raises:
         LookupError: none has.
     """
     compared, kernels = [], tables["ladder.kernels"]
     for shape, rows in ladders(tables).items():
-        own = timed(rows, [LAST, "cuda_graph", *BASELINES])
-        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(BASELINES).sum() == 0:
+        own = timed(rows, [LAST, "cuda_graph", *modes])
+        if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(modes).sum() == 0:
             continue
-        baseline = timed(rows, BASELINES)["wall_ms"].idxmin()
+        baseline = timed(rows, modes)["wall_ms"].idxmin()
         found = shape._asdict() | {"baseline": baseline, "faster": faster(own, LAST, baseline),
                                    "same_faster": faster(own, "cuda_graph", baseline)}
         own = own.assign(quartiles=quartiles(own))
@@ -230,6 +237,12 @@ def with_baseline(tables: Tables) -> pd.DataFrame:
     if not compared:
         raise LookupError("no baseline")
     return pd.DataFrame(compared)
+
+
+def fair_modes(tables: Tables) -> Sequence[str]:
+    """Of Hugging Face's modes the fair ones, where one was measured, else those as it comes."""
+    steps = tables["ladder.steps"]
+    return FAIR if steps.loc[steps["wall_ms"].notna(), "change"].isin(FAIR).any() else AS_IT_COMES
 
 
 def baseline_attention(tables: Tables) -> pd.DataFrame:
@@ -278,3 +291,77 @@ def pays_from(found: pd.DataFrame) -> int | None:
     vain = found.loc[~found["clear"], "tokens"].max()
     pays = found.loc[~(found["tokens"] <= vain), "tokens"]
     return int(pays.min()) if len(pays) else None
+
+
+def launch_us(tables: Tables) -> pd.Series:
+    """Microseconds a kernel of all steps that wait for launches more than they compute: of the fastest step,
+    where it is known."""
+    steps = tables["ladder.steps"]
+    waits = steps[launch_bound_rows(steps) & (steps["busy"] < MOSTLY_WAITS)]
+    return fastest_ms(waits) / waits["operations"] * 1e3
+
+
+def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
+    """By shape, how many times faster each of some rungs makes the step (:func:`gain`; FP8 beside the last),
+    at the context and vocabulary at which sizes are compared; of sizes that were measured at several batches.
+
+    Raises:
+        LookupError: none was, with more of the rungs than FP8.
+    """
+    compared, found = next(iter(at_context(tables))), {}
+    own = select(tables["ladder.steps"], context_length=compared.context_length,
+                 vocab_size=compared.vocab_size, change=[*RUNGS, "fp8"], wall_ms=pd.Series.notna)
+    for place, rows in own.groupby(PLACE, sort=False):
+        rows = rows.set_index("change")
+        gains = {rung: gain(rows, rung) for rung in rungs if rung != "fp8"}
+        eight = rows["gpu_ms"].get(LAST, math.nan) / rows["gpu_ms"].get("fp8", math.nan)
+        gains["fp8"] = eight if abs(eight - 1) >= LEAST_GAIN else None
+        if {*rungs} & {*rows.index} - {LAST, "fp8"}:
+            found[Shape(*place)] = pd.Series(gains, dtype=float)
+    batches = pd.Series([shape.size for shape in found]).value_counts()
+    found = {shape: gains for shape, gains in found.items() if batches[shape.size] > 1}
+    if not found:
+        raise LookupError("no size at several batches")
+    return found
+
+
+def costs(tables: Tables) -> pd.DataFrame:
+    """By size the last step's ``tokens_per_s``, of a thousand tokens the joules (``thousand_j``) and of a
+    billion the hours and kilowatt hours (``billion_h``, ``billion_kwh``), the GPU's alone, at the context at
+    which sizes are compared.
+
+    Raises:
+        LookupError: no joules are known.
+    """
+    found = {}
+    for shape, rows in at_context(tables).items():
+        rate, joules = (timed(rows, [LAST])[name].sum(min_count=1) for name in ("tokens_per_s", "step_j"))
+        each = joules / (shape.batch_size * shape.context_length)
+        found[shape.size] = {"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
+                             "billion_kwh": 1e9 * each / 3.6e6}
+    costs = pd.DataFrame(found).T.dropna()
+    if costs.empty:
+        raise LookupError("no joules of a last step")
+    return costs
+
+
+def without(tables: Tables) -> dict[Shape, pd.Series]:
+    """By shape, how many times as long the last step takes without one change, by the name of that: in GPU
+    time, without the CUDA graph in wall time; nan for less than steps differ by.
+
+    Raises:
+        LookupError: no step without one was measured.
+    """
+    found = {}
+    for shape, rows in ladders(tables).items():
+        own, ratios = timed(rows, [LAST, *WITHOUT]), {}
+        for name, rung in zip(WITHOUT, LEFT_OUT):
+            if {name, LAST} <= {*own.index}:
+                ratio = (faster(own, LAST, name) if rung == "cuda_graph"
+                         else own.loc[name, "gpu_ms"] / own.loc[LAST, "gpu_ms"])
+                ratios[rung] = ratio if abs(ratio - 1) >= LEAST_GAIN else math.nan
+        if ratios:
+            found[shape] = pd.Series(ratios, dtype=float)
+    if not found:
+        raise LookupError("no step without one of the changes")
+    return found

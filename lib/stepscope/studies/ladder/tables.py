@@ -13,12 +13,17 @@ from stepscope.studies.ladder.config import (
     BASELINES,
     BEYOND,
     FILLED,
+    LEFT_OUT,
     MEASURES,
     OF_BEFORE,
     RUNGS,
+    SCRIPT,
     SPREAD,
+    WITHOUT,
 )
+from stepscope.studies.ladder.parts import GAPS, last_step, milliseconds
 from stepscope.studies.ladder.rows import (
+    LAST,
     PLACE,
     Shape,
     all_of_them,
@@ -26,7 +31,10 @@ from stepscope.studies.ladder.rows import (
     at_longest,
     baseline_attention,
     by_batch,
+    by_tokens,
     ceilings,
+    costs,
+    fair_modes,
     gain,
     ladders,
     largest_ladder,
@@ -36,11 +44,12 @@ from stepscope.studies.ladder.rows import (
     timed,
     trained,
     with_baseline,
+    without,
 )
 
 CONFIG = ("size", "context_length", "vocab_size")
 CASE = ("change", "batch_size")
-KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *BASELINES),
+KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
@@ -51,16 +60,19 @@ SCHEMAS = {
     "kernels": tidy((*CASE, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
-NUMBERS = ("parameters", "power_limit_w", "matmul_bf16", "copy", "sheet_bf16", "kept_up_tflops",
-           "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32", "compared",
-           "unequal", "low_compared", "low_unequal")  # results that are read as such
+NUMBERS = ("parameters", "power_limit_w", "matmul_fp32", "matmul_bf16", "copy", "sheet_bf16",
+           "kept_up_tflops", "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32",
+           "compared", "unequal", "low_compared", "low_unequal")  # results that are read as such
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
          "bf16_weights": "bf16 weights, fp32 masters", "bf16_moments": "bf16 moments",
          "chunked": "chunked loss", "fp8": "FP8 matmuls", "filled": "batch that fills the memory",
-         "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead"}
-
-
+         "hugging_face": "Hugging Face, compiled", "hugging_face_graphs": "Hugging Face, reduce-overhead",
+         "hugging_face_causal": "Hugging Face, no mask",
+         "hugging_face_captured": "Hugging Face, no mask, one graph", "fast_step": "fast_step.py",
+         "without_sdpa": "without fused attention",
+         "without_blocks": "without compiled blocks", "without_cuda_graph": "without a CUDA graph",
+         "without_bf16_weights": "without bf16 weights", "without_bf16_moments": "without bf16 moments"}
 
 
 # -- printed ------------------------------------------------------------------------------------------------
@@ -146,9 +158,65 @@ def which_optimization_longer(tables: Tables) -> pd.DataFrame | None:
     return _rungs(at_longest(tables))
 
 
+AT_TOKENS = ("blocks", "cuda_graph", "bf16_weights", "bf16_moments", "fp8")
+
+
+def which_at_tokens(tables: Tables) -> pd.DataFrame:
+    """Gains of changes x sizes and tokens a step."""
+    found = by_tokens(tables, AT_TOKENS)
+    printed = pd.DataFrame({f"{shape.size}, {shape.batch_size * shape.context_length:,}": gains
+                            for shape, gains in found.items()}).reindex(AT_TOKENS).dropna(how="all")
+    heading = f"context {next(iter(found)).context_length:,}, tokens a step"
+    return table(_named(printed, heading), unit="x", note=(
+        "As above; FP8 is beside the last step. –: less than steps differ by, or not measured."))
+
+
+def which_without(tables: Tables) -> pd.DataFrame:
+    """How many times as long the last step takes without one change, a column a shape."""
+    ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
+    printed = pd.DataFrame(ratios).reindex(LEFT_OUT).dropna(how="all")
+    return table(_named(printed, "the last step without"), unit="x", note=(
+        "GPU time, without the CUDA graph wall time. –: less than steps differ by, or not measured."))
+
+
+def cost(tables: Tables) -> pd.DataFrame:
+    """What training costs at the last step's speed: a row a size."""
+    names = {"tokens_per_s": "tokens/s", "thousand_j": "a thousand tokens, J",
+             "billion_h": "a billion tokens, h", "billion_kwh": "a billion tokens, kWh"}
+    context = next(iter(at_context(tables))).context_length
+    return table(costs(tables).rename(columns=names).rename_axis("size"), note=(
+        f"Energy of the GPU alone, at context {context:,}."))
+
+
+def last_parts(tables: Tables) -> pd.DataFrame:
+    """The largest size's last step in parts, with FP8's beside it, where that was captured."""
+    shape, parts, rates = last_step(tables)
+    printed = parts.drop(columns=["flops", "bytes"])
+    printed.loc["the step"] = printed[["ms", "bound_ms", "over"]].sum()
+    try:
+        eight = milliseconds(tables, shape, "fp8")
+        wall = select(tables["ladder.steps"], shape._asdict(), change="fp8")["wall_ms"].iloc[0]
+        eight[GAPS], eight["the step"] = wall - eight.sum(), wall
+        printed["fp8_ms"] = eight
+    except LookupError:
+        pass  # it was not measured
+    names = {"bound_ms": "at the bound, ms", "over": "over it, ms", "tflops": "achieved, TFLOP/s",
+             "tb_s": "achieved, TB/s", "fp8_ms": "with FP8, ms"}
+    heading = pd.Index(printed.index, name=f"{shape.size}, {NAMES[LAST]}")
+    return table(printed.rename(columns=names).set_axis(heading), note=(
+        f"The bound: {rates_said(rates)}, and a copy's {number(rates.copy, 'TB/s')}."))
+
+
 def fast_step(tables: Tables) -> pd.DataFrame:
-    """What a step takes with each line of the complete script and those above it, at the smallest and largest
-    size; the last two rungs need an optimizer of ours."""
+    """The script as measured, a row a size; where it was not, what a step takes with each of its lines and
+    those above it in the ladder, at the smallest and largest size: the last two rungs need our optimizer."""
+    scripts = [timed(rows, [SCRIPT]).assign(size=shape.size, same_ms=rows["wall_ms"].get("cuda_graph"))
+               for shape, rows in at_context(tables).items() if SCRIPT in timed(rows, [SCRIPT]).index]
+    if scripts:
+        same = "the ladder's, to its CUDA graph, ms"
+        own = _walls(pd.concat(scripts, ignore_index=True)).rename(columns={"same_ms": same})
+        return table(_headed(own, "size", "wall_ms", "wall_std_ms", "quartiles", "steps", "gpu_ms",
+                             "operations", "peak_gib", same), note="Beside it the ladder's same lines.")
     found, counts = {}, []
     for shape, rows in (smallest_ladder(tables), largest_ladder(tables)):
         own = _walls(rows.reindex(RUNGS[:-2]))
@@ -159,8 +227,9 @@ def fast_step(tables: Tables) -> pd.DataFrame:
                   f"SM clock of {shape.size}, MHz": _capped_clock(own)}
     printed = pd.DataFrame(found).dropna(how="all").dropna(axis="columns", how="all")
     return table(_named(printed, "with"), note=(
-        f"Wall time, medians of {counted(pd.concat(counts))} steps: where launches set the pace, fewer"
-        " kernels help, and faster ones not before the CUDA graph."))
+        f"The ladder's steps, which compile the embedding and the loss, too: wall time, medians of"
+        f" {counted(pd.concat(counts))} steps. Where launches set the pace, fewer kernels help, and faster"
+        " ones not before the CUDA graph."))
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:
@@ -179,7 +248,8 @@ def launch_cure(tables: Tables) -> pd.DataFrame | None:
 
 def baselines(tables: Tables) -> pd.DataFrame:
     """Our last step, and the last with PyTorch's AdamW, against Hugging Face's: wall time at every shape."""
-    rows = with_baseline(tables)
+    modes = fair_modes(tables)
+    rows = with_baseline(tables, modes)
     words = {"ours": ("ours", "of ours"), "fp32": ("ours with PyTorch's AdamW", "with it"),
              "baseline": ("Hugging Face", "of Hugging Face")}
     spread, names = _spread(rows, words), _place(rows)
@@ -188,8 +258,8 @@ def baselines(tables: Tables) -> pd.DataFrame:
         names |= {f"{name}_ms": f"{said}, ms", spread[name]: f"{kind} {of}, ms",
                   f"{name}_clock": f"clock {of}, MHz"}
     steps = pd.concat([rows[f"{name}_steps"] for name in words])
-    note = (f"Medians of {counted(steps)} steps, with the SM clock of each; of Hugging Face's modes the"
-            " quicker.")
+    note = (f"Medians of {counted(steps)} steps, with the SM clock of each; the quicker of"
+            f" {' and '.join(NAMES[mode] for mode in modes)}.")
     told = rows["faster"].where((rows["faster"] - 1).abs() >= LEAST_GAIN)
     return table(rows[[*names]].rename(columns=names).assign(**{"ours faster, x": told}), note=note)
 
@@ -266,5 +336,6 @@ def training_check(tables: Tables) -> pd.DataFrame:
 
 
 PRINTED = {printed.__name__: printed for printed in (
-    ladder_steps, which_optimization, which_optimization_longer, fast_step, launch_cure, baselines,
-    baselines_attention, fp8_batches, mfu, ladder_memory, training_check)}
+    ladder_steps, which_optimization, which_optimization_longer, which_at_tokens, which_without, cost,
+    last_parts, fast_step, launch_cure, baselines, baselines_attention, fp8_batches, mfu, ladder_memory,
+    training_check)}
