@@ -93,7 +93,7 @@ def test_what_a_tour_measured_is_said_of_it(tour, name):
     assert name not in {one.name for one in tour[0].omitted}
 
 
-@pytest.mark.parametrize("name", ["rung_graph", "snapshot_kept", "first_baseline", "mixed_memory_long", "compile_then"])
+@pytest.mark.parametrize("name", ["rung_graph", "snapshot_kept", "fair_peer", "mixed_memory_long", "compile_then"])
 def test_what_a_tour_lacks_is_not_said_of_it(tour, name):
     assert name in {one.name for one in tour[0].omitted}
 
