@@ -34,8 +34,7 @@ TINY: dict[str, Any] = {
 
 # What a run of a study does in tests of sweeps, by its seed; it needs no torch, and is over at once. A child of
 # another session, and soon of no parent, is what parents alone do not find.
-RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS = range(1, 10)
-HOLDS_TURN = 40
+RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(1, 11)
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -55,12 +54,10 @@ if seed == {LACKS_MEMORY}:
     raise OutOfMemoryError("CUDA out of memory")
 if seed == {DIES}:
     os.kill(os.getpid(), signal.SIGKILL)
+if seed == {KILLS_RUN}:
+    os.kill(os.getppid(), signal.SIGKILL); time.sleep(1000)
 if seed == {HANGS} and not mended:
     child(); time.sleep(1000)
-if seed == {HOLDS_TURN} and not mended:
-    from stepscope.gpu_lock import exclusive
-    with exclusive():
-        child(); time.sleep(1000)
 if seed == {KILLS_WORKER} and not mended:
     child()
     worker = int(Path(f"/proc/{{os.getppid()}}/stat").read_text().rpartition(")")[2].split()[1])
@@ -69,7 +66,7 @@ if seed == {BAD_RESULT}:
     results["list"] = [1, 2]
 if seed == {PATHS}:
     print(Path.cwd(), sys.prefix, Path.home(), os.uname().nodename, os.environ["TMPDIR"])
-if seed == {TURNS} or 10 <= seed < 20:
+if seed == {TURNS} or 11 <= seed < 20:
     from stepscope.gpu_lock import exclusive
     with exclusive():
         here = faults / ("gpu" + os.environ.get("CUDA_VISIBLE_DEVICES", ""))

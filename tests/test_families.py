@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope.traces.families import FAMILIES, families, family, is_cast, shown_family
+from stepscope.traces.families import FAMILIES, detailed_family, families, family, is_cast
 from stepscope.traces.kernel_names import identifiers, short_name, short_names, split, words
 
 DATA = Path(__file__).parent / "data"
@@ -85,7 +85,7 @@ def test_a_name_is_matched_once_however_often_it_stands_there(monkeypatch):
 def test_softmax_is_told_by_whose_it_is():
     rows = pd.DataFrame({"family": ["softmax", "elementwise", "softmax", "elementwise"],
                          "region": ["cross_entropy", "attention.softmax", "other", "cross_entropy"]})
-    assert shown_family(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
+    assert detailed_family(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
 
 
 def test_casts_are_copies_into_another_type():

@@ -76,20 +76,6 @@ def test_a_record_that_is_no_record_is_named(store, tiny, content):
     assert len(store.records()[1]) == 1
 
 
-@pytest.mark.parametrize("make", [
-    lambda path, there: path.symlink_to(there),
-    lambda path, there: os.mkfifo(path),
-    lambda path, there: path.mkdir(),
-    lambda path, there: path.symlink_to("/dev/zero"),
-])
-def test_a_records_file_that_is_a_link_or_a_pipe_is_not_read(store, tiny, tmp_path, make):
-    place = put(store, tiny())
-    (place / "record.json").rename(tmp_path / "elsewhere.json")
-    make(place / "record.json", tmp_path / "elsewhere.json")
-    records, errors = store.records()
-    assert not records and "cannot be read" in str(errors[0])
-
-
 def test_folders_with_odd_names_are_named_on_one_line(store):
     names = ["<b onclick=alert(1)>", "a\nb", "\x1b[2J", "é" * 100]
     for name in names:

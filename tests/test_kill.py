@@ -5,14 +5,12 @@ import random
 import re
 import signal
 import time
-from collections import Counter
 from contextlib import suppress
 
 import psutil
 import pytest
 
-from conftest import HANGS, HOLDS_TURN, LACKS_MEMORY, RAISES, TINY, ended
-from stepscope.gpu_lock import GPU_LOCK
+from conftest import HANGS, LACKS_MEMORY, RAISES, TINY, ended
 from stepscope.runs.run import MARK
 from stepscope.runs.sweep import semaphores
 
@@ -119,31 +117,6 @@ def test_a_second_signal_ends_a_sweep_at_once(program, sweep, store, faults):
     assert first.all_ended() and ended(int((faults / "child").read_text()))
 
 
-@pytest.mark.trials
-@pytest.mark.parametrize("victim", ["kernel", "run", "worker"])
-def test_what_dies_beneath_a_sweep_fails_one_run_and_no_other(program, sweep, store, faults, victim):
-    """The kernel, the run's process, and the worker above it, killed from outside; a worker's run has a second
-    chance."""
-    first = program("sweep", sweep([HANGS, 20]), "--runs", store.root)
-    first.wait_for((faults / "child").exists)
-    kernel = psutil.Process(int((faults / "began").read_text().split()[1]))
-    run = kernel.parent()
-    (faults / "mended").touch()
-    {"kernel": kernel, "run": run, "worker": run.parent()}[victim].kill()
-    status = first.process.wait(120)
-    assert ended(int((faults / "child").read_text()))
-    done, failed = {"kernel": ({20}, {HANGS}), "run": ({20}, {HANGS}), "worker": ({HANGS, 20}, set())}[victim]
-    found = {record.config["seed"]: record for record in store.records(check_files=True)[0]}
-    assert {seed for seed, record in found.items() if record.status == "ok"} == done
-    assert {seed for seed, record in found.items() if record.status == "failed"} == failed
-    assert status == (1 if failed else 0)
-    if victim == "worker":
-        assert "once more" in first.said.read_text()
-    elif victim == "run":
-        assert "killed by SIGKILL" in found[HANGS].cause
-    assert first.all_ended(5)
-
-
 def test_runs_of_a_dead_sweep_are_ended_by_the_next(program, sweep, store, faults):
     """Sweep, worker and run are killed together: nobody is left who knows the run's children but by their mark."""
     path = sweep([HANGS])
@@ -204,37 +177,6 @@ def test_random_kills_lose_nothing_and_double_nothing(program, sweep, store, fau
     assert records(store).keys() == set(seeds) and before.items() <= records(store).items()
     assert last.all_ended(5)
     assert {path.name for path in store.root.iterdir()} == {".lock", "benchmark"}  # nothing half-made or temporary
-
-
-@pytest.mark.trials
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-@pytest.mark.parametrize("moment, seeds", [
-    ("at rest", [0, HANGS, 20]), ("in a turn", [0, HOLDS_TURN, 10, 11]), ("between runs", [0, 20, 21, 22, 23])])
-def test_a_kill_of_the_whole_group_loses_nothing_and_doubles_nothing(program, sweep, store, faults, tmp_path, monkeypatch,
-                                                                     moment, seeds, number):
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setenv(GPU_LOCK, str(tmp_path / "turn"))  # which workers of a GPU give their runs
-    path = sweep(seeds)
-    first = program("sweep", path, "--runs", store.root, "--workers", 2)
-    first.wait_for(lambda: len([*store.root.glob("benchmark/*/record.json")]) >= (2 if moment == "between runs" else 0)
-                   and (moment == "between runs" or (faults / "child").exists()))
-    send(first, number, group=True)
-    assert first.process.wait(60) == (-9 if number == signal.SIGKILL else 75)
-    assert first.all_ended() and (moment == "between runs" or ended(int((faults / "child").read_text())))
-    assert quiet(first)[0], quiet(first)[1]
-    assert not [one for one in temporary.iterdir() if not one.name.startswith("pymp")]
-    before = records(store)
-    assert all(json.loads(text)["status"] == "ok" for text in before.values())
-    (faults / "mended").touch()
-    second = program("sweep", path, "--runs", store.root, "--workers", 2)
-    assert second.process.wait(180) == 0, second.said.read_text()
-    after, times = records(store), Counter(begun(faults))
-    assert after.keys() == set(seeds) and before.items() <= after.items()
-    assert all(times[seed] == 1 for seed in before) and max(times.values()) <= 2
-    assert second.all_ended(5) and {one.name for one in store.root.iterdir()} == {".lock", "benchmark"}
-    assert not semaphores(store.root)
 
 
 @pytest.mark.trials

@@ -124,12 +124,3 @@ def test_what_autograd_keeps_counts_each_piece_of_memory_once():
     # x, the weight, the layer's output and the exponentials, which are the output itself
     assert measure.storage_bytes(kept) == 4 * (4 * 8 + 8 * 8 + 4 * 8 + 4 * 8)
     assert measure.storage_bytes(x, [x.view(-1), {"weight": layer.weight}], None) == 4 * (32 + 64)
-
-
-def test_a_cpu_has_no_peaks_no_graph_and_no_power():
-    measure.forget_peaks("cpu")
-    assert measure.peak_memory("cpu") == {} and measure.replay(lambda: None, "cpu")[0] == []
-    assert measure.grad_scaler("fp16", "cuda").is_enabled() is False or torch.cuda.is_available()
-    assert not measure.grad_scaler("bf16", "cpu").is_enabled()
-    with measure.autocast("bf16", "cpu"):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16

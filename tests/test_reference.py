@@ -232,8 +232,3 @@ def test_results_that_are_read_as_numbers_are_declared(reference):
         changed[name] = changed[name].assign(**dict.fromkeys(others, "some text"))
     before, after = (_told(reference.renderer(tables))[1] for tables in (reference.tables, changed))
     assert before == after
-
-
-def test_chapters_are_what_the_report_reads():
-    assert {path.name for path in PAGES} >= {"00-first.md", "08-trust.md", "2026.md"}
-    assert Path(CHAPTERS, "fast_step.py").is_file()

@@ -7,13 +7,10 @@ import shutil
 from pathlib import Path
 from xml.etree import ElementTree
 
-import nbformat
 import pandas as pd
 import pytest
-from nbclient import NotebookClient
 
 import reports
-from stepscope import PROJECT
 from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
@@ -370,13 +367,3 @@ def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
     command = re.search(r"^Not measured here: .*Memory.*`stepscope sweep (.*)`", text, re.MULTILINE)[1].split()
     assert "memory" in command and (tmp_path / "a report" / command[-1]).samefile(runs)
     assert {"memory", "ladder"} <= {*first.partition(": stepscope sweep ")[2].split()}
-
-
-@pytest.mark.trials
-def test_explore_runs_from_top_to_bottom(tmp_path):
-    notebook = nbformat.read(Path(str(PROJECT), "notebooks", "explore.ipynb"), as_version=4)
-    runs = reports.few(tmp_path / "runs")
-    notebook.cells[1].source = f"runs, device = {str(runs)!r}, 'cpu'"
-    done = NotebookClient(notebook, timeout=300).execute()
-    shown_as = [kind for cell in done.cells for output in cell.get("outputs", []) for kind in output.get("data", {})]
-    assert shown_as.count("image/png") >= 1 and shown_as.count("text/html") >= 3

@@ -61,13 +61,6 @@ def test_a_folder_that_cannot_be_read_is_named(tiny, barred):
     assert "cannot be read" in str(errors[0])
 
 
-def test_a_second_run_of_a_configuration_replaces_the_first(store, tiny):
-    with store.writing():
-        committed(store, tiny(), status="failed")
-        committed(store, tiny(), results={"second": 1})
-    assert store.find(tiny()).results == {"second": 1} and len(store.records()[0]) == 1
-
-
 @pytest.mark.parametrize("alter, words", [
     (lambda place: (place / "times.parquet").write_bytes(b"another"), "times.parquet: differs from the file"),
     (lambda place: (place / "times.parquet").unlink(), "times.parquet: the record names this file"),
@@ -75,6 +68,7 @@ def test_a_second_run_of_a_configuration_replaces_the_first(store, tiny):
     (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: the record names"),
     (lambda place: (place / "record.json").unlink(), "record.json: no record in this run folder"),
     (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
+    (lambda place: place.joinpath("record.json").rename(place / "else") and (place / "record.json").symlink_to("else"), "record.json: cannot be read"),
     (lambda place: place.rename(place.with_name("other")), "is the record of benchmark/nano"),
 ])
 def test_what_was_altered_is_named(store, tiny, alter, words):

@@ -16,6 +16,7 @@ from conftest import (
     BAD_RESULT,
     DIES,
     HANGS,
+    KILLS_RUN,
     KILLS_WORKER,
     LACKS_MEMORY,
     PATHS,
@@ -57,17 +58,18 @@ def by_seed(store):
 
 
 def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, store, faults):
-    end = sweep([0, RAISES, LACKS_MEMORY, DIES, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2))
+    end = sweep([0, RAISES, LACKS_MEMORY, DIES, KILLS_RUN, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2))
     records = by_seed(store)
     assert {seed: record.status for seed, record in records.items()} == {
-        0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", UNFINISHED: "failed",
+        0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", KILLS_RUN: "failed", UNFINISHED: "failed",
         BAD_RESULT: "failed", PATHS: "ok"}
     assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
+    assert "killed by SIGKILL" in records[KILLS_RUN].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
-    assert end.counts == {"ok": 2, "oom": 1, "failed": 4} and not end.left
+    assert end.counts == {"ok": 2, "oom": 1, "failed": 5} and not end.left
     assert re.search(r"\): seed 9(?: \(about|$)", sweep.said, re.MULTILINE)  # markdown, as a terminal shows it
-    said = [line for line in sweep.said.splitlines() if re.match(r"\d/7 ", line)]
-    assert len(said) == 7 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [True] * 6 + [False]
+    said = [line for line in sweep.said.splitlines() if re.match(r"\d/8 ", line)]
+    assert len(said) == 8 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [True] * 7 + [False]
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
 
     before = {path: path.read_bytes() for path in store.root.rglob("record.json")}
@@ -146,7 +148,7 @@ def gpus(monkeypatch, faults):
 
 
 def test_runs_that_share_a_gpu_take_turns_and_whole_ones_have_it_alone(sweep, store, faults, gpus):
-    end = sweep([TURNS, *range(10, 17)], SweepOptions(runs_a_gpu=3), device="auto")
+    end = sweep([TURNS, *range(11, 18)], SweepOptions(runs_a_gpu=3), device="auto")
     assert end.counts == {"ok": 8}  # none found another's file on its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
 
@@ -216,7 +218,7 @@ def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
 
     def take(config, name):
         given = SimpleNamespace(config=config, folder=store.folder_in_making())
-        under_way._take(given, record_of(config, machine={"device_name": name}))
+        under_way._collect(given, record_of(config, machine={"device_name": name}))
     take(configs[0], "H200")
     with pytest.raises(WorkersError, match="ran on 'another', and the other runs here on 'H200'"):
         take(configs[1], "another")

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 
 from bench.traces import AUTOGRAD, MAIN, write_export
-from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
@@ -413,38 +412,6 @@ def test_enclosing_equals_a_plain_loop(seed):
 def test_the_last_moment_of_one_thread_is_not_the_first_of_the_next():
     inside, *_ = enclosing(*np.array([(1, 0, 5), (2, 0, 9)]).T, *np.array([(1, 9), (2, 0)]).T)
     assert inside.tolist() == [-1, 1]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_random_capture_equals_a_plain_loop(tmp_path, seed):
-    generator = np.random.default_rng(seed)
-    phases = [(s * 1000 + a, s * 1000 + b, name, MAIN) for s in range(3) for a, b, name in
-              ((10, 400, "forward"), (400, 450, "loss"), (455, 900, "backward"), (910, 980, "optimizer"))]
-    ranges = [(s * 1000, s * 1000 + 1000, "step", MAIN) for s in range(3)] + phases
-    for start, end, _, _ in phases:
-        for thread in (MAIN, AUTOGRAD):
-            inside = {interval for interval in nested(generator, start + 1, end - 1)
-                      if interval[0] < interval[1]}
-            ranges += [(*interval, f"r{generator.integers(0, 6)}", thread) for interval in sorted(inside)]
-    launches = [(int(t), MAIN if generator.random() < 0.5 else AUTOGRAD)
-                for t in np.sort(generator.integers(0, 3200, 500))]
-    path = made(tmp_path / "a.sqlite", launches, ranges)
-    operations, _ = load_trace(path)
-    expected = []
-    for time, thread in launches:
-        def open_ranges(names, on, time=time):
-            return sorted((r for r in ranges if r[0] <= time < r[1] and r[3] in on
-                           and (r[2] in names or (not names and r[2][0] == "r"))),
-                          key=lambda r: (r[0], -r[1]))
-        phase = open_ranges(PHASE_NAMES, (MAIN,))
-        regions = open_ranges((), (thread,))
-        step = open_ranges(("step",), (MAIN,))
-        expected.append((phase[0][2] if phase else "outside", regions[-1][2] if regions else "unattributed",
-                         step[0][0] // 1000 if step else -1))
-    operations = operations.sort_values("correlation_id")
-    assert list(zip(operations["phase"], operations["region"], operations["step"], strict=True)) == expected
-    assert len({phase for phase, *_ in expected}) == 5
-    check_conservation(operations, activity_totals(path))
 
 
 def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path):

@@ -187,26 +187,6 @@ def events(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", type("Event", (Events,), {"gpu": gpu}))
 
 
-def test_a_plain_steps_clocks_are_all_of_its_work_and_nothing_before(gpu, events):
-    step = Step(gpu)
-    samples = measure.time_steps(step, 2, 0, "cuda", before=step.clear_gradients)
-    assert measure.walls_ms(samples).tolist() == [STEP_MS] * 2
-
-
-def test_steps_that_are_kept_up_are_each_waited_for(gpu, events):
-    step = Step(gpu)
-    left = []
-    began = gpu.now
-    assert clocks.keep_up(step, "cuda", 2.5 * STEP_MS / 1e3, before=lambda: left.append(gpu.left)) == 3
-    assert left == [0.0] * 3 and gpu.now - began == 3 * STEP_MS / 1e3
-
-
-def test_steps_back_to_back_begin_on_an_idle_gpu_and_are_read_at_its_end(gpu, events):
-    gpu.clear()
-    times = measure.back_to_back(lambda: Step(gpu)(), "cuda", 3)
-    assert gpu.log[0] == gpu.left == 0.0 and len(times) == 3 and sum(times) < CLEARING_S * 1e3
-
-
 def test_a_programs_compile_time_holds_its_first_passs_work(gpu, monkeypatch):
     monkeypatch.setattr("stepscope.optimizations.trainer.default_timer", lambda: gpu.now)
     loss = SimpleNamespace(backward=lambda: gpu.work(2.0), detach=lambda: "a loss")
@@ -268,7 +248,7 @@ def executed(notebook, holding, names):
 def measuring(gpu, captured, **also):
     config = SimpleNamespace(device="cuda", batches=[], batch_size=1, changes=[], peers=[])
     return {"Any": Any, "math": math, "pd": pd, "torch": torch, "config": config, "measure": SimpleNamespace(
-        **{name: getattr(measure, name) for name in measure.__all__} | {
+        **{name: getattr(measure, name) for name in dir(measure)} | {
             "capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None})} | also
 
 

@@ -128,15 +128,6 @@ def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, s
 
 
 @pytest.mark.trials
-def test_a_gpus_workers_get_gpu_runs_with_turns(cluster, sweep, store):
-    there = cluster()
-    there.worker("GPU_GIB=80", threads=3)
-    first = sweep(there, list(range(10, 16)), device="auto")
-    assert first.process.wait(180) == 0, first.said.read_text()
-    assert {record.config["device"] for record in store.records()[0]} == {"cuda"}
-
-
-@pytest.mark.trials
 def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(cluster, sweep, store, tmp_path, monkeypatch):
     security, tls = Security.temporary(), "DASK_DISTRIBUTED__COMM__TLS__"
     files = {"CA_FILE": "tls_ca_file"} | {

@@ -348,8 +348,7 @@ def fit(
 @app.command()
 def profile(
     file: Annotated[Path, typer.Argument(
-        help="nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; also .gz, or a"
-             " pipe.")],
+        help="nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; also .gz.")],
     step: Annotated[str | None, typer.Option(
         help="The name of the ranges that are steps, without numbers.")] = None,
     phase: Annotated[list[str] | None, typer.Option(

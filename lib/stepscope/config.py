@@ -84,7 +84,7 @@ def device_here(asked: Any) -> Any:
     return asked
 
 
-# Bounds of what is believed of a configuration: far beyond any machine, and well within what tables can hold.
+# A configuration's numbers are refused beyond these bounds: no machine reaches them, every table holds them.
 Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]

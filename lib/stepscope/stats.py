@@ -22,7 +22,7 @@ LEAST_SHARE = 0.05
 # Wall times of warm steps of one process spread by less: what differs by more is still warming up, or waits.
 STEADY = 0.01
 # GPU time is of other steps than wall time, and of another clock, so busy can be a little over 1. More than
-# this cannot be: that cell was disturbed, and is left out.
+# this cannot be: that case was disturbed, and is left out.
 MOST_BUSY = 1.02
 MOST_BUSY_AT_CAP = 1.03
 # Below this share of its highest SM clock a GPU is held down by its power cap.

@@ -81,15 +81,25 @@ class Device:
     def placed(self) -> pd.DataFrame:
         """All operations in order, with ``end_ns`` and the part that each is: compute, copies to and from the
         host, communication."""
-        rows = self.all_operations
+        return self._placed(self.all_operations)
+
+    def _placed(self, rows: pd.DataFrame) -> pd.DataFrame:
         host = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY.search)
         part = np.where(rows["family"] == COMMUNICATION, COMMUNICATION, np.where(host, "copies", "compute"))
         return rows.assign(end_ns=rows["start_ns"] + rows["duration_ns"], part=part)
 
     @cached_property
+    def working(self) -> pd.DataFrame:
+        """As ``placed``, with what was launched before the first step and may run on in it; ``place``: of an
+        operation in ``placed``, -1 of what was launched before."""
+        rows = pd.concat([self._placed(self.before).assign(place=-1),
+                          self.placed.assign(place=np.arange(len(self.placed)))])
+        return rows.sort_values("start_ns", kind="stable")
+
+    @cached_property
     def pieces(self) -> list[pd.DataFrame]:
         """Of each window the operations that run in it, cut to it; what began before may run on."""
-        rows = self.placed
+        rows = self.working
         starts, reach = rows["start_ns"].to_numpy(), rows["end_ns"].cummax().to_numpy()
         found = []
         for begin, end in self.windows:
@@ -165,22 +175,20 @@ class Device:
     def gaps(self) -> pd.DataFrame:
         """Pauses of the GPU in the median step: begin, end (ns), next (the place in ``placed`` of the
         operation that ends it; -1: none), head (before the first operation of the step), late (its launch
-        was; False where that is not known)."""
-        rows = self.placed
+        was; False where that is not known). Together they last as long as the account's idle."""
+        rows = self.working
         starts = rows["start_ns"].to_numpy()
         ends = np.append(rows["end_ns"].cummax().to_numpy(), NEVER)
         begins = np.append(-NEVER, ends[:-1])
-        if len(self.before):
-            begins = np.maximum(begins, (self.before["start_ns"] + self.before["duration_ns"]).max())
         launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).to_numpy("int64", na_value=-NEVER)
         found = []
         for begin, end in self.windows[self.middle]:
             gap = pd.DataFrame({"begin": begins.clip(begin, end),
                                 "end": np.append(starts, end).clip(begin, end),
-                                "next": np.append(np.arange(len(rows)), -1)})
+                                "next": np.append(rows["place"], -1),
+                                "launched": np.append(launched, NEVER)})
             gap = gap[gap["end"] > gap["begin"]]
-            late = np.append(launched, NEVER)[gap["next"]] > gap["begin"]
-            found.append(gap.assign(head=gap["begin"] == begin, late=late))
+            found.append(gap.assign(head=gap["begin"] == begin, late=gap.pop("launched") > gap["begin"]))
         return pd.concat(found, ignore_index=True).assign(ms=lambda gap: (gap["end"] - gap["begin"]) / 1e6)
 
     @cached_property

@@ -86,15 +86,11 @@ class Capture:
     def left_out(self) -> int:
         return len(self.before)
 
-    @property
-    def left_out_ns(self) -> int:
-        return int(self.before["duration_ns"].sum())
-
 
 def load_capture(path: Path | str, step: str | None = None,
                  phases: Mapping[str, str] | None = None) -> Capture:
     """Read a capture: nsys's ``.sqlite`` or ``.nsys-rep`` where nsys is installed, torch.profiler's ``.json``
-    from CUDA or ROCm, or nsys's report cuda_gpu_trace as ``.csv``; gzipped or not, from a file or a pipe.
+    from CUDA or ROCm, or nsys's report cuda_gpu_trace as ``.csv``; gzipped or not.
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
@@ -247,11 +243,11 @@ def _attributed(records: Records, autograd: Autograd, host: pd.DataFrame, step: 
     ranges = _by_process(records.ranges)
     ranges["plain"] = _of_each(ranges["name"], plain_name)
     steps = _steps(records.path, ranges, records.launches, step)
-    rest = ranges.drop(index=steps.index)
-    rest["phase"] = _phase_names(records.path, rest, ranges, phases)
-    own = rest[rest["phase"] != ""]
-    others = rest[(rest["phase"] == "") & ~matching(rest["name"], OPERATOR_RANGE.search)
-                  & ~matching(rest["name"], LIBRARY_RANGE.search)].astype({"name": str})
+    others = ranges.drop(index=steps.index)
+    others["phase"] = _phase_names(records.path, others, ranges, phases)
+    own = others[others["phase"] != ""]
+    others = others[(others["phase"] == "") & ~matching(others["name"], OPERATOR_RANGE.search)
+                  & ~matching(others["name"], LIBRARY_RANGE.search)].astype({"name": str})
 
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
         return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
@@ -325,9 +321,8 @@ def _forward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: n
                          "phase": phase})[["group", "mark", "phase"]].iloc[order]
     groups = rows.groupby("group")["mark"]
     earlier, later = groups.ffill(), groups.bfill()
-    first = earlier.isna() & (later == "backward") | earlier.isna() & (later == "forward")
-    known = launch[order] < NEVER
-    inside = (rows["phase"] == OUTSIDE) & known & (first | (earlier == "forward") & later.notna())
+    ahead = later.notna() & (earlier.isna() | (earlier == "forward"))
+    inside = (rows["phase"] == OUTSIDE) & (launch[order] < NEVER) & ahead
     phase = phase.copy()
     phase[order[inside.to_numpy()]] = "forward"
     return phase
@@ -411,8 +406,8 @@ def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
         several_threads = own["key"].nunique() > own["process"].nunique()
         if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
             continue
-        held = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
-        rank = (bool({*str(name).split()} & STEP_WORDS) and held > 0.2, held)
+        share = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
+        rank = (bool({*str(name).split()} & STEP_WORDS) and share > 0.2, share)
         if rank > score:
             best, score = own, rank
     return best

@@ -76,7 +76,7 @@ def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
     alone = "step on GPU" if capture.steps else "on GPU"
     accounts = [_account(alone if len(gpus) == 1 else one.name, one) for one in gpus]
     lines = [_header(most, len(gpus)), *accounts, _outliers(most), _start(most, found), _phases(most),
-             _families(most), *_kernels(most), _bound(most, found, causes), _causes(most, causes),
+             _families(most), *_top(most.kernels), _bound(most, found, causes), _causes(most, causes),
              _communication(most), _matmuls(most), _generated(most), *_advice(most, causes), _not_told(most)]
     return [line for line in lines if line.text]
 
@@ -237,10 +237,6 @@ def _families(one: Device) -> Line:
     if len(found) > 5:
         found = pd.concat([found.head(5), pd.Series({"rest": found.iloc[5:].sum()})])
     return Line("family", _listed(found, " | "), values)
-
-
-def _kernels(one: Device) -> list[Line]:
-    return _top(one.kernels)
 
 
 def _top(kernels: pd.DataFrame) -> list[Line]:

@@ -2,7 +2,6 @@
 
     from stepscope import measure
 
-    exclusive()                        the GPU to oneself: whatever is timed or captured goes in there
     out_of_memory(status, case, ...)   a failed case is noted, what it held is freed, and the others go on
     asked_and_allocated(words)         of an out-of-memory error's words
     Phases(device), .ms()              the ``phase`` that a step is called with: its time and enqueue time
@@ -26,7 +25,6 @@
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
 """
-from stepscope.gpu_lock import exclusive
 from stepscope.measure.clocks import (
     Phases,
     back_to_back,
@@ -35,7 +33,6 @@ from stepscope.measure.clocks import (
     keep_up,
     synchronizer,
     time_steps,
-    wait_until_idle,
     walls_ms,
 )
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling
@@ -71,13 +68,3 @@ from stepscope.traces.captured import (
     quickest_step,
     whole_steps,
 )
-
-__all__ = [
-    "TRIES", "MemoryHistory", "Phases", "Power", "PowerMonitor", "allow_recompiling", "asked_and_allocated",
-    "at_cap", "autocast", "back_to_back", "by_name", "capture", "ceilings", "device_bytes", "enough",
-    "error_text", "exclusive", "forget_peaks", "fresh_compiler_cache", "gpu_time", "gpu_time_ms",
-    "grad_scaler", "graph_of", "highest_clock_mhz", "host_sets_pace", "keep_up", "kept_up_power",
-    "middle_step", "operations_by_name", "out_of_memory", "pass_memory", "peak_memory", "power_limit_w",
-    "prepare", "quickest_step", "record_memory_history", "release", "replay", "saved_for_backward",
-    "seconds_with_compiling", "sheet_tflops", "sm_clock_mhz", "step_times", "storage_bytes", "synchronizer",
-    "time_steps", "unsteady", "wait_until_idle", "walls_ms", "whole_steps", "with_rates"]

@@ -60,7 +60,9 @@ def replay(step: Callable[[], Any], device: str, *, optimizer: Any = None, scale
         try:
             clear()
             torch.cuda.empty_cache()  # the warm-up's stream does not reuse what others have cached
-            found = _replay(graph_of(step, clear, warmups=1), device, replays, at_least_s)
+            graph = graph_of(step, clear, warmups=1)
+            samples = time_steps(lambda phases: graph(), replays, 0, device, at_least_s=at_least_s)
+            found = walls_ms(samples).tolist()
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             failure = capture_failure(error)
         if failure:  # not in the handler: the error holds what its frames hold
@@ -69,10 +71,6 @@ def replay(step: Callable[[], Any], device: str, *, optimizer: Any = None, scale
     clear()
     release(device, after_error=bool(failure))
     return found, failure
-
-
-def _replay(graph: Callable[[], Any], device: str, replays: int, at_least_s: float) -> list[float]:
-    return [*walls_ms(time_steps(lambda phases: graph(), replays, 0, device, at_least_s=at_least_s))]
 
 
 def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> str:

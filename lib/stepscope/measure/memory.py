@@ -56,9 +56,9 @@ def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, lis
     return output, list(saved.values())
 
 
-def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, held: int,
+def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, own: int,
                 device: str) -> dict[str, float]:
-    """One forward and backward for its memory, in bytes; ``held`` is what is in use before it.
+    """One forward and backward for its memory, in bytes; ``own`` is what of it is in use before.
 
     ``saved``: what forward makes and keeps for backward, the output not counted; ``in_use``: before backward,
     with inputs, mask and output; ``forward``, ``backward``: the most in use in forward, and in the pass. A
@@ -75,7 +75,7 @@ def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient:
         there = {x.untyped_storage().data_ptr() for x in (*inputs, output)}
         saved = storage_bytes([x for x in kept if x.dtype != torch.bool
                                and x.untyped_storage().data_ptr() not in there])
-        return {"saved": saved, "in_use": held + storage_bytes(output) + saved}
+        return {"saved": saved, "in_use": own + storage_bytes(output) + saved}
     synchronize = synchronizer(device)
     synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -85,6 +85,6 @@ def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient:
     after, forward_peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     output.backward(gradient)
     synchronize()
-    return {"saved": after - before - storage_bytes(output), "in_use": after - before + held,
-            "forward": forward_peak - before + held,
-            "backward": torch.cuda.max_memory_allocated() - before + held}
+    return {"saved": after - before - storage_bytes(output), "in_use": after - before + own,
+            "forward": forward_peak - before + own,
+            "backward": torch.cuda.max_memory_allocated() - before + own}

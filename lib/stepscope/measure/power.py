@@ -39,40 +39,33 @@ def nvml_device():
 
 
 def _asked(ask: Callable[[], float]) -> float:
-    with suppress(pynvml.NVMLError):
-        return float(ask())
+    """What NVML says; nan where it says nothing, and in a process that uses no GPU even beside one."""
+    if torch.cuda.is_initialized():
+        with suppress(pynvml.NVMLError):
+            return float(ask())
     return float("nan")
 
 
 def sm_clock_mhz() -> float:
-    """The GPU's SM clock now; nan where NVML does not say, and in a process that uses no GPU, even where
-    there is one."""
-    if not torch.cuda.is_initialized():
-        return float("nan")
+    """The GPU's SM clock now; nan where NVML does not say, or this process uses no GPU."""
     return _asked(lambda: pynvml.nvmlDeviceGetClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
 
 
 @functools.cache
 def highest_clock_mhz() -> float:
     """The highest SM clock the GPU has; nan likewise."""
-    if not torch.cuda.is_initialized():
-        return float("nan")
     return _asked(lambda: pynvml.nvmlDeviceGetMaxClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
 
 
 @functools.cache
 def power_limit_w() -> float:
     """What the driver lets the GPU draw, in W; nan likewise."""
-    if not torch.cuda.is_initialized():
-        return float("nan")
     return _asked(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(nvml_device()) / 1e3)
 
 
 def reading() -> Reading:
     """The device now; all but the time nan in a process that uses no GPU."""
-    energy_j = float("nan")
-    if torch.cuda.is_initialized():
-        energy_j = _asked(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml_device()) / 1e3)
+    energy_j = _asked(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml_device()) / 1e3)
     return Reading(default_timer(), sm_clock_mhz(), energy_j)
 
 

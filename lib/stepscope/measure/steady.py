@@ -1,7 +1,7 @@
-"""What cannot be, and what does not repeat: cells to measure again, and after three tries to mark.
+"""What cannot be, and what does not repeat: cases to measure again, and after three tries to mark.
 
 GPU time is of captured steps and wall time of plain ones, so that the one can exceed the other a little. By
-more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the cell is
+more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the case is
 measured again, and what stays so says ``unsteady`` with its numbers, and is in no claim.
 """
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from stepscope.config import WHOLE
 from stepscope.measure.power import highest_clock_mhz, power_limit_w
 from stepscope.stats import AT_CAP, MOST_BUSY, MOST_BUSY_AT_CAP
 
-TRIES = 3  # of a cell, in all
+TRIES = 3  # of a case, in all
 REPLAYED, A_LAUNCH_MS = 1.05, 2e-3   # a graph's wall time over its kernels': gaps of up to 2 µs each
 REPEATS, A_MOMENT_MS = 1.03, 0.05  # captured steps, longest over shortest; what a clock's ticks can make
 INSIDE = 1.10  # a phase by itself, over the same within the step

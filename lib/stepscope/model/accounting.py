@@ -213,7 +213,7 @@ def parameter_rounding(config: StepConfig) -> int:
 
 class Instant(NamedTuple):
     """What lives at one instant beside the weights, the optimizer's state and the batch, in bytes; ``layer``
-    is None outside the blocks. ``held`` is what the step's own variables hold (logits, loss)."""
+    is None outside the blocks. ``variables`` is what the step's own hold (logits, loss)."""
 
     phase: str
     layer: int | None
@@ -222,7 +222,7 @@ class Instant(NamedTuple):
     saved: int = 0
     weight_cache: int = 0
     gradients: int = 0
-    held: int = 0
+    variables: int = 0
 
     @property
     def like_parameters(self) -> int:
@@ -286,7 +286,7 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
     cached = 0 if k else layers * weight_cache  # what is run again casts its weights again
     for phase, these in (("loss", f.loss), ("backward", f.backward_head)):
         for operation, formula in these.items():
-            yield Instant(phase, None, operation, of(formula) - logits, kept, cached, held=logits)
+            yield Instant(phase, None, operation, of(formula) - logits, kept, cached, variables=logits)
     head, block, group = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS), k or layers
     kernel = of(f.kernel) if config.device == "cuda" else 0
     for layer in reversed(range(layers)):
@@ -304,13 +304,13 @@ def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> I
                           (layer - first) * weight_cache, done, logits)
     # the gradients of embedding, head and final norm stand in the formula
     yield Instant("backward", None, "embedding: dense_backward", of(f.backward_end) - head - logits,
-                  gradients=head + layers * block, held=logits)
+                  gradients=head + layers * block, variables=logits)
     if mode == "step":
         # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing.
         root = config.optimizer == "foreach"
         weights = 4 * parameter_count(config)
         yield Instant("optimizer", None, "AdamW: foreach_sqrt" if root else "AdamW", weights * root,
-                      gradients=weights, held=logits + 4)
+                      gradients=weights, variables=logits + 4)
 
 
 def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
@@ -332,7 +332,7 @@ def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int
     kinds = at_rest(config, mode)
     kinds |= {"temporaries": instant.temporaries, "saved for backward": instant.saved,
               "bf16 copies": instant.weight_cache, "gradients": instant.gradients,
-              "other": kinds["other"] + instant.held}
+              "other": kinds["other"] + instant.variables}
     if config.device == "cuda":
         kinds["workspaces"] = WORKSPACE * (1 if mode == "forward" else 2)  # backward has a thread of its own
         kinds["rounding"] += round(_rounding_share(config) * instant.like_parameters)
@@ -351,6 +351,6 @@ def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0)
     """
     share = _rounding_share(config)
     top = max(instants(config, mode, blocks_per_checkpoint),
-              key=lambda one: (one.temporaries + one.saved + one.weight_cache + one.gradients + one.held
+              key=lambda one: (one.temporaries + one.saved + one.weight_cache + one.gradients + one.variables
                                + share * one.like_parameters))
     return Peak(top.phase, top.layer, top.operation, everything(top, config, mode))

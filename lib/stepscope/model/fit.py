@@ -41,10 +41,8 @@ STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
     "the same, each block checkpointed": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
     "the ladder's last (bf16 weights and moments, fp32 masters)": ({}, last_step_bytes),
 }
-
-
-PLAIN = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
-         "device": "cuda"}
+WRITTEN = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
+           "device": "cuda"}  # the step as the assignment has one write it
 # What no formula here counts, in words: how much it is depends on the step, and the ladder measures it.
 RESERVED = (
     "Peaks are of tensors; the allocator reserves more than that. Where a step is replayed as a CUDA graph,"
@@ -66,7 +64,7 @@ class Fit(NamedTuple):
     largest_size: str
 
 
-class Cell(NamedTuple):
+class Case(NamedTuple):
     """One of the handout's grid, and how its plain step, or the part that ``mode`` names, fits."""
 
     size: str
@@ -87,9 +85,10 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
     rows, memory = [], memory_gib * GIB
     sizes = largest_sizes(config, [config.context_length], memory_gib, edition)
     for name, (fields, bytes_of) in STEPS.items():
-        own = config.model_copy(update=PLAIN | fields)
+        own = config.model_copy(update=WRITTEN | fields)
         needed = bytes_of(own)
-        context, batch = (largest(field, own, bytes_of, memory) for field in ("context_length", "batch_size"))
+        context, batch = (greatest(field, own, bytes_of, memory)
+                          for field in ("context_length", "batch_size"))
         rows.append(Fit(name, needed / GIB, _fits(needed, memory), context, batch, *sizes[name]))
     return rows
 
@@ -105,7 +104,7 @@ def largest_sizes(config: StepConfig, contexts: Sequence[int], memory_gib: float
     return {name: [at(context, *step) for context in contexts] for name, step in STEPS.items()}
 
 
-def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025) -> list[Cell]:
+def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025) -> list[Case]:
     """The handout's benchmark before running it: its sizes, in the order of their parameters, by modes and
     contexts.
 
@@ -113,26 +112,26 @@ def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition
         config: batch and vocabulary count.
         memory_gib, edition: as in :func:`fit`.
     """
-    cells = []
+    cases = []
     for name, size in EDITIONS[edition].items():
         for mode, context in ((mode, context) for mode in PHASES for context in contexts):
             needed = peak(_sized(config, size, context), mode).allocated
-            cells.append(Cell(name, mode, context, needed / GIB, _fits(needed, memory_gib * GIB)))
-    return cells
+            cases.append(Case(name, mode, context, needed / GIB, _fits(needed, memory_gib * GIB)))
+    return cases
 
 
 def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] | None = None) -> StepConfig:
     """The plain step of a size at a context, with other fields."""
     return config.model_copy(
-        update=PLAIN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {}))
+        update=WRITTEN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {}))
 
 
 def _fits(needed: float, memory: float) -> str:
     return "yes" if needed <= TIGHT * memory else "tight" if needed <= memory else "no"
 
 
-def largest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:
-    """The largest number in a field, of those that it may have, whose step takes at most so many bytes; 0 if
+def greatest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:
+    """The greatest number in a field, of those that it may have, whose step takes at most so many bytes; 0 if
     1 does not fit. What is larger needs more."""
     return bisect_right(range(1, 2**24), memory,
                         key=lambda number: bytes_of(config.model_copy(update={field: number})))

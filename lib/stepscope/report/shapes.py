@@ -10,6 +10,7 @@ from stepscope.config import SIZES
 from stepscope.report.schemas import Tables
 
 REFERENCE = 512  # the context at which sizes are compared, where it was run
+PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 ORDER = ("size", "context_length", "vocab_size", "batch_size")  # of the rows of every table that has them
 RANKS = {size: shape.d_model * shape.num_layers for size, shape in SIZES.items()}

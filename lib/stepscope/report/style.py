@@ -23,9 +23,8 @@ from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, LogLocator, N
 WIDTH = 6.0  # inches
 TEXT = 11  # points, the least there is
 INK, MUTED, GRID, FILL, PAPER = "#1b1f24", "#59636e", "#d5dae0", "#c3cad3", "#ffffff"
-BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (
+BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (  # read as text on paper (4.5:1), all but the sky
     "#0067a8", "#b84a00", "#007a5e", "#a8467f", "#8a6100", "#3f8fc4", "#b3261e")
-PALETTE = [BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED]  # read as text on paper (4.5:1), all but the sky
 DARK = {
     INK: "#e6e9ed", MUTED: "#a3adb8", GRID: "#353c45", FILL: "#525b66", PAPER: "#14181d", BLUE: "#58b0f0",
     ORANGE: "#ff9650", GREEN: "#35cba5", PINK: "#ea94c5", AMBER: "#e6b53c", SKY: "#a5d5f7", RED: "#ff8a80"}

@@ -54,6 +54,8 @@ class Run:
         self.store = Store(runs_folder(runs)) if runs and not run_folder else None
         self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
+        if not self.folder:  # nobody kept others still
+            self.outcome["machine"]["load"] = round(os.getloadavg()[0], 2)
         on = self.outcome["machine"]["device_name"]
         if self.store:
             with self.store.writing():  # says now what else it would say when all is measured

@@ -78,6 +78,7 @@ class Machine(TypedDict, total=False):
     cpu_cores: Count
     ram_gib: Number
     gpu_memory_gib: Number
+    load: Number  # of a run by hand alone: the load average of the minute before it began
 
 
 Status = Literal["ok", "oom", "failed"]
@@ -104,7 +105,7 @@ class Record(BaseModel):
     software: dict[str, str | Whole | None] = {}
     started_at: Moment
     duration_s: Seconds
-    measuring_s: Seconds = 0.0  # of it, the turns on the GPU
+    measuring_s: Seconds = 0.0  # of it, in exclusive sections
 
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":

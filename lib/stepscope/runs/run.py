@@ -187,7 +187,7 @@ def end_marked(folder: Path) -> None:
     It looks until it has found none twice: one that is becoming another program shows no environment in that
     moment.
     """
-    rest = 2
+    rounds = 2
     for _ in range(500):
         found = False
         for process in psutil.process_iter():
@@ -196,8 +196,8 @@ def end_marked(folder: Path) -> None:
                 if mark == str(folder) or mark.startswith(f"{folder}/"):
                     process.kill()
                     found = found or process.status() != psutil.STATUS_ZOMBIE
-        rest = 2 if found else rest - 1
-        if not rest:
+        rounds = 2 if found else rounds - 1
+        if not rounds:
             return
         time.sleep(0.01)
 

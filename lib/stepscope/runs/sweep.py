@@ -241,11 +241,11 @@ class _Sweep:
         """Give out runs and take them back until there is none left, or a reason to stop."""
         try:
             while (self.todo or self.workers.running) and not self.signals:
-                self._give()
+                self._assign()
                 if self.end.stopped_by and not self.workers.running:
                     return
                 for assignment, result in self.workers.wait():
-                    self._take(assignment, result)
+                    self._collect(assignment, result)
         except OSError as error:  # also where a worker met it
             place = error.filename or self.store.root
             self.end.stopped_by = f"{place}, which cannot be written to ({error.strerror or error})"
@@ -254,7 +254,7 @@ class _Sweep:
             self.workers.close(self.store.partial)
             end_marked(self.store.partial)
 
-    def _give(self) -> None:
+    def _assign(self) -> None:
         """Give each free place the first run, in the sweep's order, that fits there."""
         for name, config in list(self.todo.items()):
             budget_s = self.options.time_budget_s
@@ -266,7 +266,7 @@ class _Sweep:
                 del self.todo[name]
                 self.workers.submit(config, self.store.folder_in_making(), *place)
 
-    def _take(self, assignment: Assignment, result: Record | Exception) -> None:
+    def _collect(self, assignment: Assignment, result: Record | Exception) -> None:
         config, folder = assignment.config, assignment.folder
         if isinstance(result, OSError):
             raise result

@@ -191,8 +191,8 @@ def local_workers(gpus: list[dict], count: int, scratch: Path,
                "env": {"CUDA_VISIBLE_DEVICES": gpu["visible"]}} for gpu in gpus]
     offers = offers or [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(min(count, cores))]
     # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a
-    # key of this moment keeps out the machine's other users. No page of another origin than the dashboard's
-    # may read what it shows.
+    # key of this moment keeps out the machine's other users. The dashboard answers its own pages, and none of
+    # another origin.
     security = Security.temporary()
     loopback = {"host": "127.0.0.1", "protocol": "tls://", "security": security,
                 "dashboard_address": "127.0.0.1:0"}

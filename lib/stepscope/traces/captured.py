@@ -11,7 +11,6 @@ from stepscope import StepscopeError
 from stepscope.config import PHASES
 from stepscope.stats import union
 from stepscope.traces.attribution import find_launches
-from stepscope.traces.families import families
 from stepscope.traces.torch_trace import own_records
 
 RANGE = "stepscope"
@@ -43,9 +42,9 @@ def captured_operations(trace: Path) -> pd.DataFrame:
     open_range = np.searchsorted(ranges["start_ns"], launched, side="right") - 1
     inside = (open_range >= 0) & (launched < ranges["end_ns"].to_numpy()[open_range])
     opened = ranges["name"].astype(str).str.split("/", expand=True).iloc[open_range].reset_index(drop=True)
-    names = found["name"].astype(str)
     table = pd.DataFrame({"case": opened[1].astype(int), "number": opened[2].astype(int), "phase": opened[3],
-                          "name": names, "family": families(names).astype(str), "start_ns": found["start_ns"],
+                          "name": found["name"].astype(str), "family": found["family"].astype(str),
+                          "start_ns": found["start_ns"],
                           "end_ns": found["start_ns"] + found["duration_ns"]})
     return table[inside].reset_index(drop=True)
 

@@ -180,7 +180,7 @@ def families(names: Iterable[str]) -> pd.Categorical:
                                      FAMILIES)
 
 
-def shown_family(operations: pd.DataFrame) -> pd.Series:
+def detailed_family(operations: pd.DataFrame) -> pd.Series:
     """What operations are shown as: their family, but for softmax, which is told by whose it is.
 
     Args:

@@ -3,7 +3,7 @@ import pandas as pd
 
 from stepscope.config import SIZES
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN, largest, reference, select
+from stepscope.report.shapes import PLAIN, PRECISION_NAMES, largest, reference, select
 from stepscope.report.tables import number
 from stepscope.stats import SAME
 from stepscope.studies.attention.config import QUANTITIES
@@ -12,7 +12,6 @@ from stepscope.studies.attention.tables import (
     GRID_ENDS,
     HEAD,
     LABELS,
-    PRECISION_LABELS,
     first_out_of_memory,
     gpu_memory_gib,
     outcome,
@@ -189,7 +188,7 @@ def answer_attention_fits(tables: Tables) -> Claim:
         return None
     most = rows.loc[rows["peak_mib"].idxmax()]
     return {"sequence": int(rows["sequence"].max()), "most": most["peak_mib"] / 1024,
-            "name": LABELS[most["implementation"]], "precision": PRECISION_LABELS[most["precision"]],
+            "name": LABELS[most["implementation"]], "precision": PRECISION_NAMES[most["precision"]],
             "d": int(most["d_model"]), "memory": gpu_memory_gib(tables)}
 
 
@@ -200,7 +199,7 @@ def answer_attention_oom(tables: Tables) -> Claim:
     need, square = sum(parts.values()), parts["T x T matrices"] / SQUARES["naive"]
     if need <= row["device_gib"]:
         return None
-    return {"precision": PRECISION_LABELS[row["precision"]], "d": int(row["d_model"]),
+    return {"precision": PRECISION_NAMES[row["precision"]], "d": int(row["d_model"]),
             "sequence": int(row["sequence"]), "outcome": outcome(tables, row),
             "allocated": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
             "need": need}
@@ -326,7 +325,7 @@ def attention_long_dims(tables: Tables) -> Claim:
     """The head dimensions at which sequences beyond the handout's were run."""
     rows = select(tables["attention.passes"], sequence=lambda sequence: ~within_grid(sequence))
     dims = sorted(int(d) for d in rows["d_model"].unique())
-    precisions = [label for name, label in PRECISION_LABELS.items() if name in set(rows["precision"])]
+    precisions = [label for name, label in PRECISION_NAMES.items() if name in set(rows["precision"])]
     return {"sequence": GRID_ENDS, "dims": _dims(dict.fromkeys(dims)), "precisions": " and ".join(precisions)}
 
 
@@ -340,7 +339,7 @@ def answer_attention_out(tables: Tables) -> Claim:
         return None
     first = out.iloc[0]
     return {"out": len(out), "cases": len(rows), "sequence": int(first["sequence"]),
-            "name": LABELS[first["implementation"]], "precision": PRECISION_LABELS[first["precision"]],
+            "name": LABELS[first["implementation"]], "precision": PRECISION_NAMES[first["precision"]],
             "d": int(first["d_model"])}
 
 

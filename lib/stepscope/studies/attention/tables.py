@@ -6,7 +6,7 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
-from stepscope.report.shapes import preferred, select
+from stepscope.report.shapes import PRECISION_NAMES, preferred, select
 from stepscope.report.tables import number, quartiles, table, wall_cell
 from stepscope.stats import MOST_BUSY, launch_bound_rows
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
@@ -32,7 +32,6 @@ LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient
 HEAD = 64  # what sentences and tables are about, where it was measured
 USUAL = {"d_model": preferred(HEAD), "precision": preferred("bf16")}
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
-PRECISION_LABELS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def tables(frames: Tables) -> Tables:
@@ -68,7 +67,7 @@ def within_grid(sequences: pd.Series) -> pd.Series:
 def setting(rows: pd.DataFrame) -> str:
     """What was measured in these rows, in words."""
     batch, d, precision = rows[["batch_size", "d_model", "precision"]].iloc[0]
-    return f"batch {batch}, d {d}, {PRECISION_LABELS[precision]}, causal"
+    return f"batch {batch}, d {d}, {PRECISION_NAMES[precision]}, causal"
 
 
 def attention_times(tables: Tables) -> pd.DataFrame:
@@ -119,7 +118,7 @@ def _passes(cases: pd.DataFrame) -> str:
 
 def _points(cases: pd.DataFrame) -> pd.DataFrame:
     """A row each precision, d and sequence: time and memory of forward and backward."""
-    order = [name for name in PRECISION_LABELS if name in set(cases["precision"])]
+    order = [name for name in PRECISION_NAMES if name in set(cases["precision"])]
     cases = cases.assign(precision=pd.Categorical(cases["precision"], order, ordered=True))
     busy = cases["gpu_ms"] / cases["wall_ms"]
     cases = cases.assign(text=[wall_cell(row) for row in cases.assign(busy=busy).to_dict("records")])
@@ -132,7 +131,7 @@ def _points(cases: pd.DataFrame) -> pd.DataFrame:
     made = pd.DataFrame({name: column for name, column in found.items() if column is not None})
     memory = [name for name in made if name.endswith("MiB")]
     made = made.astype(dict.fromkeys(memory, float)).reset_index().rename(columns={"d_model": "d"})
-    return made.assign(precision=made["precision"].astype(str).map(PRECISION_LABELS))
+    return made.assign(precision=made["precision"].astype(str).map(PRECISION_NAMES))
 
 
 def attention_long(tables: Tables) -> pd.DataFrame:
@@ -150,7 +149,7 @@ def attention_long(tables: Tables) -> pd.DataFrame:
         "ran out": [outcome(tables, row) for row in backward.reset_index().to_dict("records")]})
     made = made.reset_index().rename(columns={"d_model": "d"})
     made["implementation"], made["precision"] = made["implementation"].map(LABELS), made["precision"].map(
-        PRECISION_LABELS)
+        PRECISION_NAMES)
     batch = cases["batch_size"].iloc[0]
     said = "standard deviation" if "± ms" in made else "quartiles"
     return table(made, rows=40, note=f"Wall time, median and {said} (batch {batch}, causal).")
@@ -190,7 +189,7 @@ def attention_compiled(tables: Tables) -> pd.DataFrame:
     times = select(times[["naive", "compiled"]].dropna())
     gains = times.iloc[:, 0] / times.iloc[:, 1]
     gains = gains.unstack(["precision", "d_model"]).sort_index(axis=1)
-    gains.columns = [f"{PRECISION_LABELS[precision]}, d {d}, x" for precision, d in gains.columns]
+    gains.columns = [f"{PRECISION_NAMES[precision]}, d {d}, x" for precision, d in gains.columns]
     return table(gains, note="Compiled against naive attention, GPU time of forward and backward.")
 
 
@@ -200,7 +199,7 @@ def attention_precisions(tables: Tables) -> pd.DataFrame:
     rows = select(rows, sequence=max, gpu_ms=pd.Series.notna)
     times = rows.pivot(index="implementation", columns="precision", values="gpu_ms")
     times = times.reindex([name for name in IMPLEMENTATIONS if name in times.index]).rename(index=LABELS)
-    times = times[[name for name in PRECISION_LABELS if name in times]].rename(columns=PRECISION_LABELS)
+    times = times[[name for name in PRECISION_NAMES if name in times]].rename(columns=PRECISION_NAMES)
     at = f"sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}"
     return table(times.rename_axis(columns=None), "ms", ("min", "column"),
                  note=f"GPU time of forward and backward, ms, {at}.")
@@ -213,7 +212,7 @@ def attention_account(tables: Tables) -> pd.DataFrame:
                      "recorded when it ran out: allocated": row["allocated_gib"],
                      "recorded when it ran out: asked for": row["asked_gib"]}
     frame = pd.DataFrame({"part": parts.keys(), "GiB": parts.values()})
-    return table(frame, note=f"Naive attention, {PRECISION_LABELS[row['precision']]}, batch"
+    return table(frame, note=f"Naive attention, {PRECISION_NAMES[row['precision']]}, batch"
                              f" {row['batch_size']}, d {row['d_model']}, {row['sequence']:,} positions, on"
                              f" {number(gpu_memory_gib(tables), 'GiB')}.")
 
@@ -246,11 +245,11 @@ def attention_checks(tables: Tables) -> pd.DataFrame:
     checks = select(tables["attention.checks"])
     worst = checks.assign(error=checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1))
     pivoted = worst.pivot_table(index="implementation", columns="precision", values="error", aggfunc="max")
-    pivoted = pivoted[[name for name in PRECISION_LABELS if name in pivoted]]
+    pivoted = pivoted[[name for name in PRECISION_NAMES if name in pivoted]]
     pivoted.loc["allowed"] = checks.groupby("precision")["allowed_error"].first()
     pivoted = pivoted.reindex([name for name in (*IMPLEMENTATIONS, "allowed") if name in pivoted.index])
     printed = pivoted.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
-    return table(printed.rename(index=LABELS, columns=PRECISION_LABELS).rename_axis(columns=None),
+    return table(printed.rename(index=LABELS, columns=PRECISION_NAMES).rename_axis(columns=None),
                  note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
 
 

@@ -8,15 +8,13 @@ from stepscope.config import PHASES, StepConfig
 from stepscope.model.accounting import GIB, everything, instants, peak
 from stepscope.report import style
 from stepscope.report.schemas import Tables
-from stepscope.report.shapes import select
-from stepscope.report.style import BLUE, INK, MUTED, ORANGE, PAPER, figure
+from stepscope.report.shapes import PRECISION_NAMES, select
 from stepscope.report.tables import number
 from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, predicted, usual
 
-COLORS = {"weights": BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
-          "saved for backward": style.SKY, "bf16 copies": ORANGE, "temporaries": style.RED,
-          "workspaces": MUTED, "other": style.FILL}
-NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+COLORS = {"weights": style.BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
+          "saved for backward": style.SKY, "bf16 copies": style.ORANGE, "temporaries": style.RED,
+          "workspaces": style.MUTED, "other": style.FILL}
 POINTS = 160   # of a drawn timeline: an SVG holds each
 THICK = 0.08   # of the height: what is thinner has no name in the picture
 NAMED = ("small", "medium", "large", "xl", "2.7B")
@@ -37,10 +35,10 @@ def memory_timeline(tables: Tables) -> Figure | None:
     modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
     last = wholes.loc[modes[-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
-    message = (f"{one['size']} at context {one['context_length']:,} in {NAMES[one['precision']]}: the peak is"
-               f" {place}, {number(last['peak_gib'], 'GiB')}")
-    drawn, axes = figure(message, 3.6, 1, len(modes), sharey=True, squeeze=False,
-                         width_ratios=[1 + len(PHASES[mode]) for mode in modes])
+    message = (f"{one['size']} at context {one['context_length']:,} in {PRECISION_NAMES[one['precision']]}:"
+               f" the peak is {place}, {number(last['peak_gib'], 'GiB')}")
+    drawn, axes = style.figure(message, 3.6, 1, len(modes), sharey=True, squeeze=False,
+                               width_ratios=[1 + len(PHASES[mode]) for mode in modes])
     limit = rows[[column(kind) for kind in LIVE]].sum(axis=1).max()
     for axis, mode in zip(axes[0], modes):
         _live(axis, rows[rows["mode"] == mode], limit, number(wholes.loc[mode, "peak_gib"], ""))
@@ -72,16 +70,16 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
     starts = rows["phase"].ne(rows["phase"].shift()).to_numpy().nonzero()[0]
     for begin, after in zip(starts, [*starts[1:], len(rows)]):
         if len(starts) > 1 and after - begin > 0.08 * len(rows):
-            axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+            axis.axvline(begin, color=style.MUTED, linewidth=0.8, linestyle=":")
             axis.text(begin, 1.0, f" {rows['phase'].iloc[begin]}", transform=axis.get_xaxis_transform(),
                       va="bottom")
         elif len(starts) > 1 and after == len(rows):  # the last stage is too narrow for its name
-            axis.axvline(begin, color=MUTED, linewidth=0.8, linestyle=":")
+            axis.axvline(begin, color=style.MUTED, linewidth=0.8, linestyle=":")
             axis.text(after, 1.0, rows["phase"].iloc[begin], transform=axis.get_xaxis_transform(), ha="right",
                       va="bottom")
     at = int(total.argmax())
-    axis.plot([at], [total[at]], "v", color=INK)
-    axis.annotate(top, (at, total[at]), xytext=(7, 2), textcoords="offset points", color=INK)
+    axis.plot([at], [total[at]], "v", color=style.INK)
+    axis.annotate(top, (at, total[at]), xytext=(7, 2), textcoords="offset points", color=style.INK)
     axis.set_xlabel("allocations and frees")
     axis.set_xticks([])
     axis.margins(x=0)
@@ -97,8 +95,8 @@ def predicted_timeline(tables: Tables) -> Figure:
             for one in instants(config, "step") for kinds in [everything(one, config, "step")]]
     live += live[-1:] * (len(live) // 12)  # the optimizer's one instant, wide enough to be seen
     rows, top = pd.DataFrame(live), peak(config).allocated / GIB
-    drawn, axis = figure(f"{config.size} at context {config.context_length:,} in fp32 would need"
-                         f" {number(top, 'GiB')} of a GPU", 3.6)
+    drawn, axis = style.figure(f"{config.size} at context {config.context_length:,} in fp32 would need"
+                               f" {number(top, 'GiB')} of a GPU", 3.6)
     _live(axis, rows, top, number(top, ""))
     axis.set_xlabel("instants of a step that can be its peak")
     axis.set_ylabel("GiB, predicted")
@@ -125,8 +123,9 @@ def memory_peak(tables: Tables) -> Figure:
                for size, length in shapes]
     tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
     moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = figure(f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak"
-                         f" grows with the context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
+    drawn, axis = style.figure(
+        f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak grows with the"
+        f" context, at {4 * context:,} {number(moving[-1], '%')}", 3.6)
     parts = pd.DataFrame({kind: [top.kinds[kind] / GIB for top in tops] for kind in COLORS},
                          [f"{name}, {length:,}" for name, length in shapes])
     left = parts.sum(axis=1).to_numpy()
@@ -141,8 +140,9 @@ def memory_peak(tables: Tables) -> Figure:
         axis.annotate(number(top.allocated / GIB, "") + " runs out" * out, (end, row), xytext=(4, 0),
                       textcoords="offset points", va="center")
         if out:
-            axis.barh([row], [end], color="none", edgecolor=PAPER, hatch="///", linewidth=0, height=0.66)
+            axis.barh([row], [end], color="none", edgecolor=style.PAPER, hatch="///", linewidth=0,
+                      height=0.66)
     axis.set_xlim(0, left.max() * 1.3)
-    axis.set_xlabel(f"predicted peak of a full step in {NAMES[one['precision']]}, GiB")
+    axis.set_xlabel(f"predicted peak of a full step in {PRECISION_NAMES[one['precision']]}, GiB")
     axis.legend(loc="upper right")
     return drawn

@@ -154,12 +154,12 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
     for (phase, begin, _), (_, _, end), last in zip(recording.phases, recording.phases, _ends(recording)):
         first = begin.events - recording.start.events
         event = first + int(live[:, first:last + 1].sum(axis=0).argmax())
-        held = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
+        by_kind = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
         made = table[table["allocated_at"] == event - 1]
         what = made.iloc[0] if len(made) else NOTHING
         rows.append({"mode": recording.mode, "phase": phase, "peak_gib": end.peak_allocated / GIB,
                      "requested_gib": end.peak_requested / GIB, "reserved_gib": end.peak_reserved / GIB,
-                     **held, column("rounding"): (end.peak_allocated - end.peak_requested) / GIB,
+                     **by_kind, column("rounding"): (end.peak_allocated - end.peak_requested) / GIB,
                      "peak_in": phase, "layer": what["layer"], "region": what["region"], "line": what["line"],
                      "allocation_gib": what["size"] / GIB})
     top = max(rows, key=lambda row: row["peak_gib"])

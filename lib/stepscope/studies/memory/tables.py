@@ -7,8 +7,7 @@ import pandera.pandas as pa
 
 from stepscope.config import EDITIONS, PHASES, SIZES, StepConfig, configure
 from stepscope.model.accounting import GIB, KINDS, peak
-from stepscope.model.fit import FAST, STEPS
-from stepscope.model.fit import PLAIN as PLAIN_STEP
+from stepscope.model.fit import FAST, STEPS, WRITTEN
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
 from stepscope.report.shapes import (
     MODES,
@@ -72,7 +71,7 @@ def predicted(size: str = "", **fields: str) -> StepConfig:
     context at which sizes are compared."""
     size = size or [*EDITIONS[2025]][-1]
     config = configure("benchmark", size=size, context_length=REFERENCE, device="cpu").step(mode="step")
-    return config.model_copy(update=PLAIN_STEP | fields)
+    return config.model_copy(update=WRITTEN | fields)
 
 
 def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -184,20 +183,20 @@ def saved_by_block(tables: Tables) -> pd.DataFrame:
 
 
 def less_memory(tables: Tables) -> pd.DataFrame | None:
-    """What lowers the peak: each change beside the step without it."""
+    """What lowers the peak: each optimization beside the step without it."""
     low, fused = {"precision": "bf16"}, {"attention": "sdpa", "optimizer": "fused"}
-    changes: list[tuple[str, str, str, dict, dict]] = [
+    optimizations: list[tuple[str, str, str, dict, dict]] = [
         ("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
         ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
         ("fused attention and AdamW", "full step, bf16", "peak_gib", low, low | fused),
         ("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
          low | {"expandable_segments": True})]
     rows = []
-    for change, of, name, without, with_it in changes:
+    for optimization, of, name, without, with_it in optimizations:
         with suppress(LookupError):
             before, after = (usual(tables["memory.peaks"], mode="step", phase="whole", **fields).iloc[0]
                              for fields in (without, with_it))
-            rows.append((change, of, before["context_length"], before[name], after[name]))
+            rows.append((optimization, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
         steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
         peaks = steps.set_index("change")["peak_gib"]

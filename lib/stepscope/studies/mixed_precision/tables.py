@@ -5,7 +5,7 @@ import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select, steps_timed
+from stepscope.report.shapes import MODES, PLAIN, PRECISION_NAMES, by_size, reference, select, steps_timed
 from stepscope.report.tables import counted, number, table, wall_cell
 from stepscope.stats import LOST, launch_bound
 from stepscope.traces.families import MATMUL, is_cast
@@ -20,7 +20,6 @@ SCHEMAS = {
     "numerics": tidy(NUMBER, experiment=word(), case=word(), quantity=word(), at=measured(nullable=False),
                      value=measured(least=-1e6), dtype=word()),
 }
-NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 # A column's heading, and the mode and phase that it is of.
 PARTS = {"forward": ("forward_backward", "forward"), "backward": ("forward_backward", "backward"),
          "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
@@ -167,7 +166,7 @@ def walls(tables: Tables) -> pd.DataFrame:
     key = [name for name in CONFIG if name in exact]
     shapes = with_fp32(tables)[key].drop_duplicates()
     rows = pd.concat([exact[low.columns.intersection(exact.columns)], low]).merge(shapes, on=key)
-    order = pd.Categorical(rows["precision"], [*NAMES], ordered=True)
+    order = pd.Categorical(rows["precision"], [*PRECISION_NAMES], ordered=True)
     return select(rows.assign(order=order).sort_values("order", kind="stable"))
 
 
@@ -178,7 +177,7 @@ def _spread(rows: pd.DataFrame) -> pd.DataFrame:
         rows_of = own.set_index(["mode", "phase"]).to_dict("index")
         times = {f"{words}, ms": wall_cell(rows_of.get(case, {})) for words, case in PARTS.items()}
         step = own[(own["mode"] == "step") & (own["phase"] == WHOLE)].iloc[0]
-        found[size, context, NAMES[precision]] = times | {
+        found[size, context, PRECISION_NAMES[precision]] = times | {
             "tokens/s": step["tokens_per_s"], "peak, GiB": step["peak_gib"],
             "reserved, GiB": step["reserved_gib"]}
     made = pd.DataFrame.from_dict(found, orient="index")
@@ -187,7 +186,7 @@ def _spread(rows: pd.DataFrame) -> pd.DataFrame:
 
 def precision_sizes(tables: Tables) -> pd.DataFrame:
     rows = with_fp32(tables, context_length=reference, mode="step")
-    return table(by_size(rows, "precision", "gain", NAMES), "x", ("max", "row"))
+    return table(by_size(rows, "precision", "gain", PRECISION_NAMES), "x", ("max", "row"))
 
 
 def precision_kinds(tables: Tables) -> pd.DataFrame:
@@ -240,12 +239,12 @@ def _ends(scales: pd.Index) -> str:
 
 def gradients(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
-    return table(found.rename(index=NAMES, columns={
+    return table(found.rename(index=PRECISION_NAMES, columns={
         "zero": "share that becomes 0, %", "norm off": "norm off by, %", "loss off": "loss off by, %"}))
 
 
 def training(tables: Tables) -> pd.DataFrame:
-    shift = loss_shift(tables).sort_values().rename(index=NAMES).rename_axis("trained in")
+    shift = loss_shift(tables).sort_values().rename(index=PRECISION_NAMES).rename_axis("trained in")
     steps = numbers(tables, "training")["at"].nunique()
     return table(shift.to_frame("loss off from fp32's, mean"), note=(
         f"Mean distance over the last {steps // 4} of {steps} steps."))

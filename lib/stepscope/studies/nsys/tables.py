@@ -12,7 +12,7 @@ from stepscope.report.schemas import Tables, measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, reference, select
 from stepscope.report.tables import counted, table
 from stepscope.stats import launch_bound_rows
-from stepscope.traces.families import FAMILIES, MATMUL, families, shown_family
+from stepscope.traces.families import FAMILIES, MATMUL, detailed_family, families
 from stepscope.traces.kernel_names import short_names
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
@@ -45,8 +45,8 @@ def tables(frames: Tables) -> Tables:
 
 def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase")) -> pd.DataFrame:
     """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family
-    of its own (see ``families.shown_family``)."""
-    rows = operations.assign(family=shown_family(operations), time_ms=operations["total_ns"] / 1e6)
+    of its own (see ``families.detailed_family``)."""
+    rows = operations.assign(family=detailed_family(operations), time_ms=operations["total_ns"] / 1e6)
     pivoted = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
                             sort=False).fillna(0.0)
     return pivoted[pivoted.sum().sort_values(ascending=False).index]
@@ -226,7 +226,7 @@ def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
     part of the model that launches them."""
     rows = profiles(tables, "operations", context_length=reference, mode="forward")
     at = f"{rows['size'].iloc[0]}, context {rows['context_length'].iloc[0]:,}, fp32, forward"
-    rows = rows[rows["size"] == rows["size"].iloc[0]].assign(family=shown_family)
+    rows = rows[rows["size"] == rows["size"].iloc[0]].assign(family=detailed_family)
     total, rows = rows["total_ns"].sum(), rows[rows["family"] != MATMUL]
     rows = rows.groupby(["region", "name", "family"])[["count", "total_ns"]].sum().nlargest(count, "total_ns")
     rows = rows.reset_index()
