@@ -21,8 +21,9 @@ from stepscope.measure import back_to_back, fresh_compiler_cache
 from stepscope.model.fit import last_step_bytes
 from stepscope.model.flops import parameter_count
 from stepscope.optimizations import fp8
+from stepscope.optimizations.adamw import hashed, stochastic_round
 from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
-from stepscope.optimizations.optimizer import MasterAdamW, hashed, stochastic_round
+from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.trainer import Unsupported
 from stepscope.studies.ladder import bounds, checks, tables
 from stepscope.studies.ladder.config import BASELINES, FILLED, LEFT_OUT, RUNGS, WITHOUT
@@ -72,7 +73,7 @@ def test_the_optimizer_is_torchs_adamw_over_200_steps():
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_the_optimizer_is_numpys_formula_bit_by_bit(moments):
     compared, unequal = checks.against_formula("cpu", moments)
-    assert compared == 2 * 130 * 70 + 130 and unequal == 0
+    assert compared == 4 * (130 * 70 + 130) and unequal == 0
 
 
 def test_a_wrong_formula_would_be_seen(monkeypatch):
@@ -165,31 +166,72 @@ def test_chunked_cross_entropy_is_cross_entropy():
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
 
 
-def test_what_fp8_is_off_by_is_its_mantissa(cells, monkeypatch):
-    """Rounded to 4 significant bits with any range matmuls are off as much, to 3 bits, as e5m2 has, more."""
+# -- FP8 ------------------------------------------------------------------------------------------------------
 
-    def rounded(bits):
-        def rounds(x):
-            fraction, exponent = torch.frexp(x.float())
-            return torch.ldexp(torch.round(fraction * 2**bits) / 2**bits, exponent)
 
-        return lambda a, b, fast=True: (rounds(a) @ rounds(b).t()).to(a.dtype)
+def fp8_layer(inputs, outputs, seed=0):
+    """A layer with FP8 matmuls whose weights an optimizer has written, and that."""
+    torch.manual_seed(seed)
+    layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False))
+    fp8.use_fp8(layer)
+    return layer[0], MasterAdamW(layer, 1e-3, torch.bfloat16)
 
-    monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
-    made, found = cells("time_compiled(Chunked)", d_model=64, d_ff=128, num_layers=4, changes=["fp32"]), {}
 
-    class Fp8(made.Plain):
-        def model(self):
-            model = super().model()
-            fp8.use_fp8(model.blocks)
-            return model
-    plain = made.Plain(made.config)
-    reference = plain.gradients().item(), made.gradients_of(plain)
-    for name, matmul in {"fp8": fp8.matmul, "4 bits": rounded(4), "3 bits": rounded(3)}.items():
-        monkeypatch.setattr(fp8, "matmul", matmul)
-        low = Fp8(made.config)
-        found[name] = made.relative_errors(low, low.gradients().item(), *reference)["gradient_off"]
-    assert 0.7 < found["fp8"] / found["4 bits"] < 1.4 < found["3 bits"] / found["4 bits"]
+def off(found, true):
+    return ((found.double() - true.double()).norm() / true.double().norm()).item()
+
+
+def test_what_fp8_is_off_by_is_its_mantissa():
+    """Factors rounded to 4 significant bits with any range give as much, to 3 bits, as e5m2 has, more."""
+
+    def rounded(x, bits):
+        fraction, exponent = torch.frexp(x)
+        return torch.ldexp(torch.round(fraction * 2**bits) / 2**bits, exponent)
+
+    layer, own = fp8_layer(256, 64)
+    weight, x = own.masters()["0.weight"], torch.randn(32, 256)
+    found = {bits: off(rounded(x, bits) @ rounded(weight, bits).t(), x @ weight.t()) for bits in (3, 4)}
+    eight = off(layer(x.bfloat16()), x @ weight.t())
+    assert 0.7 < eight / found[4] < 1.4 < found[3] / found[4]
+
+
+def test_an_fp8_layers_gradients_are_its_products():
+    """Of the input as FP8 has it, of the weight as bf16 has it."""
+    layer, own = fp8_layer(96, 160)
+    x = torch.randn(3, 32, 96).bfloat16().requires_grad_()
+    d_out = torch.randn(3, 32, 160).bfloat16()
+    layer(x).backward(d_out)
+    weight = own.masters()["0.weight"]
+    assert 0.01 < off(x.grad, d_out.float() @ weight) < 0.06
+    assert torch.equal(layer.weight.grad, d_out.flatten(0, 1).t() @ x.detach().flatten(0, 1))
+
+
+def test_fp8_weights_lie_in_both_layouts_by_a_power_of_two_of_the_step_before():
+    layer, own = fp8_layer(96, 160)
+    for _ in range(3):
+        largest = own.masters()["0.weight"].abs().max()
+        layer.weight.grad = torch.randn(160, 96).bfloat16()
+        own.step()
+        master, scale = own.masters()["0.weight"], layer.weight_scale
+        assert math.log2(scale) % 1 == 0 and 128 <= largest / scale < 256
+        rows, columns = fp8.layouts(layer.weight.detach())
+        assert torch.equal(rows.float(), (master / scale).to(torch.float8_e4m3fn).float())
+        assert torch.equal(columns.float(), rows.float().t())
+        assert off(rows.float() * scale, master) < 0.04
+    own.masters()["0.weight"].mul_(100)
+    layer.weight.grad = torch.zeros(160, 96).bfloat16()
+    own.step()
+    assert fp8.layouts(layer.weight.detach())[0].float().abs().max() == fp8.LARGEST, "beyond the range it saturates"
+    own.reset()
+    assert fp8.layouts(layer.weight.detach())[0].float().abs().max() <= 256, "and a reset measures anew"
+
+
+def test_an_fp8_layer_that_nobody_writes_says_so():
+    layer = nn.Sequential(nn.Linear(32, 32, bias=False))
+    fp8.use_fp8(layer)
+    with pytest.raises(TypeError, match="MasterAdamW"):
+        layer(torch.randn(2, 32))
+    assert layer.bfloat16()(torch.randn(2, 32).bfloat16()).isnan().all()
 
 
 # -- changes --------------------------------------------------------------------------------------------------

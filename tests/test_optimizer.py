@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stepscope.optimizations import MasterAdamW
+from stepscope.optimizations import MasterAdamW, fp8
 from stepscope.studies.ladder import checks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -120,11 +120,13 @@ def test_what_it_cannot_do_it_says():
 # -- state dicts ----------------------------------------------------------------------------------------------
 
 
-def trained(moments, seed, saved=None):
+def trained(moments, seed, saved=None, eight_bits=False):
     """A model in training: its optimizer, its scheduler, and a function that takes so many clipped steps over
     data that the step's number gives."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24))
+    model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
+    if eight_bits:
+        fp8.use_fp8(model[1:])
     own = MasterAdamW(model, 1e-2, moments, betas=(0.9, 0.95))
     scheduler = lr_scheduler.CosineAnnealingLR(own, 40)
     if saved:
@@ -145,21 +147,35 @@ def trained(moments, seed, saved=None):
     return own, scheduler, train
 
 
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["bf16", "fp8"])
 @MOMENTS
-def test_a_resume_equals_no_interruption_to_the_bit(moments):
-    own, scheduler, train = trained(moments, 0)
+def test_a_resume_equals_no_interruption_to_the_bit(moments, eight_bits):
+    own, scheduler, train = trained(moments, 0, eight_bits=eight_bits)
     train(0, 15)
     file = io.BytesIO()
     torch.save({"optimizer": own.state_dict(), "scheduler": scheduler.state_dict()}, file)
     first = train(15, 30)
     file.seek(0)
-    resumed, _, train = trained(moments, 1, torch.load(file))
+    resumed, _, train = trained(moments, 1, torch.load(file), eight_bits)
     again = train(15, 30)
     assert again[0] == first[0]
     for one, other in zip(first[1:], again[1:]):
         assert torch.equal(one, other)
-    for name in ("master", "m", "v", "count", "rates"):
+    for name in ("master", "m", "v", "count", "rates", "scales"):
         assert torch.equal(getattr(own, name), getattr(resumed, name)), name
+
+
+def test_training_can_go_on_in_fp8():
+    own, _, train = trained(torch.bfloat16, 0)
+    train(0, 5)
+    saved = own.state_dict()
+    del saved["state"][3], saved["param_groups"][0]["params"][3:]  # the bias that a layer in FP8 has not
+    other, _, _ = trained(torch.bfloat16, 1, eight_bits=True)
+    other.load_state_dict(saved)
+    master, weight = other.masters()["2.weight"], other.named["2.weight"]
+    assert torch.equal(master, own.masters()["2.weight"])
+    restored = fp8.layouts(weight.detach())[0].float() * weight.fp8_scale
+    assert (restored - master).abs().max() < master.abs().max() / 16
 
 
 @MOMENTS

@@ -11,17 +11,28 @@ the bytes. What is given up is arithmetic: there are only 256 different 8-bit nu
 (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, table 1.)
 
 **Scales.** Activations and gradients do not lie between 2^-6 and 448, and where they lie changes as
-training goes on. So what is multiplied is first divided by a scale, which makes the largest number of a
-group just 448, and the product is multiplied by the scales again. Which numbers can share one follows from
-the sum
+training goes on. So what is multiplied is first divided by a scale, and the product is multiplied by the
+scales again. Which numbers can share one follows from the sum
 
     out[m, n] = sum over k of a[m, k] b[n, k]
 
 A scale of row m of a, and one of row n of b, stand before the sum: they are two factors of the result, and
 a matmul applies them for nothing. A scale that changed with k could not leave the sum. A scale a tensor
 would do as well, but one outlier anywhere then pushes all else towards zero; of a row it is the row's own.
-The scale is taken of the very tensor that it is for ("dynamic"), which costs one pass over it; to take an
-earlier step's instead ("delayed") saves the pass and may overflow.
+
+**Activations and gradients** are new in each step. Their scale is a row's own largest magnitude ("dynamic"),
+found and applied by the compiled kernel that makes them: the norm's, SwiGLU's, or backward's.
+
+**Weights** change little from step to step, and are there before the step begins. So they are rounded once,
+by the kernel that updates them (optimizer.py), which has each new value in a register: a kernel of its own
+would read all weights again, and take back most of what FP8 gains. Their scale is one a matrix, from its
+largest magnitude one step ago ("delayed"), as a power of two: it leaves 1.75 times that magnitude before
+numbers saturate, and of a matrix's numbers none is so small that it would miss the range. Two matmuls read
+a weight, and each wants the index that it sums over to be the last, so a weight is kept in both layouts:
+
+    forward   y  = x W^T     W (N, K)       backward   dx = dy W     W^T (K, N)
+
+They take a byte each, and lie where the bf16 weight would. Nothing reads that any more.
 
 **Three matmuls.** A linear layer has one in forward and two in backward; M tokens, K inputs, N outputs:
 
@@ -31,19 +42,21 @@ earlier step's instead ("delayed") saves the pass and may overflow.
 
 The weight's gradient stays bf16, as in torchao's recipe ``rowwise_with_gw_hp``: it sums over all tokens,
 along which neither of its factors has a scale yet, and what it is off by goes straight into the weights.
-Weights themselves stay bf16 (with fp32 masters, see optimizer.py) and are cast anew in each step.
 
 **Sums.** The tensor cores of Hopper add FP8 products in fewer bits than fp32 has. Forward lets them
 (``fast``); for gradients the partial sums are moved to fp32 every few products, which takes longer.
 
-**What it is off by.** The gradient's error is e4m3's mantissa: numbers of 4 significant bits and *any*
-range give as much (a test holds that). So scales of smaller blocks would not help here, and e5m2 for
-gradients, which has a bit less, makes it worse, though its range is wider.
+**What it is off by.** A product's error is e4m3's mantissa: numbers of 4 significant bits and *any* range
+give as much (a test holds that). So scales of smaller blocks would not help here, and e5m2 for gradients,
+which has a bit less, makes it worse, though its range is wider. How much of it reaches a gradient depends on
+the weights. As drawn, a deep model amplifies what its first block is off by, in any format; a trained one
+does not (the ladder measures both).
 
 Embedding, norms, attention and the head stay as they are. A CPU computes the same 8 bits in fp32, so that
 the arithmetic can be tried anywhere.
 
     use_fp8(model.blocks)
+    optimizer = MasterAdamW(model, lr=3e-4, moments=torch.bfloat16)
 
 Shapes in comments: M tokens, K inputs and N outputs of a layer.
 """
@@ -68,39 +81,75 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x_fp32 / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
 
 
-def matmul(a: Tensor, b: Tensor, fast: bool = True) -> Tensor:
-    """(M, K), (N, K) -> (M, N) = a @ b.T in FP8, summed in the tensor cores' own width where ``fast``. A CPU
-    computes it in fp32 from the same 8 bits."""
-    (a8, a_scale), (b8, b_scale) = scaled(a), scaled(b)
+def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16 (N, K) -> the two FP8 layouts that lie in its bytes, (N, K) and (K, N): views, to be written."""
+    rows, columns = weight.view(FP8).flatten().split(weight.numel())
+    return rows.view(weight.shape), columns.view(weight.shape[::-1])
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """The scale of weights whose largest magnitude is this, (): of the power of two's multiples that is 128
+    to 256."""
+    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 8)
+
+
+def write(weight: Tensor, master: Tensor, scale: Tensor) -> None:
+    """Both layouts of fp32 ``master`` (N, K), divided by ``scale``, (), into the bytes of bf16 ``weight``."""
+    rounded = (master / scale).clamp(-LARGEST, LARGEST).to(FP8)
+    for layout, values in zip(layouts(weight), (rounded, rounded.t())):
+        layout.copy_(values)
+
+
+def matmul(a: Tensor, b8: Tensor, b_scale: Tensor, ones: Tensor, fast: bool) -> Tensor:
+    """(M, K), FP8 (N, K) of one scale () -> (M, N) = a @ b.T, summed in the tensor cores' own width where
+    ``fast``. A CPU computes it in fp32 from the same 8 bits."""
+    a8, a_scale = scaled(a)
+    scale = a_scale * b_scale  # the kernel has a scale a row for each factor; b's are then ones
     if a.device.type == "cpu":
-        return ((a8.float() @ b8.float().t()) * a_scale * b_scale.t()).to(a.dtype)
-    return torch._scaled_mm(
-        a8, b8.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=a.dtype, use_fast_accum=fast)
+        return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
+    return torch._scaled_mm(a8, b8.t(), scale_a=scale, scale_b=ones[:, : len(b8)], out_dtype=a.dtype,
+                            use_fast_accum=fast)
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """x (M, K), weight (N, K) -> x @ weight.T."""
+    """x (M, K), a weight (N, K) that holds two layouts, its scale () -> x @ weight.T."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # (M, K), (N, K) -> (M, N)
-        ctx.save_for_backward(x, weight)
-        return matmul(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, ones: Tensor) -> Tensor:  # -> (M, N)
+        ctx.save_for_backward(x, weight, scale, ones)
+        return matmul(x, layouts(weight)[0], scale, ones, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:  # (M, N) -> (M, K), (N, K)
-        x, weight = ctx.saved_tensors
-        return matmul(d_out, weight.t().contiguous(), fast=False), d_out.t() @ x
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None, None]:  # (M, N) -> (M, K), (N, K)
+        x, weight, scale, ones = ctx.saved_tensors
+        return matmul(d_out, layouts(weight)[1], scale, ones, fast=False), d_out.t() @ x, None, None
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer without bias by :class:`Fp8Matmul`."""
+    """A linear layer without bias by :class:`Fp8Matmul`. Its weight is MasterAdamW's to write: until then
+    the scale, and with it what the layer gives, is not a number.
+
+    Raises:
+        TypeError: the weight is not bf16, so that no two layouts lie in it.
+    """
+
+    weight_scale: Tensor
+    ones: Tensor
 
     def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
-        return Fp8Matmul.apply(x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        if self.weight.dtype != torch.bfloat16:
+            raise TypeError(f"an FP8 layer's weights are {self.weight.dtype}: make its MasterAdamW first")
+        found = Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale, self.ones)
+        return found.unflatten(0, x.shape[:-1])
 
 
 def use_fp8(blocks: nn.Module) -> None:
-    """Give every linear layer below FP8 matmuls; the head is not among them."""
+    """Give every linear layer below FP8 matmuls; the head is not among them. On the device that it stays on,
+    and before the optimizer is made, which then writes FP8 weights."""
     for module in blocks.modules():
         if type(module) is nn.Linear:
             module.__class__ = Fp8Linear
+            device, longest = module.weight.device, max(module.weight.shape)
+            module.register_buffer("weight_scale", torch.tensor(torch.nan, device=device), persistent=False)
+            module.register_buffer("ones", torch.ones(1, longest, device=device), persistent=False)
+            module.weight.fp8_scale = module.weight_scale  # where the optimizer finds and writes it

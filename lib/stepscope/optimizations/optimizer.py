@@ -32,21 +32,8 @@ and in one step:
     here, fp32 m, v    w 4, low 2, g 2, 8 = 16       w g m v 14       w m v low 14      28
     here, bf16 m, v    w 4, low 2, g 2, 4 = 12       w g m v 10       w m v low 10      20
 
-**bf16 moments.** Arithmetic stays fp32; only what is stored is rounded. The first moment is rounded to
-nearest: it changes by a tenth of its distance to the gradient a step, far more than half a bf16 ulp (2^-9
-to 2^-8 of a number). The second moment decays by 1 - beta2 = 0.001 a step, less than half an ulp: rounded
-to nearest it could never fall. So it is rounded up or down at random, up as often as it lies nearer to the
-number above (stochastic rounding: Gupta et al. 2015, arXiv:1502.02551): right in the mean.
-
-    2.000  rounds to 2.000, always
-    2.004  lies a quarter of the way to bf16's next number 2.016: a quarter of the times up, else down
-
-The random bits are a hash of the element's index and the step's number, which a replayed CUDA graph reads
-from the GPU; Philox would cost several times as much arithmetic, and rounding needs no better numbers.
-
-**One launch.** All parameters are views of flat buffers, so that one kernel updates them all, whatever
-groups they are in. Gradients are the tensors that backward makes, wherever these lie; the kernel finds them
-in a table of their addresses. What a group says (lr, betas, eps, weight decay) it reads from the GPU, too.
+``low`` is what matmuls read: a bf16 copy, or in its place two FP8 ones of a byte each (fp8.py), which the
+kernel writes a tile at a time, as it lies and transposed.
 
 **In a CUDA graph** nothing has to be said after the capture: a captured step takes the addresses of its own
 gradients along, as a copy to its own table that is part of the graph. Eager steps and several graphs may
@@ -56,109 +43,28 @@ for eager steps. The other fields are as at the capture.
 import math
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from importlib.util import find_spec
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_adamw_kernel: Any = None
-HAS_TRITON = find_spec("triton") is not None  # torch for a CPU comes without
-if HAS_TRITON:
-    import triton
-    import triton.language as tl
+from stepscope.optimizations import fp8
+from stepscope.optimizations.adamw import (
+    BLOCK,
+    COLUMNS,
+    GOLDEN,
+    MIX1,
+    MIX2,
+    TILE,
+    adamw_,
+    adamw_fp8_kernel,
+    adamw_kernel,
+    hashed,
+)
 
-BLOCK = 2048  # elements of one program of the kernel
-ALIGNED = 64  # every tensor starts at a multiple of so many elements
-COLUMNS = 8  # scalars of a group that the kernel reads
 SAVED = ("master", "exp_avg", "exp_avg_sq")  # of each parameter, in a state dict
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # of the hash
-
-
-def hashed(index: Tensor, count: Tensor) -> Tensor:
-    """16 random bits for each element of a step, int64: MurmurHash3's finalizer (Appleby 2011) of its index
-    (int64, of any shape) and the step's number ``count``, (), in 32 bits."""
-    mask = 0xFFFFFFFF
-    h = (index & mask) ^ (count * GOLDEN & mask)
-    h = (h ^ (h >> 16)) * MIX1 & mask
-    h = (h ^ (h >> 13)) * MIX2 & mask
-    return (h ^ (h >> 16)) & 0xFFFF
-
-
-def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16 of the same shape, up with the probability of being nearer there: 16 random ``bits`` are
-    added below the last that stays, and what is below it is cut off."""
-    truncated = (x.view(torch.int32) + bits.to(torch.int32)) & -(2**16)
-    return truncated.view(torch.float32).bfloat16()
-
-
-def adamw_(
-        master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None) -> None:
-    """The plain formula (Loshchilov & Hutter 2019, algorithm 2), each operation rounded to fp32 by itself.
-
-    Args:
-        master: fp32, changed in place.
-        m, v: fp32 or bf16, changed in place.
-        gradient: fp32 or bf16, of the same shape.
-        scalars: 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t); then of the group alone beta1,
-            1 - beta1, beta2, 1 - beta2, eps. (8,), fp32.
-        bits: by which a bf16 ``v`` is rounded (:func:`hashed`); None where it is fp32.
-    """
-    gradient = gradient.float()
-    kept, rate, correction, beta1, rest1, beta2, rest2, eps = scalars
-    new_m = m.float() * beta1 + gradient * rest1
-    new_v = v.float() * beta2 + gradient * gradient * rest2
-    root = new_v.double().sqrt().float()  # torch's in fp32 is an ulp off for some numbers on a CPU
-    master.copy_(master * kept - rate * (new_m / (root * correction + eps)))
-    m.copy_(new_m)
-    v.copy_(new_v if bits is None else stochastic_round(new_v, bits))
-
-
-if HAS_TRITON:
-
-    @triton.jit
-    def _adamw_kernel(master, m, v, low, gradients, wide, counts, offsets, groups, owners, starts, scalars,
-                      step, columns: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr,
-                      low_moments: tl.constexpr, golden: tl.constexpr, mix1: tl.constexpr,
-                      mix2: tl.constexpr):
-        """:func:`adamw_` on one block of one parameter. ``gradients`` holds each parameter's gradient's
-        address, ``scalars`` a row of so many ``columns`` for each group."""
-        program = tl.program_id(0)
-        owner = tl.load(owners + program)
-        # What is said to be a multiple is read and written 16 bytes at a time.
-        within = tl.multiple_of(tl.load(starts + program), block) + tl.arange(0, block)
-        inside = within < tl.multiple_of(tl.load(counts + owner), aligned)
-        at = tl.multiple_of(tl.load(offsets + owner), 64) + within
-        address = tl.load(gradients + owner)
-        if tl.load(wide + owner) != 0:
-            gradient = tl.load(
-                tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + within, mask=inside, other=0.0)
-        else:
-            gradient = tl.load(
-                tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16) + within, mask=inside, other=0.0
-            ).to(tl.float32)
-        row = scalars + tl.load(groups + owner) * columns
-        kept, rate, correction = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-        beta1, rest1, beta2, rest2 = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-        eps = tl.load(row + 7)
-        new_m = tl.load(m + at, mask=inside, other=0.0).to(tl.float32) * beta1 + gradient * rest1
-        new_v = tl.load(v + at, mask=inside, other=0.0).to(tl.float32) * beta2 + gradient * gradient * rest2
-        change = tl.div_rn(new_m, tl.sqrt_rn(new_v) * correction + eps)
-        weight = tl.load(master + at, mask=inside, other=0.0) * kept - rate * change
-        tl.store(master + at, weight, mask=inside)
-        tl.store(low + at, weight.to(tl.bfloat16), mask=inside)
-        if low_moments:
-            h = at.to(tl.uint32) ^ (tl.load(step).to(tl.uint32) * golden).to(tl.uint32)
-            h = ((h ^ (h >> 16)) * mix1).to(tl.uint32)
-            h = ((h ^ (h >> 13)) * mix2).to(tl.uint32)
-            bits = new_v.to(tl.uint32, bitcast=True) + ((h ^ (h >> 16)) & 0xFFFF)
-            tl.store(m + at, new_m.to(tl.bfloat16), mask=inside)
-            tl.store(v + at, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=inside)
-        else:
-            tl.store(m + at, new_m, mask=inside)
-            tl.store(v + at, new_v, mask=inside)
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -209,17 +115,22 @@ class MasterAdamW(torch.optim.Optimizer):
         """The flat buffers, of which the parameters become views; so are the moments in ``state``."""
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.counts = [parameter.numel() for parameter in self.parameters]
-        padded = [-(-count // ALIGNED) * ALIGNED for count in self.counts]
-        *self.offsets, total = accumulate(padded, initial=0)
+        self.in_fp8 = [index for index, one in enumerate(self.parameters) if hasattr(one, "fp8_scale")]
+        places = sorted(range(len(self.parameters)), key=lambda index: index in self.in_fp8)  # FP8 ones last
+        *starts, total = accumulate((-(-self.counts[index] // BLOCK) * BLOCK for index in places), initial=0)
+        self.offsets = [start for _, start in sorted(zip(places, starts))]
         self.master = torch.zeros(total, device=self.device)
         self.low = torch.zeros(total, device=self.device, dtype=torch.bfloat16)
         self.m, self.v = (torch.zeros(total, device=self.device, dtype=moments) for _ in range(2))
         self.count = torch.zeros((), device=self.device, dtype=torch.int64)  # steps so far
+        self.scales, self.largest = torch.ones(2, len(self.parameters), device=self.device)
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
             parameter.data = self.view(self.low if parameter.dim() == 2 else self.master, index)
             self.state[parameter] = {"step": self.count, "exp_avg": self.view(self.m, index),
                                      "exp_avg_sq": self.view(self.v, index)}
+            if index in self.in_fp8:
+                parameter.fp8_scale.data = self.state[parameter]["scale"] = self.scales[index]
 
     def _make_scalars(self) -> None:
         """What a step takes from its groups, on the device; a group's ``lr`` is a view of ``rates``."""
@@ -236,20 +147,40 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_groups()
 
     def _make_tables(self) -> None:
-        """What the kernel's programs look up: each program's parameter and start, each parameter's place."""
+        """What the kernels' programs look up: of each parameter its place and group, and whose they are."""
         wide = [parameter.dtype == torch.float32 for parameter in self.parameters]
-        places = (wide, self.counts, self.offsets, self.group_of)
-        tables = [torch.tensor(place, device="cpu") for place in places]
-        blocks = -(-tables[1] // BLOCK)
-        owners = torch.arange(len(blocks), device="cpu").repeat_interleave(blocks)
-        firsts = blocks.cumsum(0) - blocks
-        starts = (torch.arange(len(owners), device="cpu") - firsts[owners]) * BLOCK
-        self.tables = [table.to(self.device, torch.int64) for table in (*tables, owners, starts)]
-        self.programs = len(owners)
-        self.addresses = [0] * len(blocks)  # of the gradients, as the table has them
-        self.table = torch.zeros(len(blocks), device=self.device, dtype=torch.int64)
+        widths = [shape[-1] for shape in self.shapes]
+        self.wide, self.widths, *self.places = (
+            torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            for numbers in (wide, widths, self.counts, self.offsets, self.group_of))
+        flat = [index for index in range(len(self.counts)) if index not in self.in_fp8]
+        tiles = [self._tiles(index) for index in self.in_fp8]
+        self.owners = self._owners(flat, [-(-self.counts[index] // BLOCK) for index in flat])
+        self.tile_owners = self._owners(self.in_fp8, [len(starts) for starts in tiles])
+        if tiles:
+            self.tiles = torch.cat(tiles).to(self.device, torch.int32)
+        self.addresses = [0] * len(self.counts)  # of the gradients, as the table has them
+        self.table = torch.zeros(len(self.counts), device=self.device, dtype=torch.int64)
         self.captured: list[tuple[Tensor, Tensor]] = []  # each captured step's own, which its graph reads
         self._make_spare()
+
+    def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
+        """Whose each program is: parameters' indices, int32, each as often as it has programs."""
+        owners, times = torch.tensor([indices, programs], dtype=torch.int32, device="cpu")
+        return owners.repeat_interleave(times).to(self.device)
+
+    def _tiles(self, index: int) -> Tensor:
+        """Where in a matrix its tiles start.
+
+        Raises:
+            ValueError: a side is no multiple of 64.
+        """
+        height, width = self.shapes[index]
+        if height % 64 or width % 64:
+            raise ValueError(f"FP8 weights have sides that are multiples of 64, got {height} x {width}")
+        tops, lefts = (torch.arange(0, side, step, device="cpu")
+                       for side, step in zip((height, width), TILE))
+        return (tops[:, None] * width + lefts).flatten()
 
     def _make_spare(self) -> None:
         """The next captured step's addresses in pinned memory, and its table: neither can be allocated during
@@ -273,10 +204,20 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def reset(self) -> None:
         """As before the first step, with the master weights as they are now."""
-        self.low.copy_(self.master)
+        self._round()
         self.m.zero_()
         self.v.zero_()
         self.count.zero_()
+
+    def _round(self, rescale: bool = True) -> None:
+        """Write all weights that matmuls read, from the masters; FP8 ones with the scales that these have."""
+        self.low.copy_(self.master)
+        for index in self.in_fp8:
+            master = self.view(self.master, index)
+            self.largest[index] = master.abs().amax()
+            if rescale:
+                self.scales[index] = fp8.power_of_two(self.largest[index])
+            fp8.write(self.parameters[index].data, master, self.scales[index])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's AdamW's, with each parameter's fp32 ``master`` beside its moments: from that training
@@ -308,14 +249,14 @@ class MasterAdamW(torch.optim.Optimizer):
         for master, parameter, one in zip(self.masters().values(), self.parameters, saved):
             master.copy_(one["master"])
             for key, own in self.state[parameter].items():
-                own.copy_(one[key])
+                own.copy_(one.get(key, own))  # a scale is missing where weights were bf16
         for own, group in zip(self.param_groups, groups):
             for key in group.keys() - {"params", "param_names"}:
                 if isinstance(own.get(key), Tensor):
                     own[key].fill_(group[key])
                 else:
                     own[key] = deepcopy(group[key])
-        self.low.copy_(self.master)
+        self._round(rescale=any("scale" not in saved[index] for index in self.in_fp8))
         self._read_groups()
 
     def _read_groups(self) -> None:
@@ -362,6 +303,9 @@ class MasterAdamW(torch.optim.Optimizer):
         torch.sub(1, self.rates * self.decays, out=kept)
         torch.div(self.rates, corrections[0], out=rate)
         torch.rsqrt(corrections[1], out=correction)
+        if self.in_fp8:
+            self.scales.copy_(fp8.power_of_two(self.largest))
+            self.largest.zero_()
         if gradients is None:
             self._update()
         else:
@@ -379,12 +323,23 @@ class MasterAdamW(torch.optim.Optimizer):
             adamw_(master, m, v, parameter.grad, self.scalars[self.group_of[index]], bits)
             if parameter.dtype != torch.float32:
                 parameter.data.copy_(master)
+            if index in self.in_fp8:
+                self.largest[index] = master.abs().amax()
+                fp8.write(parameter.data, master, self.scales[index])
 
     def _launch(self, gradients: Tensor) -> None:
-        _adamw_kernel[(self.programs,)](
-            self.master, self.m, self.v, self.low, gradients, *self.tables, self.scalars, self.count,
-            COLUMNS, BLOCK, math.gcd(16, *self.counts), self.v.dtype == torch.bfloat16, GOLDEN, MIX1, MIX2,
-            num_warps=4, enable_fp_fusion=False)  # each operation rounded by itself, as in the formula
+        exact = self.v.dtype == torch.float32
+        buffers = self.master, self.m, self.v, self.low, self.scalars, self.count, gradients
+        constants = COLUMNS, exact, GOLDEN, MIX1, MIX2
+        # Each operation is rounded by itself, as in the formula: nothing is fused.
+        if len(self.owners):
+            adamw_kernel[(len(self.owners),)](
+                *buffers, self.wide, *self.places, self.owners, *constants, BLOCK, math.gcd(16, *self.counts),
+                num_warps=2 if exact else 4, enable_fp_fusion=False)
+        if self.in_fp8:
+            adamw_fp8_kernel[(len(self.tiles),)](
+                *buffers, self.widths, *self.places, self.tile_owners, *constants, self.tiles, self.scales,
+                self.largest, *TILE, num_warps=8, enable_fp_fusion=False)
 
     def _gradients(self) -> Tensor:
         """The table of the gradients' addresses for this step's kernel."""
