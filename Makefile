@@ -59,6 +59,7 @@ check: $(READY)  ## is the committed report what the committed records say?
 	$(BIN)/stepscope check --runs $(REFERENCE) --out .
 
 reference: $(READY)  ## render the committed report anew from the committed records
+	$(BIN)/python -c 'from stepscope.report.reference import write_reference; write_reference("$(REFERENCE)")'
 	$(BIN)/stepscope render --runs $(REFERENCE) --out .
 	cp figures/ladder.svg lib/stepscope/report/chapters/reference.svg  # for reports without a GPU
 

@@ -36,7 +36,8 @@ def empty(tables):
 @pytest.fixture
 def renderer(monkeypatch):
     functions = {one.__name__: one for one in (holds, fails, lacks, breaks, empty)}
-    known = {"claim": functions, "table": {"times": lambda tables: table(pd.DataFrame({"wall, ms": [1.0]})),
+    known = {"claim": functions, "reference": {"holds": lambda tables: {"wall": 5.07, "on": "H200"}, "lacks": lacks},
+             "table": {"times": lambda tables: table(pd.DataFrame({"wall, ms": [1.0]})),
                                            "none": lambda tables: None, "rowless": lambda tables: pd.DataFrame()},
              "figure": {"busy": lambda tables: figure("A <b>message</b>")[0], "none": lambda tables: None}}
     monkeypatch.setattr(claims, "collect", known.__getitem__)
@@ -89,6 +90,12 @@ def test_what_says_nothing_is_absent(renderer, text, left):
     assert renderer.chapter(text, "a.md") == left
 
 
+def test_what_the_reference_found_stands_beside_and_alone(renderer):
+    text = "{% claim fails %}Here {wall:ms}.{% endclaim %} {% reference holds %}On the {on} {wall:ms}.{% endreference %}"
+    assert renderer.chapter(text, "a.md") == "On the H200 5.07 ms.\n"
+    assert renderer.chapter(text.replace("reference holds", "reference lacks"), "a.md") == ""
+
+
 def test_a_figure_is_shown_once_made_with_its_message_escaped(renderer):
     text = renderer.chapter("{% figure busy %}", "a.md", "../figures")
     assert text == "![A \\<b\\>message\\</b\\>](../figures/busy.svg)\n"
@@ -112,7 +119,7 @@ def test_a_fold_is_one_that_github_folds_too(renderer):
     ("{% fold A %}{% fold B %}", "a fold is open"), ("{% claim holds %}{% fold A %}", "claim holds is not closed before"),
     ("One.\n\n{% claim nothing %}A.{% endclaim %}", r"a\.md, line 3: no claim is called nothing"),
     ("{% table holds %}", "no table is called holds"), ("{% figure x %}", "no figure is called x"),
-    ("{% claim holds %}A.", "claim holds is not closed"), ("A.{% endclaim %}", "endclaim without a claim"),
+    ("{% claim holds %}A.", "claim holds is not closed"), ("{% reference holds %}A.{% endclaim %}", "endclaim without a claim"), ("A.{% endclaim %}", "endclaim without a claim"),
     ("{% claim holds %}{% table times %}{% endclaim %}", "claim holds is not closed before"),
     ("{% if x %}", "is no tag"), ("{% claim %}A.{% endclaim %}", "is no tag"),
     ("\n{% claim holds %}{walls:ms}{% endclaim %}", r"line 2: claim holds has no field 'walls', only size, wall"),
@@ -135,7 +142,7 @@ def test_two_studies_may_not_have_one_name(monkeypatch):
 # The chapters as they are
 
 def test_every_tag_has_its_function():
-    known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
+    known = {kind: collect(kind) for kind in claims.KINDS}
     lacking = [f"{page.name}: {tag[0]}" for page in PAGES for tag in TAG.finditer(page.read_text())
                if tag["kind"] in known and tag["name"] not in known[tag["kind"]]]
     assert not lacking
@@ -188,8 +195,8 @@ def _orphans(chapter: str) -> list[str]:
     """Of a chapter's claims, tables and figures, each dropped in turn, what is left that leaned on it."""
     found = []
     tags = {(tag["kind"], tag["name"]) for tag in TAG.finditer(chapter) if tag["name"]}
-    known = {kind: {name: lambda tables, of=kind, name=name: Ones(x=1) if of == "claim" else pd.DataFrame({name: [1]})
-                    for of, name in tags if of == kind} for kind in ("claim", "table", "figure")}
+    known = {kind: {name: lambda tables, of=kind, name=name: Ones(x=1) if of in claims.SENTENCES else pd.DataFrame({name: [1]})
+                    for of, name in tags if of == kind} for kind in claims.KINDS}
 
     def told(dropped: tuple = ()) -> list[str]:
         renderer = Renderer({})

@@ -206,7 +206,7 @@ def _all_changes(runs: Path) -> list[tuple[Path, str, str, str]]:
 
 
 def _say(renderer: Renderer, kind: str, name: str) -> None:
-    {"claim": renderer._made, "table": lambda _, name: renderer._table(name),
+    {"claim": renderer._made, "reference": renderer._made, "table": lambda _, name: renderer._table(name),
      "figure": lambda _, name: renderer._figure(name)}[kind](kind, name)
 
 

@@ -333,7 +333,7 @@ def test_gains_are_of_the_numbers_as_shown(made):
 
 def test_claims_have_the_tables_numbers(made):
     assert claims.precision_why(made) == {"size": "2.7B", "matmul": 15, "remainder": pytest.approx(1.1), "casts": pytest.approx(10 / 170)}
-    assert claims.precision_launch(made) == {"count": 2, "of": 4}  # small at 512 and 2.7B at 128
+    assert claims.precision_launch(made) == {"shapes": "2 of 4 shapes are"}  # small at 512 and 2.7B at 128
     assert claims.precision_memory(made) == {"most": 1 - 63 / 65, "size": "small", "context": 512, "short": 128}
     assert claims.tensor_cores(made) == {"bf16": 750, "fp32": 50, "times": 15}
     assert claims.answer_sums(made) == {

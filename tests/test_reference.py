@@ -1,6 +1,7 @@
 """The committed report, its claims and what they read, on the reference: all of it is made once, by the check of the
 report, and what another test asks of unchanged tables is answered from that."""
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -16,17 +17,19 @@ from stepscope.report import claims
 from stepscope.report.check import alike, check
 from stepscope.report.claims import FAILS, HOLDS, NO_DATA, Renderer, collect
 from stepscope.report.load import read
+from stepscope.report.reference import reference_text
 from stepscope.report.render import CHAPTERS, compose
+from stepscope.report.shipped import FILE
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 from stepscope.studies import STUDIES
 
-KINDS = ("claim", "table", "figure")
+KINDS = claims.KINDS
 RENDERED = reports.IS_REFERENCE and Path(str(PROJECT), "writeup.md").is_file()
 # Of the configuration, the machine, a formula or types alone: no measured number is in them.
 FROM_SHAPES = {"answer_residual", "measured_on", "answer_toy", "answer_models", "profiled", "profiled_contexts",
                "toy_why", "attention_long_dims", "snapshot_kept", "peak_of_optimizer", "attention_chosen",
-               "softmax_passes"}
+               "softmax_passes", "predicted_peak", "block_saves_formula"}
 
 
 # Of steps that no run of the reference has yet: sweeps/campaign.yaml measures them.
@@ -123,11 +126,19 @@ def test_a_report_without_a_gpu_shows_the_reference_as_it_is():
     assert alike(shown, Path(str(PROJECT), "figures", "ladder.svg").read_text())
 
 
+@pytest.mark.skipif(not reports.IS_REFERENCE, reason="of the reference")
+def test_what_other_machines_are_told_of_the_reference_is_what_it_says(reference):
+    """`make reference` writes it before it renders."""
+    made, there = json.loads(reference_text(reference.tables)), json.loads(FILE.read_text(encoding="utf-8"))
+    asked = {tag["name"] for page in PAGES for tag in claims.TAG.finditer(page.read_text()) if tag["kind"] == "reference"}
+    assert made == there and asked == there["claims"].keys()
+
+
 def _told(renderer: Renderer) -> tuple[dict[Path, str], list[str]]:
     """Every page as it is told, and why the rest is not."""
     texts = {page: renderer.chapter(page.read_text(), page.name) for page in PAGES}
     return texts, [f"{told.kind} {told.name}: {told.why}" for told in renderer.results
-                   if told.why != HOLDS and not told.name.startswith("cpu_")]
+                   if told.why != HOLDS and not told.name.startswith(("cpu_", "beside_reference"))]
 
 
 @pytest.mark.skipif(not reports.IS_REFERENCE, reason="of the reference")
@@ -175,7 +186,7 @@ def _sentences(renderer: Renderer, names: set[str] | None = None) -> dict[str, s
     for page in PAGES:
         for name, sentence in CLAIM.findall(page.read_text()):
             if name not in found and (names is None or name in names):
-                found[name] = renderer._claim(name, sentence, page.name)
+                found[name] = renderer._claim("claim", name, sentence, page.name)
     return found
 
 

@@ -237,7 +237,7 @@ def test_the_readme_has_the_first_screen_between_its_marks(two_runs, tmp_path):
     render(two_runs, tmp_path)
     text = readme.read_text()
     assert text.startswith("before\n<!-- story -->\n") and text.endswith("<!-- /story -->\nafter\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     first = (tmp_path / "writeup.md").read_text().partition("\n## ")[0].partition("\n")[2].strip()
     assert first and text.removeprefix("before\n<!-- story -->\n").removesuffix("<!-- /story -->\nafter\n").strip() == first
 
@@ -355,21 +355,6 @@ def test_what_is_left_out_is_said_in_a_few_lines(done, others):
     for rendered in (done[0], others[0]):
         assert 0 < len(rendered.left_out) <= 3 < len(rendered.omitted)
         assert not [one.name for one in rendered.omitted for line in rendered.left_out if "_" in one.name and one.name in line]
-
-
-def test_without_a_gpu_the_first_screen_says_so_and_shows_the_largest(done, tmp_path, monkeypatch):
-    real = rendering.read
-
-    def on_a_cpu(store: Store):
-        found = real(store)
-        found.records = [record.model_copy(update={"config": record.config | {"device": "cpu"}})
-                         for record in found.records]
-        return found
-    monkeypatch.setattr(rendering, "read", on_a_cpu)
-    render(done[1] / "runs", tmp_path)
-    first = (tmp_path / "writeup.md").read_text().partition("\n## ")[0]
-    assert "without a GPU" in first and "figures/reference.svg" in first and "largest model" in first
-    assert (tmp_path / "figures" / "reference.svg").is_file()
 
 
 def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):

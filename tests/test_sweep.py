@@ -2,6 +2,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,9 @@ def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, sto
     assert "killed by SIGKILL" in records[KILLS_RUN].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
     assert end.counts == {"ok": 2, "oom": 1, "failed": 5} and not end.left
-    assert "): seed 9\n" in sweep.said  # markdown, as a terminal shows it
+    assert re.search(r"\): seed 9(?: \(about|$)", sweep.said, re.MULTILINE)  # markdown, as a terminal shows it
+    said = [line for line in sweep.said.splitlines() if re.match(r"\d/8 ", line)]
+    assert len(said) == 8 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [True] * 7 + [False]
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
 
     before = {path: path.read_bytes() for path in store.root.rglob("record.json")}

@@ -3,6 +3,7 @@ import errno
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -124,7 +125,19 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
+        console.print(f"open {runs / 'writeup.html'} in a browser: one file, which can be copied anywhere")
+        own = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
+        command = f"ladder {own} --runs runs/local-mine" if gpus_here() else f"fit {own} --memory 80"
+        console.print(f"your own model: {_program()} {command}")
     raise typer.Exit(status)
+
+
+def _program() -> str:
+    """How this program can be called from here."""
+    if shutil.which("stepscope"):
+        return "stepscope"
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "stepscope" else "python -m stepscope.cli"
 
 
 @app.command()
@@ -278,7 +291,7 @@ def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
     for error in rendered.errors:
         console.print(f"left out: {error}")
     for line in [*rendered.notes, *rendered.left_out]:
-        console.print(line)
+        console.print(line.replace("stepscope sweep", f"{_program()} sweep --runs {folder}"))
     for told in rendered.omitted if unsaid else ():
         console.print(f"not said: {told.kind} {told.name} ({told.why})")
     if rendered.omitted and not unsaid:

@@ -1,12 +1,14 @@
-"""Chapters: hand-written markdown with four tags, into which numbers, tables and figures are put.
+"""Chapters: hand-written markdown with five tags, into which numbers, tables and figures are put.
 
     {% claim launch_bound %}{size} waits {idle:%} of its time.{% endclaim %}
+    {% reference launch_bound %}On the {on} it is {idle:%}.{% endreference %}
     {% table times %}
     {% figure busy %}
     {% fold Why_so_long %} ... {% endfold %}
 
 A claim is a function of the tables: the numbers of its sentence where it holds, None where it does not, a
-LookupError where there is no data. What is not said vanishes, and the paragraph, fold and section that then
+LookupError where there is no data. ``reference`` has the same claim's numbers of the shipped reference, and
+its GPU as ``on``. What is not said vanishes, and the paragraph, fold and section that then
 say nothing. A fold is shown by its words until a reader opens it: on GitHub, too, as ``<details>``.
 """
 import importlib
@@ -21,9 +23,12 @@ from typing import Any
 
 from stepscope import StepscopeError, studies
 from stepscope.report.schemas import Tables
+from stepscope.report.shipped import shipped
 from stepscope.report.style import svg
 from stepscope.report.tables import Shown, escape, markdown, missing
 
+KINDS = ("claim", "reference", "table", "figure")
+SENTENCES = KINDS[:2]  # which are closed, by end and their kind
 TAG = re.compile(r"\{%\s*(?P<kind>\w+)(?:\s+(?P<name>\w+))?\s*%\}")
 SAID, NOT_SAID = "\x01", "\x00"  # stand in a text for what was said, and for what was not
 FOLD = re.compile("\x03([^\n]*)\n\n(.*?)\x04", re.DOTALL)  # a fold's words, and what it holds
@@ -56,12 +61,15 @@ def _modules(name: str) -> Iterator[ModuleType]:
 
 def collect(kind: str) -> dict[str, Callable]:
     """Every study's claims, figures or tables, and those that join studies, by name: public functions of one
-    argument, ``tables``, and what ``PRINTED`` names.
+    argument, ``tables``, and what ``PRINTED`` names. Those of ``reference`` have the claims' names, and the
+    numbers of the shipped reference whatever the tables.
 
     Raises:
         ChapterError: two have one name.
     """
     found: dict[str, Callable] = {}
+    if kind == "reference":
+        return {name: lambda _, name=name: shipped()["claims"][name] for name in collect("claim")}
     for module in _modules({"claim": "claims", "figure": "figures", "table": "tables"}[kind]):
         own = getattr(module, "PRINTED", {}) if kind == "table" else {
             name: function for name, function in inspect.getmembers(module, inspect.isfunction)
@@ -79,7 +87,7 @@ class Renderer:
 
     def __init__(self, tables: Tables, folder: str = "figures") -> None:
         self.tables, self.folder = tables, folder
-        self.known = {kind: collect(kind) for kind in ("claim", "table", "figure")}
+        self.known = {kind: collect(kind) for kind in KINDS}
         self.results: list[TagResult] = []
         self.figures: dict[str, tuple[str, str]] = {}
 
@@ -107,21 +115,22 @@ class Renderer:
         return whole.strip() + "\n" if told else ""
 
     def _pieces(self, text: str, chapter: str) -> Iterator[str]:
-        place, opened, folded = 0, None, False
+        place, folded = 0, False
+        opened: tuple[str, str] | None = None
         for tag in TAG.finditer(text):
             at = f"{chapter}, line {text.count(chr(10), 0, tag.start()) + 1}"
             kind, name = tag["kind"], tag["name"]
             between = text[place:tag.start()]
-            if kind == "endclaim":
-                if opened is None:
-                    raise ChapterError(f"{at}: endclaim without a claim")
-                yield self._claim(opened, between, at)
+            if kind in [f"end{sentence}" for sentence in SENTENCES]:
+                if opened is None or kind != f"end{opened[0]}":
+                    raise ChapterError(f"{at}: {kind} without a {kind.removeprefix('end')}")
+                yield self._claim(*opened, between, at)
                 opened = None
             elif kind not in (*self.known, "fold", "endfold") or not (name or kind == "endfold"):
-                raise ChapterError(f"{at}: {tag[0]} is no tag; they are claim, endclaim, table, figure, fold "
-                                   "and endfold")
+                raise ChapterError(f"{at}: {tag[0]} is no tag; they are claim, endclaim, reference, "
+                                   "endreference, table, figure, fold and endfold")
             elif opened is not None:
-                raise ChapterError(f"{at}: claim {opened} is not closed before {tag[0]}")
+                raise ChapterError(f"{at}: {' '.join(opened)} is not closed before {tag[0]}")
             elif "fold" in kind:
                 if folded is (kind == "fold"):
                     raise ChapterError(f"{at}: {tag[0]}, where a fold is {'open' if folded else 'not open'}")
@@ -131,13 +140,13 @@ class Renderer:
                 raise ChapterError(f"{at}: no {kind} is called {name}")
             else:
                 yield between
-                if kind == "claim":
-                    opened = name
+                if kind in SENTENCES:
+                    opened = kind, name
                 else:
                     yield self._table(name) if kind == "table" else self._figure(name)
             place = tag.end()
         if opened is not None:
-            raise ChapterError(f"{chapter}: claim {opened} is not closed")
+            raise ChapterError(f"{chapter}: {' '.join(opened)} is not closed")
         if folded:
             raise ChapterError(f"{chapter}: a fold is not closed")
         yield text[place:]
@@ -147,7 +156,7 @@ class Renderer:
         why, made = HOLDS, None  # type: tuple[str, Any]
         try:
             made = self.known[kind][name](self.tables)
-            why = HOLDS if made is not None else FAILS if kind == "claim" else NO_DATA
+            why = HOLDS if made is not None else FAILS if kind in SENTENCES else NO_DATA
             if kind == "figure" and made is not None:
                 made = getattr(made, "message", name.replace("_", " ")), svg(made)
         except LookupError:
@@ -159,9 +168,9 @@ class Renderer:
         self.results.append(TagResult(kind, name, why))
         return made
 
-    def _claim(self, name: str, sentence: str, at: str) -> str:
-        values = self._made("claim", name)
-        return NOT_SAID if values is None else SAID + formatted(sentence, values, f"{at}: claim {name}")
+    def _claim(self, kind: str, name: str, sentence: str, at: str) -> str:
+        values = self._made(kind, name)
+        return NOT_SAID if values is None else SAID + formatted(sentence, values, f"{at}: {kind} {name}")
 
     def _table(self, name: str) -> str:
         frame = self._made("table", name)

@@ -1,9 +1,18 @@
 """Claims of no study or of several: each gives one sentence's numbers where it holds, else None."""
 import pandas as pd
 
-from stepscope.config import WHOLE
+from stepscope.config import WHOLE, StepConfig
+from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
+from stepscope.model.flops import parameter_count
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN, having, select
+from stepscope.report.shapes import PLAIN, SHAPE, having, largest, reference, select
+from stepscope.report.tables_across import with_reference
+from stepscope.stats import LEAST_HOST_GAIN
+from stepscope.studies.attention.memory import SQUARES
+from stepscope.studies.ladder.tables import NAMES as LADDER_NAMES
+from stepscope.studies.memory.tables import predicted, usual
+
+SLOW = 0.95  # of the reference's speed: less is asked about
 
 
 def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
@@ -32,6 +41,30 @@ def cpu_phases(tables: Tables) -> Claim:
             for phase in ("forward", "backward", "optimizer")}
 
 
+def gradients_off(tables: Tables) -> Claim:
+    """How far the largest size's first gradient is from fp32's at most; FP8, which is told apart, is not
+    meant."""
+    rows = select(tables["ladder.steps"], SHAPE, change=lambda names: ~names.isin(["fp32", "fp8"]),
+                  gradient_off=pd.Series.notna, size=largest, context_length=reference)
+    worst = rows.loc[rows["gradient_off"].idxmax()]
+    return {"size": worst["size"], "most": worst["gradient_off"], "change": LADDER_NAMES[worst["change"]]}
+
+
+def beside_reference(tables: Tables) -> Claim:
+    """Where this machine is on the reference's GPU: the slowest of its key numbers, if it is slow."""
+    rows = with_reference(tables)
+    slow = rows.loc[rows["speed"].idxmin()]
+    found = {"what": slow["what"], "speed": slow["speed"], "host": LEAST_HOST_GAIN}
+    return found if slow["speed"] < SLOW else None
+
+
+def beside_reference_alike(tables: Tables) -> Claim:
+    """Where none is."""
+    rows = with_reference(tables)
+    least = rows["speed"].min()
+    return {"numbers": len(rows), "least": least} if least >= SLOW else None
+
+
 def measured_on(tables: Tables) -> Claim:
     """The one device and the one version of torch of all runs."""
     device, torch = (tables["runs"][name].unique() for name in ("device", "torch"))
@@ -44,3 +77,38 @@ def runs_overlap(tables: Tables) -> Claim:
     ends = runs["started_at"] + pd.to_timedelta(runs["seconds"], unit="s")
     most = max(int(((runs["started_at"] <= at) & (ends > at)).sum()) for at in runs["started_at"])
     return {"most": most} if most > 1 else None
+
+
+# What a machine without a GPU can say
+
+def predicted_peak(tables: Tables) -> Claim:
+    """The handout's largest size, by formula: no table is needed."""
+    config = predicted()
+    top = peak(config)
+    return {"size": config.size, "parameters": parameter_count(config), "context": config.context_length,
+            "batch": config.batch_size, "peak": top.allocated / GIB, "phase": top.phase,
+            "weights": top.kinds["weights"] / GIB, "state": top.kinds["optimizer state"] / GIB,
+            "saved": top.kinds["saved for backward"] / GIB}
+
+
+def block_saves_formula(tables: Tables) -> Claim:
+    """What one block was seen to save for backward, where it is what the formula says."""
+    rows = usual(tables["memory.allocations"], what="saved by a block")
+    saved, first = (rows["mib"] * rows["count"]).sum(), rows.iloc[0]
+    fields = first[["size", "context_length", "batch_size", "vocab_size", "precision", "attention"]].to_dict()
+    config = StepConfig(**fields, device="cpu")
+    found = {"saved": saved, "tensors": int(rows["count"].sum()), "size": first["size"]}
+    return found if round(saved * MIB) == value(formulas_of(config).saved, config) else None
+
+
+def cpu_attention(tables: Tables) -> Claim:
+    """Naive attention beside the fastest kernel that stores no T x T, at the longest sequence on a CPU."""
+    rows = select(tables["attention.passes"], status="ok", device_gib=pd.Series.isna, wall_ms=pd.Series.notna,
+                  sequence=max).set_index("implementation")
+    others = rows.drop(index=[*SQUARES], errors="ignore").sort_values("wall_ms")
+    naive, fused = rows.loc["naive"], others.iloc[0]
+    if fused["saved_mib"] > 0.1 * naive["saved_mib"] or fused["wall_ms"] > naive["wall_ms"]:
+        return None
+    return {"sequence": int(naive["sequence"]), "d": int(naive["d_model"]), "batch": int(naive["batch_size"]),
+            "precision": naive["precision"], "naive": naive["wall_ms"], "best": fused["wall_ms"],
+            "naive_saved": naive["saved_mib"] * 1024, "saved": fused["saved_mib"] * 1024}

@@ -1,63 +1,77 @@
-"""What a report leaves out, in a line a reason: of which pages, and for want of which runs."""
+"""What a report leaves out, in a reader's words: for want of which runs, and what could not be made."""
 from collections.abc import Iterable, Iterator
 from functools import cache
 
 from stepscope import studies
+from stepscope.config import EDITIONS
 from stepscope.report.claims import FAILS, HOLDS, NO_DATA, TagResult, collect
+from stepscope.report.tables import listed
 from stepscope.runs.record import Record
-from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 Pages = dict[str, list[TagResult]]  # by a page's title, what became of its tags
 DIMENSIONS = ("d_model", "d_ff", "num_layers", "num_heads")  # which a size's name tells
+# What the reference measures beyond a tour, by the table or sentence that is missing without it.
+TOPICS = {
+    ("table", "baselines"): "Hugging Face's Llama beside the step",
+    ("table", "training_check"): "whether the changes train alike",
+    ("table", "which_optimization_longer"): "the changes at a longer context",
+    ("figure", "fp8"): "FP8 and larger batches",
+    ("claim", "attention_fp32"): "attention in fp32",
+    ("table", "attention_long"): "attention at longer sequences",
+    ("table", "compiled_model"): "the whole model compiled",
+    ("table", "checkpoint_settings"): "checkpoints",
+    ("table", "reach_10b"): "10B on one GPU",
+    ("table", "repeats"): "how well times repeat in other processes"}
+
+
+def not_measured(pages: Pages, records: list[Record]) -> list[str]:
+    """What the reference measures and these runs do not, of the studies that have runs here: sizes, then
+    topics."""
+    ran = {record.study for record in records}
+    lacking = {(one.kind, one.name) for own in pages.values() for one in own if one.why == NO_DATA}
+    there = sizes(records)
+    return [f"the size{'s' * (len(others) > 1)} {listed(others)}" for others in [
+        [size for size in EDITIONS[2025] if size not in there]] if there and others] + [
+        words for tag, words in TOPICS.items() if tag in lacking and study_of(*tag) in ran]
+
+
+def sizes(records: list[Record]) -> list[str]:
+    """The handout's sizes that were measured, in its order."""
+    there = {record.config.get("size") for record in records}
+    return [size for size in EDITIONS[2025] if size in there]
 
 
 def left_out(pages: Pages, records: list[Record]) -> list[str]:
-    """What is not said of these runs, and why.
+    """What is not said of these runs, and why, in a line a reason."""
+    rest = not_measured(pages, records)
+    on_cpu = all(record.config["device"] == "cpu" for record in records)
+    more = [f"not measured here: {'; '.join(rest)}. stepscope sweep reference measures what is missing"]
+    return [*_not_run(pages, records, on_cpu), *more * bool(rest and not on_cpu), *_broken(pages)]
 
-    A page of a study without a run lacks that study; any other lacks what the reference varies and these runs
-    do not.
-    """
+
+def _not_run(pages: Pages, records: list[Record], on_cpu: bool) -> Iterator[str]:
+    """The studies without a run, and of which pages that is some or all."""
     ran = {record.study for record in records}
-    not_run: dict[str, set[str]] = {}
-    too_alike: dict[str, set[str]] = {}
-    for title, told in pages.items():
-        lacking = {study for one in told if one.why == NO_DATA and (study := study_of(one.kind, one.name))}
-        if lacking - ran:
-            not_run[title] = lacking - ran
-        elif lacking:
-            too_alike[title] = lacking
-    return [*_not_run(not_run), *_too_alike(too_alike, records), *_not_so(pages)]
-
-
-def _not_run(pages: dict[str, set[str]]) -> Iterator[str]:
-    if pages:
-        names = _in_order(set.union(*pages.values()))
-        yield (f"left out, whole or in part: {_some(pages)}. No run of {', '.join(names)} is here:"
-               f" stepscope sweep {' '.join(names)}")
-
-
-def _too_alike(pages: dict[str, set[str]], records: list[Record]) -> Iterator[str]:
-    if pages:
-        names = _in_order(set.union(*pages.values()))
-        alike = {name: one for name in names if (one := _alike(name, records))}
-        why = "; ".join(f"{name} in {_some(one, 3, ', ')}" for name, one in alike.items())
-        among = f" where these are alike: {why}" if why else ""
-        yield f"left out in part: {_some(pages)}. They need runs that differ{among}"
+    lacking = {title: {study_of(one.kind, one.name) for one in told if one.why == NO_DATA} - {None} - ran
+               for title, told in pages.items()}
+    if titles := [title for title, missing in lacking.items() if missing]:
+        names = [name for name in studies.STUDIES if name in set.union(*lacking.values())]
+        sweeps = "cpu" if on_cpu else " ".join(names)
+        yield (f"left out, whole or in part: {_some(titles)}. No run of {', '.join(names)} is here:"
+               f" stepscope sweep {sweeps}")
 
 
 def _some(names: Iterable[str], most: int = 6, by: str = "; ") -> str:
-    listed = [*names]
-    return by.join([*listed[:most], *[f"and {len(listed) - most} more"] * (len(listed) > most)])
+    shown = [*names]
+    return by.join([*shown[:most], *[f"and {len(shown) - most} more"] * (len(shown) > most)])
 
 
-def _not_so(pages: Pages) -> Iterator[str]:
-    """How many claims do not hold, and how many of all could not be made, by page."""
-    whys = {title: [one.why for one in told if one.why not in (HOLDS, NO_DATA)]
-            for title, told in pages.items()}
-    for words, fails in (("that do not hold of these runs", True), ("that could not be made", False)):
-        count = {title: sum((why == FAILS) is fails for why in own) for title, own in whys.items()}
-        if found := [f"{number} of {title}" for title, number in count.items() if number]:
-            yield f"left out, sentences {words}: {_some(found)}"
+def _broken(pages: Pages) -> Iterator[str]:
+    """How many sentences, tables and pictures could not be made, by page."""
+    count = {title: sum(one.why not in (HOLDS, NO_DATA, FAILS) for one in told)
+             for title, told in pages.items()}
+    if found := [f"{number} of {title}" for title, number in count.items() if number]:
+        yield f"left out, what could not be made: {_some(found)}"
 
 
 def study_of(kind: str, name: str) -> str | None:
@@ -69,20 +83,6 @@ def study_of(kind: str, name: str) -> str | None:
 @cache
 def _known(kind: str) -> dict[str, str]:
     return {name: function.__module__ for name, function in collect(kind).items()}
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    return [name for name in studies.STUDIES if name in names]
-
-
-def _alike(study: str, records: list[Record]) -> list[str]:
-    """The fields that the reference varies and these runs of a study do not."""
-    here = [record.config for record in records if record.study == study]
-    asked = [config.model_dump() for config in load_sweeps([*find_sweeps("reference")], "cuda").configs
-             if config.study == study]
-    on_cpu = all(config["device"] == "cpu" for config in here)
-    return ["device (cpu)"] * on_cpu + [
-        name.replace("_", " ") for name in differing(asked) if name not in differing(here)]
 
 
 def differing(configs: list[dict]) -> list[str]:

@@ -12,12 +12,13 @@ from pathlib import Path
 from urllib.parse import quote
 
 from stepscope import StepscopeError, __version__
+from stepscope.config import EDITIONS
 from stepscope.files import read_within, write_texts_durably
 from stepscope.report.claims import HOLDS, TAG, Renderer, TagResult, collect
-from stepscope.report.left_out import Pages, differing, left_out, study_of
+from stepscope.report.left_out import Pages, differing, left_out, not_measured, sizes, study_of
 from stepscope.report.load import Read, read, steady
 from stepscope.report.page import Section, page
-from stepscope.report.tables import NONE, escape, number
+from stepscope.report.tables import NONE, escape, listed, number
 from stepscope.runs.record import NOTEBOOK, Record
 from stepscope.runs.store import Store
 
@@ -26,7 +27,7 @@ STORY = ("<!-- story -->\n", "<!-- /story -->")
 FOOT = Path(__file__).with_name("page_foot.md")
 MOST_README_BYTES = 2**20
 REFERENCE = "reference"  # the reference's picture, for a report without a GPU
-WITHOUT_GPU = "cpu.md"  # its first screen, in place of the first chapter
+WITHOUT_GPU = CHAPTERS / "cpu"  # the chapters of a folder whose runs are all of a CPU
 
 
 class OutputError(StepscopeError, OSError):
@@ -109,7 +110,7 @@ def compose(runs: Path, out: Path) -> Report:
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
     renderer, report = Renderer(steady(found.tables)), Report(errors=found.errors, notes=found.notes)
-    preset = all(record.config["device"] == "cpu" for record in found.records)
+    without_gpu = all(record.config["device"] == "cpu" for record in found.records)
 
     def told(path: Path, figures: str = "figures") -> str:
         before = len(renderer.results)
@@ -117,19 +118,24 @@ def compose(runs: Path, out: Path) -> Report:
         report.pages.setdefault(_title(_source(path)), []).extend(renderer.results[before:])
         return text
 
-    chapters = [CHAPTERS / WITHOUT_GPU if preset and path.name.startswith("00") else path
-                for path in sorted(CHAPTERS.glob("[0-9][0-9]-*.md"))]
+    chapters = sorted((WITHOUT_GPU if without_gpu else CHAPTERS).glob("[0-9][0-9]-*.md"))
     main = {path: _with_code(told(path)) for path in chapters}
-    report.first = main[chapters[0]].partition("\n")[2].strip()
-    others = {"answers-2026.md": told(CHAPTERS / "2026.md")}
-    others |= {f"evidence/{path.name}": told(path, "../figures")
-               for path in sorted((CHAPTERS / "evidence").glob("*.md"))}
+    others = {} if without_gpu else {"answers-2026.md": told(CHAPTERS / "2026.md")} | {
+        f"evidence/{path.name}": told(path, "../figures")
+        for path in sorted((CHAPTERS / "evidence").glob("*.md"))}
     pages = {name: text for name, text in others.items() if text}
     pages["evidence/runs.md"] = _runs_page(found, _relative(runs, out / "evidence"))
-    missing = [path for path, text in main.items() if not text]
-    writeup = "\n".join([*filter(None, main.values()), *_end(missing, pages, _relative(runs, out))])
+    missing = [path for path, text in main.items() if not text and [*_studies(path)]]
+    place = _relative(runs, out)
+    if not without_gpu and (rest := not_measured(report.pages, found.records)):
+        heading, _, first = main[chapters[0]].partition("\n")
+        main[chapters[0]] = f"{heading}\n\n{_of_what(rest, found.records, place)}{first}"
+    report.first = main[chapters[0]].partition("\n")[2].strip()
+    sweeps = dict.fromkeys(study for path in missing for study in _studies(path))
+    end = _end(missing, pages, place, ["cpu"] if without_gpu else [*sweeps])
+    writeup = "\n".join([*filter(None, main.values()), *end])
     figures = {name: drawn for name, (_, drawn) in renderer.figures.items()}
-    if preset:
+    if without_gpu:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
     sections = [Section(name, text) for name, text in pages.items()]
     html = page(writeup, sections, figures, _foot(found.records))
@@ -142,16 +148,16 @@ def compose(runs: Path, out: Path) -> Report:
 
 def _foot(records: list[Record]) -> str:
     """Of what the page is, and how it is cited; the dates are the runs'."""
-    def listed(values: Iterable[object]) -> str:
+    def some(values: Iterable[object]) -> str:
         found = sorted({str(value) for value in values if value})
         return escape(", ".join([*found[:3], *[f"and {len(found) - 3} more"] * (len(found) > 3)])) or NONE
 
     days = sorted(record.started_at.date().isoformat() for record in records)
     return _source(FOOT).format(
         runs="1 run" if len(records) == 1 else f"{len(records):,} runs", version=__version__,
-        devices=listed(record.machine.get("device_name") for record in records),
+        devices=some(record.machine.get("device_name") for record in records),
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
-        sources=listed(record.software.get("stepscope_source") for record in records))
+        sources=some(record.software.get("stepscope_source") for record in records))
 
 
 def _relative(runs: Path, folder: Path) -> str:
@@ -170,15 +176,28 @@ def _with_code(text: str) -> str:
     return re.sub(r"^```python (\w+)\n(?:```)?$", code, text, flags=re.MULTILINE)
 
 
-def _end(missing: list[Path], pages: dict[str, str], runs: str) -> Iterator[str]:
+def _of_what(rest: list[str], records: list[Record], place: str) -> str:
+    """The first words of a report that is not of all that the reference measures."""
+    there, all_of_them = sizes(records), len(EDITIONS[2025])
+    of = f"A tour of {len(there)}" if len(there) > 1 else "One"
+    of = f"{of} of the handout's {all_of_them} sizes, {listed(there)}. " * (0 < len(there) < all_of_them)
+    return (f"> {of}It leaves out {'; '.join(rest)}. In this report's folder,"
+            f" `{_command('sweep', ['reference'], place)}` measures the rest, and"
+            f" `{_command('render', [], place)}` tells it.\n")
+
+
+def _command(name: str, arguments: list[str], place: str) -> str:
+    folder = re.sub(r"[^\w ./+'-]", "?", shlex.quote(place))
+    return " ".join(["stepscope", name, *arguments, "--runs", folder])
+
+
+def _end(missing: list[Path], pages: dict[str, str], place: str, sweeps: list[str]) -> Iterator[str]:
     """What stands below the chapters: where the evidence is, and which sweeps would fill what is absent."""
     titles = [f"[{_title(text)}]({name})" for name, text in pages.items()]
     yield f"---\n\nEvidence, a page a study: {', '.join(titles)}.\n"
     if missing:
-        studies = dict.fromkeys(study for path in missing for study in _studies(path))
         names = ", ".join(_title(_source(path)) for path in missing)
-        place = re.sub(r"[^\w ./+'-]", "?", shlex.quote(runs))
-        command = f"stepscope sweep {' '.join(studies)} --runs {place}"
+        command = _command("sweep", sweeps, place)
         yield f"Not measured here: {names}. In this report's folder, `{command}` measures it.\n"
 
 

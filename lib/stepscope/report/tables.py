@@ -119,6 +119,21 @@ def escape(text: object) -> str:
     return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # a word joiner, which shows as nothing
 
 
+def listed(words: Sequence[str]) -> str:
+    """"a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def all_of(count: int) -> str:
+    """"the one", "both", "all 22"."""
+    return {1: "the one", 2: "both"}.get(count, f"all {count:,}")
+
+
+def some_of(some: int, count: int) -> str:
+    """"none of the 2", "both", "12 of the 22"."""
+    return all_of(count) if some == count else f"{some or 'none'} of the {count:,}"
+
+
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
     def heading(name: Any) -> Any:

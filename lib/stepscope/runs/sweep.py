@@ -101,7 +101,8 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                     client = closing.enter_context(
                         local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu))
                     workers = Workers(client, options.timeout_s, options.notebooks)
-                console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}")
+                turns = ", which share a GPU: one measures at a time" * (end.left[0].device == "cuda")
+                console.print(f"{len(end.left)} runs to do{turns}; Dask's dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -294,8 +295,18 @@ class _Sweep:
         said = [str(result.results.get("finding") or "done"), *filter(None, [unsteady, result.cause])]
         found = {"ok": "; ".join(said), "oom": "does not fit: out of memory",
                  "failed": f"failed: {result.cause}"}[result.status]
-        self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({result.duration_s:.0f} s):"
-                           f" {plain(found)}")
+        # On a GPU others are waited for, which is not this run's time.
+        took = f"{result.duration_s:.0f} s"
+        if config.device == "cuda":
+            took = f"{result.measuring_s:.0f} s measuring"
+        self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({took}): {plain(found)}"
+                           f"{self._about_left()}")
+
+    def _about_left(self) -> str:
+        """How long it may still take, at the rate of the runs so far."""
+        left = len(self.asked) - len(self.done)
+        minutes = (monotonic() - self.began) / 60 / len(self.done) * left
+        return f" (about {max(minutes, 1):.0f} min left)" if left else ""
 
 
 def _name(config: RunConfig) -> str:

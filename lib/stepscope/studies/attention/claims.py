@@ -170,13 +170,15 @@ def attention_passes(tables: Tables) -> Claim:
 
 
 def answer_attention_times(tables: Tables) -> Claim:
-    walls, passes = _walls(tables, "fp32", "naive"), tables["attention.passes"]
+    precision, passes = _precision(tables), tables["attention.passes"]
+    walls = _walls(tables, precision, "naive")
     row, sequence = walls.iloc[-1], int(walls.index[-1])
-    own = select(passes, precision="fp32", implementation="naive")
+    own = select(passes, precision=precision, implementation="naive")
     at = select(own, sequence=sequence, d_model=HEAD).iloc[0]
     by_dimension = dict.fromkeys(sorted(own["d_model"].unique()))
     return {"batch": int(at["batch_size"]), "dims": _dims(by_dimension), "d": HEAD, "sequence": sequence,
-            "forward": row["forward"], "backward": row["backward"], "in_use": at["in_use_mib"] / 1024}
+            "precision": precision, "forward": row["forward"], "backward": row["backward"],
+            "in_use": at["in_use_mib"] / 1024}
 
 
 def answer_attention_fits(tables: Tables) -> Claim:
@@ -209,7 +211,7 @@ def answer_attention_growth(tables: Tables) -> Claim:
     saved = _saved(tables, "naive")
     short, long = saved.index[-1] // 4, saved.index[-1]
     return {"short": saved[short] / 1024, "short_sequence": int(short), "long": saved[long] / 1024,
-            "long_sequence": int(long), "times": saved[long] / saved[short]}
+            "long_sequence": int(long), "times": saved[long] / saved[short], "precision": _precision(tables)}
 
 
 def attention_linear(tables: Tables) -> Claim:
@@ -222,9 +224,17 @@ def attention_linear(tables: Tables) -> Claim:
     return None
 
 
+def _precision(tables: Tables) -> str:
+    """fp32, as the handout asks, where naive attention was measured in it, else bf16."""
+    return str(select(tables["attention.passes"], implementation="naive", precision=["fp32", "bf16"],
+                      device_gib=pd.Series.notna)["precision"].max())
+
+
 def _saved(tables: Tables, name: str) -> pd.Series:
-    """What an implementation saves for backward in fp32 at one d, in MiB, by the handout's sequences."""
-    rows = select(_of_handout(tables["attention.passes"], "fp32", name), saved_mib=pd.Series.notna)
+    """What an implementation saves for backward at one d, in MiB, by the handout's sequences, in
+    :func:`_precision`."""
+    own = _of_handout(tables["attention.passes"], _precision(tables), name)
+    rows = select(own, saved_mib=pd.Series.notna)
     return rows.set_index("sequence")["saved_mib"].sort_index()
 
 
@@ -236,6 +246,20 @@ def answer_attention_compiled(tables: Tables) -> Claim:
         found["sequence"] = int(naive.index[-1])
         found |= {f"{precision}_{phase}{way}": walls.iloc[-1][phase] for phase in ("forward", "backward")
                   for way, walls in (("", naive), ("_compiled", compiled))}
+    return found
+
+
+def answer_attention_half(tables: Tables) -> Claim:
+    """The same where one of the two precisions was measured."""
+    rows = select(tables["attention.cells"], implementation="compiled", precision=["fp32", "bf16"])
+    precision, *more = rows["precision"].unique()
+    if more:
+        return None
+    found: dict = {"d": HEAD, "precision": precision}
+    for way, name in (("", "naive"), ("_compiled", "compiled")):
+        walls = _walls(tables, precision, name)
+        found |= {"sequence": int(walls.index[-1])} | {
+            f"{phase}{way}": walls.iloc[-1][phase] for phase in ("forward", "backward")}
     return found
 
 
@@ -320,12 +344,13 @@ def answer_attention_out(tables: Tables) -> Claim:
 
 
 def attention_growth_why(tables: Tables) -> Claim:
-    """What naive attention saves in fp32 is two T x T matrices, and a fused kernel's a number a row."""
+    """What naive attention saves is two T x T matrices, and a fused kernel's an fp32 number a row."""
     naive, fused = (_saved(tables, name) for name in ("naive", "efficient"))
-    own = select(tables["attention.passes"], precision="fp32", implementation="naive", d_model=HEAD)
+    own = _of_handout(tables["attention.passes"], _precision(tables), "naive")
     sequence, batch = int(naive.index[-1]), int(own["batch_size"].iloc[0])
-    matrix, row = 4 * batch * sequence**2 / 2**20, 4 * batch * sequence / 2**20
+    each = 4 if _precision(tables) == "fp32" else 2
+    matrix, row = each * batch * sequence**2 / 2**20, 4 * batch * sequence / 2**20
     if abs(naive[sequence] / (2 * matrix) - 1) > 0.01 or abs(fused[sequence] / row - 1) > 0.01:
         return None
-    return {"batch": batch, "sequence": sequence, "matrix": matrix / 1024, "saved": naive[sequence] / 1024,
-            "row": row}
+    return {"batch": batch, "sequence": sequence, "bytes": each, "matrix": matrix / 1024,
+            "saved": naive[sequence] / 1024, "row": row}

@@ -7,6 +7,7 @@ import pandas as pd
 from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import MODES, select
+from stepscope.report.tables import listed, number
 from stepscope.stats import (
     LEAST_HOST_GAIN,
     LEAST_SHARE,
@@ -123,7 +124,9 @@ def answer_std(tables: Tables) -> Claim:
     worst = rows.loc[varies.index[-1]]
     shapes = rows[["size", "context_length", "repeat"]].drop_duplicates()
     again = int((shapes["repeat"] > shapes["repeat"].min()).sum())
-    return {"cases": len(rows), "shapes": len(shapes) - again, "more": again, "modes": rows["mode"].nunique(),
+    of = [f"{len(shapes) - again} shapes", *[f"and {again} repeats of some in other processes"] * bool(again),
+          f"in {rows['mode'].nunique()} modes"]
+    return {"cases": len(rows), "of": (", " if again else " ").join(of),
             "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1],
             "size": worst["size"], "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
 
@@ -251,9 +254,10 @@ def compile_kernels(tables: Tables) -> Claim:
 
 def compile_gain(tables: Tables) -> Claim:
     found = compiled_with_eager(tables, "blocks")["gain"].dropna()
-    if len(found) < 2 or found.min() <= 1 + SAME:
+    if found.empty or found.min() <= 1 + SAME:
         return None
-    return {"low": found.min(), "high": found.max()}
+    ends = dict.fromkeys(number(gain, "x") for gain in (found.min(), found.max()))
+    return {"gains": " to ".join(ends), "sizes": listed([*found.index])}
 
 
 def compile_memory(tables: Tables) -> Claim:
@@ -278,12 +282,14 @@ def compile_cost(tables: Tables) -> Claim:
 
 
 def compile_then(tables: Tables) -> Claim:
-    """What compiling leaves alone: the largest size's AdamW."""
-    step = compiled_with_eager(tables, "blocks").dropna(subset=["gpu_ms"]).iloc[-1]
+    """What compiling leaves alone: the largest size's AdamW, where the GPU sets the pace."""
+    rows = compiled_with_eager(tables, "blocks").dropna(subset=["gpu_ms"])
+    step = rows.iloc[-1]
     adamw = plain(tables, compile="blocks", precision=step["precision"], phase="optimizer",
                   context_length=context(tables)).set_index("size")["gpu_ms"]
     share = adamw[step.name] / step["gpu_ms"]
-    return {"size": step.name, "share": share} if share > LEAST_SHARE else None
+    waits = launch_bound_rows(rows).iloc[-1]
+    return {"size": step.name, "share": share} if share > LEAST_SHARE and not waits else None
 
 
 def answer_compiled(tables: Tables) -> Claim:

@@ -41,8 +41,11 @@ def busy(tables: Tables) -> style.Picture:
     """Busy share of the full step over the context, a line a size; steps that are not launch-bound hollow."""
     waits, rows = waiting(tables), low_steps(tables).dropna(subset=["busy"])
     (short, short_count), (long, long_count) = waits.sum().items()
-    drawn, axes = style.figure(f"In {low_precision(tables)}, {short_count} of {len(waits)} sizes are"
-                               f" launch-bound at context {short:,}, and {long_count} at {long:,}", 3.4)
+    counted = f"{short_count} of {len(waits)} sizes are launch-bound at context {short:,}, and {long_count}"
+    counted += f" at {long:,}"
+    one = waits.replace({True: "launch-bound", False: "GPU-bound"}).iloc[0]
+    alone = f"{waits.index[0]} is {one[short]} at context {short:,}, and {one[long]} at {long:,}"
+    drawn, axes = style.figure(f"In {low_precision(tables)}, {counted if len(waits) > 1 else alone}", 3.4)
     last = style.lines(axes, rows, "context_length", "busy", "size", style.SIZE_COLORS)
     hollow = rows[~launch_bound_rows(rows)]
     axes.scatter(hollow["context_length"], hollow["busy"], color=style.PAPER, s=9, zorder=4)

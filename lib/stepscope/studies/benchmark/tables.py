@@ -1,10 +1,12 @@
 """The benchmarking study's tables: what is in a run's files, and what is printed of all runs."""
+from contextlib import suppress
+
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, Tables, measured, tidy
-from stepscope.report.shapes import MODES, PLAIN, by_size, reference, select, steps_timed
+from stepscope.report.shapes import MODES, PLAIN, SHAPE, by_size, reference, select, steps_timed
 from stepscope.report.tables import counted, quartiles, table
 from stepscope.stats import MOST_BUSY, launch_bound_rows, wall_gain
 from stepscope.traces.families import MATMUL
@@ -12,7 +14,8 @@ from stepscope.traces.families import MATMUL
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
           "optimizer", "repeat")
 CASE = ("mode", "phase")
-READS = ("mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")  # of other studies
+READS = ("ladder.kernels",  # of other studies
+         "mixed_precision.operations", "mixed_precision.samples", "mixed_precision.times")
 SCHEMAS = {
     "times": tidy(CASE, **TIMES),
     "samples": tidy((*CASE, "step"), **WITHIN, step=pa.Column(int, pa.Check.ge(0), coerce=True),
@@ -169,12 +172,23 @@ def waiting(tables: Tables) -> pd.DataFrame:
 
 
 def fused_with_foreach(tables: Tables) -> pd.DataFrame:
-    """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``."""
+    """AdamW's GPU time by size, ms: ``foreach`` (torch's default) and ``fused``, and the ``gain``; of the
+    ladder's steps where the benchmark has no fused one."""
     on_gpu(steps(tables))
-    both = {name: plain(tables, optimizer=name, phase="optimizer",
-                        context_length=context(tables)).set_index("size")["gpu_ms"]
-            for name in ("foreach", "fused")}
-    found = pd.DataFrame(both).reindex(both["foreach"].index).dropna()
+    ladder = tables.get("ladder.kernels")
+    foreach, fused = ({"optimizer": name, "phase": "optimizer", "context_length": context(tables)}
+                      for name in ("foreach", "fused"))
+    with suppress(LookupError):
+        return _adamw(*(plain(tables, **how).set_index("size")["gpu_ms"] for how in (foreach, fused)))
+    if ladder is None:
+        raise KeyError("fused")
+    rows = select(ladder, SHAPE, family="optimizer", change=["sdpa", "fused"], context_length=reference)
+    times = rows.groupby(["change", "size"], sort=False)["gpu_ms"].sum()
+    return _adamw(times["sdpa"], times["fused"])
+
+
+def _adamw(foreach: pd.Series, fused: pd.Series) -> pd.DataFrame:
+    found = pd.DataFrame({"foreach": foreach, "fused": fused}).reindex(foreach.index).dropna()
     return found.assign(gain=found["foreach"] / found["fused"])
 
 

@@ -77,12 +77,14 @@ def timed(rows: pd.DataFrame, names: Sequence[str] = RUNGS) -> pd.DataFrame:
 
 def gain(rows: pd.DataFrame, rung: str) -> float | None:
     """How many times faster than the rung before: in GPU time, and of the CUDA graph, which removes
-    launches and no kernel, in wall time (as of :func:`faster`). None for less than :data:`LEAST_GAIN`, and
-    where one is not known."""
+    launches and no kernel, in wall time (as of :func:`faster`). None for less than :data:`LEAST_GAIN` or
+    than the steps of either spread, and where one is not known."""
     own = timed(rows)
     before = own.index[max(own.index.get_loc(rung) - 1, 0)] if rung in own.index else rung
     if rung == "cuda_graph":
-        found = faster(own, rung, before)
+        both = own.reindex([before, rung])
+        apart = both["wall_ms"].max() - both["wall_ms"].min()
+        found = math.nan if apart < spread_ms(both).max() else faster(own, rung, before)
     else:
         found = own["gpu_ms"].get(before, math.nan) / own["gpu_ms"].get(rung, math.nan)
     return found if abs(found - 1) >= LEAST_GAIN else None

@@ -228,8 +228,8 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     printed = pd.DataFrame(found).dropna(how="all").dropna(axis="columns", how="all")
     return table(_named(printed, "with"), note=(
         f"The ladder's steps, which compile the embedding and the loss, too: wall time, medians of"
-        f" {counted(pd.concat(counts))} steps. Where launches set the pace, faster kernels change nothing"
-        " until the CUDA graph."))
+        f" {counted(pd.concat(counts))} steps. Where launches set the pace, fewer kernels help, and faster"
+        " ones not before the CUDA graph."))
 
 
 def launch_cure(tables: Tables) -> pd.DataFrame | None:

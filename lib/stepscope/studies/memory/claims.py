@@ -5,6 +5,7 @@ from stepscope.config import SIZES
 from stepscope.model.accounting import GIB, MIB
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN, SHAPE, largest, reference, select
+from stepscope.report.tables import all_of, number
 from stepscope.stats import SAME
 from stepscope.studies.memory.tables import (
     begins_backward,
@@ -99,13 +100,15 @@ def checkpoint_least(tables: Tables) -> Claim:
 
 def memory_formula(tables: Tables) -> Claim:
     """How far the formula is at most, under 1 KiB, from what the program asked for, in all that was recorded,
-    none compiled."""
+    none compiled; ``how`` in words."""
     rows = select(tables["memory.peaks"], phase="whole", status="ok")
     beyond = ((rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB).abs().round()
     if beyond.max() > 1024:
         return None
-    return {"most": int(beyond.max()), "steps": len(rows), "forward": int((rows["mode"] == "forward").sum()),
-            "exact": int((beyond == 0).sum())}
+    forward, exact = f"({(rows['mode'] == 'forward').sum()} of them forward alone)", int((beyond == 0).sum())
+    how = (f"to within {number(beyond.max(), 'B')}: of all {len(rows)} recorded {forward}, and to the byte in"
+           f" {exact}") if exact < len(rows) else f"to the byte, in {all_of(len(rows))} recorded {forward}"
+    return {"how": how, "most": int(beyond.max()), "steps": len(rows), "exact": exact}
 
 
 def peak_reserved(tables: Tables) -> Claim:
@@ -209,7 +212,7 @@ def mixed_memory_long(tables: Tables) -> Claim:
     pivoted = rows.pivot(index="context_length", columns="precision", values="peak_gib").dropna().sort_index()
     less = 1 - pivoted["bf16"] / pivoted["fp32"]
     found = {"context": int(pivoted.index[-1]), "less": less.iloc[-1], "low": pivoted["bf16"].iloc[-1]}
-    return found if less.iloc[-1] > SAME else None
+    return found if len(less) > 1 and less.iloc[-1] > SAME else None
 
 
 def answer_residual(tables: Tables) -> Claim:

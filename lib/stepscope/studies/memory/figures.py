@@ -5,12 +5,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stepscope.config import PHASES, StepConfig
-from stepscope.model.accounting import GIB, peak
+from stepscope.model.accounting import GIB, everything, instants, peak
 from stepscope.report import style
 from stepscope.report.schemas import Tables
 from stepscope.report.shapes import PRECISION_NAMES, select
 from stepscope.report.tables import number
-from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, usual
+from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, predicted, usual
 
 COLORS = {"weights": style.BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
           "saved for backward": style.SKY, "bf16 copies": style.ORANGE, "temporaries": style.RED,
@@ -84,6 +84,24 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
     axis.set_xticks([])
     axis.margins(x=0)
     axis.grid(visible=False)
+
+
+@style.look()
+def predicted_timeline(tables: Tables) -> Figure:
+    """What the handout's largest size would hold on a GPU at the instants of a step that can be its peak, by
+    formula."""
+    config = predicted()
+    live = [{"phase": one.phase} | {column(kind): size / GIB for kind, size in kinds.items()}
+            for one in instants(config, "step") for kinds in [everything(one, config, "step")]]
+    live += live[-1:] * (len(live) // 12)  # the optimizer's one instant, wide enough to be seen
+    rows, top = pd.DataFrame(live), peak(config).allocated / GIB
+    drawn, axis = style.figure(f"{config.size} at context {config.context_length:,} in fp32 would need"
+                               f" {number(top, 'GiB')} of a GPU", 3.6)
+    _live(axis, rows, top, number(top, ""))
+    axis.set_xlabel("instants of a step that can be its peak")
+    axis.set_ylabel("GiB, predicted")
+    axis.set_ylim(0, top * 1.14)
+    return drawn
 
 
 def _fewer(rows: pd.DataFrame) -> pd.DataFrame:

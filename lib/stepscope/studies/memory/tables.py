@@ -5,10 +5,20 @@ from itertools import product
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import PHASES, SIZES
-from stepscope.model.accounting import GIB, KINDS
+from stepscope.config import EDITIONS, PHASES, SIZES, StepConfig, configure
+from stepscope.model.accounting import GIB, KINDS, peak
+from stepscope.model.fit import FAST, STEPS, WRITTEN
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, SHAPE, largest, reference, select, steps_timed
+from stepscope.report.shapes import (
+    MODES,
+    PLAIN,
+    REFERENCE,
+    SHAPE,
+    largest,
+    reference,
+    select,
+    steps_timed,
+)
 from stepscope.report.tables import counted, headed, table
 from stepscope.studies.memory.config import Config
 
@@ -54,6 +64,14 @@ def typed(name: str, *frames: pd.DataFrame) -> pd.DataFrame:
     texts = [column for column, kind in types.items() if kind.startswith("str")]
     rows[texts] = rows[texts].astype(object).fillna("")
     return rows.astype(types | dict.fromkeys(texts, "str"))
+
+
+def predicted(size: str = "", **fields: str) -> StepConfig:
+    """A step on a GPU, to be computed and not run: of a size, if not another the handout's largest, at the
+    context at which sizes are compared."""
+    size = size or [*EDITIONS[2025]][-1]
+    config = configure("benchmark", size=size, context_length=REFERENCE, device="cpu").step(mode="step")
+    return config.model_copy(update=WRITTEN | fields)
 
 
 def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -181,9 +199,14 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
             rows.append((optimization, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
         steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
-        steps = steps.set_index("change")
-        rows.append(("compiled blocks", "full step, bf16, fused attention and AdamW",
-                     steps.loc["blocks", "context_length"], *steps.loc[["fused", "blocks"], "peak_gib"]))
+        peaks = steps.set_index("change")["peak_gib"]
+        context = int(steps["context_length"].iloc[0])
+        if not any(row[0].startswith("fused") for row in rows):
+            rows.append(("fused attention and AdamW", "full step, bf16", context, *peaks[["bf16", "fused"]]))
+        rows.append(("compiled blocks", "full step, bf16, fused attention and AdamW", context,
+                     *peaks[["fused", "blocks"]]))
+        rows.append(("bf16 moments", "the same as a CUDA graph, with bf16 weights", context,
+                     *peaks[["bf16_weights", "bf16_moments"]]))
     with suppress(LookupError):
         settings = one_level(tables)
         context = settings["context_length"].min()
@@ -248,6 +271,33 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
                  rows=40)
 
 
+def predicted_kinds(tables: Tables) -> pd.DataFrame:
+    """By formula what the handout's largest size holds at its step's peak, by kind: as the assignment writes
+    it, with what makes it faster, and with that a checkpoint around each block."""
+    plain, *fast = STEPS
+    tops = {plain: peak(predicted()), fast[0]: peak(predicted(**FAST)),
+            fast[1]: peak(predicted(**FAST), blocks_per_checkpoint=1)}
+    rows = pd.DataFrame({name: {kind: size / GIB for kind, size in top.kinds.items()}
+                         for name, top in tops.items()})
+    rows = rows[rows.gt(0.005).any(axis=1)]
+    rows.loc["all"] = rows.sum()
+    return table(rows.rename_axis("held at the peak, GiB"), unit="GiB", note=_of_predicted(predicted()))
+
+
+def predicted_sizes(tables: Tables) -> pd.DataFrame:
+    """By formula the peaks of the handout's sizes: as the assignment writes the step, and with what needs
+    less."""
+    rows = {size: {name: bytes_of(predicted(size, **fields)) / GIB
+                   for name, (fields, bytes_of) in STEPS.items()} for size in EDITIONS[2025]}
+    found = pd.DataFrame.from_dict(rows, orient="index").rename_axis("peak, GiB")
+    return table(found, unit="GiB", note=_of_predicted(predicted()))
+
+
+def _of_predicted(config: StepConfig) -> str:
+    return (f"Predicted, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
+            f" {config.vocab_size:,}; the allocator reserves some more.")
+
+
 PRINTED = {one.__name__: one for one in (
     handout_peaks, stage_peaks, peak_by_kind, largest_allocations, less_memory, checkpoint_settings,
-    nested_checkpoints, saved_by_block, reach_10b, formula_peaks)}
+    nested_checkpoints, saved_by_block, reach_10b, formula_peaks, predicted_kinds, predicted_sizes)}

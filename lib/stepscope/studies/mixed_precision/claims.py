@@ -77,7 +77,7 @@ def precision_launch(tables: Tables) -> Claim:
     rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["busy", "busy_fp32"])
     exact = rows.filter(like="_fp32").rename(columns=lambda name: name.removesuffix("_fp32"))
     count = int((launch_bound_rows(rows) & ~launch_bound_rows(exact)).sum())
-    return {"count": count, "of": len(rows)} if count > 1 else None
+    return {"shapes": f"{count} of {len(rows)} shapes {'is' if count == 1 else 'are'}"} if count else None
 
 
 def precision_memory(tables: Tables) -> Claim:

@@ -5,7 +5,7 @@ import pandas as pd
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import PLAIN, largest, reference, select
-from stepscope.report.tables import number
+from stepscope.report.tables import all_of, listed, number, some_of
 from stepscope.stats import LEAST_HOST_GAIN, LEAST_SHARE, SAME, SAME_WALL
 from stepscope.studies.nsys.tables import (
     first_kernels,
@@ -82,7 +82,8 @@ def profiled_contexts(tables: Tables) -> Claim:
     small, large = rows["size"].iloc[[0, -1]]
     name = in_2026.get(large, large)
     return {"small": small, "large": large if name == large else f"{name} ({large})",
-            "short": int(contexts.min()), "long": int(contexts.max())}
+            "contexts": f"contexts {contexts.min():,} to {contexts.max():,}" if contexts.nunique() > 1 else
+            f"context {contexts.max():,}"}
 
 
 def longer_would_fit(tables: Tables) -> Claim:
@@ -99,7 +100,7 @@ def longer_would_fit(tables: Tables) -> Claim:
 def first_kernel_is_a_matmul(tables: Tables) -> Claim:
     """(b) In every profile of forward the kernel with the most time is a matmul."""
     first = first_kernels(tables, "forward")
-    return {"profiles": len(first)} if set(first["family"]) == {MATMUL} else None
+    return {"profiles": all_of(len(first))} if set(first["family"]) == {MATMUL} else None
 
 
 def first_kernel_named(tables: Tables) -> Claim:
@@ -125,8 +126,8 @@ def first_kernel_stays(tables: Tables) -> Claim:
     size = same.index[-1][0]
     contexts = [f"{context:,}" for context in same.index[same].get_level_values(1)[
         same.index[same].get_level_values(0) == size]]
-    return {"same": int(same.sum()), "profiles": len(common), "size": size,
-            "contexts": f"at {' and '.join(contexts)}" if contexts else "at no context"}
+    return {"same": some_of(int(same.sum()), len(common)), "size": size,
+            "contexts": f"at {listed(contexts)}" if contexts else "at no context"}
 
 
 def first_kernel_changes(tables: Tables) -> Claim:
@@ -134,7 +135,8 @@ def first_kernel_changes(tables: Tables) -> Claim:
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
     common = forward.join(both.add_suffix("_both"), how="inner")
     changed = int((common["name"] != common["name_both"]).sum())
-    return {"changed": changed} if changed and set(common["family_both"]) == {MATMUL} else None
+    found = {"changed": some_of(changed, len(common))}
+    return found if changed and set(common["family_both"]) == {MATMUL} else None
 
 
 def remainder_of_forward(tables: Tables) -> Claim:
@@ -154,8 +156,7 @@ def nontrivial_kernels(tables: Tables) -> Claim:
     size, row = row["size"], row.drop(["size", "context_length", MATMUL])
     heavy = row[row >= LEAST_SHARE].sort_values(ascending=False)
     named = [f"{family} ({number(share, '%')})" for family, share in heavy.items()]
-    families = " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]]))
-    return {"size": size, "families": families} if named else None
+    return {"size": size, "families": listed(named)} if named else None
 
 
 def softmax_grows(tables: Tables) -> Claim:

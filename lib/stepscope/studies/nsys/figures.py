@@ -92,8 +92,8 @@ def _busy(ran: pd.DataFrame) -> float:
 
 @style.look()
 def launches_timeline(tables: Tables) -> Figure | None:
-    """A millisecond of the launch-bound forward: the smallest size at the shortest context, in bf16 where it
-    was profiled."""
+    """A millisecond of a launch-bound forward: the smallest size at the shortest context, in bf16 where it
+    was profiled; None where no profile waits."""
     for precision in ("bf16", "fp32"):
         try:
             rows = profiles(tables, "timeline", precision)
@@ -101,7 +101,11 @@ def launches_timeline(tables: Tables) -> Figure | None:
             continue
         rows = rows[rows["size"] == rows["size"].iloc[0]]
         context = rows["context_length"].min()
-        return lanes(rows[rows["context_length"] == context], f"Under the profiler, {rows['size'].iloc[0]}'s"
+        rows = rows[rows["context_length"] == context]
+        ran = rows[(rows["mode"] == "forward") & (rows["start_ns"] < LANE_NS)]
+        if not launch_bound(_busy(ran), *_who_waits_ms(ran)):
+            return None
+        return lanes(rows, f"Under the profiler, {rows['size'].iloc[0]}'s"
                                                               f" {precision} forward at context {context:,}")
     return None
 
