@@ -117,10 +117,12 @@ def make_step(model, tokens, targets, rate, clip=None):
 def resume(optimizer, saved):
     """Go on from a state dict (and load the model's weights, too): in place, where a graph reads. AdamW's own
     `load_state_dict` would make new tensors, and the graph go on with the old ones."""
-    for own, state in zip(optimizer.state.values(), saved["state"].values()):
+    for own, state in zip(optimizer.state.values(), saved["state"].values(), strict=True):
         for name, tensor in own.items():
+            if state[name].shape != tensor.shape:
+                raise ValueError(f"{name}: saved as {state[name].shape}, but here {tensor.shape}")
             tensor.copy_(state[name])
-    for own, group in zip(optimizer.param_groups, saved["param_groups"]):
+    for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         own["lr"].copy_(group["lr"])
 # </fast step>
 

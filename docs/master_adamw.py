@@ -52,7 +52,7 @@ def make_training(shape, batches, steps, moments):
 
     def train_on(number):
         batch.copy_(batches[number % len(batches)])
-        loss = launch().item()
+        loss = launch().clone()  # the next replay overwrites it; to read it here would wait for the GPU
         scheduler.step()  # fills each group's "lr", which the graph reads
         return loss
 
@@ -100,6 +100,7 @@ def main(arguments: list[str] | None = None) -> bool:
             if number == given.steps // 2:
                 torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
             losses.append(step(number))
+        losses = torch.stack(losses).tolist()
         print(f"loss {losses[0]:.4f} to {losses[-1]:.4f} in {given.steps} steps on {batches.device}")
 
         torch.manual_seed(1)
@@ -108,7 +109,7 @@ def main(arguments: list[str] | None = None) -> bool:
         saved = torch.load(file)
         scheduler.load_state_dict(saved["scheduler"])
         resumed.load_state_dict(saved["optimizer"])
-        again = [step(number) for number in range(given.steps // 2, given.steps)]
+        again = torch.stack([step(number) for number in range(given.steps // 2, given.steps)]).tolist()
     ends = zip(optimizer.masters().values(), resumed.masters().values())
     same = again == losses[given.steps // 2 :] and all(torch.equal(one, other) for one, other in ends)
     print(f"resumed at step {given.steps // 2}: {'the same to the bit' if same else 'NOT the same'}")

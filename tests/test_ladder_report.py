@@ -78,6 +78,9 @@ def campaign():
                               *((change, 0, 0.01) for change in RUNGS[1:])):
         loss = 5 * np.exp(-np.arange(200) / 60) + 1.5 + off + 0.001 * noise.standard_normal(200)
         curves += [small | {"change": change, "seed": seed, "step": step, "loss": one} for step, one in enumerate(loss)]
+    for change, seed, off in (("bf16_moments", 0, 0), ("bf16_moments", 1, 0.05), ("fp8", 0, -0.03)):
+        curves += [small | {"size": "medium", "change": change, "seed": seed, "step": step, "loss": 8 - 0.005 * step + off}
+                   for step in range(1000)]
     for change, off in (("bf16_moments", 0), ("fp8", 0.02)):
         curves += [shape | {"batch_size": 32, "change": change, "seed": 0, "step": step, "loss": 8 - 0.05 * step + off}
                    for step in range(50)]
@@ -363,8 +366,9 @@ def test_what_the_evidence_says(campaign):
     assert claims.fp8_small_batch(campaign) == {"size": "2.7B", "batch": 4, "saved": 18, "added": 19}
     assert claims.fp8_large_batch(campaign) == {
         "tokens": 8 * 512, "low": pytest.approx(165 / 155), "high": pytest.approx(600 / 497)}
-    assert claims.fp8_gradient(campaign) == {"size": "2.7B", "fp8": 0.7, "bf16": 0.07}
-    assert claims.fp8_trained_gradient(campaign) == {"size": "2.7B", "fp8": 0.03, "bf16": 0.02}
+    assert claims.fp8_gradient(campaign) == {
+        "size": "2.7B", "fp8": 0.7, "bf16": 0.07, "trained_fp8": 0.03, "trained_bf16": 0.02}
+    assert claims.fp8_trains(campaign) == {"sizes": "medium", "steps": 1000}
     assert claims.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
     assert claims.power(campaign) == {"size": "2.7B", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
     assert claims.power_read(campaign) == {"runs": 2, "low": 695, "high": 695}
@@ -429,7 +433,8 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("optimizer_exact", RESULTS, "low_unequal", 3, {"size": "2.7B"}),
     ("fp8_small_batch", STEPS, "gpu_ms", 60, {"change": "fp8"}), ("fp8_small_batch", KERNELS, "gpu_ms", 31, {"name": "scale"}),
     ("fp8_large_batch", STEPS, "gpu_ms", 900, {"change": "fp8"}), ("fp8_gradient", STEPS, "gradient_off", 0.05, {"change": "fp8"}),
-    ("fp8_training", CURVES, "loss", 9, {"change": "fp8"}),
+    ("fp8_gradient", STEPS, "trained_gradient_off", 0.1, {"change": "fp8"}),
+    ("fp8_training", CURVES, "loss", 9, {"change": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"change": "fp8", "size": "medium"}),
     ("power", STEPS, "power_w", 400, {}), ("power", STEPS, "sm_clock_mhz", 1980, {}),
     ("chunked_memory", STEPS, "peak_gib", 53, {"change": "chunked"})])
 def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, value, which):

@@ -1,7 +1,9 @@
 """MasterAdamW as one of torch's optimizers: groups, schedules, clipping, and a resume that is no interruption."""
 import copy
+import gc
 import importlib.util
 import io
+import weakref
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,30 @@ def test_a_resume_equals_no_interruption_to_the_bit(moments, eight_bits):
         assert torch.equal(one, other)
     for name in ("master", "m", "v", "count", "rates", "scales"):
         assert torch.equal(getattr(own, name), getattr(resumed, name)), name
+
+
+@pytest.mark.parametrize("eight_bits", [False, True], ids=["bf16", "fp8"])
+def test_weights_that_are_loaded_into_its_model_are_not_undone(eight_bits):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40, bias=False), nn.LayerNorm(40))
+    if eight_bits:
+        fp8.use_fp8(model)
+    wanted = {name: torch.randn_like(weight) for name, weight in model.state_dict().items()}
+    own = MasterAdamW(model, 0.0)
+    model.load_state_dict(wanted)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    own.step()
+    for name, weight in own.masters().items():
+        assert torch.equal(weight, wanted[name].bfloat16().float() if weight.dim() == 2 else wanted[name]), name
+    weight = model[0].weight.detach()
+    found = fp8.layouts(weight)[0].float() * model[0].weight_scale if eight_bits else weight.float()
+    assert (found - wanted["0.weight"]).abs().max() < wanted["0.weight"].abs().max() / 16
+    alive = weakref.ref(own)
+    del own
+    gc.collect()
+    assert alive() is None, "the model does not keep it"
+    model.load_state_dict(wanted)
 
 
 def test_training_can_go_on_in_fp8():

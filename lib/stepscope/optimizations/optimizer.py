@@ -41,6 +41,7 @@ take turns. The learning rate is a tensor on the GPU that the graph reads, so a 
 for eager steps. The other fields are as at the capture.
 """
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from itertools import accumulate, chain
@@ -71,8 +72,8 @@ class MasterAdamW(torch.optim.Optimizer):
     """AdamW over all parameters of a model whose matrices become bf16: one launch for all of them.
 
     The parameters become views of two flat buffers, bf16 ones of ``low``, fp32 ones of ``master``; the master
-    weights begin where the model is. Weights that are loaded into the model later are undone by the next
-    step: load them before, or write :meth:`masters` and call :meth:`reset`.
+    weights begin where the model is. Weights that are loaded into this model later become the masters, in
+    bf16's digits; to go on to the bit load the optimizer's own state dict.
 
     Autocast is off with it: the matrices are bf16 by themselves, and so is all that flows between them.
 
@@ -95,7 +96,10 @@ class MasterAdamW(torch.optim.Optimizer):
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments: got {moments}, but they are torch.float32 or torch.bfloat16")
         if isinstance(params, nn.Module):
+            model = params
             params = [(name, weight) for name, weight in params.named_parameters() if weight.requires_grad]
+            own = weakref.ref(self)  # the model may outlive its optimizer
+            model.register_load_state_dict_post_hook(lambda *_: own() and own()._take_weights())
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.parameters: list[nn.Parameter] = [
             parameter for group in self.param_groups for parameter in group["params"]]
@@ -208,6 +212,13 @@ class MasterAdamW(torch.optim.Optimizer):
         self.m.zero_()
         self.v.zero_()
         self.count.zero_()
+
+    @torch.no_grad()
+    def _take_weights(self) -> None:
+        """Make masters of what was loaded into the model."""
+        for index, parameter in enumerate(self.parameters):
+            self.view(self.master, index).copy_(parameter)
+        self._round()
 
     def _round(self, rescale: bool = True) -> None:
         """Write all weights that matmuls read, from the masters; FP8 ones with the scales that these have."""

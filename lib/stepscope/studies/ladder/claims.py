@@ -3,13 +3,14 @@ import pandas as pd
 
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
-from stepscope.report.tables import digits, number
+from stepscope.report.tables import digits, listed, number
 from stepscope.stats import LEAST_GAIN, launch_bound_rows, wall_gain
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
 from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
 from stepscope.studies.ladder.rows import (
     LAST,
     PLACE,
+    Shape,
     all_of_them,
     at_context,
     at_longest,
@@ -27,6 +28,7 @@ from stepscope.studies.ladder.rows import (
     loss_shift,
     pays_from,
     shares,
+    shifts_of,
     smallest_ladder,
     timed,
     trained,
@@ -286,19 +288,16 @@ def fp8_large_batch(tables: Tables) -> Claim:
 
 
 def fp8_gradient(tables: Tables) -> Claim:
-    """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both."""
-    rows = [(shape, rows) for shape, rows in ladders(tables).items() if "fp8" in timed(rows, ["fp8"]).index]
-    shape, own = rows[-1]
-    found = {"size": shape.size, "fp8": own.loc["fp8", "gradient_off"], "bf16": own.loc[LAST, "gradient_off"]}
-    return found if found["fp8"] > 2 * found["bf16"] else None
-
-
-def fp8_trained_gradient(tables: Tables) -> Claim:
-    """The same of weights that have been trained for a while."""
-    measured = {shape: timed(rows, [LAST, "fp8"]).get("trained_gradient_off", pd.Series()).dropna()
-                for shape, rows in ladders(tables).items()}
-    shape, off = [each for each in measured.items() if len(each[1]) == 2][-1]
-    return {"size": shape.size, "fp8": off["fp8"], "bf16": off[LAST]}
+    """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both: of weights as
+    drawn, and of trained ones, where it is about as near as bf16's."""
+    columns = ["gradient_off", "trained_gradient_off"]
+    measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
+                for shape, rows in ladders(tables).items()]
+    shape, off = [(shape, off) for shape, off in measured if len(off) == 2][-1]
+    drawn, trained_off = off[columns[0]], off[columns[1]]
+    found = {"size": shape.size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_fp8": trained_off["fp8"],
+             "trained_bf16": trained_off[LAST]}
+    return found if drawn["fp8"] > 2 * drawn[LAST] and trained_off["fp8"] < 2 * trained_off[LAST] else None
 
 
 def fp8_training(tables: Tables) -> Claim:
@@ -309,6 +308,19 @@ def fp8_training(tables: Tables) -> Claim:
     found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
              "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
     return found if found["most"] < 0.05 else None
+
+
+def fp8_trains(tables: Tables) -> Claim:
+    """Where the bf16 step was trained from several seeds, and FP8 beside it: FP8's loss is nearer to bf16's
+    of the same weights than that of any other seed."""
+    sizes, steps, nearer = [], [], []
+    for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
+        if {"fp8", LAST} <= {*own["change"]} and select(own, change=LAST)["seed"].nunique() > 1:
+            distance, nearest = loss_shift(shifts_of(own, LAST), LAST)
+            nearer.append(distance["fp8"] < nearest)
+            sizes.append(Shape(*place).size)
+            steps.append(own["step"].nunique())
+    return {"sizes": listed(sizes), "steps": steps[0]} if len({*steps}) == 1 and all(nearer) else None
 
 
 def filled(tables: Tables) -> Claim:

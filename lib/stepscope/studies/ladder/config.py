@@ -51,7 +51,7 @@ class Config(StepConfig):
     # the changes at each of these; empty: at batch_size
     batches: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill: bool = False  # also the last step at the batch that fills the memory
-    # of every change, and of three fp32 seeds, on text; 0: none
+    # of every change, and of three seeds of the first, on text; 0: none
     training_steps: int = Field(0, ge=0, le=10**6)
 
     @field_validator("without")

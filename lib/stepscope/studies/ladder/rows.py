@@ -179,18 +179,22 @@ def trained(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     """
     curves = tables["ladder.curves"]
     shape = Shape(*select(curves, change="fp32")[PLACE].iloc[0])
-    own = select(curves, shape._asdict())
-    losses = own.pivot(index="step", columns=["change", "seed"], values="loss")
+    return shape, shifts_of(select(curves, shape._asdict()), "fp32")
+
+
+def shifts_of(curves: pd.DataFrame, base: str) -> pd.DataFrame:
+    """By step one shape's losses of each rung and seed, less the base's of its first seed."""
+    losses = curves.pivot(index="step", columns=["change", "seed"], values="loss")
     smooth = losses.rolling(10, min_periods=5).mean()
-    return shape, smooth.sub(smooth["fp32"].iloc[:, 0], axis=0)
+    return smooth.sub(smooth[base].iloc[:, 0], axis=0)
 
 
-def loss_shift(shifts: pd.DataFrame) -> tuple[pd.Series, float]:
-    """Of :func:`trained` how far each rung's loss is from fp32's of the same weights, the mean over steps;
-    and the nearest that fp32's losses of two seeds are, nan of one seed."""
-    seeds = shifts["fp32"]
+def loss_shift(shifts: pd.DataFrame, base: str = "fp32") -> tuple[pd.Series, float]:
+    """Of :func:`shifts_of` how far each rung's loss is from the base's of the same weights, the mean over
+    steps; and the nearest that the base's losses of two seeds are, nan of one seed."""
+    seeds = shifts[base]
     nearest = min(((seeds[a] - seeds[b]).abs().mean() for a, b in combinations(seeds, 2)), default=math.nan)
-    return shifts.xs(seeds.columns[0], axis="columns", level="seed").abs().mean().drop("fp32"), nearest
+    return shifts.xs(seeds.columns[0], axis="columns", level="seed").abs().mean().drop(base), nearest
 
 
 def all_of_them(rows: pd.DataFrame, clock: str) -> float:

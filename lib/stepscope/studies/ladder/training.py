@@ -1,5 +1,5 @@
 """Is it still the same training? Every optimization from the same weights over the same text
-(:mod:`stepscope.model.text`), beside three seeds in fp32."""
+(:mod:`stepscope.model.text`), beside three seeds of the first."""
 import pandas as pd
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from stepscope.model.text import text_batches
 from stepscope.optimizations.trainer import Trainer
 from stepscope.studies.ladder.config import Config
 
-SEEDS = 3  # of fp32: what another draw of the weights alone changes
+SEEDS = 3  # of the first change: what another draw of the weights alone does
 
 
 def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
@@ -24,8 +24,8 @@ def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
 
 
 def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
-    """Loss curves (change, batch_size, seed, step, loss): fp32 from three seeds, any other from the
-    first.
+    """Loss curves (change, batch_size, seed, step, loss): the first of a run's changes from three seeds, any
+    other from the first of these.
 
     Raises:
         ConfigError: the vocabulary has no room for bytes.
@@ -35,7 +35,7 @@ def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
             f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least")
     batches = text_batches(config.training_steps, trainer.batch, config.context_length)
     frames = []
-    for seed in range(config.seed, config.seed + (SEEDS if name == "fp32" else 1)):
+    for seed in range(config.seed, config.seed + (SEEDS if name == config.changes[0] else 1)):
         curve = losses(trainer, batches, seed)
         named = {"change": name, "batch_size": trainer.batch, "seed": seed}
         frames.append(pd.DataFrame(named | {"step": range(len(curve)), "loss": curve}))
