@@ -98,8 +98,8 @@ class MasterAdamW(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             model = params
             params = [(name, weight) for name, weight in params.named_parameters() if weight.requires_grad]
-            own = weakref.ref(self)  # the model may outlive its optimizer
-            model.register_load_state_dict_post_hook(lambda *_: own() and own()._take_weights())
+            take = weakref.WeakMethod(self._take_weights)  # the model may outlive its optimizer
+            model.register_load_state_dict_post_hook(lambda *_: (own := take()) and own())
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.parameters: list[nn.Parameter] = [
             parameter for group in self.param_groups for parameter in group["params"]]
