@@ -370,6 +370,7 @@ def test_what_the_evidence_says(campaign):
         "size": "2.7B", "fp8": 0.7, "bf16": 0.07, "trained_fp8": 0.03, "trained_bf16": 0.02}
     assert claims.fp8_trains(campaign) == {"sizes": "medium", "steps": 1000}
     assert claims.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
+    assert claims.last_power(campaign) == {"power": 690, "cap": 700, "clock": 1665, "full": 1980}
     assert claims.power(campaign) == {"size": "2.7B", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
     assert claims.power_read(campaign) == {"runs": 2, "low": 695, "high": 695}
     assert claims.optimizer_exact(campaign)["numbers"] == 18330
@@ -435,6 +436,7 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("fp8_large_batch", STEPS, "gpu_ms", 900, {"change": "fp8"}), ("fp8_gradient", STEPS, "gradient_off", 0.05, {"change": "fp8"}),
     ("fp8_gradient", STEPS, "trained_gradient_off", 0.1, {"change": "fp8"}),
     ("fp8_training", CURVES, "loss", 9, {"change": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"change": "fp8", "size": "medium"}),
+    ("last_power", STEPS, "power_w", 600, {}), ("last_power", STEPS, "sm_clock_mhz", 1980, {}),
     ("power", STEPS, "power_w", 400, {}), ("power", STEPS, "sm_clock_mhz", 1980, {}),
     ("chunked_memory", STEPS, "peak_gib", 53, {"change": "chunked"})])
 def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, value, which):

@@ -162,6 +162,15 @@ def last_rates(tables: Tables) -> Claim:
     return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
 
 
+def last_power(tables: Tables) -> Claim:
+    """The last step is at the power cap, and at a lower clock for it than the ladder's quickest."""
+    _, rows = largest_ladder(tables)
+    row, full = timed(rows).loc[LAST], timed(rows)["sm_clock_mhz"].max()
+    limit = tables["ladder.results"]["power_limit_w"].median()
+    found = {"power": row["power_w"], "cap": limit, "clock": row["sm_clock_mhz"], "full": full}
+    return found if row["power_w"] > 0.95 * limit and row["sm_clock_mhz"] < 0.97 * full else None
+
+
 def roofline_wall(tables: Tables) -> Claim:
     """What launches alone allow the smallest size's compiled step, beside the dots of the roofline."""
     roofline(tables)
@@ -383,8 +392,8 @@ def bf16_launches(tables: Tables) -> Claim:
     shape, rows = smallest_ladder(tables)
     before, after = rows.loc["tf32"], rows.loc["bf16"]
     slower = after["wall_ms"] > (1 + LEAST_GAIN) * before["wall_ms"] and after["gpu_ms"] < before["gpu_ms"]
-    return {"size": shape.size, "before": before["wall_ms"], "after": after["wall_ms"],
-            "kernels": int(after["operations"] - before["operations"])} if slower else None
+    more = int(after["operations"] - before["operations"])
+    return {"size": shape.size, "kernels": more} if slower and more > 0 else None
 
 
 def blocks_or_model(tables: Tables) -> Claim:
