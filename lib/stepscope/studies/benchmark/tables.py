@@ -324,7 +324,8 @@ def busy(tables: Tables) -> pd.DataFrame:
              for name in dict.fromkeys(("fp32", low_precision(tables)))}
     rows = pd.concat(found, names=["precision"])
     over = " GPU time is of other steps than wall time: over 100% the captured ones took a little longer."
-    said = "Under 95% a step is launch-bound where the host takes longer to enqueue it than the GPU to do it."
+    said = ("GPU time over wall time of a full step, by context. Under 95% it is launch-bound where the host"
+            " takes longer to enqueue it than the GPU to do it.")
     return table(rows, unit="%", note=said + over * bool((rows > 1).any(axis=None)))
 
 
