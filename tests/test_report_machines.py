@@ -120,6 +120,13 @@ def test_of_a_study_without_runs_no_topic_is_missed(tmp_path):
     assert not_measured({}, []) == []
 
 
+def test_a_host_is_told_where_all_runs_had_the_same():
+    runs = pd.DataFrame({"machine_cpu": ["Xeon", "Xeon"], "machine_cpu_cores": [16, 16], "driver": ["580.1", "580.1"]})
+    assert claims_across.measured_host({"runs": runs}) == {"cpu": "Xeon", "cores": 16, "driver": "580.1"}
+    for other in (runs.assign(machine_cpu=["Xeon", "EPYC"]), runs.assign(driver=None)):
+        assert claims_across.measured_host({"runs": other}) is None
+
+
 def test_a_machine_stands_beside_the_reference_of_the_same_gpu_alone(tour):
     tables = load(tour[3])
     there = pd.DataFrame(shipped()["key_numbers"])

@@ -71,6 +71,15 @@ def measured_on(tables: Tables) -> Claim:
     return {"device": str(device[0]), "torch": str(torch[0])} if len(device) == len(torch) == 1 else None
 
 
+def measured_host(tables: Tables) -> Claim:
+    """The one host and the one driver of all runs of a GPU."""
+    runs = tables["runs"]
+    cpu, cores, driver = (runs[name].unique() for name in ("machine_cpu", "machine_cpu_cores", "driver"))
+    if not len(cpu) == len(cores) == len(driver) == 1 or pd.isna([cpu[0], cores[0], driver[0]]).any():
+        return None
+    return {"cpu": str(cpu[0]), "cores": int(cores[0]), "driver": str(driver[0])}
+
+
 def runs_overlap(tables: Tables) -> Claim:
     """How many runs were under way at a time, at most, where it was more than one."""
     runs = tables["runs"].dropna(subset=["started_at", "seconds"])

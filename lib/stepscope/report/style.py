@@ -130,7 +130,9 @@ def stacked_bars(axes: Axes, parts: pd.DataFrame, colors: Mapping[str, str],
     others = [name for name in parts if name not in colors]
     seen = parts[others].sum(axis=1).max() > 0.01 * parts.sum(axis=1).max()
     for name in parts:
-        label = name if name in colors else "other" if seen and name == others[-1] else "_"
+        label = "other" if seen and name in others[-1:] else "_"
+        if name in colors and parts[name].max() > 0.003 * parts.sum(axis=1).max():  # wide enough to be seen
+            label = name
         axes.barh(places, parts[name], left=left, height=0.66, color=colors.get(name, FILL), edgecolor=PAPER,
                   linewidth=0.5, label=label)
         for place, width in enumerate(parts[name]):

@@ -7,7 +7,7 @@ import pandera.pandas as pa
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, Tables, measured, tidy
 from stepscope.report.shapes import MODES, PLAIN, SHAPE, by_size, reference, select, steps_timed
-from stepscope.report.tables import counted, quartiles, table
+from stepscope.report.tables import counted, digits, quartiles, table
 from stepscope.stats import MOST_BUSY, launch_bound_rows, wall_gain
 from stepscope.traces.families import MATMUL
 
@@ -265,18 +265,29 @@ def handout_times(tables: Tables) -> pd.DataFrame:
     """A row a size and context, the mean and deviation of the timed steps of forward, backward, both and the
     full step."""
     found = ten_steps(tables)
-    return table(found.rename(columns="{}, ms".format).rename_axis(["size", "context"]), rows=60,
-                 note=f"Means of the first {TEN} timed steps. Forward alone is without gradients, as in"
-                      " inference; backward is timed inside forward + backward.")
+    names = [name.removesuffix(" mean") for name in found if name.endswith(" mean")]
+    printed = {f"{name}, ms": _with_std(found[f"{name} mean"], found[f"{name} std"]) for name in names}
+    return table(pd.DataFrame(printed).rename_axis(["size", "context"]), rows=60,
+                 note=f"Mean ± standard deviation of the first {TEN} timed steps. Forward alone is without"
+                      " gradients, as in inference; backward is timed inside forward + backward.")
 
 
 def warmup(tables: Tables) -> pd.DataFrame:
     """Mean and deviation of ten steps after so many warm-up steps: a row a size."""
-    rows = {size: warm_up(own).set_index("warmups")[["mean_ms", "std_ms"]].unstack()
-            for size, own in cold_steps(tables).groupby("size", sort=False)}
-    found = pd.DataFrame(rows).T.rename_axis("size")
-    found.columns = [f"{what.removesuffix('_ms')} after {count}, ms" for what, count in found.columns]
-    return table(found, note=f"Full steps in fp32, context {context(tables):,}, after so many warm-up steps.")
+    rows = {}
+    for size, own in cold_steps(tables).groupby("size", sort=False):
+        tens = warm_up(own).set_index("warmups")
+        rows[size] = _with_std(tens["mean_ms"], tens["std_ms"])
+    found = pd.DataFrame(rows).T.rename_axis("size").rename(columns="after {}, ms".format)
+    return table(found, note=(f"Full steps in fp32, context {context(tables):,}, after so many warm-up steps:"
+                              " mean ± standard deviation."))
+
+
+def _with_std(means: pd.Series, stds: pd.Series) -> pd.Series:
+    """"58.5 ± 0.0799", in ms; None where there is no mean."""
+    cells = [None if pd.isna(mean) else f"{digits(mean, 'ms')} ± {digits(std, 'ms')}"
+             for mean, std in zip(means, stds)]
+    return pd.Series(cells, means.index, dtype=object)
 
 
 def first_steps(tables: Tables) -> pd.DataFrame:
@@ -313,7 +324,8 @@ def busy(tables: Tables) -> pd.DataFrame:
              for name in dict.fromkeys(("fp32", low_precision(tables)))}
     rows = pd.concat(found, names=["precision"])
     over = " GPU time is of other steps than wall time: over 100% the captured ones took a little longer."
-    said = "Under 95% a step is launch-bound where the host takes longer to enqueue it than the GPU to do it."
+    said = ("GPU time over wall time of a full step, by context. Under 95% it is launch-bound where the host"
+            " takes longer to enqueue it than the GPU to do it.")
     return table(rows, unit="%", note=said + over * bool((rows > 1).any(axis=None)))
 
 

@@ -170,8 +170,8 @@ def stage_peaks(tables: Tables) -> pd.DataFrame:
 def largest_allocations(tables: Tables) -> pd.DataFrame:
     """(e): the largest allocations of a forward pass, with the line that makes them."""
     rows = usual(tables["memory.allocations"], what="allocated in forward").sort_values("rank").head(6)
-    return table(_headed(rows.rename(columns={"count": "how often"}), "mib", "how often", "region", "line",
-                         "source"))
+    rows = rows.assign(together_gib=rows["mib"] * rows["count"] / 1024).rename(columns={"count": "how often"})
+    return table(_headed(rows, "mib", "how often", "together_gib", "region", "line", "source"))
 
 
 def saved_by_block(tables: Tables) -> pd.DataFrame:
@@ -268,7 +268,9 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
     rows = rows.sort_values(["beyond", "peak_gib"], key=abs, ascending=False)
     return table(_headed(rows, "size", "context_length", "mode", "precision", "attention",
                          "expandable_segments", "peak_gib", "predicted_gib", "beyond", "reserved_gib"),
-                 rows=40)
+                 rows=40, note=(
+                     "Predicted: what is requested by formula, and what rounding adds to tensors made one"
+                     " after another in fresh memory, which is more than where memory is used again."))
 
 
 def predicted_kinds(tables: Tables) -> pd.DataFrame:

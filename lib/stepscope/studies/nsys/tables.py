@@ -190,7 +190,7 @@ def forward_times(tables: Tables) -> pd.DataFrame:
     pivoted = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
     return table(pivoted.reindex(order), unit="ms", rows=150, note=(
-        f"Medians of {counted(rows['passes'])} passes without nsys, and of {of} captured ones."))
+        f"By context: medians of {counted(rows['passes'])} passes without nsys, and of {of} captured ones."))
 
 
 def first_kernel(tables: Tables) -> pd.DataFrame:
