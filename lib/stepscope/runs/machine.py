@@ -17,7 +17,8 @@ import stepscope
 MEASURING = ("config.py", "freezer.py", "gpu_lock.py", "stats.py", "model", "measure", "optimizations",
              "traces", "studies", "report/chapters/fast_step.py")
 OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
-PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy")
+PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy",
+            "transformers")
 
 
 def machine(device: str) -> dict[str, Any]:
