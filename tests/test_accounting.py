@@ -14,6 +14,7 @@ from stepscope import StepscopeError
 from stepscope.config import StepConfig
 from stepscope.model import accounting, fit
 from stepscope.model.accounting import GIB, MIB
+from stepscope.model.flops import parameter_count
 from stepscope.model.training_step import Step, build_step
 from stepscope.model.transformer import TransformerLM
 from stepscope.studies.memory.policies import uniform
@@ -120,6 +121,13 @@ def test_the_ladders_last_step_is_predicted():
     off = {row.size: fit.last_step_bytes(config, moment=4) / MIB / row.allocated_mib - 1
            for row, config in measured("ladder")}
     assert max(abs(share) for size, share in off.items() if size != "small") < 0.015 and abs(off["small"]) < 0.05
+
+
+def test_at_the_ladders_last_steps_peak_all_gradients_can_be_there():
+    """Of a short context blocks save less than the gradients take that are there where backward ends."""
+    config = on_gpu(size="10B", context_length=16, batch_size=1)
+    bf16, fp32 = 2, 4  # weights, gradients and both moments; masters
+    assert fit.last_step_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
 
 
 # -- rounding ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
 import warnings
 from contextlib import nullcontext, suppress
+from itertools import chain, count, repeat
 from timeit import default_timer
 from types import SimpleNamespace
 
@@ -192,16 +193,28 @@ def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
     assert (names["cells"]["passes"] == passes).all()
 
 
+def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up():
+    """The first pass takes 100 ms, the others 10."""
+    lasting = chain([0.1], repeat(0.01))
+    names = run_cells("attention", until="walls, sizes", **SMALL | {"cell_seconds": 1.0, "warmup_steps": 3})
+    clock = (reading for spent, at in zip(lasting, count(0, 10)) for reading in (at, at + spent / 2, at + spent))
+    names["default_timer"] = lambda: next(clock)
+    names["config"] = names["config"].model_copy(update={"timed_steps": 1000})
+    inputs = Inputs(small(), 8)
+    assert len(names["timed"](names["prepare"]("flash", inputs), inputs)) == pytest.approx(1.0 / 0.01, abs=1)
+
+
 def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
     rows = [(("math", 16), number, phase, name, "other", start * 1_000_000, end * 1_000_000)
             for number, slower in ((0, 2), (1, 1)) for phase, at in (("forward", 0), ("backward", 100))
-            for name, start, end in (("scores", at, at + slower), ("softmax", at + 10, at + 10 + 3 * slower))]
+            for name, start, end in (("scores", at, at + 3 * slower), ("softmax", at + 10, at + 10 + 2 * slower),
+                                     ("softmax", at + 20, at + 20 + 2 * slower))]
     captured = SimpleNamespace(operations=pd.DataFrame(rows, columns=CAPTURED), reason="",
                                phases=lambda case, number: lambda phase: nullcontext())
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
     found = cells_until(sequences=[16], implementations=["math"])["cells"]
     assert found[["phase", "gpu_ms", "operations", "kernel"]].values.tolist() == [
-        [phase, 4.0, 2.0, "softmax"] for phase in ("forward", "backward")]
+        [phase, 7.0, 3.0, "softmax"] for phase in ("forward", "backward")]
 
 
 def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
@@ -315,7 +328,7 @@ def test_a_fused_kernel_saves_one_number_a_row(calls):
         call, (inputs.q, inputs.k, inputs.v), inputs.gradient, inputs.held_bytes("flash"), "cpu")["saved"] == 2 * 256 * 4
 
 
-@pytest.mark.parametrize("name, masks", [("flash", 0), ("naive", 256**2)])
+@pytest.mark.parametrize("name, masks", [("flash", 0), ("naive", 256**2), ("compiled", 256**2)])
 def test_what_is_held_before_a_pass_is_its_inputs_the_outputs_gradient_and_the_mask(name, masks):
     assert Inputs(small(), 256).held_bytes(name) == 4 * (2 * 256 * small().d_model * 4) + masks
 

@@ -456,6 +456,18 @@ def test_all_that_was_launched_before_the_first_step_is_an_error(tmp_path):
         profile_text(written(tmp_path / "a.json", events))
 
 
+def test_what_a_process_launched_before_its_steps_is_not_anothers(tmp_path):
+    other = MAIN + (1 << 24)
+    launches = [(10, MAIN, 1), (40, other, 1), (60, other, 2)]  # of the second process the first is too early
+    path = tmp_path / "a.sqlite"
+    write_export(path, StringIds=[(1, "k")],
+                 NVTX_EVENTS=[(s, e, 59, "step", tid, None, 0) for s, e, tid in (
+                     (0, 100, MAIN), (100, 200, MAIN), (50, 150, other), (150, 250, other))],
+                 CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 2, tid, c) for t, tid, c in launches],
+                 CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 15, 0, 7, c, tid & ~0xFFFFFF, 1) for t, tid, c in launches])
+    assert [len(one.before) for one in devices(load_capture(path))] == [0, 1]
+
+
 def test_two_processes_have_steps_of_their_own(tmp_path):
     other = MAIN + (1 << 24)
     ranges = [(0, 100, "step", MAIN), (100, 200, "step", MAIN), (50, 150, "step", other),

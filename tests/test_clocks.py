@@ -135,6 +135,9 @@ def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
         assert gpu_lock.lock_held()
         now[0] += 3
     assert gpu_lock.locked_s() - before == 3 and not gpu_lock.lock_held()
+    with gpu_lock.exclusive():
+        now[0] += 2
+    assert gpu_lock.locked_s() - before == 3 + 2
 
 
 # Plain steps

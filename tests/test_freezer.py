@@ -1,5 +1,6 @@
 """While one run measures the others are frozen; whoever is killed, soon nobody is frozen and nothing is left."""
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -143,6 +144,16 @@ def test_a_killed_freezer_is_made_good_at_the_sections_end(lock, start, monkeypa
     assert within(lambda: not stopped(other))
     with exclusive():
         assert stopped(other)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_no_signal_that_asks_it_to_ends_the_freezer(lock, monkeypatch, number):
+    monkeypatch.setenv(freezer.LOCK, lock)
+    monkeypatch.setenv(freezer.RUN, "/runs/own")
+    with exclusive():
+        asked = freezer._freezer(lock, "/runs/own")
+        asked.program.send_signal(number)
+        assert asked.ask("freeze")
 
 
 def test_a_run_begins_between_two_measurements(tmp_path, lock, start, tiny, faults):

@@ -548,6 +548,8 @@ def test_each_batch_is_measured_at_its_own(config):
     assert set(found["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
     assert set(found["curves"]["batch_size"]) == {3}
     assert steps["gradient_off"].isna().all(), "fp32's gradients are of its own batch, which is none of these"
+    tokens = steps["tokens_per_s"] * steps["wall_ms"] / 1e3
+    assert tokens.round().tolist() == (config().context_length * steps["batch_size"]).tolist()
 
 
 def test_peers_and_what_is_left_out_stand_below_the_changes(monkeypatch):

@@ -112,6 +112,7 @@ def test_fp16_lacks_the_range_for_a_norm_and_bf16_only_digits(norm):
     assert norm["norm error"]["fp16", "output", 1000.0] == 1
     assert norm["norm error"]["bf16", "variance by a running sum", 1.0] > 0.1
     assert norm["norm error"]["fp16", "PyTorch's output", 1000.0] < 2**-10  # in fp32 inside
+    assert norm["norm error"]["fp16", "PyTorch's output", 1e-6] < 2**-8  # its inputs, of few digits, are what is normed
 
 
 def test_a_value_that_is_lost_counts_as_an_error_of_one():
@@ -187,11 +188,17 @@ def test_a_runs_tables_are_whole(monkeypatch):
 def test_every_precision_is_measured_on_one_model():
     names = run_cells("mixed_precision", until="samples: dict", **TINY | {"numerics": False})
     seen = []
-    names["model"].register_forward_hook(lambda model, tokens, logits: seen.append(logits.dtype))
+    model, loss_of = names["model"], names["model"].loss
+
+    def loss(logits, targets):
+        found = loss_of(logits, targets)
+        seen.append((logits.dtype, found.dtype))  # of autocast, too, which has the loss in fp32
+        return found
+    model.loss = loss
     for precision in ("fp32", "bf16", "fp16"):
-        names["scalers"][precision, "forward"] = measure.grad_scaler(precision, "cuda")
-        names["step"](precision, "forward")
-    assert seen == [torch.float32, torch.bfloat16, torch.float16]
+        names["scalers"][precision, "forward_backward"] = measure.grad_scaler(precision, "cuda")
+        names["step"](precision, "forward_backward")
+    assert seen == [(low, torch.float32) for low in (torch.float32, torch.bfloat16, torch.float16)]
     assert [measure.grad_scaler(name, "cuda").is_enabled() for name in ("fp32", "tf32", "bf16", "fp16")] == [
         False, False, False, True] or not torch.cuda.is_available()
     assert set(names["cases"]) == {(precision, mode) for precision in names["precisions"]

@@ -64,6 +64,11 @@ def test_other_units_of_time_become_nanoseconds(tmp_path, unit, factor):
     assert table["avg_ns"].tolist() == pytest.approx([1500.0 * factor, 1000.5 * factor])
 
 
+def test_a_time_in_another_unit_is_rounded_and_not_cut_off(tmp_path):
+    table = read_nsys_csv(written(tmp_path, (HEADER + ROWS).replace("(ns)", "(ms)").replace("3000", "1.001")))
+    assert 1.001 * 1e6 < 1_001_000 == table["total_time_ns"].iloc[0]
+
+
 @pytest.mark.parametrize("text", ["SKIPPED: sample.sqlite does not contain CUDA kernel data.", HEADER])
 def test_nothing_to_show_is_an_empty_table(tmp_path, text):
     path = written(tmp_path, text, "x_cuda_gpu_kern_sum.csv")
