@@ -424,6 +424,16 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     assert claims.compiled_wall(all_runs)["forward_high"] == pytest.approx(1.25)
 
 
+def test_where_one_process_waited_for_launches_a_difference_has_to_be_large(all_runs):
+    times = all_runs["benchmark.times"].copy()
+    own = (times["size"] == "small") & (times["context_length"] == 512) & (times["mode"] == "step") & (times["phase"] == WHOLE)
+    times.loc[own & (times["repeat"] > 0), "enqueue_ms"] = 0.0
+    times.loc[own & (times["repeat"] > 0), "wall_ms"] = 34.0
+    assert claims.processes_differ(all_runs | {"benchmark.times": times}) is None
+    times.loc[own, "enqueue_ms"] = 0.0
+    assert claims.processes_differ(all_runs | {"benchmark.times": times})["high"] == 34
+
+
 def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
     samples = all_runs["benchmark.samples"].copy()
     second = (samples["size"] == "small") & (samples["repeat"] == 2) & (samples["step"] == 1)

@@ -246,6 +246,19 @@ def test_formatting_leaves_braces_that_are_doubled():
     assert formatted("{{x}} {a:n}", {"a": 1}, "here") == "{x} 1"
 
 
+def test_every_text_within_backticks_is_code():
+    texts = {"a": "f_a<T>", "b": "f_b<T>"}
+    assert formatted("`{a} {b}`, {a}", texts, "here") == r"`f_a<T> f_b<T>`, f\_a\<T\>"
+
+
+def test_the_cpus_report_says_kib_of_mib():
+    """What is saved there is small: its claims are in other units than the tables."""
+    passes = [{"implementation": name, "status": "ok", "device_gib": None, "wall_ms": wall, "sequence": 64, "d_model": 16, "batch_size": 2,
+               "precision": "fp32", "saved_mib": saved} for name, wall, saved in (("naive", 3.0, 2.0), ("flash", 1.0, 0.125))]
+    told = Renderer({"attention.passes": pd.DataFrame(passes)}).chapter((CHAPTERS / "cpu" / "04-attention.md").read_text(), "here")
+    assert "2,048 KiB" in told and "128 KiB" in told
+
+
 def test_the_cpus_report_speaks_of_the_plain_step():
     """The compiled run of the same model is of more contexts, and quicker: its times are another sentence's."""
     runs = [{"run_id": name, "compile": how, "parameters": parameters, "context_length": context, "batch_size": 4, "size": "nano",

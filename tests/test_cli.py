@@ -154,6 +154,17 @@ def test_a_machines_own_runs_go_into_a_folder_that_git_ignores(monkeypatch, tmp_
     (tmp_path / "runs" / "local-b200").mkdir(parents=True)
     assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-b200"
     assert cli._local_runs(tmp_path, reading=True) == tmp_path
+    (tmp_path / "runs" / "local-h200").mkdir()
+    assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-cpu", "of two neither is meant"
+
+
+@pytest.mark.parametrize("command", [["sweep", "cpu"], ["report"]])
+def test_the_time_of_a_run_and_of_all_of_them_are_not_confused(run, monkeypatch, tmp_path, command):
+    asked = []
+    monkeypatch.setattr(cli, "gpus_here", list)
+    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(options) or 0)
+    assert run(*command, "--runs", tmp_path, "--timeout", "7s", "--time-budget", "1h")[0] == 0
+    assert [(options.timeout_s, options.time_budget_s) for options in asked] == [(7, 3600)]
 
 
 def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, tmp_path, tiny, write_sweep):

@@ -83,6 +83,16 @@ def test_a_wrong_formula_would_be_seen(monkeypatch):
     assert unequal > 5000
 
 
+@pytest.mark.parametrize("which", ["weight", "first moment", "second moment"])
+def test_each_of_what_the_formula_gives_is_compared(monkeypatch, which):
+    def other(*arguments):
+        found = dict(zip(("weight", "first moment", "second moment"), formula(*arguments), strict=True))
+        return (found | {which: found[which] + 1}).values()
+    formula = checks.numpy_adamw
+    monkeypatch.setattr(checks, "numpy_adamw", other)
+    assert checks.against_formula("cpu", torch.float32)[1] == 130 * 70 + 130
+
+
 def test_masters_begin_where_the_model_is_and_keep_what_is_too_little_for_its_copies():
     model, before = checks.tried(), checks.tried()
     own = MasterAdamW(model, 1e-2, torch.bfloat16)

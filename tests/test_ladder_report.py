@@ -260,6 +260,9 @@ def test_bounds_are_at_the_median_rates_of_the_runs_on_the_same_gpu(campaign):
     assert found["bound_ms"] == pytest.approx(found["matmul_ms"] + found["moved_ms"])
     assert found["reference_ms"] == pytest.approx(54 * 700 / 660 + found["moved_ms"])
     assert ladder_rows.ceilings({"ladder.results": results, "runs": runs}, "b")[2:5] == (700, 780, 3)
+    both = {"ladder.steps": campaign["ladder.steps"], "ladder.results": results.assign(matmul_fp32=[51.0, 52.0, 53.0, 20.0]),
+            "runs": runs}
+    assert parts.roofs(both).to_dict() == {"matmul_fp32": 52, "matmul_bf16": 770, "copy": 4.2}
 
 
 def test_launch_bound_steps_are_compared_by_the_fastest_and_not_under_a_fifth(campaign):

@@ -129,6 +129,13 @@ def test_a_table_is_printed(name, measured):
     assert markdown(PRINTED[name](measured)).count("\n") >= 2
 
 
+def test_of_contexts_that_do_not_fit_the_shortest_is_told(measured):
+    peaks = measured["memory.peaks"].copy()
+    step = (peaks["mode"] == "step") & (peaks["phase"] == "whole") & (peaks["context_length"] >= 1024)
+    peaks.loc[step, "status"] = "oom"
+    assert claims.peaks_out(measured | {"memory.peaks": peaks})["context"] == 1024
+
+
 def test_the_timelines_picture_shows_each_kinds_bytes_at_every_event(measured):
     drawn = figures.memory_timeline(measured)
     peaks = measured["memory.peaks"].query("size == '2.7B' and context_length == 512 and precision == 'fp32'"

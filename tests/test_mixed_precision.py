@@ -324,6 +324,14 @@ def test_fp32_is_the_benchmarks_plain_one(made):
     assert rows["size"].unique().tolist() == ["small", "2.7B"], "the smallest first"
 
 
+def test_modes_of_fp32_that_the_benchmark_lacks_are_this_studys(made):
+    times = made["benchmark.times"]
+    own = made[TIMES].query("precision == 'bf16'").assign(precision="fp32", gpu_ms=1.0)
+    both = {"benchmark.times": times[times["mode"] != "forward"], TIMES: pd.concat([made[TIMES], own])}
+    rows = tables.fp32(made | both)
+    assert len(rows) == len(times) and set(rows.loc[rows["gpu_ms"] == 1, "mode"]) == {"forward"}
+
+
 def test_a_cpu_has_no_gpu_time(made):
     on_cpu = with_rows(made, TIMES, "peak_gib", np.nan)
     for function in (claims.precision_gain, claims.precision_launch, tables.precision_times, figures.precision_gain):

@@ -14,9 +14,10 @@ from reports import CLAIM, PAGES, Reads
 from stepscope import PROJECT
 from stepscope.report import check as checking
 from stepscope.report import claims
+from stepscope.report import reference as writing
 from stepscope.report.check import alike, check
 from stepscope.report.claims import FAILS, HOLDS, NO_DATA, Renderer, collect
-from stepscope.report.load import read
+from stepscope.report.load import Read, read
 from stepscope.report.reference import reference_text
 from stepscope.report.render import CHAPTERS, compose
 from stepscope.report.shipped import FILE
@@ -132,6 +133,15 @@ def test_what_other_machines_are_told_of_the_reference_is_what_it_says(reference
     made, there = json.loads(reference_text(reference.tables)), json.loads(FILE.read_text(encoding="utf-8"))
     asked = {tag["name"] for page in PAGES for tag in claims.TAG.finditer(page.read_text()) if tag["kind"] == "reference"}
     assert made == there and asked == there["claims"].keys()
+
+
+def test_nobody_is_told_of_what_was_unsteady(monkeypatch, tmp_path):
+    steps = pd.DataFrame({"change": ["fp32", "bf16"], "unsteady": ["", "late"]})
+    monkeypatch.setattr(writing, "read", lambda _: Read([], {"ladder.steps": steps}))
+    monkeypatch.setattr(writing, "reference_text", lambda tables: " ".join(tables["ladder.steps"]["change"]))
+    monkeypatch.setattr(writing, "FILE", tmp_path / "reference.json")
+    writing.write_reference(tmp_path)
+    assert (tmp_path / "reference.json").read_text() == "fp32"
 
 
 def _told(renderer: Renderer) -> tuple[dict[Path, str], list[str]]:

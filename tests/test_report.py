@@ -14,8 +14,10 @@ import reports
 from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
+from stepscope.report.left_out import differing
 from stepscope.report.load import RunsError, load, read
 from stepscope.report.render import OutputError, Report, render
+from stepscope.report.schemas import TIMES
 from stepscope.report.tables import Shown, brief, escape, headed, markdown, number, table
 from stepscope.runs.store import Store
 
@@ -67,6 +69,8 @@ def test_a_notebooks_table_has_plain_text():
     frame = brief(pd.DataFrame({"busy": [0.995], "operations": [48231.0], "mib": [2.0], "passes": [None]}))
     assert list(frame) == ["busy", "operations", "MiB", "passes"]
     assert frame.iloc[0].to_list() == ["99.5%", "48,231", "2.00", "–"]
+    mfus = [name for name in TIMES if name.startswith("mfu")]
+    assert len(mfus) > 1 and brief(pd.DataFrame([[0.45] * len(mfus)], columns=mfus)).iloc[0].to_list() == ["45%"] * len(mfus)
 
 
 def test_escaped_text_is_one_line_and_stays_as_it_was():
@@ -341,10 +345,16 @@ def test_every_run_stands_in_a_table_with_the_fields_that_differ(done):
         cells = dict(zip(_cells_of(next(line for line in text[:text.index(row)].splitlines()[::-1]
                                         if line.startswith("| run |"))), _cells_of(row)))
         others = [json.loads(other.read_text())["config"] for other in place.parents[1].glob("*/record.json")]
-        differing = {name for name in others[0] if len({str(config[name]) for config in others}) > 1}
-        differing -= {"d_model", "d_ff", "num_layers", "num_heads"}
-        assert differing and all(cells[name.replace("_", " ")] == str(record["config"][name]) for name in differing)
+        names = {name for name in others[0] if len({str(config[name]) for config in others}) > 1}
+        names -= {"d_model", "d_ff", "num_layers", "num_heads"}
+        assert names and all(cells[name.replace("_", " ")] == str(record["config"][name]) for name in names)
         assert re.search(r"\d ms", cells["what it found"])
+
+
+@pytest.mark.parametrize(("sizes", "named"), [(("small", "xl"), ["size"]), (("small", "custom"), ["size", "d_model"]),
+                                              (("custom", "custom"), ["d_model"])])
+def test_only_where_all_sizes_have_names_these_stand_for_dimensions(sizes, named):
+    assert differing([{"size": size, "d_model": d, "seed": 0} for size, d in zip(sizes, (8, 16))]) == named
 
 
 def _cells_of(row: str) -> list[str]:
