@@ -29,10 +29,6 @@ from torch import Tensor
 adamw_kernel: Any = None
 adamw_fp8_kernel: Any = None
 HAS_TRITON = find_spec("triton") is not None  # torch for a CPU comes without
-if HAS_TRITON:
-    import triton
-    import triton.language as tl
-
 BLOCK = 512  # elements of one program of the kernel: every tensor starts at a multiple of so many
 TILE = (32, 64)  # rows and columns of one, where it writes FP8 weights and their transpose
 COLUMNS = 8  # scalars of a group that the kernel reads
@@ -56,7 +52,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     return truncated.view(torch.float32).bfloat16()
 
 
-def adamw_(
+def update_(
         master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None) -> None:
     """The plain formula (Loshchilov & Hutter 2019, algorithm 2), each operation rounded to fp32 by itself.
 
@@ -79,11 +75,14 @@ def adamw_(
 
 
 if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    FIELDS, HASH, MIXED1, MIXED2 = map(tl.constexpr, (COLUMNS, GOLDEN, MIX1, MIX2))  # as a kernel reads them
 
     @triton.jit
-    def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr, golden: tl.constexpr,
-                mix1: tl.constexpr, mix2: tl.constexpr):
-        """:func:`adamw_` of the numbers ``at`` these places, written back; the new weights. ``scalars`` is
+    def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
+        """:func:`update_` of the numbers ``at`` these places, written back; the new weights. ``scalars`` is
         where their group's lie."""
         old_m, old_v, old = tl.load(m + at), tl.load(v + at), tl.load(master + at)
         kept, rate, correction = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
@@ -97,9 +96,9 @@ if HAS_TRITON:
             tl.store(v + at, new_v)
         else:
             weight = old * kept - rate * (new_m / (tl.sqrt(new_v) * correction + eps))
-            h = at.to(tl.uint32) ^ (tl.load(step).to(tl.uint32) * golden).to(tl.uint32)
-            h = ((h ^ (h >> 16)) * mix1).to(tl.uint32)
-            h = ((h ^ (h >> 13)) * mix2).to(tl.uint32)
+            h = at.to(tl.uint32) ^ (tl.load(step).to(tl.uint32) * HASH).to(tl.uint32)
+            h = ((h ^ (h >> 16)) * MIXED1).to(tl.uint32)
+            h = ((h ^ (h >> 13)) * MIXED2).to(tl.uint32)
             bits = new_v.to(tl.uint32, bitcast=True) + ((h ^ (h >> 16)) & 0xFFFF)
             tl.store(m + at, new_m.to(tl.bfloat16))
             tl.store(v + at, (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True))
@@ -108,8 +107,7 @@ if HAS_TRITON:
 
     @triton.jit
     def adamw_kernel(master, m, v, low, scalars, step, gradients, wide, counts, offsets, groups, owners,
-                      fields: tl.constexpr, exact: tl.constexpr, golden: tl.constexpr, mix1: tl.constexpr,
-                      mix2: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr):
+                     exact: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr):
         """A block of the flat buffers, whose place a program knows without looking it up. ``gradients`` has
         the address of each parameter's."""
         program = tl.program_id(0)
@@ -127,14 +125,13 @@ if HAS_TRITON:
                 tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16) + within, mask=inside, other=0.0
             ).to(tl.float32)
         weight = _update(start + tl.arange(0, block), master, m, v, gradient,
-                         scalars + tl.load(groups + owner) * fields, step, exact, golden, mix1, mix2)
+                         scalars + tl.load(groups + owner) * FIELDS, step, exact)
         tl.store(low + start + tl.arange(0, block), weight.to(tl.bfloat16))
 
     @triton.jit
-    def adamw_fp8_kernel(master, m, v, low, scalars, step, gradients, widths, counts, offsets, groups,
-                          owners, fields: tl.constexpr, exact: tl.constexpr, golden: tl.constexpr,
-                          mix1: tl.constexpr, mix2: tl.constexpr, starts, scales, largest,
-                          rows: tl.constexpr, columns: tl.constexpr):
+    def adamw_fp8_kernel(master, m, v, low, scalars, step, gradients, widths, counts, offsets, groups, owners,
+                         starts, scales, largest, exact: tl.constexpr, rows: tl.constexpr,
+                         columns: tl.constexpr):
         """A tile of a matrix whose two FP8 layouts are written where its bf16 weight would lie."""
         program = tl.program_id(0)
         owner = tl.load(owners + program)
@@ -147,7 +144,7 @@ if HAS_TRITON:
         gradient = tl.load(
             tl.multiple_of(tl.load(gradients + owner).to(tl.pointer_type(tl.bfloat16)), 16) + within)
         weight = _update(offset + within, master, m, v, gradient.to(tl.float32),
-                         scalars + tl.load(groups + owner) * fields, step, exact, golden, mix1, mix2)
+                         scalars + tl.load(groups + owner) * FIELDS, step, exact)
         most = tl.max(tl.abs(weight))
         tl.atomic_max(largest + owner, most, mask=most > tl.load(largest + owner))  # few are larger
         scale = tl.load(scales + owner)

@@ -50,19 +50,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.optimizations import fp8
-from stepscope.optimizations.adamw import (
-    BLOCK,
-    COLUMNS,
-    GOLDEN,
-    MIX1,
-    MIX2,
-    TILE,
-    adamw_,
-    adamw_fp8_kernel,
-    adamw_kernel,
-    hashed,
-)
+from stepscope.optimizations import adamw, fp8
 
 SAVED = ("master", "exp_avg", "exp_avg_sq")  # of each parameter, in a state dict
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
@@ -121,7 +109,8 @@ class MasterAdamW(torch.optim.Optimizer):
         self.counts = [parameter.numel() for parameter in self.parameters]
         self.in_fp8 = [index for index, one in enumerate(self.parameters) if hasattr(one, "fp8_scale")]
         places = sorted(range(len(self.parameters)), key=lambda index: index in self.in_fp8)  # FP8 ones last
-        *starts, total = accumulate((-(-self.counts[index] // BLOCK) * BLOCK for index in places), initial=0)
+        padded = [-(-self.counts[index] // adamw.BLOCK) * adamw.BLOCK for index in places]
+        *starts, total = accumulate(padded, initial=0)
         self.offsets = [start for _, start in sorted(zip(places, starts))]
         self.master = torch.zeros(total, device=self.device)
         self.low = torch.zeros(total, device=self.device, dtype=torch.bfloat16)
@@ -141,7 +130,7 @@ class MasterAdamW(torch.optim.Optimizer):
         groups = len(self.param_groups)
         self.rates, self.decays = torch.zeros(2, groups, device=self.device, dtype=torch.float64)
         self.betas = torch.zeros(2, groups, device=self.device, dtype=torch.float64)
-        self.scalars = torch.zeros(groups, COLUMNS, device=self.device)
+        self.scalars = torch.zeros(groups, adamw.COLUMNS, device=self.device)
         self.fixed: list[Any] = []  # as it was last read
         for rate, group in zip(self.rates.unbind(), self.param_groups):
             if not isinstance(group["lr"], Tensor):
@@ -159,7 +148,7 @@ class MasterAdamW(torch.optim.Optimizer):
             for numbers in (wide, widths, self.counts, self.offsets, self.group_of))
         flat = [index for index in range(len(self.counts)) if index not in self.in_fp8]
         tiles = [self._tiles(index) for index in self.in_fp8]
-        self.owners = self._owners(flat, [-(-self.counts[index] // BLOCK) for index in flat])
+        self.owners = self._owners(flat, [-(-self.counts[index] // adamw.BLOCK) for index in flat])
         self.tile_owners = self._owners(self.in_fp8, [len(starts) for starts in tiles])
         if tiles:
             self.tiles = torch.cat(tiles).to(self.device, torch.int32)
@@ -183,7 +172,7 @@ class MasterAdamW(torch.optim.Optimizer):
         if height % 64 or width % 64:
             raise ValueError(f"FP8 weights have sides that are multiples of 64, got {height} x {width}")
         tops, lefts = (torch.arange(0, side, step, device="cpu")
-                       for side, step in zip((height, width), TILE))
+                       for side, step in zip((height, width), adamw.TILE))
         return (tops[:, None] * width + lefts).flatten()
 
     def _make_spare(self) -> None:
@@ -330,8 +319,8 @@ class MasterAdamW(torch.optim.Optimizer):
             bits = None
             if v.dtype == torch.bfloat16:
                 at = self.offsets[index] + torch.arange(self.counts[index], device=self.device)
-                bits = hashed(at, self.count).view(self.shapes[index])
-            adamw_(master, m, v, parameter.grad, self.scalars[self.group_of[index]], bits)
+                bits = adamw.hashed(at, self.count).view(self.shapes[index])
+            adamw.update_(master, m, v, parameter.grad, self.scalars[self.group_of[index]], bits)
             if parameter.dtype != torch.float32:
                 parameter.data.copy_(master)
             if index in self.in_fp8:
@@ -341,16 +330,15 @@ class MasterAdamW(torch.optim.Optimizer):
     def _launch(self, gradients: Tensor) -> None:
         exact = self.v.dtype == torch.float32
         buffers = self.master, self.m, self.v, self.low, self.scalars, self.count, gradients
-        constants = COLUMNS, exact, GOLDEN, MIX1, MIX2
         # Each operation is rounded by itself, as in the formula: nothing is fused.
         if len(self.owners):
-            adamw_kernel[(len(self.owners),)](
-                *buffers, self.wide, *self.places, self.owners, *constants, BLOCK, math.gcd(16, *self.counts),
-                num_warps=2 if exact else 4, enable_fp_fusion=False)
+            adamw.adamw_kernel[(len(self.owners),)](
+                *buffers, self.wide, *self.places, self.owners, exact, adamw.BLOCK,
+                math.gcd(16, *self.counts), num_warps=2 if exact else 4, enable_fp_fusion=False)
         if self.in_fp8:
-            adamw_fp8_kernel[(len(self.tiles),)](
-                *buffers, self.widths, *self.places, self.tile_owners, *constants, self.tiles, self.scales,
-                self.largest, *TILE, num_warps=8, enable_fp_fusion=False)
+            adamw.adamw_fp8_kernel[(len(self.tiles),)](
+                *buffers, self.widths, *self.places, self.tile_owners, self.tiles, self.scales, self.largest,
+                exact, *adamw.TILE, num_warps=8, enable_fp_fusion=False)
 
     def _gradients(self) -> Tensor:
         """The table of the gradients' addresses for this step's kernel."""
