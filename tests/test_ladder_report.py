@@ -373,6 +373,8 @@ def test_what_the_evidence_says(campaign):
         "size": "2.7B", "fp8": 0.7, "bf16": 0.07, "trained_fp8": 0.03, "trained_bf16": 0.02}
     assert claims.fp8_trains(campaign) == {"sizes": "medium", "steps": 1000}
     assert claims.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
+    assert claims.ridge(campaign) == {
+        "fp32": 51, "bf16": 770, "copy": 4.2, "fp32_ridge": 51 / 4.2, "bf16_ridge": 770 / 4.2}
     assert claims.last_power(campaign) == {"power": 690, "cap": 700, "clock": 1665, "full": 1980}
     assert claims.power(campaign) == {"size": "2.7B", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
     assert claims.power_read(campaign) == {"runs": 2, "low": 695, "high": 695}

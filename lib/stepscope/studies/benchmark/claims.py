@@ -85,14 +85,6 @@ def matmul_rate(tables: Tables) -> Claim:
     return {"size": rows.index[-1], "mfu": share} if share > 0.5 else None
 
 
-def ridge(tables: Tables) -> Claim:
-    """FLOPs a byte from which a kernel is compute-bound: the rate of a large matmul over that of a copy."""
-    runs = tables["benchmark.results"]
-    copy, rate = runs["copy_tb_s"].median(), runs.groupby("precision")["matmul_tflops"].median()
-    return {"fp32": rate["fp32"], "bf16": rate["bf16"], "copy": copy, "fp32_ridge": rate["fp32"] / copy,
-            "bf16_ridge": rate["bf16"] / copy}
-
-
 # The assignment's questions: what is said in any case
 
 def answer_models(tables: Tables) -> Claim:

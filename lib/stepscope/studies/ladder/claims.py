@@ -6,7 +6,7 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import digits, listed, number
 from stepscope.stats import LEAST_GAIN, launch_bound_rows, wall_gain
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
-from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
+from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline, roofs
 from stepscope.studies.ladder.rows import (
     LAST,
     PLACE,
@@ -160,6 +160,12 @@ def last_rates(tables: Tables) -> Claim:
     found = {"matmuls": matmuls, "of_matmul": matmuls / rates.matmul, "adamw": bytes_,
              "of_copy": bytes_ / rates.copy}
     return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
+
+
+def ridge(tables: Tables) -> Claim:
+    """FLOPs a byte from which a kernel is compute-bound: the rate of a large matmul over that of a copy."""
+    fp32, bf16, copy = roofs(tables)
+    return {"fp32": fp32, "bf16": bf16, "copy": copy, "fp32_ridge": fp32 / copy, "bf16_ridge": bf16 / copy}
 
 
 def last_power(tables: Tables) -> Claim:
