@@ -3,10 +3,13 @@ import ast
 import dis
 import functools
 import linecache
+import statistics
 import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from stepscope import PACKAGE
 from stepscope.report.load import load
@@ -49,6 +52,50 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
     return names
+
+
+def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The names that one cell of a notebook, that in which this stands, leaves of those that it is given."""
+    source, = [cell.source for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb") if holding in cell.source]
+    exec(source, names)
+    return names
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Of wall times what tables say of them, by the standard library."""
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"wall_ms": median, "wall_std_ms": statistics.stdev(values), "wall_q1_ms": q1, "wall_q3_ms": q3,
+            "wall_min_ms": min(values)}
+
+
+def covered_ms(rows: pd.DataFrame) -> float:
+    """The milliseconds in which one of these operations runs, one after another."""
+    total = reached = 0
+    for start, end in sorted(zip(rows["start_ns"], rows["end_ns"])):
+        total, reached = total + max(0, end - max(start, reached)), max(reached, end)
+    return total / 1e6
+
+
+def quickest(operations: pd.DataFrame) -> pd.DataFrame:
+    """Of captured steps that with the least of it, of those that have all operations."""
+    steps = [own for _, own in operations.groupby("number")]
+    return min((own for own in steps if len(own) == max(map(len, steps))), key=covered_ms)
+
+
+def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
+    """A phase's row by plain arithmetic, of a mode's raw samples and captured operations."""
+    timed = samples[(samples["phase"] == phase) & ~samples["warmup"]]
+    captured = quickest(operations)
+    own = captured if phase == "whole" else captured[captured["phase"] == phase]
+    found = spread(timed["wall_ms"].tolist()) | {"enqueue_ms": statistics.median(timed["enqueue_ms"]), "steps": len(timed)}
+    return found | {"gpu_ms": covered_ms(own), "operations": len(own), "busy": covered_ms(own) / found["wall_ms"]}
+
+
+def step_flops(config: Any) -> float:
+    """Of a full step: three matmuls for each of forward's, whose weights are used once a token, beside attention's."""
+    weights = config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff) + config.vocab_size * config.d_model
+    tokens = config.batch_size * config.context_length
+    return 3 * (2 * tokens * weights + 4 * config.num_layers * tokens * config.context_length * config.d_model)
 
 
 def bare_clocks(cells: list[Cell]) -> list[str]:

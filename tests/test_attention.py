@@ -11,7 +11,7 @@ import torch
 from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
-from cells import run_cells
+from cells import covered_ms, executed, quickest, run_cells, spread
 from reports import said
 from stepscope import measure as room
 from stepscope.config import ConfigError, configure
@@ -19,7 +19,7 @@ from stepscope.measure import guard, profiler
 from stepscope.model.transformer import Attention
 from stepscope.optimizations import attention as inputs_of
 from stepscope.optimizations.attention import Inputs, attention_in_float64
-from stepscope.report.tables import markdown
+from stepscope.report.tables import markdown, number
 from stepscope.studies.attention import claims, figures, memory
 from stepscope.studies.attention import tables as attention
 from stepscope.studies.attention.config import QUANTITIES
@@ -47,16 +47,20 @@ def calls():
 
 
 @pytest.fixture(scope="module")
-def measured():
-    """One run of everything, compiled too: configuration, files' tables, and the graphs compiled until each reading
-    of the clock."""
+def left():
+    """The names that one run of everything leaves, compiled too, and the graphs compiled until each reading of the clock."""
     compiled = []
 
     def timer():
         compiled.append(counters["stats"]["unique_graphs"])
         return default_timer()
-    names = cells_until(replaced={"default_timer": timer})
-    return names["config"], names["tables"], compiled
+    return cells_until("long = passes", {"default_timer": timer}), compiled
+
+
+@pytest.fixture(scope="module")
+def measured(left):
+    """Of that run configuration, files' tables and the compiled graphs."""
+    return left[0]["config"], left[0]["tables"], left[1]
 
 
 # -- the configuration -----------------------------------------------------------------------------------------
@@ -181,6 +185,43 @@ def test_both_clocks_and_the_kernels_of_what_ran(measured):
     naive = ok[(ok["implementation"] == "naive") & (ok["sequence"] == 16)].set_index("phase")["operations"]
     assert naive["backward"] > naive["forward"] >= 8  # two matmuls, scale, mask, five of softmax
     assert tables["cells"]["gpu_ms"].notna().equals(tables["cells"]["status"] == "ok")
+
+
+def test_a_cells_row_follows_from_its_passes_its_kernels_and_its_bytes(left):
+    names, _ = left
+    cells, passes = (names[name].query("status == 'ok'") for name in ("cells", "passes"))
+    for row in cells.to_dict("records"):
+        case, phase = (row["implementation"], row["sequence"]), row["phase"]
+        walls, memory, kernels = names["walls"][case][phase].tolist(), names["sizes"][case], names["kernels"][case, phase]
+        one, longest = quickest(kernels), kernels.assign(ns=kernels["end_ns"] - kernels["start_ns"]).groupby("name")["ns"].sum().idxmax()
+        own = spread(walls) | {"passes": len(walls), "gpu_ms": covered_ms(one), "operations": len(one),
+                               "saved_mib": memory["saved"] / 2**20, "in_use_mib": memory["in_use"] / 2**20}
+        assert {name: row[name] for name in own} == pytest.approx(own) and row["kernel"] == longest, case
+    both = cells.groupby(["implementation", "sequence"])[["wall_ms", "gpu_ms"]].sum()
+    assert passes.set_index(["implementation", "sequence"]).loc[both.index, ["wall_ms", "gpu_ms"]].to_numpy() == pytest.approx(both.to_numpy())
+    said = []
+    executed("attention", "last_timed =", names | {"run": SimpleNamespace(say=said.append)})
+    order = both["wall_ms"].xs(16, level="sequence").sort_values()
+    assert ": " + ", ".join(f"{number(ms, 'ms')} {attention.LABELS[name]}" for name, ms in order.items()) + "." in said[0]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_errors_are_relative_to_float64s_by_the_norm(name, left):
+    """As numbers of another float64 attention, of the same pass."""
+    names, _ = left
+    checks = names["tables"]["checks"].set_index(["implementation", "sequence"])
+    for sequence in (8, 16):
+        inputs = Inputs(names["config"], sequence)
+        q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1]**0.5
+        true = torch.softmax(scores + torch.full((sequence, sequence), float("-inf")).triu(1), -1) @ v
+        true.backward(inputs.gradient.double())
+        output = names["prepare"](name, inputs)(inputs.q, inputs.k, inputs.v)
+        output.backward(inputs.gradient)
+        pairs = zip((output, inputs.q.grad, inputs.k.grad, inputs.v.grad), (true, q.grad, k.grad, v.grad))
+        errors = [((mine.double() - right).square().sum() / right.square().sum()).sqrt().item() for mine, right in pairs]
+        assert checks.loc[(name, sequence), [f"{quantity}_error" for quantity in QUANTITIES]].tolist() == pytest.approx(errors, rel=1e-3)
+        assert checks.loc[(name, sequence), "allowed_error"] == 2e-5
 
 
 def test_nothing_is_compiled_while_it_is_timed(measured):

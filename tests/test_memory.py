@@ -5,21 +5,24 @@ import pickle
 import pickletools
 import weakref
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import executed, run_cells, spread
 from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError, measure
 from stepscope.config import ConfigError, configure
+from stepscope.measure import clocks
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
 from stepscope.model.training_step import Step, build_step
+from stepscope.report.tables import number
 from stepscope.runs.record import of_two_notebooks
 from stepscope.runs.run import notebook_of, parameters_of
 from stepscope.studies.memory import history, policies
@@ -233,6 +236,31 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
     assert type(ranges._domain) is type(before)
 
 
+def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):
+    config = config_of(SHAPES[0], modes=["forward", "step"])
+    with stand_in(monkeypatch):
+        names = cells_of(config, "answers = []", recordable=True)
+    assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
+    tops = [accounting.peak(config, mode) for mode in config.modes]
+    assert (names["predicted"].loc["all"] * names["scale"]).tolist() == pytest.approx([top.allocated for top in tops])
+    assert names["predicted"].drop(index="all").sum().tolist() == pytest.approx(names["predicted"].loc["all"].tolist())
+    assert names["largest"] == max(tops, key=lambda top: top.allocated) != tops[0]
+    raw = pd.DataFrame([row[:4] for row in names["saved"].values()], columns=["line", "region", "tensor", "size"])
+    assert names["counted"] == {"saved": raw["size"].sum(), "gradients": 4 * sum(
+        p.numel() for p in build_step(config).model.blocks[0].parameters())} == names["told"]
+    by_region = (names["by_region"] * names["scale"]).to_dict()
+    assert by_region == pytest.approx(raw.groupby("region")["size"].sum().to_dict())
+    answer = executed("memory", "answers = []", names | {"display": lambda *_: None})
+    once, twice = (accounting.value(accounting.FORMULAS["fp32"].saved, config.model_copy(update={"context_length": length}))
+                   for length in (config.context_length, 2 * config.context_length))
+    assert answer["answers"][0].startswith("naive: ") and answer["answers"][0].endswith(f" {number(twice / once, 'x')}")
+    said = []
+    rows = pd.DataFrame({"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]})
+    executed("memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)})
+    assert f"predicted to peak at {number(tops[1].allocated / names['scale'], names['unit'])} in {tops[1].phase}" in said[0]
+    assert "7 B off the formula at most" in said[0] and "as the formula says" in said[0]
+
+
 def test_without_a_gpu_there_are_predictions_and_the_reason():
     config = config_of(SHAPES[0])
     tables = history.tables(config, [])
@@ -340,8 +368,35 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
     SCHEMAS["checkpoints"].validate(table)
     assert table["arrangement"].tolist() == list(policies.POLICIES) and set(table["blocks"]) == {4}
     assert (table["block_runs"] == table["expected_runs"]).all()
-    kept = table.set_index("arrangement")["expected_kept_gib"]
-    assert kept["none"] > kept["square root"] > kept["every block"] > kept["from the start"]
+    stream = 4 * config.batch_size * config.context_length * config.d_model  # of an input
+    block = accounting.value(accounting.formulas_of(config).saved, config)
+    kept = {"none": stream + 4 * block, "square root": 2 * stream + 2 * block, "every block": 4 * stream + block,
+            "halved": 3 * stream + block, "from the start": stream + block}
+    assert (table.set_index("arrangement")["expected_kept_gib"] * GIB).to_dict() == pytest.approx(kept, rel=1e-9)
+
+
+def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
+    """Of each setting the steps take another time, and it peaks elsewhere: the sentence names the ends."""
+    config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward_backward"], checkpoints=[1, 2, 0], timed_steps=3, warmup_steps=1)
+    settings, walls, said = count(1), {1: [4.0, 1.0, 1.5], 2: [8.0, 2.0, 3.0], 3: [16.0, 4.0, 6.0]}, []
+
+    def timed(step):
+        number = next(settings)
+        for _ in range(4):
+            step()
+        rows = [(index, index == 0, phase, ms if phase == "whole" else ms / 2, 0.1) for index, ms in enumerate([900.0, *walls[number]])
+                for phase in ("forward", "whole")]
+        return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": (2.0, 1.0, 7.0)[number - 1], "reserved_gib": 9.0 + number}
+    names = cells_of(config, "run.say(", time_one=timed)
+    table = names["table"].set_index("arrangement")
+    for name, own, peak, reserved in zip(("every 1", "every 2", "none"), walls.values(), (2, 1, 7), (10, 11, 12), strict=True):
+        wall = spread(own)
+        assert table.loc[name, ["wall_ms", "wall_std_ms", "peak_gib", "reserved_gib", "steps"]].tolist() == pytest.approx(
+            [wall["wall_ms"], wall["wall_std_ms"], peak, reserved, 3])
+        assert table.loc[name, "busy"] == pytest.approx(table.loc[name, "gpu_ms"] / wall["wall_ms"])
+    assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
+    executed("checkpointing", "run.say(", names | {"run": SimpleNamespace(say=said.append)})
+    assert "**every 2** peaks at 1.00 GiB, where none has 7.00 GiB; its blocks run 6 times for 3" in said[0]
 
 
 def test_what_does_not_fit_has_its_row_too():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cells import run_cells
+from cells import run_cells, step_flops, times_of
 from stepscope import measure
 from stepscope.config import WHOLE, ConfigError
 from stepscope.model.text import text_batches
@@ -115,6 +115,22 @@ def test_fp16_lacks_the_range_for_a_norm_and_bf16_only_digits(norm):
     assert norm["norm error"]["fp16", "PyTorch's output", 1e-6] < 2**-8  # its inputs, of few digits, are what is normed
 
 
+def test_a_parts_error_is_from_what_float64_makes_of_the_same_numbers(cells, norm):
+    for low, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        given = (cells["x"] * 100.0).to(dtype)
+        x, found = given.double().numpy(), cells["layer_norm"](given)
+        squares = (x - x.mean(-1, keepdims=True)) ** 2
+        variance = squares.mean(-1, keepdims=True)
+        truth = {"mean": x.mean(-1, keepdims=True), "squares": squares, "variance": variance,
+                 "output": (x - x.mean(-1, keepdims=True)) / np.sqrt(variance + 1e-5)}
+        for part, true in truth.items():
+            value = found[part].double().numpy()
+            with np.errstate(invalid="ignore"):
+                wrong = np.where(np.isfinite(value), abs(value / true - 1), 1)
+            lost = ~np.isfinite(value) | (value == 0) & (true != 0)
+            assert norm.loc[low, part, 100.0].tolist() == pytest.approx([np.sort(wrong, None)[(wrong.size - 1) // 2], lost.mean()], rel=1e-3)
+
+
 def test_a_value_that_is_lost_counts_as_an_error_of_one():
     value, true = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double(), torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
     error, lost = numerics.error_and_lost(value, true)
@@ -165,16 +181,16 @@ def test_the_text_is_the_same_whoever_asks():
 # A run
 
 def kept(**parameters):
-    """The tables that a run of the notebook keeps."""
+    """The tables that a run of the notebook keeps, its finding, and all names."""
     names = run_cells("mixed_precision", **TINY | {"numerics": False} | parameters)
     for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)
-    return names["kept"], names["run"].outcome["results"]["finding"]
+    return names["kept"], names["run"].outcome["results"]["finding"], names
 
 
 def test_a_runs_tables_are_whole(monkeypatch):
     monkeypatch.setattr(numerics, "STEPS", 3)
-    found, sentence = kept(numerics=True)
+    found, sentence, names = kept(numerics=True)
     assert set(found) == {"times", "operations", "numerics"}
     times = found["times"].set_index(["precision", "mode", "phase"])
     assert set(times.index.unique("precision")) == {"bf16", "fp32"} and len(times) == 2 * (2 + 4 + 5)
@@ -183,6 +199,19 @@ def test_a_runs_tables_are_whole(monkeypatch):
     assert "step takes" in sentence
     assert set(found["numerics"]["experiment"]) == {
         "sums", "toy", "norm error", "norm lost", "gradients", "training"}
+    for row in found["times"].to_dict("records"):  # each follows from its own samples and operations
+        case, operations = (row["precision"], row["mode"]), names["operations"]
+        own = times_of(names["samples"][case], operations[[one == case for one in operations["case"]]], row["phase"])
+        assert {name: row[name] for name in own} == pytest.approx(own), case
+    whole = times.xs(WHOLE, level="phase")
+    steps = whole.xs("step", level="mode")
+    assert (steps["tokens_per_s"] * steps["wall_ms"] / 1e3).to_dict() == pytest.approx({"bf16": 32, "fp32": 32})
+    assert (steps["tflops"] * steps["wall_ms"] * 1e9).to_dict() == pytest.approx(dict.fromkeys(("bf16", "fp32"), step_flops(names["config"])))
+    of_matmul = steps["tflops"] / steps["mfu_measured"]
+    assert of_matmul.to_dict() == pytest.approx({name: names["rates"][f"matmul_{name}"] for name in ("bf16", "fp32")})
+    assert (names["of_fp32"], names["of_bf16"]) == (steps["operations"]["fp32"], steps["operations"]["bf16"])
+    counts = found["operations"].groupby(["precision", "mode"])["count"].sum()
+    assert counts.to_dict() == whole["operations"].to_dict()
 
 
 def test_every_precision_is_measured_on_one_model():
@@ -210,7 +239,7 @@ def test_what_the_device_lacks_says_so(monkeypatch):
         if config.precision == "bf16":
             raise ConfigError("no bf16 here")
     monkeypatch.setattr("stepscope.config.require_device", require)
-    found, _ = kept()
+    found, *_ = kept()
     times = found["times"].set_index("precision")
     assert (times.loc["bf16", "status"] == "unsupported").all() and len(times.loc["bf16"]) == 3
     assert (times.loc["bf16", "reason"] == "no bf16 here").all() and times.loc["bf16", "wall_ms"].isna().all()
@@ -221,7 +250,7 @@ def test_weights_that_do_not_fit_are_a_result(monkeypatch):
     def build(config):
         raise torch.OutOfMemoryError("no memory. Including much")
     monkeypatch.setattr("stepscope.model.transformer.TransformerLM", build)
-    found, sentence = kept()
+    found, sentence, _ = kept()
     times = found["times"]
     assert (times["status"] == "oom").all() and len(times) == 2 * 3
     assert times["reason"].str.contains("building the model: no memory.", regex=False).all()

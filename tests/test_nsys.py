@@ -6,19 +6,20 @@ import shutil
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import covered_ms, executed, run_cells
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
 from stepscope.model import ranges as step_ranges
 from stepscope.model.flops import forward_flops
 from stepscope.model.training_step import build_step
-from stepscope.report.tables import markdown
+from stepscope.report.tables import markdown, number
 from stepscope.studies.nsys import claims, figures
 from stepscope.studies.nsys import tables as study
 from stepscope.traces import nsys_tool
@@ -178,7 +179,7 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
     assert (captured["busy_ns"] <= captured["projected_ns"]).all() and len(captured) == 2 * 4
     whole = clocks[clocks["phase"] == "whole"]
     assert whole.loc[whole["captured"], ["step", "wall_ms"]].values.tolist() == [[0, 71.0], [1, 72.0]]
-    assert whole.loc[~whole["captured"], "wall_ms"].tolist() == [60.0, 61.0]
+    assert whole.loc[~whole["captured"], ["wall_ms", "enqueue_ms"]].values.tolist() == [[60.0, 9.0], [61.0, 8.0]]
     assert captured["wall_ms"].isna().all()
 
 
@@ -206,9 +207,13 @@ def test_a_capture_of_other_steps_than_were_run_is_refused(capture):
 
 
 @pytest.fixture(scope="module")
-def run_here():
-    cells = run_cells("nsys", context_length=16, vocab_size=100, device="cpu")
-    return tables_of(cells), cells["results"], cells["run"].outcome["results"]["finding"]
+def here():
+    return run_cells("nsys", context_length=16, vocab_size=100, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run_here(here):
+    return tables_of(here), here["results"], here["run"].outcome["results"]["finding"]
 
 
 def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
@@ -233,6 +238,48 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     plain = tables["clocks"].query("not captured").groupby("mode").size()
     assert plain.to_dict() == dict.fromkeys(PHASES, 10)
     assert finding.startswith("Forward: ") and not {"bound", "GPU", "launches"} & {*finding.replace(".", " ").split()}
+
+
+def test_the_account_and_the_clocks_follow_from_the_captured_steps_and_the_plain_ones(here):
+    """Of each mode's four captured steps the first, whose regions are named, is the account, the others are the clocks."""
+    operations = here["operations"].assign(end_ns=lambda rows: rows["start_ns"] + rows["duration_ns"]).astype({"name": str, "phase": str})
+    assert here["captured"].inside == ["forward"] * 4 + ["forward_backward"] * 4 + ["step"] * 4
+    clocks = here["clocks"].set_index(["mode", "phase", "step"])
+    for place, (mode, outcome) in enumerate(here["captured"].modes.items()):
+        named = operations[operations["step"] == 4 * place]
+        account = here["of_step"].query("mode == @mode").groupby(["phase", "name"])[["count", "total_ns"]].sum()
+        assert account.equals(named.groupby(["phase", "name"])["duration_ns"].agg(count="size", total_ns="sum").loc[account.index])
+        plain = clocks[~clocks["captured"]].loc[mode, "whole"]
+        assert plain[["wall_ms", "enqueue_ms"]].to_numpy().T.tolist() == [outcome["plain_ms"], outcome["enqueue_ms"]]
+        captured = clocks[clocks["captured"]].loc[mode]
+        assert captured.xs("whole")["wall_ms"].tolist() == outcome["captured_ms"][1:]
+        for phase in (*PHASES[mode], "whole"):
+            for index, row in captured.xs(phase).iterrows():
+                own = operations[operations["step"] == 4 * place + 1 + index]
+                own = own if phase == "whole" else own[own["phase"] == phase]
+                assert (row["operations"], row["operations_ns"]) == (len(own), own["duration_ns"].sum())
+                assert (row["busy_ns"], row["projected_ns"]) == (round(1e6 * covered_ms(own)), own["end_ns"].max() - own["start_ns"].min())
+
+
+def test_what_the_cells_show_and_say_is_of_forwards_account(here):
+    of_step, clocks = here["of_step"], here["clocks"].query("phase == 'whole'")
+    for mode, own in of_step.groupby("mode"):
+        shares = own.groupby("family")["total_ns"].sum() / own["total_ns"].sum()
+        assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
+        assert here["share"][mode] == number(shares["matrix multiply"], "%")
+    step = of_step.query("mode == 'step' and phase != 'optimizer'")  # the last that is shown
+    most = step.groupby("name")["total_ns"].agg(["size", "sum"])["sum"].nlargest(3)
+    assert here["most"]["sum"].to_dict() == most.to_dict() and here["own"]["duration_ns"].sum() == step["total_ns"].sum()
+    forward = of_step[of_step["mode"] == "forward"]
+    inside = forward[forward["region"].str.startswith("attention.")].groupby("region")["total_ns"].sum() / 1e6
+    assert here["inside_ms"].to_dict() == pytest.approx(inside.to_dict())
+    plain, captured = (own[own["mode"] == "forward"] for _, own in clocks.groupby("captured"))
+    wall, gpu = plain["wall_ms"].median(), captured["busy_ns"].median() / 1e6
+    time = forward.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns").iloc[-1]
+    said = f"takes {number(time['total_ns'] / forward['total_ns'].sum(), '%')} of it in {time['count']:.0f} "
+    assert here["finding"]().startswith(f"Forward: {number(gpu, 'ms')} of operators under the profiler, {number(wall, 'ms')} of wall")
+    told = executed("nsys", "def finding():", here | {"config": SimpleNamespace(device="cuda"), "run": SimpleNamespace(say=print)})["finding"]()
+    assert f"{number(gpu / wall, '%')} busy" in told and said in told and said in here["finding"]()
 
 
 class Recorder:

@@ -13,14 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import executed, run_cells
 from memory_recording import stand_in
-from stepscope import PACKAGE, measure
+from stepscope import measure
 from stepscope.config import StepConfig
 from stepscope.measure import clocks, compiler, memory_history, profiled_process, rates
 from stepscope.model.training_step import build_step
 from stepscope.optimizations.trainer import Trainer, Unsupported
-from stepscope.runs.source import code_cells
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
 from stepscope.traces.conservation import phase_clocks
@@ -236,14 +235,6 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
 
 
 # Cells of notebooks that capture, each executed alone
-
-def executed(notebook, holding, names):
-    """The names that one cell of a notebook leaves, of those that it is given."""
-    path = PACKAGE / "notebooks" / f"{notebook}.ipynb"
-    source, = [cell.source for cell in code_cells(path) if holding in cell.source]
-    exec(source, names)
-    return names
-
 
 def measuring(gpu, captured, **also):
     config = SimpleNamespace(device="cuda", batches=[], batch_size=1, changes=[], peers=[])
