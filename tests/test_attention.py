@@ -11,7 +11,7 @@ import torch
 from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
-from cells import covered_ms, executed, quickest, run_cells, spread
+from cells import by_name, covered_ms, executed, quickest, run_cells, spread
 from reports import said
 from stepscope import measure as room
 from stepscope.config import ConfigError, configure
@@ -83,11 +83,21 @@ def test_what_cannot_be_run_is_refused_by_name(field, value):
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, measured):
-    checks = measured[1]["checks"].set_index("implementation").loc[name]
-    assert checks["sequence"].tolist() == [8, 16]
-    errors = checks[[f"{quantity}_error" for quantity in QUANTITIES]]
-    assert ((errors > 0) & (errors < 1e-6)).all(axis=None)
+def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, left):
+    """By the norm of the difference to another attention in float64."""
+    names, _ = left
+    checks = names["checked"].set_index(["implementation", "sequence"]).loc[name]
+    assert (checks.pop("allowed_error") == 2e-5).all() and checks.gt(0).all(axis=None) and checks.lt(1e-6).all(axis=None)
+    for sequence in (8, 16):
+        inputs = Inputs(names["config"], sequence)
+        given, future = (inputs.q, inputs.k, inputs.v), torch.full((sequence, sequence), float("-inf")).triu(1)
+        q, k, v = true = [x.detach().double().requires_grad_() for x in given]
+        outputs = names["prepare"](name, inputs)(*given), torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) / 8**0.5 + future, -1) @ v
+        for output in outputs:
+            output.backward(inputs.gradient.to(output.dtype))
+        pairs = [outputs, *((mine.grad, right.grad) for mine, right in zip(given, true))]
+        errors = [((mine.double() - right).square().sum() / right.square().sum()).sqrt().item() for mine, right in pairs]
+        assert checks.loc[sequence, [f"{quantity}_error" for quantity in QUANTITIES]].tolist() == pytest.approx(errors, rel=1e-3)
 
 
 def test_naive_attention_is_the_models(calls):
@@ -178,7 +188,6 @@ def test_both_clocks_and_the_kernels_of_what_ran(measured):
     config, tables, _ = measured
     ok = tables["cells"][tables["cells"]["status"] == "ok"]
     assert (ok["passes"] <= config.timed_steps).all() and (ok["passes"] >= config.least_passes).all()
-    assert (ok[["wall_ms", "gpu_ms", "operations"]] > 0).all(axis=None) and ok["wall_std_ms"].notna().all()
     kernels = ok.set_index(["implementation", "sequence", "phase"])["kernel"]
     assert kernels["flash", 16, "forward"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert kernels["flash", 16, "backward"] == "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
@@ -188,40 +197,20 @@ def test_both_clocks_and_the_kernels_of_what_ran(measured):
 
 
 def test_a_cells_row_follows_from_its_passes_its_kernels_and_its_bytes(left):
-    names, _ = left
+    names, said = left[0], []
     cells, passes = (names[name].query("status == 'ok'") for name in ("cells", "passes"))
     for row in cells.to_dict("records"):
         case, phase = (row["implementation"], row["sequence"]), row["phase"]
         walls, memory, kernels = names["walls"][case][phase].tolist(), names["sizes"][case], names["kernels"][case, phase]
-        one, longest = quickest(kernels), kernels.assign(ns=kernels["end_ns"] - kernels["start_ns"]).groupby("name")["ns"].sum().idxmax()
+        one, lasting = quickest(kernels), by_name(kernels, "name")
         own = spread(walls) | {"passes": len(walls), "gpu_ms": covered_ms(one), "operations": len(one),
                                "saved_mib": memory["saved"] / 2**20, "in_use_mib": memory["in_use"] / 2**20}
-        assert {name: row[name] for name in own} == pytest.approx(own) and row["kernel"] == longest, case
+        assert {name: row[name] for name in own} == pytest.approx(own) and row["kernel"] == max(lasting, key=lasting.get), case
     both = cells.groupby(["implementation", "sequence"])[["wall_ms", "gpu_ms"]].sum()
-    assert passes.set_index(["implementation", "sequence"]).loc[both.index, ["wall_ms", "gpu_ms"]].to_numpy() == pytest.approx(both.to_numpy())
-    said = []
+    assert passes.set_index(["implementation", "sequence"]).loc[both.index, [*both]].to_numpy() == pytest.approx(both.to_numpy())
     executed("attention", "last_timed =", names | {"run": SimpleNamespace(say=said.append)})
     order = both["wall_ms"].xs(16, level="sequence").sort_values()
     assert ": " + ", ".join(f"{number(ms, 'ms')} {attention.LABELS[name]}" for name, ms in order.items()) + "." in said[0]
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_errors_are_relative_to_float64s_by_the_norm(name, left):
-    """As numbers of another float64 attention, of the same pass."""
-    names, _ = left
-    checks = names["tables"]["checks"].set_index(["implementation", "sequence"])
-    for sequence in (8, 16):
-        inputs = Inputs(names["config"], sequence)
-        q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-        scores = torch.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1]**0.5
-        true = torch.softmax(scores + torch.full((sequence, sequence), float("-inf")).triu(1), -1) @ v
-        true.backward(inputs.gradient.double())
-        output = names["prepare"](name, inputs)(inputs.q, inputs.k, inputs.v)
-        output.backward(inputs.gradient)
-        pairs = zip((output, inputs.q.grad, inputs.k.grad, inputs.v.grad), (true, q.grad, k.grad, v.grad))
-        errors = [((mine.double() - right).square().sum() / right.square().sum()).sqrt().item() for mine, right in pairs]
-        assert checks.loc[(name, sequence), [f"{quantity}_error" for quantity in QUANTITIES]].tolist() == pytest.approx(errors, rel=1e-3)
-        assert checks.loc[(name, sequence), "allowed_error"] == 2e-5
 
 
 def test_nothing_is_compiled_while_it_is_timed(measured):

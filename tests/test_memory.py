@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from cells import executed, run_cells, spread
+from cells import executed, run_cells
 from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError, measure
@@ -22,7 +22,6 @@ from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
 from stepscope.model.training_step import Step, build_step
-from stepscope.report.tables import number
 from stepscope.runs.record import of_two_notebooks
 from stepscope.runs.run import notebook_of, parameters_of
 from stepscope.studies.memory import history, policies
@@ -237,27 +236,17 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
 
 
 def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):
-    config = config_of(SHAPES[0], modes=["forward", "step"])
+    config, said = config_of(SHAPES[0] | {"vocab_size": 77}, modes=["forward", "step"]), []
     with stand_in(monkeypatch):
         names = cells_of(config, "answers = []", recordable=True)
+    number, scale, tops = names["number"], names["scale"], [accounting.peak(config, mode) for mode in config.modes]
     assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
-    tops = [accounting.peak(config, mode) for mode in config.modes]
-    assert (names["predicted"].loc["all"] * names["scale"]).tolist() == pytest.approx([top.allocated for top in tops])
-    assert names["predicted"].drop(index="all").sum().tolist() == pytest.approx(names["predicted"].loc["all"].tolist())
-    assert names["largest"] == max(tops, key=lambda top: top.allocated) != tops[0]
-    raw = pd.DataFrame([row[:4] for row in names["saved"].values()], columns=["line", "region", "tensor", "size"])
-    assert names["counted"] == {"saved": raw["size"].sum(), "gradients": 4 * sum(
-        p.numel() for p in build_step(config).model.blocks[0].parameters())} == names["told"]
-    by_region = (names["by_region"] * names["scale"]).to_dict()
-    assert by_region == pytest.approx(raw.groupby("region")["size"].sum().to_dict())
-    answer = executed("memory", "answers = []", names | {"display": lambda *_: None})
-    once, twice = (accounting.value(accounting.FORMULAS["fp32"].saved, config.model_copy(update={"context_length": length}))
-                   for length in (config.context_length, 2 * config.context_length))
-    assert answer["answers"][0].startswith("naive: ") and answer["answers"][0].endswith(f" {number(twice / once, 'x')}")
-    said = []
+    assert (names["predicted"].drop(index="all").sum() * scale).tolist() == pytest.approx([top.allocated for top in tops])
+    gradients = 4 * sum(p.numel() for p in build_step(config).model.blocks[0].parameters())
+    assert names["counted"] == names["told"] == {"saved": sum(row[3] for row in names["saved"].values()), "gradients": gradients}
     rows = pd.DataFrame({"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]})
     executed("memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)})
-    assert f"predicted to peak at {number(tops[1].allocated / names['scale'], names['unit'])} in {tops[1].phase}" in said[0]
+    assert f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[1].phase}" in said[0]
     assert "7 B off the formula at most" in said[0] and "as the formula says" in said[0]
 
 
@@ -376,24 +365,21 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
 
 
 def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
-    """Of each setting the steps take another time, and it peaks elsewhere: the sentence names the ends."""
+    """Each setting takes other times and peaks elsewhere, and the sentence names the ends."""
     config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward_backward"], checkpoints=[1, 2, 0], timed_steps=3, warmup_steps=1)
-    settings, walls, said = count(1), {1: [4.0, 1.0, 1.5], 2: [8.0, 2.0, 3.0], 3: [16.0, 4.0, 6.0]}, []
+    settings, said = iter((([4.0, 1.0, 1.5], 2.0), ([8.0, 2.0, 3.0], 1.0), ([16.0, 4.0, 6.0], 7.0))), []
 
     def timed(step):
-        number = next(settings)
-        for _ in range(4):
-            step()
-        rows = [(index, index == 0, phase, ms if phase == "whole" else ms / 2, 0.1) for index, ms in enumerate([900.0, *walls[number]])
-                for phase in ("forward", "whole")]
-        return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": (2.0, 1.0, 7.0)[number - 1], "reserved_gib": 9.0 + number}
+        step(), step()
+        walls, peak = next(settings)
+        rows = [(index, index == 0, phase, ms / part, 0.1) for index, ms in enumerate([900.0, *walls]) for phase, part in (("forward", 2), ("whole", 1))]
+        return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": peak, "reserved_gib": peak + 9}
     names = cells_of(config, "run.say(", time_one=timed)
-    table = names["table"].set_index("arrangement")
-    for name, own, peak, reserved in zip(("every 1", "every 2", "none"), walls.values(), (2, 1, 7), (10, 11, 12), strict=True):
-        wall = spread(own)
-        assert table.loc[name, ["wall_ms", "wall_std_ms", "peak_gib", "reserved_gib", "steps"]].tolist() == pytest.approx(
-            [wall["wall_ms"], wall["wall_std_ms"], peak, reserved, 3])
-        assert table.loc[name, "busy"] == pytest.approx(table.loc[name, "gpu_ms"] / wall["wall_ms"])
+    table = names["table"]
+    assert table[["arrangement", "steps", "wall_ms", "peak_gib", "reserved_gib"]].values.tolist() == [
+        ["every 1", 3, 1.5, 2, 11], ["every 2", 3, 3, 1, 10], ["none", 3, 6, 7, 16]]
+    assert table["wall_std_ms"].tolist() == pytest.approx([np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)])
+    assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
     assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
     executed("checkpointing", "run.say(", names | {"run": SimpleNamespace(say=said.append)})
     assert "**every 2** peaks at 1.00 GiB, where none has 7.00 GiB; its blocks run 6 times for 3" in said[0]

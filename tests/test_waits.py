@@ -345,12 +345,3 @@ def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gp
         "samples": {"step": None}, "status": {}, "zero_grad": gpu.clear, "synchronize": gpu.synchronize, "default_timer": lambda: gpu.now,
         "step": Step(gpu), "display": shown.append, "brief": lambda frame: frame, "pd": pd})
     assert shown[0]["wall_ms"].tolist() == [2 * LAUNCH_S * 1e3, STEP_MS]
-
-
-def test_exploring_compares_whole_steps_after_the_warm_up():
-    rows = [(0, True, "whole", 900.0, 0.0), *((1, False, phase, ms, 0.0) for phase, ms in (("forward", 1.0), ("loss", 1.0), ("whole", 5.0)))]
-    names = executed("explore", "own_walls =", {
-        "names": ["a"], "samples": {"a": pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS)}, "on_gpu": True,
-        "captured": SimpleNamespace(operations=pd.DataFrame(columns=CAPTURED)),
-        "measure": measure, "pd": pd, "display": lambda frame: None, "brief": lambda frame: frame})
-    assert names["both"]["wall_ms"].tolist() == [5.0]
