@@ -19,8 +19,10 @@ def test_exploring_measures_two_by_their_own_steps(monkeypatch):
         assert len(own) == 10 and row["operations"] == len(one)
         assert (row["wall_ms"], row["wall_std_ms"], row["operators_ms"]) == pytest.approx((np.median(own), np.std(own, ddof=1), covered_ms(one)))
     quicker, slower = sorted(walls.values(), key=np.median)
-    assert explored["apart"] == pytest.approx(np.median(slower) / np.median(quicker))
-    assert explored["overlap"] == (max(quicker) >= min(slower))
+    for both in (explored["both"], explored["both"][::-1]):
+        shown = executed("explore", "apart =", explored | {"both": both, "display": lambda *_: None})
+        assert shown["apart"] == pytest.approx(np.median(slower) / np.median(quicker))
+        assert shown["overlap"] == (max(quicker) >= min(slower))
 
 
 def test_a_capture_is_shown_by_its_middle_step(monkeypatch):

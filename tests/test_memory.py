@@ -241,7 +241,8 @@ def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):
         names = cells_of(config, "answers = []", recordable=True)
     number, scale, tops = names["number"], names["scale"], [accounting.peak(config, mode) for mode in config.modes]
     assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
-    assert (names["predicted"].drop(index="all").sum() * scale).tolist() == pytest.approx([top.allocated for top in tops])
+    for rows in (names["predicted"].loc["all"], names["predicted"].drop(index="all").sum()):
+        assert (rows * scale).tolist() == pytest.approx([top.allocated for top in tops])
     gradients = 4 * sum(p.numel() for p in build_step(config).model.blocks[0].parameters())
     assert names["counted"] == names["told"] == {"saved": sum(row[3] for row in names["saved"].values()), "gradients": gradients}
     rows = pd.DataFrame({"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]})

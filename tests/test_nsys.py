@@ -257,13 +257,18 @@ def test_the_account_and_the_clocks_follow_from_the_captured_steps_and_the_plain
 
 
 def test_what_the_cells_show_and_say_is_of_forwards_account(here):
-    of_step, said = here["of_step"], SimpleNamespace(say=print)
+    of_step, said, shown = here["of_step"], SimpleNamespace(say=print), []
     for mode, own in of_step.groupby("mode"):
         shares = own.groupby("family")["total_ns"].sum() / own["total_ns"].sum()
         assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
         assert here["share"][mode] == number(shares["matrix multiply"], "%")
     forward, without = of_step[of_step["mode"] == "forward"], of_step.query("mode == 'step' and phase != 'optimizer'")
-    assert here["most"]["sum"].to_dict() == without.groupby("name")["total_ns"].sum().nlargest(3).to_dict()
+    executed("nsys", "most = own.groupby", here | {"display": shown.append, "brief": lambda frame: frame})
+    for frame, own in zip(shown, (forward, without), strict=True):
+        ms = own.groupby("name")["total_ns"].sum().nlargest(3) / 1e6
+        assert frame["time, ms"].tolist() == ms.tolist() and frame["share, %"].tolist() == pytest.approx((ms / own["total_ns"].sum() * 1e6).tolist())
+    inside = forward[forward["region"].str.startswith("attention.")].groupby("region")["total_ns"].sum() / 1e6
+    assert here["inside_ms"].to_dict() == inside.to_dict()
     plain, captured = (own for _, own in here["clocks"].query("phase == 'whole' and mode == 'forward'").groupby("captured"))
     wall, gpu = plain["wall_ms"].median(), captured["busy_ns"].median() / 1e6
     top = forward.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns").iloc[-1]
