@@ -236,7 +236,7 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
 
 
 def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):
-    config, said = config_of(SHAPES[0] | {"vocab_size": 77}, modes=["forward", "step"]), []
+    config, said = config_of(SHAPES[0], modes=["forward", "step"]), []
     with stand_in(monkeypatch):
         names = cells_of(config, "answers = []", recordable=True)
     number, scale, tops = names["number"], names["scale"], [accounting.peak(config, mode) for mode in config.modes]
