@@ -3,10 +3,13 @@ import ast
 import dis
 import functools
 import linecache
+import statistics
 import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from stepscope import PACKAGE
 from stepscope.report.load import load
@@ -49,6 +52,54 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
     return names
+
+
+def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
+    """The names that one cell of a notebook, that in which this stands, leaves of those that it is given."""
+    source, = [cell.source for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb") if holding in cell.source]
+    exec(source, names)
+    return names
+
+
+def spread(walls_ms: list[float]) -> dict[str, float]:
+    """What tables say of wall times, by the standard library."""
+    q1, _, q3 = statistics.quantiles(walls_ms, n=4, method="inclusive")
+    return {"wall_ms": statistics.median(walls_ms), "wall_std_ms": statistics.stdev(walls_ms), "wall_q1_ms": q1,
+            "wall_q3_ms": q3, "wall_min_ms": min(walls_ms)}
+
+
+def covered_ms(rows: pd.DataFrame) -> float:
+    """The milliseconds in which one of these operations runs."""
+    total = reached = 0
+    for start, end in sorted(zip(rows["start_ns"], rows["end_ns"])):
+        total, reached = total + max(0, end - max(start, reached)), max(reached, end)
+    return total / 1e6
+
+
+def quickest(operations: pd.DataFrame) -> pd.DataFrame:
+    """Of captured steps that which takes least, of those that have all operations."""
+    steps = [own for _, own in operations.groupby("number")]
+    return min((own for own in steps if len(own) == max(map(len, steps))), key=covered_ms)
+
+
+def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
+    """The milliseconds of operations added up by these columns."""
+    return (operations["end_ns"] - operations["start_ns"]).groupby([operations[name] for name in names]).sum().div(1e6).to_dict()
+
+
+def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
+    """A phase's row by plain arithmetic, of a mode's raw samples and captured operations."""
+    timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], quickest(operations)
+    own = own if phase == "whole" else own[own["phase"] == phase]
+    found = spread(timed["wall_ms"].tolist()) | {"gpu_ms": covered_ms(own), "operations": len(own), "steps": len(timed)}
+    return found | {"enqueue_ms": statistics.median(timed["enqueue_ms"]), "busy": found["gpu_ms"] / found["wall_ms"]}
+
+
+def step_flops(config: Any) -> float:
+    """Of a full step: three times forward's matmuls, of each token with the weights and of all pairs of tokens."""
+    weights = config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff) + config.vocab_size * config.d_model
+    return 6 * config.batch_size * config.context_length * (
+        weights + 2 * config.num_layers * config.context_length * config.d_model)
 
 
 def bare_clocks(cells: list[Cell]) -> list[str]:

@@ -14,18 +14,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cells import run_cells
+from cells import executed, run_cells, spread, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
 from stepscope.gpu_lock import exclusive
 from stepscope.measure import back_to_back, fresh_compiler_cache
+from stepscope.measure.clocks import SAMPLE_COLUMNS
 from stepscope.model.fit import last_step_bytes
 from stepscope.model.flops import parameter_count
 from stepscope.model.text import text_batches
+from stepscope.model.transformer import TransformerLM
 from stepscope.optimizations import fp8
 from stepscope.optimizations.adamw import hashed, stochastic_round
 from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.trainer import Unsupported
+from stepscope.report.tables import number
 from stepscope.studies.ladder import bounds, checks, tables
 from stepscope.studies.ladder.config import BASELINES, FILLED, LEFT_OUT, RUNGS, WITHOUT
 from stepscope.studies.ladder.training import SEEDS, train
@@ -255,6 +258,13 @@ def test_of_trained_weights_the_gradient_is_taken_again(cells, monkeypatch):
     assert 0 < rows["bf16_moments"]["trained_gradient_off"] < rows["fp8"]["trained_gradient_off"] < 0.5
     for name, weight in made.trained.items():
         assert not torch.equal(weight, torch.ones_like(weight)), f"{name} is not trained"
+    model = TransformerLM(made.config.step())  # the loss of text that no step has seen, and its gradient
+    model.load_state_dict(made.trained, strict=False)
+    loss = functional.cross_entropy(model(made.text[-1][:, :-1]).flatten(0, 1), made.text[-1][:, 1:].flatten())
+    loss.backward()
+    assert loss.item() == pytest.approx(made.true_gradient[0], rel=1e-5)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad.flatten(), made.true_gradient[1][name], atol=1e-6), name
 
 
 # -- changes --------------------------------------------------------------------------------------------------
@@ -470,6 +480,22 @@ def test_time_watts_joules_and_clock_are_of_one_stretch(cells, monkeypatch):
     assert made_monitors == [0, 1, 2, 3, 4]  # each began before its steps
 
 
+def test_a_steps_enqueue_and_its_graphs_time_are_medians(cells, monkeypatch):
+    made = cells("time_cases(Plain)")
+    rows = [(index, False, phase, wall / part, enqueue / part) for index, (wall, enqueue) in enumerate(((5.0, 1.0), (50.0, 9.0), (7.0, 2.0)))
+            for phase, part in (("whole step", 2), ("whole", 1))]
+    monkeypatch.setattr("stepscope.measure.time_steps", lambda *_: pd.DataFrame(rows, columns=SAMPLE_COLUMNS))
+    monkeypatch.setattr("stepscope.measure.graph_of", lambda step, *_: "a graph")
+    monkeypatch.setattr("stepscope.measure.back_to_back", lambda step, *_: [30.0, 1.0, 5.0] if step == "a graph" else [9.0, 7.0])
+    made.time_one.__globals__.update(on_gpu=True, settled=lambda trainer: 250.0, stretch=lambda *_: {"wall_ms": 6.0})
+    found = {}
+    for name, launched in (("fused", 1), ("cuda_graph", "a graph"), ("sdpa", 1)):
+        with exclusive():
+            made.time_one(SimpleNamespace(step=launched, plain_step=1, name=name, baseline=True, batch=2, clear_gradients=None), row := {})
+        found[name] = row.get("replayed_ms")
+    assert found == {"fused": 5, "cuda_graph": 6, "sdpa": None} and row["enqueue_ms"] == 2 and made.enqueued(None) == (2, 7)
+
+
 def test_a_sample_stands_for_a_large_tensor(cells):
     made = cells("time_cases(Plain)")
     made.sampled.__globals__["COMPARED"] = 10
@@ -531,16 +557,35 @@ def whole(**fields):
     return names
 
 
-def test_a_ladder_without_compiling_on_a_cpu():
+def test_a_ladder_without_compiling_on_a_cpu(monkeypatch):
+    stretches = []
+
+    def noted(step, device, steps):
+        found = back_to_back(step, device, steps)
+        stretches.extend([found] * (steps == 3))  # others warm up
+        return found
+    monkeypatch.setattr("stepscope.measure.back_to_back", noted)
     names = whole(timed_steps=3, warmup_steps=1, training_steps=2)
     found, results = names["tables"], names["run"].outcome["results"]
     steps = found["steps"].set_index("change")
     assert list(steps.index) == EAGER and (steps["status"] == "ok").all()
-    assert (steps["wall_ms"] > 0).all() and (steps["gpu_ms"] > 0).all() and (steps["busy"] > 0).all()
     assert steps.loc["fp32", "gradient_off"] == 0 and 0 < steps.loc["bf16", "gradient_off"] < 0.1
     assert (steps["tokens_per_s"] * steps["wall_ms"]).round().eq(32_000).all()
     kernels = found["kernels"]
     assert set(kernels["change"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
+    config, T, gradients = names["config"], SHAPE["context_length"], {}
+    flops = step_flops(config)
+    needed = flops - 6 * config.batch_size * T * (T - 1) * config.d_model  # all but what is above the diagonal
+    for change, kind, walls in zip(EAGER, ("Plain", "BF16", "SDPA", "Fused"), stretches, strict=True):
+        row, own, trainer = steps.loc[change], kernels[kernels["change"] == change], names[kind](config)
+        loss, expected = trainer.gradients().item(), spread(walls) | {"steps": 3, "gpu_ms": own["gpu_ms"].sum(), "operations": own["count"].sum()}
+        gradients[change] = torch.cat([parameter.grad.double().flatten() for parameter in trainer.named.values()])
+        off = (gradients[change] - gradients["fp32"]).norm() / gradients["fp32"].norm()
+        expected |= {"mfu_measured": flops / expected["wall_ms"] / 1e9 / results[f"matmul_{trainer.precision}"], "gradient_off": off.item(),
+                     "busy": expected["gpu_ms"] / expected["wall_ms"], "loss_off": abs(loss / names["reference"][2][0] - 1),
+                     "matmul_ms": needed / results["matmul_bf16"] / 1e9, "moved_ms": 28 * results["parameters"] / results["copy"] / 1e9}
+        assert row[list(expected)].to_dict() == pytest.approx(expected, rel=1e-4, abs=1e-9), change
+    assert f"{number(steps['gradient_off'].max(), '%')} off fp32's at most" in results["finding"]
     curves = found["curves"]
     assert curves.groupby("change")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     losses = curves.pivot(index="step", columns=["change", "seed"], values="loss")
@@ -589,6 +634,16 @@ def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatc
     assert (found["mfu_at_clock"] == 2 * found["mfu"]).all()
     assert (found["mfu_measured"] / found["mfu"]).tolist() == pytest.approx([1.25] * 3)
     assert found["moved_ms"].div(found["moved_ms"][0]).tolist() == pytest.approx([1, 1, 20 / 28])
+    flops = found["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
+    assert flops.tolist() == pytest.approx([step_flops(made.config)] * 3)
+    cases = {("blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("blocks", 3): 30.0, ("cuda_graph", 3): 20.0}
+    rows = {case: {"change": case[0], "batch_size": case[1], "status": "ok", "reason": "", "wall_ms": ms} for case, ms in cases.items()}
+    kinds = {case: made.Blocks if case[0] == "blocks" else made.Graph for case in cases}
+    steps = executed("ladder", "order = [(name, batch)", vars(made) | {
+        "rows": rows, "kinds": kinds, "batch_sizes": [1, 3], "filled": [], "kernels": {}, "run": SimpleNamespace(keep=lambda *_: None),
+        "config": made.config.model_copy(update={"changes": ["blocks", "cuda_graph"]})})["steps"]
+    assert steps["replayed_ms"].tolist() == pytest.approx([8, math.nan, 20, math.nan], nan_ok=True), "a graph of the same batch"
+    assert steps["tokens_per_s"].tolist() == pytest.approx([1600, 2000, 1600, 2400])
 
 
 @pytest.mark.parametrize("clock_mhz, gpu_ms", [(1980.0, 4), (1700.0, 5)])

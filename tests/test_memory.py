@@ -5,17 +5,19 @@ import pickle
 import pickletools
 import weakref
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import executed, run_cells
 from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError, measure
 from stepscope.config import ConfigError, configure
+from stepscope.measure import clocks
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
@@ -233,6 +235,22 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
     assert type(ranges._domain) is type(before)
 
 
+def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):
+    config, said = config_of(SHAPES[0], modes=["forward", "step"]), []
+    with stand_in(monkeypatch):
+        names = cells_of(config, "answers = []", recordable=True)
+    number, scale, tops = names["number"], names["scale"], [accounting.peak(config, mode) for mode in config.modes]
+    assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
+    for rows in (names["predicted"].loc["all"], names["predicted"].drop(index="all").sum()):
+        assert (rows * scale).tolist() == pytest.approx([top.allocated for top in tops])
+    gradients = 4 * sum(p.numel() for p in build_step(config).model.blocks[0].parameters())
+    assert names["counted"] == names["told"] == {"saved": sum(row[3] for row in names["saved"].values()), "gradients": gradients}
+    rows = pd.DataFrame({"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]})
+    executed("memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)})
+    assert f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[1].phase}" in said[0]
+    assert "7 B off the formula at most" in said[0] and "as the formula says" in said[0]
+
+
 def test_without_a_gpu_there_are_predictions_and_the_reason():
     config = config_of(SHAPES[0])
     tables = history.tables(config, [])
@@ -340,8 +358,32 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
     SCHEMAS["checkpoints"].validate(table)
     assert table["arrangement"].tolist() == list(policies.POLICIES) and set(table["blocks"]) == {4}
     assert (table["block_runs"] == table["expected_runs"]).all()
-    kept = table.set_index("arrangement")["expected_kept_gib"]
-    assert kept["none"] > kept["square root"] > kept["every block"] > kept["from the start"]
+    stream = 4 * config.batch_size * config.context_length * config.d_model  # of an input
+    block = accounting.value(accounting.formulas_of(config).saved, config)
+    kept = {"none": stream + 4 * block, "square root": 2 * stream + 2 * block, "every block": 4 * stream + block,
+            "halved": 3 * stream + block, "from the start": stream + block}
+    assert (table.set_index("arrangement")["expected_kept_gib"] * GIB).to_dict() == pytest.approx(kept, rel=1e-9)
+
+
+def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
+    """Each setting takes other times and peaks elsewhere, and the sentence names the ends."""
+    config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward_backward"], checkpoints=[1, 2, 0], timed_steps=3, warmup_steps=1)
+    settings, said = iter((([4.0, 1.0, 1.5], 2.0), ([8.0, 2.0, 3.0], 1.0), ([16.0, 4.0, 6.0], 7.0))), []
+
+    def timed(step):
+        step(), step()
+        walls, peak = next(settings)
+        rows = [(index, index == 0, phase, ms / part, 0.1) for index, ms in enumerate([900.0, *walls]) for phase, part in (("forward", 2), ("whole", 1))]
+        return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": peak, "reserved_gib": peak + 9}
+    names = cells_of(config, "run.say(", time_one=timed)
+    table = names["table"]
+    assert table[["arrangement", "steps", "wall_ms", "peak_gib", "reserved_gib"]].values.tolist() == [
+        ["every 1", 3, 1.5, 2, 11], ["every 2", 3, 3, 1, 10], ["none", 3, 6, 7, 16]]
+    assert table["wall_std_ms"].tolist() == pytest.approx([np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)])
+    assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
+    assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
+    executed("checkpointing", "run.say(", names | {"run": SimpleNamespace(say=said.append)})
+    assert "**every 2** peaks at 1.00 GiB, where none has 7.00 GiB; its blocks run 6 times for 3" in said[0]
 
 
 def test_what_does_not_fit_has_its_row_too():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cells import run_cells
+from cells import run_cells, step_flops, times_of
 from stepscope import measure
 from stepscope.config import WHOLE, ConfigError
 from stepscope.model.text import text_batches
@@ -165,16 +165,16 @@ def test_the_text_is_the_same_whoever_asks():
 # A run
 
 def kept(**parameters):
-    """The tables that a run of the notebook keeps."""
+    """The tables that a run of the notebook keeps, its finding, and all names."""
     names = run_cells("mixed_precision", **TINY | {"numerics": False} | parameters)
     for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)
-    return names["kept"], names["run"].outcome["results"]["finding"]
+    return names["kept"], names["run"].outcome["results"]["finding"], names
 
 
 def test_a_runs_tables_are_whole(monkeypatch):
     monkeypatch.setattr(numerics, "STEPS", 3)
-    found, sentence = kept(numerics=True)
+    found, sentence, names = kept(numerics=True)
     assert set(found) == {"times", "operations", "numerics"}
     times = found["times"].set_index(["precision", "mode", "phase"])
     assert set(times.index.unique("precision")) == {"bf16", "fp32"} and len(times) == 2 * (2 + 4 + 5)
@@ -183,6 +183,17 @@ def test_a_runs_tables_are_whole(monkeypatch):
     assert "step takes" in sentence
     assert set(found["numerics"]["experiment"]) == {
         "sums", "toy", "norm error", "norm lost", "gradients", "training"}
+    for row in found["times"].to_dict("records"):  # each follows from its own samples and operations
+        case, operations = (row["precision"], row["mode"]), names["operations"]
+        own = times_of(names["samples"][case], operations[[one == case for one in operations["case"]]], row["phase"])
+        assert {name: row[name] for name in own} == pytest.approx(own), case
+    whole = times.xs(WHOLE, level="phase")
+    steps, rate = whole.xs("step", level="mode"), step_flops(names["config"]) / 1e9
+    for name in ("bf16", "fp32"):
+        expected = [32e3, rate, rate / names["rates"][f"matmul_{name}"]]
+        assert (steps.loc[name, ["tokens_per_s", "tflops", "mfu_measured"]] * steps["wall_ms"][name]).tolist() == pytest.approx(expected)
+    assert (names["of_fp32"], names["of_bf16"]) == (steps["operations"]["fp32"], steps["operations"]["bf16"])
+    assert found["operations"].groupby(["precision", "mode"])["count"].sum().to_dict() == whole["operations"].to_dict()
 
 
 def test_every_precision_is_measured_on_one_model():
@@ -210,7 +221,7 @@ def test_what_the_device_lacks_says_so(monkeypatch):
         if config.precision == "bf16":
             raise ConfigError("no bf16 here")
     monkeypatch.setattr("stepscope.config.require_device", require)
-    found, _ = kept()
+    found, *_ = kept()
     times = found["times"].set_index("precision")
     assert (times.loc["bf16", "status"] == "unsupported").all() and len(times.loc["bf16"]) == 3
     assert (times.loc["bf16", "reason"] == "no bf16 here").all() and times.loc["bf16", "wall_ms"].isna().all()
@@ -221,7 +232,7 @@ def test_weights_that_do_not_fit_are_a_result(monkeypatch):
     def build(config):
         raise torch.OutOfMemoryError("no memory. Including much")
     monkeypatch.setattr("stepscope.model.transformer.TransformerLM", build)
-    found, sentence = kept()
+    found, sentence, _ = kept()
     times = found["times"]
     assert (times["status"] == "oom").all() and len(times) == 2 * 3
     assert times["reason"].str.contains("building the model: no memory.", regex=False).all()

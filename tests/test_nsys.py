@@ -6,19 +6,20 @@ import shutil
 import sys
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import covered_ms, executed, run_cells
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
 from stepscope.model import ranges as step_ranges
 from stepscope.model.flops import forward_flops
 from stepscope.model.training_step import build_step
-from stepscope.report.tables import markdown
+from stepscope.report.tables import markdown, number
 from stepscope.studies.nsys import claims, figures
 from stepscope.studies.nsys import tables as study
 from stepscope.traces import nsys_tool
@@ -178,7 +179,7 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
     assert (captured["busy_ns"] <= captured["projected_ns"]).all() and len(captured) == 2 * 4
     whole = clocks[clocks["phase"] == "whole"]
     assert whole.loc[whole["captured"], ["step", "wall_ms"]].values.tolist() == [[0, 71.0], [1, 72.0]]
-    assert whole.loc[~whole["captured"], "wall_ms"].tolist() == [60.0, 61.0]
+    assert whole.loc[~whole["captured"], ["wall_ms", "enqueue_ms"]].values.tolist() == [[60.0, 9.0], [61.0, 8.0]]
     assert captured["wall_ms"].isna().all()
 
 
@@ -206,9 +207,13 @@ def test_a_capture_of_other_steps_than_were_run_is_refused(capture):
 
 
 @pytest.fixture(scope="module")
-def run_here():
-    cells = run_cells("nsys", context_length=16, vocab_size=100, device="cpu")
-    return tables_of(cells), cells["results"], cells["run"].outcome["results"]["finding"]
+def here():
+    return run_cells("nsys", context_length=16, vocab_size=100, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run_here(here):
+    return tables_of(here), here["results"], here["run"].outcome["results"]["finding"]
 
 
 def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
@@ -233,6 +238,44 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     plain = tables["clocks"].query("not captured").groupby("mode").size()
     assert plain.to_dict() == dict.fromkeys(PHASES, 10)
     assert finding.startswith("Forward: ") and not {"bound", "GPU", "launches"} & {*finding.replace(".", " ").split()}
+
+
+def test_the_account_and_the_clocks_follow_from_the_captured_steps_and_the_plain_ones(here):
+    """Of each mode's four captured steps the first, whose regions are named, is the account, the others are the clocks."""
+    operations = here["operations"].assign(end_ns=lambda rows: rows["start_ns"] + rows["duration_ns"]).astype({"name": str, "phase": str})
+    clocks, account = here["clocks"].set_index(["mode", "phase", "step"]), here["of_step"].groupby(["mode", "phase", "name"])[["count", "total_ns"]].sum()
+    for first, (mode, outcome) in zip((0, 4, 8), here["captured"].modes.items(), strict=True):
+        named = operations[operations["step"] == first].groupby(["phase", "name"])["duration_ns"].agg(count="size", total_ns="sum")
+        assert account.loc[mode].to_dict("index") == named.to_dict("index")
+        plain, captured = (own.loc[mode] for _, own in clocks.groupby("captured"))
+        assert plain[["wall_ms", "enqueue_ms"]].T.values.tolist() == [outcome["plain_ms"], outcome["enqueue_ms"]]
+        assert captured.loc["whole", "wall_ms"].tolist() == outcome["captured_ms"][1:]
+        for (phase, step), row in captured.iterrows():
+            own = operations[(operations["step"] == first + 1 + step) & ((operations["phase"] == phase) | (phase == "whole"))]
+            assert (row["operations"], row["operations_ns"], row["busy_ns"], row["projected_ns"]) == (
+                len(own), own["duration_ns"].sum(), round(1e6 * covered_ms(own)), own["end_ns"].max() - own["start_ns"].min())
+
+
+def test_what_the_cells_show_and_say_is_of_forwards_account(here):
+    of_step, said, shown = here["of_step"], SimpleNamespace(say=print), []
+    for mode, own in of_step.groupby("mode"):
+        shares = own.groupby("family")["total_ns"].sum() / own["total_ns"].sum()
+        assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
+        assert here["share"][mode] == number(shares["matrix multiply"], "%")
+    forward, without = of_step[of_step["mode"] == "forward"], of_step.query("mode == 'step' and phase != 'optimizer'")
+    executed("nsys", "most = own.groupby", here | {"display": shown.append, "brief": lambda frame: frame})
+    for frame, own in zip(shown, (forward, without), strict=True):
+        ms = own.groupby("name")["total_ns"].sum().nlargest(3) / 1e6
+        assert frame["time, ms"].tolist() == ms.tolist() and frame["share, %"].tolist() == pytest.approx((ms / own["total_ns"].sum() * 1e6).tolist())
+    inside = forward[forward["region"].str.startswith("attention.")].groupby("region")["total_ns"].sum() / 1e6
+    assert here["inside_ms"].to_dict() == inside.to_dict()
+    plain, captured = (own for _, own in here["clocks"].query("phase == 'whole' and mode == 'forward'").groupby("captured"))
+    wall, gpu = plain["wall_ms"].median(), captured["busy_ns"].median() / 1e6
+    top = forward.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns").iloc[-1]
+    takes = f"takes {number(top['total_ns'] / forward['total_ns'].sum(), '%')} of it in {top['count']:.0f} "
+    for device, words in (("cpu", f"{number(gpu, 'ms')} of operators"), ("cuda", f"{number(wall, 'ms')} of wall time: {number(gpu / wall, '%')} busy")):
+        told = executed("nsys", "def finding():", here | {"config": SimpleNamespace(device=device), "run": said})["finding"]()
+        assert words in told and takes in told
 
 
 class Recorder:

@@ -13,14 +13,13 @@ import pandas as pd
 import pytest
 import torch
 
-from cells import run_cells
+from cells import executed, run_cells
 from memory_recording import stand_in
-from stepscope import PACKAGE, measure
+from stepscope import measure
 from stepscope.config import StepConfig
 from stepscope.measure import clocks, compiler, memory_history, profiled_process, rates
 from stepscope.model.training_step import build_step
 from stepscope.optimizations.trainer import Trainer, Unsupported
-from stepscope.runs.source import code_cells
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
 from stepscope.traces.conservation import phase_clocks
@@ -237,14 +236,6 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
 
 # Cells of notebooks that capture, each executed alone
 
-def executed(notebook, holding, names):
-    """The names that one cell of a notebook leaves, of those that it is given."""
-    path = PACKAGE / "notebooks" / f"{notebook}.ipynb"
-    source, = [cell.source for cell in code_cells(path) if holding in cell.source]
-    exec(source, names)
-    return names
-
-
 def measuring(gpu, captured, **also):
     config = SimpleNamespace(device="cuda", batches=[], batch_size=1, changes=[], peers=[])
     return {"Any": Any, "math": math, "pd": pd, "torch": torch, "config": config, "measure": SimpleNamespace(
@@ -354,12 +345,3 @@ def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gp
         "samples": {"step": None}, "status": {}, "zero_grad": gpu.clear, "synchronize": gpu.synchronize, "default_timer": lambda: gpu.now,
         "step": Step(gpu), "display": shown.append, "brief": lambda frame: frame, "pd": pd})
     assert shown[0]["wall_ms"].tolist() == [2 * LAUNCH_S * 1e3, STEP_MS]
-
-
-def test_exploring_compares_whole_steps_after_the_warm_up():
-    rows = [(0, True, "whole", 900.0, 0.0), *((1, False, phase, ms, 0.0) for phase, ms in (("forward", 1.0), ("loss", 1.0), ("whole", 5.0)))]
-    names = executed("explore", "own_walls =", {
-        "names": ["a"], "samples": {"a": pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS)}, "on_gpu": True,
-        "captured": SimpleNamespace(operations=pd.DataFrame(columns=CAPTURED)),
-        "measure": measure, "pd": pd, "display": lambda frame: None, "brief": lambda frame: frame})
-    assert names["both"]["wall_ms"].tolist() == [5.0]
