@@ -45,7 +45,7 @@ RULES = [
      r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^[fb]wd kernel( \w+)?$|chunk (fwd|bwd) kernel"
      r"|fused recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule"
      r"|\bkda\b|wkv|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n"
-     r"|en)|mem ?eff|fwd (grouped )?kernel stage"),
+     r"|en)|mem ?eff|fwd (grouped )?kernel stage|convert dq"),
     # cuDNN's, CUTLASS's and MIOpen's, direct, as products, or transformed
     ("convolution",
      r"\b[a-z]?conv(?!ert|rot)|convol|fprop|dgrad|wgrad|winograd|implicit ?gemm|[sh]cudnn|im2col|col2im"
