@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stepscope import PROJECT, StepscopeError, __version__
+from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
 # All else is imported where it is needed: until main has said what Ctrl-C does, it would leave a traceback.
@@ -266,7 +267,7 @@ def list_runs(
 def _row(record: "Record", folder: Path) -> tuple[str, ...]:
     from stepscope.config import configure
     from stepscope.runs.record import LOG
-    cause = "".join(c for c in " ".join((record.cause or "").split()) if c.isprintable())[:300]
+    cause = one_line(record.cause or "", 300)
     if (folder / record.study / record.run_id / LOG).is_file():
         cause += f" (see {record.study}/{record.run_id}/{LOG})"
     what = configure(**record.config).label.removeprefix(f"{record.study} ")

@@ -97,3 +97,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def one_line(text: object, most: int) -> str:
+    """Text that somebody else wrote, on one line: what is not printable is a space, and what is longer is cut
+    with an ellipsis."""
+    line = "".join(char if char.isprintable() else " " for char in str(text)[: 4 * most])
+    line = " ".join(line.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"

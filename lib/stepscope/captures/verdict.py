@@ -13,6 +13,7 @@ from stepscope.captures.account import COMMUNICATION, Device, covered, devices
 from stepscope.captures.advice import WORTH, advice
 from stepscope.captures.capture import Capture, load_capture_or_sums
 from stepscope.captures.causes import pauses, waits
+from stepscope.files import one_line
 from stepscope.report.tables import MOST_TEXT, digits, escape, number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import OUTSIDE, TraceError
@@ -402,6 +403,4 @@ def _of_sums(table: pd.DataFrame) -> list[Line]:
 
 def clean(name: object, most: int = SHOWN) -> str:
     """A name from a file on one line: printable, and not too long."""
-    line = "".join(char if char.isprintable() else " " for char in str(name)[:4 * most])
-    line = " ".join(line.split())
-    return line if len(line) <= most else f"{line[:most - 1]}…"
+    return one_line(name, most)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import torch
 
+from stepscope.files import one_line
 from stepscope.model.training_step import is_out_of_memory, release
 
 LONGEST = 300  # characters of a reason
@@ -15,7 +16,7 @@ LONGEST = 300  # characters of a reason
 def error_text(error: BaseException) -> str:
     """An error's first sentences on one line: what was asked for and what there was, and no path of this
     machine."""
-    words = " ".join(re.split(r" (?:Including|Process \d)", str(error))[0].split())
+    words = one_line(re.split(r" (?:Including|Process \d)", str(error))[0], 4 * LONGEST)
     return re.sub(r"(?<![:/\w])/\S*/", "", words)[:LONGEST] or type(error).__name__
 
 

@@ -19,7 +19,7 @@ from pandera.errors import SchemaError, SchemaErrors
 
 from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
-from stepscope.files import open_within
+from stepscope.files import one_line, open_within
 from stepscope.report.schemas import Tables
 from stepscope.runs.record import Record, named_unsteady, of_two_notebooks
 from stepscope.runs.store import Store, runs_folder
@@ -234,8 +234,7 @@ def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
 
 
 def _said(error: Exception) -> str:
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:200]}"
+    return f"{type(error).__name__}: {one_line(error, 200)}"
 
 
 def _config(module: ModuleType, record: Record) -> dict:

@@ -22,6 +22,7 @@ from typing import Any
 
 from stepscope import StepscopeError
 from stepscope.config import RunConfig
+from stepscope.files import one_line
 from stepscope.gpu_lock import GPU_LOCK
 from stepscope.runs.record import Record
 from stepscope.runs.run import DASKS, NOTEBOOKS, end_marked, make_run
@@ -236,7 +237,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _in_words(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return one_line(error, 200) or type(error).__name__
 
 
 @contextmanager

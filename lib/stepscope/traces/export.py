@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from stepscope.files import one_line
 from stepscope.traces.attribution import (
     CORRELATIONS,
     KINDS,
@@ -146,7 +147,7 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
 def _diagnosis(connection: sqlite3.Connection) -> str:
     """What nsys itself says of a capture without kernels, for an error's end."""
     rows = _rows(connection, DIAGNOSTICS, ["severity", "text"], "text IS NOT NULL")
-    said = sorted({(-severity, " ".join(str(text).split())[:200]) for severity, text in rows
+    said = sorted({(-severity, one_line(text, 200)) for severity, text in rows
                    if isinstance(severity, int)})
     return "; nsys says: " + " ".join(text for _, text in said[:2]) if said else ""
 
