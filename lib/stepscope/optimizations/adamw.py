@@ -106,7 +106,7 @@ if HAS_TRITON:
         return weight
 
     @triton.jit
-    def adamw_kernel(master, m, v, low, scalars, step, gradients, wide, counts, offsets, groups, owners,
+    def adamw_kernel(master, m, v, low, scalars, step, gradients, in_fp32, counts, offsets, groups, owners,
                      exact: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr):
         """A block of the flat buffers, whose place a program knows without looking it up. ``gradients`` has
         the address of each parameter's."""
@@ -117,7 +117,7 @@ if HAS_TRITON:
         within = start - tl.multiple_of(tl.load(offsets + owner), block) + tl.arange(0, block)
         inside = within < tl.multiple_of(tl.load(counts + owner), aligned)
         address = tl.load(gradients + owner)
-        if tl.load(wide + owner) != 0:
+        if tl.load(in_fp32 + owner) != 0:
             gradient = tl.load(
                 tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + within, mask=inside, other=0.0)
         else:
@@ -153,7 +153,7 @@ if HAS_TRITON:
         count = tl.load(counts + owner).to(tl.int32)
         height = tl.multiple_of(count // width, 64)
         across = along[:, None] * height + down[None, :]
-        # Of a power of two these are the same numbers. Converted once for both stores, the assembler of CUDA
-        # before 13 mixes up their bytes (triton-lang/triton issue 11111).
+        # These are the same numbers, as the scale is a power of two. They are converted a second time because
+        # the assembler of CUDA before 13 mixes up bytes that two stores share (issue 11111 of Triton).
         turned = tl.trans(weight * (1 / scale))
         tl.store(eight + tl.multiple_of(count, 64) + across, turned.to(tl.float8e4nv))

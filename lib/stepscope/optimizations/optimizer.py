@@ -74,7 +74,8 @@ class MasterAdamW(torch.optim.Optimizer):
         betas, eps, weight_decay: of groups that do not have their own.
 
     Raises:
-        ValueError: moments of another dtype, a rate on another device, or a name that is given twice.
+        ValueError: moments of another dtype, a rate on another device, a name that is given twice, or, on a
+            GPU, an FP8 weight with a side that is no multiple of 64.
     """
 
     @torch.no_grad()
@@ -141,11 +142,11 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def _make_tables(self) -> None:
         """What the kernels' programs look up: of each parameter its place and group, and whose they are."""
-        wide = [parameter.dtype == torch.float32 for parameter in self.parameters]
+        in_fp32 = [parameter.dtype == torch.float32 for parameter in self.parameters]
         widths = [shape[-1] for shape in self.shapes]
-        self.wide, self.widths, *self.places = (
+        self.in_fp32, self.widths, *self.places = (
             torch.tensor(numbers, dtype=torch.int64, device=self.device)
-            for numbers in (wide, widths, self.counts, self.offsets, self.group_of))
+            for numbers in (in_fp32, widths, self.counts, self.offsets, self.group_of))
         flat = [index for index in range(len(self.counts)) if index not in self.in_fp8]
         tiles = [self._tiles(index) for index in self.in_fp8]
         self.owners = self._owners(flat, [-(-self.counts[index] // adamw.BLOCK) for index in flat])
@@ -213,11 +214,15 @@ class MasterAdamW(torch.optim.Optimizer):
         """Write all weights that matmuls read, from the masters; FP8 ones with the scales that these have."""
         self.low.copy_(self.master)
         for index in self.in_fp8:
-            master = self.view(self.master, index)
-            self.largest[index] = master.abs().amax()
             if rescale:
-                self.scales[index] = fp8.power_of_two(self.largest[index])
-            fp8.write(self.parameters[index].data, master, self.scales[index])
+                self.scales[index] = fp8.power_of_two(self.view(self.master, index).abs().amax())
+            self._write_fp8(index)
+
+    def _write_fp8(self, index: int) -> None:
+        """An FP8 weight's two layouts, and the largest magnitude that its next scale is made of."""
+        master = self.view(self.master, index)
+        self.largest[index] = master.abs().amax()
+        fp8.write(self.parameters[index].data, master, self.scales[index])
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's AdamW's, with each parameter's fp32 ``master`` beside its moments: from that training
@@ -324,8 +329,7 @@ class MasterAdamW(torch.optim.Optimizer):
             if parameter.dtype != torch.float32:
                 parameter.data.copy_(master)
             if index in self.in_fp8:
-                self.largest[index] = master.abs().amax()
-                fp8.write(parameter.data, master, self.scales[index])
+                self._write_fp8(index)
 
     def _launch(self, gradients: Tensor) -> None:
         exact = self.v.dtype == torch.float32
@@ -333,7 +337,7 @@ class MasterAdamW(torch.optim.Optimizer):
         # Each operation is rounded by itself, as in the formula: nothing is fused.
         if len(self.owners):
             adamw.adamw_kernel[(len(self.owners),)](
-                *buffers, self.wide, *self.places, self.owners, exact, adamw.BLOCK,
+                *buffers, self.in_fp32, *self.places, self.owners, exact, adamw.BLOCK,
                 math.gcd(16, *self.counts), num_warps=2 if exact else 4, enable_fp_fusion=False)
         if self.in_fp8:
             adamw.adamw_fp8_kernel[(len(self.tiles),)](
