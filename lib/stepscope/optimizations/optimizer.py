@@ -36,8 +36,8 @@ and in one step:
 kernel writes a tile at a time, as it lies and transposed.
 
 **In a CUDA graph** nothing has to be said after the capture: a captured step takes the addresses of its own
-gradients along, as a copy to its own table that is part of the graph. Eager steps and several graphs may
-take turns. The learning rate is a tensor on the GPU that the graph reads, so a scheduler goes on as it does
+gradients along, and writes them to its own table in each replay. Eager steps and several graphs may take
+turns. The learning rate is a tensor on the GPU that the graph reads, so a scheduler goes on as it does
 for eager steps. The other fields are as at the capture.
 """
 import math
@@ -155,8 +155,6 @@ class MasterAdamW(torch.optim.Optimizer):
             self.tiles = torch.cat(tiles).to(self.device, torch.int32)
         self.addresses = [0] * len(self.counts)  # of the gradients, as the table has them
         self.table = torch.zeros(len(self.counts), device=self.device, dtype=torch.int64)
-        self.captured: list[tuple[Tensor, Tensor]] = []  # each captured step's own, which its graph reads
-        self._make_spare()
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
         """Whose each program is: parameters' indices, int32, each as often as it has programs."""
@@ -175,12 +173,6 @@ class MasterAdamW(torch.optim.Optimizer):
         tops, lefts = (torch.arange(0, side, step, device="cpu")
                        for side, step in zip((height, width), adamw.TILE))
         return (tops[:, None] * width + lefts).flatten()
-
-    def _make_spare(self) -> None:
-        """The next captured step's addresses in pinned memory, and its table: neither can be allocated during
-        a capture."""
-        host = torch.zeros(len(self.addresses), dtype=torch.int64, device="cpu", pin_memory=True)
-        self.spare: tuple[Tensor, Tensor] | None = (host, torch.zeros_like(self.table))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: all parameters lie in one buffer."""
@@ -353,15 +345,12 @@ class MasterAdamW(torch.optim.Optimizer):
                 raise RuntimeError(f"{name}: the gradient is not contiguous from a multiple of 16 bytes on,"
                                    " and the optimizer's kernel reads it as it lies")
         if torch.cuda.is_current_stream_capturing():
-            if self.spare is None:
-                raise RuntimeError("take an eager step of MasterAdamW before each capture")
-            host, table = self.spare
-            self.captured.append(self.spare)
-            self.spare = None
-            host.copy_(torch.tensor(addresses, device="cpu"))
-            return table.copy_(host, non_blocking=True)  # part of the graph
-        if self.spare is None:
-            self._make_spare()
+            # The graph's own table, written by its kernels, whose arguments the addresses are. With a copy
+            # from the host in their place what was enqueued after a replay, on torch's default stream, ran
+            # before the replay's end (driver 580); on another stream it did not.
+            table = torch.full_like(self.table, 0)
+            torch._foreach_add_(table.unbind(), addresses)
+            return table
         if addresses != self.addresses:
             self.table.copy_(torch.tensor(addresses, device="cpu"))
             self.addresses = addresses
