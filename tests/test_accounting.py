@@ -17,6 +17,7 @@ from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
 from stepscope.model.training_step import Step, build_step
 from stepscope.model.transformer import TransformerLM
+from stepscope.report.fit_table import fit_table
 from stepscope.studies.memory.policies import uniform
 
 SHAPES = [{"d_model": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2, "context_length": 32, "vocab_size": 40,
@@ -194,6 +195,15 @@ def test_the_largest_that_fits_fits_and_one_more_does_not():
         assert row.peak_gib == bytes_of(own) / GIB
     plain, _, checkpointed, last = rows
     assert last.peak_gib < checkpointed.peak_gib < plain.peak_gib == pytest.approx(65.56, rel=0.01)  # as measured
+
+
+def test_the_terminals_table_has_each_number_under_its_heading():
+    config = on_gpu(size="2.7B", context_length=512)
+    printed = {" ".join(column.header.split()): [*column.cells] for column in fit_table(config, 80, 2025).columns}
+    rows = fit.fit(config, 80)
+    assert printed["largest context"] == [f"{row.largest_context:,}" for row in rows]
+    assert printed["largest batch"] == [f"{row.largest_batch:,}" for row in rows]
+    assert printed["peak, GiB"] == [f"{row.peak_gib:.2f}" for row in rows]
 
 
 def test_fits_tight_and_not():

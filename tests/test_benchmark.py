@@ -12,6 +12,7 @@ import torch
 
 from cells import by_name, executed, quickest, reference, run_cells, step_flops, times_of
 from conftest import TINY
+from reports import said
 from stepscope import PACKAGE, measure, stats
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, profiler, rates
@@ -487,6 +488,7 @@ def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
     changed = all_runs | {"benchmark.samples": samples}
     few = claims.warmup_few(changed)
     assert (few["second"], few["third"], few["processes"], few["size"]) == (1, 0, 5, "small")
+    assert (sentences := said("warmup_few", few)) and all(number(few["second_ms"], "ms") in one for one in sentences)
     assert few["over"] == pytest.approx(45 * 0.005 + 15) and few["forward"] == pytest.approx(13.5 * 0.005 + 12)
     assert claims.warmup_enough(changed) is None
     samples.loc[second & (samples["phase"] == WHOLE), "wall_ms"] -= 10  # a launch-bound step is late by itself
@@ -539,6 +541,9 @@ def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):
         assert warm.loc["small", f"after {warmups}, ms"].startswith(f"{number(mean, 'ms').removesuffix(' ms')} ± ")
     cost = PRINTED["compile_cost"](all_runs).loc[("blocks", "bf16", "small")]
     assert cost["break-even (steps), n"] == pytest.approx(12_000 / 15)
+    slower = with_times(all_runs, {"wall_ms": 1e3, "wall_min_ms": 1e3}, compile="blocks", size="small", mode="step")
+    never = PRINTED["compile_cost"](slower).loc[("blocks", "bf16", "small")]
+    assert np.isnan(never["break-even (steps), n"]) and never["after, ms"] == 1e3
     model = PRINTED["compiled_model"](all_runs)
     assert list(model.loc[("2.7B", "full step"), ["GPU time, ms", "GPU time compiled, ms"]]) == [1000, 800]
     assert model.loc[("2.7B", "forward"), "wall gain, x"] == pytest.approx(1.25)

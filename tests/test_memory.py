@@ -382,8 +382,10 @@ def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
     assert table["wall_std_ms"].tolist() == pytest.approx([np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)])
     assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
     assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
-    executed("checkpointing", "run.say(", names | {"run": SimpleNamespace(say=said.append)})
-    assert "**every 2** peaks at 1.00 GiB, where none has 7.00 GiB; its blocks run 6 times for 3" in said[0]
+    for unit, peaks in (("GiB", table["peak_gib"]), ("MiB", table["peak_gib"] / 1024)):
+        own = {"table": table.assign(peak_gib=peaks), "run": SimpleNamespace(say=said.append)}
+        executed("checkpointing", "run.say(", names | own)
+        assert f"**every 2** peaks at 1.00 {unit}, where none has 7.00 {unit}; its blocks run 6 times for 3" in said[-1]
 
 
 def test_what_does_not_fit_has_its_row_too():

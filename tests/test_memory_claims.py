@@ -174,6 +174,15 @@ def test_the_peaks_picture_shows_each_kinds_predicted_bytes(measured):
         assert axis.texts[row].get_text().removesuffix(" runs out") == number(top.allocated / GIB, "")
 
 
+def test_in_the_peaks_picture_only_what_ran_out_of_memory_runs_out(measured):
+    def named(tables):
+        axis = figures.memory_peak(tables).axes[0]
+        return [label.get_text() for label, text in zip(axis.get_yticklabels(), axis.texts) if "runs out" in text.get_text()]
+    out = "mode == 'step' and phase == 'whole' and context_length == 2048 and precision == 'fp32'"
+    assert named(changed(measured, "peaks", out, status="oom")) == ["2.7B, 2,048"]
+    assert named(changed(measured, "peaks", out, status="unsupported")) == []
+
+
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_without_data_is_no_data(name, measured):
     empty = {key: table.head(0) for key, table in measured.items()}

@@ -12,6 +12,7 @@ from cells import run_cells, step_flops, times_of
 from stepscope import measure
 from stepscope.config import WHOLE, ConfigError
 from stepscope.model.text import text_batches
+from stepscope.model.training_step import build_step
 from stepscope.report.tables import markdown
 from stepscope.studies.mixed_precision import claims, figures, numerics, tables
 from stepscope.studies.mixed_precision.config import Config
@@ -155,6 +156,13 @@ def test_training_is_over_the_same_text_from_the_same_weights(config, monkeypatc
     first = curves.iloc[0]
     assert abs(first["bf16"] - first["fp32, seed 0"]) < 2e-3 < abs(first["fp32, seed 1"] - first["fp32, seed 0"])
     assert (curves.iloc[-1] < first - 0.05).all(), "it learns"
+    step = build_step(config.step(mode="step", precision="fp32", vocab_size=numerics.BYTES))
+    for batch, found in zip(text_batches(12, config.batch_size, config.context_length), curves["fp32, seed 0"], strict=True):
+        loss = step.model.loss(step.model(batch[:, :-1]), batch[:, 1:])
+        step.optimizer.zero_grad()
+        loss.backward()
+        step.optimizer.step()
+        assert found == pytest.approx(loss.item(), rel=1e-5), "each step's gradients are its batch's alone"
 
 
 def test_the_text_is_the_same_whoever_asks():

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 
 import reports
+from conftest import record_of
 from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
@@ -308,6 +310,21 @@ def test_a_second_run_of_a_configuration_replaces_the_first(tmp_path):
     assert after.tables["benchmark.results"]["run_id"].tolist() == [again.name]
     page = rendering._runs_page(after, "runs")
     assert f"[{again.name}]" in page and re.search(rf"\[{run.name}\].*replaced", page) and page.count("replaced") == 1
+
+
+def test_what_a_failed_run_found_is_in_no_number(tmp_path):
+    runs = reports.few(tmp_path, 2, ("benchmark",))
+    failed, done = sorted(runs.glob("benchmark/*"))
+    reports.change_record(failed / "record.json", lambda record: record.update(status="failed", cause="late", tables={}))
+    found = read(Store(runs))
+    assert {record.run_id for record in found.records} == {failed.name, done.name} and not found.errors
+    assert found.tables["benchmark.results"]["run_id"].tolist() == [done.name]
+
+
+def test_the_foot_has_the_first_and_the_last_day_whatever_the_runs_order(tiny):
+    days = [datetime(2026, month, day, tzinfo=UTC) for month, day in ((3, 9), (11, 2), (1, 30), (3, 10))]
+    foot = rendering._foot([record_of(tiny(seed=seed), started_at=day) for seed, day in enumerate(days)])
+    assert re.findall(r"\d{4}-\d\d-\d\d", foot) == ["2026-01-30", "2026-11-02"]
 
 
 @pytest.fixture(scope="module")
