@@ -351,11 +351,12 @@ def test_naive_attention_has_six_matrices_at_its_peak(precision, calls):
     assert peak / square == pytest.approx(6, rel=0.1)
 
 
-def test_a_fused_kernel_saves_one_number_a_row(calls):
+@pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])
+def test_forward_saves_one_number_a_row_and_naive_two_matrices_but_not_the_mask(name, squares, calls):
     inputs = Inputs(small(), 256)
-    call = calls["prepare"]("flash", inputs)
-    assert room.pass_memory(
-        call, (inputs.q, inputs.k, inputs.v), inputs.gradient, inputs.held_bytes("flash"), "cpu")["saved"] == 2 * 256 * 4
+    found = room.pass_memory(calls["prepare"](name, inputs), (inputs.q, inputs.k, inputs.v), inputs.gradient,
+                             inputs.held_bytes(name), "cpu")
+    assert found["saved"] == 2 * 256 * 4 * (1 + squares * 256)
 
 
 @pytest.mark.parametrize("name, masks", [("flash", 0), ("naive", 256**2), ("compiled", 256**2)])

@@ -13,7 +13,7 @@ import torch
 from conftest import TINY
 from stepscope import freezer, gpu_lock, stats
 from stepscope.config import PHASES, WHOLE, StepConfig
-from stepscope.measure import clocks, graph, power, rates
+from stepscope.measure import clocks, compiler, graph, power, rates
 from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.measure.graph import replay
 from stepscope.measure.power import PowerMonitor, Reading, power_w
@@ -140,6 +140,18 @@ def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
     assert gpu_lock.locked_s() - before == 3 + 2
 
 
+def test_a_section_that_an_error_leaves_is_over():
+    with pytest.raises(ZeroDivisionError), gpu_lock.exclusive():
+        1 / 0  # noqa: B018
+    assert not gpu_lock.lock_held()
+
+
+def test_what_a_first_step_stood_frozen_is_not_of_its_compiling(monkeypatch):
+    monkeypatch.setattr(compiler, "default_timer", iter([100.0, 110.0]).__next__)
+    monkeypatch.setattr(compiler, "frozen_s", {100.0: 3.0}.__getitem__)
+    assert compiler.seconds_with_compiling(clocks.nothing, "cpu") == 7
+
+
 # Plain steps
 
 def plain_steps(step, steps, warmups=0, after=lambda: None):
@@ -257,6 +269,12 @@ def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
     assert len(step.optimizer.state) == len(list(step.model.parameters()))
 
 
+def test_a_row_without_its_fastest_step_is_told_by_its_median():
+    rows = pd.DataFrame({"wall_ms": [5.0, 7.0], "wall_min_ms": [4.0, np.nan]})
+    assert stats.fastest_ms(rows).tolist() == [4, 7]
+    assert stats.fastest_ms(rows[["wall_ms"]]).tolist() == [5, 7]
+
+
 # GPU time
 
 def test_a_union_is_that_of_counting_every_moment():
@@ -364,9 +382,11 @@ def steady(seconds, power=500.0, every_s=0.02, counter_every_s=0.1):
     return [Reading(t, 1800.0, 7e6 + power * counter_every_s * math.floor(t / counter_every_s + 1e-9)) for t in times]
 
 
+@pytest.mark.parametrize("late", [0, 4])
 @pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
-def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds):
-    assert power_w(steady(seconds)) == pytest.approx(500)
+def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds, late):
+    """Also where the first reading is one of a counter that has long been stale."""
+    assert power_w(steady(seconds)[late:]) == pytest.approx(500)
 
 
 def test_power_is_unknown_where_the_counter_is():

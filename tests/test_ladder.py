@@ -331,6 +331,11 @@ def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
     assert later < first
 
 
+def test_a_change_that_is_timed_in_a_later_cell_keeps_what_compiling_it_found(cells):
+    rows = cells("class Graph(Blocks)", changes=["fp32", "blocks"]).rows
+    assert {"gradient_off", "compile_s", "wall_ms"} <= rows["blocks", 2].keys()
+
+
 def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
     cells = cells("time_compiled(Chunked)", changes=["fp32"])
     plain, fused = cells.Plain(cells.config), type("Fp32", (cells.Plain,), {"attention": cells.SDPA.attention})(cells.config)

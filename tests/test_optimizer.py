@@ -167,6 +167,17 @@ def test_a_resume_equals_no_interruption_to_the_bit(moments, eight_bits):
         assert torch.equal(getattr(own, name), getattr(resumed, name)), name
 
 
+def test_a_resume_has_the_scales_of_the_step_before():
+    own, _, train = trained(torch.bfloat16, 0, eight_bits=True)
+    own.masters()["2.weight"].mul_(100)  # weights that have grown have that scale only in the next step
+    train(0, 1)
+    resumed, _, _ = trained(torch.bfloat16, 1, eight_bits=True)
+    resumed.load_state_dict(own.state_dict())
+    assert resumed.named["2.weight"].fp8_scale == own.named["2.weight"].fp8_scale
+    for one, other in zip(own.parameters, resumed.parameters):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["bf16", "fp8"])
 def test_weights_that_are_loaded_into_its_model_are_not_undone(eight_bits):
     torch.manual_seed(0)
