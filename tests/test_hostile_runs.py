@@ -212,3 +212,13 @@ def test_what_ships_can_be_run(name, device):
     asked = load_sweeps(paths, device, 139.8)
     assert asked.configs and {config.device for config in asked.configs} == {device}
     assert all(said_before(path) for path in paths)
+
+
+@pytest.mark.parametrize("name", ["reference", "campaign", "tour"])
+def test_no_ladder_that_ships_replaces_another(name):
+    """A report drops a run of which a later one measures a change again, with all that it alone has."""
+    ladders = [config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"]
+    measured = [(config.size, config.context_length, config.vocab_size, batch, change) for config in ladders
+                for batch in config.batches or [config.batch_size]
+                for change in [*config.changes, *(f"without {one}" for one in config.without), *config.peers]]
+    assert ladders and len({*measured}) == len(measured)

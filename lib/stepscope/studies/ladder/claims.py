@@ -27,6 +27,7 @@ from stepscope.studies.ladder.rows import (
     launch_us,
     loss_shift,
     pays_from,
+    seeds_apart,
     shares,
     shifts_of,
     smallest_ladder,
@@ -325,17 +326,34 @@ def fp8_training(tables: Tables) -> Claim:
     return found if found["most"] < 0.05 else None
 
 
-def fp8_trains(tables: Tables) -> Claim:
-    """Where the bf16 step was trained from several seeds, and FP8 beside it: FP8's loss is nearer to bf16's
-    of the same weights than that of any other seed."""
-    sizes, steps, nearer = [], [], []
+def _fp8_losses(tables: Tables) -> pd.DataFrame:
+    """By size of what bf16 was trained from several seeds with FP8 beside it: the number of ``steps``, FP8's
+    distance from bf16's loss of the same weights (``fp8``), and the least and the largest of two seeds of
+    bf16 from each other (``low``, ``high``), in nats, means over steps."""
+    found = {}
     for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
         if {"fp8", LAST} <= {*own["change"]} and select(own, change=LAST)["seed"].nunique() > 1:
-            distance, nearest = loss_shift(shifts_of(own, LAST), LAST)
-            nearer.append(distance["fp8"] < nearest)
-            sizes.append(Shape(*place).size)
-            steps.append(own["step"].nunique())
-    return {"sizes": listed(sizes), "steps": steps[0]} if len({*steps}) == 1 and all(nearer) else None
+            shifts = shifts_of(own, LAST)
+            apart = seeds_apart(shifts[LAST])
+            found[Shape(*place).size] = {"steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
+                                         "low": min(apart), "high": max(apart)}
+    return pd.DataFrame.from_dict(found, orient="index")
+
+
+def fp8_trains(tables: Tables) -> Claim:
+    """FP8's loss is as near to bf16's as seeds are to each other, at every size; the numbers of the size
+    where it is nearest to being farther."""
+    found = _fp8_losses(tables)
+    worst = (found["fp8"] / found["high"]).idxmax()
+    said = {"sizes": listed([*found.index]), "size": worst} | found.loc[worst].to_dict()
+    return said if (found["fp8"] <= found["high"]).all() else None
+
+
+def fp8_strays(tables: Tables) -> Claim:
+    """At some size it is farther: the numbers of that where it is by most."""
+    found = _fp8_losses(tables)
+    worst = (found["fp8"] / found["high"]).idxmax()
+    return None if fp8_trains(tables) else {"size": worst} | found.loc[worst].to_dict()
 
 
 def filled(tables: Tables) -> Claim:

@@ -189,12 +189,16 @@ def shifts_of(curves: pd.DataFrame, base: str) -> pd.DataFrame:
     return smooth.sub(smooth[base].iloc[:, 0], axis=0)
 
 
+def seeds_apart(losses: pd.DataFrame) -> list[float]:
+    """How far the losses of any two seeds, a column each, are from each other: means over steps, in nats."""
+    return [(losses[a] - losses[b]).abs().mean() for a, b in combinations(losses, 2)]
+
+
 def loss_shift(shifts: pd.DataFrame, base: str = "fp32") -> tuple[pd.Series, float]:
     """Of :func:`shifts_of` how far each rung's loss is from the base's of the same weights, the mean over
     steps; and the nearest that the base's losses of two seeds are, nan of one seed."""
-    seeds = shifts[base]
-    nearest = min(((seeds[a] - seeds[b]).abs().mean() for a, b in combinations(seeds, 2)), default=math.nan)
-    return shifts.xs(seeds.columns[0], axis="columns", level="seed").abs().mean().drop(base), nearest
+    first, nearest = shifts[base].columns[0], min(seeds_apart(shifts[base]), default=math.nan)
+    return shifts.xs(first, axis="columns", level="seed").abs().mean().drop(base), nearest
 
 
 def all_of_them(rows: pd.DataFrame, clock: str) -> float:
