@@ -22,17 +22,20 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
 
     The warm-up's steps change weights and optimizer; the capture itself changes nothing.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side, before = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(before)
     with torch.cuda.stream(side):
         for _ in range(warmups):
             step()
-    torch.cuda.current_stream().wait_stream(side)
+    before.wait_stream(side)
     torch.cuda.synchronize()
     clear()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):  # collects garbage and gives cached memory back first
-        output = step()
+    try:
+        with torch.cuda.graph(graph, stream=side):  # collects garbage and gives cached memory back first
+            output = step()
+    finally:
+        torch.cuda.set_stream(before)  # a capture that fails leaves its own current
 
     def replay() -> Any:
         graph.replay()
@@ -66,7 +69,6 @@ def replay(step: Callable[[], Any], device: str, *, optimizer: Any = None, scale
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             failure = capture_failure(error)
         if failure:  # not in the handler: the error holds what its frames hold
-            torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own current
             gc.collect()
     clear()
     release(device, after_error=bool(failure))
