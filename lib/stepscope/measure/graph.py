@@ -34,8 +34,9 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
     try:
         with torch.cuda.graph(graph, stream=side):  # collects garbage and gives cached memory back first
             output = step()
-    finally:
+    except BaseException:
         torch.cuda.set_stream(before)  # a capture that fails leaves its own current
+        raise
 
     def replay() -> Any:
         graph.replay()
