@@ -284,6 +284,14 @@ def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_pat
     assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")][:2] == [0.9, 0.09]
 
 
+@pytest.mark.parametrize(("gpu", "share"), [("NVIDIA H100 80GB HBM3", "2.8% of 990"), ("Tesla V100-SXM2-16GB", "22% of 125")])
+def test_fp16_is_held_against_its_own_rate_or_where_none_is_told_against_bf16s(tmp_path, gpu, share):
+    product = event("cpu_op", "aten::mm", 0, 1, **{"External id": 1, "Input Dims": [[4096, 4096]] * 2, "Input type": ["c10::Half"] * 2})
+    path = written(tmp_path / "a.json", [product, *launched("hgemm_128x128", 1, 10, 5000, 1, external=1)],
+                   deviceProperties=[{"id": 0, "name": gpu}])
+    assert line(path, "matmul") == f"fp16 27.5 TFLOP/s ({share})"
+
+
 def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_fused(tmp_path):
     path = written(tmp_path / "a.json", [
         event("user_annotation", "optimizer", 0, 50), *launched(ADD, 10, 100, 100, 1), *launched(ADD, 60, 200, 50, 2),
@@ -380,6 +388,7 @@ REFUSED = {
     "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "cut off or no JSON .maximum recursion depth"),
     "cut.sqlite": (SAMPLE.read_bytes()[:40_000], "database disk image is malformed"),
     "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be read .*end-of-stream"),
+    "whole.sqlite.gz": (gzip.compress(SAMPLE.read_bytes()[:40_000]), "database disk image is malformed"),
     "cpu.json": (json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
                  "holds no GPU work, only 3 operators of the CPU, expected a trace with kernels"),
     "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"),

@@ -256,6 +256,15 @@ def test_the_account_and_the_clocks_follow_from_the_captured_steps_and_the_plain
                 len(own), own["duration_ns"].sum(), round(1e6 * covered_ms(own)), own["end_ns"].max() - own["start_ns"].min())
 
 
+def test_what_has_no_region_is_named_after_its_phase_where_that_says_what_it_is(here):
+    phases = ["forward", "backward", "optimizer", "outside"]
+    rows = pd.DataFrame({"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4, "duration_ns": 1})
+    captured = SimpleNamespace(file="a capture", inside=["step"], modes={"step": {"status": "ok"}})
+    named = executed("nsys", "UNNAMED =", here | {
+        "operations": rows, "ranges": pd.DataFrame({"role": ["step"]}), "captured": captured})["named"]
+    assert named["region"].tolist() == ["unattributed", "gradient accumulation", "optimizer", "outside"] + ["ffn"] * 4
+
+
 def test_what_the_cells_show_and_say_is_of_forwards_account(here):
     of_step, said, shown = here["of_step"], SimpleNamespace(say=print), []
     for mode, own in of_step.groupby("mode"):
@@ -379,6 +388,19 @@ def test_a_profiler_that_fails_is_quoted(tmp_path, script, message):
         nsys_tool.export_capture(program, tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
     with pytest.raises(NsysError, match=r"nsys stats made nothing of step.sqlite"):
         nsys_tool.make_reports(program, Path(shutil.copy(EXPORT, tmp_path)), ("cuda_gpu_kern_sum",))
+
+
+def test_of_several_nsys_the_newest_of_the_first_place_is_taken_and_the_paths_before_it(tmp_path, monkeypatch):
+    here = [tmp_path / place / "bin" / "nsys" for place in ("systems/2025.5.1", "systems/2026.1.1", "compute/2026.2.0")]
+    for program in here:
+        program.parent.mkdir(parents=True)
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(nsys_tool, "PLACES", [f"{tmp_path}/{place}/*/bin/nsys" for place in ("none", "systems", "compute")])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nsys_tool.find_nsys() == here[1]
+    monkeypatch.setenv("PATH", str(here[0].parent))
+    assert nsys_tool.find_nsys() == here[0]
 
 
 def test_libraries_that_the_importer_lacks_are_found(tmp_path, monkeypatch):

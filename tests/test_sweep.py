@@ -182,6 +182,9 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     assert give(tiny(device="cpu")) is None  # which nobody offers
     workers.running = [given for given in workers.running if given.address == "b"]
     assert give(small)[0] == "a" and give(whole) is None
+    workers.running = [given for given in workers.running if given.address == "b"]
+    workers.offers["a"]["nthreads"] = 1
+    assert give(small)[0] == "a" and give(small) is None  # it has memory for more, and no thread
     workers.offers["c"] = {"name": 2, "nthreads": 1, "resources": {"GPU_GIB": 40.0}}
     workers.offers["d"] = {"name": 3, "nthreads": 1, "resources": {"RUNS": 1.0}}
     assert workers.gpu_gib() == 40
@@ -210,6 +213,21 @@ def test_one_folder_holds_one_devices_runs(sweep, store, tiny):
     put(store, tiny(seed=77), machine={"device_name": "another"})
     with pytest.raises(SweepError, match="holds runs of 'another'"):
         sweep([0])
+
+
+def test_a_folders_device_is_what_the_first_record_says_that_says_one(store, tiny):
+    put(store, tiny(study="benchmark"), status="failed")  # before it knew
+    assert store.device_name() is None
+    put(store, tiny(study="memory"), machine={"device_name": "H200"})
+    assert store.device_name() == "H200"
+
+
+def test_what_fails_after_a_signal_is_left_to_be_run(store, tiny):
+    configs = [tiny(seed=0), tiny(seed=1)]
+    under_way = sweeping._Sweep(None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), ["SIGTERM"], 0.0)
+    for config, status in zip(configs, ("failed", "ok")):
+        under_way._collect(SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, status=status))
+    assert by_seed(store).keys() == {1} and under_way.end.counts == {"ok": 1}
 
 
 def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):

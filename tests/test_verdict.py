@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from nbclient import NotebookClient
 
+from cells import run_cells
 from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
 from stepscope.captures.account import devices
@@ -337,6 +338,16 @@ def test_the_example_tells_a_gpu_and_names_no_machine():
     assert line(EXAMPLE, "capture").startswith("H200; 5 steps (step); 1,380 operations")
     text = gzip.decompress(EXAMPLE.read_bytes())
     assert not re.search(rb"/(home|root|tmp|usr)/|TARGET_INFO_SYSTEM_ENV|PROCESSES", text)
+
+
+def test_the_notebooks_times_are_of_one_step_where_two_are_in_the_middle(tmp_path):
+    path, shown = tmp_path / "a.json", []
+    written(path, [one for number, lasts in enumerate((30, 50)) for one in (
+        event("user_annotation", f"step {number}", 100 * number, 100),
+        *launched(GEMM, 100 * number + 2, 100 * number + 10, lasts, number + 1))])
+    found = run_cells("profile", replaced={"display": shown.append, "brief": lambda frame: frame}, file=str(path))
+    assert found["table"]["ms"].tolist() == found["kernels"]["ms"].tolist() == [0.04]
+    assert shown[-1].to_numpy().tolist() == [[0.1, 0.08]]  # of 0.1 ms 0.04 are compute, and half of that would go
 
 
 @pytest.mark.trials

@@ -340,7 +340,7 @@ def _communication(one: Device) -> Line:
 def _matmuls(one: Device) -> Line:
     said = []
     for dtype, row in one.matmuls[one.matmuls["ms"] >= WORTH * one.matmuls["ms"].sum()].iterrows():
-        most = one.sheet.get("bf16" if dtype == "fp16" else str(dtype))
+        most = one.sheet.get(str(dtype), one.sheet.get("bf16") if dtype == "fp16" else None)
         of = f" ({number(row.tflops / most, '%')} of {most:,.0f})" if most else ""
         said.append(f"{clean(str(dtype))} {number(row.tflops, 'TFLOP/s')}{of}")
     rates = {f"{dtype}_tflops": row.tflops for dtype, row in one.matmuls.iterrows()}
