@@ -147,17 +147,17 @@ def run_of(naive, **fields):
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
 def test_a_wrong_implementation_is_caught_and_not_timed(factor):
     tables = run_of(naive_of(scores=lambda scores: factor * scores))
-    cells = tables["cells"].set_index(["implementation", "phase"])
+    cells = tables["cases"].set_index(["implementation", "phase"])
     assert (cells.loc["naive", "status"] == "failed").all() and cells.loc["naive", "wall_ms"].isna().all()
     assert (cells.loc["flash", "status"] == "ok").all() and (cells.loc["flash", "wall_ms"] > 0).all()
     assert "fp32 is allowed 2e-05" in cells["reason"].loc["naive", "forward"]
-    attention.SCHEMAS["cells"].validate(tables["cells"])
+    attention.SCHEMAS["cases"].validate(tables["cases"])
     attention.SCHEMAS["checks"].validate(tables["checks"])
 
 
 def test_a_mask_that_lets_one_position_too_many_through_is_caught():
     tables = run_of(naive_of(future=lambda future: future.triu(2)), precision="bf16")
-    assert tables["cells"].set_index(["implementation", "phase"])["status"]["naive", "forward"] == "failed"
+    assert tables["cases"].set_index(["implementation", "phase"])["status"]["naive", "forward"] == "failed"
 
 
 # -- what a run leaves -----------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_a_mask_that_lets_one_position_too_many_through_is_caught():
 
 def test_every_cell_has_a_row_a_phase_and_keys_are_unique(measured):
     config, tables, _ = measured
-    cells = tables["cells"]
+    cells = tables["cases"]
     assert len(cells) == len(config.sequences) * len(config.implementations) * 2
     for name, schema in attention.SCHEMAS.items():
         schema.validate(tables[name])
@@ -174,7 +174,7 @@ def test_every_cell_has_a_row_a_phase_and_keys_are_unique(measured):
 
 
 def test_what_a_cpu_lacks_has_torchs_reason(measured):
-    cells = measured[1]["cells"]
+    cells = measured[1]["cases"]
     status = cells.groupby("implementation")["status"].unique().map(list).to_dict()
     assert status == {"naive": ["ok"], "compiled": ["ok"], "flash": ["ok"], "math": ["ok"],
                       "efficient": ["unsupported"], "cudnn": ["unsupported"], "flex": ["unsupported"]}
@@ -186,19 +186,19 @@ def test_what_a_cpu_lacks_has_torchs_reason(measured):
 
 def test_both_clocks_and_the_kernels_of_what_ran(measured):
     config, tables, _ = measured
-    ok = tables["cells"][tables["cells"]["status"] == "ok"]
+    ok = tables["cases"][tables["cases"]["status"] == "ok"]
     assert (ok["passes"] <= config.timed_steps).all() and (ok["passes"] >= config.least_passes).all()
     kernels = ok.set_index(["implementation", "sequence", "phase"])["kernel"]
     assert kernels["flash", 16, "forward"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert kernels["flash", 16, "backward"] == "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
     naive = ok[(ok["implementation"] == "naive") & (ok["sequence"] == 16)].set_index("phase")["operations"]
     assert naive["backward"] > naive["forward"] >= 8  # two matmuls, scale, mask, five of softmax
-    assert tables["cells"]["gpu_ms"].notna().equals(tables["cells"]["status"] == "ok")
+    assert tables["cases"]["gpu_ms"].notna().equals(tables["cases"]["status"] == "ok")
 
 
 def test_a_cells_row_follows_from_its_passes_its_kernels_and_its_bytes(left):
     names, said = left[0], []
-    cells, passes = (names[name].query("status == 'ok'") for name in ("cells", "passes"))
+    cells, passes = (names[name].query("status == 'ok'") for name in ("cases", "passes"))
     for row in cells.to_dict("records"):
         case, phase = (row["implementation"], row["sequence"]), row["phase"]
         walls, memory, kernels = names["walls"][case][phase].tolist(), names["sizes"][case], names["kernels"][case, phase]
@@ -220,7 +220,7 @@ def test_nothing_is_compiled_while_it_is_timed(measured):
 @pytest.mark.parametrize("fields, passes", [({"cell_seconds": 10.0}, 30), ({"cell_seconds": 1e-9, "least_passes": 4}, 4)])
 def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
     names = cells_until(sequences=[8], implementations=["flash"], timed_steps=30, **fields)
-    assert (names["cells"]["passes"] == passes).all()
+    assert (names["cases"]["passes"] == passes).all()
 
 
 def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up():
@@ -242,7 +242,7 @@ def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
     captured = SimpleNamespace(operations=pd.DataFrame(rows, columns=CAPTURED), reason="",
                                phases=lambda case, number: lambda phase: nullcontext())
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
-    found = cells_until(sequences=[16], implementations=["math"])["cells"]
+    found = cells_until(sequences=[16], implementations=["math"])["cases"]
     assert found[["phase", "gpu_ms", "operations", "kernel"]].values.tolist() == [
         [phase, 7.0, 3.0, "softmax"] for phase in ("forward", "backward")]
 
@@ -253,17 +253,17 @@ def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
             raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
     monkeypatch.setattr(profiler, "profiled", Broken)
     names = cells_until(sequences=[8], implementations=["flash"])
-    cells = names["cells"]
+    cells = names["cases"]
     assert (cells["status"] == "ok").all() and (cells["wall_ms"] > 0).all() and cells["gpu_ms"].isna().all()
     assert cells["reason"].str.contains("MULTIPLE_SUBSCRIBERS").all()
-    attention.SCHEMAS["cells"].validate(cells)
+    attention.SCHEMAS["cases"].validate(cells)
     assert figures.attention_time(attention.of_run(names["config"], names["tables"])) is None
 
 
 def test_where_nothing_can_be_timed_the_notebook_says_so():
     nothing = cells_until("relplot", sequences=[8], implementations=["flex"])
-    assert nothing["cells"]["wall_ms"].isna().all() and nothing["timings"].empty
-    attention.SCHEMAS["cells"].validate(nothing["cells"])
+    assert nothing["cases"]["wall_ms"].isna().all() and nothing["timings"].empty
+    attention.SCHEMAS["cases"].validate(nothing["cases"])
 
 
 def test_torchs_warnings_say_why_no_kernel_fits():
@@ -294,7 +294,7 @@ def test_out_of_memory_is_a_result_and_the_others_go_on():
     def full(scores):
         raise torch.OutOfMemoryError(ERROR)
     tables = run_of(naive_of(scores=full))
-    cells = tables["cells"].set_index(["implementation", "phase"])
+    cells = tables["cases"].set_index(["implementation", "phase"])
     assert cells["status"].to_dict() == {("naive", "forward"): "oom", ("naive", "backward"): "oom",
                                          ("flash", "forward"): "ok", ("flash", "backward"): "ok"}
     assert cells.loc[("naive", "forward"), "asked_gib"] == 128 and cells["wall_ms"].isna().sum() == 2
@@ -304,7 +304,7 @@ def test_out_of_memory_is_a_result_and_the_others_go_on():
 def test_what_cannot_fit_is_not_compiled(monkeypatch):
     monkeypatch.setattr(room, "device_bytes", lambda device: 1000.0)
     tables = cells_until(sequences=[16], implementations=["compiled", "flash"])["tables"]
-    cells = tables["cells"].set_index(["implementation", "phase"])
+    cells = tables["cases"].set_index(["implementation", "phase"])
     assert cells["status"]["compiled", "forward"] == "oom" and cells["status"]["flash", "forward"] == "ok"
     assert "not compiled" in cells["reason"]["compiled", "forward"]
 
@@ -423,7 +423,7 @@ def grid():
     ok = cells[(cells["status"] == "ok") & (cells["phase"] == "forward")]
     checks = ok[[*attention.CONFIG, *attention.CASE]].assign(
         **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2)
-    frames = {"cells": cells, "checks": checks}
+    frames = {"cases": cells, "checks": checks}
     key = {name: [*attention.CONFIG, *schema.unique] for name, schema in attention.SCHEMAS.items()}
     key["passes"] = key["checks"]
     for name, frame in (frames | attention.tables(frames)).items():
@@ -457,12 +457,12 @@ def test_without_data_nothing_is_claimed(name, measured):
 def changed(grid, column, value, **where):
     """The grid with another value in some cells, and all that follows."""
     frames = {name.removeprefix("attention."): frame for name, frame in grid.items()}
-    cells = frames["cells"].copy()
+    cells = frames["cases"].copy()
     these = pd.Series(True, cells.index)
     for name, wanted in where.items():
         these &= cells[name].isin(wanted if isinstance(wanted, list) else [wanted])
     cells.loc[these, column] = value
-    frames |= {"cells": cells} | attention.tables({"cells": cells})
+    frames |= {"cases": cells} | attention.tables({"cases": cells})
     return {f"attention.{name}": frame for name, frame in frames.items()}
 
 
@@ -539,13 +539,13 @@ def test_where_memory_ran_out_is_told_by_phase(grid):
 
 @pytest.mark.parametrize("over, left", [(1.01, True), (1.03, False)])
 def test_gpu_time_that_cannot_be_is_left_out(over, left, grid):
-    cells = grid["attention.cells"]
+    cells = grid["attention.cases"]
     naive = (cells["implementation"] == "naive") & (cells["precision"] == "tf32") & (cells["sequence"] == 16384)
     odd = cells.assign(gpu_ms=cells["gpu_ms"].where(~naive, over * cells["wall_ms"]))
-    passes = attention.tables({"cells": odd})["passes"]
+    passes = attention.tables({"cases": odd})["passes"]
     row = passes[(passes["implementation"] == "naive") & (passes["precision"] == "tf32") & (passes["sequence"] == 16384)]
     assert row["gpu_ms"].notna().item() == left and row["wall_ms"].item() == pytest.approx(108)
-    passes = attention.tables({"cells": odd.assign(device_gib=float("nan"))})["passes"]  # a CPU's is of slower passes
+    passes = attention.tables({"cases": odd.assign(device_gib=float("nan"))})["passes"]  # a CPU's is of slower passes
     assert passes["gpu_ms"].notna().sum() == cells["gpu_ms"].notna().sum() / 2
 
 

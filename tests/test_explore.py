@@ -28,10 +28,10 @@ def test_exploring_measures_two_by_their_own_steps(monkeypatch):
 def test_exploring_shows_the_largest_sizes_ladder():
     rows = [(size, context, change, wall) for size, context, least in (("small", 512, 5.0), ("2.7B", 512, 90.0), ("2.7B", 128, 9.0))
             for change, wall in (("fp32", 10 * least), ("bf16", least), ("fp8", None))]
-    steps = pd.DataFrame(rows, columns=["size", "context_length", "change", "wall_ms"]).assign(
+    steps = pd.DataFrame(rows, columns=["size", "context_length", "optimization", "wall_ms"]).assign(
         gpu_ms=1.0, busy=1.0, peak_gib=1.0, tokens_per_s=1.0)
     own = executed("explore", "slowest = ", {"steps": steps, "brief": lambda *_: None, "display": lambda *_: None})["own"]
-    assert own[["size", "context_length", "change", "wall_ms"]].values.tolist() == [
+    assert own[["size", "context_length", "optimization", "wall_ms"]].values.tolist() == [
         ["2.7B", 512, "fp32", 900], ["2.7B", 512, "bf16", 90]]
 
 

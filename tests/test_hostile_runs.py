@@ -107,7 +107,7 @@ LAUGHS = ("study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device
     ("{study: benchmark, fixd: {}}", "fixd: no such field; fixed may be meant; known are study, fixed, axes"),
     ("{study: benchmark, fixed: {size: nano, contxt_length: 8}}",
      "contxt_length: no such field; context_length may be meant; known are study"),
-    ("{study: ladder, axes: {change: [fp32]}}", "change: no such field; changes may be meant"),
+    ("{study: ladder, axes: {optimization: [fp32]}}", "optimization: no such field; optimizations may be meant"),
     ("{study: memory, fixed: {zzz: 1}}", "zzz: no such field; known are"),
     ("{study: benchmark, fixed: {study: nsys}}", "'study': given more than once"),
     ("{study: benchmark, fixed: {1: 2}}", "fixed.1.*should be a valid string"),
@@ -220,5 +220,5 @@ def test_no_ladder_that_ships_replaces_another(name):
     ladders = [config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"]
     measured = [(config.size, config.context_length, config.vocab_size, batch, change) for config in ladders
                 for batch in config.batches or [config.batch_size]
-                for change in [*config.changes, *(f"without {one}" for one in config.without), *config.peers]]
+                for change in [*config.optimizations, *(f"without {one}" for one in config.without), *config.baselines]]
     assert ladders and len({*measured}) == len(measured)

@@ -37,7 +37,7 @@ from stepscope.traces.captured import CAPTURED
 
 EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
 SHAPE = {"size": "custom", "d_model": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2, "vocab_size": 300,
-         "device": "cpu", "context_length": 16, "batch_size": 2, "changes": EAGER, "training_steps": 0}
+         "device": "cpu", "context_length": 16, "batch_size": 2, "optimizations": EAGER, "training_steps": 0}
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_the_hash_is_numpys_and_its_bits_are_even():
 def test_rounded_to_nearest_a_second_moment_cannot_fall():
     found = checks.falling_moment()
     assert found["v_nearest"] > 0.99 and found["v_fp32"] == pytest.approx(0.351, abs=0.005)
-    assert found["v_by_chance"] == pytest.approx(found["v_fp32"], rel=0.01)
+    assert found["v_stochastic"] == pytest.approx(found["v_fp32"], rel=0.01)
 
 
 # -- loss and FP8 ---------------------------------------------------------------------------------------------
@@ -252,10 +252,10 @@ def test_of_trained_weights_the_gradient_is_taken_again(cells, monkeypatch):
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
     monkeypatch.setattr("stepscope.model.text.text_batches", lambda steps, *sizes: text_batches(min(steps, 4), *sizes))
     with torch.compiler.set_stance("force_eager"):
-        made = cells("def filling_batch", changes=["fp32", "bf16_moments", "fp8"])
+        made = cells("def filling_batch", optimizations=["fp32", "bf16_moments", "fp8"])
     rows = {change: row for (change, _), row in made.rows.items()}
-    assert "trained_gradient_off" not in rows["fp32"]
-    assert 0 < rows["bf16_moments"]["trained_gradient_off"] < rows["fp8"]["trained_gradient_off"] < 0.5
+    assert "trained_gradient_error" not in rows["fp32"]
+    assert 0 < rows["bf16_moments"]["trained_gradient_error"] < rows["fp8"]["trained_gradient_error"] < 0.5
     for name, weight in made.trained.items():
         assert not torch.equal(weight, torch.ones_like(weight)), f"{name} is not trained"
     model = TransformerLM(made.config.step())  # the loss of text that no step has seen, and its gradient
@@ -278,7 +278,7 @@ ALL_MADE = "for peer in others:"  # the cell behind those that make classes
 
 
 def test_each_change_is_the_last_and_one_more(cells):
-    made = cells(ALL_MADE, changes=["fp32"])
+    made = cells(ALL_MADE, optimizations=["fp32"])
     classes, lesser, peers = ([getattr(made, name) for name in names] for names in (CLASSES, LESSER, PEERS))
     assert [kind.name for kind in classes] == [*RUNGS, "chunked", "fp8", FILLED]
     for before, after in pairwise(classes[:len(RUNGS)]):
@@ -295,7 +295,7 @@ def test_each_change_is_the_last_and_one_more(cells):
 
 def test_what_is_left_out_of_the_last_step_is_as_before_that_change(cells):
     """A class has the methods of the last step, but for those of which the class before the change has others."""
-    made = cells(ALL_MADE, changes=["fp32"])
+    made = cells(ALL_MADE, optimizations=["fp32"])
     parts = ("settings", "attention", "model", "autocast", "head_loss", "compiled", "loss", "adamw", "launched")
 
     def differ(one, other):
@@ -317,7 +317,7 @@ def test_what_the_last_step_has_not_cannot_be_left_out(config):
 
 @pytest.mark.parametrize("name", ["BF16", "SDPA", "Fused", "Blocks", "BF16Weights", "BF16Moments", "Chunked", LESSER[0]])
 def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
-    cells = cells(ALL_MADE, changes=["fp32"])
+    cells = cells(ALL_MADE, optimizations=["fp32"])
     plain = cells.Plain(cells.config)
     expected_loss = plain.gradients().item()
     expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
@@ -332,12 +332,12 @@ def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
 
 
 def test_a_change_that_is_timed_in_a_later_cell_keeps_what_compiling_it_found(cells):
-    rows = cells("class Graph(Blocks)", changes=["fp32", "blocks"]).rows
-    assert {"gradient_off", "compile_s", "wall_ms"} <= rows["blocks", 2].keys()
+    rows = cells("class Graph(Blocks)", optimizations=["fp32", "blocks"]).rows
+    assert {"gradient_error", "compile_s", "wall_ms"} <= rows["blocks", 2].keys()
 
 
 def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
-    cells = cells("time_compiled(Chunked)", changes=["fp32"])
+    cells = cells("time_compiled(Chunked)", optimizations=["fp32"])
     plain, fused = cells.Plain(cells.config), type("Fp32", (cells.Plain,), {"attention": cells.SDPA.attention})(cells.config)
     assert fused.gradients().item() == pytest.approx(plain.gradients().item(), rel=1e-6)
     for key, parameter in fused.named.items():
@@ -347,7 +347,7 @@ def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
 
 @pytest.mark.parametrize("name", ["Plain", "BF16Weights", "BF16Moments"])
 def test_a_reset_trains_as_a_fresh_one(cells, name):
-    cells, programs = cells("time_compiled(Chunked)", changes=["fp32"]), {}
+    cells, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
     kind = getattr(cells, name)
     made = kind(cells.config, programs)
     first = [made.step().item() for _ in range(3)]
@@ -362,7 +362,7 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
 
 
 def test_changes_that_differ_in_no_program_share_it(cells):
-    made = cells(ALL_MADE, changes=["fp32"])
+    made = cells(ALL_MADE, optimizations=["fp32"])
     programs = {}
     for kind in (made.SDPA, made.Fused, made.Blocks, type("Again", (made.Blocks,), {}), made.BF16Weights,
                  made.BF16Moments, made.WithoutBF16Weights, made.WithoutBF16Moments):
@@ -374,7 +374,7 @@ def test_changes_that_differ_in_no_program_share_it(cells):
 
 def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
     pytest.importorskip("transformers")
-    made, asked = cells(ALL_MADE, changes=["fp32"]), []
+    made, asked = cells(ALL_MADE, optimizations=["fp32"]), []
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: asked.append(mode) or model)
     monkeypatch.setattr(made.HuggingFaceGraphs, "lacks", classmethod(lambda kind, device: ""))
     programs = {}
@@ -384,7 +384,7 @@ def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
 
 
 def test_what_a_cpu_lacks_is_said(cells):
-    made = cells(ALL_MADE, changes=["fp32"])
+    made = cells(ALL_MADE, optimizations=["fp32"])
     for name in ("TF32", "Graph", "FP8", "WithoutGraph", "HuggingFaceCaptured", "HuggingFaceGraphs"):
         with pytest.raises(Unsupported, match="CPU|GPU"):
             getattr(made, name)(made.config)
@@ -393,7 +393,7 @@ def test_what_a_cpu_lacks_is_said(cells):
 def test_hugging_faces_llama_has_our_shape(cells):
     """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
     pytest.importorskip("transformers")
-    cells = cells(ALL_MADE, changes=["fp32"])
+    cells = cells(ALL_MADE, optimizations=["fp32"])
     made = cells.HuggingFace(cells.config)
     assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(cells.config)
     first = made.plain_step().item()
@@ -404,7 +404,7 @@ def test_hugging_faces_llama_has_our_shape(cells):
 def test_without_its_mask_hugging_faces_llama_is_as_causal(cells, monkeypatch):
     """Traced as torch.compile traces it: SDPA gets no mask and is_causal, and loss and gradients are the same."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    made, found, calls, before = cells(ALL_MADE, changes=["fp32"]), {}, {}, modeling.create_causal_mask
+    made, found, calls, before = cells(ALL_MADE, optimizations=["fp32"]), {}, {}, modeling.create_causal_mask
 
     def traced(kind):
         def backend(graph, inputs):
@@ -431,7 +431,7 @@ def test_without_its_mask_hugging_faces_llama_is_as_causal(cells, monkeypatch):
 
 def test_the_script_is_measured_as_it_stands(cells, monkeypatch):
     """The step that its make_step makes of its model, on the ladder's batch."""
-    made, given = cells(ALL_MADE, changes=["fp32"]), []
+    made, given = cells(ALL_MADE, optimizations=["fp32"]), []
     make_step = made.fast_step.make_step
     monkeypatch.setattr(made.fast_step, "make_step", lambda *of: given.append((of, make_step(*of))) or given[-1][1])
     trainer = made.FastStep(made.config)
@@ -510,11 +510,11 @@ def test_a_sample_stands_for_a_large_tensor(cells):
     trainer = SimpleNamespace(named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
                               program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}))
     found = made.relative_errors(trainer, 3.0, 2.0, {"large": torch.ones(10), "small": own["small"]})
-    assert found == pytest.approx({"loss_off": 0.5, "gradient_off": math.sqrt(100 / 600)})
+    assert found == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 
 def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(cells, config):
-    made = cells("for case in filled", changes=["fp32"])
+    made = cells("for case in filled", optimizations=["fp32"])
     shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
     made.filling_batch.__globals__["config"] = shape
     memory = 140 * 2**30
@@ -572,28 +572,28 @@ def test_a_ladder_without_compiling_on_a_cpu(monkeypatch):
     monkeypatch.setattr("stepscope.measure.back_to_back", noted)
     names = whole(timed_steps=3, warmup_steps=1, training_steps=2)
     found, results = names["tables"], names["run"].outcome["results"]
-    steps = found["steps"].set_index("change")
+    steps = found["steps"].set_index("optimization")
     assert list(steps.index) == EAGER and (steps["status"] == "ok").all()
-    assert steps.loc["fp32", "gradient_off"] == 0 and 0 < steps.loc["bf16", "gradient_off"] < 0.1
+    assert steps.loc["fp32", "gradient_error"] == 0 and 0 < steps.loc["bf16", "gradient_error"] < 0.1
     assert (steps["tokens_per_s"] * steps["wall_ms"]).round().eq(32_000).all()
     kernels = found["kernels"]
-    assert set(kernels["change"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
+    assert set(kernels["optimization"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
     config, T, gradients = names["config"], SHAPE["context_length"], {}
     flops = step_flops(config)
     needed = flops - 6 * config.batch_size * T * (T - 1) * config.d_model  # all but what is above the diagonal
     for change, kind, walls in zip(EAGER, ("Plain", "BF16", "SDPA", "Fused"), stretches, strict=True):
-        row, own, trainer = steps.loc[change], kernels[kernels["change"] == change], names[kind](config)
+        row, own, trainer = steps.loc[change], kernels[kernels["optimization"] == change], names[kind](config)
         loss, expected = trainer.gradients().item(), spread(walls) | {"steps": 3, "gpu_ms": own["gpu_ms"].sum(), "operations": own["count"].sum()}
         gradients[change] = torch.cat([parameter.grad.double().flatten() for parameter in trainer.named.values()])
         off = (gradients[change] - gradients["fp32"]).norm() / gradients["fp32"].norm()
-        expected |= {"mfu_measured": flops / expected["wall_ms"] / 1e9 / results[f"matmul_{trainer.precision}"], "gradient_off": off.item(),
-                     "busy": expected["gpu_ms"] / expected["wall_ms"], "loss_off": abs(loss / names["reference"][2][0] - 1),
+        expected |= {"mfu_measured": flops / expected["wall_ms"] / 1e9 / results[f"matmul_{trainer.precision}"], "gradient_error": off.item(),
+                     "busy": expected["gpu_ms"] / expected["wall_ms"], "loss_error": abs(loss / names["reference"][2][0] - 1),
                      "matmul_ms": needed / results["matmul_bf16"] / 1e9, "moved_ms": 28 * results["parameters"] / results["copy"] / 1e9}
         assert row[list(expected)].to_dict() == pytest.approx(expected, rel=1e-4, abs=1e-9), change
-    assert f"{number(steps['gradient_off'].max(), '%')} off fp32's at most" in results["finding"]
+    assert f"{number(steps['gradient_error'].max(), '%')} off fp32's at most" in results["finding"]
     curves = found["curves"]
-    assert curves.groupby("change")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
-    losses = curves.pivot(index="step", columns=["change", "seed"], values="loss")
+    assert curves.groupby("optimization")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
+    losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
     off = losses.sub(losses["fp32", 0], axis=0).abs().max()
     assert len(losses) == 2 and 0 < off["fused", 0] < off["fp32", 1] / 10, "from the same weights over the same text"
     assert results["matmul_bf16"] > 0 and "power_limit_w" not in results and results["parameters"] > 0
@@ -601,13 +601,13 @@ def test_a_ladder_without_compiling_on_a_cpu(monkeypatch):
 
 
 def test_each_batch_is_measured_at_its_own(config):
-    found = whole(changes=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2)["tables"]
+    found = whole(optimizations=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2)["tables"]
     steps = found["steps"]
-    assert list(zip(steps["change"], steps["batch_size"])) == [("fp32", 1), ("sdpa", 1), ("fp32", 3), ("sdpa", 3)]
+    assert list(zip(steps["optimization"], steps["batch_size"])) == [("fp32", 1), ("sdpa", 1), ("fp32", 3), ("sdpa", 3)]
     assert config(batches=[1]).gpu_gib and config(fill=True).gpu_gib and config().gpu_gib is None
-    assert set(found["curves"]["change"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
+    assert set(found["curves"]["optimization"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
     assert set(found["curves"]["batch_size"]) == {3}
-    assert steps["gradient_off"].isna().all(), "fp32's gradients are of its own batch, which is none of these"
+    assert steps["gradient_error"].isna().all(), "fp32's gradients are of its own batch, which is none of these"
     tokens = steps["tokens_per_s"] * steps["wall_ms"] / 1e3
     assert tokens.round().tolist() == (config().context_length * steps["batch_size"]).tolist()
 
@@ -617,15 +617,15 @@ def test_peers_and_what_is_left_out_stand_below_the_changes(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
-    found = whole(changes=["bf16_moments"], without=["sdpa", "cuda_graph"], batches=[1, 2], timed_steps=2,
-                  training_steps=2, peers=["hugging_face_causal", "hugging_face_captured", "fast_step"])["tables"]
+    found = whole(optimizations=["bf16_moments"], without=["sdpa", "cuda_graph"], batches=[1, 2], timed_steps=2,
+                  training_steps=2, baselines=["hugging_face_causal", "hugging_face_captured", "fast_step"])["tables"]
     steps = found["steps"]
     own = ["bf16_moments", "without_sdpa", "without_cuda_graph", "hugging_face_causal", "hugging_face_captured", "fast_step"]
-    assert list(zip(steps["change"], steps["batch_size"])) == [(name, batch) for batch in (1, 2) for name in own]
+    assert list(zip(steps["optimization"], steps["batch_size"])) == [(name, batch) for batch in (1, 2) for name in own]
     assert steps["status"].tolist() == 2 * ["ok", "ok", "unsupported", "unsupported", "unsupported", "ok"]
-    reasons = steps.set_index("change")["reason"].iloc[:len(own)]
+    reasons = steps.set_index("optimization")["reason"].iloc[:len(own)]
     assert reasons["hugging_face_causal"] == "transformers is not installed" and "no CUDA graphs" in reasons["without_cuda_graph"]
-    assert steps["replayed_ms"].isna().all() and set(found["curves"]["change"]) == {"bf16_moments"}
+    assert steps["replayed_ms"].isna().all() and set(found["curves"]["optimization"]) == {"bf16_moments"}
 
 
 def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatch):
@@ -642,11 +642,11 @@ def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatc
     flops = found["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
     assert flops.tolist() == pytest.approx([step_flops(made.config)] * 3)
     cases = {("blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("blocks", 3): 30.0, ("cuda_graph", 3): 20.0}
-    rows = {case: {"change": case[0], "batch_size": case[1], "status": "ok", "reason": "", "wall_ms": ms} for case, ms in cases.items()}
+    rows = {case: {"optimization": case[0], "batch_size": case[1], "status": "ok", "reason": "", "wall_ms": ms} for case, ms in cases.items()}
     kinds = {case: made.Blocks if case[0] == "blocks" else made.Graph for case in cases}
     steps = executed("ladder", "order = [(name, batch)", vars(made) | {
         "rows": rows, "kinds": kinds, "batch_sizes": [1, 3], "filled": [], "kernels": {}, "run": SimpleNamespace(keep=lambda *_: None),
-        "config": made.config.model_copy(update={"changes": ["blocks", "cuda_graph"]})})["steps"]
+        "config": made.config.model_copy(update={"optimizations": ["blocks", "cuda_graph"]})})["steps"]
     assert steps["replayed_ms"].tolist() == pytest.approx([8, math.nan, 20, math.nan], nan_ok=True), "a graph of the same batch"
     assert steps["tokens_per_s"].tolist() == pytest.approx([1600, 2000, 1600, 2400])
 
@@ -656,11 +656,11 @@ def test_of_captured_steps_the_quickest_is_read_and_at_the_power_cap_the_middle_
     rows = [("step", number, "whole", "gemm", "matmul", 0, lasted * 1_000_000)
             for number, lasted in ((0, 9), (1, 4), (2, 5))]
     monkeypatch.setattr("stepscope.measure.steady.highest_clock_mhz", lambda: 1980.0)
-    made = cells("programs.clear()", changes=["fp32"], timed_steps=2)
+    made = cells("programs.clear()", optimizations=["fp32"], timed_steps=2)
     captured = SimpleNamespace(reason="", operations=pd.DataFrame(rows, columns=CAPTURED), phases=None)
     captured.phases = lambda case, number: lambda phase: nullcontext()
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
-    row = {"change": "fp32", "batch_size": 2, "wall_ms": 10.0, "sm_clock_mhz": clock_mhz}
+    row = {"optimization": "fp32", "batch_size": 2, "wall_ms": 10.0, "sm_clock_mhz": clock_mhz}
     with exclusive():
         made.capture_one(made.Plain(made.config), row)
     assert [row[name] for name in ("gpu_ms", "operations", "busy")] == [gpu_ms, 1, gpu_ms / 10]
@@ -683,8 +683,8 @@ def test_one_that_fails_says_so_and_the_others_go_on(monkeypatch):
 
     monkeypatch.setattr("stepscope.measure.back_to_back", refuse)
     monkeypatch.setattr("stepscope.measure.profiler.read", unreadable)
-    found = whole(changes=["fp32", "tf32", *EAGER[1:]], timed_steps=2)["tables"]
-    steps = found["steps"].set_index("change")
+    found = whole(optimizations=["fp32", "tf32", *EAGER[1:]], timed_steps=2)["tables"]
+    steps = found["steps"].set_index("optimization")
     assert steps["status"].to_dict() == {
         "fp32": "ok", "tf32": "unsupported", "bf16": "failed", "sdpa": "oom", "fused": "ok"}
     assert steps.loc["bf16", "reason"] == "no kernel at file.cu for it"

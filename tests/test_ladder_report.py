@@ -31,12 +31,12 @@ def row(size, context, change, wall, gpu, batch=4, vocab=10_000):
     clock = 1665.0 if size == "2.7B" and wall < 120 else 1980.0
     return {
         "size": size, "context_length": context, "vocab_size": vocab, "run_id": f"{size} ladder",
-        "change": change, "batch_size": batch, "unsteady": "", "status": "ok", "reason": "", "steps": 4.0, "wall_ms": wall, "wall_std_ms": 0.01 * wall, "gpu_ms": gpu,
+        "optimization": change, "batch_size": batch, "unsteady": "", "status": "ok", "reason": "", "steps": 4.0, "wall_ms": wall, "wall_std_ms": 0.01 * wall, "gpu_ms": gpu,
         "operations": 430.0 if change == "bf16" else 400.0, "busy": gpu / wall, "replayed_ms": np.nan, "peak_gib": 52.0, "reserved_gib": 60.0,
         "sm_clock_mhz": clock, "power_w": 690.0, "step_j": step_j, "tokens_per_s": batch * context / wall * 1e3,
-        "mfu": 0.48, "mfu_measured": 0.6, "mfu_at_clock": 0.57, "loss_off": 1e-5,
-        "gradient_off": 0.7 if change == "fp8" else 0.07,
-        "trained_gradient_off": {"bf16_moments": 0.02, "fp8": 0.03}.get(change, np.nan),
+        "mfu": 0.48, "mfu_measured": 0.6, "mfu_at_clock": 0.57, "loss_error": 1e-5,
+        "gradient_error": 0.7 if change == "fp8" else 0.07,
+        "trained_gradient_error": {"bf16_moments": 0.02, "fp8": 0.03}.get(change, np.nan),
         "compile_s": np.nan, "matmul_ms": 54.0, "moved_ms": moved, "bound_ms": 54.0 + moved}
 
 
@@ -55,7 +55,7 @@ def campaign():
     rows += [row("small", 512, change, wall, wall, vocab=50257)
              for change, wall in (("fp32", 68), ("bf16_moments", 6.6), ("chunked", 6.7))]
     steps = pd.DataFrame(rows)
-    steps.loc[steps["change"] == "chunked", "peak_gib"] = 51.0
+    steps.loc[steps["optimization"] == "chunked", "peak_gib"] = 51.0
     shape = {"size": "2.7B", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
     ran = [(shape, change, family, f"{family} kernel", share) for change in ("fp32", "blocks")
            for family, share in (("matrix multiply", 60.0), ("optimizer", 25.0), ("elementwise", 15.0))]
@@ -70,25 +70,25 @@ def campaign():
             ran.append((own, change, "fused attention", "cudnn sdpa", times))
             if change in AS_IT_COMES:
                 ran.append((own, change, "compiler-generated", "triton_bitwise_and_where", 0.01))
-    kernels = pd.DataFrame([own | {"change": change, "name": name, "family": family, "count": 2.0, "gpu_ms": times}
+    kernels = pd.DataFrame([own | {"optimization": change, "name": name, "family": family, "count": 2.0, "gpu_ms": times}
                             for own, change, family, name, times in ran])
     small = {"size": "small", "context_length": 512, "vocab_size": 10_000, "batch_size": 4}
     noise, curves = np.random.default_rng(0), []
     for change, seed, off in (("fp32", 0, 0), ("fp32", 1, 0.1), ("fp32", 2, -0.08),
                               *((change, 0, 0.01) for change in RUNGS[1:])):
         loss = 5 * np.exp(-np.arange(200) / 60) + 1.5 + off + 0.001 * noise.standard_normal(200)
-        curves += [small | {"change": change, "seed": seed, "step": step, "loss": one} for step, one in enumerate(loss)]
+        curves += [small | {"optimization": change, "seed": seed, "step": step, "loss": one} for step, one in enumerate(loss)]
     for change, seed, off in (("bf16_moments", 0, 0), ("bf16_moments", 1, 0.05),
                               ("bf16_moments", 2, -0.02), ("fp8", 0, -0.03)):
-        curves += [small | {"size": "medium", "change": change, "seed": seed, "step": step, "loss": 8 - 0.005 * step + off}
+        curves += [small | {"size": "medium", "optimization": change, "seed": seed, "step": step, "loss": 8 - 0.005 * step + off}
                    for step in range(1000)]
     for change, off in (("bf16_moments", 0), ("fp8", 0.02)):
-        curves += [shape | {"batch_size": 32, "change": change, "seed": 0, "step": step, "loss": 8 - 0.05 * step + off}
+        curves += [shape | {"batch_size": 32, "optimization": change, "seed": 0, "step": step, "loss": 8 - 0.05 * step + off}
                    for step in range(50)]
     results = pd.DataFrame([{
         "size": size, "context_length": 512, "vocab_size": 10_000, "power_limit_w": 700.0, "sheet_bf16": 989.5,
         "run_id": f"{size} ladder", "kept_up_tflops": 667.0, "matmul_bf16": 770.0, "matmul_fp32": 51.0, "copy": 4.2, "kept_up_clock_mhz": 1515.0, "kept_up_power_w": 695.0, "v_fp32": 0.3514,
-        "v_by_chance": 0.3515, "v_nearest": 1.0, "compared": 18330, "unequal": 0, "low_unequal": 0,
+        "v_stochastic": 0.3515, "v_nearest": 1.0, "compared": 18330, "unequal": 0, "low_unequal": 0,
         "parameters": parameter_count(StepConfig(size=size, context_length=512, device="cpu"))}
         for size in ("small", "2.7B")])
     return {"ladder.steps": steps, "ladder.kernels": kernels, "ladder.curves": pd.DataFrame(curves),
@@ -164,7 +164,7 @@ def test_the_parts_of_the_last_step_add_up_to_its_wall_time(campaign):
     told = claims.last_largest(campaign)
     assert (told["part"], told["most"]) == ("matmuls", found.loc["matmuls", "over"]) and told["wall"] == pytest.approx(89.6)
     kernels = campaign["ladder.kernels"]
-    kernels.loc[(kernels["change"] == RUNGS[-1]) & (kernels["family"] == "optimizer"), "gpu_ms"] = 30
+    kernels.loc[(kernels["optimization"] == RUNGS[-1]) & (kernels["family"] == "optimizer"), "gpu_ms"] = 30
     assert claims.last_largest(campaign)["part"] == "AdamW"
     printed = tables.last_parts(campaign)
     assert printed.loc["the step", "ms"] == pytest.approx(89.6) and printed.loc["matmuls", "with FP8, ms"] == 42
@@ -209,9 +209,9 @@ def test_what_the_last_step_loses_without_a_change_is_gpu_time_but_the_graphs(co
     assert np.isnan(found.loc["CUDA graph of the step", "2.7B 512"]), "less than steps differ by"
     assert found.loc["CUDA graph of the step", "small 512"] == pytest.approx(20 / 5.22)
     assert found.loc["bf16 weights, fp32 masters", "small 512"] == pytest.approx(6.0 / 5.22)
-    assert claims.without_most(complete) == {"size": "2.7B", "change": "compiled blocks", "longer": pytest.approx(120 / 89.6)}
+    assert claims.without_most(complete) == {"size": "2.7B", "optimization": "compiled blocks", "longer": pytest.approx(120 / 89.6)}
     steps = complete["ladder.steps"]
-    steps.loc[steps["change"] == "without_blocks", "gpu_ms"] = 89.6
+    steps.loc[steps["optimization"] == "without_blocks", "gpu_ms"] = 89.6
     assert claims.without_most(complete) is None
 
 
@@ -224,7 +224,7 @@ def test_beside_fair_peers_only_what_remains_is_told(campaign, complete):
     assert claims.own_remains(complete)["low"] == pytest.approx(109 / 89.6)
     assert list(tables.baselines(complete)["Hugging Face, ms"]) == [6.4, 108]
     assert "Hugging Face, no mask, one graph" in svg(figures.ladder(complete))
-    steps.loc[steps["change"].isin(FAIR), "wall_ms"] = np.nan
+    steps.loc[steps["optimization"].isin(FAIR), "wall_ms"] = np.nan
     assert claims.first_mask(complete) is not None
     for say in (claims.first_peer, claims.fair_peer):
         with pytest.raises(LookupError):
@@ -268,9 +268,9 @@ def test_bounds_are_at_the_median_rates_of_the_runs_on_the_same_gpu(campaign):
 
 def test_launch_bound_steps_are_compared_by_the_fastest_and_not_under_a_fifth(campaign):
     steps = campaign["ladder.steps"].copy()
-    steps["enqueue_ms"] = steps["wall_ms"].where(steps["change"].isin(["bf16", "blocks"]), 1.0)
+    steps["enqueue_ms"] = steps["wall_ms"].where(steps["optimization"].isin(["bf16", "blocks"]), 1.0)
     steps["wall_min_ms"], steps["wall_q1_ms"], steps["wall_q3_ms"] = 0.7 * steps["wall_ms"], 0.9 * steps["wall_ms"], steps["wall_ms"]
-    graph = steps["change"] == "cuda_graph"
+    graph = steps["optimization"] == "cuda_graph"
     steps.loc[graph, "wall_min_ms"] = steps.loc[graph, "wall_ms"]
     changed = campaign | {"ladder.steps": steps}
     assert claims.graph_small(changed)["gain"] == pytest.approx(0.7 * 21.3 / 6.45)
@@ -299,7 +299,7 @@ def test_which_optimization_is_in_gpu_time_but_for_the_graph(campaign):
 
 def test_of_a_disturbed_fp32_step_no_wall_time_is_compared(campaign):
     steps = campaign["ladder.steps"]
-    steps.loc[(steps["size"] == "small") & (steps["change"] == "fp32"), "wall_std_ms"] = 4.0
+    steps.loc[(steps["size"] == "small") & (steps["optimization"] == "fp32"), "wall_std_ms"] = 4.0
     found = tables.which_optimization(campaign)["small"]
     assert np.isnan(found["all of them, in wall time"]) and found["all of them"] == pytest.approx(55.9 / 5.22)
     assert claims.rung_context(campaign) is None, "which names small's alone"
@@ -314,10 +314,10 @@ def test_at_one_context_no_longer_one_is_told(campaign):
 
 def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_told_apart(campaign):
     steps = campaign["ladder.steps"]
-    at = (steps["size"] == "2.7B") & (steps["change"] == AS_IT_COMES[0])
+    at = (steps["size"] == "2.7B") & (steps["optimization"] == AS_IT_COMES[0])
     steps.loc[at, ["wall_ms", "gpu_ms"]] = 112, 111
     kernels = campaign["ladder.kernels"]
-    baseline = (kernels["size"] == "2.7B") & (kernels["change"] == AS_IT_COMES[0]) & (kernels["family"] == "fused attention")
+    baseline = (kernels["size"] == "2.7B") & (kernels["optimization"] == AS_IT_COMES[0]) & (kernels["family"] == "fused attention")
     kernels.loc[baseline, "gpu_ms"] = 12
     row = ladder_rows.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
     assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 112)
@@ -330,7 +330,7 @@ def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_tol
 
 def test_baselines_with_attention_of_their_own_are_not_told_apart(campaign):
     kernels = campaign["ladder.kernels"]
-    kernels.loc[kernels["change"].isin(AS_IT_COMES) & (kernels["family"] == "fused attention"), "name"] = "flash"
+    kernels.loc[kernels["optimization"].isin(AS_IT_COMES) & (kernels["family"] == "fused attention"), "name"] = "flash"
     with pytest.raises(LookupError):
         tables.baselines_attention(campaign)
 
@@ -338,8 +338,8 @@ def test_baselines_with_attention_of_their_own_are_not_told_apart(campaign):
 def test_busy_is_printed_as_recorded_but_not_of_a_disturbed_cell(campaign):
     steps = campaign["ladder.steps"]
     own = (steps["size"] == "2.7B") & (steps["batch_size"] == 4)
-    steps.loc[own & (steps["change"] == "cuda_graph"), "busy"] = 1.013
-    steps.loc[own & (steps["change"] == "fp32"), "busy"] = 1.03
+    steps.loc[own & (steps["optimization"] == "cuda_graph"), "busy"] = 1.013
+    steps.loc[own & (steps["optimization"] == "fp32"), "busy"] = 1.03
     found = tables.ladder_steps(campaign)["busy, %"]
     assert found["CUDA graph of the step"] == 1.013 and np.isnan(found["fp32, naive attention"])
 
@@ -348,7 +348,7 @@ def test_the_clock_and_what_waiting_steps_take_a_kernel(campaign):
     """All steps have 400 kernels."""
     assert claims.clock_apart(campaign)["longer"] == pytest.approx(6.45 / 6.2 - 1)
     steps = campaign["ladder.steps"]
-    steps.loc[(steps["size"] == "2.7B") & (steps["change"] == "cuda_graph"), "gpu_ms"] = 105 * 1.05
+    steps.loc[(steps["size"] == "2.7B") & (steps["optimization"] == "cuda_graph"), "gpu_ms"] = 105 * 1.05
     assert claims.clock_apart(campaign) == {"size": "2.7B", "context": 512, "longer": pytest.approx(0.05),
                                             "operations": 400}
     found = claims.launch_wait(campaign)
@@ -367,7 +367,7 @@ def test_what_the_evidence_says(campaign):
     assert claims.own_remains(campaign) == pytest.approx({"low": 10.3 / 9.2, "high": 6.45 / 5.22})
     printed = tables.baselines(campaign)["ours faster, x"]
     assert list(printed) == pytest.approx([6.8 / 5.22, 11 / 9.2, 113 / 89.6])
-    halved = steps.assign(wall_ms=steps["wall_ms"].mask(steps["change"].isin(AS_IT_COMES), steps["wall_ms"] / 2))
+    halved = steps.assign(wall_ms=steps["wall_ms"].mask(steps["optimization"].isin(AS_IT_COMES), steps["wall_ms"] / 2))
     slower = tables.baselines(campaign | {"ladder.steps": halved})["ours faster, x"]
     assert list(slower) == pytest.approx(list(printed / 2)), "where ours is slower, it is told"
     assert claims.fp8_small_batch(campaign) == {"size": "2.7B", "batch": 4, "saved": 18, "added": 19}
@@ -389,7 +389,7 @@ def test_fp8s_loss_is_held_against_other_seeds_of_bf16(campaign):
     assert claims.fp8_trains(campaign) == pytest.approx(numbers | {"sizes": "medium"})
     assert claims.fp8_strays(campaign) is None
     curves = campaign["ladder.curves"]
-    curves.loc[(curves["change"] == "fp8") & (curves["size"] == "medium"), "loss"] -= 0.05
+    curves.loc[(curves["optimization"] == "fp8") & (curves["size"] == "medium"), "loss"] -= 0.05
     assert claims.fp8_trains(campaign) is None
     assert claims.fp8_strays(campaign) == pytest.approx(numbers | {"fp8": 0.08})
 
@@ -401,28 +401,28 @@ def test_fp8_pays_from_where_it_gains_at_every_size():
 
 def test_a_gain_within_the_spread_of_steps_is_not_clear(campaign):
     steps = campaign["ladder.steps"]
-    steps.loc[(steps["change"] == "bf16_moments") & (steps["batch_size"] == 8), "wall_std_ms"] = 11
+    steps.loc[(steps["optimization"] == "bf16_moments") & (steps["batch_size"] == 8), "wall_std_ms"] = 11
     found = ladder_rows.by_batch(campaign).set_index("batch_size")["clear"]
     assert found.to_dict() == {4: False, 8: False, 16: True, 32: True}
 
 
 def test_a_loss_above_and_below_has_moved():
     off = pd.DataFrame({("fp32", 0): [0, 0], ("fp32", 1): [0.3, 0.3], ("fp32", 2): [0.5, 0.5], ("bf16", 0): [0.1, -0.1]})
-    distance, nearest = ladder_rows.loss_shift(off.rename_axis(columns=["change", "seed"]))
+    distance, nearest = ladder_rows.loss_shift(off.rename_axis(columns=["optimization", "seed"]))
     assert distance.to_dict() == {"bf16": 0.1} and nearest == pytest.approx(0.2)
 
 
 def test_fp8s_loss_is_beside_bf16s_of_the_same_step_above_or_below(campaign):
     curves = campaign["ladder.curves"]
-    curves.loc[curves["change"] == "fp8", "loss"] -= 0.04
-    other = curves[curves["change"] == "fp8"].assign(change="bf16", loss=9.0)
+    curves.loc[curves["optimization"] == "fp8", "loss"] -= 0.04
+    other = curves[curves["optimization"] == "fp8"].assign(optimization="bf16", loss=9.0)
     found = claims.fp8_training(campaign | {"ladder.curves": pd.concat([curves, other])})
     assert found["most"] == pytest.approx(0.02 / 5.55)
 
 
 def test_of_batches_that_fill_the_memory_the_best_is_told(campaign):
     steps = campaign["ladder.steps"]
-    worse = steps[steps["change"] == "filled"].assign(size="small", batch_size=200, mfu=0.3)
+    worse = steps[steps["optimization"] == "filled"].assign(size="small", batch_size=200, mfu=0.3)
     assert claims.filled(campaign | {"ladder.steps": pd.concat([steps, worse])})["batch"] == 52
 
 
@@ -430,33 +430,33 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
 
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [
-    ("headline", STEPS, "wall_ms", 2000, {"change": "bf16_moments"}),
+    ("headline", STEPS, "wall_ms", 2000, {"optimization": "bf16_moments"}),
     ("first_bound", STEPS, "matmul_ms", 95, {}),
     ("rung_matmul", KERNELS, "gpu_ms", 30, {"family": "matrix multiply"}),
     ("rung_optimizer", KERNELS, "gpu_ms", 5, {"family": "optimizer"}),
-    ("rung_graph", STEPS, "wall_ms", 7, {"change": "blocks"}),
-    ("rung_context", STEPS, "gpu_ms", 54, {"context_length": 1024, "change": "sdpa"}),
-    ("own_remains", STEPS, "gpu_ms", 6.4, {"change": "bf16_moments"}), ("last_largest", STEPS, "matmul_ms", 95, {}),
+    ("rung_graph", STEPS, "wall_ms", 7, {"optimization": "blocks"}),
+    ("rung_context", STEPS, "gpu_ms", 54, {"context_length": 1024, "optimization": "sdpa"}),
+    ("own_remains", STEPS, "gpu_ms", 6.4, {"optimization": "bf16_moments"}), ("last_largest", STEPS, "matmul_ms", 95, {}),
     ("last_rates", KERNELS, "gpu_ms", 40, {"family": "matrix multiply"}), ("last_rates", KERNELS, "gpu_ms", 9, {"family": "optimizer"}),
-    ("baseline_mask", KERNELS, "gpu_ms", 0.5, {"change": "hugging_face_graphs"}),
+    ("baseline_mask", KERNELS, "gpu_ms", 0.5, {"optimization": "hugging_face_graphs"}),
     ("baseline_mask", KERNELS, "name", "cutlass", {"family": "fused attention"}),
     ("baseline_mask", KERNELS, "name", "copy", {"family": "compiler-generated"}),
-    ("graph_small", STEPS, "wall_ms", 7, {"change": "blocks"}), ("graph_small", STEPS, "busy", 0.99, {}),
-    ("graph_large", STEPS, "wall_ms", 90, {"change": "cuda_graph"}),
-    ("graph_large", STEPS, "power_w", 400, {}), ("graph_large", STEPS, "gpu_ms", 109, {"change": "blocks"}), ("launch_wait", STEPS, "busy", 0.99, {}),
-    ("clock_apart", STEPS, "power_w", 400, {}), ("clock_apart", STEPS, "operations", 300, {"change": "blocks"}),
-    ("rungs_training", CURVES, "loss", 9, {"change": "bf16_moments"}),
-    ("attention_step", STEPS, "gpu_ms", 257, {"change": "sdpa"}),
-    ("precision_masters", STEPS, "gpu_ms", 109, {"change": "bf16_weights"}),
-    ("moments_rounding", RESULTS, "v_nearest", 0.352, {}), ("moments_rounding", RESULTS, "v_by_chance", 0.4, {}),
+    ("graph_small", STEPS, "wall_ms", 7, {"optimization": "blocks"}), ("graph_small", STEPS, "busy", 0.99, {}),
+    ("graph_large", STEPS, "wall_ms", 90, {"optimization": "cuda_graph"}),
+    ("graph_large", STEPS, "power_w", 400, {}), ("graph_large", STEPS, "gpu_ms", 109, {"optimization": "blocks"}), ("launch_wait", STEPS, "busy", 0.99, {}),
+    ("clock_apart", STEPS, "power_w", 400, {}), ("clock_apart", STEPS, "operations", 300, {"optimization": "blocks"}),
+    ("rungs_training", CURVES, "loss", 9, {"optimization": "bf16_moments"}),
+    ("attention_step", STEPS, "gpu_ms", 257, {"optimization": "sdpa"}),
+    ("precision_masters", STEPS, "gpu_ms", 109, {"optimization": "bf16_weights"}),
+    ("moments_rounding", RESULTS, "v_nearest", 0.352, {}), ("moments_rounding", RESULTS, "v_stochastic", 0.4, {}),
     ("optimizer_exact", RESULTS, "low_unequal", 3, {"size": "2.7B"}),
-    ("fp8_small_batch", STEPS, "gpu_ms", 60, {"change": "fp8"}), ("fp8_small_batch", KERNELS, "gpu_ms", 31, {"name": "scale"}),
-    ("fp8_large_batch", STEPS, "gpu_ms", 900, {"change": "fp8"}), ("fp8_gradient", STEPS, "gradient_off", 0.05, {"change": "fp8"}),
-    ("fp8_gradient", STEPS, "trained_gradient_off", 0.1, {"change": "fp8"}),
-    ("fp8_training", CURVES, "loss", 9, {"change": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"change": "fp8", "size": "medium"}),
+    ("fp8_small_batch", STEPS, "gpu_ms", 60, {"optimization": "fp8"}), ("fp8_small_batch", KERNELS, "gpu_ms", 31, {"name": "scale"}),
+    ("fp8_large_batch", STEPS, "gpu_ms", 900, {"optimization": "fp8"}), ("fp8_gradient", STEPS, "gradient_error", 0.05, {"optimization": "fp8"}),
+    ("fp8_gradient", STEPS, "trained_gradient_error", 0.1, {"optimization": "fp8"}),
+    ("fp8_training", CURVES, "loss", 9, {"optimization": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"optimization": "fp8", "size": "medium"}),
     ("last_power", STEPS, "power_w", 600, {}), ("last_power", STEPS, "sm_clock_mhz", 1980, {}),
     ("power", STEPS, "power_w", 400, {}), ("power", STEPS, "sm_clock_mhz", 1980, {}),
-    ("chunked_memory", STEPS, "peak_gib", 53, {"change": "chunked"})])
+    ("chunked_memory", STEPS, "peak_gib", 53, {"optimization": "chunked"})])
 def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, value, which):
     rows = campaign[name]
     at = np.logical_and.reduce([rows.index >= 0, *(rows[field] == wanted for field, wanted in which.items())])
@@ -472,12 +472,12 @@ def test_of_one_size_nothing_is_compared(campaign):
 
 def test_figures_say_what_is_so(campaign):
     steps, curves = campaign["ladder.steps"], campaign["ladder.curves"]
-    steps.loc[steps["change"] == "fp8", ["wall_ms", "gpu_ms"]] *= 1.5
-    curves.loc[curves["change"] == "bf16_moments", "loss"] += 0.5
+    steps.loc[steps["optimization"] == "fp8", ["wall_ms", "gpu_ms"]] *= 1.5
+    curves.loc[curves["optimization"] == "bf16_moments", "loss"] += 0.5
     assert figures.fp8(campaign).message.startswith("FP8 matmuls gain nothing")
     assert figures.ladder_training(campaign).message == "How far each change moves the loss"
     assert tables.training_check(campaign)["of another seed, %"].max() > 1
-    campaign["ladder.steps"] = steps[~steps["change"].isin(AS_IT_COMES)]
+    campaign["ladder.steps"] = steps[~steps["optimization"].isin(AS_IT_COMES)]
     with pytest.raises(LookupError):
         tables.baselines(campaign)
 
@@ -486,8 +486,8 @@ def test_a_ladder_that_ended_early_is_still_shown(campaign):
     """Of a CPU: no TF32, no CUDA graph, no energy, one size."""
     steps = campaign["ladder.steps"]
     own = steps[(steps["size"] == "small") & (steps["context_length"] == 512) & (steps["vocab_size"] == 10_000)]
-    own = own[~own["change"].isin(AS_IT_COMES)].copy()
-    lacks = own["change"].isin(["tf32", "cuda_graph"])
+    own = own[~own["optimization"].isin(AS_IT_COMES)].copy()
+    lacks = own["optimization"].isin(["tf32", "cuda_graph"])
     own.loc[lacks, "status"] = "unsupported"
     own.loc[lacks, list(tables.MEASURES)] = np.nan
     own[["step_j", "power_w", "sm_clock_mhz", "mfu"]] = np.nan

@@ -87,7 +87,7 @@ def after_loss(config):
         f.saved, f.weight_cache, f.logits, *AFTER_LOSS[config.precision]))
     # the step's own variables hold logits and loss
     return rest | {"saved for backward": layers * saved + end - head - logits + loss,
-                   "bf16 copies": layers * copies + head, "other": rest["other"] + logits + 4}
+                   "autocast weight cache": layers * copies + head, "other": rest["other"] + logits + 4}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -114,7 +114,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
     config = config_of(SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"])
     _, (one,) = recorded(config, monkeypatch)
     table = history.classified(one, config)
-    found = table[(table["kind"] == "bf16 copies") & (table["region"] != "head")]  # logits are of its bytes and stay
+    found = table[(table["kind"] == "autocast weight cache") & (table["region"] != "head")]  # logits are of its bytes and stay
     assert found["size"].sum() == 3 * accounting.value(accounting.formulas_of(config).weight_cache, config)
 
 
@@ -343,7 +343,7 @@ def test_each_setting_has_its_row():
                        timed_steps=1, warmup_steps=0)
     table = settings(config)
     SCHEMAS["checkpoints"].validate(table)
-    rows = table.set_index(["mode", "arrangement"])
+    rows = table.set_index(["mode", "checkpoint_policy"])
     assert list(rows.index) == [("forward", "none"), ("forward_backward", "every 1"), ("forward_backward", "every 2"),
                                 ("forward_backward", "none")]
     assert rows["block_runs"].tolist() == [3, 6, 6, 3]
@@ -356,13 +356,13 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
     config = config_of(SHAPES[1], stacks=[4], timed_steps=1, warmup_steps=0)
     table = settings(config)
     SCHEMAS["checkpoints"].validate(table)
-    assert table["arrangement"].tolist() == list(policies.POLICIES) and set(table["blocks"]) == {4}
+    assert table["checkpoint_policy"].tolist() == list(policies.POLICIES) and set(table["blocks"]) == {4}
     assert (table["block_runs"] == table["expected_runs"]).all()
     stream = 4 * config.batch_size * config.context_length * config.d_model  # of an input
     block = accounting.value(accounting.formulas_of(config).saved, config)
     kept = {"none": stream + 4 * block, "square root": 2 * stream + 2 * block, "every block": 4 * stream + block,
             "halved": 3 * stream + block, "from the start": stream + block}
-    assert (table.set_index("arrangement")["expected_kept_gib"] * GIB).to_dict() == pytest.approx(kept, rel=1e-9)
+    assert (table.set_index("checkpoint_policy")["expected_saved_gib"] * GIB).to_dict() == pytest.approx(kept, rel=1e-9)
 
 
 def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
@@ -377,7 +377,7 @@ def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
         return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": peak, "reserved_gib": peak + 9}
     names = cells_of(config, "run.say(", time_one=timed)
     table = names["table"]
-    assert table[["arrangement", "steps", "wall_ms", "peak_gib", "reserved_gib"]].values.tolist() == [
+    assert table[["checkpoint_policy", "steps", "wall_ms", "peak_gib", "reserved_gib"]].values.tolist() == [
         ["every 1", 3, 1.5, 2, 11], ["every 2", 3, 3, 1, 10], ["none", 3, 6, 7, 16]]
     assert table["wall_std_ms"].tolist() == pytest.approx([np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)])
     assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
@@ -395,7 +395,7 @@ def test_what_does_not_fit_has_its_row_too():
             raise torch.OutOfMemoryError("too much")
         return run(policy, x, model)
     run = cells_of(config, "MEASURED = ")["run_blocks"]
-    rows = settings(config, run_blocks=patched).set_index("arrangement")
+    rows = settings(config, run_blocks=patched).set_index("checkpoint_policy")
     assert rows["status"].to_dict() == {"every 1": "ok", "none": "oom"}
     assert pd.isna(rows.loc["none", "wall_ms"]) and pd.isna(rows.loc["none", "block_runs"])
     assert "too much" in rows.loc["none", "reason"]

@@ -65,19 +65,19 @@ def checkpoint_rows():
         for per in settings:
             gib = accounting.peak(config, "forward_backward", per).allocated / GIB
             read = {"status": "ok", "peak_gib": gib, "gpu_ms": 500.0 if per else 400.0}
-            yield columns_of(config) | {"mode": "forward_backward", "arrangement": f"every {per}" if per else "none",
+            yield columns_of(config) | {"mode": "forward_backward", "checkpoint_policy": f"every {per}" if per else "none",
                                         "blocks": config.num_layers, "blocks_per_checkpoint": per, "predicted_gib": gib
                                         } | (read if gib < H200_GIB else {"status": "oom"})
     for context in (512, 4096):
         yield columns_of(config_of("10B", context, "bf16")) | {
-            "mode": "forward", "arrangement": "none", "blocks": 50, "blocks_per_checkpoint": 0, "status": "ok", "peak_gib": 90.0}
+            "mode": "forward", "checkpoint_policy": "none", "blocks": 50, "blocks_per_checkpoint": 0, "status": "ok", "peak_gib": 90.0}
     for blocks in (4, 8, 16, 32):
         config = config_of("2.7B", 512, "tf32")
         stream, saved = (accounting.value(formula, config) for formula in ("4X", accounting.FORMULAS["fp32"].saved))
         for name, arrange in POLICIES.items():
             runs, keeps = block_runs(arrange(blocks)), saved_bytes(arrange(blocks), stream, saved) / GIB
-            yield columns_of(config) | {"mode": "forward_backward", "arrangement": name, "blocks": blocks, "status": "ok",
-                                        "peak_gib": blocks + keeps + 0.2, "state_gib": float(blocks), "expected_kept_gib": keeps,
+            yield columns_of(config) | {"mode": "forward_backward", "checkpoint_policy": name, "blocks": blocks, "status": "ok",
+                                        "peak_gib": blocks + keeps + 0.2, "state_gib": float(blocks), "expected_saved_gib": keeps,
                                         "block_runs": runs, "expected_runs": runs, "gpu_ms": 3.0 * runs}
 
 
@@ -106,7 +106,7 @@ def measured():
     runs = pd.DataFrame({"run_id": ids}).assign(study="memory", status="ok", size="small", context_length=512, timed_steps=2,
                                                 machine_gpu_memory_gib=H200_GIB, keep_snapshot=[True] + [False] * (len(ids) - 1))
     steps = pd.DataFrame([("fused", 56.4, 61.0), ("blocks", 51.4, 58.0), ("cuda_graph", 51.5, 79.9)],
-                         columns=["change", "peak_gib", "reserved_gib"])
+                         columns=["optimization", "peak_gib", "reserved_gib"])
     steps = steps.assign(size="2.7B", context_length=512, batch_size=4, vocab_size=10_000, status="ok")
     return tables | {"runs": runs, "ladder.steps": steps}
 
@@ -204,18 +204,18 @@ WRONG = [
     ("peak_of_optimizer", "peaks", "phase == 'whole' and context_length == 128", {"peak_in": "backward"}),
     ("peak_reserved", "peaks", "expandable_segments", {"reserved_gib": 1e4}),
     ("answer_timeline_forward", "peaks", "mode == 'forward' and phase == 'forward'", {"saved_for_backward_gib": 1.0}),
-    ("checkpoint_gain", "checkpoints", "arrangement == 'every 4'", {"peak_gib": 1.0}),
+    ("checkpoint_gain", "checkpoints", "checkpoint_policy == 'every 4'", {"peak_gib": 1.0}),
     ("mixed_memory_long", "peaks", "precision == 'bf16' and mode == 'step'", {"peak_gib": 200.0}),
-    ("reach_10b_best", "checkpoints", "size == '10B' and arrangement == 'none'", {"status": "ok"}),
+    ("reach_10b_best", "checkpoints", "size == '10B' and checkpoint_policy == 'none'", {"status": "ok"}),
     ("peak_parts", "peaks", "phase == 'whole' and mode == 'step'", {"peak_in": "optimizer"}),
     ("peak_parts", "peaks", "phase == 'whole' and mode == 'step'", {"layer": 3}),
     ("peak_foreach", "peaks", "phase == 'optimizer'", {"temporaries_gib": 9.0}),
     ("checkpoint_gain", "checkpoints", "", {"peak_gib": 50.0}),
     ("checkpoint_gain", "checkpoints", "", {"gpu_ms": 50.0}),
-    ("checkpoint_best", "checkpoints", "arrangement == 'every 2'", {"peak_gib": 1.0}),
-    ("checkpoint_best", "checkpoints", "arrangement == 'every 4'", {"peak_gib": 1.0}),
-    ("checkpoint_best", "checkpoints", "arrangement == 'every 1'", {"status": "oom"}),
-    ("checkpoint_best", "checkpoints", "arrangement == 'none'", {"status": "ok"}),
+    ("checkpoint_best", "checkpoints", "checkpoint_policy == 'every 2'", {"peak_gib": 1.0}),
+    ("checkpoint_best", "checkpoints", "checkpoint_policy == 'every 4'", {"peak_gib": 1.0}),
+    ("checkpoint_best", "checkpoints", "checkpoint_policy == 'every 1'", {"status": "oom"}),
+    ("checkpoint_best", "checkpoints", "checkpoint_policy == 'none'", {"status": "ok"}),
     ("memory_formula", "peaks", "phase == 'whole' and context_length == 256 and mode == 'step'", {"requested_gib": 60.0}),
     ("memory_formula", "peaks", "phase == 'whole' and size == 'small' and mode == 'step'",
      {"requested_gib": lambda rows: rows["requested_gib"] + 2048 / GIB}),
@@ -224,8 +224,8 @@ WRONG = [
     ("mixed_memory_why", "peaks", "precision == 'bf16' and mode == 'step'", {"peak_in": "backward"}),
     ("answer_largest", "allocations", "rank == 1", {"region": "ffn"}),
     ("answer_largest", "allocations", "what == 'allocated in forward'", {"mib": 80.0}),
-    ("nested_start", "checkpoints", "arrangement == 'from the start'", {"block_runs": 40}),
-    ("nested_start", "checkpoints", "arrangement == 'from the start' and blocks == 32", {"peak_gib": 90.0}),
+    ("nested_start", "checkpoints", "checkpoint_policy == 'from the start'", {"block_runs": 40}),
+    ("nested_start", "checkpoints", "checkpoint_policy == 'from the start' and blocks == 32", {"peak_gib": 90.0}),
 ]
 
 

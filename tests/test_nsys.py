@@ -78,7 +78,7 @@ def capture(tmp_path_factory, reports):
     """Run the notebook's cells where nsys has left the real capture of these steps; the names that they leave."""
     def make(inside=("step",) * STEPS, folder=reports, until=None, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
-        outcome = {"inside": inside, "modes": {inside[0]: OUTCOME}, "waited_s": 0.0, "turn_s": 1.0}
+        outcome = {"inside": inside, "modes": {inside[0]: OUTCOME}, "waited_s": 0.0, "exclusive_s": 1.0}
         program.write_text(FAKE.format(export=EXPORT, reports=folder, outcome=json.dumps(outcome)))
         program.chmod(0o755)
         return run_cells("nsys", until, {"profiler_here": lambda device: ("nsys 1", program), **replaced}, device="cpu",

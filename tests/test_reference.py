@@ -136,9 +136,9 @@ def test_what_other_machines_are_told_of_the_reference_is_what_it_says(reference
 
 
 def test_nobody_is_told_of_what_was_unsteady(monkeypatch, tmp_path):
-    steps = pd.DataFrame({"change": ["fp32", "bf16"], "unsteady": ["", "late"]})
+    steps = pd.DataFrame({"optimization": ["fp32", "bf16"], "unsteady": ["", "late"]})
     monkeypatch.setattr(writing, "read", lambda _: Read([], {"ladder.steps": steps}))
-    monkeypatch.setattr(writing, "reference_text", lambda tables: " ".join(tables["ladder.steps"]["change"]))
+    monkeypatch.setattr(writing, "reference_text", lambda tables: " ".join(tables["ladder.steps"]["optimization"]))
     monkeypatch.setattr(writing, "FILE", tmp_path / "reference.json")
     writing.write_reference(tmp_path)
     assert (tmp_path / "reference.json").read_text() == "fp32"
@@ -156,7 +156,8 @@ def test_the_reference_has_the_data_of_all_that_is_said(reference):
     """A claim may not hold of it; none lacks data, and none breaks."""
     assert not reference.report.errors
     asked = load_sweeps(find_sweeps("reference"), "cuda", None).configs
-    assert not [config.label for config in asked if Store(reports.RUNS).find(config) is None]
+    known = [record.config for record in Store(reports.RUNS).records()[0]]
+    assert not [config.label for config in asked if config.model_dump(mode="json") not in known]
     texts, whys = _told(reference.renderer(reference.tables))
     whys = [why for why in whys if not (why.endswith(NO_DATA) and why.split()[1].strip(":") in NOT_YET)]
     assert not [why for why in whys if not (why.startswith("claim") and why.endswith(FAILS))]

@@ -51,7 +51,7 @@ def test_a_table_is_printed_with_units_and_the_best_in_bold():
     assert text.splitlines() == [
         "| size | wall, ms | busy | operations | same |", "| :-- | --: | --: | --: | :-- |",
         "| small | 8.81 | 26% | 1,778 | yes |", "| a\\|b | – | **99.6%** | 6 | no |", "", "A note."]
-    pivot = pd.DataFrame({"small": [2.0, 3.0], "2.7B": [2.0, 1.0]}, index=pd.Index(["a", "b"], name="change"))
+    pivot = pd.DataFrame({"small": [2.0, 3.0], "2.7B": [2.0, 1.0]}, index=pd.Index(["a", "b"], name="optimization"))
     assert markdown(table(pivot, unit="ms", bold=("min", "row"))).splitlines()[2:] == [
         "| a | 2.00 | 2.00 |", "| b | 3.00 | **1.00** |"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from cells import run_cells
 from conftest import TINY
-from reports import change_record, change_table, few
+from reports import BEFORE, change_record, change_table, few
 from stepscope import cli, measure
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, steady
@@ -144,8 +144,8 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
     assert kept["benchmark.times"]["mode"].tolist() == ["forward"] and len(kept["runs"]) == 2
 
 
-WHICH = {"benchmark.times": ("mode", "step"), "mixed_precision.times": ("mode", "step"), "ladder.steps": ("change", "bf16_moments"),
-         "attention.cells": ("implementation", "naive"), "memory.checkpoints": ("arrangement", "none")}
+WHICH = {"benchmark.times": ("mode", "step"), "mixed_precision.times": ("mode", "step"), "ladder.steps": ("optimization", "bf16_moments"),
+         "attention.cases": ("implementation", "naive"), "memory.checkpoints": ("checkpoint_policy", "none")}
 
 
 @pytest.mark.parametrize("kind", WHICH)
@@ -155,7 +155,7 @@ def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, ca
     (column, value), runs = WHICH[kind], few(tmp_path / "runs", 40 if study == "memory" else 4, (study,))
     planted = []
     for path in sorted((runs / study).iterdir()):
-        if not (path / f"{table}.parquet").exists():
+        if not (path / f"{BEFORE.get(table, table)}.parquet").exists():
             continue
 
         def plant(frame):

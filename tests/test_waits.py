@@ -237,7 +237,7 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
 # Cells of notebooks that capture, each executed alone
 
 def measuring(gpu, captured, **also):
-    config = SimpleNamespace(device="cuda", batches=[], batch_size=1, changes=[], peers=[])
+    config = SimpleNamespace(device="cuda", batches=[], batch_size=1, optimizations=[], baselines=[])
     return {"Any": Any, "math": math, "pd": pd, "torch": torch, "config": config, "measure": SimpleNamespace(
         **{name: getattr(measure, name) for name in dir(measure)} | {
             "capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None})} | also

@@ -16,7 +16,8 @@ class ProfiledModes:
     """The captured steps of one configuration's modes.
 
     modes: of each its status, reason, wall times plain_ms and captured_ms, the plain ones' enqueue_ms and
-    their clock. inside: the mode of each step in the file. seconds: waited_s for the GPU lock, turn_s of it.
+    their clock. inside: the mode of each step in the file. seconds: waited_s for the GPU lock, exclusive_s
+    of it.
     """
 
     file: Path | None  # None: nothing was captured
@@ -54,4 +55,4 @@ def captured_modes(folder: Path, by_nsys: bool, said: str) -> ProfiledModes:
         if file is None or not file.exists():
             raise NsysError(f"no report was made of the capture; the profiler said: {said}")
     return ProfiledModes(file, outcome["modes"], outcome["inside"],
-                         {name: outcome[name] for name in ("waited_s", "turn_s")})
+                         {name: outcome[name] for name in ("waited_s", "exclusive_s")})

@@ -177,7 +177,7 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
             release(config.device)
             ended = default_timer()
         write_text_durably(folder / OUTCOME, json.dumps(
-            outcome | {"waited_s": began - asked, "turn_s": ended - began}))
+            outcome | {"waited_s": began - asked, "exclusive_s": ended - began}))
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ from stepscope.config import StepConfig
 from stepscope.model.flops import parameter_count
 
 MIB, GIB = 2**20, 2**30
-KINDS = ("weights", "gradients", "optimizer state", "saved for backward", "bf16 copies", "temporaries",
-         "workspaces", "other", "rounding")
+KINDS = ("weights", "gradients", "optimizer state", "saved for backward", "autocast weight cache",
+         "temporaries", "workspaces", "other", "rounding")
 # of cuBLAS, for each thread that runs matmuls, on compute capability 9.0; older ones take 8.125 MiB
 WORKSPACE = 32 * MIB
 
@@ -331,7 +331,7 @@ def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int
     """All that lives at an instant, in bytes by kind."""
     kinds = at_rest(config, mode)
     kinds |= {"temporaries": instant.temporaries, "saved for backward": instant.saved,
-              "bf16 copies": instant.weight_cache, "gradients": instant.gradients,
+              "autocast weight cache": instant.weight_cache, "gradients": instant.gradients,
               "other": kinds["other"] + instant.variables}
     if config.device == "cuda":
         kinds["workspaces"] = WORKSPACE * (1 if mode == "forward" else 2)  # backward has a thread of its own

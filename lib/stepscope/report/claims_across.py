@@ -44,10 +44,11 @@ def cpu_phases(tables: Tables) -> Claim:
 def gradients_off(tables: Tables) -> Claim:
     """How far the largest size's first gradient is from fp32's at most; FP8, which is told apart, is not
     meant."""
-    rows = select(tables["ladder.steps"], SHAPE, change=lambda names: ~names.isin(["fp32", "fp8"]),
-                  gradient_off=pd.Series.notna, size=largest, context_length=reference)
-    worst = rows.loc[rows["gradient_off"].idxmax()]
-    return {"size": worst["size"], "most": worst["gradient_off"], "change": LADDER_NAMES[worst["change"]]}
+    rows = select(tables["ladder.steps"], SHAPE, optimization=lambda names: ~names.isin(["fp32", "fp8"]),
+                  gradient_error=pd.Series.notna, size=largest, context_length=reference)
+    worst = rows.loc[rows["gradient_error"].idxmax()]
+    return {"size": worst["size"], "most": worst["gradient_error"],
+            "optimization": LADDER_NAMES[worst["optimization"]]}
 
 
 def beside_reference(tables: Tables) -> Claim:

@@ -21,14 +21,14 @@ from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
 from stepscope.files import one_line, open_within
 from stepscope.report.schemas import Tables
-from stepscope.runs.record import Record, named_unsteady, of_two_notebooks
+from stepscope.runs.record import RENAMED_COLUMNS, Record, named_unsteady, of_two_notebooks
 from stepscope.runs.store import Store, runs_folder
 
 MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
 QUIET_S = 2.0
 SOFTWARE = ("torch", "cuda", "driver")
 # Columns of time, and those that name a case of a run: what was measured together.
-TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "change", "batch_size")
+TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
 
 
 class RunsError(StepscopeError, ValueError):
@@ -159,7 +159,8 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
             if about.num_rows > MOST_ROWS or size > MOST_BYTES:
                 raise TableError(f"{path}: has {about.num_rows:,} rows, more than any run leaves")
-            return parquet.read().to_pandas(ignore_metadata=True)
+            frame = parquet.read().to_pandas(ignore_metadata=True)
+            return frame.rename(columns=RENAMED_COLUMNS) if record.schema_version == 2 else frame
     except TableError:
         raise
     except Exception as error:  # noqa: BLE001 pyarrow raises of many kinds for what is no Parquet

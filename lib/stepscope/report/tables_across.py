@@ -47,7 +47,7 @@ def _waiting(tables: Tables) -> Iterator[dict]:
 
 
 def _last(tables: Tables) -> Iterator[dict]:
-    for _, row in select(tables["ladder.steps"], SHAPE, change=RUNGS[-1], context_length=reference,
+    for _, row in select(tables["ladder.steps"], SHAPE, optimization=RUNGS[-1], context_length=reference,
                          wall_ms=pd.Series.notna).iterrows():
         yield _row(row, "{size}'s step with all changes", "ms", row["wall_ms"])
 

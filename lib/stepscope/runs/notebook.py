@@ -23,8 +23,8 @@ from stepscope.runs.run import notebook_of
 from stepscope.runs.source import source_by_hand
 from stepscope.runs.store import Store, runs_folder
 
-WHICH = ("precision", "mode", "change", "batch_size", "implementation", "sequence", "phase", "blocks",
-         "arrangement")  # columns that say which row it is
+WHICH = ("precision", "mode", "optimization", "batch_size", "implementation", "sequence", "phase", "blocks",
+         "checkpoint_policy")  # columns that say which row it is
 # Up to here a step's operators on a CPU are over before threads have found each other; where the cores are
 # busy, threads wait for each other 35 times as long as one takes.
 ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}

@@ -54,7 +54,7 @@ def _walls(tables: Tables, precision: str, name: str) -> pd.DataFrame:
     Raises:
         LookupError: there are none.
     """
-    rows = select(_of_handout(tables["attention.cells"], precision, name), wall_ms=pd.Series.notna)
+    rows = select(_of_handout(tables["attention.cases"], precision, name), wall_ms=pd.Series.notna)
     return rows.pivot(index="sequence", columns="phase", values="wall_ms")
 
 
@@ -95,7 +95,7 @@ def attention_kernel(tables: Tables) -> Claim:
 
 def attention_fp32(tables: Tables) -> Claim:
     """FlashAttention and cuDNN have no fp32 kernels; of what runs one fused kernel is the fastest."""
-    cases, by_dimension = tables["attention.cells"], _by_dimension(tables, "fp32")
+    cases, by_dimension = tables["attention.cases"], _by_dimension(tables, "fp32")
     half_only = select(cases, precision="fp32", implementation=["flash", "cudnn"])
     best = {times.index[0] for times in by_dimension.values()}
     gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
@@ -142,7 +142,7 @@ def one_softmax(tables: Tables) -> Claim:
 
 
 def attention_checked(tables: Tables) -> Claim:
-    cases, checks = tables["attention.cells"], tables["attention.checks"]
+    cases, checks = tables["attention.cases"], tables["attention.checks"]
     errors = checks[[f"{quantity}_error" for quantity in QUANTITIES]]
     if (cases["status"] == "failed").any() or errors.gt(checks["allowed_error"], axis=0).any(axis=None):
         return None
@@ -163,7 +163,7 @@ def attention_formula(tables: Tables) -> Claim:
 
 def attention_passes(tables: Tables) -> Claim:
     """How many passes a time is of."""
-    passes = select(tables["attention.cells"], wall_ms=pd.Series.notna)["passes"]
+    passes = select(tables["attention.cases"], wall_ms=pd.Series.notna)["passes"]
     most, least = int(passes.max()), int(passes.min())
     return {"most": most, "cases": len(passes), "fewer": int((passes < most).sum()), "least": least,
             "leasts": int((passes == least).sum())}
@@ -251,7 +251,7 @@ def answer_attention_compiled(tables: Tables) -> Claim:
 
 def answer_attention_half(tables: Tables) -> Claim:
     """The same where one of the two precisions was measured."""
-    rows = select(tables["attention.cells"], implementation="compiled", precision=["fp32", "bf16"])
+    rows = select(tables["attention.cases"], implementation="compiled", precision=["fp32", "bf16"])
     precision, *more = rows["precision"].unique()
     if more:
         return None
@@ -310,7 +310,7 @@ def attention_long_unrun(tables: Tables) -> Claim:
     return {"name": LABELS[names[0]], "need": need / 1024}
 
 
-def _long(tables: Tables, name: str = "cells") -> pd.DataFrame:
+def _long(tables: Tables, name: str = "cases") -> pd.DataFrame:
     """A table's rows of 2026's longest sequence in bf16, by implementation."""
     return select(tables[f"attention.{name}"], sequence=65536, precision="bf16", d_model=HEAD).set_index(
         "implementation")

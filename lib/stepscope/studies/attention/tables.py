@@ -21,7 +21,7 @@ MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_m
 SPREAD = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "sm_clock_mhz")
 READS = ("nsys.operations",)  # of other studies
 SCHEMAS = {
-    "cells": tidy((*CASE, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
+    "cases": tidy((*CASE, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
                   kernel=word(), **{name: measured() for name in MEASURES},
                   **{name: measured(required=False) for name in SPREAD}, unsteady=word(required=False)),
     "checks": tidy(CASE, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
@@ -38,7 +38,7 @@ def tables(frames: Tables) -> Tables:
     """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
     ``gpu_ms`` (missing where a GPU's exceeds wall time by more than :data:`MOST_BUSY` allows), memory, and
     ``predicted_mib``, the peak by formula."""
-    cases = frames["cells"]
+    cases = frames["cases"]
     key = [*CONFIG, *CASE]
     cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MOST_BUSY * cases["wall_ms"])
     odd = cases.get("unsteady", pd.Series("", cases.index)) != ""
@@ -89,7 +89,7 @@ def _pivot(tables: Tables, value: str, unit: str, words: str, bold: tuple | None
 def handout_attention(tables: Tables) -> pd.DataFrame:
     """The assignment's table at one d: naive attention and the same compiled, in fp32, by wall time."""
     fp32 = USUAL | {"precision": preferred("fp32")}
-    cases = _handout(select(tables["attention.cells"], fp32))
+    cases = _handout(select(tables["attention.cases"], fp32))
     made, note = _points(cases), f"{setting(cases)}; {_passes(cases)}"
     naive = select(tables["attention.passes"], fp32, implementation="naive", sequence=within_grid)
     waits = naive.loc[launch_bound_rows(naive.assign(busy=naive["gpu_ms"] / naive["wall_ms"])), "sequence"]
@@ -99,7 +99,7 @@ def handout_attention(tables: Tables) -> pd.DataFrame:
 
 def attention_grid(tables: Tables) -> pd.DataFrame:
     """All of the assignment's points, by wall time: naive attention and compiled, each d and precision."""
-    cases = _handout(tables["attention.cells"])
+    cases = _handout(tables["attention.cases"])
     batch = cases["batch_size"].iloc[0]
     return table(_points(cases), rows=60, note=f"Wall time (batch {batch}, causal; {_passes(cases)}).")
 
@@ -136,7 +136,7 @@ def _points(cases: pd.DataFrame) -> pd.DataFrame:
 
 def attention_long(tables: Tables) -> pd.DataFrame:
     """2026: beyond the handout's sequences, forward and backward apart, by wall time, and what ran out."""
-    cases = select(tables["attention.cells"], sequence=lambda sequence: ~within_grid(sequence),
+    cases = select(tables["attention.cases"], sequence=lambda sequence: ~within_grid(sequence),
                    status=lambda status: status != "unsupported")
     key = ["precision", "d_model", "sequence", "implementation"]
     forward, backward = (cases[cases["phase"] == phase].set_index(key) for phase in PASSES)
@@ -169,7 +169,7 @@ def outcome(tables: Tables, row: Mapping) -> str:
     """
     if row["status"] != "oom":
         return ""
-    cases, reason = tables["attention.cells"], str(row["reason"]).removesuffix(": not compiled")
+    cases, reason = tables["attention.cases"], str(row["reason"]).removesuffix(": not compiled")
     same = {name: row[name] for name in ("implementation", "precision", "d_model", "batch_size")}
     fits = False
     with suppress(LookupError):  # none ran
@@ -221,7 +221,7 @@ def gpu_memory_gib(tables: Tables) -> float:
     """The GPU's memory as the machine has it; of a notebook's own run what its cases were given."""
     if "runs" in tables:
         return tables["runs"]["machine_gpu_memory_gib"].max()
-    return tables["attention.cells"]["device_gib"].max()
+    return tables["attention.cases"]["device_gib"].max()
 
 
 def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
@@ -231,7 +231,7 @@ def first_out_of_memory(tables: Tables) -> tuple[pd.Series, dict[str, float]]:
     Raises:
         LookupError: it never does.
     """
-    rows, cases = tables["attention.passes"], tables["attention.cells"]
+    rows, cases = tables["attention.passes"], tables["attention.cases"]
     rows = select(rows, status="oom", implementation="naive")
     asked = select(cases, phase="backward")[[*CONFIG, *CASE, "asked_gib", "allocated_gib"]]
     rows = rows.merge(asked, on=[*CONFIG, *CASE])

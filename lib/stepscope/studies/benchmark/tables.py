@@ -182,8 +182,8 @@ def fused_with_foreach(tables: Tables) -> pd.DataFrame:
         return _adamw(*(plain(tables, **how).set_index("size")["gpu_ms"] for how in (foreach, fused)))
     if ladder is None:
         raise KeyError("fused")
-    rows = select(ladder, SHAPE, family="optimizer", change=["sdpa", "fused"], context_length=reference)
-    times = rows.groupby(["change", "size"], sort=False)["gpu_ms"].sum()
+    rows = select(ladder, SHAPE, family="optimizer", optimization=["sdpa", "fused"], context_length=reference)
+    times = rows.groupby(["optimization", "size"], sort=False)["gpu_ms"].sum()
     return _adamw(times["sdpa"], times["fused"])
 
 

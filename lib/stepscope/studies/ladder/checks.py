@@ -99,7 +99,7 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 
 def falling_moment() -> dict[str, float]:
     """A second moment of 1 after gradients of half the size, in fp32, in bf16 rounded stochastically and in
-    bf16 rounded to nearest: its mean, ``v_fp32``, ``v_by_chance`` and ``v_nearest``."""
+    bf16 rounded to nearest: its mean, ``v_fp32``, ``v_stochastic`` and ``v_nearest``."""
     generator = torch.Generator().manual_seed(2)
     exact, chance, nearest = (torch.ones(FALLING) for _ in range(3))
     for step in range(1, FALLING_STEPS + 1):
@@ -108,7 +108,7 @@ def falling_moment() -> dict[str, float]:
         exact = exact * BETAS[1] + squared
         chance = stochastic_round(chance * BETAS[1] + squared, bits).float()
         nearest = (nearest * BETAS[1] + squared).bfloat16().float()
-    return {"v_fp32": exact.mean().item(), "v_by_chance": chance.mean().item(),
+    return {"v_fp32": exact.mean().item(), "v_stochastic": chance.mean().item(),
             "v_nearest": nearest.mean().item()}
 
 

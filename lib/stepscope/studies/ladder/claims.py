@@ -142,7 +142,7 @@ def without_most(tables: Tables) -> Claim:
     if not ratios.max() > 1:
         return None
     worst = ratios.idxmax()
-    return {"size": shape.size, "change": SHORT[worst], "longer": ratios[worst]}
+    return {"size": shape.size, "optimization": SHORT[worst], "longer": ratios[worst]}
 
 
 def last_largest(tables: Tables) -> Claim:
@@ -195,10 +195,11 @@ def baseline_mask(tables: Tables) -> Claim:
     """All baselines run our attention's kernels, cuDNN's, for longer, and one kernel that makes a mask; and
     the remainder of their step takes as long as ours."""
     rows = baseline_attention(tables)
-    kernels = select(tables["ladder.kernels"], change=[*RUNGS, *AS_IT_COMES])
+    kernels = select(tables["ladder.kernels"], optimization=[*RUNGS, *AS_IT_COMES])
     names = select(kernels, family="fused attention")["name"]
     masks = kernels[kernels["name"].str.contains("bitwise_and")]
-    cudnn, masked = names.str.contains("cudnn").all(), {*masks["change"]} <= {*AS_IT_COMES} and len(masks)
+    cudnn = names.str.contains("cudnn").all()
+    masked = len(masks) and {*masks["optimization"]} <= {*AS_IT_COMES}
     low, without = rows["attention"].min(), rows["without"]
     if not (cudnn and masked and low >= 1 + LEAST_GAIN and len(rows) == len(with_baseline(tables))):
         return None
@@ -268,7 +269,7 @@ def precision_masters(tables: Tables) -> Claim:
 def moments_rounding(tables: Tables) -> Claim:
     """Rounded to nearest the second moment does not fall; by chance it follows fp32's."""
     found = tables["ladder.results"].dropna(subset="v_nearest").iloc[0]
-    exact, chance, nearest = found["v_fp32"], found["v_by_chance"], found["v_nearest"]
+    exact, chance, nearest = found["v_fp32"], found["v_stochastic"], found["v_nearest"]
     if abs(chance / exact - 1) < 0.01 and nearest > 1.5 * exact:
         return {"exact": digits(exact), "chance": digits(chance), "nearest": digits(nearest)}
     return None
@@ -287,7 +288,7 @@ def fp8_small_batch(tables: Tables) -> Claim:
     row = first.loc[first["bf16_ms"].idxmax()]
     own = select(tables["ladder.kernels"], row[PLACE])
     times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
-        index="matmul", columns="change", values="gpu_ms", aggfunc="sum")
+        index="matmul", columns="optimization", values="gpu_ms", aggfunc="sum")
     more = times["fp8"] - times[LAST]
     found = {"size": row["size"], "batch": int(row["batch_size"]), "saved": -more[True], "added": more[False]}
     return found if row["gain"] < 1 + LEAST_GAIN and 0 < found["saved"] < found["added"] else None
@@ -306,7 +307,7 @@ def fp8_large_batch(tables: Tables) -> Claim:
 def fp8_gradient(tables: Tables) -> Claim:
     """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both: of weights as
     drawn, and of trained ones, where it is about as near as bf16's."""
-    columns = ["gradient_off", "trained_gradient_off"]
+    columns = ["gradient_error", "trained_gradient_error"]
     measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
                 for shape, rows in ladders(tables).items()]
     shape, off = [(shape, off) for shape, off in measured if len(off) == 2][-1]
@@ -319,8 +320,8 @@ def fp8_gradient(tables: Tables) -> Claim:
 def fp8_training(tables: Tables) -> Claim:
     """How far FP8's loss is from bf16's at most, over the steps of both at the largest batch."""
     curves = tables["ladder.curves"]
-    own = select(curves, batch_size=select(curves, change="fp8")["batch_size"].max())
-    losses = own.pivot_table(index="step", columns="change", values="loss")
+    own = select(curves, batch_size=select(curves, optimization="fp8")["batch_size"].max())
+    losses = own.pivot_table(index="step", columns="optimization", values="loss")
     found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
              "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
     return found if found["most"] < 0.05 else None
@@ -332,7 +333,7 @@ def _fp8_losses(tables: Tables) -> pd.DataFrame:
     bf16 from each other (``low``, ``high``), in nats, means over steps."""
     found = {}
     for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
-        if {"fp8", LAST} <= {*own["change"]} and select(own, change=LAST)["seed"].nunique() > 1:
+        if {"fp8", LAST} <= {*own["optimization"]} and select(own, optimization=LAST)["seed"].nunique() > 1:
             shifts = shifts_of(own, LAST)
             apart = seeds_apart(shifts[LAST])
             found[Shape(*place).size] = {"steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
@@ -359,7 +360,8 @@ def fp8_strays(tables: Tables) -> Claim:
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
     large matmul after another reaches under the same cap."""
-    row = select(tables["ladder.steps"], change=FILLED, wall_ms=pd.Series.notna).sort_values("mfu").iloc[-1]
+    rows = select(tables["ladder.steps"], optimization=FILLED, wall_ms=pd.Series.notna)
+    row = rows.sort_values("mfu").iloc[-1]
     results = tables["ladder.results"].dropna(subset="kept_up_tflops")
     rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
     return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
@@ -431,7 +433,7 @@ def blocks_or_model(tables: Tables) -> Claim:
 
 def attention_chosen(tables: Tables) -> Claim:
     """Which kernels PyTorch chooses by itself for fused attention, in all ladders: cuDNN's."""
-    names = select(tables["ladder.kernels"], change="sdpa", family="fused attention")["name"]
+    names = select(tables["ladder.kernels"], optimization="sdpa", family="fused attention")["name"]
     return {} if names.str.contains("cudnn").all() else None
 
 

@@ -29,9 +29,9 @@ SCRIPT = BASELINES[4]
 MEASURES = (
     "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
     "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured",
-    "mfu_at_clock", "loss_off", "gradient_off", "compile_s", "matmul_ms", "moved_ms", "bound_ms")
+    "mfu_at_clock", "loss_error", "gradient_error", "compile_s", "matmul_ms", "moved_ms", "bound_ms")
 # records of before lack them
-ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_off")
+ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
 OF_BEFORE = ("energy_ms",)  # only records of before have it, and nothing is said of it
 
 
@@ -45,9 +45,9 @@ class Config(StepConfig):
     attention: Literal["naive"] = "naive"
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
-    changes: list[Rung] = Field([*RUNGS], min_length=1)
+    optimizations: list[Rung] = Field([*RUNGS], min_length=1)
     without: list[Rung] = Field([])  # the last step without each of these
-    peers: list[Baseline] = Field([])
+    baselines: list[Baseline] = Field([])
     # the changes at each of these; empty: at batch_size
     batches: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill: bool = False  # also the last step at the batch that fills the memory

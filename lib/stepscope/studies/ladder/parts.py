@@ -57,7 +57,7 @@ def milliseconds(tables: Tables, shape: Shape, rung: str) -> pd.Series:
     Raises:
         LookupError: it was not captured.
     """
-    own = select(tables["ladder.kernels"], shape._asdict(), change=rung)
+    own = select(tables["ladder.kernels"], shape._asdict(), optimization=rung)
     return own.groupby(own["family"].map(PARTS).fillna(REST))["gpu_ms"].sum()
 
 

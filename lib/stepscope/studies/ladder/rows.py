@@ -32,7 +32,7 @@ def ladders(tables: Tables) -> dict[Shape, pd.DataFrame]:
         LookupError: there is none.
     """
     groups = select(tables["ladder.steps"]).groupby(PLACE, sort=False)
-    found = {Shape(*place): rows.set_index("change") for place, rows in groups}
+    found = {Shape(*place): rows.set_index("optimization") for place, rows in groups}
     found = {shape: rows for shape, rows in found.items() if "fp32" in timed(rows).index}
     if not found:
         raise LookupError("no ladder")
@@ -166,7 +166,7 @@ def shares(kernels: pd.DataFrame, shape: Shape, rung: str) -> pd.Series:
     Raises:
         LookupError: it was not captured.
     """
-    times = select(kernels, shape._asdict(), change=rung).groupby("family")["gpu_ms"].sum()
+    times = select(kernels, shape._asdict(), optimization=rung).groupby("family")["gpu_ms"].sum()
     return times / times.sum()
 
 
@@ -178,13 +178,13 @@ def trained(tables: Tables) -> tuple[Shape, pd.DataFrame]:
         LookupError: there is none.
     """
     curves = tables["ladder.curves"]
-    shape = Shape(*select(curves, change="fp32")[PLACE].iloc[0])
+    shape = Shape(*select(curves, optimization="fp32")[PLACE].iloc[0])
     return shape, shifts_of(select(curves, shape._asdict()), "fp32")
 
 
 def shifts_of(curves: pd.DataFrame, base: str) -> pd.DataFrame:
     """By step one shape's losses of each rung and seed, less the base's of its first seed."""
-    losses = curves.pivot(index="step", columns=["change", "seed"], values="loss")
+    losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
     smooth = losses.rolling(10, min_periods=5).mean()
     return smooth.sub(smooth[base].iloc[:, 0], axis=0)
 
@@ -238,7 +238,7 @@ def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.Data
                       f"{name}_quartiles": row["quartiles"], f"{name}_clock": row["sm_clock_mhz"],
                       f"{name}_steps": row["steps"], f"{name}_gpu_ms": row["gpu_ms"]}
         attention = kernels.merge(pd.DataFrame([shape._asdict() | {"family": "fused attention"}]))
-        fp32, other = (attention[attention["change"] == rung] for rung in ("cuda_graph", baseline))
+        fp32, other = (attention[attention["optimization"] == rung] for rung in ("cuda_graph", baseline))
         compared.append(found | {
             "fp32_attention_ms": fp32["gpu_ms"].sum(), "baseline_attention_ms": other["gpu_ms"].sum(),
             "same_kernels": len(fp32) > 0 and {*fp32["name"]} == {*other["name"]}})
@@ -250,7 +250,7 @@ def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.Data
 def fair_modes(tables: Tables) -> Sequence[str]:
     """Of Hugging Face's modes the fair ones, where one was measured, else those as it comes."""
     steps = tables["ladder.steps"]
-    return FAIR if steps.loc[steps["wall_ms"].notna(), "change"].isin(FAIR).any() else AS_IT_COMES
+    return FAIR if steps.loc[steps["wall_ms"].notna(), "optimization"].isin(FAIR).any() else AS_IT_COMES
 
 
 def baseline_attention(tables: Tables) -> pd.DataFrame:
@@ -277,7 +277,7 @@ def by_batch(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: none has.
     """
-    low, eight = (select(tables["ladder.steps"], change=name, wall_ms=pd.Series.notna)
+    low, eight = (select(tables["ladder.steps"], optimization=name, wall_ms=pd.Series.notna)
                   for name in (LAST, "fp8"))
     both = select(low.merge(eight, on=PLACE, suffixes=("", "_fp8")))
     other = both.filter(like="_fp8").rename(columns=lambda name: name.removesuffix("_fp8"))
@@ -318,9 +318,9 @@ def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
     """
     compared, found = next(iter(at_context(tables))), {}
     own = select(tables["ladder.steps"], context_length=compared.context_length,
-                 vocab_size=compared.vocab_size, change=[*RUNGS, "fp8"], wall_ms=pd.Series.notna)
+                 vocab_size=compared.vocab_size, optimization=[*RUNGS, "fp8"], wall_ms=pd.Series.notna)
     for place, rows in own.groupby(PLACE, sort=False):
-        rows = rows.set_index("change")
+        rows = rows.set_index("optimization")
         gains = {rung: gain(rows, rung) for rung in rungs if rung != "fp8"}
         eight = rows["gpu_ms"].get(LAST, math.nan) / rows["gpu_ms"].get("fp8", math.nan)
         gains["fp8"] = eight if abs(eight - 1) >= LEAST_GAIN else None

@@ -48,8 +48,8 @@ from stepscope.studies.ladder.rows import (
 )
 
 CONFIG = ("size", "context_length", "vocab_size")
-CASE = ("change", "batch_size")
-KEY = {"change": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
+CASE = ("optimization", "batch_size")
+KEY = {"optimization": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
        "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True)}
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
@@ -61,7 +61,7 @@ SCHEMAS = {
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
 NUMBERS = ("parameters", "power_limit_w", "matmul_fp32", "matmul_bf16", "matmul_fp8", "copy", "sheet_bf16",
-           "kept_up_tflops", "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_by_chance", "v_fp32",
+           "kept_up_tflops", "kept_up_clock_mhz", "kept_up_power_w", "v_nearest", "v_stochastic", "v_fp32",
            "compared", "unequal", "low_compared", "low_unequal")  # results that are read as such
 NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast", "sdpa": "fused attention",
          "fused": "fused AdamW", "blocks": "compiled blocks", "cuda_graph": "CUDA graph of the step",
@@ -115,7 +115,7 @@ def _spread(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, str]:
             for name in names}
 
 
-def _named(rows: pd.DataFrame, heading: str = "change") -> pd.DataFrame:
+def _named(rows: pd.DataFrame, heading: str = "optimization") -> pd.DataFrame:
     """Rows by rung, under the optimizations' names."""
     return rows.set_axis(pd.Index(rows.index.map(NAMES), name=heading))
 
@@ -195,7 +195,7 @@ def last_parts(tables: Tables) -> pd.DataFrame:
     printed.loc["the step"] = printed[["ms", "bound_ms", "over"]].sum()
     try:
         eight = milliseconds(tables, shape, "fp8")
-        wall = select(tables["ladder.steps"], shape._asdict(), change="fp8")["wall_ms"].iloc[0]
+        wall = select(tables["ladder.steps"], shape._asdict(), optimization="fp8")["wall_ms"].iloc[0]
         eight[GAPS], eight["the step"] = wall - eight.sum(), wall
         printed["fp8_ms"] = eight
     except LookupError:
@@ -292,15 +292,15 @@ def mfu(tables: Tables) -> pd.DataFrame:
     """The last timed rung at every shape and batch, and the batch that fills the memory: rates, power and
     memory."""
     order = [*RUNGS, FILLED]
-    steps = select(tables["ladder.steps"], change=order, wall_ms=pd.Series.notna)
-    steps = steps.sort_values("change", key=lambda names: names.map(order.index), kind="stable")
+    steps = select(tables["ladder.steps"], optimization=order, wall_ms=pd.Series.notna)
+    steps = steps.sort_values("optimization", key=lambda names: names.map(order.index), kind="stable")
     own, note = _walls(select(steps.groupby(PLACE, sort=False).tail(1))), ""
     if own["mfu"].notna().any():
         rates, sheet = ceilings(tables, _run(own)), tables["ladder.results"]["sheet_bf16"].median()
         own["mfu_measured"] = own["mfu"] * sheet / rates.matmul
         note = f"A large matmul's rate: {rates_said(rates)}."
-    own["change"] = own["change"].map(NAMES)
-    printed = _headed(own, "change", "size", "context_length", "vocab_size", "batch_size", "wall_ms",
+    own["optimization"] = own["optimization"].map(NAMES)
+    printed = _headed(own, "optimization", "size", "context_length", "vocab_size", "batch_size", "wall_ms",
                       "wall_std_ms", "quartiles", "best_ms", "steps", "tokens_per_s", "mfu", "mfu_measured",
                       "mfu_at_clock", "sm_clock_mhz", "power_w", "peak_gib", "reserved_gib")
     return table(printed, rows=2 * MOST_ROWS, note=note)
@@ -328,9 +328,9 @@ def training_check(tables: Tables) -> pd.DataFrame:
     """How far gradients and losses are from fp32's."""
     shape, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
-    steps = select(tables["ladder.steps"], shape._asdict()).set_index("change")
+    steps = select(tables["ladder.steps"], shape._asdict()).set_index("optimization")
     order = [rung for rung in (*RUNGS, *BEYOND) if rung in distance]
-    found = pd.DataFrame({"gradient off, %": steps["gradient_off"].reindex(order),
+    found = pd.DataFrame({"gradient off, %": steps["gradient_error"].reindex(order),
                           "loss moved": distance[order], "of another seed, %": distance[order] / seeds})
     return table(_named(found), note="Loss moved: mean distance of means of ten steps, in nats.")
 

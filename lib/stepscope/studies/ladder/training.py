@@ -35,8 +35,8 @@ def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
             f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least")
     batches = text_batches(config.training_steps, trainer.batch, config.context_length)
     frames = []
-    for seed in range(config.seed, config.seed + (SEEDS if name == config.changes[0] else 1)):
+    for seed in range(config.seed, config.seed + (SEEDS if name == config.optimizations[0] else 1)):
         curve = losses(trainer, batches, seed)
-        named = {"change": name, "batch_size": trainer.batch, "seed": seed}
+        named = {"optimization": name, "batch_size": trainer.batch, "seed": seed}
         frames.append(pd.DataFrame(named | {"step": range(len(curve)), "loss": curve}))
     return pd.concat(frames, ignore_index=True)

@@ -63,7 +63,7 @@ def checkpoint_gain(tables: Tables) -> Claim:
     """What a checkpoint around every block takes off the peak of forward and backward, and costs; larger
     groups of blocks keep more."""
     rows = one_level(tables)
-    rows = select(rows, context_length=min).set_index("arrangement")
+    rows = select(rows, context_length=min).set_index("checkpoint_policy")
     one, none = rows.loc["every 1"], rows.loc["none"]
     less, more = 1 - one["peak_gib"] / none["peak_gib"], one["gpu_ms"] / none["gpu_ms"] - 1
     groups = rows[rows["blocks_per_checkpoint"] > 0].sort_values("blocks_per_checkpoint")
@@ -78,7 +78,7 @@ def checkpoint_best(tables: Tables) -> Claim:
     """2026: at the longest context, where a step without checkpoints does not fit, one block a checkpoint
     needs least, and larger groups keep more."""
     rows = one_level(tables)
-    rows = select(rows, context_length=max).set_index("arrangement")
+    rows = select(rows, context_length=max).set_index("checkpoint_policy")
     some = select(rows.drop(index="none"), status="ok", peak_gib=pd.Series.notna)
     peaks, blocks = some["peak_gib"].tolist(), some["blocks_per_checkpoint"].astype(int).tolist()
     fits = rows.loc["none", "status"] != "oom"
@@ -95,7 +95,7 @@ def checkpoint_least(tables: Tables) -> Claim:
     rows = one_level(tables)
     rows = select(rows, context_length=max, status="ok", peak_gib=pd.Series.notna)
     least = rows.loc[rows["peak_gib"].idxmin()]
-    return _shape(least) | {"policy": least["arrangement"], "least": least["peak_gib"]}
+    return _shape(least) | {"policy": least["checkpoint_policy"], "least": least["peak_gib"]}
 
 
 def memory_formula(tables: Tables) -> Claim:
@@ -125,8 +125,8 @@ def peak_reserved(tables: Tables) -> Claim:
 def graph_reserved(tables: Tables) -> Claim:
     """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared, and
     how much of it the graph adds to the same step without one."""
-    rows = select(tables["ladder.steps"], SHAPE, status="ok", change=["blocks", "cuda_graph"], size=largest,
-                  context_length=reference).set_index("change")
+    rows = select(tables["ladder.steps"], SHAPE, status="ok", optimization=["blocks", "cuda_graph"],
+                  size=largest, context_length=reference).set_index("optimization")
     row, added = rows.loc["cuda_graph"], rows["reserved_gib"]["cuda_graph"] - rows["reserved_gib"]["blocks"]
     found = {"reserved": row["reserved_gib"], "peak": row["peak_gib"], "added": added}
     return _shape(row) | found if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] and added > 0 else None
@@ -198,10 +198,10 @@ def mixed_memory_why(tables: Tables) -> Claim:
     backward than the copies and AdamW's temporaries, now the peak, leave of it."""
     low, high = (_peak(tables, "step", "backward", precision=precision) for precision in ("bf16", "fp32"))
     forward = _peak(tables, "forward", precision="bf16")["peak_gib"] / _peak(tables, "forward")["peak_gib"]
-    if (forward < 1 + SAME or low["bf16_copies_gib"] == 0
+    if (forward < 1 + SAME or low["autocast_weight_cache_gib"] == 0
             or _peak(tables, "step", precision="bf16")["peak_in"] != "optimizer"):
         return None
-    return {"copies": low["bf16_copies_gib"], "high": high["saved_for_backward_gib"],
+    return {"copies": low["autocast_weight_cache_gib"], "high": high["saved_for_backward_gib"],
             "low": low["saved_for_backward_gib"],
             "temporaries": _peak(tables, "step", "optimizer", precision="bf16")["temporaries_gib"]}
 
@@ -270,13 +270,13 @@ def nested_least(tables: Tables) -> Claim:
     """2026: the checkpoint policy that needs least over the most blocks."""
     rows = nested(tables)
     least = rows.loc[select(rows, blocks=max)["beyond_gib"].idxmin()]
-    return {"policy": least["arrangement"], "blocks": int(least["blocks"]),
+    return {"policy": least["checkpoint_policy"], "blocks": int(least["blocks"]),
             "beyond": least["beyond_gib"]}
 
 
 def nested_start(tables: Tables) -> Claim:
     """2026: reaching every block anew from the first input keeps memory the same, whatever their number."""
-    rows = select(nested(tables), arrangement="from the start").sort_values("blocks")
+    rows = select(nested(tables), checkpoint_policy="from the start").sort_values("blocks")
     few, many = rows.iloc[0], rows.iloc[-1]
     runs = many["blocks"] + many["blocks"] * (many["blocks"] + 1) / 2
     if many["beyond_gib"] > 1.1 * few["beyond_gib"] or many["block_runs"] != runs:
@@ -300,7 +300,7 @@ def reach_10b_best(tables: Tables) -> Claim:
     rows = select(tables["memory.checkpoints"], size="10B", status="ok")
     longest = rows.groupby("mode")["context_length"].max()
     both = select(rows, mode="forward_backward", context_length=longest["forward_backward"])
-    if (both["arrangement"] == "none").any():
+    if (both["checkpoint_policy"] == "none").any():
         return None
     return {"forward": int(longest["forward"]), "both": int(longest["forward_backward"]),
             "peak": both["peak_gib"].min()}
@@ -327,7 +327,7 @@ def mixed_memory_sum(tables: Tables) -> Claim:
     low, high = (_peak(tables, "step", "backward", precision=precision) for precision in ("bf16", "fp32"))
     adamw = _peak(tables, "step", "optimizer", precision="bf16")["peak_gib"]
     found = {"less": high["saved_for_backward_gib"] - low["saved_for_backward_gib"],
-             "copies": low["bf16_copies_gib"], "high": high["peak_gib"], "low": low["peak_gib"],
+             "copies": low["autocast_weight_cache_gib"], "high": high["peak_gib"], "low": low["peak_gib"],
              "adamw": adamw}
     return found if high["peak_gib"] > adamw > low["peak_gib"] and found["less"] > found["copies"] else None
 

@@ -13,7 +13,7 @@ from stepscope.report.tables import number
 from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, predicted, usual
 
 COLORS = {"weights": style.BLUE, "optimizer state": style.GREEN, "gradients": style.AMBER,
-          "saved for backward": style.SKY, "bf16 copies": style.ORANGE, "temporaries": style.RED,
+          "saved for backward": style.SKY, "autocast weight cache": style.ORANGE, "temporaries": style.RED,
           "workspaces": style.MUTED, "other": style.FILL}
 POINTS = 160   # of a drawn timeline: an SVG holds each
 THICK = 0.08   # of the height: what is thinner has no name in the picture

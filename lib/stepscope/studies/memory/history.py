@@ -80,7 +80,8 @@ def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     # without a backward they live until autocast ends, after the last allocation of forward
     lasting = (table["freed_at"] > table.loc[forward, "allocated_at"].max() if mode == "forward"
                else table["kind"] == "saved for backward")
-    table.loc[forward & (table["size"] == table["region"].map(size_of)) & lasting, "kind"] = "bf16 copies"
+    cached = forward & (table["size"] == table["region"].map(size_of)) & lasting
+    table.loc[cached, "kind"] = "autocast weight cache"
 
 
 def _regions(order: Iterable[int], phases: Iterable[str], regions: list[tuple[int, str | None]],

@@ -48,10 +48,11 @@ SCHEMAS = {
     "timeline": tidy(("mode", "event"), mode=word(*PHASES), event=WHOLE, phase=word(*PHASES["step"]),
                      **{column(kind): measured(nullable=False) for kind in LIVE}),
     "checkpoints": tidy(
-        ("mode", "blocks", "arrangement"), mode=word(*PHASES), blocks=WHOLE, arrangement=word(), **OUTCOME,
+        ("mode", "blocks", "checkpoint_policy"), mode=word(*PHASES), blocks=WHOLE, checkpoint_policy=word(),
+        **OUTCOME,
         **{name: measured() for name in (
             "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
-            "state_gib", "block_runs", "expected_runs", "expected_kept_gib")},
+            "state_gib", "block_runs", "expected_runs", "expected_saved_gib")},
         steps=measured(required=False), wall_std_ms=measured(required=False), unsteady=word(required=False)),
 }
 
@@ -106,7 +107,7 @@ def one_level(tables: Tables) -> pd.DataFrame:
     """
     rows = select(tables["memory.checkpoints"], mode="forward_backward",
                   blocks_per_checkpoint=pd.Series.notna)
-    settings = rows.groupby("size")["arrangement"].transform("nunique")  # 10B has two
+    settings = rows.groupby("size")["checkpoint_policy"].transform("nunique")  # 10B has two
     rows = select(rows[settings == settings.max()], size=largest)
     return select(rows.sort_values("blocks_per_checkpoint", key=lambda numbers: numbers.replace(0, 1e9)))
 
@@ -118,7 +119,7 @@ def nested(tables: Tables) -> pd.DataFrame:
         LookupError: none was measured.
     """
     rows = select(tables["memory.checkpoints"], mode="forward_backward", status="ok",
-                  expected_kept_gib=pd.Series.notna)
+                  expected_saved_gib=pd.Series.notna)
     return rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"])
 
 
@@ -126,7 +127,7 @@ def nested(tables: Tables) -> pd.DataFrame:
 
 HEADINGS = {
     "context_length": "context", "gpu_ms": "GPU time, ms", "blocks_per_checkpoint": "blocks a checkpoint",
-    "expected_kept_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
+    "expected_saved_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
     "block_runs": "blocks run, n", "mib": "each, MiB", "share": "of all, %", "line": "made by",
     "source": "code", "beyond": "requested beyond formula, B", "less": "less, %", "wall_std_ms": "std, ms"}
 
@@ -199,7 +200,7 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
             rows.append((optimization, of, before["context_length"], before[name], after[name]))
     with suppress(LookupError):
         steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
-        peaks = steps.set_index("change")["peak_gib"]
+        peaks = steps.set_index("optimization")["peak_gib"]
         context = int(steps["context_length"].iloc[0])
         if not any(row[0].startswith("fused") for row in rows):
             rows.append(("fused attention and AdamW", "full step, bf16", context, *peaks[["bf16", "fused"]]))
@@ -210,7 +211,7 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
     with suppress(LookupError):
         settings = one_level(tables)
         context = settings["context_length"].min()
-        peaks = select(settings, context_length=context).set_index("arrangement")["peak_gib"]
+        peaks = select(settings, context_length=context).set_index("checkpoint_policy")["peak_gib"]
         rows.append(("a checkpoint around each block", "forward and backward, bf16", context,
                      peaks["none"], peaks["every 1"]))
     found = pd.DataFrame(rows, columns=["change", "of", "context", "before_gib", "after_gib"])
@@ -231,15 +232,15 @@ def nested_checkpoints(tables: Tables) -> pd.DataFrame:
     """Checkpoint policies over the fewest and the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
-    return table(_headed(rows, "blocks", "arrangement", "expected_kept_gib", "beyond_gib", "block_runs",
-                         "gpu_ms"), note=_measured(tables, rows))
+    return table(_headed(rows, "blocks", "checkpoint_policy", "expected_saved_gib", "beyond_gib",
+                         "block_runs", "gpu_ms"), note=_measured(tables, rows))
 
 
 def reach_10b(tables: Tables) -> pd.DataFrame:
     """How far the largest model runs on one GPU."""
     rows = select(tables["memory.checkpoints"], size="10B")
     note = _measured(tables, rows)
-    rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["arrangement"])
+    rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["checkpoint_policy"])
     rows = rows.sort_values("context_length", kind="stable")
     return table(_headed(rows, "mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib",
                          "reserved_gib", "gpu_ms"), note=note)
