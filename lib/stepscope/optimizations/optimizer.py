@@ -143,16 +143,14 @@ class MasterAdamW(torch.optim.Optimizer):
     def _make_tables(self) -> None:
         """What the kernels' programs look up: of each parameter its place and group, and whose they are."""
         in_fp32 = [parameter.dtype == torch.float32 for parameter in self.parameters]
-        widths = [shape[-1] for shape in self.shapes]
+        numbers = in_fp32, [shape[-1] for shape in self.shapes], self.counts, self.offsets, self.group_of
         self.in_fp32, self.widths, *self.places = (
-            torch.tensor(numbers, dtype=torch.int64, device=self.device)
-            for numbers in (in_fp32, widths, self.counts, self.offsets, self.group_of))
+            torch.tensor(each, dtype=torch.int64, device=self.device) for each in numbers)
         flat = [index for index in range(len(self.counts)) if index not in self.in_fp8]
         tiles = [self._tiles(index) for index in self.in_fp8]
         self.owners = self._owners(flat, [-(-self.counts[index] // adamw.BLOCK) for index in flat])
         self.tile_owners = self._owners(self.in_fp8, [len(starts) for starts in tiles])
-        if tiles:
-            self.tiles = torch.cat(tiles).to(self.device, torch.int32)
+        self.tiles = torch.cat(tiles or [torch.zeros(0)]).to(self.device, torch.int32)
         self.addresses = [0] * len(self.counts)  # of the gradients, as the table has them
         self.table = torch.zeros(len(self.counts), device=self.device, dtype=torch.int64)
 
@@ -191,9 +189,8 @@ class MasterAdamW(torch.optim.Optimizer):
     def reset(self) -> None:
         """As before the first step, with the master weights as they are now."""
         self._round()
-        self.m.zero_()
-        self.v.zero_()
-        self.count.zero_()
+        for tensor in (self.m, self.v, self.count):
+            tensor.zero_()
 
     @torch.no_grad()
     def _take_weights(self) -> None:
