@@ -19,7 +19,7 @@ MOST_TEXT = 200  # characters of a text that a record brought
 # What follows a number in words. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {unit: f" {unit}" for unit in (
     "ms", "µs", "s", "min", "h", "GiB", "MiB", "KiB", "B", "MHz", "W", "J", "TFLOP/s", "TB/s", "GB/s",
-    "tokens/s", "kWh")}
+    "tokens/s", "kWh", "nats")}
 LEAST_PERCENT = 0.001  # of what is not zero
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in (
