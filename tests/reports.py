@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +13,7 @@ import pytest
 from stepscope import PROJECT
 from stepscope.report.claims import formatted
 from stepscope.report.render import CHAPTERS
+from stepscope.report.tables import markdown
 from stepscope.runs.record import RENAMED, RENAMED_COLUMNS
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import find_sweeps, load_sweeps
@@ -56,6 +57,38 @@ def said(name: str, values: dict) -> list[str]:
     """A claim's sentences, wherever the chapters have it, with these values in their places."""
     sentences = (found for page in PAGES for found in CLAIM.findall(page.read_text(encoding="utf-8")))
     return [formatted(sentence, values, name) for one, sentence in sentences if one == name]
+
+
+def told(functions: Iterable[Callable], tables: dict[str, pd.DataFrame]) -> dict[str, str]:
+    """What claims say and tables print of these tables, by name; of what has no data the error's name."""
+    found = {}
+    for function in functions:
+        try:
+            made = function(tables)
+        except LookupError:
+            made = "no data"
+        found[function.__name__] = markdown(made) if isinstance(made, pd.DataFrame) else repr(made)
+    return found
+
+
+def shuffled(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """The same runs in another order; where a table does not say of which run its rows are, the same rows."""
+    def mixed(rows: pd.DataFrame) -> pd.DataFrame:
+        if "run_id" not in rows:
+            return rows.sample(frac=1, random_state=1)
+        return rows.sort_values("run_id", key=lambda runs: runs.map(lambda run: hashlib.md5(run.encode()).hexdigest()), kind="stable")
+    return {name: mixed(rows) for name, rows in tables.items()}
+
+
+def beside(tables: dict[str, pd.DataFrame], only: str = "", **others: object) -> dict[str, pd.DataFrame]:
+    """With runs of other configurations, each like one of these but for one field, whose numbers are seven times
+    as much; ``only`` says of which rows there are such."""
+    def more(rows: pd.DataFrame) -> pd.DataFrame:
+        numbers = [name for name, values in rows.items() if values.dtype.kind == "f" or str(name).endswith("_ns")]
+        like = rows.query(only) if only else rows
+        like = like.assign(**{name: 7 * like[name] for name in numbers})
+        return pd.concat([rows, *(like.assign(**{name: value}) for name, value in others.items() if name in rows)], ignore_index=True)
+    return {name: more(rows) for name, rows in tables.items()}
 
 
 def needs_runs() -> None:

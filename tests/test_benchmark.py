@@ -12,7 +12,7 @@ import torch
 
 from cells import by_name, executed, quickest, reference, run_cells, step_flops, times_of
 from conftest import TINY
-from reports import said
+from reports import beside, said, shuffled, told
 from stepscope import PACKAGE, measure, stats
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, profiler, rates
@@ -470,6 +470,52 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     assert claims.compiled_wall(all_runs)["forward_high"] == pytest.approx(1.25)
 
 
+def test_runs_of_other_programs_and_of_another_order_change_nothing(all_runs):
+    """But a large matmul's rate is the median of all runs, of any program."""
+    changed = {}
+    for name in all_runs.keys() - {"benchmark.results"}:
+        first = "context_length == 512" + " and repeat == 0" * name.startswith("benchmark")
+        changed |= shuffled(beside({name: all_runs[name]}, first, batch_size=2, vocab_size=50_000, attention="sdpa", precision="fp16"))
+    says = [*functions(claims).values(), *PRINTED.values()]
+    assert told(says, all_runs | changed) == told(says, all_runs)
+
+
+def test_each_cell_is_what_its_heading_names(all_runs):
+    """Of rows in which no two measures are the same."""
+    changed, off = {}, np.random.default_rng(0)
+    for name in ("benchmark.times", "mixed_precision.times"):
+        rows = all_runs[name]
+        measures = [column for column in rows.select_dtypes("float") if column not in CONFIG]
+        rows = rows.assign(**{column: rows[column] * off.uniform(0.99, 1.01, len(rows)) for column in measures})
+        changed[name] = rows.assign(**{f"wall_{which}_ms": part * rows["wall_ms"] for which, part in (("q1", 0.97), ("q3", 1.05), ("min", 0.9))})
+    runs = all_runs | changed
+    at = {name: rows.query("mode == 'step' and phase == 'whole' and context_length == 512 and batch_size == 4 and optimizer == 'foreach'")
+          for name, rows in changed.items()}
+    own, low = at["benchmark.times"].query("repeat == 0"), at["mixed_precision.times"].set_index("size")
+    plain, blocks = (own[own["compile"] == parts].set_index("size") for parts in ("none", "blocks"))
+    found, cost, rates = (PRINTED[name](runs) for name in ("launch_bound", "compile_cost", "mfu_steps"))
+    waits = stats.launch_bound_rows(low)
+    assert waits.any() and not waits.all() and found["launch-bound"].tolist() == waits.tolist()
+    for heading, values in {"operations, n": low["operations"], "wall, ms": low["wall_ms"], "at best, ms": low["wall_min_ms"].where(waits),
+                            "enqueued, ms": low["enqueue_ms"], "GPU time, ms": low["gpu_ms"], "busy, %": low["busy"],
+                            "replayed, ms": low["replayed_ms"]}.items():
+        assert found[heading].tolist() == pytest.approx(values.tolist(), nan_ok=True), heading
+    made = cost.loc[("blocks", "bf16")]
+    for heading, which in {"before, ms": low, "after, ms": blocks}.items():
+        assert made[heading].tolist() == which["wall_ms"].tolist()
+        assert made[f"quartiles {heading}"].tolist() == [
+            f"{number(q1, 'ms').removesuffix(' ms')} to {number(q3, 'ms').removesuffix(' ms')}" for q1, q3 in which[["wall_q1_ms", "wall_q3_ms"]].values]
+    assert made["compiling, s"].tolist() == blocks["compile_s"].tolist()
+    for precision, rows in (("fp32", plain), ("bf16", low)):
+        for heading, column in {"of the data sheet, %": "mfu", "SM clock, MHz": "sm_clock_mhz", "power, W": "power_w", "energy, J": "step_j"}.items():
+            assert rates.loc[precision, heading].tolist() == rows[column].tolist(), heading
+        assert rates.loc[precision, "of a large matmul, %"].tolist() == pytest.approx((rows["tflops"] / {"fp32": 50, "bf16": 700}[precision]).tolist())
+    grown = PRINTED["optimizers"](runs)
+    adamw = changed["benchmark.times"].query("phase == 'optimizer' and context_length == 512 and compile == 'none' and repeat == 0 and batch_size == 4")
+    for name in ("foreach", "fused"):
+        assert grown[f"{name}, ms"].tolist() == adamw.loc[adamw["optimizer"] == name, "gpu_ms"].tolist()
+
+
 def test_where_one_process_waited_for_launches_a_difference_has_to_be_large(all_runs):
     times = all_runs["benchmark.times"].copy()
     own = (times["size"] == "small") & (times["context_length"] == 512) & (times["mode"] == "step") & (times["phase"] == WHOLE)
@@ -523,9 +569,9 @@ def test_a_claim_that_does_not_hold_is_not_said(all_runs):
             ("std_where", {"wall_std_ms": 0.0}, {"phase": WHOLE})]:
         changed = with_times(all_runs, change, **which)
         assert getattr(claims, claim)(changed) is None, claim
-    for replayed_ms, told in ((24.0, True), (26.0, False)):  # of launch-bound steps of 30 ms
+    for replayed_ms, holds in ((24.0, True), (26.0, False)):  # of launch-bound steps of 30 ms
         low = all_runs["mixed_precision.times"].assign(replayed_ms=replayed_ms)
-        assert (claims.replay_alone(all_runs | {"mixed_precision.times": low}) is not None) == told
+        assert (claims.replay_alone(all_runs | {"mixed_precision.times": low}) is not None) == holds
 
 
 def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_rgb
 
-from reports import said
+from reports import beside, said, shuffled, told
 from stepscope.config import StepConfig
 from stepscope.model import accounting
 from stepscope.model.accounting import GIB, KINDS, MIB
@@ -127,6 +127,50 @@ def test_a_claim_holds_on_an_h200(name, measured):
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_table_is_printed(name, measured):
     assert markdown(PRINTED[name](measured)).count("\n") >= 2
+
+
+SAYS = [*(getattr(claims, name) for name in CLAIMS), *PRINTED.values()]
+OF_ALL = ("memory_formula", "peak_reserved", "stage_peaks", "formula_peaks")  # which have every program's peaks
+
+
+def test_runs_of_other_programs_and_of_another_order_change_nothing(measured):
+    plain = "precision == 'fp32' and optimizer == 'foreach' and not expandable_segments"
+    peaks = {name: rows for name, rows in measured.items() if name.startswith("memory.") and name != "memory.checkpoints"}
+    others = beside(peaks, plain, batch_size=2, vocab_size=50_000, attention="flash", optimizer="sgd", precision="fp16")
+    says = [one for one in SAYS if one.__name__ not in OF_ALL]
+    assert told(says, shuffled(measured | others)) == told(says, measured)
+
+
+def test_each_cell_is_what_its_heading_names(measured):
+    """Of rows in which no two measures are the same."""
+    off, tables = np.random.default_rng(0), {}
+    for name in ("memory.checkpoints", "memory.peaks"):
+        rows = measured[name]
+        tables[name] = rows.assign(**{one: off.uniform(1, 2, len(rows)) for one in (
+            "peak_gib", "reserved_gib", "predicted_gib", "gpu_ms", "wall_ms", "wall_std_ms", "rounding_gib")})
+    peaks, settings = tables["memory.peaks"], tables["memory.checkpoints"]
+    headings = {"peak, GiB": "peak_gib", "predicted, GiB": "predicted_gib", "reserved, GiB": "reserved_gib"}
+    timed = headings | {"GPU time, ms": "gpu_ms"}
+    plain = peaks.query("size == '2.7B' and attention == 'naive' and not expandable_segments and mode == 'step' and status == 'ok'")
+    for name, rows, named in [
+            ("reach_10b", settings.query("size == '10B'"), timed), ("formula_peaks", peaks.query("phase == 'whole' and status == 'ok'"), headings),
+            ("checkpoint_settings", settings.query("size == '2.7B' and blocks_per_checkpoint == blocks_per_checkpoint"),
+             timed | {"wall, ms": "wall_ms", "std, ms": "wall_std_ms"}),
+            ("stage_peaks", plain.query("phase == 'whole'"), {"rounding, GiB": "rounding_gib", "reserved, GiB": "reserved_gib"})]:
+        printed = PRINTED[name](measured | tables)[[*named]]
+        assert sorted(map(tuple, printed.values)) == sorted(map(tuple, rows[[*named.values()]].values)), name
+    stages = PRINTED["stage_peaks"](measured | tables)
+    for phase in ("forward", "loss", "backward", "optimizer"):
+        assert {*stages[f"{phase}, GiB"]} == {*plain.loc[plain["phase"] == phase, "peak_gib"]}
+    reach = PRINTED["reach_10b"](measured | tables)["context"]
+    assert reach.is_monotonic_increasing
+
+
+def test_nested_checkpoints_that_ran_out_of_memory_or_are_of_forward_alone_are_in_no_number(measured):
+    rows = measured["memory.checkpoints"]
+    like, says = rows[rows["state_gib"].notna()].assign(blocks=64, peak_gib=64.1), (claims.nested_least, claims.nested_start, PRINTED["nested_checkpoints"])
+    for other in (like.assign(status="oom"), like.assign(mode="forward")):
+        assert told(says, measured | {"memory.checkpoints": pd.concat([rows, other])}) == told(says, measured)
 
 
 def test_of_contexts_that_do_not_fit_the_shortest_is_told(measured):

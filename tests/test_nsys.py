@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cells import covered_ms, executed, run_cells
+from reports import beside, shuffled, told
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
@@ -489,6 +490,41 @@ def test_claims_say_what_the_tables_hold(loaded):
     by_context = study.by_context(loaded)
     assert [*by_context.index.get_level_values("context")] == [128, 512] * 2
     assert (by_context["(d) matmuls of forward, %"] < 1).all()
+
+
+def test_runs_of_other_programs_and_of_another_order_change_nothing(loaded):
+    """But all profiles are counted, of any program; and a run's modes stand in a table in the order that they have in it."""
+    own = {name: rows for name, rows in loaded.items() if "results" not in name and name != "runs"}
+    changed = loaded | shuffled(beside(own, "precision == 'fp32'", batch_size=2, vocab_size=50_000, attention="sdpa",
+                                                optimizer="fused", precision="fp16"))
+    of_all = {"every_kernel_counted", "profiled", "nsys_with_in_process"}
+    says = [one for name, one in [*vars(claims).items(), *study.PRINTED.items()] if name[0] != "_" and name not in of_all
+            and getattr(one, "__module__", "") == (study if name in study.PRINTED else claims).__name__]
+    assert len(says) > 30 and told(says, changed) == told(says, loaded)
+    assert claims.every_kernel_counted(changed)["profiles"] == 24 + 5 * 12
+
+
+def test_what_is_tabled_of_forward_and_its_kernels_follows_from_their_operations(loaded):
+    """Of rows in which the kernel that is launched most takes least, and forward's time is not the other modes'."""
+    rows = loaded["nsys.operations"]
+    slower = rows["mode"].map({"forward": 1, "forward_backward": 3, "step": 7}) * (1 + 10 ** 6 // rows["count"])
+    rows = rows.assign(total_ns=(rows["total_ns"] // 1000 + slower).astype("int64"))
+    runs = loaded | {"nsys.operations": rows}
+    at = rows.query("mode == 'forward' and precision == 'fp32' and context_length == 512")
+    softmax = study.attention_softmax(runs)
+    for heading, region, family in (("QKᵀ, ms", "scores", "matrix multiply"), ("AV, ms", "value", "matrix multiply"), ("softmax, ms", "softmax", None)):
+        own = at[(at["region"] == f"attention.{region}") & (at["family"].eq(family) if family else True)]
+        assert softmax[heading].to_dict() == pytest.approx((own.groupby("size")["total_ns"].sum() / 1e6).to_dict())
+    small, first = at[at["size"] == "small"], study.first_kernels(runs, "forward")
+    others = small[small["family"] != "matrix multiply"].groupby(["region", "name"])["total_ns"].sum().nlargest(8)
+    printed = study.other_kernels(runs)
+    assert printed["time, ms"].tolist() == pytest.approx((others / 1e6).tolist())
+    assert printed["share of forward, %"].tolist() == pytest.approx((others / small["total_ns"].sum()).tolist())
+    for size, own in at.groupby("size"):
+        summed = own.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns")
+        assert first.loc[(size, 512), "name"] == summed.index[-1]
+        assert first.loc[(size, 512), "share"] == pytest.approx(summed["total_ns"].iloc[-1] / own["total_ns"].sum())
+        assert first.loc[(size, 512), "count"] == summed["count"].iloc[-1]
 
 
 def test_the_first_kernel_is_told_by_who_launches_it(loaded):

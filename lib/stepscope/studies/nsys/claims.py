@@ -8,6 +8,7 @@ from stepscope.report.shapes import PLAIN, largest, reference, select
 from stepscope.report.tables import all_of, listed, number, some_of
 from stepscope.stats import LEAST_HOST_GAIN, LEAST_SHARE, SAME, SAME_WALL
 from stepscope.studies.nsys.tables import (
+    CONFIG,
     first_kernels,
     forward_clocks,
     profiles,
@@ -22,7 +23,7 @@ from stepscope.traces.kernel_names import short_name
 def every_kernel_counted(tables: Tables) -> Claim:
     """All profiles; the operations of one step of each are those of every captured step."""
     operations, captured = tables["nsys.operations"], tables["nsys.clocks"]
-    keys = ["size", "context_length", "precision", "attention", "optimizer", "mode"]
+    keys = [*CONFIG, "mode"]
     steps = captured[captured["captured"].astype(bool) & (captured["phase"] == WHOLE)]
     same = steps["operations"].groupby([steps[key] for key in keys]).agg(["min", "max"])
     named = operations["count"].groupby([operations[key] for key in keys]).sum().reindex(same.index)
