@@ -5,7 +5,7 @@ import functools
 import linecache
 import statistics
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,19 @@ def reference(runs: str | Path = "") -> Tables:
 
 
 def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[str, Any] | None = None,
-              **parameters: Any) -> dict[str, Any]:
+              wrapped: Mapping[str, Callable[[Any], Any]] | None = None, **parameters: Any) -> dict[str, Any]:
     """Execute a notebook's code cells in this process, in order; the names that they leave.
 
     Args:
         notebook: its path, or the name of one of the package's.
         until: the cell in which this stands is not executed, nor what is below it.
         replaced: values of names as soon as a cell has bound them: a clock, a library's function.
+        wrapped: what makes of a cell's function another that stands in its place from then on.
         parameters: what stands in place of the parameters cell's.
     """
     path = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     names: dict[str, Any] = {"__name__": "__main__"}
+    waiting = dict(wrapped or {})
     for number, cell in enumerate(code_cells(path), 1):
         if until is not None and until in cell.source:
             return names
@@ -49,6 +51,7 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
                 raise LookupError(f"{path.name} has no parameters {', '.join(sorted(unknown))}")
             names |= parameters
         names |= {name: value for name, value in {"load": reference, **(replaced or {})}.items() if name in names}
+        names |= {name: waiting.pop(name)(names[name]) for name in [*waiting] if name in names}
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
     return names

@@ -2,7 +2,7 @@
 import inspect
 import math
 from contextlib import nullcontext
-from itertools import count
+from itertools import count, groupby
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,10 +96,62 @@ def test_what_the_cells_show_and_say_follows_from_the_tables(left):
     assert f"**{number(ms[WHOLE], 'ms')}**, {number(8 / ms[WHOLE] * 1e3, 'n')} tokens/s" in left["sentence"]
 
 
+def noting(order):
+    """A step that notes its mode, whether it is timed, captured or plain, and whether AdamW's moments are there."""
+    def wrap(own):
+        def step(*case):
+            kind = {"Phases": "timed", "function": "captured"}.get(type(case[-1]).__name__ if case else "", "plain")
+            order.append(((*case[:-1],) if kind != "plain" else case, kind, bool(own.__globals__["adamw"].state)))
+            return own(*case)
+        return step
+    return {"step": wrap}
+
+
+def test_each_modes_memory_is_its_own(monkeypatch):
+    """Peaks are forgotten before the weights and each mode; moments are there in full steps only, and once they are made."""
+    order = []
+    monkeypatch.setattr(measure, "forget_peaks", lambda device: order.append("forget"))
+    run_cells("benchmark", wrapped=noting(order), **QUICK)
+    step, both, forward = ((mode,) for mode in MODES)
+    assert order.pop(0) == "forget"
+    assert [event for event, _ in groupby(order)] == [
+        "forget", (step, "timed", False), (step, "timed", True), ((), "plain", True),
+        "forget", (both, "timed", False), "forget", (forward, "timed", False), (forward, "captured", False),
+        (both, "captured", False), ((), "plain", False), (step, "captured", True)]
+
+
+def test_the_wrong_time_is_read_before_the_device_is_waited_for():
+    now, shown = [0.0], []
+
+    def passes(ms):
+        return lambda *_: now.append(now.pop() + ms / 1e3)
+    executed("benchmark", "# nobody has waited", {
+        "samples": {"step": 1}, "status": {}, "zero_grad": passes(1000), "synchronize": passes(50), "step": passes(7), "brief": shown.append,
+        "default_timer": lambda: now[0], "pd": pd, "display": lambda *_: None})
+    assert shown[0]["wall_ms"].tolist() == pytest.approx([7, 57])
+
+
+def test_a_mode_that_runs_short_while_it_compiles_is_timed_all_the_same(monkeypatch):
+    def seconds(step, device):
+        step()
+        if step.args == ("step",):
+            raise FULL
+        states.append(bool(step.func.__globals__["adamw"].state))
+        return 3.0
+    states = []
+    monkeypatch.setattr(measure, "seconds_with_compiling", seconds)
+    monkeypatch.setattr(training_step, "compile_parts", lambda model, parts: None)
+    whole = run_cells("benchmark", **QUICK, compile="blocks")["times"].query("phase == 'whole'").set_index("mode")
+    assert whole["compile_s"].tolist() == pytest.approx([math.nan, 3, 3], nan_ok=True) and states == [False, False]
+    assert (whole["status"] == "ok").all() and (whole["wall_ms"] > 0).all()
+
+
 def test_what_is_read_of_a_mode_is_its_own_and_its_rates_are_of_the_runs_precision(monkeypatch):
     """Peaks are counted up, and energy is of steps that count; of three replays the middle one's time is told."""
     peaks, replays = count(1), iter(([1.0, 20.0, 3.0], [9.0, 2.0, 4.0]))
-    power = SimpleNamespace(read=lambda: None, per_step=lambda steps: {"step_j": 60 / steps, "power_w": 5.0, "sm_clock_mhz": 1990.0})
+    watts = iter([5.0, math.nan, 6.0])
+    power = SimpleNamespace(read=lambda: None, per_step=lambda steps: {"step_j": 60 / steps, "power_w": next(watts), "sm_clock_mhz": 1990.0})
+    monkeypatch.setattr(measure, "kept_up_power", lambda step, device, before: {"power_w": 9.0, "step_j": len(step.args[0])})
     for name, answer in {"Power": lambda device: power, "peak_memory": lambda device: {"peak_gib": float(next(peaks))},
                          "replay": lambda *_, **__: (next(replays), ""), "sheet_tflops": lambda *of: {("bf16", "cpu"): 8.0}[of],
                          "ceilings": lambda device, precisions: {f"matmul_{name}": 2.0 for name in precisions} | {"copy": 3.0}}.items():
@@ -108,7 +160,8 @@ def test_what_is_read_of_a_mode_is_its_own_and_its_rates_are_of_the_runs_precisi
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
     names = measured(precision="bf16", warmup_steps=2, timed_steps=3, batch_size=3)
     whole = names["checked"]["times"].query("phase == 'whole'").set_index("mode").loc[list(MODES)]
-    assert whole["peak_gib"].tolist() == [1, 2, 3] and whole["step_j"].tolist() == [20] * 3
+    assert whole["peak_gib"].tolist() == [1, 2, 3] and whole["step_j"].tolist() == [20, len(MODES[1]), 20]
+    assert whole["power_w"].tolist() == [5, 9, 6], "where the energy counter was too slow, of a step kept up"
     assert whole["replayed_ms"].tolist() == pytest.approx([4, math.nan, 3], nan_ok=True), "the full step's is the last"
     tflops = step_flops(names["config"]) / whole["wall_ms"] / [1, 1, 3] / 1e9
     for column, of in (("tflops", 1), ("mfu", 8), ("mfu_measured", 2), ("mfu_at_clock", 8 * 1990 / 2000)):
@@ -304,7 +357,7 @@ def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, enqueue_ms, said):
     assert said in names["sentence"]
 
 
-@pytest.mark.parametrize(("lasts_ms", "expected"), [(9.0, (2, 3, 5)), (3000.0, (1, 2, 3))])
+@pytest.mark.parametrize(("lasts_ms", "expected"), [(990.0, (2, 3, 5)), (1010.0, (1, 2, 3))])
 def test_of_long_steps_there_are_fewer(stepwise, monkeypatch, lasts_ms, expected):
     seen = {"replays": []}
     monkeypatch.setattr(measure, "replay", lambda *_, replays, **__: (seen["replays"].append(replays), ([1.0], ""))[1])

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
+import cells
 from conftest import TINY
 from stepscope import freezer, gpu_lock, stats
 from stepscope.config import PHASES, WHOLE, StepConfig
-from stepscope.measure import clocks, compiler, graph, power, rates
+from stepscope.measure import clocks, compiler, graph, power, profiler, rates
 from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.measure.graph import replay
 from stepscope.measure.power import PowerMonitor, Reading, power_w
@@ -94,7 +95,8 @@ def test_what_ran_before_is_in_no_step(gpu):
 
 def test_keeping_up_waits_for_each_step(gpu):
     assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0.25) == 3 and gpu.host_ms == 300
-    assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0) == 1
+    cleared = []
+    assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0, lambda: cleared.append(1)) == 1 == len(cleared)
 
 
 def test_phases_that_wait_are_each_measured_by_the_host(gpu):
@@ -122,6 +124,40 @@ def test_steps_go_on_until_they_have_lasted_long_enough(gpu):
     samples = time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda", at_least_s=0.45)
     assert samples["warmup"].tolist() == [True] + [False] * 5
     assert len(time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda")) == 3
+    long = time_steps(lambda phase: gpu.launch(1499), 4, 1, "cuda", until_enough=True)
+    assert len(long) == 1 + 4 and clocks.walls_ms(long).index.tolist() == [1, 2, 3, 4]
+
+    def step(phase):
+        for name in ("forward", "loss"):
+            with phase(name):
+                gpu.launch(49)
+    whole = time_steps(step, 1, 0, "cuda", at_least_s=0.45).query("phase == 'whole'")
+    assert len(whole) == 5, "of whole steps, not of one phase"
+
+
+def test_a_first_step_is_over_when_the_device_is_done(gpu, monkeypatch):
+    monkeypatch.setattr(compiler, "default_timer", clocks.default_timer)
+    assert compiler.seconds_with_compiling(lambda: gpu.launch(500), "cuda") == pytest.approx(0.501)
+
+
+def test_beyond_the_shapes_that_may_be_compiled_it_fails(monkeypatch):
+    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
+        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
+    compiler.allow_recompiling(2)
+    call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+    assert [len(call(torch.ones(length))) for length in (3, 4)] == [3, 4]
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        call(torch.ones(5))
+
+
+def test_nothing_is_timed_while_another_run_may_use_the_gpu(monkeypatch, tmp_path):
+    monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
+    monkeypatch.delenv(gpu_lock.HELD, raising=False)
+    for what in (Phases("cpu").start, lambda: profiler.profiled([]).__enter__()):
+        with pytest.raises(gpu_lock.NotExclusive):
+            what()
+    with gpu_lock.exclusive():
+        Phases("cpu").start()
 
 
 def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
@@ -138,6 +174,26 @@ def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
     with gpu_lock.exclusive():
         now[0] += 2
     assert gpu_lock.locked_s() - before == 3 + 2
+
+
+def test_a_section_of_the_process_that_runs_this_one_is_its_own(monkeypatch, tmp_path):
+    order, held = [], tmp_path / "held"
+
+    @contextmanager
+    def taken(name):
+        order.append(name)
+        yield
+    monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
+    monkeypatch.setenv(gpu_lock.HELD, str(held))
+    monkeypatch.setattr(gpu_lock, "flocked", lambda path, alone: taken(f"locked alone: {alone}"))
+    monkeypatch.setattr(gpu_lock, "others_frozen", lambda path: taken("others frozen"))
+    with gpu_lock.exclusive():
+        assert order == ["locked alone: True", "others frozen"], "nobody else's section is frozen"
+    held.touch()
+    with gpu_lock.exclusive():
+        assert len(order) == 2 and gpu_lock.lock_held()
+    held.unlink()
+    assert not gpu_lock.lock_held()
 
 
 def test_a_section_that_an_error_leaves_is_over():
@@ -260,6 +316,34 @@ def test_what_cannot_be_captured_says_why(tiny):
     assert not graph.not_capturable("cuda", None, scaler)
 
 
+def test_a_graph_gives_what_its_step_gave_after_as_many_warm_ups_as_asked(monkeypatch, gpu):
+    graphs, ran = Graphs(monkeypatch, gpu), []
+    replayed = graph.graph_of(lambda: ran.append(1) or len(ran), lambda: None, 3)
+    assert len(ran) == 4 and replayed() == replayed() == 4 and graphs.called.count("replay") == 2
+
+
+def test_replays_last_as_long_as_asked_and_a_failure_says_what_came_first(monkeypatch, gpu):
+    Graphs(monkeypatch, gpu, replay=99.0)
+    released = []
+    monkeypatch.setattr(graph, "release", lambda device, after_error: released.append(after_error))
+    assert len(replay(clocks.nothing, "cuda", at_least_s=0.75)[0]) == 8 and released == [False]
+
+    def fails():
+        try:
+            raise ValueError("a tensor of the host")
+        except ValueError:
+            raise RuntimeError("the capture has ended")  # noqa: B904
+    assert replay(fails, "cuda") == ([], "ValueError: a tensor of the host") and released == [False, True]
+
+
+def test_only_a_scaler_that_scales_hinders_a_graph_and_counts_of_steps_move_to_the_weights():
+    scaler = SimpleNamespace(is_enabled=lambda: False)
+    assert not graph.not_capturable("cuda", optimizer(), scaler)
+    own = SimpleNamespace(param_groups=[{}], state={torch.zeros(1, device="meta"): {"step": torch.tensor(3.0)}})
+    with graph.capturable(own):
+        assert [state["step"].device.type for state in own.state.values()] == ["meta"]
+
+
 def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
     step = tiny()
     step()
@@ -273,6 +357,27 @@ def test_a_row_without_its_fastest_step_is_told_by_its_median():
     rows = pd.DataFrame({"wall_ms": [5.0, 7.0], "wall_min_ms": [4.0, np.nan]})
     assert stats.fastest_ms(rows).tolist() == [4, 7]
     assert stats.fastest_ms(rows[["wall_ms"]]).tolist() == [5, 7]
+
+
+def test_samples_are_told_as_the_standard_library_tells_them():
+    samples = [9.0, 1.0, 4.0, 16.0, 25.0, 2.0]
+    told = {f"wall{'' if name == 'median' else f'_{name}'}_ms": value for name, value in stats.location(samples).items()}
+    assert told == pytest.approx(cells.spread(samples))
+    rows = pd.DataFrame({"wall_q1_ms": [4.0, np.nan], "wall_q3_ms": [9.0, np.nan], "wall_std_ms": [7.0, 8.0]})
+    assert stats.spread_ms(rows).tolist() == [5, 8] and stats.spread_ms(rows[["wall_std_ms"]]).tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("before, after, gain", [
+    ({"wall_ms": 10.0}, {"wall_ms": 8.0}, 1.25), ({"wall_ms": 8.0}, {"wall_ms": 8.1}, 8 / 8.1),  # both are the GPU's
+    ({"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 4),
+    ({"wall_ms": 8.0, "wall_min_ms": 6.0}, {"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, 0.25),
+    ({"wall_ms": 30.0, "busy": 0.3}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 3.75),  # the fastest is not known of both
+    ({"wall_ms": 9.0, "busy": 0.3}, {"wall_ms": 8.0}, np.nan), ({"wall_ms": 8.0}, {"wall_ms": 9.0, "busy": 0.3}, np.nan)])
+def test_a_gain_of_what_waits_for_launches_is_of_the_fastest_steps_and_none_if_small(before, after, gain):
+    full = {"busy": 0.99, "gpu_ms": 7.0, "enqueue_ms": 5.0}
+    pair = [full | row | ({"gpu_ms": 3.0} if "busy" in row else {}) for row in (before, after)]
+    assert stats.wall_gain(*pair) == pytest.approx(gain, nan_ok=True)
+    assert stats.launch_bound_rows(pd.DataFrame(pair, index=[7, 3])).to_dict() == {7: "busy" in before, 3: "busy" in after}
 
 
 # GPU time
@@ -387,6 +492,8 @@ def steady(seconds, power=500.0, every_s=0.02, counter_every_s=0.1):
 def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds, late):
     """Also where the first reading is one of a counter that has long been stale."""
     assert power_w(steady(seconds)[late:]) == pytest.approx(500)
+    uneven = zip((0.0, 0.1, 0.29, 0.3, 0.31, 0.4, 0.48), (0, 50, 50, 150, 150, 200, 200))
+    assert power_w([Reading(at_s, 1800.0, energy_j) for at_s, energy_j in uneven]) == pytest.approx(500)
 
 
 def test_power_is_unknown_where_the_counter_is():
@@ -428,7 +535,7 @@ def test_a_monitor_reads_from_a_thread_until_it_is_left():
         while len(seen) < 6:
             time.sleep(0.01)
     assert len(monitor.readings) == len(seen) and not monitor.thread.is_alive()
-    assert monitor.power_w == pytest.approx(200) and monitor.sm_clock_mhz == 1000
+    assert monitor.power_w == pytest.approx(200) and monitor.sm_clock_mhz == 1000 and monitor.seconds == seen[-1] - seen[0]
 
 
 def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
@@ -439,10 +546,32 @@ def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
         assert power.sm_clock_mhz() == pytest.approx(clock_mhz, nan_ok=True)
 
 
+def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch):
+    said = {"nvmlDeviceGetEnforcedPowerLimit": 450_000, "nvmlDeviceGetTotalEnergyConsumption": 8_000_000, "nvmlDeviceGetMaxClockInfo": 2520,
+            "nvmlDeviceGetClockInfo": 1830}
+    for name, number in said.items():
+        monkeypatch.setattr(power.pynvml, name, lambda device, *which, number=number: number)
+    monkeypatch.setattr(power, "nvml_device", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    asked = (power.power_limit_w, power.highest_clock_mhz)
+    for ask in asked:
+        ask.cache_clear()
+    try:
+        assert (power.power_limit_w(), power.highest_clock_mhz(), *power.reading()[1:]) == (450, 2520, 1830, 8000)
+
+        def silent(*_):
+            raise power.pynvml.NVMLError(power.pynvml.NVML_ERROR_NOT_SUPPORTED)
+        monkeypatch.setattr(power.pynvml, "nvmlDeviceGetClockInfo", silent)
+        assert math.isnan(power.sm_clock_mhz())
+    finally:
+        for ask in asked:
+            ask.cache_clear()
+
+
 # Ceilings and rates
 
 def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeypatch):
-    lasts = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 3.0] * 2)  # of all seven the median is 3
+    lasts = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 2)  # of all seven the median is 3
     monkeypatch.setattr(Phases, "ms", lambda phases: [("work", next(lasts), 0.0)])
     found = rates.ceilings("cpu", ["fp32"])
     assert found["matmul_fp32"] == pytest.approx(2 * 512**3 / 2e-3 / 1e12)
@@ -450,15 +579,46 @@ def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeyp
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_mfu_is_against_the_sheet_what_was_measured_and_the_clock_it_ran_at(monkeypatch):
-    monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: 100.0)
+def test_each_ceiling_is_in_its_own_precision_and_what_was_set_before_is_set_after(monkeypatch):
+    randn, seen, get = torch.randn, [], torch.get_float32_matmul_precision
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind))  # this machine has no GPU
+    monkeypatch.setattr(rates, "MATRIX_SIZE", {"cuda": 4, "cpu": 4})
+    monkeypatch.setattr(rates, "COPY_BYTES", {"cuda": 4096, "cpu": 4096})
+    monkeypatch.setattr(rates, "median_ms", lambda device, work: seen.append((work.args[0].dtype, work.args[0].nbytes, get())) or 1.0)
+    before = get()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert [*rates.ceilings("cuda")] == ["matmul_fp32", "matmul_tf32", "matmul_bf16", "matmul_fp16", "copy"]
+        assert get() == "high" and [*rates.ceilings("cpu")] == ["matmul_fp32", "matmul_bf16", "copy"]
+    finally:
+        torch.set_float32_matmul_precision(before)
+    f32, *low = torch.float32, torch.bfloat16, torch.float16
+    assert seen[:5] == [(f32, 64, "highest"), (f32, 64, "high"), *((kind, 32, "highest") for kind in low), (f32, 4096, "high")]
+
+
+def test_a_sheets_rate_of_fp16_is_bf16s_and_a_cpu_has_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"fp32": 67.0, "bf16": 989.0}}.__getitem__)
+    assert [rates.sheet_tflops(name, "cuda") for name in ("fp32", "bf16", "fp16")] == [67, 989, 989]
+    assert math.isnan(rates.sheet_tflops("tf32", "cuda")) and math.isnan(rates.sheet_tflops("fp32", "cpu"))
+
+
+def test_rates_are_of_each_modes_and_phases_flops_and_of_its_own_precision_and_clock(monkeypatch):
+    sheets, measured, clocks_mhz = {"fp32": 100.0, "bf16": 900.0}, {"fp32": 80.0, "bf16": 700.0}, iter(range(1000, 2000, 100))
+    monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: sheets[precision])
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
-    config = StepConfig(**TINY)
-    flops = rates.step_flops(config, "step")
-    wall_ms = flops / 40 / 1e9  # 40 TFLOP/s
-    times = pd.DataFrame({"mode": "step", "precision": "fp32", "phase": ["loss", WHOLE], "wall_ms": wall_ms,
-                          "sm_clock_mhz": [np.nan, 1000.0]})
-    loss, whole = (row for _, row in rates.with_rates(times, config, {"fp32": 80.0}).iterrows())
-    assert (whole["tflops"], whole["mfu"], whole["mfu_measured"], whole["mfu_at_clock"]) == pytest.approx((40, .4, .5, .8))
-    assert whole["tokens_per_s"] == pytest.approx(8 / wall_ms * 1e3)
-    assert np.isnan(loss["tflops"]) and np.isnan(loss["tokens_per_s"])
+    config = StepConfig(**TINY | {"batch_size": 3})
+    rows = [{"mode": mode, "precision": precision, "phase": phase, "wall_ms": 1e-3 * (len(mode) + len(phase)),
+             "sm_clock_mhz": float(next(clocks_mhz)) if phase == WHOLE else np.nan}
+            for precision in sheets for mode in ("step", "forward") for phase in [*PHASES[mode], WHOLE]]
+    found = rates.with_rates(pd.DataFrame(rows), config, measured)
+    forward = cells.step_flops(config) / 3
+    of_phase = {"forward": forward, "loss": np.nan, "backward": 2 * forward, "optimizer": np.nan}
+    own_mhz = {(row["mode"], row["precision"]): row["sm_clock_mhz"] for row in rows if row["phase"] == WHOLE}
+    for given, row in zip(rows, found.to_dict("records"), strict=True):
+        flops = {"step": 3 * forward, "forward": forward}[row["mode"]] if row["phase"] == WHOLE else of_phase[row["phase"]]
+        rate, sheet = flops / given["wall_ms"] / 1e9, sheets[row["precision"]]
+        expected = {"tflops": rate, "mfu": rate / sheet, "mfu_measured": rate / measured[row["precision"]],
+                    "mfu_at_clock": rate / sheet * 2000 / own_mhz[row["mode"], row["precision"]],
+                    "tokens_per_s": 24 / given["wall_ms"] * 1e3 if row["phase"] == WHOLE else np.nan}
+        assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True), given

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from conftest import TINY
 from stepscope.config import (
     EDITIONS,
+    PRECISIONS,
     SIZES,
     ConfigError,
     StepConfig,
@@ -37,6 +38,7 @@ def test_a_run_id_names_the_configuration_whatever_spelled_it(tiny):
     spelled = tiny(size=None, **nano._asdict())
     assert spelled == tiny() and spelled.size == "nano"
     assert tiny(warmup_steps=0).run_id == tiny().run_id  # TINY's own value
+    assert tiny(size=None, **nano._asdict() | {"num_heads": 4}).size == "custom", "other heads are another size"
     changed = [tiny(**{field: value}) for field, value in {
         "seed": 1, "batch_size": 2, "context_length": 9, "precision": "bf16", "vocab_size": 51,
         "device": "cuda", "optimizer": "fused", "timed_steps": 3, "compile": "blocks"}.items()]
@@ -127,6 +129,11 @@ def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):
     with pytest.raises(ConfigError, match=r"T4 has compute capability 7\.5"):
         require_device(tiny(device="cuda", precision="bf16"))
     require_device(tiny(device="cuda", precision="fp16"))
+    with pytest.raises(ConfigError, match="tf32.* needs 8.0"):
+        require_device(tiny(device="cuda", precision="tf32"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    for precision in PRECISIONS:
+        require_device(tiny(device="cuda", precision=precision))
 
 
 def test_a_value_is_shown_on_one_line_and_cut():

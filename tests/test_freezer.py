@@ -1,4 +1,5 @@
 """While one run measures the others are frozen; whoever is killed, soon nobody is frozen and nothing is left."""
+import fcntl
 import os
 import signal
 import subprocess
@@ -90,6 +91,49 @@ def test_others_stand_still_and_go_on_and_know_for_how_long(lock, start, monkeyp
     assert freezer.frozen_s(began + 0.1, lock, "/runs/other") < lasted
 
 
+def test_who_is_of_no_run_or_of_another_worker_is_none_of_the_others(lock, start):
+    own, other = start("/runs/own"), start("/runs/other")
+    for environment in ({freezer.LOCK: lock}, {freezer.LOCK: f"{lock}2", freezer.RUN: "/runs/third"}):
+        process = start("/runs/own", f"import os, subprocess, sys\nchild = subprocess.Popen(['sleep', '99'], env={environment})\n"
+                        "print(1, flush=True)\nsys.stdin.read()\nchild.kill()")
+        assert freezer.processes(lock, "/runs/own") == {other.pid}
+        assert {own.pid, other.pid, process.pid} <= freezer.processes(lock)
+        process.stdin.close()
+        process.wait()
+
+
+def test_freezing_ends_when_all_that_there_are_have_stopped(monkeypatch):
+    """The third process was started while the others were stopped, and one of these takes its time."""
+    found, sent, busy = iter([{1, 2}, {1, 2, 3}, {1, 2, 3}]), [], [2, 2]
+    monkeypatch.setattr(freezer, "processes", lambda lock, but: next(found))
+    monkeypatch.setattr(freezer, "_send", lambda processes, number: sent.append(processes))
+    monkeypatch.setattr(freezer, "_runs", lambda process: process in busy and bool(busy.pop()))
+    assert freezer.freeze("", "") == {1, 2, 3} and sent == [{1, 2}, {3}] and not busy
+
+
+def test_a_process_is_stopped_whatever_its_name(tmp_path):
+    program = tmp_path / "a) S"
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([program, "99"])
+    assert within(lambda: psutil.Process(process.pid).name() == "a) S") and freezer._runs(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    assert within(lambda: not freezer._runs(process.pid))
+    process.kill()
+    process.wait()
+
+
+def test_runs_begin_beside_one_another_and_what_a_killed_one_left_frozen_goes_on(lock, start):
+    other = start("/runs/other")
+    other.send_signal(signal.SIGSTOP)
+    assert within(lambda: stopped(other))
+    with freezer.none_measures(lock), Path(lock).open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with Path(lock).open() as second, pytest.raises(BlockingIOError):
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        freezer.thaw_if_none_measures(lock)
+        assert within(lambda: not stopped(other))
+
+
 def test_what_a_run_has_started_stands_still_as_well(lock, start, monkeypatch):
     monkeypatch.setenv(freezer.LOCK, lock)
     monkeypatch.setenv(freezer.RUN, "/runs/own")
@@ -127,6 +171,8 @@ def test_whoever_is_killed_nobody_stays_frozen(lock, start, killed):
     if killed in ("worker", "all"):
         assert other.wait(WITHIN_S) == 0
     assert within(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE), "the freezer is left"
+    if killed in ("holder", "worker"):
+        assert freezer.frozen_s(0, lock, "/runs/other") == freezer.frozen_s(0, lock, "/runs/other") > 0, "the pause is over"
 
 
 def test_nobody_is_thawed_while_somebody_measures(lock, start):
@@ -152,6 +198,8 @@ def test_no_signal_that_asks_it_to_ends_the_freezer(lock, monkeypatch, number):
     monkeypatch.setenv(freezer.RUN, "/runs/own")
     with exclusive():
         asked = freezer._freezer(lock, "/runs/own")
+        process = psutil.Process(asked.program.pid)
+        assert os.getsid(process.pid) == process.pid and not {freezer.LOCK, freezer.RUN} & {*process.environ()}, "outlives its run"
         asked.program.send_signal(number)
         assert asked.ask("freeze")
 

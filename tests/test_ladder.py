@@ -240,6 +240,38 @@ def test_fp8_weights_lie_in_both_layouts_by_a_power_of_two_of_the_step_before():
     assert fp8.layouts(layer.weight.detach())[0].float().abs().max() <= 256, "and a reset measures anew"
 
 
+def test_the_scales_are_of_magnitudes_of_each_row_of_what_is_multiplied_and_of_a_matrix():
+    eight, scale = fp8.scaled(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
+    assert eight.float().tolist() == [[-448, 1], [0, 0], [112, -448]] and scale.flatten().tolist() == pytest.approx([2, 0, 1 / 896])
+    layer, own = fp8_layer(96, 160)
+    own.masters()["0.weight"].abs_().neg_()
+    own.reset()
+    for _ in range(2):
+        largest = own.masters()["0.weight"].abs().max()
+        assert 128 <= largest / layer.weight_scale < 256 and own.largest[0] == largest
+        layer.weight.grad = torch.zeros(160, 96).bfloat16()
+        own.step()
+    assert layer.state_dict().keys() == {"weight"}, "scales are the optimizer's to keep"
+
+
+def test_on_a_gpu_forward_sums_fast_and_gradients_in_full(monkeypatch):
+    calls = []
+
+    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        calls.append((use_fast_accum, *(tuple(x.shape) for x in (a, b, scale_a, scale_b))))
+        return torch.empty(len(a), b.shape[1], dtype=out_dtype, device="meta")
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for inputs, outputs in ((96, 160), (160, 96)):
+        layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.bfloat16))
+        fp8.use_fp8(layer)
+        layer(torch.empty(32, inputs, device="meta", dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        assert calls[-2:] == [(True, (32, inputs), (inputs, outputs), (32, 1), (1, outputs)),
+                              (False, (32, outputs), (outputs, inputs), (32, 1), (1, inputs))]
+    for capability, has in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert fp8.has_fp8("cuda") is has and not fp8.has_fp8("cpu")
+
+
 def test_an_fp8_layer_that_nobody_writes_says_so():
     layer = nn.Sequential(nn.Linear(32, 32, bias=False))
     fp8.use_fp8(layer)
@@ -355,10 +387,19 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
     assert [made.step().item() for _ in range(3)] == first
     made.reset(1)
     assert [made.step().item() for _ in range(3)] != first
+    spent = made.program.compile_s
+    assert not made.step().requires_grad and made.program.compile_s == spent, "the first step's"
     made.unload()
+    assert not {"step", "optimizer", "tokens", "targets"} & vars(made).keys()
     assert all(parameter.numel() == 0 for parameter in made.program.model.parameters())
     again = kind(cells.config, programs)
     assert len(programs) == 1 and [again.step().item() for _ in range(3)] == first
+    starts = []
+    for seed in (0, 1):
+        again.unload()
+        again = kind(cells.config.model_copy(update={"seed": seed}), programs)
+        starts.append([again.tokens.clone(), again.targets.clone(), again.weights()["embedding.weight"].detach().clone()])
+    assert not any(map(torch.equal, *starts)), "batch and weights are the seed's"
 
 
 def test_changes_that_differ_in_no_program_share_it(cells):
@@ -378,9 +419,9 @@ def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, mode=None: asked.append(mode) or model)
     monkeypatch.setattr(made.HuggingFaceGraphs, "lacks", classmethod(lambda kind, device: ""))
     programs = {}
-    for kind in (made.HuggingFace, made.HuggingFaceGraphs):
+    for kind in (made.HuggingFace, made.HuggingFaceGraphs, made.HuggingFaceCausal):
         kind(made.config, programs).unload()
-    assert len(programs) == 2 and asked == [None, "reduce-overhead"]
+    assert len(programs) == 3 and asked == [None, "reduce-overhead", None]
 
 
 def test_what_a_cpu_lacks_is_said(cells):

@@ -134,6 +134,34 @@ def test_all_is_said_of_a_campaign_and_nothing_without_data(complete, say):
         say({})
 
 
+@pytest.mark.parametrize("say", [*public(claims), *tables.PRINTED.values()])
+def test_what_failed_and_the_order_of_rows_change_nothing(complete, say):
+    """A step, a whole ladder, a larger batch and a run's checks that failed; all rows in another order."""
+    steps, results = complete["ladder.steps"], complete["ladder.results"]
+    lost = steps[steps["batch_size"] == 4].assign(status="oom", reason="out of memory", **dict.fromkeys(tables.MEASURES, np.nan))
+    failed = [lost.assign(size="xl"), lost.assign(vocab_size=5_000), lost.assign(context_length=2048), lost.assign(batch_size=64),
+              steps[steps["optimization"] == "filled"].assign(status="oom", size="small", **dict.fromkeys(tables.MEASURES, np.nan)),
+              *(lost[lost["optimization"] == "without_blocks"].assign(optimization=change) for change in ("without_sdpa", "hugging_face_causal"))]
+    kept = steps[["size", "context_length", "vocab_size", "batch_size", "optimization"]]
+    more = pd.concat([*failed, steps], ignore_index=True).drop_duplicates([*kept], keep="last")
+    nothing = results.head(1).reindex(columns=["size", "context_length", "vocab_size"]).assign(run_id="failed", size="xl")
+    other = complete | {"ladder.steps": more.sample(frac=1, random_state=0), "ladder.results": pd.concat([nothing, results])}
+    other["ladder.kernels"] = complete["ladder.kernels"].sample(frac=1, random_state=0)
+    found = []
+    for given in (complete, other):
+        try:
+            found.append(say(given))
+        except LookupError:
+            found.append(None)
+    if isinstance(found[0], dict):
+        assert found[1] == pytest.approx(found[0])
+    elif found[0] is None:
+        assert found[1] is None
+    else:
+        one, two = (frame.reset_index(drop=say is tables.mfu) for frame in found)
+        pd.testing.assert_frame_equal(two, one)
+
+
 def test_what_the_first_screen_says(campaign):
     assert claims.headline(campaign) == {"speedup": pytest.approx(1092 / 89.6), "gpu": "H200"}
     first = claims.first_ladder(campaign)
@@ -456,13 +484,95 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("fp8_training", CURVES, "loss", 9, {"optimization": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"optimization": "fp8", "size": "medium"}),
     ("last_power", STEPS, "power_w", 600, {}), ("last_power", STEPS, "sm_clock_mhz", 1980, {}),
     ("power", STEPS, "power_w", 400, {}), ("power", STEPS, "sm_clock_mhz", 1980, {}),
-    ("chunked_memory", STEPS, "peak_gib", 53, {"optimization": "chunked"})])
+    ("chunked_memory", STEPS, "peak_gib", 53, {"optimization": "chunked"}),
+    ("first_from", STEPS, "wall_ms", 91, {"optimization": "fused"}), ("bf16_launches", STEPS, "gpu_ms", 40, {"optimization": "bf16"}),
+    ("bf16_launches", STEPS, "operations", 400, {"optimization": "bf16"}), ("bf16_launches", STEPS, "wall_ms", 36, {"optimization": "bf16"}),
+    ("first_bound", STEPS, "wall_ms", 60, {"optimization": "bf16_moments"}), ("last_power", STEPS, "sm_clock_mhz", 1950, {}),
+    ("baseline_mask", STEPS, "gpu_ms", 4, {"optimization": "hugging_face_graphs", "context_length": 512}),
+    ("optimizer_exact", RESULTS, "unequal", 1, {"size": "small"}), ("moments_rounding", RESULTS, "v_stochastic", 0.3, {}),
+    ("power", STEPS, "power_w", 400, {"optimization": "bf16_moments"}), ("power", STEPS, "sm_clock_mhz", 1980, {"optimization": "bf16_moments"}),
+    ("own_remains", STEPS, "gpu_ms", 6.4, {"optimization": "bf16_moments", "size": "small", "context_length": 512}),
+    ("rung_context", STEPS, "gpu_ms", 8, {"context_length": 1024, "optimization": "bf16_weights"})])
 def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, value, which):
     rows = campaign[name]
     at = np.logical_and.reduce([rows.index >= 0, *(rows[field] == wanted for field, wanted in which.items())])
     assert at.any()
     rows.loc[at, column] = value
     assert getattr(claims, claim)(campaign) is None
+
+
+def test_what_is_slower_is_told_as_such(complete):
+    """FP8 at more tokens, a step without a change, bf16 moments and the chunked loss, the other way round."""
+    steps = complete["ladder.steps"]
+    for change, where, gpu in (("fp8", "batch_size == 16 and size == 'small'", 46), ("bf16_moments", "size == '2.7B' and batch_size == 4", 190.2),
+                               ("without_blocks", "size == '2.7B'", 95.1)):
+        steps.loc[steps.eval(where) & (steps["optimization"] == change), ["gpu_ms", "wall_ms"]] = gpu
+    assert tables.which_at_tokens(complete).loc["FP8 matmuls", "small, 8,192"] == pytest.approx(0.5)
+    assert tables.which_optimization(complete).loc["bf16 moments", "2.7B"] == pytest.approx(0.5)
+    assert tables.which_without(complete).loc["compiled blocks", "2.7B 512"] == pytest.approx(0.5)
+    assert claims.headline(complete)["speedup"] == pytest.approx(1092 / 190.2) and claims.without_most(complete) is None
+    assert "about as long" in claims.chunked_memory(complete)["cost"]
+    steps.loc[steps["optimization"] == "chunked", "wall_ms"] *= 1.5
+    assert "52%" in claims.chunked_memory(complete)["cost"]
+
+
+def test_of_two_spreads_the_larger_decides(campaign):
+    """A quiet step beside a disturbed one, whichever of the two that is."""
+    steps = campaign["ladder.steps"]
+    for change, other in (("cuda_graph", "blocks"), ("blocks", "cuda_graph")):
+        both = steps.assign(wall_std_ms=0.001, busy=0.99)
+        both.loc[both["optimization"] == change, "wall_std_ms"] = 100.0
+        assert ladder_rows.gain(ladder_rows.smallest_ladder({"ladder.steps": both})[1], "cuda_graph") is None, other
+    for change in ("fp8", "bf16_moments"):
+        both = steps.assign(wall_std_ms=0.001)
+        both.loc[both["optimization"] == change, "wall_std_ms"] = 150.0
+        assert ladder_rows.by_batch({"ladder.steps": both})["clear"].sum() == 0
+    worse = steps.assign(wall_std_ms=0.001)
+    worse.loc[worse["optimization"] == "fp8", "wall_ms"] *= 3
+    assert not ladder_rows.by_batch({"ladder.steps": worse})["clear"].any(), "less GPU time, more wall time"
+
+
+def test_each_columns_numbers_are_those_of_its_step(campaign):
+    """Of bf16 and FP8, of ours and the baseline, where no two numbers are alike."""
+    steps = campaign["ladder.steps"]
+    columns = ["wall_std_ms", "sm_clock_mhz", "steps", "peak_gib", "reserved_gib"]
+    for at, column in enumerate(columns):
+        steps[column] = np.arange(len(steps)) / 1e6 + 1000 * (at + 1)
+    own = steps[(steps["size"] == "2.7B") & (steps["batch_size"] == 4)].set_index("optimization")
+    batch = ladder_rows.by_batch(campaign).set_index("batch_size").loc[4]
+    base = ladder_rows.with_baseline(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
+    told = [(batch, "bf16", RUNGS[-1]), (batch, "fp8", "fp8"), (base, "ours", RUNGS[-1]), (base, "fp32", "cuda_graph"),
+            (base, "baseline", base["baseline"])]
+    for row, name, change in told:
+        found = [row[f"{name}_{short}"] for short in ("ms", "std_ms", "clock", "steps")]
+        assert found == own.loc[change, ["wall_ms", *columns[:3]]].tolist(), name
+    assert base["same_faster"] == pytest.approx(113 / 109) and base["faster"] == pytest.approx(113 / 89.6)
+    memory = tables.ladder_memory(campaign)["2.7B 512, GiB"].dropna()
+    assert memory.str.match(r"4,?0\d\d/5,?0\d\d").all()
+    off = tables.training_check(campaign)
+    _, seeds = ladder_rows.loss_shift(ladder_rows.trained(campaign)[1])
+    assert off["of another seed, %"].to_numpy() == pytest.approx(off["loss moved"].to_numpy() / seeds)
+
+
+def test_what_other_records_would_say(complete):
+    """Claims of which these rows have not the kernels, steps or modes, with them."""
+    steps, kernels = complete["ladder.steps"], complete["ladder.kernels"]
+    chosen = kernels.assign(optimization="sdpa")
+    assert claims.attention_chosen({"ladder.kernels": chosen}) == {}
+    one = chosen.assign(name=chosen["name"].where(chosen["size"] == "small", "flash"))
+    assert claims.attention_chosen({"ladder.kernels": one}) is None
+    steps.loc[steps["optimization"] == "fp32", "steps"], steps.loc[steps["optimization"] == "tf32", "steps"] = 3, 2
+    steps.loc[steps["optimization"] == "tf32", "wall_std_ms"] *= 5
+    few = claims.few_steps(complete)
+    assert (few["few"], few["all"]) == (7, len(steps)) and (few["median"], few["most"]) == pytest.approx((0.01, 0.05))
+    steps.loc[(steps["optimization"] == "hugging_face") & (steps["size"] == "small"), ["wall_ms", "busy"]] = 15.0, 0.99
+    assert claims.blocks_or_model(complete) == {"size": "small", "blocks": 21.3, "model": 15.0}
+    steps.loc[steps["optimization"] == "hugging_face", "wall_ms"] = 40.0
+    assert claims.blocks_or_model(complete) is None
+    steps.loc[steps["optimization"] == "fused", "steps"] = 9
+    start = claims.first_from(complete)
+    assert (start["least"], start["most"]) == (4, 9) and start["gpu"] == pytest.approx(148 / 89.6)
+    assert start["left"] == pytest.approx(149 / 89.6)
 
 
 def test_of_one_size_nothing_is_compared(campaign):

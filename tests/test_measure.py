@@ -1,7 +1,9 @@
 """The measuring room's helpers as a notebook calls them: what a failed case holds is freed, what is captured has its
 case, phase and step, and what autograd keeps is counted once."""
 import gc
+import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 from stepscope import measure
 from stepscope.config import StepConfig
+from stepscope.measure import guard
 from stepscope.measure.times import OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
 
@@ -16,7 +19,10 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Incl
 
 
 class Kept:
-    """What a failing function has allocated."""
+    """What a failing function has allocated; it hangs in a cycle, as models do."""
+
+    def __init__(self):
+        self.own = self
 
 
 def allocates(found, error):
@@ -56,12 +62,21 @@ def test_a_failed_cause_holds_nothing_either():
 
 
 def test_other_errors_are_let_on_unless_they_are_asked_for():
-    status = {}
+    status, before = {}, [*warnings.filters]
     with pytest.raises(ValueError, match="odd"), measure.out_of_memory(status, "case"):
         raise ValueError("odd")
     with measure.out_of_memory(status, "case", or_unsupported=True):
         raise ValueError("no such kernel in /opt/somewhere/kernel.cu")
     assert status == {"case": ("unsupported", "no such kernel in kernel.cu")}
+    with measure.out_of_memory(status, "worthless", or_unsupported=True):
+        raise ValueError
+    with measure.out_of_memory(status, "long", or_unsupported=True):
+        raise ValueError("no kernel " * 99)
+    assert status["worthless"] == ("unsupported", "ValueError") and len(status["long"][1]) == 200
+    with pytest.raises(KeyboardInterrupt), measure.out_of_memory(status, "stopped", or_unsupported=True):
+        raise KeyboardInterrupt
+    assert warnings.filters == before and "stopped" not in status
+    assert guard.error_text(RuntimeError("out of memory. Process 71 has 9 GiB in use")) == "out of memory."
     with pytest.raises(RuntimeError, match="illegal"), measure.out_of_memory(status, "case", or_unsupported=True):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -116,6 +131,26 @@ def test_an_error_in_a_capture_is_not_the_profilers():
     assert captured.operations.empty and captured.reason
 
 
+def test_a_capture_is_of_its_device_and_one_of_the_host_alone_is_none_of_a_gpu(monkeypatch):
+    kinds = {device: {kind.name for kind in measure.capture(device).activities} for device in ("cpu", "cuda")}
+    assert kinds == {"cpu": {"CPU"}, "cuda": {"CPU", "CUDA"}}
+
+    def capture():
+        with measure.capture("cpu") as captured, captured.phases("mm", 0)("forward"):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8))
+            warnings.warn("mine", stacklevel=1)
+        return captured
+    with pytest.warns(UserWarning, match="mine"):
+        broken = capture()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match="mine"):
+        found = capture()
+    assert found.operations.empty and "nothing of the GPU" in found.reason
+    broken.session = SimpleNamespace(__exit__=lambda *_: torch.mm(torch.ones(2), torch.ones(2)))  # a RuntimeError
+    broken.__exit__(None, None, None)
+    assert broken.operations.empty and broken.reason.startswith("torch.profiler: ")
+
+
 def test_what_autograd_keeps_counts_each_piece_of_memory_once():
     x = torch.ones(4, 8, requires_grad=True)
     layer = nn.Linear(8, 8, bias=False)
@@ -124,3 +159,51 @@ def test_what_autograd_keeps_counts_each_piece_of_memory_once():
     # x, the weight, the layer's output and the exponentials, which are the output itself
     assert measure.storage_bytes(kept) == 4 * (4 * 8 + 8 * 8 + 4 * 8 + 4 * 8)
     assert measure.storage_bytes(x, [x.view(-1), {"weight": layer.weight}], None) == 4 * (32 + 64)
+
+
+class Allocator(SimpleNamespace):
+    """A GPU's bytes as torch.cuda tells them, each number unlike the others."""
+
+    def take(self, size):
+        self.now += size
+        self.most = max(self.now, self.most)
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    made = Allocator(now=1000, most=10**9, reserved=70_000, most_reserved=2 * 10**9, given_back=0)
+    for name, answer in {"memory_allocated": lambda: made.now, "max_memory_allocated": lambda: made.most, "memory_reserved": lambda: made.reserved,
+                         "max_memory_reserved": lambda: made.most_reserved, "mem_get_info": lambda: (30_000, 900_000), "synchronize": lambda: None,
+                         "reset_peak_memory_stats": lambda: made.__dict__.update(most=made.now, most_reserved=made.reserved),
+                         "empty_cache": lambda: made.__dict__.update(reserved=made.now)}.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return made
+
+
+def test_a_devices_bytes_and_peaks_are_the_allocators(allocator):
+    assert measure.device_bytes("cuda") == 100_000, "what is free, and what the allocator holds"
+    measure.forget_peaks("cuda")
+    assert measure.peak_memory("cuda") == {"peak_gib": 1000 / 2**30, "reserved_gib": 1000 / 2**30}
+    allocator.most, allocator.most_reserved = 3 * 2**30, 5 * 2**30
+    assert measure.peak_memory("cuda") == {"peak_gib": 3, "reserved_gib": 5} and measure.peak_memory("cpu") == {}
+
+
+def test_a_passs_bytes_are_what_is_in_use_more_than_before_and_its_own(allocator):
+    """Of 1,000 bytes in use 700 are its own; of 600 that forward leaves 16 are its output; a peak of before is forgotten."""
+    def call(x):
+        allocator.take(5000)
+        allocator.take(-4400)
+        output = x * 2
+        output.register_hook(lambda gradient: allocator.take(7000))
+        return output
+    x = torch.ones(4, requires_grad=True)
+    x.grad = torch.ones(4)
+    found = measure.pass_memory(call, [x], torch.ones(4), 700, "cuda")
+    assert found == {"saved": 600 - 16, "in_use": 600 + 700, "forward": 5000 + 700, "backward": 7600 + 700}
+    assert x.grad.tolist() == [2] * 4, "gradients of before are gone"
+
+
+def test_on_a_cpu_what_autograd_is_handed_is_saved_but_for_inputs_output_and_masks():
+    x, mask = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8, dtype=torch.bool)
+    found = measure.pass_memory(lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu")
+    assert found == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the exponentials are the output

@@ -1,6 +1,8 @@
 """The mixed-precision study: its numerics against exact arithmetic, one tiny run, its claims and tables."""
 import inspect
 from fractions import Fraction
+from itertools import count, groupby
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -103,6 +105,12 @@ def norm(experiments):
     return both.pivot(index=["case", "quantity", "at"], columns="experiment", values="value")
 
 
+def test_a_norm_is_tried_at_every_scale_that_the_type_holds(norm):
+    scales = [10.0**exponent for exponent in range(-6, 6)]
+    for case, held in (("bf16", scales), ("fp16", scales[:-1])):
+        assert norm.loc[case].index.unique("at").tolist() == pytest.approx(held)
+
+
 def test_fp16_lacks_the_range_for_a_norm_and_bf16_only_digits(norm):
     lost = norm["norm lost"]
     assert lost["fp16", "variance", 1000.0] == 1 and lost["fp16", "variance", 1.0] == 0
@@ -202,6 +210,89 @@ def test_a_runs_tables_are_whole(monkeypatch):
         assert (steps.loc[name, ["tokens_per_s", "tflops", "mfu_measured"]] * steps["wall_ms"][name]).tolist() == pytest.approx(expected)
     assert (names["of_fp32"], names["of_bf16"]) == (steps["operations"]["fp32"], steps["operations"]["bf16"])
     assert found["operations"].groupby(["precision", "mode"])["count"].sum().to_dict() == whole["operations"].to_dict()
+
+
+MODES = ("step", "forward_backward", "forward")
+
+
+def changed(change):
+    """The notebook's step, told first to ``change``: the case, what it is called with, and the notebook's names."""
+    def wrap(own):
+        def step(precision, mode, *phase):
+            kind = {"Phases": "timed", "function": "captured"}.get(type(*phase).__name__ if phase else "", "plain")
+            change((precision, mode), kind, own.__globals__, *phase)
+            return own(precision, mode, *phase)
+        return step
+    return {"step": wrap}
+
+
+def test_each_cases_memory_is_its_own_and_forwards_are_captured_first(monkeypatch):
+    """Peaks are forgotten before the weights and each case; moments are there in full steps only, and once they are made."""
+    order = []
+    monkeypatch.setattr(measure, "forget_peaks", lambda device: order.append("forget"))
+
+    def note(case, kind, names, *_):
+        order.append((case, kind, bool(names["adamw"].state), names["adamw"].defaults["fused"]))
+        assert all(weight.grad is None for weight in names["model"].parameters())
+    names = run_cells("mixed_precision", **TINY | {"numerics": False, "optimizer": "fused"}, wrapped=changed(note))
+    timed = [event for precision in ("bf16", "fp32") for mode in MODES for event in [
+        "forget", *(((precision, mode), "timed", there, True) for there in ([False, True] if mode == "step" else [False]))]]
+    captured = [(case, "captured", False, True) for case in names["fit"][:4]] + [(("bf16", "step"), "plain", False, True)]
+    captured += [((name, "step"), "captured", True, True) for name in ("bf16", "fp32")]
+    assert order.pop(0) == "forget" and [event for event, _ in groupby(order)] == timed + captured
+    assert [mode for _, mode in names["fit"][-2:]] == ["step", "step"]
+
+
+def test_what_is_read_of_a_case_is_its_own(monkeypatch):
+    """Of full steps that were too short for the energy counter the watts are of a step kept up; of replays the middle one is told."""
+    peaks, asked, kept_up = count(1), [], []
+    power = SimpleNamespace(read=lambda: None, per_step=lambda steps: {"step_j": 60 / steps, "power_w": np.nan})
+
+    def replay(step, device, *, scaler, clear, optimizer, replays):
+        asked.append((step.args, optimizer is not None, replays))
+        return [1.0, 100.0, 2.0 + len(asked)], ""
+    for name, answer in {"Power": lambda device: power, "peak_memory": lambda device: {"peak_gib": float(next(peaks))}, "replay": replay,
+                         "at_cap": lambda row: row["peak_gib"] == 3, "keep_up": lambda step, *_: kept_up.append(step.args), "kept_up_power": lambda step, device, before: {"power_w": float(len(step.args[0]))}}.items():
+        monkeypatch.setattr(measure, name, answer)
+    times = kept(timed_steps=3)[0]["times"].query("phase == 'whole'").set_index(["precision", "mode"])
+    cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in MODES]
+    assert times.index.tolist() == cases and times["peak_gib"].tolist() == [1, 2, 3, 4, 5, 6]
+    assert times["power_w"].tolist() == pytest.approx([4, np.nan, np.nan] * 2, nan_ok=True) and (times["step_j"] == 20).all()
+    assert asked == [(("bf16", "forward"), False, 5), (("fp32", "forward"), False, 5), (("bf16", "step"), True, 5), (("fp32", "step"), True, 5)]
+    assert kept_up == [("bf16", "forward")], "whose clock is that of the power cap"
+    assert times["replayed_ms"].tolist() == pytest.approx([5, np.nan, 3, 6, np.nan, 4], nan_ok=True)
+
+
+def test_a_case_that_runs_short_is_a_row_and_in_the_capture_it_keeps_its_times():
+    """Of the step that ran short there is a part in the capture, which is in no number."""
+    def change(case, kind, names, *phase):
+        if (case, kind) == (("bf16", "forward_backward"), "timed"):
+            raise torch.OutOfMemoryError("no room. Including much")
+        if (case, kind) == (("fp32", "step"), "captured") and (case, 0) in names["complete"]:
+            with phase[0]("forward"):
+                torch.ones(2).add(1)
+            raise torch.OutOfMemoryError("no room. Including much")
+    names = run_cells("mixed_precision", **TINY | {"numerics": False}, wrapped=changed(change))
+    times = names["times"].query("phase == 'whole'").set_index(["precision", "mode"])
+    short = times.loc[("bf16", "forward_backward")]
+    assert times.index[times["status"] != "ok"].tolist() == [short.name] and (short["status"], short["reason"]) == ("oom", "while running step 0: no room.")
+    assert np.isnan(short["wall_ms"]) and short.name not in names["fit"]
+    assert times["reason"]["fp32", "step"] == "not captured: while capturing: no room." and times["wall_ms"]["fp32", "step"] > 0
+    numbers = {case: {*own["number"]} for case, own in names["operations"].groupby("case")}
+    assert numbers == {case: {0} if case == ("fp32", "step") else {0, 1, 2} for case in names["fit"]}
+
+
+@pytest.mark.parametrize(("lasts_ms", "expected"), [(990.0, (4, 3)), (1010.0, (1, 2))])
+def test_of_long_steps_there_are_fewer(monkeypatch, lasts_ms, expected):
+    own, warmups = measure.time_steps, []
+
+    def time_steps(step, steps, warm, *given, **how):
+        warmups.append(warm)
+        assert how["until_enough"]
+        return own(step, steps, warm, *given, **how).assign(wall_ms=lasts_ms)
+    monkeypatch.setattr(measure, "time_steps", time_steps)
+    names = kept(warmup_steps=4)[2]
+    assert warmups == [4, *[expected[0]] * 5] and names["operations"]["number"].max() + 1 == expected[1]
 
 
 def test_every_precision_is_measured_on_one_model():
@@ -414,6 +505,63 @@ def test_all_is_said_where_there_are_data_and_nothing_of_an_empty_folder(made, s
         assert "nan" not in markdown(say(made))
     for given in ({}, {TIMES: made[TIMES]}, {name: frame.iloc[:0] for name, frame in made.items()}):
         assert silent(say, given)
+
+
+@pytest.mark.parametrize("say", SAYS[:-2])
+def test_the_order_of_rows_changes_nothing(made, say):
+    other = say({name: frame if name == NUMBERS else frame.sample(frac=1, random_state=0) for name, frame in made.items()})
+    if isinstance(other, pd.DataFrame):
+        pd.testing.assert_frame_equal(other, say(made))
+    else:
+        assert other == pytest.approx(say(made))
+
+
+@pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [
+    ("precision_gain", TIMES, "gpu_ms", 1000.0, {"size": "small"}), ("precision_gain", TIMES, "gpu_ms", 1000.0, {"size": "2.7B"}),
+    ("trend_why", "benchmark.operations", "gpu_ms", 10.0, {"size": "2.7B", "family": MATMUL}),
+    ("precision_why", "mixed_precision.operations", "gpu_ms", 500.0, {"size": "2.7B", "family": MATMUL}),
+    ("precision_launch", "benchmark.times", "busy", 0.5, {}), ("precision_memory", TIMES, "peak_gib", 70.0, {"context_length": 128}),
+    ("sums_why", NUMBERS, "value", 10.01, {"case": "fp16 cast to fp32, into fp32", "quantity": "result"}),
+    ("sums_why", NUMBERS, "value", 9.9999, {"case": "fp16 into fp16", "quantity": "result"}),
+    ("health", NUMBERS, "value", 5e-4, {"case": "bf16", "quantity": "zero"}),
+    ("losses", NUMBERS, "value", 9.0, {"experiment": "training", "case": "fp16"})])
+def test_neither_is_one_of_which_half_does_not_hold(made, claim, name, column, value, which):
+    assert getattr(claims, claim)(made) is not None
+    assert getattr(claims, claim)(with_rows(made, name, column, value, **which)) is None
+
+
+def test_where_squares_do_not_both_overflow_and_underflow_the_other_answer_is_given(made):
+    rows = made[NUMBERS]
+    for half in (rows["at"] < 1, rows["at"] >= 1):
+        at = half & (rows["experiment"] == "norm lost") & (rows["case"] == "fp16") & (rows["quantity"] == "squares")
+        other = made | {NUMBERS: rows.assign(value=rows["value"].mask(at, 0.0))}
+        assert claims.answer_norm(other) is None
+        left, error = tables.pivoted(other, "norm lost").loc["fp16", "squares"], tables.pivoted(other, "norm error")
+        found = claims.norm_other(other)
+        assert found["fp16_lost"] == left.max() and found["bf16_lost"] < 1e-3
+        assert [found[low] for low in ("fp16", "bf16")] == [error["variance by a running sum"][low, 1.0] for low in ("fp16", "bf16")]
+
+
+def test_a_size_whose_gains_differ_by_context_and_clock_is_told_at_the_reference_in_gpu_time(made):
+    other = with_rows(made, TIMES, "gpu_ms", lambda ms: 2 * ms, context_length=128, precision="bf16")
+    other = with_rows(other, TIMES, "reserved_gib", lambda gib: gib / 2, precision="bf16")
+    assert tables.gains(other, "bf16").to_dict() == {"small": 80 / 28, "2.7B": 1000 / 170}
+    assert claims.precision_memory(other) == claims.precision_memory(made)
+
+
+def test_each_part_of_a_steps_times_stands_under_its_name(made):
+    """Phases of forward + backward are its rows; the order of curves is that of their seeds, their sign is none."""
+    times = {name: made[name] for name in (TIMES, "benchmark.times")}
+    phases = {name: pd.concat([rows, *(rows[rows["mode"] == "forward_backward"].assign(phase=phase, wall_ms=wall)
+                                       for phase, wall in (("forward", 11.0), ("backward", 22.0)))]) for name, rows in times.items()}
+    row = tables.precision_shapes(made | phases).set_index(["size", "context", "precision"]).loc[("2.7B", 512, "bf16")]
+    full = {name: row[f"{name}, ms"].split()[0] for name in tables.PARTS}
+    assert full == {"forward": "11.0", "backward": "22.0", "forward + backward": "155", "full step": "172"}
+    assert tables.gains(made | phases, "bf16").equals(tables.gains(made, "bf16"))
+    rows = made[NUMBERS]
+    below = (rows["experiment"] == "training") & (rows["case"] == "bf16")
+    moved = tables.loss_shift(made | {NUMBERS: rows.assign(value=rows["value"] - 0.3 * below * (-1.0) ** rows["at"])})
+    assert moved["bf16"] == pytest.approx(0.3, rel=0.01)
 
 
 def test_one_size_has_no_trend(made):

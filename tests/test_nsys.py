@@ -4,6 +4,7 @@ here, what it does with nsys as a program, and what its tables say.
 import json
 import shutil
 import sys
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 
 from cells import covered_ms, executed, run_cells
 from reports import beside, shuffled, told
+from stepscope import measure
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
@@ -330,6 +332,8 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
     monkeypatch.setattr(step_ranges, "_domain", recorder)
     step_ranges._attributes.cache_clear()
     mode = profiled_process.ProfiledMode(step, ranged)
+    step.model.register_forward_pre_hook(lambda model, _: cleared.append(all(weight.grad is None for weight in model.parameters())))
+    cleared = []
     try:
         assert (mode.plain(2, until_enough=False)["wall_ms"] > 0).tolist() == [True] * 2 and recorder.opened == []
         mode.captured(named=False)
@@ -343,6 +347,7 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
     assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= {name for depth, name in recorder.opened
                                                                       if depth > 1}
     mode.plain(1, until_enough=False)
+    assert cleared == [True] * 5
     assert "forward" not in vars(step.model.blocks[0].ffn)  # the plain method is back
 
 
@@ -359,6 +364,97 @@ def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, st
     assert statuses == {"forward": "ok", "forward_backward": "ok", "step": "oom"}
     assert outcome["modes"]["step"]["reason"] == "while running step: CUDA out of memory."
     assert outcome["inside"] == ["forward"] * 4 + ["forward_backward"] * 4 + ["step"] and not step.optimizer.state
+
+
+@pytest.mark.parametrize(("mode", "lasts_ms", "warmups", "steps"), [
+    ("step", [1000, 100], 4, 10), ("step", [900, 400], 2, 3), ("forward", [900, 400], 2, 10), ("forward_backward", [5, 1], 10, 10),
+    ("step", [1001], 1, 1), ("forward", [1001], 1, 10)])
+def test_warm_ups_and_plain_steps_are_as_many_as_their_time_asks_for(monkeypatch, mode, lasts_ms, warmups, steps):
+    """The first of a mode is not like the others."""
+    asked, lasting = [], iter([*lasts_ms, *[lasts_ms[-1]] * 99])
+
+    def plain(least, until_enough):
+        asked.append((least, until_enough))
+        return pd.DataFrame({"wall_ms": [float(next(lasting)) for _ in range(least)], "enqueue_ms": 0.5})
+    monkeypatch.setattr(profiled_process, "sm_clock_mhz", lambda: 1700.0)
+    monkeypatch.setattr(profiled_process, "highest_clock_mhz", lambda: 1980.0)
+    profiled_process.time_plain(one := SimpleNamespace(step=SimpleNamespace(mode=mode), plain=plain))
+    assert asked == [(1, False)] * warmups + [(steps, True)] and one.clock == {"sm_clock_mhz": 1700, "highest_clock_mhz": 1980}
+    assert one.plain_ms == [lasts_ms[-1]] * steps and one.enqueue_ms == [0.5] * steps
+
+
+def test_every_mode_is_plain_before_any_is_captured_and_long_steps_are_fewer(monkeypatch, step, ranged):
+    order = []
+
+    def plain(self, least, until_enough):
+        order.append(("plain", self.step.mode))
+        if self.step.mode == "forward_backward":
+            raise torch.OutOfMemoryError("no room. Including much")
+        return pd.DataFrame({"wall_ms": [{"step": 500.0, "forward": 499.0}[self.step.mode]], "enqueue_ms": 0.5})
+    monkeypatch.setattr(profiled_process.ProfiledMode, "plain", plain)
+    monkeypatch.setattr(profiled_process.ProfiledMode, "captured", lambda self, named: order.append((named, self.step.mode)) or 7.0)
+    monkeypatch.setattr(profiled_process, "replay", lambda *_, **__: order.append("replay"))
+    outcome = profiled_process.profile(step, ranged, lambda: order.append("capture"))
+    captured = [(named, mode) for mode, others in (("forward", 3), ("step", 2)) for named in (True, *[False] * others)]
+    assert [*dict.fromkeys(order[:order.index("capture")])] == [("plain", mode) for mode in reversed(PHASES)]
+    assert order[order.index("capture"):] == ["capture", *captured, "replay"] and outcome["inside"] == [mode for _, mode in captured]
+    assert [len(one["captured_ms"]) for one in outcome["modes"].values()] == [4, 0, 3]
+    assert outcome["modes"]["forward_backward"]["reason"] == "while running forward_backward: no room."
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_profiled_process_says_how_long_it_waited_and_had_the_gpu(monkeypatch, tmp_path, step, fits):
+    def build(config):
+        if not fits:
+            raise torch.OutOfMemoryError("no room. Including much")
+    idle, ranges_before = [], step_ranges._domain
+    for name, answer in {"default_timer": iter([10.0, 13.0, 20.0]).__next__, "wait_until_idle": idle.append, "build_step": build,
+                         "profile": lambda *_: {"inside": ["step"], "modes": {}}, "use_ranges": lambda ranges: None}.items():
+        monkeypatch.setattr(profiled_process, name, answer)
+    (tmp_path / "ranged.py").write_text("def ranged(): pass")
+    profiled_process.main("torch", tmp_path, step.config)
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["waited_s"], outcome["exclusive_s"], idle) == (3, 7, ["cpu"]) and step_ranges._domain is ranges_before
+    assert outcome["inside"] == ["step"] * fits and {(one["status"], one["reason"]) for one in outcome["modes"].values()} == (
+        set() if fits else {("oom", "no room.")})
+
+
+def test_nsys_capture_ends_where_the_steps_end_however_they_do(monkeypatch, tmp_path):
+    order = []
+    for name in ("start", "stop"):
+        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: order.append(name))
+    with pytest.raises(ZeroDivisionError), profiled_process.CAPTURES["nsys"](tmp_path):
+        1 / len(order[1:])
+    assert order == ["start", "stop"]
+
+
+def test_what_cannot_be_is_profiled_again_and_the_named_step_is_no_part_of_it():
+    """At the power cap GPU time may exceed wall time a little more."""
+    at_cap, ms = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}, [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44]
+    modes = {"forward": {"plain_ms": [10.0, 11.0, 99.0], "clock": {}}, "forward_backward": {"plain_ms": [30.0, 30.1, 29.0], "clock": at_cap},
+             "step": {"plain_ms": [45.0], "clock": {}}}
+    captured = SimpleNamespace(file="a file", modes=modes, inside=["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4)
+    steps, folders = pd.DataFrame({"step": range(11), "phase": "whole", "busy_ns": [1e6 * one for one in ms]}), []
+    names = {"profiled": lambda folder: folders.append(folder) or captured, "read": lambda *_: (pd.DataFrame({"step": [-1, 0]}), None, None, {}),
+             "phase_clocks": lambda operations, ranges: steps if operations["step"].tolist() == [0] else None, "tool": "nsys"}
+    names |= {"measure": measure, "pd": pd, "tempfile": tempfile, "Path": Path, "config": SimpleNamespace(device="cuda")}
+    assert executed("nsys", "def odd_modes", names)["odd"] == {"step": "captured steps of 40 to 44 ms"} and len({*folders}) == 3
+    modes["forward_backward"]["clock"] = {}
+    steps.loc[10, "busy_ns"] = 40e6
+    assert [*executed("nsys", "def odd_modes", names)["odd"]] == ["forward_backward"]
+    steps.loc[[5, 6], "busy_ns"] = 30e6
+    assert executed("nsys", "def odd_modes", names)["odd"] == {} and len({*folders}) == 7
+
+
+def test_a_mode_that_ran_short_is_in_no_account_and_keeps_its_plain_steps():
+    def captured_modes(*given):
+        captured = nsys_program.captured_modes(*given)
+        captured.modes["forward_backward"] |= {"status": "oom", "reason": "no room"}
+        return captured
+    names = run_cells("nsys", replaced={"captured_modes": captured_modes}, context_length=16, vocab_size=100, device="cpu")
+    assert {*names["of_step"]["mode"]} == {*names["clocks"].query("captured")["mode"]} == {"forward", "step"}
+    assert {*names["clocks"].query("not captured")["mode"]} == {*PHASES} and names["results"]["forward_backward_reason"] == "no room"
+    assert names["clocks"].query("captured and mode == 'step' and phase == 'whole'")["step"].tolist() == [0, 1, 2]
 
 
 # nsys as a program

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stepscope.optimizations import MasterAdamW, fp8
+from stepscope.optimizations import MasterAdamW, adamw, fp8
 from stepscope.studies.ladder import checks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -117,6 +117,62 @@ def test_what_it_cannot_do_it_says():
     with pytest.raises(TypeError, match=r'\["lr"\]\.fill_'):
         own.step()
     assert own.count == 0, "a step that is refused is none"
+    with pytest.raises(ValueError, match="a tensor on meta"):
+        MasterAdamW(checks.tried(), torch.tensor(1e-3, device="meta"))
+
+
+# -- what a GPU's kernels look up ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tabled():
+    """An optimizer of two groups with the kernels' tables: of FP8 matrices, others, a cube and vectors, in no order."""
+    model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(70, 9), nn.LayerNorm(1000), nn.Linear(64, 192, bias=False),
+                          nn.Conv1d(3, 5, 2, bias=False))
+    fp8.use_fp8(nn.ModuleList([model[0], model[3]]))
+    own = MasterAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}])
+    own._make_tables()
+    return own
+
+
+def test_by_its_tables_a_kernel_comes_to_every_number_once_and_to_its_owner(tabled):
+    """As the kernels go: a block of the buffers a program, of FP8 matrices a tile."""
+    counts, offsets, groups = tabled.places
+    found = [(owner, program * adamw.BLOCK + torch.arange(adamw.BLOCK)) for program, owner in enumerate(tabled.owners.tolist())]
+    found = [(owner, at[at - offsets[owner] < counts[owner]]) for owner, at in found]
+    for owner, start in zip(tabled.tile_owners.tolist(), tabled.tiles.tolist()):
+        width = tabled.widths[owner]
+        down, along = (first + torch.arange(side) for first, side in zip((start // width, start % width), adamw.TILE))
+        assert along[-1] < width
+        found.append((owner, (offsets[owner] + down[:, None] * width + along).flatten()))
+    owners = torch.full_like(tabled.master, -1, dtype=torch.int64)
+    for owner, at in found:
+        assert (owners[at] == -1).all() and (offsets[owner] % adamw.BLOCK == 0)
+        owners[at] = owner
+    assert all((tabled.view(owners, index) == index).all() for index in range(len(counts)))
+    assert (owners >= 0).sum() == counts.sum() and groups.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert tabled.in_fp32.tolist() == [parameter.dtype == torch.float32 for parameter in tabled.parameters] == [0, 0, 1, 1, 1, 0, 1]
+
+
+def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_cannot_read_them(tabled, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    for capturing in (False, False, True):  # noqa: B007
+        draw_gradients(tabled.parameters, torch.Generator().manual_seed(0))
+        eager, addresses = tabled.table.clone(), [parameter.grad.data_ptr() for parameter in tabled.parameters]
+        assert tabled._gradients().tolist() == addresses != eager.tolist()
+    assert torch.equal(tabled.table, eager), "a graph has a table of its own"
+    weight = tabled.parameters[1]
+    for wrong in (torch.zeros(70, 9).bfloat16().t(), torch.zeros(70 * 9 + 8).bfloat16()[1:-7].view(9, 70)):
+        weight.grad = wrong
+        with pytest.raises(RuntimeError, match="1: the gradient is not contiguous"):
+            tabled._gradients()
+
+
+def test_fp8_weights_whose_tiles_a_kernel_cannot_fill_are_refused(tabled):
+    for shape in ((96, 128), (128, 96)):
+        tabled.shapes[0] = torch.Size(shape)
+        with pytest.raises(ValueError, match="multiples of 64"):
+            tabled._tiles(0)
 
 
 # -- state dicts ----------------------------------------------------------------------------------------------
@@ -236,14 +292,19 @@ def test_it_is_loaded_in_place_or_not_at_all():
     addresses = [place.data_ptr() for place in places]
     moved = own.master.clone()
     torchs = torch.optim.AdamW(nn.Linear(24, 40).parameters()).state_dict()
-    others = {"groups": {**saved, "param_groups": 2 * saved["param_groups"]},
+    group, = saved["param_groups"]
+    others = {"groups": {**saved, "param_groups": 2 * [group]}, "fewer": {**saved, "param_groups": [{**group, "params": [0, 1, 2]}]},
+              "step": {**saved, "state": {n: {key: one[key] for key in one if key != "step"} for n, one in saved["state"].items()}},
               "state": {**saved, "state": {0: saved["state"][0]}},
               "shape": {**saved, "state": saved["state"] | {3: saved["state"][0]}}, "torch's": torchs}
     for name, other in others.items():
         with pytest.raises(ValueError, match="state dict"):
             own.load_state_dict(other)
         assert torch.equal(own.master, moved), name
+    saved["param_groups"][0] |= {"betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.3}
     own.load_state_dict(saved)
+    assert own.betas.flatten().tolist() == [0.7, 0.8] and own.decays.item() == 0.3, "also where a captured graph reads them"
+    assert own.scalars[0, 3:].tolist() == pytest.approx([0.7, 0.3, 0.8, 0.2, 1e-3])
     assert [place.data_ptr() for place in places] == addresses
     assert own.count == 3 and not torch.equal(own.master, moved)
     assert torch.equal(own.low, own.master.bfloat16()), "the model's weights are the masters'"

@@ -47,11 +47,42 @@ def test_what_is_not_known_is_nothing_odd():
     assert measure.unsteady({}) == "" and found(gpu_ms=np.nan, replayed_ms=np.nan, power_w=np.nan) == ""
     assert found(gpu_ms=0.12, wall_ms=0.1) == ""  # within what a clock's ticks can make
     assert found([0.01, 0.02], gpu_ms=0.01, wall_ms=0.1) == ""
+    assert not steady.unlike_inside(times(forward_backward_loss=0.01, step_loss=0.05))
+
+
+def test_all_that_is_odd_is_said_and_watts_are_held_against_this_gpus_cap(monkeypatch):
+    assert found(gpu_ms=150.0, replayed_ms=200.0).count(";") == 1
+    monkeypatch.setattr(steady, "power_limit_w", lambda: 400.0)
+    assert found(power_w=407.0) == "" and found(power_w=409.0) == "409 W, and the cap is 400"
+
+
+def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_rows():
+    """Each phase takes 10 ms; forward alone in bf16 takes 20, of fp32's forward and backward the last step 30 a phase."""
+    cases = {(precision, mode): {"precision": precision, "mode": mode} for precision in ("bf16", "fp32") for mode in PHASES}
+    lasting = {("bf16", "forward", number): 20 for number in range(3)} | {("fp32", "forward_backward", 2): 30}
+    operations = pd.DataFrame([
+        {"case": case, "number": number, "phase": phase, "name": "gemm", "family": "other", "start_ns": at * 10**8,
+         "end_ns": at * 10**8 + lasting.get((*case, number), 10) * 10**6}
+        for case in cases for number in range(3) for at, phase in enumerate(PHASES[case[1]])])
+    samples = {case: pd.DataFrame([(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], WHOLE]], columns=clocks.SAMPLE_COLUMNS)
+               for case in cases}
+    readings = {case: {"sm_clock_mhz": FULL_MHZ} for case in cases}
+    readings["fp32", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = 90.0  # a step's graph has other kernels
+    readings["bf16", "step"]["power_w"] = 900.0
+    status = {("fp32", "step"): ("ok", "not captured: why")}
+    found = measure.step_times(cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda")
+    said = found.groupby(["precision", "mode"])["unsteady"].unique().map(list)
+    assert said.map(len).eq(1).all() and {case: words[0] for case, words in said.items() if words[0]} == {
+        ("bf16", "forward"): "forward 20 ms in forward, 10 in step", ("fp32", "forward"): "replayed in 90 ms, of which its operations take 10",
+        ("bf16", "step"): "900 W, and the cap is 700; forward 20 ms in forward, 10 in step",
+        ("fp32", "forward_backward"): "captured steps of 30 to 90 ms"}
+    assert {*found.query("precision == 'fp32' and mode == 'step'")["reason"]} == {"not captured: why"}
 
 
 def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
     swings = [99, 104, 98, 103, 99, 104, 98, 103]
     assert found(swings, sm_clock_mhz=1700.0) == "" and "captured steps" in found(swings)
+    assert found([99, 99, 99, 120, 99, 99, 99, 99], sm_clock_mhz=1700.0) == "", "its halves' medians"
     assert "captured steps of 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
     assert measure.at_cap({"sm_clock_mhz": 1900.0}) and not measure.at_cap({"sm_clock_mhz": 1950.0}) and not measure.at_cap({})
     assert not measure.at_cap({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
@@ -78,7 +109,8 @@ def rows(walls_ms, enqueue_ms=0.0, warmups=1):
 
 
 @pytest.mark.parametrize("wall_ms, enqueue_ms, steps", [
-    (50.0, 10.0, 30), (100.0, 10.0, 20), (500.0, 10.0, 10), (1500.0, 10.0, 7), (40.0, 36.0, 100), (150.0, 140.0, 40)])
+    (50.0, 10.0, 30), (100.0, 10.0, 20), (500.0, 10.0, 10), (1500.0, 10.0, 7), (40.0, 36.0, 100), (150.0, 140.0, 40),
+    (700.0, 690.0, 30)])
 def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enqueue_ms, steps):
     """Thirty, or two seconds; a hundred (or six seconds) where the host sets the pace; of long ones what was asked for."""
     assert not enough(rows([wall_ms] * (steps - 1), enqueue_ms), 7, "cuda") and enough(rows([wall_ms] * steps, enqueue_ms), 7, "cuda")
@@ -108,6 +140,8 @@ def test_a_gpu_is_idle_when_a_kernel_comes_back_at_once_ten_times(monkeypatch):
     assert clocks.LONGEST_WAIT_S <= now[0] - before < clocks.LONGEST_WAIT_S + 0.02
     left = len(slices)
     clocks.wait_until_idle("cpu")
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)  # it would begin to use one
+    clocks.wait_until_idle("cuda")
     assert len(slices) == left
 
 
