@@ -1,9 +1,14 @@
 """Anybody's capture: what is read of it, what is said of it, and what is refused in one sentence."""
 import gzip
 import json
+import math
 import sqlite3
+import statistics
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import pandas as pd
 import pytest
@@ -502,3 +507,177 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
 
 def test_of_few_operations_no_bound_is_told(tmp_path):
     assert "not told: too little to judge by" in profile_text(written(tmp_path / "a.json", launched(ADD, 0, 5, 10, 1)))
+
+
+def test_communication_that_runs_on_through_a_step_is_in_it_and_the_next_begins_after_it(tmp_path):
+    steps = [event("user_annotation", f"ProfilerStep#{number}", 100 * number, 80) for number in range(3)]
+    beside = launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 1, 5, 200, 99)
+    beside[1]["args"]["stream"] = 9
+    own = [one for at in (*range(10, 100, 10), 110, 150, 210) for one in launched(GEMM, at - 4, at, 5, at)]
+    one = device(tmp_path, [*steps, *beside, *own])
+    assert (one.windows // 1000).tolist() == [[0, 110], [110, 205], [205, 280]]
+    assert (one.accounts[["compute", "exposed communication"]] * 1e3).round().to_numpy().tolist() == [[45, 60], [10, 85], [5, 0]]
+
+
+@pytest.mark.parametrize(("known", "told"), [(40, False), (60, True)])
+def test_no_rate_is_told_where_shapes_are_known_of_less_than_half(tmp_path, known, told):
+    shaped = event("cpu_op", "aten::mm", 0, 1, **{"External id": 1, "Input Dims": [[64, 64]] * 2, "Input type": ["float"] * 2})
+    path = written(tmp_path / "a.json", [shaped, *launched(GEMM, 1, 10, known, 1, external=1), *launched(GEMM, 3, 100, 100 - known, 2)])
+    assert bool(line(path, "matmul")) == told
+
+
+def test_where_ranges_say_what_is_backward_autograds_do_not(tmp_path):
+    events = [event("user_annotation", "backward", 0, 50), *launched(ADD, 5, 10, 5, 1),
+              event("cpu_op", "autograd::engine::evaluate_function: MulBackward0", 100, 50, 2), *launched(ADD, 110, 120, 5, 2, tid=2)]
+    found = load_capture(written(tmp_path / "a.json", events))
+    assert found.operations["phase"].tolist() == ["backward", OUTSIDE] and not found.autograd
+    found = load_capture(written(tmp_path / "a.json", [one for one in events if one["name"] != "backward"]))
+    assert found.operations["phase"].tolist() == ["forward", "backward"] and found.autograd
+
+
+def test_of_nvtx_ranges_those_that_last_are_the_hosts_with_plain_names():
+    names = ["aten::add, op_id = 3, seq = 7", "aten::mul, seq = 7", "load", "short"]
+    ranges = pd.DataFrame({"name": pd.Categorical(names), "key": 5, "start_ns": 100, "end_ns": [5_100, 9_000, 5_100, 5_099]})
+    assert module._host_of_ranges(ranges)[["kind", "name"]].to_numpy().tolist() == [
+        ["operator", "aten::add"], ["operator", "aten::mul"], ["range", "load"]]
+
+
+# Accounts beside plain counting, of training that goes every way
+
+FP32, TF32, HALF = "volta_sgemm_128x64", "cutlass_tensorop_s1688gemm", "sm80_xmma_gemm_bf16bf16_bf16f32_f32"
+WORK = [(FP32, "float"), (TF32, "float"), (HALF, "c10::BFloat16"), (ADD, ""), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", ""),
+        ("Memcpy HtoD (Pinned -> Device)", ""), ("Memcpy DtoD (Device -> Device)", ""), ("triton_poi_fused_7", "float"), ("triton_red_fused_9", "float")]
+
+
+def training_of_two_gpus(seed: int) -> list[dict]:
+    """Four or five steps of unequal length, work before, between and after them, on two streams of two GPUs; every time in whole µs,
+    and on each GPU no two operations begin together."""
+    random, events, free, begun = Random(seed), [], dict.fromkeys([(gpu, stream) for gpu in (0, 1) for stream in (7, 9)], 0), set()
+    call, number = 0, 0
+
+    def work(call: int) -> None:
+        nonlocal number
+        number += 1
+        (name, kind), place = random.choice(WORK), random.choice([(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)])
+        start = max(free[place], call + random.choice([3, 4, 5, 30]))
+        while (place[0], start) in begun:
+            start += 1
+        lasts = random.choice([1, 7, 12, 25, 60 if "nccl" in name else 20, 150 if place[1] == 9 and not number % 7 else 9])
+        free[place] = start + lasts
+        begun.add((place[0], start))
+        if kind:
+            dims = [[random.randint(1, 99), 8], [8, random.randint(1, 99)]]
+            events.append(event("cpu_op", "aten::mm" if "triton" not in name else name, call - 1, 4, **{
+                "External id": number, "Input Dims": dims, "Input type": [kind, kind]}))
+        made = launched(name, call, start, lasts, number, external=number, cat="gpu_memcpy" if "Memcpy" in name else "kernel")
+        made[1]["args"] |= {"device": place[0], "stream": place[1]}
+        events.extend(made)
+        if kind and random.random() < 0.3:  # the same operator's second kernel
+            again = launched(name, call + 2, free[place], 3, number + 1000, external=number)
+            again[1]["args"] |= {"device": place[0], "stream": place[1]}
+            if (place[0], free[place]) not in begun:
+                begun.add((place[0], free[place]))
+                free[place] += 3
+                events.extend(again)
+
+    def run(count: int) -> None:
+        nonlocal call
+        for _ in range(count):
+            call += random.choice([5, 5, 6, 40])
+            work(call)
+    run(6)
+    for step in range(random.choice([4, 5])):
+        began = call = call + 10
+        run(random.randint(8, 30))
+        call += 10
+        events.append(event("user_annotation", f"ProfilerStep#{step + 3}", began, call - began))
+        run(random.choice([0, 2]))
+    return events
+
+
+def in_microseconds(tmp_path: Path, seed: int) -> Iterator[tuple[Device, list[dict]]]:
+    """Each GPU with all of its operations, those before the steps too, in order of start."""
+    capture = load_capture(written(tmp_path / "a.json", training_of_two_gpus(seed), **HEADER))
+    seen = pd.concat([capture.before.assign(early=True), capture.operations.assign(early=False)]).sort_values("start_ns")
+    assert seen["device"].nunique() == 2 and len(capture.before) >= 6
+    for one in devices(capture):
+        rows = seen[seen["device"] == one.number].to_dict("records")
+        for row in rows:
+            row["begin"], row["end"] = row["start_ns"] // 1000, (row["start_ns"] + row["duration_ns"]) // 1000
+            row["part"] = "communication" if "nccl" in row["name"] else "copies" if "HtoD" in row["name"] else "compute"
+            row["called"] = (row["launch_start_ns"] + row["launch_duration_ns"]) // 1000
+        yield one, rows
+
+
+def ticks(rows: list[dict], window: tuple[int, int], wanted=lambda row: True) -> set[int]:
+    """The microseconds of a window in which one of these runs."""
+    return {tick for row in rows if wanted(row) for tick in range(max(row["begin"], window[0]), min(row["end"], window[1]))}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_windows_and_accounts_are_what_plain_counting_says(tmp_path, seed):
+    for one, rows in in_microseconds(tmp_path, seed):
+        kernels: Counter = Counter()
+        for row in rows:
+            if row["kind"] == "kernel" and row["part"] != "communication" and not row["early"]:
+                kernels[row["stream"]] += row["duration_ns"]
+        assert one.stream == kernels.most_common(1)[0][0]
+        own = [row for row in rows if row["step"] >= 0 and row["stream"] == one.stream]
+        hosts = one.capture.ranges.set_index("step")[["start_ns", "end_ns"]] // 1000
+        firsts = sorted((min(row["begin"] for row in own if row["step"] == step), step) for step in {row["step"] for row in own})
+        begins: list[int] = []
+        for place, (first, step) in enumerate(firsts):
+            earlier = {step for _, step in firsts[:place]}
+            done = max((row["end"] for row in rows if row["step"] in earlier or (row["step"] < 0 and row["end"] <= first)), default=-1)
+            begins.append(max([min(first, max(hosts.at[step, "start_ns"], done)), *begins]))
+        last = firsts[-1][1]
+        end = max(row["end"] for row in rows if row["step"] == last and (row["kind"] != "memcpy" or row["stream"] == one.stream))
+        windows = [*zip(begins, [*begins[1:], max(end, hosts.at[last, "end_ns"])])]
+        assert (one.windows // 1000).tolist() == [[*window] for window in windows]
+        accounts = []
+        for begin, end in windows:
+            compute, local, busy = (ticks(rows, (begin, end), lambda row, parts=parts: row["part"] in parts) for parts in (
+                ["compute"], ["compute", "copies"], ["compute", "copies", "communication"]))
+            accounts.append([end - begin, len(compute), len(local - compute), len(busy - local), end - begin - len(busy)])
+        assert (one.accounts * 1e3).round().to_numpy().tolist() == accounts
+        order = sorted(range(len(windows)), key=lambda place: accounts[place][0])
+        wall = statistics.median(account[0] for account in accounts)
+        assert one.middle == sorted(order[(len(order) - 1) // 2:len(order) // 2 + 1]) and one.median["wall"] * 1e3 == pytest.approx(wall)
+        assert one.outliers == [place for place, account in enumerate(accounts) if not 0.8 * wall <= account[0] <= 1.25 * wall]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
+    for one, rows in in_microseconds(tmp_path, seed):
+        middle, gaps = [tuple(window) for window in (one.windows[one.middle] // 1000).tolist()], []
+        for window in middle:
+            idle = sorted({*range(*window)} - ticks(rows, window))
+            for began in (tick for tick in idle if tick - 1 not in idle):
+                ended = next(tick for tick in range(began, window[1] + 1) if tick not in idle)
+                after = next((row for row in rows if row["begin"] >= ended), None)
+                gaps.append((began, ended, began == window[0], after["begin"] if after else -1, after is None or after["called"] > began))
+        found = one.gaps
+        following = [one.placed["start_ns"].iloc[place] // 1000 if place >= 0 else -1 for place in found["next"]]
+        assert [*zip(found["begin"] // 1000, found["end"] // 1000, found["head"], following, found["late"])] == gaps
+        of_step = [row for row in rows if not row["early"] and any(begin <= row["begin"] < end for begin, end in middle)]
+        assert one.ahead_ms * 1e3 == pytest.approx(statistics.median(row["begin"] - row["called"] for row in of_step))
+        counts, lasted = Counter(row["name"] for row in of_step), Counter()
+        for row in of_step:
+            lasted[row["name"]] += row["duration_ns"] / 1e6
+        table = one.kernels
+        assert table["ms"].is_monotonic_decreasing and one.summed(one.operations, "family").is_monotonic_decreasing
+        assert table["count"].to_dict() == {name: count / len(middle) for name, count in counts.items()}
+        assert table["ms"].to_dict() == pytest.approx({name: ms / len(middle) for name, ms in lasted.items()})
+        assert table["share"].to_dict() == pytest.approx({name: ms / sum(lasted.values()) for name, ms in lasted.items()})
+        for name in counts:
+            alone = [ticks(rows, window) - ticks(rows, window, lambda row, name=name: row["name"] != name) for window in middle]
+            assert one.leaves(one.running["name"] == name) * 1e3 == pytest.approx(sum(map(len, alone)) / len(middle))
+        operators = {each["args"]["External id"]: each["args"]["Input Dims"] for each in training_of_two_gpus(seed) if each["cat"] == "cpu_op"}
+        for dtype, name in (("fp32", FP32), ("tf32", TF32), ("bf16", HALF)):
+            if mine := {row["operator"]: operators[row["operator"]] for row in of_step if row["name"] == name}:
+                flops = sum(2 * left[0] * left[1] * right[1] for left, right in mine.values())
+                assert one.matmuls.loc[dtype].tolist() == pytest.approx([lasted[name] / len(middle), flops / lasted[name] / 1e9])
+        assert one.matmuls["ms"].is_monotonic_decreasing
+        bytes_of = {name: sum(4 * sum(map(math.prod, operators[row["operator"]])) for row in of_step if row["name"] == name)
+                    for name in counts if "triton" in name}
+        assert one.generated["bytes"].to_dict() == bytes_of

@@ -2,14 +2,16 @@
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from typer.main import get_command
 
 from conftest import RAISES, TINY, put
 from stepscope import cli
-from stepscope.runs import sweep_file, workers
+from stepscope.runs import sweep, sweep_file, workers
 from stepscope.runs.store import Store
+from stepscope.runs.sweep import SweepEnd
 
 
 @pytest.fixture
@@ -179,3 +181,64 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
     assert str(store.root / "writeup.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
     code, _, err = run("ladder", "nano", "--runs", store.root, "--time-budget", "0s")
     assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # what there is is shown
+
+
+@pytest.mark.parametrize("told, seconds", [("90s", 90), ("20m", 1200), ("1.5h", 5400), ("0s", 0)])
+def test_a_time_is_in_seconds_whatever_it_was_told_in(told, seconds):
+    assert cli._seconds(told) == seconds
+
+
+@pytest.mark.parametrize("counts, left, code", [
+    ({"ok": 2}, 0, 0), ({"oom": 3}, 0, 0), ({"ok": 1, "failed": 4}, 0, 1), ({"ok": 2, "failed": 1}, 2, 75), ({}, 1, 75)])
+def test_how_a_sweep_ended_is_its_exit_status_and_its_counts(run, monkeypatch, tmp_path, tiny, counts, left, code):
+    end = SweepEnd(Counter(counts), [tiny(seed=7), tiny(seed=9)][:left], "the time budget")
+    monkeypatch.setattr(sweep, "run_sweep", lambda *_: end)
+    found, _, err = run("sweep", "cpu", "--runs", tmp_path)
+    assert found == code and "{ok} done, {oom} out of memory, {failed} failed".format(**{"ok": 0, "oom": 0, "failed": 0} | counts) in err
+    assert (f"{left} left, beginning with {tiny(seed=7).label}." in err) == (left > 0)
+
+
+def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_path, tiny):
+    store = Store(tmp_path / "runs")
+    ends = [("ok", 3.4, "a", None), ("failed", 70.6, "b", "it fell"), ("oom", 12.0, "a", "too large"), ("ok", 9.0, "c", None)]
+    for seed, (status, lasted, source, cause) in enumerate(ends):
+        place = put(store, tiny(seed=seed, batch_size=1 + seed // 2), status=status, duration_s=lasted, cause=cause,
+                    software={"notebook_source": source}, results={"unsteady": "it swings"} if seed == 3 else {})
+        if status == "failed":
+            (place / "kernel.log").write_text("Segmentation fault")
+
+    def listed(*where):
+        code, out, err = run("list", "--runs", store.root, *(word for one in where for word in ("--where", one)))
+        return code, {row[1]: row[3:] for row in (line.split("\t") for line in out.splitlines()[1:])}, err
+    ids = [tiny(seed=seed, batch_size=1 + seed // 2).run_id for seed in range(4)]
+    code, rows, err = listed()
+    assert code == 0 and [*rows] == sorted(ids)
+    assert [rows[name] for name in ids] == [
+        ["ok", "3", "a", ""], ["failed", "71", "b", f"it fell (see benchmark/{ids[1]}/kernel.log)"], ["oom", "12", "a", "too large"],
+        ["ok", "9", "c", ""]]
+    assert "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: unsteady" in err  # what failed measured nothing
+    assert listed("status=ok")[1].keys() == {ids[0], ids[3]}
+    assert listed("status=ok", "batch_size=2")[1].keys() == listed("batch_size=2", "status=ok")[1].keys() == {ids[3]}
+    assert listed(f"run_id={ids[2]}")[1].keys() == {ids[2]} and not listed("seed=2", "status=ok")[1]
+
+
+def test_what_fits_is_told_for_the_smallest_gpu_here_or_for_80_gib(run, monkeypatch):
+    from stepscope.report import fit_table
+    asked = []
+    monkeypatch.setattr(fit_table, "fit_table", lambda config, *told: asked.append((config.batch_size, config.context_length, *told)) or "")
+    for gpus, options in ((list, []), (lambda: [{"gib": gib} for gib in (141.0, 24.0, 80.0)], ["--edition", 2026]), (list, ["--memory", 48])):
+        monkeypatch.setattr(cli, "gpus_here", gpus)
+        assert run("fit", "small", "--context", 256, "--batch", 3, *options)[0] == 0
+    assert asked == [(3, 256, 80.0, 2025), (3, 256, 24.0, 2026), (3, 256, 48.0, 2025)]
+
+
+def test_what_ships_for_a_gpu_is_refused_without_one_and_a_file_or_a_scheduler_is_not(monkeypatch, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.touch()
+    monkeypatch.setattr(cli, "gpus_here", list)
+    cli._require_gpu(["cpu", str(file)], None)
+    cli._require_gpu(["tour"], "tcp://a:1")
+    with pytest.raises(cli.StepscopeError, match="^tour: its models need"):
+        cli._require_gpu(["cpu", str(file), "tour"], None)
+    monkeypatch.setattr(cli, "gpus_here", lambda: [{"name": "x"}])
+    cli._require_gpu(["tour"], None)

@@ -413,7 +413,8 @@ def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread(read):
               event("cuda_runtime", "cudaLaunchKernel", 5, 6, 1), event("kernel", "late", 100, 107, 1),
               event("cuda_driver", "cuLaunchKernel", 10, 11, 2, tid="autograd"), event("kernel", "second", 110, 111, 2),
               event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3), event("gpu_memset", "Memset", 120, 122, 3),
-              event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4), event("kernel", "between", 130, 140, 4)]
+              event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4), event("kernel", "between", 130, 140, 4),
+              event("cuda_runtime", "cudaLaunchKernel", 50, 51, 5), event("kernel", "at its end", 150, 160, 5)]
     found = read(events)
     assert found[["case", "number", "phase", "name"]].values.tolist() == [
         [0, 0, "forward", "late"], [0, 0, "loss", "second"], [1, 0, "forward", "Memset"]]

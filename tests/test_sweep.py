@@ -32,11 +32,11 @@ from stepscope.config import RunConfig, StepConfig
 from stepscope.model.accounting import peak
 from stepscope.runs import run as running
 from stepscope.runs import sweep as sweeping
-from stepscope.runs.record import LOG
+from stepscope.runs.record import LOG, tell, told
 from stepscope.runs.run import MARK, Abandoned, end_marked, make_run, without_machine
 from stepscope.runs.sweep import SweepEnd, SweepOptions, plain, run_sweep
-from stepscope.runs.sweep_file import SweepError, needed_gib, peak_gib
-from stepscope.runs.workers import WorkersError
+from stepscope.runs.sweep_file import SweepError, SweepPlan, needed_gib, peak_gib
+from stepscope.runs.workers import SchedulerGone, WorkersError, local_workers
 
 HERE = SweepOptions()
 
@@ -294,3 +294,115 @@ def test_a_run_is_given_what_the_assignments_own_step_would_take(tiny):
     assert peak(own.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < peak_gib(plain)  # it would be too little
     assert needed_gib(plain) > 1.2 * peak_gib(plain) + 2  # what is reserved beyond tensors, and CUDA's context
     assert 2 < needed_gib(tiny(device="cuda")) < 4
+
+
+def said_by(call) -> str:
+    console = Console(record=True, width=400, file=io.StringIO(), markup=False, soft_wrap=True)
+    call(console)
+    return console.export_text()
+
+
+def test_only_what_this_notebook_has_measured_is_done(store, tiny):
+    configs = [tiny(seed=seed) for seed in range(7)]
+    ends = [("ok", "now"), ("oom", "now"), ("failed", "now"), ("ok", "then"), ("oom", "then"), ("ok", None)]
+    for config, (status, source) in zip(configs, ends):
+        put(store, config, status=status, software={"notebook_source": source} if source else {})
+    found = []
+    said = said_by(lambda console: found.append(sweeping._what_is_left(
+        SweepPlan(configs, [tiny(seed=90)]), store, console, {"benchmark": "now"})))
+    end, = found
+    assert end.counts == {"ok": 2, "oom": 1} and [config.seed for config in end.left] == [2, 3, 4, 6]
+    assert "2 of them another notebook has measured" in said and f"GPU's memory: {tiny(seed=90).label}" in said
+
+
+def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, monkeypatch):
+    configs = [tiny(seed=0), *(tiny(device="cuda", seed=seed) for seed in range(1, 5))]
+    monkeypatch.setattr(sweeping, "monotonic", lambda: 1000.0)
+
+    def take(console):
+        under_way = sweeping._Sweep(None, store, SweepOptions(), console, SweepEnd(left=configs), [], 400.0)
+        for config, fields in zip(configs, ({"duration_s": 31.0, "measuring_s": 7.0}, {"duration_s": 31.0, "measuring_s": 7.0, "results": {
+                "finding": "**quick**", "unsteady": "it swings"}}, {"status": "oom"}, {"status": "failed", "cause": "it fell"})):
+            under_way._collect(SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, **fields))
+    lines = said_by(take).splitlines()
+    # ten minutes for one run, for two, three and four: at that rate the others take forty, fifteen, seven and three
+    assert [line.partition("): ")[2] for line in lines] == [
+        "done (about 40 min left)", "quick; unsteady: it swings (about 15 min left)",
+        "does not fit: out of memory (about 7 min left)", "failed: it fell (about 2 min left)"]
+    assert [re.search(r"\(([^()]*)\): ", line)[1] for line in lines[:2]] == ["31 s", "7 s measuring"]
+    assert [line[:4] for line in lines] == ["1/5 ", "2/5 ", "3/5 ", "4/5 "]
+
+
+def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
+    assert told(tmp_path) == {}
+    tell(tmp_path, machine={"cpu_cores": 3}, status="failed", results={"a": 1, "b": 2})
+    tell(tmp_path, status="ok", results={"b": 5})
+    tell(tmp_path, measuring_s=2.5)
+    with (tmp_path / "outcome.jsonl").open("a") as file:
+        file.write('{"status": "oom", "resul')
+    assert told(tmp_path) == {"machine": {"cpu_cores": 3}, "status": "ok", "results": {"a": 1, "b": 5}, "measuring_s": 2.5}
+
+
+@pytest.mark.parametrize("errors, end", [
+    ([("show", "KeyError"), ("", "OutOfMemoryError"), ("measure", "ValueError")], ("oom", "OutOfMemoryError: 1")),
+    ([("", "ValueError"), ("show", "OutOfMemoryError")], ("failed", "ValueError: 0")),
+    ([("show", "OutOfMemoryError"), ("show", "ValueError")], ("ok", "a cell that only shows failed: OutOfMemoryError: 0"))])
+def test_of_a_notebooks_errors_the_first_that_costs_something_counts(tmp_path, errors, end):
+    cells = [{"cell_type": "code", "source": "", "metadata": {"tags": [tag] if tag else []}, "outputs": [
+        {"output_type": "stream"}, {"output_type": "error", "ename": name, "evalue": str(at)}]} for at, (tag, name) in enumerate(errors)]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ""}, *cells]}))
+    assert running._errors(tmp_path / "a.ipynb") == end
+
+
+def test_for_how_long_a_run_was_frozen_is_not_of_its_limit(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(running.time, "monotonic", lambda: now[0])
+
+    def wait(timeout):
+        now[0] += 10
+        if now[0] > 170:
+            return
+        raise subprocess.TimeoutExpired("a", timeout)
+    process = SimpleNamespace(wait=wait)
+    assert running._wait(process, 30, lambda: False, lambda: 40.0) is None  # 70 s, of which it was frozen for 40
+    now[0] = 100.0
+    assert running._wait(process, 30, lambda: False, lambda: 20.0).startswith("no end after 30 s") and now[0] == 160.0
+    now[0] = 100.0
+    with pytest.raises(Abandoned):
+        running._wait(process, None, lambda: now[0] >= 130, lambda: 0.0)
+
+
+@pytest.mark.parametrize("cores, gpus, asked, count, threads, places", [
+    (64, 2, None, 1, 4, 2), (16, 2, None, 1, 2, 2), (6, 2, None, 1, 1, 2), (64, 3, 7, 1, 7, 3), (8, 0, None, 3, 1, 3), (2, 0, None, 5, 1, 2)])
+def test_a_machines_cores_are_shared_out_among_its_gpus(monkeypatch, tmp_path, cores, gpus, asked, count, threads, places):
+    import distributed
+    made = []
+
+    def cluster(**how):
+        made.append(how["workers"])
+        raise RuntimeError("not here")
+    monkeypatch.setattr(distributed, "SpecCluster", cluster)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    here = [{"visible": f"GPU-{number}", "gib": 80.0 + number} for number in range(gpus)]
+    with pytest.raises(SchedulerGone, match="not here"), local_workers(here, count, tmp_path, asked):
+        pass
+    options = [one["options"] for one in made[0].values()]
+    assert len(options) == places and {one["nthreads"] for one in options} == {threads}
+    assert [one["resources"] for one in options] == ([{"GPU_GIB": gpu["gib"]} for gpu in here] or [{"RUNS": 1}] * places)
+    assert [one.get("env") for one in options] == ([{"CUDA_VISIBLE_DEVICES": gpu["visible"]} for gpu in here] or [None] * places)
+
+
+@pytest.mark.parametrize(("named", "visible"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])
+def test_each_gpu_is_told_with_its_own_name_for_cuda_and_its_own_memory(monkeypatch, capsys, named, visible):
+    import torch
+
+    from stepscope.runs.machine import print_gpus
+    found = [SimpleNamespace(name="H200", total_memory=141 * 2**30), SimpleNamespace(name="T4", total_memory=15 * 2**30)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    print_gpus()
+    assert json.loads(capsys.readouterr().out) == [
+        {"visible": visible[0], "name": "H200", "gib": 141}, {"visible": visible[1], "name": "T4", "gib": 15}]

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from bench.traces import AUTOGRAD, MAIN, write_export
+from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
@@ -274,6 +275,15 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     assert clocks.loc[(0, "whole")].tolist() == [100, 90, 88, 70, 6]
     with pytest.raises(ConservationError, match="several processes or devices"):
         phase_clocks(operations.assign(device=operations.index), ranges)
+
+
+def test_a_phase_that_a_step_has_twice_takes_both_on_the_host_and_all_of_its_span_on_the_gpu():
+    operations = pd.DataFrame({"process": 1, "device": 0, "step": 0, "start_ns": [5, 60], "duration_ns": [80, 5],
+                               "phase": pd.Categorical(["forward", "forward"], [*PHASE_NAMES, "outside"])})
+    ranges = pd.DataFrame([("step", "step", 0, 100), ("forward", "phase", 0, 10), ("forward", "phase", 50, 80), ("ffn", "region", 1, 9)],
+                          columns=["name", "role", "start_ns", "end_ns"]).assign(process=1, step=0)
+    clocks = phase_clocks(operations, ranges).set_index("phase").loc["forward"]
+    assert clocks[["host_ns", "projected_ns", "operations_ns", "busy_ns", "operations"]].tolist() == [40, 80, 85, 80, 2]
 
 
 @pytest.mark.parametrize("lacking", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"])

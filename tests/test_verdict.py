@@ -16,7 +16,7 @@ from cells import run_cells
 from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
 from stepscope.captures.account import devices
-from stepscope.captures.advice import advice, unfused_attention
+from stepscope.captures.advice import _of_waits, advice, unfused_attention
 from stepscope.captures.capture import load_capture
 from stepscope.captures.causes import pauses, waits
 from stepscope.captures.verdict import FORMATS, profile, rendered
@@ -350,6 +350,17 @@ def test_the_notebooks_times_are_of_one_step_where_two_are_in_the_middle(tmp_pat
     assert shown[-1].to_numpy().tolist() == [[0.1, 0.08]]  # of 0.1 ms 0.04 are compute, and half of that would go
 
 
+def test_the_notebook_looks_into_the_gpu_asked_for_and_around_its_longest_pause(tmp_path):
+    first = [one for at in (10, 30, 200, 230) for one in launched(ADD, at - 5, at, 10, at)]
+    other = launched(GEMM, 40, 50, 500, 77)
+    other[1]["args"]["device"] = 1
+    path = str(written(tmp_path / "a.json", [*first, *other]))
+    found = run_cells("profile", replaced={"display": lambda shown: None}, file=path, device=0)
+    assert found["gpu"].number == 0 and found["longest"][["begin", "end", "ms"]].tolist() == [40_000, 200_000, 0.16]
+    assert found["rows"]["start_ns"].tolist() == [10_000, 30_000, 200_000, 230_000] and found["median"]["wall"] == 0.23
+    assert run_cells("profile", until="short_names(map", replaced={"display": lambda shown: None}, file=path)["gpu"].number == 1
+
+
 @pytest.mark.trials
 @pytest.mark.parametrize("file", ["", str(BEFORE), str(PREFETCH), str(SYNC), str(DATA / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv")])
 def test_the_notebook_runs_from_top_to_bottom(file):
@@ -359,6 +370,175 @@ def test_the_notebook_runs_from_top_to_bottom(file):
     shown = [output for cell in done.cells for output in cell.get("outputs", [])]
     assert sum("image/png" in one.get("data", {}) for one in shown) >= 3
     assert any("to do" in one.get("text", "") for one in shown)
+
+
+# Where things go another way than in the captures above
+
+def test_pauses_are_summed_by_what_they_are_for():
+    rows = [("sync", "a", "x", 7, 2.0), ("sync", "a", "x", 7, 6.0), ("sync", "a", "x", 9, 1.0), ("sync", "a", "y", 9, 3.0), ("launch", "", "x", -1, 4.0),
+            ("launch", "", "y", -1, 16.0), ("host", "", "load", 3, 5.0), ("device", "", "z", -1, 0.5), ("call", "b", "x", 4, 8.0)]
+    found = waits(pd.DataFrame(rows, columns=["cause", "call", "where", "event", "ms"]), 2)
+    assert found[["cause", "call", "where", "ms", "longest_ms", "count"]].to_numpy().tolist() == [
+        ["launch", "", "", 10, 16, 1], ["sync", "a", "x", 4.5, 6, 1], ["call", "b", "x", 4, 8, 0.5], ["host", "", "load", 2.5, 5, 0.5],
+        ["sync", "a", "y", 1.5, 3, 0.5], ["device", "", "", 0.25, 0.5, 0.5]]
+
+
+def kept(tmp_path, events, **header):
+    return next(devices(load_capture(written(tmp_path / "a.json", events, **header))))
+
+
+def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
+    """Thread 1 waits and loads; thread 2 launches what comes after the first pause, thread 1 after the second, nobody known after the third."""
+    one = kept(tmp_path, [
+        *launched(GEMM, 0, 5, 95, 1), event("cuda_runtime", "cudaDeviceSynchronize", 10, 90), event("user_annotation", "load", 1000, 900),
+        *launched(GEMM, 600, 605, 95, 2, tid=2), *launched(GEMM, 1950, 1955, 45, 3), *launched(GEMM, 1990, 2000, 5, 4),
+        event("user_annotation", "save", 2100, 800), event("kernel", GEMM, 3005, 10, 7, correlation=99, device=0, stream=7),
+        *launched(ADD, 3010, 3015, 5, 5)])
+    found = pauses(one)
+    assert found[["begin", "end", "cause", "where"]].to_numpy().tolist() == [
+        [100_000, 605_000, "launch", ""], [700_000, 1_955_000, "host", "load"], [2_005_000, 3_005_000, "device", ""]]
+
+
+def test_what_launches_or_lasts_far_longer_than_a_pause_is_no_reason_of_it(tmp_path):
+    def cause(*events):
+        return pauses(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *launched(ADD, 1000, 1005, 95, 2), *events])).iloc[0][["cause", "where"]].tolist()
+    assert cause(event("user_annotation", "load", 150, 800)) == ["host", "load"]  # in it nothing is launched
+    assert cause(event("user_annotation", "load", 150, 1600)) == ["host", "load"]  # most of it is the pause
+    assert cause(event("user_annotation", "epoch", -2000, 9000))[0] == "launch"
+    assert cause(event("cpu_op", "aten::add", 150, 852)) == ["launch", "aten::add"]  # it launches, slowly
+    assert cause(event("cuda_runtime", "cudaMalloc", 450, 540))[0] == "call" and cause(event("cuda_runtime", "cudaMalloc", 900, 90))[0] == "launch"
+    assert cause(event("cuda_runtime", "cudaMalloc", 150, 400, 2))[0] == "launch"  # on another thread
+
+
+def test_a_pause_is_explained_until_its_launch_or_the_steps_end(tmp_path):
+    def cause(*events):
+        return pauses(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *events])).iloc[-1][["cause", "where"]].tolist()
+    assert cause(event("user_annotation", "load", 110, 285), *launched(ADD, 400, 2000, 5, 2)) == ["host", "load"]  # then the GPU was slow
+    assert cause(event("cuda_runtime", "cudaDeviceSynchronize", 110, 880), *launched(ADD, 1000, 1005, 5, 2))[0] == "launch"
+    step = event("user_annotation", "ProfilerStep#1", -10, 3000)
+    assert cause(step, event("user_annotation", "save", 200, 2700)) == ["host", "save"]  # nothing is launched after it
+    assert cause(step, event("user_annotation", "save", 200, 2700, 2))[0] == "launch"  # on another thread
+
+
+def test_what_is_attentions_is_advised_once(tmp_path):
+    names = [GEMM, ADD, "softmax_warp_forward", GEMM, ADD]
+    one = kept(tmp_path, [one for at, name in enumerate(names) for one in launched(name, at, 10 + 100 * at, 100 - at, at + 1)])
+    found = {each.what[:5]: each.ms for each in advice(one, waits(pauses(one), 1), "")}
+    assert found == {"F.sca": pytest.approx(0.099 + 0.098), "fuse ": pytest.approx(0.096), "fp32 ": pytest.approx(0.197)}
+
+
+@pytest.mark.parametrize(("name", "advised"), [("ampere_sgemm_tf32_128x64", set()), (ADD, {"fuse "}), ("ampere_sgemm_128x64", {"fp32 "})])
+def test_only_products_without_tensor_cores_are_to_be_put_on_them_and_nothing_fused_where_much_is(tmp_path, name, advised):
+    def found(*others):
+        one = kept(tmp_path, [*launched(name, 0, 10, 100, 1), *(one for at in others for one in launched(at, 5, 110, 10, 2))])
+        return {each.what[:5] for each in advice(one, waits(pauses(one), 1), "")}
+    assert found() == advised and found("triton_poi_fused_7") == advised - {"fuse "}
+
+
+def test_where_is_the_outermost_operator_in_the_innermost_range_and_line(tmp_path):
+    one = kept(tmp_path, [
+        *launched(GEMM, 0, 5, 95, 1), *launched(ADD, 1000, 1005, 95, 2), event("user_annotation", "outer", 110, 885), event("user_annotation", "inner", 115, 875),
+        event("python_function", "a/b/train.py(3): main", 116, 870), event("python_function", "a/b/loss.py(9): loss", 117, 868),
+        event("python_function", "torch/nn/functional.py(9): call", 118, 866), event("cpu_op", "aten::item", 120, 860),
+        event("cpu_op", "aten::_local_scalar_dense", 122, 855), event("cuda_runtime", "cudaMemcpyAsync", 130, 840)])
+    assert pauses(one).iloc[0][["cause", "call", "where"]].tolist() == ["call", "cudaMemcpyAsync", "aten::item, inner, loss.py(9): loss"]
+
+
+def test_what_follows_from_pauses_is_worth_all_of_their_time(tmp_path):
+    rows = [("sync", "s", "x", 3.0), ("sync", "s", "y", 4.0), ("launch", "", "", 1.0), ("device", "", "", 0.5), ("call", "cudaMalloc", "", 2.0), ("host", "", "l", 6.0)]
+    table = pd.DataFrame(rows, columns=["cause", "call", "where", "ms"])
+    assert sorted((each.ms, each.what.split(" (")[0]) for each in _of_waits(table, 0)) == [
+        (1.5, "close gaps, by a CUDA graph or fewer launches"), (2, "keep cudaMalloc out of the step"), (6, "take l out of the GPU's way"),
+        (7, "let the host run ahead: no s in x")]
+    assert [each.ms for each in _of_waits(table, 5.0)] == [5]
+    small = kept(tmp_path, [*launched(GEMM, 0, 5, 990, 1), *launched(ADD, 6, 1000, 5, 2)])  # half a percent of pauses and of the other kernel
+    assert [each.what[:4] for each in advice(small, waits(pauses(small), 1), "")] == ["fp32"]
+    several = pd.concat([table.assign(ms=table["ms"] / 10), pd.DataFrame([("host", "", "m", 0.2)], columns=table.columns)])
+    assert len(advice(small, several, "")) == 3
+
+
+def product(number: int, name: str, start: float, lasts: float, kind: str, dims: list, tid: int = 1) -> list[dict]:
+    return [event("cpu_op", "aten::mm", start - 5, 4, tid, **{"External id": number, "Input Dims": dims, "Input type": [kind] * 2}),
+            *launched(name, start - 4, start, lasts, number, tid, external=number)]
+
+
+def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
+    """On an H100 at 989.5 TFLOP/s, of two steps both in the middle: products whose operands are read in pieces, and fp32's."""
+    events, dims = [], [[1000, 1000], [1000, 1000]]  # 2 GFLOP: 2.02 us at that rate
+    for step in (0, 1):
+        at = 1000 * step
+        events += [event("user_annotation", f"ProfilerStep#{step}", at, 1000), *product(10 + step, "cutlass_bf16_s16816gemm_align2", at + 10, 90, "c10::BFloat16", dims),
+                   *product(20 + step, "cutlass_bf16_s16816gemm_align8", at + 110, 90, "c10::BFloat16", dims), *product(30 + step, "volta_sgemm", at + 210, 390, "float", dims),
+                   *launched("splitKreduce_kernel", at + 209, at + 600, 10, 40 + step, external=30 + step), *launched(ADD, at + 600, at + 620, 370, 50 + step)]
+    one = kept(tmp_path, events, deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+    found = {each.what[:5]: each for each in advice(one, waits(pauses(one), 2), "")}
+    assert {name: each.ms for name, each in found.items()} == {
+        "fuse ": pytest.approx(0.37), "fp32 ": pytest.approx(0.4 - 2 / 989.5, rel=1e-4), "align": pytest.approx(0.09 - 2 / 989.5, rel=1e-4)}
+    assert ": 1 are read in pieces (align2)" in found["align"].what and found["fp32 "].what.endswith("such as volta_sgemm")
+    unknown = kept(tmp_path, [one for one in events if one["cat"] != "cpu_op"], deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+    saved = {each.what[:5]: each.ms for each in advice(unknown, waits(pauses(unknown), 2), "")}
+    assert saved["fp32 "] == pytest.approx(0.39 * (1 - 67 / 989.5), rel=1e-2)  # at fp32's own rate, and without the split's sum
+    nameless = kept(tmp_path, events)
+    assert {each.what[:5]: each.ms for each in advice(nameless, waits(pauses(nameless), 2), "")}["align"] == pytest.approx(0.09)
+
+
+def test_softmax_is_attentions_only_among_its_own_streams_products():
+    def count(names, streams):
+        return unfused_attention(pd.DataFrame({"name": pd.Categorical(names), "family": families(names), "stream": streams})).sum()
+    names = [GEMM, ADD, "softmax_warp_forward", GEMM]
+    assert count(names, [7, 7, 7, 7]) == 2 and count([GEMM, *names], [8, 7, 7, 7, 7]) == 2
+    assert count(names, [8, 7, 7, 8]) == 0 and count(["philox_kernel", "ncclDevKernel_AllReduce(x)", *names[1:]], 7) == 0
+    assert count([GEMM, "ncclDevKernel_AllReduce(x)", *names[1:]], 7) == 0 and count([GEMM, *[ADD] * 9, *names[2:]], 7) == 0
+    assert count([GEMM, *[ADD] * 7, *names[2:]], 7) == 8
+
+
+def test_a_quicker_outlier_and_what_lies_after_the_steps_are_told(tmp_path):
+    events, at = [], 0
+    for step, lasts in enumerate((100, 104, 40, 102, 101)):
+        events += [event("user_annotation", f"ProfilerStep#{step}", at, lasts), *launched(GEMM, at + 1, at + 3, lasts - 4, step)]
+        at += lasts
+    path = written(tmp_path / "a.json", [*events, *(one for i in range(3) for one in launched(ADD, at + 3 + i, at + 10 + 10 * i, 5, 90 + i))])
+    assert "5 steps (ProfilerStep#0 to ProfilerStep#4); 5 operations; 3 after the last step are left out" in line(path, "capture")
+    assert line(path, "outliers") == "ProfilerStep#2 0.0400 ms (compute -0.061)"
+
+
+def test_the_gpu_that_is_asked_for_is_told_and_else_the_one_that_works_most(tmp_path):
+    path = written(tmp_path / "a.json", [*(one for at in range(9) for one in launched(ADD, at, 10 + 2 * at, 1, at)), *(
+        one | ({"args": one["args"] | {"device": 1}} if one["cat"] == "kernel" else {}) for one in launched(GEMM, 20, 30, 500, 77))])
+    assert "details of GPU 1" in line(path, "capture") and "; 1 operation" in line(path, "capture")
+    assert "details of GPU 0" in line(path, "capture", device=0) and "; 9 operations" in line(path, "capture", device=0)
+
+
+def test_all_of_two_middle_steps_is_told_of_one(tmp_path):
+    """Two steps, each of twelve kernels 10 µs apart, of which each is late; on another stream something overlaps them."""
+    events = []
+    for step in (0, 1):
+        at = 1000 * step
+        events += [event("user_annotation", f"ProfilerStep#{step}", at, 1000), event("user_annotation", "forward", at + 1, 300)]
+        events += [one for i in range(12) for one in launched(GEMM, at + 4 + 20 * i, at + 10 + 20 * i, 10, 100 * step + i)]
+        beside = launched(ADD, at + 5, at + 12, 8, 100 * step + 50)
+        beside[1]["args"]["stream"] = 9
+        events += beside
+    path = written(tmp_path / "a.json", events)
+    assert values(path, "launch-bound")["waiting_ms"] == pytest.approx(0.01 + 11 * 0.01 + 0.76)
+    assert "13 operations a step" in line(path, "launch-bound")
+    assert line(path, "phase").startswith("forward 0.128 ms (kernel sums; 0.00800 ms of it overlaps)")
+    assert values(path, "step on GPU")["compute_ms"] == pytest.approx(0.12)
+
+
+def test_a_gpu_that_only_copies_has_a_stream_and_communication_off_it_is_hidden(tmp_path):
+    copies = [one for i in range(6) for one in launched("Memcpy HtoD (Pinned -> Device)", 10 * i, 10 * i + 4, 6, i, cat="gpu_memcpy")]
+    assert values(written(tmp_path / "a.json", copies), "on GPU")["exposed_copies_ms"] == pytest.approx(0.036)
+
+
+def test_kernels_of_a_report_of_sums_are_in_order_of_their_time_with_shares_of_all(tmp_path):
+    rows = ["10.0,100,1,volta_sgemm", "60.0,600,20,other", "30.0,300,3,softmax_warp_forward"]
+    path = tmp_path / "a.csv"
+    path.write_text("Time (%),Total Time (ns),Instances,Name\n" + "\n".join(rows) + "\n")
+    found = [one.values for one in profile(path) if "kernel" in one.values]
+    assert [(one["kernel"], one["count"], one["ms"], one["share"]) for one in found] == [
+        ("other", 20, 0.0006, 0.6), ("softmax_warp_forward", 3, 0.0003, 0.3), ("volta_sgemm", 1, 0.0001, 0.1)]
+    assert values(path, "capture") == {"kernels": 3, "launches": 24, "kernel_ms": pytest.approx(0.001)}
 
 
 # What reading needs
