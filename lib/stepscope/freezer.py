@@ -73,6 +73,11 @@ def _ledger(lock: str) -> Path:
     return Path(f"{lock}.frozen")
 
 
+def _note(lock: str, what: str, run: str) -> None:
+    with suppress(OSError), _ledger(lock).open("a") as ledger:  # its folder goes with its worker
+        ledger.write(f"{what} {time.monotonic()} {run}\n")
+
+
 def frozen_s(since: float, lock: str | None = None, run: str | None = None) -> float:
     """For how many seconds a run has been frozen since a moment of the monotonic clock; 0 where none is.
 
@@ -131,6 +136,7 @@ def others_frozen(lock: str) -> Iterator[None]:
         if not freezer.ask("thaw"):
             _freezer.cache_clear()
             thaw(processes(lock, run))
+            _note(lock, "thaw", run)
 
 
 @contextmanager
@@ -154,6 +160,8 @@ def thaw_if_none_measures(lock: str) -> None:
     with suppress(OSError), Path(lock).open("rb") as file:  # BlockingIOError: who measures will thaw
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         thaw(processes(lock))
+        if _ledger(lock).read_text().rpartition("\n")[0].rpartition("\n")[2].startswith("freeze"):
+            _note(lock, "thaw", "")
 
 
 def main(lock: str, run: str) -> None:
@@ -161,24 +169,20 @@ def main(lock: str, run: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     frozen: set[int] = set()
 
-    def note(what: str) -> None:
-        with suppress(OSError), _ledger(lock).open("a") as ledger:  # its folder goes with its worker
-            ledger.write(f"{what} {time.monotonic()} {run}\n")
-
     try:
         while asked := sys.stdin.buffer.readline():
             if asked == b"freeze\n":
-                note("freeze")
+                _note(lock, "freeze", run)
                 frozen = freeze(lock, run)
             else:
                 thaw(frozen)
-                note("thaw")
+                _note(lock, "thaw", run)
                 frozen = set()
             os.write(1, b"done\n")
     finally:
         if frozen:
             thaw(frozen)
-            note("thaw")
+            _note(lock, "thaw", run)
 
 
 if __name__ == "__main__":
