@@ -246,6 +246,15 @@ def test_formatting_leaves_braces_that_are_doubled():
     assert formatted("{{x}} {a:n}", {"a": 1}, "here") == "{x} 1"
 
 
+@pytest.mark.parametrize("sentence, low, high, said", [
+    ("{a:x} to {b:x} of it", 0.99, 0.991, "0.99x of it"), ("{a:x} to {b:x} of it", 0.99, 1.01, "0.99x to 1.01x of it"),
+    ("of {a:ms} to {b:ms}.", 5, 5, "of 5.00 ms."), ("from {a:ms} to {b:ms}.", 5, 5, "from 5.00 ms to 5.00 ms."),
+    ("{a:n} to {b:n}", 1, 11, "1 to 11"), ("{a:n} to {b:n}", 1, 1000, "1 to 1,000"), ("{a:n} to {b:n}", 11, 1, "11 to 1"),
+    ("{a:%} to {b:%}", 0.1, 0.1, "10%")])
+def test_a_range_whose_ends_read_alike_is_one_number(sentence, low, high, said):
+    assert formatted(sentence, {"a": low, "b": high}, "here") == said
+
+
 def test_every_text_within_backticks_is_code():
     texts = {"a": "f_a<T>", "b": "f_b<T>"}
     assert formatted("`{a} {b}`, {a}", texts, "here") == r"`f_a<T> f_b<T>`, f\_a\<T\>"

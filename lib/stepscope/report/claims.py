@@ -187,6 +187,10 @@ class Renderer:
         return f"{SAID}![{escape(message)}]({self.folder}/{name}.svg)"
 
 
+# A range of one number: "0.99x to 0.99x", but not "from 5 ms to 5 ms".
+ALIKE = re.compile(r"(?<!from )(?<![\w.,])(\d[\d.,]*(?:x|%| [A-Za-zµ/]+)?) to \1(?![\w.,]*\w)")
+
+
 def formatted(sentence: str, values: dict, at: str) -> str:
     """A claim's sentence with its values, by the one formatter.
 
@@ -206,7 +210,7 @@ def formatted(sentence: str, values: dict, at: str) -> str:
     except ValueError as error:
         field = f", {{{name}:{unit}}}" if name else ""
         raise ChapterError(f"{at}{field}: {error}") from None
-    return out
+    return ALIKE.sub(r"\1", out)
 
 
 def _code(text: str) -> str:
