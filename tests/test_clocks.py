@@ -140,14 +140,14 @@ def test_a_first_step_is_over_when_the_device_is_done(gpu, monkeypatch):
     assert compiler.seconds_with_compiling(lambda: gpu.launch(500), "cuda") == pytest.approx(0.501)
 
 
-def test_beyond_the_shapes_that_may_be_compiled_it_fails(monkeypatch):
-    for name in ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"):
-        monkeypatch.setattr(torch._dynamo.config, name, getattr(torch._dynamo.config, name))
-    compiler.allow_recompiling(2)
-    call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
-    assert [len(call(torch.ones(length))) for length in (3, 4)] == [3, 4]
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        call(torch.ones(5))
+def test_beyond_the_shapes_that_may_be_compiled_it_fails():
+    names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
+    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in names}):  # set back at the end
+        compiler.allow_recompiling(2)
+        call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        assert [len(call(torch.ones(length))) for length in (3, 4)] == [3, 4]
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            call(torch.ones(5))
 
 
 def test_nothing_is_timed_while_another_run_may_use_the_gpu(monkeypatch, tmp_path):
