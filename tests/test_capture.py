@@ -244,6 +244,8 @@ def test_a_gpu_that_waits_is_launch_bound(tmp_path):
     assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in early
     apart = text(lambda number: number, lambda number: 1000 + 20 * number)
     assert "idle           47%, though launches are early: the host is 1.08 ms ahead, longest gap 10.0 µs" in apart
+    both = text(lambda number: min(100 * number, 803), lambda number: 100 * number + 205 * (number == 9) + 5)
+    assert "longest gap 90.0 µs before" in both  # the GPU's own pause of 295 µs is not the host's
 
 
 def test_what_runs_on_into_the_next_step_counts_there(tmp_path):

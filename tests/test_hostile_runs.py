@@ -198,9 +198,10 @@ def test_on_a_24_gib_gpu_every_cell_of_the_handout_whose_forward_fits_is_asked_f
     assert (len(plan.configs), plan.too_large) == (20, [])
 
 
-@pytest.mark.parametrize("gib, size", [(None, "small"), (10, "small"), (40, "large"), (79, "2.7B"), (140, "2.7B")])
-def test_the_largest_model_is_the_largest_that_is_predicted_to_fit(gib, size):
-    block = {"study": "benchmark", "fixed": {"size": "LARGEST", "context_length": 512}}
+@pytest.mark.parametrize("gib, size, context", [
+    (None, "small", 512), (10, "small", 512), (40, "large", 512), (79, "2.7B", 512), (140, "2.7B", 512), (10, "medium", 128), (79, "large", 1024)])
+def test_the_largest_model_is_the_largest_that_is_predicted_to_fit(gib, size, context):
+    block = {"study": "benchmark", "fixed": {"size": "LARGEST", "context_length": context}}
     assert load_sweeps([block], "cuda", gib).configs[0].size == size
 
 

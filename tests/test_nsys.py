@@ -186,6 +186,17 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
     assert captured["wall_ms"].isna().all()
 
 
+@pytest.mark.parametrize(("starts_us", "first_us", "last_us"), [
+    ([0, 1000, 2000, 2500, 2600, 2700, 2800, 2900], 0, 1900),  # its middle is less than a window before its end
+    ([0, 100, 200, 300], 0, 300), ([*range(0, 10_000, 300)], 0, 1800)])
+def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first_us, last_us):
+    window = executed("nsys", "def window(", {"pd": pd, "captured": SimpleNamespace(file=None)})["window"]
+    starts = pd.Series(starts_us) * 1_000
+    drawn = window(pd.DataFrame({"mode": "forward", "family": "other", "step": 1, "start_ns": starts, "duration_ns": 100_000,
+                                 "launch_start_ns": starts, "launch_duration_ns": 1_000}))
+    assert (drawn["start_ns"].min(), drawn["start_ns"].max()) == (first_us * 1_000, last_us * 1_000)
+
+
 def test_the_timeline_has_the_replay_without_what_prepared_it(capture):
     """A graph's operations have one launch; the step that warmed up before it was launched in many."""
     operations, ranges = load_trace(EXPORT)

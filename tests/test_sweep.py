@@ -343,6 +343,16 @@ def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
     assert told(tmp_path) == {"machine": {"cpu_cores": 3}, "status": "ok", "results": {"a": 1, "b": 5}, "measuring_s": 2.5}
 
 
+def test_a_run_has_measured_as_long_as_its_cells_and_its_own_process_together(tmp_path, monkeypatch):
+    def execute(notebook, parameters, folder):
+        tell(folder, tables={}, measuring_s=1.5)
+        return "ok", None
+    for name, value in (("_execute", execute), ("_end_with_worker", lambda folder: None), ("locked_s", lambda: 2.25)):
+        monkeypatch.setattr(running, name, value)
+    running.main("a.ipynb", "{}", str(tmp_path))
+    assert (told(tmp_path)["status"], told(tmp_path)["measuring_s"]) == ("ok", 3.75)
+
+
 @pytest.mark.parametrize("errors, end", [
     ([("show", "KeyError"), ("", "OutOfMemoryError"), ("measure", "ValueError")], ("oom", "OutOfMemoryError: 1")),
     ([("", "ValueError"), ("show", "OutOfMemoryError")], ("failed", "ValueError: 0")),
