@@ -10,7 +10,6 @@ from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wal
 from stepscope.studies.ladder.rows import (
     LAST,
     PLACE,
-    Shape,
     all_of_them,
     at_context,
     at_longest,
@@ -21,15 +20,14 @@ from stepscope.studies.ladder.rows import (
     costs,
     fair_modes,
     faster,
+    fp8_losses,
     gain,
     ladders,
     largest_ladder,
     launch_us,
     loss_shift,
     pays_from,
-    seeds_apart,
     shares,
-    shifts_of,
     smallest_ladder,
     timed,
     trained,
@@ -327,34 +325,17 @@ def fp8_training(tables: Tables) -> Claim:
     return found if found["most"] < 0.05 else None
 
 
-def _fp8_losses(tables: Tables) -> pd.DataFrame:
-    """By size of what bf16 was trained from several seeds with FP8 beside it: the number of ``steps``, FP8's
-    distance from bf16's loss of the same weights (``fp8``), and the least and the largest of two seeds of
-    bf16 from each other (``low``, ``high``), in nats, means over steps."""
-    found = {}
-    for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
-        if {"fp8", LAST} <= {*own["optimization"]} and select(own, optimization=LAST)["seed"].nunique() > 1:
-            shifts = shifts_of(own, LAST)
-            apart = seeds_apart(shifts[LAST])
-            found[Shape(*place).size] = {"steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
-                                         "low": min(apart), "high": max(apart)}
-    return pd.DataFrame.from_dict(found, orient="index")
-
-
 def fp8_trains(tables: Tables) -> Claim:
     """FP8's loss is as near to bf16's as seeds are to each other, at every size; the numbers of the size
     where it is nearest to being farther."""
-    found = _fp8_losses(tables)
-    worst = (found["fp8"] / found["high"]).idxmax()
-    said = {"sizes": listed([*found.index]), "size": worst} | found.loc[worst].to_dict()
-    return said if (found["fp8"] <= found["high"]).all() else None
+    sizes, worst = fp8_losses(tables)
+    return {"sizes": listed(sizes)} | worst if worst["fp8"] <= worst["high"] else None
 
 
 def fp8_strays(tables: Tables) -> Claim:
     """At some size it is farther: the numbers of that where it is by most."""
-    found = _fp8_losses(tables)
-    worst = (found["fp8"] / found["high"]).idxmax()
-    return None if fp8_trains(tables) else {"size": worst} | found.loc[worst].to_dict()
+    _, worst = fp8_losses(tables)
+    return worst if worst["fp8"] > worst["high"] else None
 
 
 def filled(tables: Tables) -> Claim:

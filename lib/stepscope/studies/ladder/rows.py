@@ -2,7 +2,7 @@
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -199,6 +199,26 @@ def loss_shift(shifts: pd.DataFrame, base: str = "fp32") -> tuple[pd.Series, flo
     steps; and the nearest that the base's losses of two seeds are, nan of one seed."""
     first, nearest = shifts[base].columns[0], min(seeds_apart(shifts[base]), default=math.nan)
     return shifts.xs(first, axis="columns", level="seed").abs().mean().drop(base), nearest
+
+
+def fp8_losses(tables: Tables) -> tuple[list[str], dict[str, Any]]:
+    """The sizes that bf16 was trained at from several seeds beside FP8, and of that ``size`` where FP8
+    strays by most, for what seeds do, the ``steps``, FP8's distance from bf16's loss of the same weights
+    (``fp8``), and the least and the largest of two seeds of bf16 (``low``, ``high``): means over steps, nats.
+
+    Raises:
+        LookupError: there is none.
+    """
+    found = {}
+    for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
+        if {"fp8", LAST} <= {*own["optimization"]} and select(own, optimization=LAST)["seed"].nunique() > 1:
+            shifts, size = shifts_of(own, LAST), Shape(*place).size
+            apart = seeds_apart(shifts[LAST])
+            found[size] = {"size": size, "steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
+                           "low": min(apart), "high": max(apart)}
+    if not found:
+        raise LookupError("FP8 was not trained beside seeds of bf16")
+    return [*found], max(found.values(), key=lambda one: one["fp8"] / one["high"])
 
 
 def all_of_them(rows: pd.DataFrame, clock: str) -> float:
