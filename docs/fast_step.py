@@ -108,7 +108,7 @@ def make_step(model, tokens, targets, rate, clip=None):
     with torch.cuda.graph(graph, stream=side):                                # CUDA graph of the step
         loss = step()
 
-    def replay():
+    def replay(_held=step):                                                   # keep what the graph reads
         graph.replay()
         return loss                                                           # overwritten by the next replay
     return replay, optimizer

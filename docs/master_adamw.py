@@ -74,7 +74,7 @@ def captured(step, optimizer):
     with torch.cuda.graph(graph, stream=side):
         loss = step()
 
-    def replay():
+    def replay(_held=step):  # what a graph reads it does not keep alive: the model, with its tables of RoPE
         graph.replay()
         return loss
     return replay

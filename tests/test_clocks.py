@@ -1,7 +1,9 @@
 """The clocks: no wall time before the device is waited for, GPU time as a union, replays and their reasons, energy."""
+import gc
 import json
 import math
 import time
+import weakref
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -320,6 +322,19 @@ def test_a_graph_gives_what_its_step_gave_after_as_many_warm_ups_as_asked(monkey
     graphs, ran = Graphs(monkeypatch, gpu), []
     replayed = graph.graph_of(lambda: ran.append(1) or len(ran), lambda: None, 3)
     assert len(ran) == 4 and replayed() == replayed() == 4 and graphs.called.count("replay") == 2
+
+
+def test_a_graph_keeps_alive_what_its_step_reads(monkeypatch, gpu):
+    """The GPU reads a tensor at its address, whether or not anybody holds it still."""
+    Graphs(monkeypatch, gpu)
+
+    def captured():
+        table = torch.ones(3)
+        return graph.graph_of(lambda: len(table), lambda: None, 1), weakref.ref(table)
+
+    replayed, table = captured()
+    gc.collect()
+    assert table() is not None and replayed() == 3
 
 
 def test_replays_last_as_long_as_asked_and_a_failure_says_what_came_first(monkeypatch, gpu):

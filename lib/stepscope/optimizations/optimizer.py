@@ -342,9 +342,8 @@ class MasterAdamW(torch.optim.Optimizer):
                 raise RuntimeError(f"{name}: the gradient is not contiguous from a multiple of 16 bytes on,"
                                    " and the optimizer's kernel reads it as it lies")
         if torch.cuda.is_current_stream_capturing():
-            # The graph's own table, written by its kernels, whose arguments the addresses are. With a copy
-            # from the host in their place what was enqueued after a replay, on torch's default stream, ran
-            # before the replay's end (driver 580); on another stream it did not.
+            # The graph's own table, written by its kernels, whose arguments the addresses are: a copy from
+            # the host would read memory that has to stay as it is for as long as the graph lives.
             table = torch.full_like(self.table, 0)
             torch._foreach_add_(table.unbind(), addresses)
             return table
