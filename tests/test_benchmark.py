@@ -592,6 +592,10 @@ def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
     assert claims.warmup_enough(changed) is None
     samples.loc[second & (samples["phase"] == WHOLE), "wall_ms"] -= 10  # a launch-bound step is late by itself
     assert claims.warmup_few(changed) is None and claims.warmup_enough(changed)
+    for mode in ("forward", "forward_backward"):  # whatever other modes do
+        changed = with_times(changed, {"enqueue_ms": 0.0, "busy": 0.99}, mode=mode)
+    changed["benchmark.times"] = changed["benchmark.times"].sort_values("mode", kind="stable")
+    assert claims.warmup_few(changed) is None and claims.warmup_enough(changed)
 
 
 def test_a_step_with_more_gpu_time_than_wall_time_is_in_no_number(all_runs):
