@@ -389,6 +389,7 @@ def test_warm_up_is_answered_by_leaving_out_the_first_steps():
     assert found["std_ms"][0] == pytest.approx(np.std(walls[:10], ddof=1)) and found["std_ms"][5] == 0
     assert found["first_ms"].to_dict() == {0: 1000, 1: 30, 2: 20, 5: 10}
     assert warm_up(cold_samples([7.0] * 12, 2))["warmups"].tolist() == [0, 1, 2], "as far as there are steps"
+    assert warm_up(cold_samples([9.0, *[7.0] * 6], 3))["mean_ms"].tolist() == [7.5, 7, 7], "of four timed steps"
 
 
 @pytest.mark.parametrize("works", [True, False])
