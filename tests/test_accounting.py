@@ -241,6 +241,13 @@ def test_the_largest_size_fits_and_the_next_does_not():
     assert {row.step: [row.largest_size] for row in fit.fit(base, 24)} == fit.largest_sizes(base, [512], 24)
 
 
+def test_what_fits_is_told_of_the_written_steps_whatever_step_is_asked_about():
+    plain = on_gpu(size="small", context_length=512)
+    other = on_gpu(size="small", context_length=512, precision="bf16", attention="sdpa", optimizer="fused")
+    assert fit.fit(other, 24) == fit.fit(plain, 24) and fit.grid(other, [512], 24) == fit.grid(plain, [512], 24)
+    assert fit.grid(plain.model_copy(update={"device": "cpu"}), [512], 24) == fit.grid(plain, [512], 24)
+
+
 def test_there_is_no_formula_for_what_is_compiled():
     with pytest.raises(StepscopeError, match="compile"):
         accounting.peak(config_of(SHAPES[0], compile="blocks"))

@@ -12,7 +12,7 @@ from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
 from cells import by_name, covered_ms, executed, quickest, run_cells, spread
-from reports import said
+from reports import said, told
 from stepscope import measure as room
 from stepscope.config import ConfigError, configure
 from stepscope.measure import guard, profiler
@@ -542,6 +542,9 @@ def test_compiled_that_is_slower_is_printed_as_it_is_and_passes_are_counted(grid
 def test_out_of_memory_within_the_grid_is_answered_with_the_shortest(grid):
     assert claims.answer_attention_out(grid) is None
     short = changed(grid, "status", "oom", sequence=16384, implementation="naive", precision="fp32")
+    shorter = changed(short, "status", "oom", sequence=8192, implementation="math", precision="fp32")
+    for rows in (shorter["attention.passes"], shorter["attention.passes"][::-1]):
+        assert claims.answer_attention_out({"attention.passes": rows})["name"] == "math"
     found = claims.answer_attention_out(short)
     assert (found["sequence"], found["name"], found["d"]) == (16384, "naive", 64) and said("answer_attention_out", found)
 
@@ -595,6 +598,46 @@ def test_the_numbers_of_the_sentences(grid):
     assert longest["sequence"] == 16384
     disturbed = changed(grid, "gpu_ms", float("nan"), implementation="compiled", sequence=16384, precision="tf32")
     assert claims.attention_tf32_compiled(disturbed)["sequence"] == 8192
+
+
+def test_one_error_beyond_what_is_allowed_is_enough(grid):
+    checks = grid["attention.checks"]
+    efficient = checks["implementation"] == "efficient"
+    for quantity in QUANTITIES:
+        name, tf32 = f"{quantity}_error", efficient & (checks["precision"] == "tf32") & (checks["sequence"] == 1024)
+        wrong = grid | {"attention.checks": checks.assign(**{name: checks[name].mask(tf32, 4e-2)})}
+        assert claims.attention_checked(wrong) is None and claims.attention_tf32_ignored(wrong) is None
+        others = grid | {"attention.checks": checks.assign(**{name: checks[name].mask(~efficient, 4e-2)})}
+        assert claims.attention_tf32_ignored(others) is not None
+    least = checks["allowed_error"].mask(efficient & (checks["precision"] == "fp32") & (checks["sequence"] == 256), 1e-4)
+    assert claims.attention_tf32_ignored(grid | {"attention.checks": checks.assign(allowed_error=least)}) is None
+
+
+def test_where_one_precision_was_measured_that_is_answered(grid):
+    assert claims.answer_attention_half(grid) is None
+    half = {name: rows[rows["precision"] == "bf16"] for name, rows in grid.items()}
+    found = claims.answer_attention_half(half | {"attention.cases": half["attention.cases"][::-1]})
+    naive, compiled = TIMES["bf16"]["naive"], TIMES["bf16"]["compiled"]
+    assert found == {"d": 64, "precision": "bf16", "sequence": 16384, **{name: pytest.approx(ms) for name, ms in {
+        "forward": naive / 3, "backward": naive * 2 / 3, "forward_compiled": compiled / 3, "backward_compiled": compiled * 2 / 3}.items()}}
+    why = claims.attention_growth_why(half)
+    assert (why["bytes"], why["matrix"], why["saved"], why["row"]) == (2, 4.0, 8.0, 0.5)
+    long = claims.answer_attention_long_fp32(grid)
+    assert long == {"kernel": "memory-efficient", "wall": pytest.approx(29.9 * 16), "in_use": pytest.approx(8 * 65536 * 4 / 2**20 + 100)}
+
+
+def test_a_cpus_passes_are_in_no_answer_about_a_gpu(grid):
+    here = pd.DataFrame([row | {"batch_size": 2, "saved_mib": 1.0, "peak_mib": 9e9, "in_use_mib": 1.0, "status": status, "wall_ms": 7.0}
+                         for precision in ("bf16", "fp32") for sequence, status in ((512, "ok"), (2048, "oom"))
+                         for name in ("naive", "compiled", "efficient") for row in cell(name, precision, sequence, 64, float("nan"))])
+    cases = pd.concat([here, grid["attention.cases"]], ignore_index=True)
+    both = grid | {"attention.cases": cases} | {f"attention.{name}": rows for name, rows in attention.tables({"cases": cases}).items()}
+    says = [claim for name, claim in CLAIMS.items() if name in (
+        "answer_attention_fits", "answer_attention_times", "answer_attention_growth", "answer_attention_compiled", "answer_attention_tf32",
+        "attention_linear", "attention_growth_why")] + [claims.answer_attention_out]
+    assert told(says, both) == told(says, grid)
+    half = {name: rows[(rows["precision"] == "bf16") | rows.get("device_gib", pd.Series(1, rows.index)).isna()] for name, rows in both.items()}
+    assert claims.answer_attention_growth(half)["precision"] == "bf16", "the GPU's"
 
 
 @pytest.mark.parametrize(("size", "blocks"), [("small", 12), ("medium", 24)])

@@ -389,6 +389,7 @@ def test_warm_up_is_answered_by_leaving_out_the_first_steps():
     assert found["std_ms"][0] == pytest.approx(np.std(walls[:10], ddof=1)) and found["std_ms"][5] == 0
     assert found["first_ms"].to_dict() == {0: 1000, 1: 30, 2: 20, 5: 10}
     assert warm_up(cold_samples([7.0] * 12, 2))["warmups"].tolist() == [0, 1, 2], "as far as there are steps"
+    assert warm_up(cold_samples([9.0, *[7.0] * 6], 3))["mean_ms"].tolist() == [7.5, 7, 7], "of four timed steps"
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -592,6 +593,10 @@ def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
     assert claims.warmup_enough(changed) is None
     samples.loc[second & (samples["phase"] == WHOLE), "wall_ms"] -= 10  # a launch-bound step is late by itself
     assert claims.warmup_few(changed) is None and claims.warmup_enough(changed)
+    for mode in ("forward", "forward_backward"):  # whatever other modes do
+        changed = with_times(changed, {"enqueue_ms": 0.0, "busy": 0.99}, mode=mode)
+    changed["benchmark.times"] = changed["benchmark.times"].sort_values("mode", kind="stable")
+    assert claims.warmup_few(changed) is None and claims.warmup_enough(changed)
 
 
 def test_a_step_with_more_gpu_time_than_wall_time_is_in_no_number(all_runs):
@@ -619,12 +624,66 @@ def test_a_claim_that_does_not_hold_is_not_said(all_runs):
             ("repeats", {"gpu_ms": 20.0}, {"repeat": 2}), ("repeats", {"wall_ms": 61.0}, {"size": "small"}),
             ("matmul_rate", {"tflops": 15.0}, {"phase": WHOLE}),
             ("compiled_slower", {"enqueue_ms": 1.0}, {"compile": "model"}),
-            ("std_where", {"wall_std_ms": 0.0}, {"phase": WHOLE})]:
+            ("std_where", {"wall_std_ms": 0.0}, {"phase": WHOLE}), ("std_where", {"enqueue_ms": 0.0}, {"phase": WHOLE}),
+            ("fused_adamw", {"gpu_ms": 130.0}, {"size": "2.7B", "context_length": 512, "optimizer": "fused", "phase": "optimizer"}),
+            ("backward_ratio", {"gpu_ms": 1.0}, {"phase": "backward", "size": "large"}),
+            ("compile_memory", {"peak_gib": 250.0}, {"compile": "blocks", "size": "2.7B"}),
+            ("compile_gain", {"gpu_ms": 2.5}, {"compile": "blocks", "size": "small"}),
+            ("compile_cost", {"compile_s": 19.0}, {"compile": "blocks", "size": "small"}), ("compile_cost", {"compile_s": 11.0}, {"compile": "model"}),
+            ("compile_then", {"gpu_ms": 9.0}, {"compile": "blocks", "phase": "optimizer", "size": "2.7B"}),
+            ("compile_then", {"enqueue_ms": 900.0, "busy": 0.2}, {"compile": "blocks", "size": "2.7B"}),
+            ("compiled_trend", {"gpu_ms": 1.0}, {"compile": "model", "size": "2.7B", "mode": "forward"}),
+            ("compiled_slower", {"gpu_ms": 3.0}, {"compile": "model", "size": "small", "mode": "forward"}),
+            ("compiled_slower", {"wall_ms": 1.0}, {"compile": "model", "mode": "forward"}),
+            ("processes_differ", {"wall_ms": 30.0}, {"size": "small", "mode": "step"})]:
         changed = with_times(all_runs, change, **which)
-        assert getattr(claims, claim)(changed) is None, claim
+        assert getattr(claims, claim)(all_runs) is not None and getattr(claims, claim)(changed) is None, (claim, change)
+    nowhere = all_runs | {"mixed_precision.times": all_runs["mixed_precision.times"].assign(busy=0.99)}
+    assert not any(say(nowhere) for say in (claims.launch_bound_forward, claims.launch_bound_where, claims.replay_alone))
+    for size, factor in (("2.7B", 0.1), ("large", 0.1), ("small", 9.0)):  # of the matmuls; the largest's is the least, then not the least
+        rows = all_runs["benchmark.operations"]
+        own = (rows["size"] == size) & (rows["family"] == "matrix multiply")
+        changed = all_runs | {"benchmark.operations": rows.assign(gpu_ms=rows["gpu_ms"].where(~own, factor * rows["gpu_ms"]))}
+        assert (claims.matmul_share(changed) is None) == (size != "large"), size
     for replayed_ms, holds in ((24.0, True), (26.0, False)):  # of launch-bound steps of 30 ms
         low = all_runs["mixed_precision.times"].assign(replayed_ms=replayed_ms)
         assert (claims.replay_alone(all_runs | {"mixed_precision.times": low}) is not None) == holds
+
+
+def test_what_compiled_blocks_fuse_is_told_where_it_is_less(all_runs):
+    rows = all_runs["benchmark.operations"]
+    blocks = (rows["compile"] == "blocks") & (rows["family"] != "matrix multiply")
+    for column, factor in (("count", 2.0), ("gpu_ms", 2.5)):
+        more = all_runs | {"benchmark.operations": rows.assign(**{column: rows[column].where(~blocks, factor * rows[column])})}
+        assert claims.compile_kernels(more) is None, column
+
+
+def test_where_the_first_steps_of_a_process_lose_their_time(all_runs):
+    samples = all_runs["benchmark.samples"]
+    first = (samples["size"] == "small") & (samples["step"] == 0) & (samples["mode"] == "step") & (samples["repeat"] == 0)
+    for phase, wall_ms in (("forward", 1501.0), ("forward", 1.0), (WHOLE, 31.0)):  # over the step's, less than later, the step little longer
+        changed = samples.assign(wall_ms=samples["wall_ms"].mask(first & (samples["phase"] == phase), wall_ms))
+        assert claims.warmup_where(all_runs | {"benchmark.samples": changed}) is None, (phase, wall_ms)
+
+
+def test_the_most_that_compiling_could_give_is_what_is_no_matmul(all_runs):
+    """The matmuls of the largest size are 0.8 of its step."""
+    for gpu_ms, holds in ((900.0, True), (1010.0, False), (700.0, False)):
+        found = claims.compiled_limit(with_times(all_runs, {"gpu_ms": gpu_ms}, compile="model", size="2.7B", phase=WHOLE, mode="step"))
+        assert found == (pytest.approx({"size": "2.7B", "share": 0.8, "limit": 1.25, "gain": 1000 / gpu_ms}) if holds else None)
+
+
+def test_processes_agree_by_their_quickest_steps_where_medians_do_not(all_runs):
+    """Of three processes whose medians are 30 to 45 ms each has one quick step, and warm-up steps are none."""
+    samples = all_runs["benchmark.samples"].copy()
+    own = (samples["size"] == "small") & (samples["context_length"] == 512) & (samples["mode"] == "step") & (samples["phase"] == WHOLE)
+    own &= (samples["compile"] == "none") & (samples["optimizer"] == "foreach") & (samples["batch_size"] == 4)
+    for repeat, wall_ms in ((0, 30.0), (1, 28.0), (2, 29.0)):
+        samples.loc[own & (samples["repeat"] == repeat) & (samples["step"] == 9), "wall_ms"] = wall_ms
+    samples.loc[own & (samples["repeat"] == 1) & (samples["step"] == 2), "wall_ms"] = 1.0
+    assert claims.processes_least(all_runs | {"benchmark.samples": samples}) == {"low": 28.0, "high": 30.0}
+    samples.loc[own & (samples["repeat"] == 1) & (samples["step"] == 9), "wall_ms"] = 20.0
+    assert claims.processes_least(all_runs | {"benchmark.samples": samples}) is None
 
 
 def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):

@@ -524,7 +524,17 @@ def test_the_order_of_rows_changes_nothing(made, say):
     ("sums_why", NUMBERS, "value", 10.01, {"case": "fp16 cast to fp32, into fp32", "quantity": "result"}),
     ("sums_why", NUMBERS, "value", 9.9999, {"case": "fp16 into fp16", "quantity": "result"}),
     ("health", NUMBERS, "value", 5e-4, {"case": "bf16", "quantity": "zero"}),
-    ("losses", NUMBERS, "value", 9.0, {"experiment": "training", "case": "fp16"})])
+    ("losses", NUMBERS, "value", 9.0, {"experiment": "training", "case": "fp16"}),
+    ("losses", NUMBERS, "value", 4.07, {"experiment": "training", "case": "bf16"}),
+    ("losses", NUMBERS, "value", 0.97, {"experiment": "training", "case": "bf16"}),
+    ("tensor_cores", "benchmark.results", "matmul_tflops", 99.0, {"precision": "bf16"}),
+    ("toy_why", NUMBERS, "dtype", "fp32", {"case": "bf16", "quantity": "logits"}),
+    ("toy_why", NUMBERS, "dtype", "fp16", {"case": "fp16", "quantity": "gradients"}),
+    ("answer_norm", NUMBERS, "value", 0.0, {"experiment": "norm lost", "case": "fp16", "quantity": "squares"}),
+    ("answer_norm", NUMBERS, "value", 0.5, {"experiment": "norm lost", "case": "bf16", "quantity": "mean"}),
+    ("norm_overflow", NUMBERS, "value", 0.02, {"experiment": "norm lost", "case": "fp16", "quantity": "squares"}),
+    ("norm_running", NUMBERS, "value", 0.01, {"case": "bf16", "quantity": "variance by a running sum"}),
+    ("sums_half_step", NUMBERS, "value", 9.96, {"case": "bf16 into bf16", "quantity": "result"})])
 def test_neither_is_one_of_which_half_does_not_hold(made, claim, name, column, value, which):
     assert getattr(claims, claim)(made) is not None
     assert getattr(claims, claim)(with_rows(made, name, column, value, **which)) is None

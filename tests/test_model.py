@@ -262,6 +262,56 @@ def test_a_compiled_model_computes_the_same(parts, monkeypatch):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_the_blocks_are_compiled_or_the_model_and_the_loss_with_either(monkeypatch):
+    seen: list[str] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: seen.append(type(module).__name__))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: (seen.append(function.__name__), function)[1])
+    for parts, expected in (("none", []), ("blocks", ["Block"] * 3 + ["loss", "read_out"]), ("model", ["TransformerLM", "loss"])):
+        seen.clear()
+        build_step(step_config(**SHAPE, compile=parts, mode="forward"))
+        assert sorted(seen) == expected
+
+
+def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
+    config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
+    asked, own = build_step(config, "forward", "bf16"), build_step(config)
+    assert (asked.mode, asked.precision, own.mode, own.precision) == ("forward", "bf16", "forward_backward", "fp16")
+    for step in (asked, own, own.of(precision="fp32")):
+        assert step.scaler.is_enabled() == (step.precision == "fp16")
+
+
+class Apart(nn.Module):
+    """Two regions, and an operation in none between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    @ranges.region("inner")
+    def inner(self, x):
+        return x * self.weight
+
+    @ranges.region("outer")
+    def outer(self, x):
+        return x.sin()
+
+    def forward(self, x):
+        return self.outer(self.inner(x).exp())
+
+
+def test_backward_bears_a_regions_name_in_what_that_region_made_alone(monkeypatch):
+    opened: list[str] = []
+    domain = type("Domain", (), {"push_range": staticmethod(opened.append), "pop_range": staticmethod(lambda: None)})
+    monkeypatch.setattr(ranges, "_domain", domain)
+    monkeypatch.setattr(ranges, "_attributes", lambda name: name)
+    with ranges.annotated(model := Apart()) as annotation:
+        output = model(torch.ones(2))
+        assert opened == ["inner", "outer"]
+        annotation.link_backward()
+        output.sum().backward()
+    assert opened[2:] == ["outer", "inner", "inner"], "sine, product, and the weight's gradient"
+
+
 # Out of memory
 
 HUGE = {"d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "mode": "forward"}

@@ -682,6 +682,63 @@ def test_a_claim_that_does_not_hold_is_not_said(loaded):
     assert claims.every_kernel_counted(loaded | {"nsys.clocks": pd.concat([captured, more])}) is None
 
 
+def scaled(loaded, name, column, where, factor):
+    """With so many times as much in the rows that are so."""
+    rows = loaded[name].copy()
+    at = rows.eval(where)
+    assert at.any()
+    rows[column] = rows[column].astype(float).where(~at, factor * rows[column])
+    return loaded | {name: rows}
+
+
+OPERATIONS, CLOCKS, MATMULS = ("nsys.operations", "total_ns"), ("nsys.clocks", "projected_ns"), "family == 'matrix multiply'"
+SOFTMAX, TIMES = "region == 'attention.softmax'", ("benchmark.times", "gpu_ms")
+
+
+@pytest.mark.parametrize(("claim", "table", "where", "factors"), [  # so many times where it holds, and where it does not
+    ("forward_matches_wall", CLOCKS, "mode == 'forward' and size == 'large' and context_length == 128", (1.02, 0.9, 1.1)),
+    ("forward_slower_under_nsys", CLOCKS, "captured", (1.0, 0.7)),
+    ("first_kernel_is_a_matmul", OPERATIONS, f"{MATMULS} and size == 'large' and context_length == 128", (1.0, 1e-6)),
+    ("remainder_of_forward", OPERATIONS, f"{MATMULS} and size == 'small'", (1.0, 50)),
+    ("nontrivial_kernels", OPERATIONS, MATMULS, (1.0, 1e5)),
+    ("softmax_grows", OPERATIONS, f"{SOFTMAX} and size == 'small' and context_length == 512", (30, 1e-2)),
+    ("optimizer_share", OPERATIONS, "phase == 'optimizer' and size == 'large' and context_length == 512", (0.1, 30)),
+    ("softmax_over_flops", OPERATIONS, f"{SOFTMAX} and size == 'large' and context_length == 128", (30, 1e-3)),
+    ("nsys_agrees_in_process", TIMES, "size == 'large' and context_length == 128", (1.0, 1.2, 0.8)),
+    ("longer_would_fit", ("benchmark.times", "peak_gib"), "size == 'small' and context_length == 512", (1.0, 4.0)),
+])
+def test_a_claim_is_said_where_it_holds_alone(claim, table, where, factors, loaded):
+    said = [getattr(claims, claim)(scaled(loaded, *table, where, factor)) is not None for factor in factors]
+    assert said == [True, *[False] * len(factors[1:])]
+
+
+def test_where_no_matmul_leads_or_nothing_else_weighs_that_is_answered(loaded):
+    other = scaled(loaded, *OPERATIONS, f"{MATMULS} and size == 'large' and context_length == 128", 1e-6)
+    found = claims.first_kernel_other(other)
+    assert (found["profiles"], found["matmuls"]) == (4, 3) and claims.first_kernel_other(loaded) is None
+    at = other["nsys.operations"].query("mode == 'forward' and precision == 'fp32' and size == 'large' and context_length == 128")
+    assert found["family"] == at.loc[at["name"] == at.groupby("name")["total_ns"].sum().idxmax(), "family"].iloc[0]
+    rare = scaled(loaded, *OPERATIONS, f"{MATMULS} and size == 'small' and context_length == 512", 1e5)
+    shares = study.shares(rare, "forward").loc[("small", 512)].drop("matrix multiply")
+    assert claims.others_little(rare) == {"size": "small", "family": shares.idxmax(), "share": shares.max()}
+    assert claims.others_little(loaded) is None
+
+
+def test_a_steps_matmuls_are_told_where_they_take_three_times_forwards(loaded):
+    own = loaded["nsys.operations"].query(f"{MATMULS} and precision == 'fp32' and context_length == 512 and size == 'large'")
+    sums = own.groupby("mode")["total_ns"].sum() / 1e6
+    for times, holds in ((2.9, True), (2.4, False), (3.6, False)):
+        factor = times * sums["forward"] / sums["step"]
+        found = claims.step_parts(scaled(loaded, *OPERATIONS, f"{MATMULS} and mode == 'step' and size == 'large'", factor))
+        expected = {"size": "large", "forward": sums["forward"], "step": times * sums["forward"], "times": times}
+        assert found == (pytest.approx(expected) if holds else None)
+
+
+def test_the_profiles_are_told_as_one_tools_alone(loaded):
+    for tools in (["nsys 2025.3", "nsys 2026.1"], ["torch.profiler (CUPTI)"] * 2):
+        assert claims.profiled(loaded | {"nsys.results": pd.DataFrame({"tool": tools})}) is None
+
+
 def test_tables_are_printed_and_figures_drawn(loaded, tables):
     for name, printed in study.PRINTED.items():
         text = markdown(printed(loaded))

@@ -1,4 +1,5 @@
 """Reports of other machines than the reference's: a CPU's own, a tour's, and one beside the reference."""
+import math
 import re
 from pathlib import Path
 
@@ -67,6 +68,65 @@ def test_what_a_gpu_would_hold_is_computed_and_what_a_block_saves_counted(cpu):
     rows = tables["memory.allocations"]
     more = tables | {"memory.allocations": rows.assign(mib=rows["mib"] + 1 / 2**20)}
     assert claims_across.block_saves_formula(more) is None, "a byte more a tensor"
+
+
+def test_every_number_of_a_cpus_chapters_follows_from_its_records():
+    """Each field of each claim, by another way: the configurations are of sizes tiny, nano and one without a name."""
+    tables = load(CPU)
+    samples = tables["benchmark.samples"].sort_values("step")
+    walls = {case: own["wall_ms"].to_numpy() for case, own in samples.groupby(["mode", "phase"])}
+    ten = {case: own.query("not warmup")["wall_ms"].to_numpy()[:10] for case, own in samples.groupby(["mode", "phase"])}
+    step, later = walls["step", "whole"], samples.query("mode == 'step' and phase == 'whole' and not warmup")["wall_ms"].median()
+    times = tables["benchmark.times"].query("mode == 'step'").set_index("phase")["wall_ms"]
+    passes = tables["attention.passes"].query("sequence == 128").set_index("implementation")
+    numbers = tables["mixed_precision.numerics"].set_index(["experiment", "case", "quantity", "at"])["value"]
+    sums = numbers["sums"].xs("result", level="quantity").droplevel("at")
+    forward, block = tables["nsys.operations"].query("mode == 'forward'"), tables["memory.allocations"].assign(all=lambda rows: rows["mib"] * rows["count"])
+    parts, blocks = forward.groupby(["region", "family"])["total_ns"].sum(), block.groupby("what")["all"].sum()
+    families = forward["family"].mask(forward["region"] == "attention.softmax", "attention softmax")
+    rest = forward.groupby(families)["total_ns"].sum().sort_values(ascending=False) / forward["total_ns"].sum()
+    checks, ladder = tables["attention.checks"], tables["ladder.results"].iloc[0]
+    parameters, gradients = 4 * 128**2 + 3 * 128 * 512 + 2 * 128, blocks["gradients of a block"]
+    assert (tables["benchmark.results"]["parameters"] == 4 * parameters + 2 * 1000 * 128 + 128).all()
+    matmuls = parts["attention.scores", "matrix multiply"] + parts["attention.value", "matrix multiply"]
+    expected = {
+        "cpu_step": {"size": "tiny", "parameters": 1305728, "context": 128, "batch": 4, "vocabulary": 1000, "precision": "fp32", "attention": "naive",
+                     "compiled": "none", "optimizer": "foreach", "wall": times["whole"], "cpu": "AMD EPYC"},
+        "cpu_phases": {phase: times[phase] / times["whole"] for phase in ("forward", "backward", "optimizer")},
+        "answer_times": {"size": "tiny", "context": 128, "forward": ten["forward", "whole"].mean(), "backward": ten["forward_backward", "backward"].mean(),
+                         "both": ten["forward_backward", "whole"].mean(), "step": ten["step", "whole"].mean(), "warmups": 5, "timed": 10},
+        "answer_warmup": {"size": "tiny", "context": 128, "first": step[0], "cold": step[:10].mean(), "cold_std": step[:10].std(ddof=1),
+                          "warm": step[5:15].mean(), "warm_std": step[5:15].std(ddof=1)},
+        "warmup_few": None, "warmup_enough": {"processes": 1, "context": 128, "most": step[1] / later - 1},
+        "softmax_flops": {"size": "tiny", "context": 128, "matmul_flops": 2 * 4 * 128 * 128 * 128 * 4, "softmax_flops": 5 * 4 * 4 * 128 * 128 * 4,
+                          "times": parts["attention.softmax"].sum() / matmuls, "flops": 5 / (4 * 32)},
+        "softmax_passes": {"batch": 4, "heads": 4, "context": 128, "matrix": "1.0 MB", "layers": 4, "together": "0.03 GB"},
+        "first_kernel_is_a_matmul": {"profiles": "the one"},
+        "nontrivial_kernels": {"size": "tiny", "families": listed([f"{name} ({100 * share:.2g}%)" for name, share in rest.items()
+                                                                   if share >= 0.05 and name != "matrix multiply"])},
+        "answer_sums": {name: f"{sums[case]:.4f}".rstrip("0").rstrip(".") for name, case in {
+            "fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "bf16": "bf16 into bf16", "mixed": "fp16 into fp32", "cast": "fp16 into fp32"}.items()},
+        "sums_why": {"off": 10 - sums["fp16 into fp16"]}, "sums_half_step": {"sum": "4", "step": "1/32", "half": "1/64 = 0.0156", "term": "0.01"},
+        "answer_norm": {"overflow": 100, "underflow": "0.1", "terms": 1024, "error": numbers["norm error", "bf16", "variance by a running sum", 1.0]},
+        "norm_overflow": {"share": numbers["norm lost", "fp16", "squares", 100.0], "expected": math.erfc(2.56 / math.sqrt(2))},
+        "answer_toy": {"exact": "parameters, loss, gradients", "low": "first layer's output, LayerNorm's output, logits"},
+        "health": None, "losses": {"last": 50, "steps": 200},
+        "cpu_attention": {"sequence": 128, "d": 16, "batch": 2, "precision": "fp32", "naive": passes.loc["naive", "wall_ms"], "best": passes["wall_ms"].min(),
+                          "naive_saved": passes.loc["naive", "saved_mib"] * 1024, "saved": passes["saved_mib"].min() * 1024},
+        "attention_checked": {"cases": len(checks)},
+        "block_saves_formula": {"saved": blocks["saved by a block"], "tensors": 20, "size": "tiny"},
+        "block_gradients": {"gradients": gradients, "parameters": parameters, "expected": parameters * 4 / 2**20, "saved": blocks["saved by a block"] / gradients},
+        "rungs_training": {"size": ladder["size"], "steps": tables["ladder.curves"]["step"].nunique()}, "optimizer_exact": {"numbers": ladder["compared"]},
+        "moments_rounding": {"exact": f"{ladder['v_fp32']:.3f}", "nearest": f"{ladder['v_nearest']:.2f}", "chance": f"{ladder['v_stochastic']:.3f}"},
+        "measured_on": {"device": "AMD EPYC", "torch": "2.13.0+cpu"}}
+    named = {name for page in WITHOUT_GPU.glob("*.md") for name in re.findall(r"{% claim (\w+)", page.read_text())}
+    assert named - expected.keys() == {"predicted_peak"}, "which reads no records"
+    for name in expected:
+        try:
+            made = collect("claim")[name](tables)
+        except LookupError:
+            made = None
+        assert made == (expected[name] and pytest.approx(expected[name])), name
 
 
 def test_a_tour_says_first_what_it_is_of_and_what_it_leaves_out(tour):
