@@ -283,16 +283,17 @@ def test_a_case_that_runs_short_is_a_row_and_in_the_capture_it_keeps_its_times()
 
 
 @pytest.mark.parametrize(("lasts_ms", "expected"), [(990.0, (4, 3)), (1010.0, (1, 2))])
-def test_of_long_steps_there_are_fewer(monkeypatch, lasts_ms, expected):
-    own, warmups = measure.time_steps, []
+def test_of_long_steps_and_of_fp32_there_are_fewer(monkeypatch, lasts_ms, expected):
+    own, warmups, asked = measure.time_steps, [], []
 
     def time_steps(step, steps, warm, *given, **how):
         warmups.append(warm)
-        assert how["until_enough"]
+        asked.append((step.args[0], steps, how["until_enough"]))
         return own(step, steps, warm, *given, **how).assign(wall_ms=lasts_ms)
     monkeypatch.setattr(measure, "time_steps", time_steps)
-    names = kept(warmup_steps=4)[2]
+    names = kept(warmup_steps=4, timed_steps=6)[2]
     assert warmups == [4, *[expected[0]] * 5] and names["operations"]["number"].max() + 1 == expected[1]
+    assert asked == [("bf16", 6, True)] * 3 + [("fp32", 5, False)] * 3
 
 
 def test_every_precision_is_measured_on_one_model():
@@ -459,6 +460,9 @@ def test_gains_are_of_the_numbers_as_shown(made):
 def test_claims_have_the_tables_numbers(made):
     assert claims.precision_why(made) == {"size": "2.7B", "matmul": 15, "remainder": pytest.approx(1.1), "casts": pytest.approx(10 / 170)}
     assert claims.precision_launch(made) == {"shapes": "2 of 4 shapes are"}  # small at 512 and 2.7B at 128
+    alone = {name: rows.query("size == 'small' and context_length == 512") for name, rows in made.items() if name == TIMES}
+    assert claims.precision_launch(made | alone) == {"shapes": "small's step is"}
+    assert figures.precision_gain(made | alone).message == "bf16 speeds up small's step 2.9x at context 512"
     assert claims.precision_memory(made) == {"most": 1 - 63 / 65, "size": "small", "context": 512, "short": 128}
     assert claims.tensor_cores(made) == {"bf16": 750, "fp32": 50, "times": 15}
     assert claims.answer_sums(made) == {

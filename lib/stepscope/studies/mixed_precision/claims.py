@@ -77,7 +77,10 @@ def precision_launch(tables: Tables) -> Claim:
     rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["busy", "busy_fp32"])
     exact = rows.filter(like="_fp32").rename(columns=lambda name: name.removesuffix("_fp32"))
     count = int((launch_bound_rows(rows) & ~launch_bound_rows(exact)).sum())
-    return {"shapes": f"{count} of {len(rows)} shapes {'is' if count == 1 else 'are'}"} if count else None
+    if not count:
+        return None
+    some = f"{count} of {len(rows)} shapes {'is' if count == 1 else 'are'}"
+    return {"shapes": some if len(rows) > 1 else f"{rows['size'].iloc[0]}'s step is"}
 
 
 def precision_memory(tables: Tables) -> Claim:

@@ -13,15 +13,17 @@ def precision_gain(tables: Tables) -> style.Picture:
     """bf16's speedup of the full step over the context, a line a size."""
     rows = with_fp32(tables, precision="bf16", mode="step").dropna(subset=["gain"])
     ends = gains(tables, "bf16")
-    low, high = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
-    made, axes = style.figure(f"bf16 speeds up a step {low} to {high} at context {context(tables):,}")
+    first, last = (f"{number(ends[size], 'x')} ({size})" for size in (ends.index[0], ends.index[-1]))
+    alone = f"{ends.index[0]}'s step {number(ends.iloc[0], 'x')}"
+    gained = f"a step {first} to {last}" if len(ends) > 1 else alone
+    made, axes = style.figure(f"bf16 speeds up {gained} at context {context(tables):,}")
     contexts = sorted(rows["context_length"].unique())
-    last = style.lines(axes, rows, "context_length", "gain", "size", style.SIZE_COLORS)
+    ends_at = style.lines(axes, rows, "context_length", "gain", "size", style.SIZE_COLORS)
     axes.set(xscale="log", xlabel="context", ylabel="speedup in GPU time", ylim=(0, None))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
     axes.axhline(1, color=style.INK, linewidth=0.8)
-    style.label_ends(axes, last, style.SIZE_COLORS)
+    style.label_ends(axes, ends_at, style.SIZE_COLORS)
     return made
 
 
