@@ -16,7 +16,8 @@ from conftest import record_of
 from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
-from stepscope.report.left_out import differing
+from stepscope.report.claims import FAILS, HOLDS, NO_DATA, TagResult
+from stepscope.report.left_out import differing, left_out
 from stepscope.report.load import RunsError, load, read
 from stepscope.report.render import OutputError, Report, render
 from stepscope.report.schemas import TIMES
@@ -372,6 +373,22 @@ def test_every_run_stands_in_a_table_with_the_fields_that_differ(done):
                                               (("custom", "custom"), ["d_model"])])
 def test_only_where_all_sizes_have_names_these_stand_for_dimensions(sizes, named):
     assert differing([{"size": size, "d_model": d, "seed": 0} for size, d in zip(sizes, (8, 16))]) == named
+
+
+def test_what_differs_is_named_in_the_configurations_order_and_sequences_stand_for_a_context():
+    one = {"seed": 0, "context_length": 512, "batch_size": 4, "device": "cuda"}
+    other = one | {"batch_size": 8, "context_length": 256, "seed": 1}
+    assert differing([one, one, other]) == ["seed", "context_length", "batch_size"] and differing([one]) == differing([]) == []
+    assert differing([one | {"sequences": [512]}, other | {"sequences": [256]}]) == ["seed", "batch_size", "sequences"]
+    assert differing([one | {"sequences": [256]}, other | {"sequences": [256]}]) == ["seed", "context_length", "batch_size"]
+
+
+@pytest.mark.parametrize(("count", "rest"), [(6, []), (7, ["and 1 more"]), (9, ["and 3 more"])])
+def test_of_pages_with_what_could_not_be_made_six_are_named(count, rest):
+    results = [TagResult("claim", "one", why) for why in (HOLDS, FAILS, NO_DATA, "KeyError: it", "has no number for ms")]
+    pages = {f"page {number}": results for number in range(count)}
+    last = left_out({"whole": results[:3]} | pages, [])[-1]
+    assert last.partition(": ")[2].split("; ") == [*(f"2 of page {number}" for number in range(6)), *rest]
 
 
 def _cells_of(row: str) -> list[str]:
