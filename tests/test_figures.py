@@ -1,11 +1,15 @@
 """What figures draw: each number at its place, by its name and in its unit."""
+from types import SimpleNamespace
+
 import pandas as pd
 import pytest
+from matplotlib.collections import LineCollection, PathCollection
 from matplotlib.colors import to_hex
 
 from stepscope.report import style
 from stepscope.studies.attention import figures as attention
 from stepscope.studies.benchmark import figures as benchmark
+from stepscope.studies.ladder import figures as ladder
 from stepscope.studies.mixed_precision import figures as mixed_precision
 
 
@@ -109,3 +113,75 @@ def test_a_norm_breaks_between_the_nearest_deviations_that_lose_it(monkeypatch, 
     drawn = mixed_precision.norms({})
     assert all(word in drawn.message for word in words) and (drawn.axes[0].get_xscale(), drawn.axes[0].get_yscale()) == ("log", "log")
     assert drawn_lines(drawn.axes[0]) == {style.PRECISION_COLORS[name]: [(at, scale * at) for at in sorted(lost)] for name, scale in (("fp16", 1e-3), ("bf16", 2e-3))}
+
+
+def test_attention_is_drawn_a_line_an_implementation_with_what_ran_out_named_too():
+    """Rows of another width or precision, and without a time, come first; the gain is at the longest that naive did."""
+    cases = [("naive", 256, 4.0), ("flash", 1024, 6.0), ("naive", 1024, None), ("flash", 256, 1.0), ("compiled", 256, 2.0), ("naive", 128, 1.0)]
+    rows = pd.DataFrame([(*case, d, precision) for d, precision in ((32, "bf16"), (64, "fp32"), (64, "bf16")) for case in cases],
+                        columns=["implementation", "sequence", "gpu_ms", "d_model", "precision"]).assign(batch_size=8)
+    usual = rows.eval("d_model == 64 and precision == 'bf16'")
+    drawn = attention.attention_time({"attention.passes": rows.assign(gpu_ms=rows["gpu_ms"].where(usual, 50 * rows["gpu_ms"]))})
+    axes = drawn.axes[0]
+    assert drawn_lines(axes) == {attention.COLORS["naive"]: [(128, 1), (256, 4)], attention.COLORS["flash"]: [(256, 1), (1024, 6)],
+                                 attention.COLORS["compiled"]: [(256, 2)]}
+    assert (axes.get_xscale(), axes.get_yscale(), axes.get_ylabel()) == ("log", "log", "GPU time, ms") and {*texts(axes)} == {"naive", "flash", "compiled"}
+    assert all(words in drawn.message for words in ("256 positions", "flash", "4.0x")) and "batch 8, d 64, bf16" in axes.get_xlabel()
+    assert [tick.replace(",", "") for tick in ticks(axes.xaxis)] == ["1024", "256"]
+    squares = rows.assign(gpu_ms=rows["gpu_ms"].mask(rows["implementation"] == "flash", 70.0))
+    assert "T x T is as fast" in attention.attention_time({"attention.passes": squares}).message
+
+
+def test_the_ladder_has_each_step_and_the_fastest_baseline_beside_its_bound(monkeypatch):
+    rows = pd.DataFrame({"wall_ms": [40.0, 50.0, 20.0]}, ["fp32", "tf32", ladder.RUNGS[-1]])
+    peers = pd.DataFrame({"wall_ms": [30.0, 25.0]}, [ladder.AS_IT_COMES[0], ladder.FAIR[0]])
+    monkeypatch.setattr(ladder, "largest_ladder", lambda _: (SimpleNamespace(size="xl"), rows))
+    monkeypatch.setattr(ladder, "timed", lambda rows, names=None: peers if names else rows)
+    monkeypatch.setattr(ladder, "bounds", lambda _, own: own.assign(bound_ms=[1.0, 2.0, 12.0], reference_ms=[3.0, 4.0, 15.0]))
+    drawn = ladder.ladder({})
+    axes = drawn.axes[0]
+    dots, = (made for made in axes.collections if isinstance(made, PathCollection))
+    assert dots.get_offsets().tolist() == [[40, 0], [50, 1], [20, 2], [25, 3]]
+    assert [to_hex(color) for color in dots.get_facecolors()] == [style.BLUE] * 3 + [style.ORANGE]
+    assert ticks(axes.yaxis)[:4] == [ladder.NAMES[name] for name in (*rows.index, ladder.FAIR[0])] and axes.get_xscale() == "log"
+    assert [text.split("alone ")[-1].split("rate ")[-1] for text in texts(axes)] == ["40.0 ms", "50.0 ms", "20.0 ms", "25.0 ms", "12.0 ms", "15.0 ms"]
+    assert "40.0 ms become 20.0 ms, 2.0x" in drawn.message and axes.yaxis_inverted()
+    assert axes.get_xlim()[0] < 12 and axes.get_xlim()[1] > 50
+
+
+def test_the_waterfall_goes_from_the_step_to_its_bound_the_largest_part_first(monkeypatch):
+    parts = pd.DataFrame({"ms": [5.0, 30.0, 9.0], "bound_ms": [0.0, 20.0, 8.0], "over": [5.0, 10.0, 1.0]}, [ladder.GAPS, "matmuls", "AdamW"])
+    monkeypatch.setattr(ladder, "last_step", lambda _: (SimpleNamespace(size="xl"), parts, None))
+    drawn = ladder.last_step_parts({})
+    axes = drawn.axes[0]
+    assert bars(axes) == [(34, 10), (29, 5), (28, 1)] and ticks(axes.yaxis) == ["matmuls", ladder.GAPS, "AdamW"]
+    assert texts(axes) == ["10.0 over 20.0 ms", "5.00 ms", "1.00 over 8.00 ms", "the step 44.0 ms", "FLOPs and bytes alone 28.0 ms"]
+    assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [style.BLUE, style.FILL, style.BLUE] and "16.0 ms of the last step's 44.0 ms" in drawn.message
+    assert [text.xy[0] for text in axes.texts[3:]] == [44, 28]
+
+
+def test_the_roofline_has_each_steps_parts_under_the_rates_of_their_unit(monkeypatch):
+    points = pd.DataFrame([("fp32", ladder.MATMULS, 300.0, 40.0), (ladder.LAST, ladder.MATMULS, 600.0, 500.0), ("fp32", "norms", 2.0, 4.0)],
+                          columns=["step", "part", "intensity", "tflops"])
+    monkeypatch.setattr(ladder, "roofline", lambda _: (SimpleNamespace(size="xl"), points))
+    monkeypatch.setattr(ladder, "roofs", lambda _: {"matmul_bf16": 800.0, "matmul_fp32": 50.0, "copy": 4.0})
+    monkeypatch.setattr(ladder, "launch_wall", lambda _: ("small", None, None, 7.0))
+    drawn = ladder.ladder_roofline({})
+    axes = drawn.axes[0]
+    dots = {to_hex(made.get_facecolor()[0]): made.get_offsets().tolist() for made in axes.collections if isinstance(made, PathCollection)}
+    assert dots == {style.ORANGE: [[300, 40], [2, 4]], style.BLUE: [[600, 500]]} and (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert axes.lines[0].get_xydata().tolist() == [[0.5, 2.0], [200, 800]], "a copy's rate up to the matmuls'"
+    levels = [made.get_segments()[0].tolist() for made in axes.collections if isinstance(made, LineCollection)]
+    assert levels == [[[200, 800], [3600, 800]], [[12.5, 50], [3600, 50]], [[0.5, 7], [3600, 7]]]
+    assert {"bf16 800 TFLOP/s", "fp32 50.0 TFLOP/s", "copy 4.00 TB/s", "small, a launch at a time\n7.00 TFLOP/s"} <= {*texts(axes)}
+    assert "40.0 TFLOP/s in the fp32 step, 500 TFLOP/s in the last" in drawn.message
+
+
+def test_fp8s_gain_is_drawn_over_the_tokens_where_there_are_several(monkeypatch):
+    rows = pd.DataFrame([("xl", 4096, 1.2), ("xl", 1024, 0.9), ("small", 2048, 0.8)], columns=["size", "tokens", "gain"]).assign(clear=[True, False, False])
+    monkeypatch.setattr(ladder, "by_batch", lambda tables: tables)
+    drawn = ladder.fp8(rows)
+    axes = drawn.axes[0]
+    assert drawn_lines(axes) == {style.SIZE_COLORS["xl"]: [(1024, 0.9), (4096, 1.2)], style.SIZE_COLORS["small"]: [(2048, 0.8)]}
+    assert ticks(axes.xaxis) == ["1,024", "2,048", "4,096"] and axes.get_ylim()[0] < 0.8 and axes.get_ylim()[1] > 1.2
+    assert "4,096 tokens" in drawn.message and ladder.fp8(rows.head(1)) is None
