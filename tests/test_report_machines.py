@@ -259,10 +259,10 @@ def _step(size="small", context=512, batch=4, busy=0.9, wall=10.0, gpu=9.0, mode
 def test_each_key_number_is_of_the_rows_that_it_names():
     """Each of the other rows differs from those meant in one thing, and comes before them."""
     others = {"mode": "forward", "phase": "backward", "precision": "tf32"}
-    launches = [_step("tiny", 17, 1, 0.1), *(_step("tiny", 16, 1, 0.1, **{name: others[name]}) for name in ("mode", "phase")), _step("tiny", 16, 2, 0.1),
+    launches = [_step("nano", 17, 1, 0.1), *(_step("tiny", 16, 1, 0.1, **{name: others[name]}) for name in ("mode", "phase")), _step("nano", 16, 2, 0.1),
                 _step("tiny", 16, 1, 0.99), _step("tiny", 16, 1, 0.1, wall=5.0)]
     bound = [*(_step(gpu=70.0, **{name: value}) for name, value in others.items()), _step(gpu=80.0, context=1024), _step(gpu=math.nan), _step(gpu=8.5)]
-    waiting = [*(_step("tiny", busy=0.1, wall=90.0, **({"precision": "bf16"} | {name: value})) for name, value in others.items()),
+    waiting = [*(_step("tiny", 256, busy=0.1, wall=90.0, **({"precision": "bf16"} | {name: value})) for name, value in others.items()),
                *(_step(size, context, busy=busy, wall=wall, precision="bf16") for size, context, busy, wall in (
                    ("tiny", 1024, 0.1, 7.0), ("medium", 256, 0.1, 6.0), ("small", 256, 0.1, 4.0), ("tiny", 256, 0.99, 3.0)))]
     ladder = [_step(wall=20.0, optimization="bf16"), _step(wall=math.nan, optimization=RUNGS[-1]), _step(wall=21.0, context=1024, optimization=RUNGS[-1]),

@@ -2,7 +2,17 @@
 import pandas as pd
 import pytest
 
-from stepscope.report.shapes import PLAIN, SHAPE, by_size, largest, most_common, preferred, reference, select, steps_timed
+from stepscope.report.shapes import (
+    PLAIN,
+    SHAPE,
+    by_size,
+    largest,
+    most_common,
+    preferred,
+    reference,
+    select,
+    steps_timed,
+)
 
 ROWS = pd.DataFrame(
     [("tiny", 64, 4, "naive", 1.0), ("2.7B", 1024, 4, "naive", 5.0), ("2.7B", 512, 4, "naive", 4.0),
@@ -50,7 +60,7 @@ def test_of_two_as_common_the_greater_and_of_sizes_the_largest_with_a_name():
     assert [most_common(pd.Series(values)) for values in ([8, 4, 8, 4, 1], [1, 1, 8], [2])] == [8, 1, 2]
     assert [largest(pd.Series(sizes)) for sizes in (["xl", "2.7B", "small", "d9 f9 l9 h9"], ["medium", "xl", "large"], ["d9 f9 l9 h9"])] == [
         "2.7B", "xl", "d9 f9 l9 h9"]
-    assert SHAPE == {"batch_size": most_common, "vocab_size": most_common}
+    assert {"batch_size": most_common, "vocab_size": most_common} == SHAPE
 
 
 def test_a_pivots_rows_keep_their_order_and_its_columns_that_of_their_names():
