@@ -128,6 +128,8 @@ def test_attention_is_drawn_a_line_an_implementation_with_what_ran_out_named_too
     assert (axes.get_xscale(), axes.get_yscale(), axes.get_ylabel()) == ("log", "log", "GPU time, ms") and {*texts(axes)} == {"naive", "flash", "compiled"}
     assert all(words in drawn.message for words in ("256 positions", "flash", "4.0x")) and "batch 8, d 64, bf16" in axes.get_xlabel()
     assert [tick.replace(",", "") for tick in ticks(axes.xaxis)] == ["1024", "256"]
+    heights = {text.get_text(): text.xy[1] for text in axes.texts}
+    assert heights["compiled"] < heights["naive"] < heights["flash"], "in the order of their last points"
     squares = rows.assign(gpu_ms=rows["gpu_ms"].mask(rows["implementation"] == "flash", 70.0))
     assert "T x T is as fast" in attention.attention_time({"attention.passes": squares}).message
 
@@ -158,6 +160,7 @@ def test_the_waterfall_goes_from_the_step_to_its_bound_the_largest_part_first(mo
     assert texts(axes) == ["10.0 over 20.0 ms", "5.00 ms", "1.00 over 8.00 ms", "the step 44.0 ms", "FLOPs and bytes alone 28.0 ms"]
     assert [to_hex(bar.get_facecolor()) for bar in axes.patches] == [style.BLUE, style.FILL, style.BLUE] and "16.0 ms of the last step's 44.0 ms" in drawn.message
     assert [text.xy[0] for text in axes.texts[3:]] == [44, 28]
+    assert [(text.xy[0], text.get_ha()) for text in axes.texts[:3]] == [(34, "right"), (34, "left"), (29, "left")], "where there is room"
 
 
 def test_the_roofline_has_each_steps_parts_under_the_rates_of_their_unit(monkeypatch):

@@ -193,10 +193,10 @@ def test_an_unsteady_case_takes_its_own_single_steps_along_and_no_others():
 
 def test_of_runs_of_one_key_the_one_that_started_last_stays():
     """By its beginning, and of two at once by its name; one of another configuration or key is in nobody's way."""
-    runs = {"late": 3, "early": 1, "other": 0, "same_a": 2, "same_b": 2, "apart": 0}
+    runs = {"a_late": 3, "early": 1, "other": 0, "same_a": 2, "same_b": 2, "apart": 0}
     schemas = {"times": SimpleNamespace(unique=["mode"]), "peaks": SimpleNamespace(unique=[])}
     module = SimpleNamespace(CONFIG=("size",), SCHEMAS=schemas)
-    times = pd.DataFrame([("early", "small", "step"), ("late", "small", "step"), ("other", "xl", "step"), ("apart", "small", "forward")],
+    times = pd.DataFrame([("early", "small", "step"), ("a_late", "small", "step"), ("other", "xl", "step"), ("apart", "small", "forward")],
                          columns=["run_id", "size", "mode"])
     peaks = pd.DataFrame([("same_b", "xl"), ("same_a", "xl")], columns=["run_id", "size"])
     records = {run: SimpleNamespace(started_at=at) for run, at in runs.items()}
