@@ -16,11 +16,23 @@ from conftest import record_of
 from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
-from stepscope.report.left_out import differing
+from stepscope.report.claims import FAILS, HOLDS, NO_DATA, TagResult
+from stepscope.report.left_out import differing, left_out
 from stepscope.report.load import RunsError, load, read
 from stepscope.report.render import OutputError, Report, render
 from stepscope.report.schemas import TIMES
-from stepscope.report.tables import Shown, brief, escape, headed, markdown, number, table
+from stepscope.report.tables import (
+    Shown,
+    brief,
+    counted,
+    escape,
+    headed,
+    markdown,
+    number,
+    quartiles,
+    table,
+    wall_cell,
+)
 from stepscope.runs.store import Store
 
 
@@ -32,6 +44,10 @@ from stepscope.runs.store import Store
     (11.63, "x", "11.6x"), (3.31, "x", "3.3x"), (1.021, "x", "1.02x"), (156.2, "x", "156x"),
     (0.564, "x", "0.56x"), (3406809600, "n", "3,406,809,600"), (3406809600, "billion", "3.41 billion"),
     (128625408, "billion", "129 million"), (65.61, "GiB", "65.6 GiB"), (1680.4, "MHz", "1,680 MHz"),
+    (0.99949, "x", "1.00x"), (1.994, "x", "1.99x"), (1.996, "x", "2.0x"), (99.94, "x", "99.9x"), (99.96, "x", "100x"), (0.0123, "x", "0.012x"), (-1.5, "x", "-1.50x"),
+    (0.98996, "%", "99%"), (0.99, "%", "99.0%"), (0.9996, "%", "100%"), (1e-5, "%", "0.0010%"), (-0.25, "%", "-25%"), (9999.4, "ms", "9,999 ms"),
+    (10004, "ms", "10,000 ms"), (999_500_000, "billion", "1.00 billion"), (999_400_000, "billion", "999 million"), (812_345, "billion", "812,000"),
+    (3.61, "us", "3.61 µs"), (1234.5, "W", "1,234 W"), (2.5e3, "B", "2,500 B"), (4.8123, "TB/s", "4.81 TB/s"),
     (None, "ms", "–"), (math.nan, "x", "–"), (math.inf, "J", "–"), (pd.NA, "W", "–")])
 def test_numbers_have_the_digits_that_their_unit_needs(value, unit, printed):
     assert number(value, unit) == printed
@@ -54,6 +70,44 @@ def test_a_table_is_printed_with_units_and_the_best_in_bold():
     pivot = pd.DataFrame({"small": [2.0, 3.0], "2.7B": [2.0, 1.0]}, index=pd.Index(["a", "b"], name="optimization"))
     assert markdown(table(pivot, unit="ms", bold=("min", "row"))).splitlines()[2:] == [
         "| a | 2.00 | 2.00 |", "| b | 3.00 | **1.00** |"]
+
+
+@pytest.mark.parametrize(("row", "cell"), [
+    ({"wall_std_ms": 0.21, "busy": 0.99, "wall_min_ms": 40.0}, "58.5 ± 0.210"),
+    ({"wall_q1_ms": 58.3, "wall_q3_ms": 58.61, "wall_std_ms": 9.0}, "58.5 (58.3 to 58.6)"),
+    ({"wall_q1_ms": 51.0, "wall_q3_ms": 60.0, "wall_min_ms": 43.6, "busy": 0.5, "enqueue_ms": 9.0, "gpu_ms": 5.0}, "58.5 (51.0 to 60.0), at best 43.6"),
+    ({"wall_q1_ms": 51.0, "wall_q3_ms": 60.0, "wall_min_ms": 43.6, "busy": 0.5, "enqueue_ms": 5.0, "gpu_ms": 9.0}, "58.5 (51.0 to 60.0)"),
+    ({"wall_ms": math.nan, "wall_q1_ms": 1.0, "wall_q3_ms": 2.0}, "–")])
+def test_a_wall_time_has_its_spread_and_of_what_waits_the_fastest_step(row, cell):
+    assert wall_cell({"wall_ms": 58.5} | row) == cell
+
+
+def test_quartiles_and_counts_are_ranges_where_they_are_known():
+    rows = pd.DataFrame({"wall_q1_ms": [1.5, None], "wall_q3_ms": [20.25, 3.0]}, [7, 3])
+    assert quartiles(rows).to_dict() == {7: "1.50 to 20.2", 3: None}
+    assert quartiles(rows[[]]).tolist() == [None, None]
+    assert [counted(pd.Series(counts, dtype=float)) for counts in ([100, None, 10, 30], [10, 10], [None])] == ["10 to 100", "10", "some"]
+
+
+def test_only_what_is_the_least_or_most_of_its_own_row_or_column_is_bold():
+    """As it is printed: 1.001 and 1.002 are one number; a text, a number that is not known and a column left out are none."""
+    frame = pd.DataFrame({"a, ms": [1.001, 5.0, math.nan], "b, ms": [1.002, 2.0, 3.0], "c, ms": [9.0, 0.5, 4.0], "text": ["0", "1", "2"]})
+
+    def bold(*how):
+        lines = markdown(table(frame, bold=how)).splitlines()[2:]
+        return [[place for place, cell in enumerate(line.strip("| ").split(" | ")) if "**" in cell] for line in lines]
+    assert bold("min", "row") == [[0, 1], [2], [1]] and bold("max", "row") == [[2], [0], [2]]
+    assert bold("min", "column") == [[0, 1], [2], []] and bold("max", "column") == [[2], [0], [1]]
+    assert bold("min", "row", "b, ms", "c, ms") == [[1], [2], [1]] and bold("max", "column", "b, ms") == [[], [], [1]]
+
+
+def test_a_heading_has_its_columns_unit_and_an_index_with_a_name_is_a_column():
+    frame = pd.DataFrame({"params, billion": [3.4e9, 129e6], "gain, x": [1.5, 20.0], "kernels, n": [1200.0, 6.0], "a, b": [1.5, 2.5], "took, us": [3.0, 40.0],
+                          "none": [None, None], "whole": [1, 20000]}, pd.Index(["small", "xl"], name="size"))
+    assert markdown(table(frame, unit="ms")).splitlines() == [
+        "| size | params | gain | kernels | a, b | took, µs | none | whole |", "| :-- | --: | --: | --: | --: | --: | --: | --: |",
+        "| small | 3.40 billion | 1.50x | 1,200 | 1.50 | 3.00 | – | 1 |", "| xl | 129 million | 20.0x | 6 | 2.50 | 40.0 | – | 20,000 |"]
+    assert len(markdown(pd.DataFrame({"n": range(16)})).splitlines()) == 19 and "more" not in markdown(pd.DataFrame({"n": range(15)}))
 
 
 def test_a_long_table_says_how_much_it_leaves_out():
@@ -372,6 +426,22 @@ def test_every_run_stands_in_a_table_with_the_fields_that_differ(done):
                                               (("custom", "custom"), ["d_model"])])
 def test_only_where_all_sizes_have_names_these_stand_for_dimensions(sizes, named):
     assert differing([{"size": size, "d_model": d, "seed": 0} for size, d in zip(sizes, (8, 16))]) == named
+
+
+def test_what_differs_is_named_in_the_configurations_order_and_sequences_stand_for_a_context():
+    one = {"seed": 0, "context_length": 512, "batch_size": 4, "device": "cuda"}
+    other = one | {"batch_size": 8, "context_length": 256, "seed": 1}
+    assert differing([one, one, other]) == ["seed", "context_length", "batch_size"] and differing([one]) == differing([]) == []
+    assert differing([one | {"sequences": [512]}, other | {"sequences": [256]}]) == ["seed", "batch_size", "sequences"]
+    assert differing([one | {"sequences": [256]}, other | {"sequences": [256]}]) == ["seed", "context_length", "batch_size"]
+
+
+@pytest.mark.parametrize(("count", "rest"), [(6, []), (7, ["and 1 more"]), (9, ["and 3 more"])])
+def test_of_pages_with_what_could_not_be_made_six_are_named(count, rest):
+    results = [TagResult("claim", "one", why) for why in (HOLDS, FAILS, NO_DATA, "KeyError: it", "has no number for ms")]
+    pages = {f"page {number}": results for number in range(count)}
+    last = left_out({"whole": results[:3]} | pages, [])[-1]
+    assert last.partition(": ")[2].split("; ") == [*(f"2 of page {number}" for number in range(6)), *rest]
 
 
 def _cells_of(row: str) -> list[str]:

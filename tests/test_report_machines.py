@@ -8,7 +8,7 @@ import pytest
 
 import reports
 from stepscope.model.accounting import GIB, peak
-from stepscope.report import claims_across
+from stepscope.report import claims_across, tables_across
 from stepscope.report.claims import collect
 from stepscope.report.left_out import TOPICS, not_measured
 from stepscope.report.load import load
@@ -16,6 +16,7 @@ from stepscope.report.render import CHAPTERS, WITHOUT_GPU, Rendered, render
 from stepscope.report.shipped import shipped
 from stepscope.report.tables import all_of, listed, some_of
 from stepscope.report.tables_across import key_numbers, with_reference
+from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.rows import gain, largest_ladder
 from stepscope.studies.memory.tables import predicted
 
@@ -207,3 +208,92 @@ def test_counts_and_lists_in_words():
     assert [all_of(count) for count in (1, 2, 22)] == ["the one", "both", "all 22"]
     assert [some_of(*pair) for pair in ((0, 2), (2, 2), (1, 2))] == ["none of the 2", "both", "1 of the 2"]
     assert [listed(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
+
+
+@pytest.mark.parametrize("spans_s, most", [([(0, 10), (10, 5)], None), ([(5, 1), (0, 10), (10, 10), (4, 10)], 3), ([(0, 9), (0, 1)], 2),
+                                           ([(0, 10), (None, 10), (5, None)], None)])
+def test_runs_overlap_where_one_begins_before_another_ends(spans_s, most):
+    """What ends as another begins was over; of what is not known when or how long nothing is counted."""
+    runs = pd.DataFrame(spans_s, columns=["at", "seconds"], dtype=float)
+    runs["started_at"] = pd.Timestamp("2026-01-01", tz="UTC") + pd.to_timedelta(runs["at"], unit="s")
+    assert claims_across.runs_overlap({"runs": runs}) == (most and {"most": most})
+
+
+@pytest.mark.parametrize("column", ["device", "torch"])
+def test_runs_of_two_devices_or_versions_are_told_as_of_none(column):
+    runs = pd.DataFrame({"device": ["H100"] * 2, "torch": ["2.9"] * 2})
+    assert claims_across.measured_on({"runs": runs}) == {"device": "H100", "torch": "2.9"}
+    assert claims_across.measured_on({"runs": runs.assign(**{column: ["one", "other"]})}) is None
+
+
+PASSES = pd.DataFrame(
+    [("sdpa", 256, 3.0, 2.0, "ok", None), ("naive", 128, 1.0, 9.0, "ok", None), ("compiled", 256, 1.5, 30.0, "ok", None),
+     ("naive", 256, 4.0, 40.0, "ok", None), ("flash", 256, 2.0, 1.0, "ok", None), ("naive", 512, 8.0, 80.0, "failed", None),
+     ("naive", 1024, None, 80.0, "ok", None), ("flash", 2048, 0.1, 0.1, "ok", 80.0)],
+    columns=["implementation", "sequence", "wall_ms", "saved_mib", "status", "device_gib"]).assign(d_model=16, batch_size=8, precision="bf16")
+
+
+def test_attention_on_a_cpu_is_of_the_longest_sequence_that_all_went_through():
+    """The others failed, were not timed, or ran on a GPU; the fastest saves the squares and is none of those meant."""
+    said = claims_across.cpu_attention({"attention.passes": PASSES})
+    assert said == {"sequence": 256, "d": 16, "batch": 8, "precision": "bf16", "naive": 4.0, "best": 2.0, "naive_saved": 40960.0, "saved": 1024.0}
+    flash = PASSES["implementation"] == "flash"
+    for column, value in (("saved_mib", 4.1), ("wall_ms", 4.1)):
+        worse = PASSES.assign(**{column: PASSES[column].mask(flash, value)}).query("implementation != 'sdpa'")
+        assert claims_across.cpu_attention({"attention.passes": worse}) is None, column
+
+
+def test_the_worst_gradient_is_of_the_largest_size_that_has_any():
+    rows = pd.DataFrame(
+        [("bf16", "small", 512, 4, 0.5), ("bf16", "medium", 512, 4, 0.1), ("tf32", "medium", 512, 4, 0.2), ("blocks", "medium", 512, 4, None),
+         ("fp32", "medium", 512, 4, 0.6), ("fp8", "medium", 512, 4, 0.7), ("tf32", "medium", 1024, 4, 0.8), ("tf32", "medium", 512, 1, 0.9),
+         ("tf32", "xl", 512, 4, None)], columns=["optimization", "size", "context_length", "batch_size", "gradient_error"]).assign(vocab_size=1000)
+    assert claims_across.gradients_off({"ladder.steps": rows}) == {"size": "medium", "most": 0.2, "optimization": claims_across.LADDER_NAMES["tf32"]}
+
+
+def _step(size="small", context=512, batch=4, busy=0.9, wall=10.0, gpu=9.0, mode="step", phase="whole", precision="fp32", **more):
+    return {"size": size, "context_length": context, "vocab_size": 1000, "batch_size": batch, "busy": busy, "wall_ms": wall, "gpu_ms": gpu,
+            "wall_min_ms": 0.8 * wall, "enqueue_ms": 99.0, "mode": mode, "phase": phase, "precision": precision, "operations": 100, **more}
+
+
+def test_each_key_number_is_of_the_rows_that_it_names():
+    """Each of the other rows differs from those meant in one thing, and comes before them."""
+    others = {"mode": "forward", "phase": "backward", "precision": "tf32"}
+    launches = [_step("nano", 17, 1, 0.1), *(_step("tiny", 16, 1, 0.1, **{name: others[name]}) for name in ("mode", "phase")), _step("nano", 16, 2, 0.1),
+                _step("tiny", 16, 1, 0.99), _step("tiny", 16, 1, 0.1, wall=5.0)]
+    bound = [*(_step(gpu=70.0, **{name: value}) for name, value in others.items()), _step(gpu=80.0, context=1024), _step(gpu=math.nan), _step(gpu=8.5)]
+    waiting = [*(_step("tiny", 256, busy=0.1, wall=90.0, **({"precision": "bf16"} | {name: value})) for name, value in others.items()),
+               *(_step(size, context, busy=busy, wall=wall, precision="bf16") for size, context, busy, wall in (
+                   ("tiny", 1024, 0.1, 7.0), ("medium", 256, 0.1, 6.0), ("small", 256, 0.1, 4.0), ("tiny", 256, 0.99, 3.0)))]
+    ladder = [_step(wall=20.0, optimization="bf16"), _step(wall=math.nan, optimization=RUNGS[-1]), _step(wall=21.0, context=1024, optimization=RUNGS[-1]),
+              _step(wall=2.5, optimization=RUNGS[-1])]
+    tables = {"benchmark.times": pd.DataFrame([*launches, *bound]), "mixed_precision.times": pd.DataFrame(waiting), "ladder.steps": pd.DataFrame(ladder),
+              "ladder.results": pd.DataFrame({"matmul_bf16": [900.0, 100.0, 700.0, None], "kept_up_tflops": [50.0, 650.0, 600.0, None]}),
+              "benchmark.results": pd.DataFrame({"precision": ["fp32", "bf16", "fp32", "fp32"], "matmul_tflops": [60.0, 999.0, 40.0, 51.0],
+                                                 "copy_tb_s": [1.0, 9.0, 2.0, 4.0]})}
+    found = key_numbers(tables)
+    assert found["value"].tolist() == pytest.approx([700.0, 600.0, 51.0, 3.0, 0.8 * 5.0 / 100 * 1000, 8.5, 0.8 * 4.0, 2.5])
+    assert found["unit"].tolist() == ["TFLOP/s"] * 3 + ["TB/s", "us", "ms", "ms", "ms"]
+    assert found["shape"].tolist()[3:5] == ["", "context 16, vocabulary 1,000, batch 1"]
+    assert [word in what for word, what in zip(("tiny", "small", "small", "small"), found["what"][4:])] == [True] * 4
+
+
+def test_a_greater_rate_and_a_shorter_time_are_faster(monkeypatch):
+    here = pd.DataFrame([(unit, "of it", unit, 8.0) for unit in ("TFLOP/s", "TB/s", "ms", "us")], columns=["what", "shape", "unit", "value"])
+    there = here.assign(value=[10.0, 4.0, 10.0, 4.0])
+    tables = {"runs": pd.DataFrame({"device": ["H100", "H100"]})}
+
+    def compared(here, there, device="H100"):
+        monkeypatch.setattr(tables_across, "key_numbers", lambda _: here)
+        monkeypatch.setattr(tables_across, "shipped", lambda: {"device": device, "key_numbers": there.to_dict("records")})
+        return with_reference(tables)
+    assert compared(here, there)["speed"].tolist() == pytest.approx([0.8, 2.0, 1.25, 0.5])
+    said = claims_across.beside_reference(tables)
+    assert (said["what"], said["speed"]) == ("us", 0.5) and claims_across.beside_reference_alike(tables) is None
+    printed = tables_across.beside_reference(tables)
+    assert (printed["here"][3], printed["the reference"][3]) == ("8.00 µs", "4.00 µs")
+    compared(here, there.assign(value=[8.0, 7.0, 8.1, 9.0]))
+    assert claims_across.beside_reference(tables) is None and claims_across.beside_reference_alike(tables) == {"numbers": 4, "least": 1.0}
+    for nothing in ((here.head(3), there), (here, here), (here, there, "H200"), (here.assign(shape=["other", *here["shape"][1:]]), there)):
+        with pytest.raises(LookupError):
+            compared(*nothing)

@@ -2,7 +2,17 @@
 import pandas as pd
 import pytest
 
-from stepscope.report.shapes import PLAIN, largest, preferred, reference, select, steps_timed
+from stepscope.report.shapes import (
+    PLAIN,
+    SHAPE,
+    by_size,
+    largest,
+    most_common,
+    preferred,
+    reference,
+    select,
+    steps_timed,
+)
 
 ROWS = pd.DataFrame(
     [("tiny", 64, 4, "naive", 1.0), ("2.7B", 1024, 4, "naive", 5.0), ("2.7B", 512, 4, "naive", 4.0),
@@ -44,3 +54,20 @@ def test_where_no_row_is_there_is_no_data():
             select(ROWS, **wanted)
     with pytest.raises(LookupError):
         select(ROWS.head(0))
+
+
+def test_of_two_as_common_the_greater_and_of_sizes_the_largest_with_a_name():
+    assert [most_common(pd.Series(values)) for values in ([8, 4, 8, 4, 1], [1, 1, 8], [2])] == [8, 1, 2]
+    assert [largest(pd.Series(sizes)) for sizes in (["xl", "2.7B", "small", "d9 f9 l9 h9"], ["medium", "xl", "large"], ["d9 f9 l9 h9"])] == [
+        "2.7B", "xl", "d9 f9 l9 h9"]
+    assert {"batch_size": most_common, "vocab_size": most_common} == SHAPE
+
+
+def test_a_pivots_rows_keep_their_order_and_its_columns_that_of_their_names():
+    rows = pd.DataFrame([("xl", 1024, "step", 1.0), ("small", 512, "step", 2.0), ("xl", 512, "step", 3.0)], columns=["size", "context_length", "mode", "ms"])
+    found = by_size(rows, "context_length", "ms")
+    assert found.index.tolist() == ["xl", "small"] and found.columns.tolist() == ["512", "1,024"] and found.columns.name is None
+    assert found.loc["xl"].tolist() == [3.0, 1.0] and found.loc["small", "512"] == 2.0
+    modes = rows.assign(mode=["step", "forward", "forward"])
+    assert by_size(modes, "mode", "ms", {"step": "full step", "never": "none", "forward": "first"}).loc["xl"].to_dict() == {"full step": 1.0, "first": 3.0}
+    assert [*by_size(modes, "mode", "ms", {"step": "full step", "forward": "first"})] == ["full step", "first"]

@@ -1,5 +1,6 @@
 """What cannot be, or does not repeat, is seen; of what was measured again the last counts, and it is in no sentence."""
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -176,6 +177,32 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
         "bf16 step whole: 4 ms of GPU time in 3 ms of wall time")
     kept = load.steady({"benchmark.times": table, "runs": table[["mode"]]})
     assert kept["benchmark.times"]["mode"].tolist() == ["forward"] and len(kept["runs"]) == 2
+
+
+def test_an_unsteady_case_takes_its_own_single_steps_along_and_no_others():
+    """Rows of the same run and case in the same study, in tables that have times; each other row differs in one thing."""
+    cases = [("a", "step", "bf16"), ("b", "step", "bf16"), ("a", "forward", "bf16"), ("a", "step", "fp32")]
+    samples = pd.DataFrame(cases, columns=["run_id", "mode", "precision"]).assign(wall_ms=1.0)
+    times = samples.assign(unsteady=["odd", "", "", ""])
+    tables = {"benchmark.samples": samples, "benchmark.times": times, "benchmark.operations": samples.rename(columns={"wall_ms": "gpu_ms"}),
+              "benchmark.memory": samples.drop(columns="wall_ms"), "benchmark.results": samples[["run_id", "wall_ms"]], "benchmark_more.samples": samples}
+    kept = {name: len(table) for name, table in load.steady(tables).items()}
+    assert kept == dict(zip(tables, (3, 3, 3, 4, 4, 4)))
+    assert load.steady(tables)["benchmark.samples"].index.tolist() == [1, 2, 3]
+
+
+def test_of_runs_of_one_key_the_one_that_started_last_stays():
+    """By its beginning, and of two at once by its name; one of another configuration or key is in nobody's way."""
+    runs = {"a_late": 3, "early": 1, "other": 0, "same_a": 2, "same_b": 2, "apart": 0}
+    schemas = {"times": SimpleNamespace(unique=["mode"]), "peaks": SimpleNamespace(unique=[])}
+    module = SimpleNamespace(CONFIG=("size",), SCHEMAS=schemas)
+    times = pd.DataFrame([("early", "small", "step"), ("a_late", "small", "step"), ("other", "xl", "step"), ("apart", "small", "forward")],
+                         columns=["run_id", "size", "mode"])
+    peaks = pd.DataFrame([("same_b", "xl"), ("same_a", "xl")], columns=["run_id", "size"])
+    records = {run: SimpleNamespace(started_at=at) for run, at in runs.items()}
+    for order in (1, -1):
+        tables = {"times": times[::order], "peaks": peaks[::order]}
+        assert load._replaced(module, tables, dict([*records.items()][::order])) == {"early", "same_a"}
 
 
 WHICH = {"benchmark.times": ("mode", "step"), "mixed_precision.times": ("mode", "step"), "ladder.steps": ("optimization", "bf16_moments"),
