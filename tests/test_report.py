@@ -5,14 +5,16 @@ import os
 import re
 import shutil
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
 
 import reports
-from conftest import record_of
+from conftest import put, record_of
 from stepscope.config import configure
 from stepscope.report import render as rendering
 from stepscope.report import style
@@ -464,3 +466,47 @@ def test_what_is_absent_is_named_with_the_sweep_that_would_fill_it(tmp_path):
     command = re.search(r"^Not measured here: .*Memory.*`stepscope sweep (.*)`", text, re.MULTILINE)[1].split()
     assert "memory" in command and (tmp_path / "a report" / command[-1]).samefile(runs)
     assert {"memory", "ladder"} <= {*first.partition(": stepscope sweep ")[2].split()}
+
+
+@pytest.mark.parametrize(("runs", "said"), [
+    ([(3, "H200", "abc")], "1 run, on H200, 2025-01-03, measured by source abc;"),
+    ([(5, "H200", "abc"), (3, None, None), (4, "H200", "")], "3 runs, on H200, 2025-01-03 to 2025-01-05, measured by source abc;"),
+    ([(3, name, name) for name in "cbaa"], "4 runs, on a, b, c, 2025-01-03, measured by source a, b, c;"),
+    ([(3, name, name) for name in "edcba"], "5 runs, on a, b, c, and 2 more, 2025-01-03, measured by source a, b, c, and 2 more;"),
+    ([(3, None, None)], "1 run, on –, 2025-01-03, measured by source –;")])
+def test_the_foot_says_once_what_the_runs_are_of(runs, said):
+    records = [SimpleNamespace(started_at=datetime(2025, 1, day, tzinfo=UTC), machine={"device_name": device}, software={"stepscope_source": source})
+               for day, device, source in runs]
+    assert said in rendering._foot(records)
+
+
+@pytest.mark.parametrize(("sizes", "said"), [
+    (["small", "xl"], "> A tour of 2 of the handout's 5 sizes, small and xl. It leaves out"), (["xl"], "> One of the handout's 5 sizes, xl. It leaves out"),
+    (["small", "medium", "large", "xl", "2.7B"], "> It leaves out"), (["nano"], "> It leaves out")])
+def test_a_report_of_a_part_says_of_which_sizes_it_is(sizes, said):
+    records = [record_of(configure("benchmark", size=size, context_length=16, device="cuda")) for size in sizes]
+    told = rendering._of_what(["a topic", "another"], records, "../a b")
+    assert told.startswith(said) and "leaves out a topic; another." in told and "--runs '../a b'`" in told
+
+
+def test_one_run_of_a_gpu_among_a_cpus_makes_it_a_gpus_report(tmp_path):
+    store = Store(tmp_path / "runs")
+    for size in ("nano", "tiny"):
+        put(store, configure("benchmark", size=size, context_length=16, device="cpu"), status="failed", cause="stopped")
+    assert {*rendering.compose(store.root, tmp_path).pages} == titles(rendering.WITHOUT_GPU.glob("*.md"))
+    put(store, configure("benchmark", size="small", context_length=16, device="cuda"), status="failed", cause="stopped")
+    assert {*rendering.compose(store.root, tmp_path).pages} == titles(rendering.CHAPTERS.glob("[0-9]*.md"), (rendering.CHAPTERS / "evidence").glob("*.md"))
+
+
+def titles(*chapters):
+    return {path.read_text().partition("\n")[0].partition("{%")[0].strip("# ") for path in chain(*chapters)}
+
+
+def test_a_run_links_to_its_notebook_where_it_has_one_and_what_it_found_is_plain_text():
+    with_one, without = ([record_of(configure("benchmark", size="nano", context_length=16, device="cpu"), notebook_sha256=digest, cause=cause,
+                                    status="ok" if cause is None else "failed", results={"finding": "**58 ms** | <b>"})]
+                         for digest, cause in (("0" * 64, None), (None, "it died")))
+    (row,), (bare,) = ([rendering._run_row(record, ["size", "context_length"], "../runs") for record in own] for own in (with_one, without))
+    name = with_one[0].run_id
+    assert row == [f"[{name}](../runs/{name}/notebook.ipynb)", "nano", "16", "58 ms \\| \\<b\\>", "1.00 s", "ok"]
+    assert bare == [name, *row[1:-1], "failed: it died"]
