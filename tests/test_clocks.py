@@ -2,6 +2,7 @@
 import gc
 import json
 import math
+import threading
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -194,8 +195,24 @@ def test_a_section_of_the_process_that_runs_this_one_is_its_own(monkeypatch, tmp
     held.touch()
     with gpu_lock.exclusive():
         assert len(order) == 2 and gpu_lock.lock_held()
+    gpu_lock.require_lock()
     held.unlink()
     assert not gpu_lock.lock_held()
+
+
+def test_a_process_own_threads_take_turns():
+    order = []
+
+    def other():
+        with gpu_lock.exclusive():
+            order.append("other")
+    thread = threading.Thread(target=other)
+    with gpu_lock.exclusive():
+        thread.start()
+        thread.join(0.2)
+        order.append("this")
+    thread.join()
+    assert order == ["this", "other"]
 
 
 def test_a_section_that_an_error_leaves_is_over():

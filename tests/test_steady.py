@@ -120,7 +120,7 @@ def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enq
 
 @pytest.mark.parametrize("busy, enqueue_ms, gpu_ms, waits", [
     (0.94, 10.5, 18.4, False), (0.46, 57.0, 30.3, True), (0.96, 99.0, 50.0, False), (0.5, np.nan, np.nan, True),
-    (np.nan, 5.0, 1.0, False)])
+    (0.95, 57.0, 30.3, False), (np.nan, 5.0, 1.0, False)])
 def test_launch_bound_is_who_waits_for_whom(busy, enqueue_ms, gpu_ms, waits):
     assert launch_bound(busy, enqueue_ms, gpu_ms) is waits
 
