@@ -84,6 +84,8 @@ def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
     assert found(swings, sm_clock_mhz=1700.0) == "" and "captured steps" in found(swings)
     assert found([99, 99, 99, 120, 99, 99, 99, 99], sm_clock_mhz=1700.0) == "", "its halves' medians"
     assert "captured steps of 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
+    assert "captured steps of 99 to 105" in found([98, 100, 104, 106], sm_clock_mhz=1700.0, wall_ms=110)
+    assert "captured steps of 99 to 104" in found([99, 104, 99], sm_clock_mhz=1700.0, wall_ms=110), "too few for halves"
     assert measure.at_cap({"sm_clock_mhz": 1900.0}) and not measure.at_cap({"sm_clock_mhz": 1950.0}) and not measure.at_cap({})
     assert not measure.at_cap({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
 
