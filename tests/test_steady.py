@@ -67,7 +67,7 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
     samples = {case: pd.DataFrame([(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], WHOLE]], columns=clocks.SAMPLE_COLUMNS)
                for case in cases}
     readings = {case: {"sm_clock_mhz": FULL_MHZ} for case in cases}
-    readings["fp32", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = 90.0  # a step's graph has other kernels
+    readings["bf16", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = 90.0  # a step's graph has other kernels
     readings["bf16", "step"]["power_w"] = 900.0
     status = {("fp32", "step"): ("ok", "not captured: why")}
     found = measure.step_times(cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda")
