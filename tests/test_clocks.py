@@ -584,7 +584,8 @@ def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch)
     said = {"nvmlDeviceGetEnforcedPowerLimit": 450_000, "nvmlDeviceGetTotalEnergyConsumption": 8_000_000, "nvmlDeviceGetMaxClockInfo": 2520,
             "nvmlDeviceGetClockInfo": 1830}
     for name, number in said.items():
-        monkeypatch.setattr(power.pynvml, name, lambda device, *which, number=number: number)
+        monkeypatch.setattr(power.pynvml, name, lambda device, *which, number=number: (
+            number if which in ((), (power.pynvml.NVML_CLOCK_SM,)) else 0))
     monkeypatch.setattr(power, "nvml_device", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     asked = (power.power_limit_w, power.highest_clock_mhz)
