@@ -228,17 +228,18 @@ def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
 def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up(on_gpu, later_ms, cell_seconds, warmups, passes):
     """The first pass takes 100 ms, a quarter of it forward; warm-up may take a quarter of the time."""
     names = run_cells("attention", until="walls, sizes", **SMALL | {"cell_seconds": cell_seconds, "warmup_steps": 3})
-    at, readings, settled = 0.0, [], []
+    at, readings, settled, order = 0.0, [], [], []
     for ms in [100, *[later_ms] * 999]:
         readings += [at, at + ms / 4e3, at + ms / 1e3]
         at += ms / 1e3
     left = iter(readings)
     names["config"] = names["config"].model_copy(update={"timed_steps": 1000, "least_passes": 4})
-    names |= {"default_timer": lambda: next(left), "on_gpu": on_gpu,
+    names |= {"default_timer": lambda: order.append("clock") or next(left), "synchronize": lambda: order.append("wait"), "on_gpu": on_gpu,
               "measure": SimpleNamespace(keep_up=lambda once, device, seconds: settled.append(seconds))}
-    inputs = Inputs(small(), 8)
-    walls = names["timed"](names["prepare"]("flash", inputs), inputs)
-    assert len(walls) == pytest.approx(passes, abs=1) and len(readings) - len([*left]) == 3 * (warmups + len(walls))
+    inputs = SimpleNamespace(q=1, k=2, v=3, gradient=4, clear_gradients=lambda: order.append("clear"))
+    walls = names["timed"](lambda *qkv: order.append(qkv) or SimpleNamespace(backward=order.append), inputs)
+    assert len(walls) == pytest.approx(passes, abs=1)
+    assert order == ["clear", "wait", "clock", (1, 2, 3), "wait", "clock", 4, "wait", "clock"] * (warmups + len(walls))
     assert walls.median().to_dict() == pytest.approx({"forward": later_ms / 4, "backward": 3 * later_ms / 4})
     assert len(settled) == (on_gpu and later_ms == 10), "what lasts long has the clock settle"
 

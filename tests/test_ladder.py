@@ -166,18 +166,29 @@ def test_rounded_to_nearest_a_second_moment_cannot_fall():
 # -- loss and FP8 ---------------------------------------------------------------------------------------------
 
 
-def test_chunked_cross_entropy_is_cross_entropy():
+@pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-4, 1e-7), (torch.bfloat16, 2e-2, 1e-4)])
+def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
     torch.manual_seed(0)
     tokens = CHUNK + 9  # the last chunk is another length
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     weight = torch.randn(21, 8, requires_grad=True)
     targets = torch.randint(21, (1, tokens))
-    (2 * chunked_cross_entropy(hidden, weight, targets, torch.float32)).backward()
-    got = hidden.grad.clone(), weight.grad.clone()
+    loss = chunked_cross_entropy(hidden, weight, targets, dtype)
+    (2 * loss).backward()
+    got = loss.detach(), hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    (2 * functional.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten())).backward()
-    for mine, theirs in zip(got, (hidden.grad, weight.grad)):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+    loss = functional.cross_entropy((hidden.to(dtype) @ weight.to(dtype).t()).float().flatten(0, 1), targets.flatten())
+    (2 * loss).backward()
+    for mine, theirs in zip(got, (loss.detach(), hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol if mine.dim() else 1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("tokens, chunks", [(CHUNK, [CHUNK]), (2 * CHUNK + 9, [CHUNK, CHUNK, 9]), (16 * CHUNK, [2 * CHUNK] * 8)])
+def test_chunks_are_neither_short_nor_many(monkeypatch, tokens, chunks):
+    lengths, logsumexp = [], torch.Tensor.logsumexp
+    monkeypatch.setattr(torch.Tensor, "logsumexp", lambda x, *dims, **kept: lengths.append(len(x)) or logsumexp(x, *dims, **kept))
+    chunked_cross_entropy(torch.ones(1, tokens, 2), torch.ones(3, 2), torch.zeros(1, tokens, dtype=torch.int64), torch.float32)
+    assert lengths == chunks
 
 
 # -- FP8 ------------------------------------------------------------------------------------------------------
