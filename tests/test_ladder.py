@@ -413,6 +413,16 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
     assert not any(map(torch.equal, *starts)), "batch and weights are the seed's"
 
 
+def test_a_step_that_does_not_fit_gives_its_memory_back(cells):
+    def full(trainer, parameters):
+        raise torch.OutOfMemoryError("no room")
+    made, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
+    with pytest.raises(torch.OutOfMemoryError):
+        type("Full", (made.Plain,), {"adamw": full})(made.config, programs)
+    program, = programs.values()
+    assert all(parameter.numel() == 0 for parameter in program.model.parameters())
+
+
 def test_changes_that_differ_in_no_program_share_it(cells):
     made = cells(ALL_MADE, optimizations=["fp32"])
     programs = {}
