@@ -181,6 +181,11 @@ def test_rounding_workspaces_and_a_fused_kernels_own_are_a_gpus_alone():
     assert beside.temporaries - at.temporaries == 4 * (2 + 128) * 3 * 2 * 32  # numbers of 4 bytes a row, each head's
 
 
+def test_a_fused_optimizers_counts_of_steps_take_512_bytes_each():
+    took = [sum(accounting.at_rest(on_gpu(**SHAPES[0], optimizer=name), "step").values()) for name in ("fused", "foreach")]
+    assert took[0] - took[1] == 512 * len([*TransformerLM(config_of(SHAPES[0])).parameters()])
+
+
 # -- what fits -----------------------------------------------------------------------------------------------
 
 def test_the_largest_that_fits_fits_and_one_more_does_not():
@@ -246,6 +251,11 @@ def test_what_fits_is_told_of_the_written_steps_whatever_step_is_asked_about():
     other = on_gpu(size="small", context_length=512, precision="bf16", attention="sdpa", optimizer="fused")
     assert fit.fit(other, 24) == fit.fit(plain, 24) and fit.grid(other, [512], 24) == fit.grid(plain, [512], 24)
     assert fit.grid(plain.model_copy(update={"device": "cpu"}), [512], 24) == fit.grid(plain, [512], 24)
+
+
+def test_tf32_takes_fp32s_memory():
+    peaks = [accounting.peak(config_of(SHAPES[0]).model_copy(update={"precision": name})) for name in ("fp32", "tf32", "bf16")]
+    assert peaks[0] == peaks[1] != peaks[2]
 
 
 def test_there_is_no_formula_for_what_is_compiled():

@@ -1,7 +1,6 @@
 """The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
 import warnings
 from contextlib import nullcontext, suppress
-from itertools import chain, count, repeat
 from timeit import default_timer
 from types import SimpleNamespace
 
@@ -224,15 +223,25 @@ def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
     assert (names["cases"]["passes"] == passes).all()
 
 
-def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up():
-    """The first pass takes 100 ms, the others 10."""
-    lasting = chain([0.1], repeat(0.01))
-    names = run_cells("attention", until="walls, sizes", **SMALL | {"cell_seconds": 1.0, "warmup_steps": 3})
-    clock = (reading for spent, at in zip(lasting, count(0, 10)) for reading in (at, at + spent / 2, at + spent))
-    names["default_timer"] = lambda: next(clock)
-    names["config"] = names["config"].model_copy(update={"timed_steps": 1000})
-    inputs = Inputs(small(), 8)
-    assert len(names["timed"](names["prepare"]("flash", inputs), inputs)) == pytest.approx(1.0 / 0.01, abs=1)
+@pytest.mark.parametrize("on_gpu, later_ms, cell_seconds, warmups, passes", [
+    (False, 10, 1.0, 3, 100), (False, 10, 0.42, 2, 42), (False, 10, 0.2, 1, 4), (True, 10, 1.0, 3, 100), (True, 4, 1.0, 3, 250)])
+def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up(on_gpu, later_ms, cell_seconds, warmups, passes):
+    """The first pass takes 100 ms, a quarter of it forward; warm-up may take a quarter of the time."""
+    names = run_cells("attention", until="walls, sizes", **SMALL | {"cell_seconds": cell_seconds, "warmup_steps": 3})
+    at, readings, settled, order = 0.0, [], [], []
+    for ms in [100, *[later_ms] * 999]:
+        readings += [at, at + ms / 4e3, at + ms / 1e3]
+        at += ms / 1e3
+    left = iter(readings)
+    names["config"] = names["config"].model_copy(update={"timed_steps": 1000, "least_passes": 4})
+    names |= {"default_timer": lambda: order.append("clock") or next(left), "synchronize": lambda: order.append("wait"), "on_gpu": on_gpu,
+              "measure": SimpleNamespace(keep_up=lambda once, device, seconds: settled.append(seconds))}
+    inputs = SimpleNamespace(q=1, k=2, v=3, gradient=4, clear_gradients=lambda: order.append("clear"))
+    walls = names["timed"](lambda *qkv: order.append(qkv) or SimpleNamespace(backward=order.append), inputs)
+    assert len(walls) == pytest.approx(passes, abs=1)
+    assert order == ["clear", "wait", "clock", (1, 2, 3), "wait", "clock", 4, "wait", "clock"] * (warmups + len(walls))
+    assert walls.median().to_dict() == pytest.approx({"forward": later_ms / 4, "backward": 3 * later_ms / 4})
+    assert len(settled) == (on_gpu and later_ms == 10), "what lasts long has the clock settle"
 
 
 def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):

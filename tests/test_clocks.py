@@ -2,6 +2,7 @@
 import gc
 import json
 import math
+import threading
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -194,8 +195,24 @@ def test_a_section_of_the_process_that_runs_this_one_is_its_own(monkeypatch, tmp
     held.touch()
     with gpu_lock.exclusive():
         assert len(order) == 2 and gpu_lock.lock_held()
+    gpu_lock.require_lock()
     held.unlink()
     assert not gpu_lock.lock_held()
+
+
+def test_a_process_own_threads_take_turns():
+    order = []
+
+    def other():
+        with gpu_lock.exclusive():
+            order.append("other")
+    thread = threading.Thread(target=other)
+    with gpu_lock.exclusive():
+        thread.start()
+        thread.join(0.2)
+        order.append("this")
+    thread.join()
+    assert order == ["this", "other"]
 
 
 def test_a_section_that_an_error_leaves_is_over():
@@ -483,13 +500,14 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
     launches = [["step", number, "forward", "gemm", "other", at, at + 1]
                 for number, count in ((0, 700), (1, 1000), (2, 1000)) for at in range(count)]  # of the first some are lost
     captured = SimpleNamespace(operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None)
-    ran = []
+    ran, asked = [], []
     monkeypatch.setattr(rates, "time_steps", lambda *_, before: timed(90.0, 5.0, 2.0, 3.0))
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     monkeypatch.setattr(rates, "synchronizer", lambda device: lambda: None)
-    monkeypatch.setattr(rates, "build_step", lambda config: type("Step", (), {
+    monkeypatch.setattr(rates, "build_step", lambda config: asked.append(config) or type("Step", (), {
         "clear_gradients": lambda self: None, "__call__": lambda self, phase: ran.append(phase)})())
     assert rates.launch_rate("cuda") == (2, 5) and len(ran) == 3
+    assert (asked[0].size, asked[0].batch_size, asked[0].context_length) == ("small", 1, 16), "little to do"
     assert rates.launch_rate("cpu") is None
     captured.operations = captured.operations[:0]
     assert all(map(math.isnan, rates.launch_rate("cuda")))
@@ -566,7 +584,8 @@ def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch)
     said = {"nvmlDeviceGetEnforcedPowerLimit": 450_000, "nvmlDeviceGetTotalEnergyConsumption": 8_000_000, "nvmlDeviceGetMaxClockInfo": 2520,
             "nvmlDeviceGetClockInfo": 1830}
     for name, number in said.items():
-        monkeypatch.setattr(power.pynvml, name, lambda device, *which, number=number: number)
+        monkeypatch.setattr(power.pynvml, name, lambda device, *which, number=number: (
+            number if which in ((), (power.pynvml.NVML_CLOCK_SM,)) else 0))
     monkeypatch.setattr(power, "nvml_device", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     asked = (power.power_limit_w, power.highest_clock_mhz)
@@ -620,7 +639,8 @@ def test_a_sheets_rate_of_fp16_is_bf16s_and_a_cpu_has_none(monkeypatch):
 
 
 def test_rates_are_of_each_modes_and_phases_flops_and_of_its_own_precision_and_clock(monkeypatch):
-    sheets, measured, clocks_mhz = {"fp32": 100.0, "bf16": 900.0}, {"fp32": 80.0, "bf16": 700.0}, iter(range(1000, 2000, 100))
+    sheets, measured = {"fp32": 100.0, "bf16": 900.0, "fp16": 950.0}, {"fp32": 80.0, "bf16": 700.0, "fp16": 650.0}
+    clocks_mhz = iter(range(1000, 2000, 100))
     monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: sheets[precision])
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
     config = StepConfig(**TINY | {"batch_size": 3})

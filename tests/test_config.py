@@ -15,6 +15,8 @@ from stepscope.config import (
     device_here,
     from_notebook,
     require_device,
+    require_parameters,
+    set_by,
     shown,
     size_of,
     studies,
@@ -77,6 +79,10 @@ def test_an_edition_holds_the_handouts_shapes():  # 2025's: test_model.HANDOUT
     ({"size": "small", "d_model": 8}, "d_model: got 8, but size 'small' has 768"),
     ({"context_length": "8"}, "context_length: got '8'"),
     ({"context_length": 0}, "context_length: got 0"),
+    ({"timed_steps": 0}, "timed_steps: got 0"),
+    ({"warmup_steps": -1}, "warmup_steps: got -1"),
+    ({"vocab_size": 1}, "vocab_size: got 1"),
+    ({"seed": -1}, "seed: got -1"),
     ({"batch_size": True}, "batch_size: got True"),
     ({"precision": "fp8"}, "precision: got 'fp8'"),
     ({"device": "tpu"}, "device: got 'tpu'"),
@@ -113,6 +119,24 @@ def test_a_notebooks_parameters_are_the_free_fields():
              "device": "cpu", "run_folder": "", "batch_size": None}
     config = from_notebook("ladder", names)  # whose mode is fixed
     assert (config.size, config.seed, config.mode, config.batch_size) == ("nano", 4, "step", 4)
+
+
+def test_a_parameter_that_a_notebook_has_not_is_refused():
+    own = "import os\nsize = 'nano'\nleft = right = 1\nseed: int = 4\nrun_folder: str = ''"
+    given = "# Parameters\nsize = 'tiny'\nright = 2\nsteps = 3\nrun_folder = 'here'\n"
+    require_parameters({"In": ["", own, given, "sise = 1"]}, ["steps"])
+    require_parameters({}), require_parameters({"In": [given]})
+    for wrong, words in (("sise = 'tiny'", "sise: no such parameter; size may be meant"), ("os = 1", "os: no such")):
+        with pytest.raises(ConfigError, match=words):
+            require_parameters({"In": ["", own, f"# Parameters\n{wrong}\n"]})
+    with pytest.raises(ConfigError, match="steps: no such"):
+        require_parameters({"In": ["", own, given]})
+
+
+def test_only_a_cell_of_constants_sets_parameters():
+    assert set_by("from os import path\na = b = [1]\nc: int = -2") == ["a", "b", "c"]
+    for cell in ("a = 1\nprint(a)", "a = 1\nb = a", "a = (", "a = 1\nfor b in (1, 2): pass", "a: int"):
+        assert set_by(cell) == [], cell
 
 
 def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):

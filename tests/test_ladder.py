@@ -166,18 +166,29 @@ def test_rounded_to_nearest_a_second_moment_cannot_fall():
 # -- loss and FP8 ---------------------------------------------------------------------------------------------
 
 
-def test_chunked_cross_entropy_is_cross_entropy():
+@pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-4, 1e-7), (torch.bfloat16, 2e-2, 1e-4)])
+def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
     torch.manual_seed(0)
     tokens = CHUNK + 9  # the last chunk is another length
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     weight = torch.randn(21, 8, requires_grad=True)
     targets = torch.randint(21, (1, tokens))
-    (2 * chunked_cross_entropy(hidden, weight, targets, torch.float32)).backward()
-    got = hidden.grad.clone(), weight.grad.clone()
+    loss = chunked_cross_entropy(hidden, weight, targets, dtype)
+    (2 * loss).backward()
+    got = loss.detach(), hidden.grad.clone(), weight.grad.clone()
     hidden.grad = weight.grad = None
-    (2 * functional.cross_entropy((hidden @ weight.t()).flatten(0, 1), targets.flatten())).backward()
-    for mine, theirs in zip(got, (hidden.grad, weight.grad)):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)
+    loss = functional.cross_entropy((hidden.to(dtype) @ weight.to(dtype).t()).float().flatten(0, 1), targets.flatten())
+    (2 * loss).backward()
+    for mine, theirs in zip(got, (loss.detach(), hidden.grad, weight.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol if mine.dim() else 1e-6, atol=atol)
+
+
+@pytest.mark.parametrize("tokens, chunks", [(CHUNK, [CHUNK]), (2 * CHUNK + 9, [CHUNK, CHUNK, 9]), (16 * CHUNK, [2 * CHUNK] * 8)])
+def test_chunks_are_neither_short_nor_many(monkeypatch, tokens, chunks):
+    lengths, logsumexp = [], torch.Tensor.logsumexp
+    monkeypatch.setattr(torch.Tensor, "logsumexp", lambda x, *dims, **kept: lengths.append(len(x)) or logsumexp(x, *dims, **kept))
+    chunked_cross_entropy(torch.ones(1, tokens, 2), torch.ones(3, 2), torch.zeros(1, tokens, dtype=torch.int64), torch.float32)
+    assert lengths == chunks
 
 
 # -- FP8 ------------------------------------------------------------------------------------------------------
@@ -402,6 +413,16 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
     assert not any(map(torch.equal, *starts)), "batch and weights are the seed's"
 
 
+def test_a_step_that_does_not_fit_gives_its_memory_back(cells):
+    def full(trainer, parameters):
+        raise torch.OutOfMemoryError("no room")
+    made, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
+    with pytest.raises(torch.OutOfMemoryError):
+        type("Full", (made.Plain,), {"adamw": full})(made.config, programs)
+    program, = programs.values()
+    assert all(parameter.numel() == 0 for parameter in program.model.parameters())
+
+
 def test_changes_that_differ_in_no_program_share_it(cells):
     made = cells(ALL_MADE, optimizations=["fp32"])
     programs = {}
@@ -551,7 +572,7 @@ def test_a_sample_stands_for_a_large_tensor(cells):
     own = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
     trainer = SimpleNamespace(named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
                               program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}))
-    found = made.relative_errors(trainer, 3.0, 2.0, {"large": torch.ones(10), "small": own["small"]})
+    found = made.relative_errors(trainer, 1.0, 2.0, {"large": torch.ones(10), "small": own["small"]})
     assert found == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 

@@ -48,14 +48,17 @@ def test_what_runs_out_of_memory_is_noted_freed_and_left():
     assert status["cpu"][0] == "oom" and "flash" not in status
 
 
-def test_a_failed_cause_holds_nothing_either():
+@pytest.mark.parametrize("said", [True, False], ids=["from", "while handling"])
+def test_a_failed_cause_holds_nothing_either(said):
     status, found = {}, []
 
     def outer():
         try:
             allocates(found, FULL)
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError("while stepping: no room") from error
+            if said:
+                raise torch.OutOfMemoryError("while stepping: no room") from error
+            raise torch.OutOfMemoryError("while stepping: no room")  # noqa: B904
     with measure.out_of_memory(status, "step"):
         outer()
     assert found[0]() is None and status["step"] == ("oom", "while stepping: no room")

@@ -294,6 +294,8 @@ def test_it_is_loaded_in_place_or_not_at_all():
     torchs = torch.optim.AdamW(nn.Linear(24, 40).parameters()).state_dict()
     group, = saved["param_groups"]
     others = {"groups": {**saved, "param_groups": 2 * [group]}, "fewer": {**saved, "param_groups": [{**group, "params": [0, 1, 2]}]},
+              "split": {**saved, "param_groups": [{**group, "params": some} for some in (group["params"][:1], group["params"][1:])]},
+              "turned": {**saved, "state": saved["state"] | {0: {key: one.t() for key, one in saved["state"][0].items()}}},
               "step": {**saved, "state": {n: {key: one[key] for key in one if key != "step"} for n, one in saved["state"].items()}},
               "state": {**saved, "state": {0: saved["state"][0]}},
               "shape": {**saved, "state": saved["state"] | {3: saved["state"][0]}}, "torch's": torchs}
@@ -301,8 +303,10 @@ def test_it_is_loaded_in_place_or_not_at_all():
         with pytest.raises(ValueError, match="state dict"):
             own.load_state_dict(other)
         assert torch.equal(own.master, moved), name
-    saved["param_groups"][0] |= {"betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.3}
+    saved["param_groups"][0] |= {"betas": [0.7, 0.8], "eps": 1e-3, "weight_decay": 0.3}
     own.load_state_dict(saved)
+    saved["param_groups"][0]["betas"][0] = 0.1
+    assert own.param_groups[0]["betas"] == [0.7, 0.8], "a copy"
     assert own.betas.flatten().tolist() == [0.7, 0.8] and own.decays.item() == 0.3, "also where a captured graph reads them"
     assert own.scalars[0, 3:].tolist() == pytest.approx([0.7, 0.3, 0.8, 0.2, 1e-3])
     assert [place.data_ptr() for place in places] == addresses

@@ -68,7 +68,7 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
     samples = {case: pd.DataFrame([(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], WHOLE]], columns=clocks.SAMPLE_COLUMNS)
                for case in cases}
     readings = {case: {"sm_clock_mhz": FULL_MHZ} for case in cases}
-    readings["fp32", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = 90.0  # a step's graph has other kernels
+    readings["bf16", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = 90.0  # a step's graph has other kernels
     readings["bf16", "step"]["power_w"] = 900.0
     status = {("fp32", "step"): ("ok", "not captured: why")}
     found = measure.step_times(cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda")
@@ -85,6 +85,8 @@ def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
     assert found(swings, sm_clock_mhz=1700.0) == "" and "captured steps" in found(swings)
     assert found([99, 99, 99, 120, 99, 99, 99, 99], sm_clock_mhz=1700.0) == "", "its halves' medians"
     assert "captured steps of 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
+    assert "captured steps of 99 to 105" in found([98, 100, 104, 106], sm_clock_mhz=1700.0, wall_ms=110)
+    assert "captured steps of 99 to 104" in found([99, 104, 99], sm_clock_mhz=1700.0, wall_ms=110), "too few for halves"
     assert measure.at_cap({"sm_clock_mhz": 1900.0}) and not measure.at_cap({"sm_clock_mhz": 1950.0}) and not measure.at_cap({})
     assert not measure.at_cap({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
 
@@ -121,7 +123,7 @@ def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enq
 
 @pytest.mark.parametrize("busy, enqueue_ms, gpu_ms, waits", [
     (0.94, 10.5, 18.4, False), (0.46, 57.0, 30.3, True), (0.96, 99.0, 50.0, False), (0.5, np.nan, np.nan, True),
-    (np.nan, 5.0, 1.0, False)])
+    (0.95, 57.0, 30.3, False), (np.nan, 5.0, 1.0, False)])
 def test_launch_bound_is_who_waits_for_whom(busy, enqueue_ms, gpu_ms, waits):
     assert launch_bound(busy, enqueue_ms, gpu_ms) is waits
 
