@@ -132,7 +132,7 @@ def compose(runs: Path, out: Path) -> Report:
         main[chapters[0]] = f"{heading}\n\n{_of_what(rest, found.records, place)}{first}"
     report.first = main[chapters[0]].partition("\n")[2].strip()
     sweeps = dict.fromkeys(study for path in missing for study in _studies(path))
-    end = _end(missing, pages, place, ["cpu"] if without_gpu else [*sweeps])
+    end = _end(missing, pages, place, [*sweeps])
     writeup = "\n".join([*filter(None, main.values()), *end])
     figures = {name: drawn for name, (_, drawn) in renderer.figures.items()}
     if without_gpu:
