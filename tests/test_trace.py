@@ -188,6 +188,13 @@ def test_phase_by_time_and_region_by_thread(tmp_path):
         ("backward", "unattributed", 0), ("backward", "unattributed", 0), ("outside", "unattributed", -1)]
 
 
+def test_of_ranges_that_open_together_the_outer_stands_first(tmp_path):
+    ranges = [(10, 20, "ffn", MAIN), (10, 40, "forward", MAIN), (10, 100, "step", MAIN), (5, 60, "ffn", AUTOGRAD)]
+    _, found = load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], ranges))
+    own = found[found["thread"] == MAIN & 0xFFFFFF]
+    assert own["name"].tolist() == ["step", "forward", "ffn"] and own["end_ns"].tolist() == [100, 40, 20]
+
+
 def test_phases_are_of_their_own_process(tmp_path):
     other = MAIN + (1 << 24)
     ranges = [*STEP, (200, 300, "step", MAIN), (400, 500, "step", other), (410, 490, "forward", other)]

@@ -478,6 +478,10 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
     unknown = kept(tmp_path, [one for one in events if one["cat"] != "cpu_op"], deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
     saved = {each.what[:5]: each.ms for each in advice(unknown, waits(pauses(unknown), 2), "")}
     assert saved["fp32 "] == pytest.approx(0.39 * (1 - 67 / 989.5), rel=1e-2)  # at fp32's own rate, and without the split's sum
+    partly = kept(tmp_path, [one for one in events if one["cat"] != "cpu_op" or one["ts"] < 1000],
+                  deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
+    saved = {each.what[:5]: each.ms for each in advice(partly, waits(pauses(partly), 2), "")}
+    assert saved["align"] == pytest.approx(0.09 - 2 / 989.5, rel=1e-4)  # at the rate of those whose FLOPs are known
     nameless = kept(tmp_path, events)
     assert {each.what[:5]: each.ms for each in advice(nameless, waits(pauses(nameless), 2), "")}["align"] == pytest.approx(0.09)
 
