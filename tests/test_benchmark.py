@@ -524,6 +524,21 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     assert claims.compiled_wall(all_runs)["forward_high"] == pytest.approx(1.25)
 
 
+def test_the_step_that_varies_most_is_named_with_its_process(all_runs):
+    times = all_runs["benchmark.times"]
+    odd = times["repeat"].eq(2) & times["mode"].eq("step") & times["phase"].eq(WHOLE)
+    varied = times.assign(wall_std_ms=times["wall_std_ms"].mask(odd, times["wall_ms"]))
+    found = claims.answer_std(all_runs | {"benchmark.times": varied})
+    assert [found[name] for name in ("process", "size", "context", "mode", "worst")] == [3, "small", 512, "full step", 1.0]
+
+
+def test_compiling_is_told_of_the_largest_size_that_was_compiled_both_ways(all_runs):
+    times = all_runs["benchmark.times"]
+    own = times["size"].eq("2.7B") & times["compile"].eq("blocks")
+    found = claims.compile_cost(all_runs | {"benchmark.times": times.assign(compile_s=times["compile_s"].mask(own, 13.0))})
+    assert [found[name] for name in ("size", "low", "high", "own", "model")] == ["2.7B", 12.0, 13.0, 13.0, 40.0]
+
+
 def test_runs_of_other_programs_and_of_another_order_change_nothing(all_runs):
     """But a large matmul's rate is the median of all runs, of any program."""
     changed = {}

@@ -478,6 +478,8 @@ def test_claims_have_the_tables_numbers(made):
     early = (rows["experiment"] == "training") & (rows["case"] == "bf16") & (rows["at"] < 150)
     other = made | {NUMBERS: rows.assign(value=rows["value"] + early)}
     assert tables.loss_shift(other)["bf16"] == pytest.approx(0.002), "of the last quarter"
+    off = 0.07 * ((rows["experiment"] == "training") & (rows["case"] == "bf16"))
+    assert claims.losses(made | {NUMBERS: rows.assign(value=rows["value"] + off)}) is None, "further than the nearest seed"
 
 
 @pytest.mark.parametrize(("claim", "name", "column", "value", "which"), [

@@ -446,6 +446,13 @@ def test_of_pages_with_what_could_not_be_made_six_are_named(count, rest):
     assert last.partition(": ")[2].split("; ") == [*(f"2 of page {number}" for number in range(6)), *rest]
 
 
+@pytest.mark.parametrize(("devices", "sweep"), [(("cpu", "cpu"), "cpu"), (("cpu", "cuda"), "memory"), (("cuda",), "memory")])
+def test_the_cpus_sweep_is_named_where_all_runs_are_of_a_cpu(devices, sweep):
+    records = [SimpleNamespace(study="benchmark", config={"device": device, "size": "nano"}) for device in devices]
+    first, *_ = left_out({"Memory": [TagResult("table", "handout_peaks", NO_DATA)]}, records)
+    assert first.endswith(f": stepscope sweep {sweep}")
+
+
 def _cells_of(row: str) -> list[str]:
     return row.strip("| ").split(" | ")
 
