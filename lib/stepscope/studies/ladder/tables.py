@@ -168,7 +168,8 @@ def which_at_tokens(tables: Tables) -> pd.DataFrame:
                             for shape, gains in found.items()}).reindex(AT_TOKENS).dropna(how="all")
     heading = f"context {next(iter(found)).context_length:,}, tokens a step"
     return table(_named(printed, heading), unit="x", note=(
-        "As above; FP8 is beside the last step. –: less than steps differ by, or not measured."))
+        "As above; FP8 is beside the last step. –: less than steps differ by, or one of the two did not fit"
+        " or was not measured."))
 
 
 def which_without(tables: Tables) -> pd.DataFrame:
@@ -176,7 +177,8 @@ def which_without(tables: Tables) -> pd.DataFrame:
     ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
     printed = pd.DataFrame(ratios).reindex(LEFT_OUT).dropna(how="all")
     return table(_named(printed, "the last step without"), unit="x", note=(
-        "GPU time, without the CUDA graph wall time. –: less than steps differ by, or not measured."))
+        "GPU time, without the CUDA graph wall time. Without bf16 weights there are no bf16 moments either."
+        " –: less than steps differ by, or not measured."))
 
 
 def cost(tables: Tables) -> pd.DataFrame:
@@ -216,7 +218,8 @@ def fast_step(tables: Tables) -> pd.DataFrame:
         same = "the ladder's, to its CUDA graph, ms"
         own = _walls(pd.concat(scripts, ignore_index=True)).rename(columns={"same_ms": same})
         return table(_headed(own, "size", "wall_ms", "wall_std_ms", "quartiles", "steps", "gpu_ms",
-                             "operations", "peak_gib", same), note="Beside it the ladder's same lines.")
+                             "operations", "peak_gib", same),
+                     note="The last column is the ladder's step of the same lines.")
     found, counts = {}, []
     for shape, rows in (smallest_ladder(tables), largest_ladder(tables)):
         own = _walls(rows.reindex(RUNGS[:-2]))
