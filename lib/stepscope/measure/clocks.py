@@ -20,9 +20,11 @@ from stepscope.model.training_step import out_of_memory_names
 
 # How many timed steps tell their time, on a GPU: medians of 30 steps, or of two seconds of them, repeat
 # within 1% where the GPU sets the pace. Where the host does, they do not repeat even on a machine alone: what
-# repeats there is the fastest of a hundred. Of steps over a second as many as were asked for are enough.
+# repeats there, as far as anything does, is the fastest of a hundred, or of three seconds of them. A full
+# launch queue makes long steps of a busy GPU look so, too. Of steps over a second as many as were asked for
+# are enough.
 STEPS, STEPS_S, FEWEST, LONG_MS = 30, 2.0, 10, 1000.0
-HOST_STEPS, HOST_STEPS_S, ENQUEUES = 100, 6.0, 0.8
+HOST_STEPS, HOST_STEPS_S, ENQUEUES = 100, 3.0, 0.8
 ALONE, ALONE_S, LONGEST_WAIT_S = 10, 0.3e-3, 10.0
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
@@ -146,9 +148,9 @@ def enough(rows: Sequence[tuple], least: int, device: str) -> bool:
     walls_ms, enqueued_ms = (sum(times) for times in zip(*steps)) if steps else (0, 0)
     if device == "cpu" or len(steps) < least or walls_ms > LONG_MS * len(steps):
         return len(steps) >= least
-    if host_sets_pace(enqueued_ms, walls_ms):
-        return len(steps) >= HOST_STEPS or (len(steps) >= STEPS and walls_ms >= HOST_STEPS_S * 1e3)
-    return len(steps) >= STEPS or (len(steps) >= FEWEST and walls_ms >= STEPS_S * 1e3)
+    by_host = host_sets_pace(enqueued_ms, walls_ms)
+    wanted, seconds = (HOST_STEPS, HOST_STEPS_S) if by_host else (STEPS, STEPS_S)
+    return len(steps) >= wanted or (len(steps) >= FEWEST and walls_ms >= seconds * 1e3)
 
 
 def time_steps(step: Callable[[Phases], Any], steps: int, warmups: int, device: str, *,
