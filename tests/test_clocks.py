@@ -501,12 +501,14 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
                 for number, count in ((0, 700), (1, 1000), (2, 1000)) for at in range(count)]  # of the first some are lost
     captured = SimpleNamespace(operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None)
     ran, asked = [], []
-    monkeypatch.setattr(rates, "time_steps", lambda *_, before: timed(90.0, 5.0, 2.0, 3.0))
+    monkeypatch.setattr(rates, "time_steps", lambda step, steps, warmups, device, before: (
+        before(), {(10, 2, True): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups, gpu_lock.lock_held()])[1])
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     monkeypatch.setattr(rates, "synchronizer", lambda device: lambda: None)
     monkeypatch.setattr(rates, "build_step", lambda config: asked.append(config) or type("Step", (), {
-        "clear_gradients": lambda self: None, "__call__": lambda self, phase: ran.append(phase)})())
-    assert rates.launch_rate("cuda") == (2, 5) and len(ran) == 3
+        "clear_gradients": lambda self: ran.append("cleared"),
+        "__call__": lambda self, phase: ran.append("captured" if gpu_lock.lock_held() else "beside others")})())
+    assert rates.launch_rate("cuda") == (2, 5) and ran == ["cleared", *["cleared", "captured"] * 3]
     assert (asked[0].size, asked[0].batch_size, asked[0].context_length) == ("small", 1, 16), "little to do"
     assert rates.launch_rate("cpu") is None
     captured.operations = captured.operations[:0]

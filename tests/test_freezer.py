@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -89,6 +90,17 @@ def test_others_stand_still_and_go_on_and_know_for_how_long(lock, start, monkeyp
     assert within(lambda: not stopped(other)) and 0.2 <= lasted <= time.monotonic() - began
     assert freezer.frozen_s(began) == 0 and freezer.frozen_s(time.monotonic(), lock, "/runs/other") == 0
     assert freezer.frozen_s(began + 0.1, lock, "/runs/other") < lasted
+
+
+@pytest.mark.parametrize("run, since, seconds", [
+    ("/runs/other", 0, 4 + 1 + 3), ("/runs/other", 12, 2 + 1 + 3), ("/runs/other", 14, 1 + 3), ("/runs/other", 31, 2), ("/runs/other", 40, 0),
+    ("/runs/a run", 0, 1), ("/runs/third", 0, 4 + 3)])
+def test_a_pause_is_what_others_measured_since_then_until_now(lock, monkeypatch, run, since, seconds):
+    monkeypatch.setattr(freezer, "time", SimpleNamespace(monotonic=lambda: 33.0))
+    monkeypatch.delenv(freezer.LOCK, raising=False)
+    assert freezer.frozen_s(since, lock, run) == 0, "nobody has been frozen"
+    Path(f"{lock}.frozen").write_text("freeze 10 /runs/a run\nthaw 14 /runs/a run\nfreeze 20 /runs/third\nthaw 21 \nfreeze 30 /runs/a run\n")
+    assert freezer.frozen_s(since, lock, run) == seconds and freezer.frozen_s(since, None, run) == 0
 
 
 def test_who_is_of_no_run_or_of_another_worker_is_none_of_the_others(lock, start):
