@@ -131,7 +131,9 @@ def test_a_process_is_stopped_whatever_its_name(tmp_path):
     process.send_signal(signal.SIGSTOP)
     assert within(lambda: not freezer._runs(process.pid))
     process.kill()
+    assert within(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE) and not freezer._runs(process.pid)
     process.wait()
+    assert not freezer._runs(process.pid)
 
 
 def test_runs_begin_beside_one_another_and_what_a_killed_one_left_frozen_goes_on(lock, start):

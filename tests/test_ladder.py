@@ -395,6 +395,8 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
     cells, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
     kind = getattr(cells, name)
     made = kind(cells.config, programs)
+    turned = type("Turned", (kind,), {"weights": lambda trainer: dict(reversed(kind.weights(trainer).items()))})(cells.config)
+    assert all(torch.equal(weight, turned.weights()[name]) for name, weight in made.weights().items()), "in whatever order they are"
     first = [made.step().item() for _ in range(3)]
     made.reset(0)
     assert [made.step().item() for _ in range(3)] == first
@@ -417,23 +419,25 @@ def test_a_reset_trains_as_a_fresh_one(cells, name):
 
 def test_a_step_that_does_not_fit_gives_its_memory_back(cells):
     def full(trainer, parameters):
-        raise torch.OutOfMemoryError("no room")
+        raise error
     made, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
-    with pytest.raises(torch.OutOfMemoryError):
-        type("Full", (made.Plain,), {"adamw": full})(made.config, programs)
-    program, = programs.values()
-    assert all(parameter.numel() == 0 for parameter in program.model.parameters())
+    for error in (torch.OutOfMemoryError("no room"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            type("Full", (made.Plain,), {"adamw": full})(made.config, programs)
+        program, = programs.values()
+        assert all(parameter.numel() == 0 for parameter in program.model.parameters())
 
 
-def test_changes_that_differ_in_no_program_share_it(cells):
-    made = cells(ALL_MADE, optimizations=["fp32"])
-    programs = {}
+def test_changes_that_differ_in_no_program_share_it(cells, monkeypatch):
+    made, programs, allowed = cells(ALL_MADE, optimizations=["fp32"]), {}, []
+    monkeypatch.setattr("stepscope.optimizations.trainer.allow_recompiling", allowed.append)
     for kind in (made.SDPA, made.Fused, made.Blocks, type("Again", (made.Blocks,), {}), made.BF16Weights,
                  made.BF16Moments, made.WithoutBF16Weights, made.WithoutBF16Moments):
         kind(made.config, programs).unload()
     assert len(programs) == 3  # a CUDA graph and bf16 moments need no other program
     made.SDPA(made.config, programs, batch=3).unload()
-    assert len(programs) == 4
+    type("InTF32", (made.SDPA,), {"settings": lambda self: None})(made.config, programs).unload()
+    assert len(programs) == len(allowed) == 5 and min(allowed) > 100, "each shape of all of them is compiled"
 
 
 def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
