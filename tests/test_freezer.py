@@ -218,6 +218,16 @@ def test_no_signal_that_asks_it_to_ends_the_freezer(lock, monkeypatch, number):
         assert asked.ask("freeze")
 
 
+def test_what_a_freezer_has_thawed_it_does_not_thaw_again_when_its_run_ends(lock, start):
+    other, asked = start("/runs/other"), freezer.Freezer(lock, "/runs/own")
+    assert asked.ask("freeze") and stopped(other) and asked.ask("thaw")
+    other.send_signal(signal.SIGSTOP)  # by who measures now
+    assert within(lambda: stopped(other))
+    asked.program.stdin.close()
+    asked.program.wait(WITHIN_S)
+    assert stopped(other) and [line.split()[0] for line in Path(f"{lock}.frozen").read_text().splitlines()] == ["freeze", "thaw"]
+
+
 def test_a_run_begins_between_two_measurements(tmp_path, lock, start, tiny, faults):
     folder, records = tmp_path / "run", []
     folder.mkdir()
