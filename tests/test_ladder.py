@@ -182,7 +182,8 @@ def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
         torch.testing.assert_close(mine, theirs, rtol=rtol if mine.dim() else 1e-6, atol=atol)
 
 
-@pytest.mark.parametrize("tokens, chunks", [(CHUNK, [CHUNK]), (2 * CHUNK + 9, [CHUNK, CHUNK, 9]), (16 * CHUNK, [2 * CHUNK] * 8)])
+@pytest.mark.parametrize("tokens, chunks", [(CHUNK, [CHUNK]), (2 * CHUNK + 9, [CHUNK, CHUNK, 9]), (16 * CHUNK, [2 * CHUNK] * 8),
+                                            (16 * CHUNK + 1, [*[2 * CHUNK + 1] * 7, 2 * CHUNK - 6])])
 def test_chunks_are_neither_short_nor_many(monkeypatch, tokens, chunks):
     lengths, logsumexp = [], torch.Tensor.logsumexp
     monkeypatch.setattr(torch.Tensor, "logsumexp", lambda x, *dims, **kept: lengths.append(len(x)) or logsumexp(x, *dims, **kept))
@@ -436,7 +437,10 @@ def test_changes_that_differ_in_no_program_share_it(cells, monkeypatch):
         kind(made.config, programs).unload()
     assert len(programs) == 3  # a CUDA graph and bf16 moments need no other program
     made.SDPA(made.config, programs, batch=3).unload()
-    type("InTF32", (made.SDPA,), {"settings": lambda self: None})(made.config, programs).unload()
+    in_tf32, asked = type("InTF32", (made.SDPA,), {"settings": lambda trainer: asked.append("high")}), []
+    for _ in range(2):
+        in_tf32(made.config, programs).unload()
+    assert asked == ["high"] * 2, "also where the program is there"
     assert len(programs) == len(allowed) == 5 and min(allowed) > 100, "each shape of all of them is compiled"
 
 

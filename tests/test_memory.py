@@ -17,7 +17,7 @@ from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError, measure
 from stepscope.config import ConfigError, configure
-from stepscope.measure import clocks
+from stepscope.measure import clocks, memory_history
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
@@ -233,6 +233,17 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
     before = ranges._domain
     recorded(config_of(SHAPES[0], modes=["forward"]), monkeypatch)
     assert type(ranges._domain) is type(before)
+
+
+def test_workspaces_are_what_is_freed_with_them_and_no_gradient_stays(monkeypatch):
+    with stand_in(monkeypatch):
+        workspaces, forwards = [torch.empty(1000)], []
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
+        step = build_step(config_of(SHAPES[0]).step())
+        step.model.register_forward_hook(lambda *_: forwards.append(1))
+        one = memory_history.record_memory_history(step)
+    assert one.before["workspaces"] == 4000 and len(forwards) == 2, "a warm-up, and the step"
+    assert all(weight.grad is None for weight in step.model.parameters())
 
 
 def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):

@@ -1,4 +1,5 @@
 """The model against independent ones: parameter counts, numerics, FLOPs, and what its operations move."""
+import threading
 from contextlib import contextmanager
 from functools import partial, partialmethod
 
@@ -310,6 +311,33 @@ def test_backward_bears_a_regions_name_in_what_that_region_made_alone(monkeypatc
         annotation.link_backward()
         output.sum().backward()
     assert opened[2:] == ["outer", "inner", "inner"], "sine, product, and the weight's gradient"
+
+
+def test_a_profilers_range_ends_what_its_own_thread_began_last_also_after_an_error(monkeypatch):
+    log, before = [], ranges._domain
+
+    class Opened:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            log.append(f"{self.name} begins")
+
+        def __exit__(self, *error):
+            log.append(f"{self.name} ends")
+    monkeypatch.setattr(torch.profiler, "record_function", Opened)
+    with ranges.nvtx_range("a"):
+        assert not log, "NVTX's"
+    ranges.use_ranges(ranges.ProfilerRanges())
+    try:
+        with ranges.nvtx_range("a"):
+            (other := threading.Thread(target=lambda: ranges._domain.push_range("another thread's"))).start()
+            other.join()
+            with pytest.raises(ZeroDivisionError), ranges.nvtx_range("b"):
+                1 / 0  # noqa: B018
+    finally:
+        ranges.use_ranges(before)
+    assert log == ["a begins", "another thread's begins", "b begins", "b ends", "a ends"]
 
 
 # Out of memory
