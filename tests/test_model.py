@@ -277,6 +277,7 @@ def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
     config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
     asked, own = build_step(config, "forward", "bf16"), build_step(config)
     assert (asked.mode, asked.precision, own.mode, own.precision) == ("forward", "bf16", "forward_backward", "fp16")
+    assert (own.of(precision="fp32").mode, own.of(mode="step").precision) == ("forward_backward", "fp16")
     for step in (asked, own, own.of(precision="fp32")):
         assert step.scaler.is_enabled() == (step.precision == "fp16")
 

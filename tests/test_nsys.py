@@ -376,6 +376,7 @@ def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, st
     assert statuses == {"forward": "ok", "forward_backward": "ok", "step": "oom"}
     assert outcome["modes"]["step"]["reason"] == "while running step: CUDA out of memory."
     assert outcome["inside"] == ["forward"] * 4 + ["forward_backward"] * 4 + ["step"] and not step.optimizer.state
+    assert all(weight.grad is None for weight in step.model.parameters())
 
 
 @pytest.mark.parametrize(("mode", "lasts_ms", "warmups", "steps"), [
