@@ -200,7 +200,8 @@ def test_weights_change_in_mode_step_only_and_forward_alone_is_inference(mode):
     step, grads = build_step(step_config(**SHAPE, mode=mode)), []
     step.model.register_forward_hook(lambda model, args, logits: grads.append(logits.requires_grad))
     before = [parameter.clone() for parameter in step.model.parameters()]
-    step()
+    loss = step()
+    assert loss is None if mode == "forward" else not loss.requires_grad
     changed = [not torch.equal(was, now) for was, now in zip(before, step.model.parameters())]
     assert all(changed) if mode == "step" else not any(changed)
     assert grads == [mode != "forward"] and torch.is_grad_enabled()
