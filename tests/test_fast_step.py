@@ -77,6 +77,8 @@ def test_its_step_is_compiled_where_it_says_and_multiplies_in_bf16(script, make,
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
     model, _, step, _ = make()
     assert compiled == [*model.blocks, "read_out"]
+    script.make_step(model, *torch.zeros(2, 2, 16, dtype=torch.int64), rate := torch.tensor(0.5))
+    assert rate == 0.5, "the caller's is put back"
     tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(tokens)
