@@ -156,7 +156,7 @@ def test_a_notebooks_parameters_are_the_free_fields():
 def test_a_parameter_that_a_notebook_has_not_is_refused():
     own = "import os\nsize = 'nano'\nleft = right = 1\nseed: int = 4\nrun_folder: str = ''"
     given = "# Parameters\nsize = 'tiny'\nright = 2\nsteps = 3\nrun_folder = 'here'\n"
-    require_parameters({"In": ["", own, given, "sise = 1", "# Parameters of mine\nsise = 1"]}, ["steps"])
+    require_parameters({"In": ["", own, given, "# Parameters of mine\nsise = 1", "sise = 1"]}, ["steps"])
     require_parameters({}), require_parameters({"In": [given]})
     for wrong, words in (("sise = 'tiny'", "sise: no such parameter; size may be meant"), ("os = 1", "os: no such")):
         with pytest.raises(ConfigError, match=words):
