@@ -124,6 +124,16 @@ def test_the_ladders_last_step_is_predicted():
     assert max(abs(share) for size, share in off.items() if size != "small") < 0.015 and abs(off["small"]) < 0.05
 
 
+def test_the_ladders_last_step_adds_up_by_hand():
+    config = on_gpu(d_model=4, d_ff=6, num_layers=3, num_heads=2, context_length=8, vocab_size=10, batch_size=2)
+    stream, ffn, rows, tokens, head, parameters = 64, 96, 32, 16, 40, 516
+    saved = 3 * (20 * stream + 6 * ffn + 4 * rows + 8 * tokens)
+    beside, tables, batch = 14 * stream + 6 * ffn + 4 * head + 4 * tokens, 2 * 4 * 8 * 2 + 8 * 8, 2 * 8 * tokens
+    for moment in (2, 4):
+        expected = (4 + 2 + 2 * moment) * parameters + tables + batch + 2 * 32 * MIB + beside + saved
+        assert fit.last_step_bytes(config, moment) == expected and (moment == 4 or fit.last_step_bytes(config) == expected)
+
+
 def test_at_the_ladders_last_steps_peak_all_gradients_can_be_there():
     """Of a short context blocks save less than the gradients take that are there where backward ends."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
@@ -211,6 +221,14 @@ def test_the_terminals_table_has_each_number_under_its_heading():
     assert printed["peak, GiB"] == [f"{row.peak_gib:.2f}" for row in rows]
 
 
+@pytest.mark.parametrize("context_length", [16, 1024])
+def test_each_row_is_of_the_step_that_it_names(context_length):
+    fast = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
+    steps = [on_gpu(size="large", context_length=context_length, batch_size=3, vocab_size=700, **fields) for fields in ({}, fast, fast, {})]
+    expected = [accounting.peak(step, "step", blocks).allocated for step, blocks in zip(steps, (0, 0, 1))] + [fit.last_step_bytes(steps[3], 2)]
+    assert [row.peak_gib * GIB for row in fit.fit(steps[0], 80)] == expected and len({*expected}) >= 3
+
+
 def test_fits_tight_and_not():
     config = on_gpu(size="small", context_length=512)
     peak_gib = fit.fit(config, 80)[0].peak_gib
@@ -248,7 +266,7 @@ def test_the_largest_size_fits_and_the_next_does_not():
 
 def test_what_fits_is_told_of_the_written_steps_whatever_step_is_asked_about():
     plain = on_gpu(size="small", context_length=512)
-    other = on_gpu(size="small", context_length=512, precision="bf16", attention="sdpa", optimizer="fused")
+    other = on_gpu(size="small", context_length=512, precision="bf16", attention="sdpa", optimizer="fused", compile="blocks")
     assert fit.fit(other, 24) == fit.fit(plain, 24) and fit.grid(other, [512], 24) == fit.grid(plain, [512], 24)
     assert fit.grid(plain.model_copy(update={"device": "cpu"}), [512], 24) == fit.grid(plain, [512], 24)
 

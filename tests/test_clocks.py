@@ -501,12 +501,14 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
                 for number, count in ((0, 700), (1, 1000), (2, 1000)) for at in range(count)]  # of the first some are lost
     captured = SimpleNamespace(operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None)
     ran, asked = [], []
-    monkeypatch.setattr(rates, "time_steps", lambda *_, before: timed(90.0, 5.0, 2.0, 3.0))
+    monkeypatch.setattr(rates, "time_steps", lambda step, steps, warmups, device, before: (
+        before(), {(10, 2, True): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups, gpu_lock.lock_held()])[1])
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     monkeypatch.setattr(rates, "synchronizer", lambda device: lambda: None)
     monkeypatch.setattr(rates, "build_step", lambda config: asked.append(config) or type("Step", (), {
-        "clear_gradients": lambda self: None, "__call__": lambda self, phase: ran.append(phase)})())
-    assert rates.launch_rate("cuda") == (2, 5) and len(ran) == 3
+        "clear_gradients": lambda self: ran.append("cleared"),
+        "__call__": lambda self, phase: ran.append("captured" if gpu_lock.lock_held() else "beside others")})())
+    assert rates.launch_rate("cuda") == (2, 5) and ran == ["cleared", *["cleared", "captured"] * 3]
     assert (asked[0].size, asked[0].batch_size, asked[0].context_length) == ("small", 1, 16), "little to do"
     assert rates.launch_rate("cpu") is None
     captured.operations = captured.operations[:0]
@@ -539,19 +541,24 @@ def test_power_is_unknown_where_the_counter_is():
 
 def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    seen = iter([*warm, *(Reading(t, 1980.0, 5000 + 300.0 * (t - 5)) for t in (8.0, 9.0, 11.0, 13.0))])
+    steps = ((8.0, 1980.0), (9.0, 1900.0), (11.0, 1600.0), (13.0, 1500.0))
+    seen = iter([*warm, *(Reading(t, mhz, 5000 + 300.0 * (t - 5)) for t, mhz in steps)])
     monkeypatch.setattr(power, "reading", lambda: next(seen))
     own = power.Power("cuda")
     for _ in range(5 + 4):
         own.read()
-    assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1980, "power_w": 300, "step_j": 600})
+    assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1750, "power_w": 300, "step_j": 600})
+    own.readings = own.readings[-4:]  # without warm-ups nothing is read before the first step
+    assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1750, "power_w": 300, "step_j": 300 * 5 / 3})
+    own.readings = own.readings[-1:]
+    assert own.per_step(1) == pytest.approx({"sm_clock_mhz": 1500, "power_w": math.nan, "step_j": math.nan}, nan_ok=True)
 
 
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
     monitor = SimpleNamespace(seconds=0.4, power_w=250.0)
     monkeypatch.setattr(power, "PowerMonitor", lambda: nullcontext(monitor))
-    monkeypatch.setattr(power, "keep_up", lambda step, device, seconds, before: 8)
-    assert power.kept_up_power(None, "cuda") == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
+    monkeypatch.setattr(power, "keep_up", lambda step, device, seconds, before: {(2.0, "clear"): 8}[seconds, before])
+    assert power.kept_up_power(None, "cuda", "clear") == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
     assert power.kept_up_power(None, "cpu") == {} == power.Power("cpu").per_step(3)
     short = power.Power("cuda")
     short.readings = [Reading(t, 1980.0, 100 * t) for t in np.linspace(0, 0.2, 11)]
@@ -566,6 +573,7 @@ def test_a_monitor_reads_from_a_thread_until_it_is_left():
         seen.append(time.monotonic() - began)
         return Reading(seen[-1], 1000.0, 200.0 * seen[-1])
     with PowerMonitor(read) as monitor:
+        assert monitor.readings, "one of the begin"
         while len(seen) < 6:
             time.sleep(0.01)
     assert len(monitor.readings) == len(seen) and not monitor.thread.is_alive()

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from conftest import TINY
+from reports import RUNS
 from stepscope.config import (
     EDITIONS,
     PRECISIONS,
@@ -47,11 +48,21 @@ def test_a_run_id_names_the_configuration_whatever_spelled_it(tiny):
     assert len({config.run_id for config in (tiny(), *changed)}) == len(changed) + 1
 
 
+def test_the_reference_has_the_run_ids_of_its_configurations():
+    """A hash that changed would measure all of it anew."""
+    read = [json.loads(file.read_text()) for file in RUNS.glob("*/*/record.json")]
+    records = [record for record in read if record["study"] != "ladder" or record["schema_version"] > 2]  # of before: other names
+    changed = {record["run_id"] for record in records if configure(**record["config"]).run_id != record["run_id"]}
+    assert records and not changed
+
+
 def test_runs_that_differ_have_labels_that_differ(tiny):
     configs = [tiny(), tiny(seed=1), tiny(optimizer="fused"), tiny(compile="blocks"), tiny(repeat=2),
                tiny(study="ladder", batches=[1, 2]), tiny(size=None, d_model=8, d_ff=3, num_layers=1, num_heads=2)]
     assert len({config.label for config in configs}) == len(configs)
     assert "batches 1/2" in configs[5].label and "optimizer fused" in configs[2].label
+    assert configs[0].shape == "nano" and configs[6].label.startswith("benchmark d8-f3-l1-h2 ctx8 ")
+    assert {*configs[6].run_id.split("-")} > {"d8", "f3", "l1", "h2", "ctx8", "fp32"}
 
 
 @pytest.mark.parametrize("name, edition, size", [
@@ -63,7 +74,7 @@ def test_a_size_has_one_name_a_year(name, edition, size):
 
 @pytest.mark.parametrize("name, edition, words", [
     ("2.7B", 2026, "calls 2.7B xl"), ("10B", 2025, "2025 edition has small"), ("small", 2024, "2025 and 2026"),
-    ("huge", None, "known sizes are small"), (3, None, "known sizes"), ("xl", "2026", "editions are"),
+    ("huge", None, "known sizes are small"), (3, None, "known sizes"), ("xl", "2026", "editions are"), ("xl", 0, "editions are"),
     (["xl"], 2026, "2026 edition has")])
 def test_a_size_that_is_none_is_refused(name, edition, words):
     with pytest.raises(ConfigError, match=words):
@@ -100,6 +111,22 @@ def test_an_error_says_the_field_what_it_was_and_what_is_allowed(tiny, fields, w
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("field, least, most", [
+    ("context_length", 1, 2**24), ("batch_size", 1, 2**20), ("timed_steps", 1, 10**6), ("warmup_steps", 0, 10**6),
+    ("vocab_size", 2, 2**24), ("seed", 0, 2**63 - 1), ("num_layers", 1, 10_000), ("d_ff", 1, 2**20), ("d_model", 2, 2**20)])
+def test_a_number_has_its_bounds(tiny, field, least, most):
+    own = {"size": None, "d_model": 2, "d_ff": 3, "num_layers": 1, "num_heads": 1}
+    assert [getattr(tiny(**own | {field: number}), field) for number in (least, most)] == [least, most]
+    for number in (least - 1, most + 1 + (field == "d_model")):  # an odd width is refused for its odd heads
+        with pytest.raises(ConfigError, match=f"{field}: got {number}"):
+            tiny(**own | {field: number})
+    if field in own:
+        with pytest.raises(ConfigError, match=f"{field}: not given"):
+            tiny(**own | {field: None})
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(tiny(), field, least)
+
+
 def test_a_study_that_is_none_is_refused():
     for study in ("warmup", 3, None):
         with pytest.raises(ConfigError, match="known studies are benchmark"):
@@ -110,6 +137,9 @@ def test_the_plain_step_of_a_run_has_its_own_fields_and_the_changes(tiny):
     step = tiny(study="ladder", seed=3).step(attention="sdpa", device="cuda")
     assert type(step) is StepConfig and step.attention == "sdpa" and step.device == "cuda"
     assert step.seed == 3 and step.size == "nano" and step.vocab_size == TINY["vocab_size"]
+    own = StepConfig(device="cpu", size="micro", vocab_size=51, context_length=9, batch_size=2, precision="bf16", warmup_steps=1,
+                     timed_steps=3, seed=4, mode="forward", attention="sdpa", compile="blocks", optimizer="fused")
+    assert own.step() == own
     with pytest.raises(ValidationError):
         tiny().step(attention="none")
 
@@ -119,12 +149,14 @@ def test_a_notebooks_parameters_are_the_free_fields():
              "device": "cpu", "run_folder": "", "batch_size": None}
     config = from_notebook("ladder", names)  # whose mode is fixed
     assert (config.size, config.seed, config.mode, config.batch_size) == ("nano", 4, "step", 4)
+    config = from_notebook("benchmark", names | {"warmup_steps": 0, "optimizer": "fused"})
+    assert (config.warmup_steps, config.optimizer) == (0, "fused"), "0 is given, and of two values each can be"
 
 
 def test_a_parameter_that_a_notebook_has_not_is_refused():
     own = "import os\nsize = 'nano'\nleft = right = 1\nseed: int = 4\nrun_folder: str = ''"
     given = "# Parameters\nsize = 'tiny'\nright = 2\nsteps = 3\nrun_folder = 'here'\n"
-    require_parameters({"In": ["", own, given, "sise = 1"]}, ["steps"])
+    require_parameters({"In": ["", own, given, "# Parameters of mine\nsise = 1", "sise = 1"]}, ["steps"])
     require_parameters({}), require_parameters({"In": [given]})
     for wrong, words in (("sise = 'tiny'", "sise: no such parameter; size may be meant"), ("os = 1", "os: no such")):
         with pytest.raises(ConfigError, match=words):
@@ -147,6 +179,8 @@ def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):
         require_device(tiny(precision="tf32"))
     with pytest.raises(ConfigError, match="sees no CUDA GPU"):
         require_device(tiny(device="cuda"))
+    for precision in {*PRECISIONS} - {"tf32"}:
+        require_device(tiny(precision=precision))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "T4")

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from stepscope import PACKAGE
+from stepscope.config import StepConfig
+from stepscope.model.transformer import TransformerLM
 
 SCRIPT = PACKAGE / "report" / "chapters" / "fast_step.py"
 CHAPTER = SCRIPT.with_name("01-which-change.md")
@@ -52,6 +54,55 @@ def test_the_script_runs_and_says_milliseconds(script, capsys):
     assert "ms a step on" in capsys.readouterr().out
 
 
+NAMES = {"norm1": "attention_norm", "norm2": "ffn_norm", "norm": "final_norm", "down": "ffn.down_proj", "gate": "ffn.gate_proj",
+         "up": "ffn.up_proj", **{name: f"attention.{name}_proj" for name in "qkvo"}}
+
+
+def test_its_model_is_the_librarys(script):
+    torch.manual_seed(0)
+    model = script.Model(32, 64, 2, 2, 50, 16)
+    other = TransformerLM(StepConfig(device="cpu", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50, context_length=16))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # large, so that the norms' eps is nothing
+            weight.copy_(torch.randn_like(weight) * (0.3 if "blocks" in name else 1))
+            other.get_parameter(".".join(NAMES.get(part, part) for part in name.split("."))).copy_(weight)
+    tokens = torch.randint(50, (3, 16))
+    torch.testing.assert_close(model(tokens), other(tokens), rtol=1e-4, atol=1e-4)
+    assert len([*model.parameters()]) == len([*other.parameters()]) and model(tokens).std() > 1
+
+
+def test_its_step_is_compiled_where_it_says_and_multiplies_in_bf16(script, make, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function.__name__) or function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
+    model, _, step, _ = make()
+    assert compiled == [*model.blocks, "read_out"]
+    script.make_step(model, *torch.zeros(2, 2, 16, dtype=torch.int64), rate := torch.tensor(0.5))
+    assert rate == 0.5, "the caller's is put back"
+    tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(tokens)
+    assert logits.dtype == torch.bfloat16
+    assert step().item() == torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
+
+
+def test_the_script_times_the_steps_after_the_first(script, monkeypatch, capsys):
+    now, made = [100.0], []
+
+    def make_step(*of):
+        def step():
+            now[0] += 7.0 if now[0] == 100 else 0.5
+            return torch.tensor(now[0])
+        return made.append(of) or step, None
+    monkeypatch.setattr(script, "make_step", make_step)
+    monkeypatch.setattr(script, "default_timer", lambda: now[0])
+    assert script.main([*TINY, "--clip=0.5"]) == 500
+    ((model, tokens, targets, rate, clip),) = made
+    assert tokens.shape == targets.shape == (2, 16) and not torch.equal(tokens, targets) and (rate.item(), clip) == (pytest.approx(3e-4), 0.5)
+    assert model.embedding.weight.shape == model.head.weight.shape == (50, 32) and model.blocks[0].cos.shape == (16, 16)
+    assert "loss 107.0000 to 108.0000" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
 def test_its_step_trains(script, make, monkeypatch, ours):
     """With torch's AdamW, and with what the chapter shows in its place: weights are bf16 then."""
@@ -92,10 +143,12 @@ def test_making_the_step_changes_nothing(make):
 
 def test_gradients_are_clipped_where_it_is_asked_for(make):
     for clip in (None, 0.01):
-        model, _, step, _ = make(clip=clip)
+        model, _, step, optimizer = make(clip=clip)
+        norms = []
+        optimizer.register_step_pre_hook(lambda *_, model=model, norms=norms: norms.append(
+            torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))
         step()
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-        assert norm > 0.1 if clip is None else norm == pytest.approx(0.01, rel=1e-4)
+        assert norms[0] > 0.1 if clip is None else norms == pytest.approx([0.01], rel=1e-4)
 
 
 def test_a_resume_equals_no_interruption_to_the_bit(script, make):
@@ -114,6 +167,17 @@ def test_a_resume_equals_no_interruption_to_the_bit(script, make):
     assert places == [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()]
     for own, one in zip(model.parameters(), other.parameters()):
         assert torch.equal(own, one)
+
+
+def test_what_is_not_this_optimizers_state_is_refused(script, make):
+    *_, optimizer = make()
+    saved = optimizer.state_dict()
+    state, groups = saved["state"], saved["param_groups"]
+    turned = {key: one.t() if one.dim() == 2 else one for key, one in state[0].items()}
+    for wrong in ({"state": {0: state[0]}}, {"param_groups": 2 * groups}, {"state": state | {0: turned}}):
+        with pytest.raises(ValueError):
+            script.resume(optimizer, saved | wrong)
+    script.resume(optimizer, saved)
 
 
 def test_the_copied_block_is_short_and_names_every_change():

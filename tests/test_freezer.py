@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -91,6 +92,17 @@ def test_others_stand_still_and_go_on_and_know_for_how_long(lock, start, monkeyp
     assert freezer.frozen_s(began + 0.1, lock, "/runs/other") < lasted
 
 
+@pytest.mark.parametrize("run, since, seconds", [
+    ("/runs/other", 0, 4 + 1 + 3), ("/runs/other", 12, 2 + 1 + 3), ("/runs/other", 14, 1 + 3), ("/runs/other", 31, 2), ("/runs/other", 40, 0),
+    ("/runs/a run", 0, 1), ("/runs/third", 0, 4 + 3)])
+def test_a_pause_is_what_others_measured_since_then_until_now(lock, monkeypatch, run, since, seconds):
+    monkeypatch.setattr(freezer, "time", SimpleNamespace(monotonic=lambda: 33.0))
+    monkeypatch.delenv(freezer.LOCK, raising=False)
+    assert freezer.frozen_s(since, lock, run) == 0, "nobody has been frozen"
+    Path(f"{lock}.frozen").write_text("freeze 10 /runs/a run\nthaw 14 /runs/a run\nfreeze 20 /runs/third\nthaw 21 \nfreeze 30 /runs/a run\n")
+    assert freezer.frozen_s(since, lock, run) == seconds and freezer.frozen_s(since, None, run) == 0
+
+
 def test_who_is_of_no_run_or_of_another_worker_is_none_of_the_others(lock, start):
     own, other = start("/runs/own"), start("/runs/other")
     for environment in ({freezer.LOCK: lock}, {freezer.LOCK: f"{lock}2", freezer.RUN: "/runs/third"}):
@@ -119,7 +131,9 @@ def test_a_process_is_stopped_whatever_its_name(tmp_path):
     process.send_signal(signal.SIGSTOP)
     assert within(lambda: not freezer._runs(process.pid))
     process.kill()
+    assert within(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE) and not freezer._runs(process.pid)
     process.wait()
+    assert not freezer._runs(process.pid)
 
 
 def test_runs_begin_beside_one_another_and_what_a_killed_one_left_frozen_goes_on(lock, start):
@@ -202,6 +216,16 @@ def test_no_signal_that_asks_it_to_ends_the_freezer(lock, monkeypatch, number):
         assert os.getsid(process.pid) == process.pid and not {freezer.LOCK, freezer.RUN} & {*process.environ()}, "outlives its run"
         asked.program.send_signal(number)
         assert asked.ask("freeze")
+
+
+def test_what_a_freezer_has_thawed_it_does_not_thaw_again_when_its_run_ends(lock, start):
+    other, asked = start("/runs/other"), freezer.Freezer(lock, "/runs/own")
+    assert asked.ask("freeze") and stopped(other) and asked.ask("thaw")
+    other.send_signal(signal.SIGSTOP)  # by who measures now
+    assert within(lambda: stopped(other))
+    asked.program.stdin.close()
+    asked.program.wait(WITHIN_S)
+    assert stopped(other) and [line.split()[0] for line in Path(f"{lock}.frozen").read_text().splitlines()] == ["freeze", "thaw"]
 
 
 def test_a_run_begins_between_two_measurements(tmp_path, lock, start, tiny, faults):

@@ -17,7 +17,7 @@ from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError, measure
 from stepscope.config import ConfigError, configure
-from stepscope.measure import clocks
+from stepscope.measure import clocks, memory_history
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
@@ -94,7 +94,7 @@ def after_loss(config):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_say(shape, precision, monkeypatch):
     config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
-    _, recordings = recorded(config, monkeypatch)
+    step, recordings = recorded(config, monkeypatch)
     rows = history.tables(config, recordings)["peaks"]
     for mode in config.modes:
         whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
@@ -105,6 +105,7 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
         assert (whole["peak_in"], whole["region"]) == (top.phase, top.operation.partition(":")[0]) and whole["allocation_gib"] > 0
         assert np.array_equal([whole["layer"]], np.array([top.layer], float), equal_nan=True)
     one = recordings[1]
+    assert len(one.gradients) == len([*step.model.parameters()]), "each is known by its address"
     table, end = history.classified(one, config), history._ends(one)[1]
     live = dict(zip(LIVE, history.live_bytes(table)[:, end] + [one.before.get(kind, 0) for kind in LIVE]))
     assert live == {kind: after_loss(config)[kind] for kind in LIVE}
@@ -233,6 +234,19 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
     before = ranges._domain
     recorded(config_of(SHAPES[0], modes=["forward"]), monkeypatch)
     assert type(ranges._domain) is type(before)
+
+
+def test_workspaces_are_what_is_freed_with_them_and_no_gradient_stays(monkeypatch):
+    with stand_in(monkeypatch):
+        workspaces, forwards = [torch.empty(1000)], []
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
+        step = build_step(config_of(SHAPES[0]).step())
+        step.model.register_forward_hook(lambda *_: forwards.append(1))
+        one = memory_history.record_memory_history(step)
+    assert one.before["workspaces"] == 4000 and len(forwards) == 2, "a warm-up, and the step"
+    assert all(weight.grad is None for weight in step.model.parameters())
+    states = [memory_history.living(step.of(mode=mode))["optimizer state"] for mode in ("forward", "step")]
+    assert states[0] == 0 < states[1], "not the other modes'"
 
 
 def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):

@@ -2,6 +2,8 @@
 import inspect
 from fractions import Fraction
 from itertools import count, groupby
+from pathlib import Path
+from pydoc_data import topics
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,6 +178,10 @@ def test_training_is_over_the_same_text_from_the_same_weights(config, monkeypatc
 def test_the_text_is_the_same_whoever_asks():
     first, again = (text_batches(3, 2, 16) for _ in range(2))
     assert first.shape == (3, 2, 17) and torch.equal(first, again) and first.min() >= 0 and first.max() < 256
+    assert torch.equal(first.flatten(0, 1), text_batches(6, 1, 16).flatten(0, 1)), "whatever the batch"
+    text = Path(topics.__file__).read_bytes()
+    assert all(bytes(row.tolist()) in text for row in first.flatten(0, 1)) and len(first.flatten(0, 1).unique(dim=0)) == 6
+    assert bytes(text_batches(1, 1, len(text) - 1).flatten().tolist()) == text, "to its end"
 
 
 # A run

@@ -1,4 +1,5 @@
 """The model against independent ones: parameter counts, numerics, FLOPs, and what its operations move."""
+import threading
 from contextlib import contextmanager
 from functools import partial, partialmethod
 
@@ -199,7 +200,8 @@ def test_weights_change_in_mode_step_only_and_forward_alone_is_inference(mode):
     step, grads = build_step(step_config(**SHAPE, mode=mode)), []
     step.model.register_forward_hook(lambda model, args, logits: grads.append(logits.requires_grad))
     before = [parameter.clone() for parameter in step.model.parameters()]
-    step()
+    loss = step()
+    assert loss is None if mode == "forward" else not loss.requires_grad
     changed = [not torch.equal(was, now) for was, now in zip(before, step.model.parameters())]
     assert all(changed) if mode == "step" else not any(changed)
     assert grads == [mode != "forward"] and torch.is_grad_enabled()
@@ -276,6 +278,7 @@ def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
     config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
     asked, own = build_step(config, "forward", "bf16"), build_step(config)
     assert (asked.mode, asked.precision, own.mode, own.precision) == ("forward", "bf16", "forward_backward", "fp16")
+    assert (own.of(precision="fp32").mode, own.of(mode="step").precision) == ("forward_backward", "fp16")
     for step in (asked, own, own.of(precision="fp32")):
         assert step.scaler.is_enabled() == (step.precision == "fp16")
 
@@ -310,6 +313,33 @@ def test_backward_bears_a_regions_name_in_what_that_region_made_alone(monkeypatc
         annotation.link_backward()
         output.sum().backward()
     assert opened[2:] == ["outer", "inner", "inner"], "sine, product, and the weight's gradient"
+
+
+def test_a_profilers_range_ends_what_its_own_thread_began_last_also_after_an_error(monkeypatch):
+    log, before = [], ranges._domain
+
+    class Opened:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            log.append(f"{self.name} begins")
+
+        def __exit__(self, *error):
+            log.append(f"{self.name} ends")
+    monkeypatch.setattr(torch.profiler, "record_function", Opened)
+    with ranges.nvtx_range("a"):
+        assert not log, "NVTX's"
+    ranges.use_ranges(ranges.ProfilerRanges())
+    try:
+        with ranges.nvtx_range("a"):
+            (other := threading.Thread(target=lambda: ranges._domain.push_range("another thread's"))).start()
+            other.join()
+            with pytest.raises(ZeroDivisionError), ranges.nvtx_range("b"):
+                1 / 0  # noqa: B018
+    finally:
+        ranges.use_ranges(before)
+    assert log == ["a begins", "another thread's begins", "b begins", "b ends", "a ends"]
 
 
 # Out of memory

@@ -5,6 +5,7 @@ import json
 import shutil
 import sys
 import tempfile
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -375,6 +376,7 @@ def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, st
     assert statuses == {"forward": "ok", "forward_backward": "ok", "step": "oom"}
     assert outcome["modes"]["step"]["reason"] == "while running step: CUDA out of memory."
     assert outcome["inside"] == ["forward"] * 4 + ["forward_backward"] * 4 + ["step"] and not step.optimizer.state
+    assert all(weight.grad is None for weight in step.model.parameters())
 
 
 @pytest.mark.parametrize(("mode", "lasts_ms", "warmups", "steps"), [
@@ -395,7 +397,7 @@ def test_warm_ups_and_plain_steps_are_as_many_as_their_time_asks_for(monkeypatch
 
 
 def test_every_mode_is_plain_before_any_is_captured_and_long_steps_are_fewer(monkeypatch, step, ranged):
-    order = []
+    order, freed = [], []
 
     def plain(self, least, until_enough):
         order.append(("plain", self.step.mode))
@@ -404,28 +406,40 @@ def test_every_mode_is_plain_before_any_is_captured_and_long_steps_are_fewer(mon
         return pd.DataFrame({"wall_ms": [{"step": 500.0, "forward": 499.0}[self.step.mode]], "enqueue_ms": 0.5})
     monkeypatch.setattr(profiled_process.ProfiledMode, "plain", plain)
     monkeypatch.setattr(profiled_process.ProfiledMode, "captured", lambda self, named: order.append((named, self.step.mode)) or 7.0)
-    monkeypatch.setattr(profiled_process, "replay", lambda *_, **__: order.append("replay"))
+    monkeypatch.setattr(profiled_process, "replay", lambda step, *_, **__: order.append((step.mode, "replayed")))
+    monkeypatch.setattr(profiled_process, "release", lambda device, after_error: freed.append(after_error))
     outcome = profiled_process.profile(step, ranged, lambda: order.append("capture"))
     captured = [(named, mode) for mode, others in (("forward", 3), ("step", 2)) for named in (True, *[False] * others)]
     assert [*dict.fromkeys(order[:order.index("capture")])] == [("plain", mode) for mode in reversed(PHASES)]
-    assert order[order.index("capture"):] == ["capture", *captured, "replay"] and outcome["inside"] == [mode for _, mode in captured]
+    assert order[order.index("capture"):] == ["capture", *captured, ("forward", "replayed")] and freed == [False, True, *[False] * 3]
+    assert [one["plain_ms"] for one in outcome["modes"].values()] == [[499.0], [], [500.0]] and outcome["inside"] == [mode for _, mode in captured]
     assert [len(one["captured_ms"]) for one in outcome["modes"].values()] == [4, 0, 3]
     assert outcome["modes"]["forward_backward"]["reason"] == "while running forward_backward: no room."
 
 
-@pytest.mark.parametrize("fits", [True, False])
-def test_the_profiled_process_says_how_long_it_waited_and_had_the_gpu(monkeypatch, tmp_path, step, fits):
+@pytest.mark.parametrize("tool, fits", [("torch", True), ("nsys", False)])
+def test_the_profiled_process_says_how_long_it_waited_and_had_the_gpu(monkeypatch, tmp_path, step, tool, fits):
+    order, times, ranges_before = [], iter([10.0, 13.0, 20.0]), step_ranges._domain
+
     def build(config):
+        order.append("built")
         if not fits:
             raise torch.OutOfMemoryError("no room. Including much")
-    idle, ranges_before = [], step_ranges._domain
-    for name, answer in {"default_timer": iter([10.0, 13.0, 20.0]).__next__, "wait_until_idle": idle.append, "build_step": build,
-                         "profile": lambda *_: {"inside": ["step"], "modes": {}}, "use_ranges": lambda ranges: None}.items():
+
+    @contextmanager
+    def exclusive():
+        order.append("locked")
+        yield
+        order.append("free")
+    for name, answer in {"default_timer": lambda: order.append("time") or next(times), "wait_until_idle": order.append, "build_step": build,
+                         "profile": lambda *_: {"inside": ["step"], "modes": {}}, "exclusive": exclusive,
+                         "use_ranges": lambda ranges: order.append(type(ranges))}.items():
         monkeypatch.setattr(profiled_process, name, answer)
     (tmp_path / "ranged.py").write_text("def ranged(): pass")
-    profiled_process.main("torch", tmp_path, step.config)
+    profiled_process.main(tool, tmp_path, step.config)
     outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert (outcome["waited_s"], outcome["exclusive_s"], idle) == (3, 7, ["cpu"]) and step_ranges._domain is ranges_before
+    assert (outcome["waited_s"], outcome["exclusive_s"]) == (3, 7) and step_ranges._domain is ranges_before
+    assert order == [*[step_ranges.ProfilerRanges] * (tool == "torch"), "time", "locked", "cpu", "time", "built", "time", "free"]
     assert outcome["inside"] == ["step"] * fits and {(one["status"], one["reason"]) for one in outcome["modes"].values()} == (
         set() if fits else {("oom", "no room.")})
 

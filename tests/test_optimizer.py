@@ -85,6 +85,8 @@ def test_parameters_come_as_a_model_a_list_or_with_names():
     assert list(MasterAdamW(model.values()).masters()) == ["0", "1"]
     assert model["matrix"].dtype == torch.bfloat16
     assert list(MasterAdamW(checks.tried().named_parameters()).masters()) == ["matrix", "vector"]
+    groups = [{"params": [each]} for each in checks.tried().named_parameters()]
+    assert list(MasterAdamW(groups).masters()) == ["matrix", "vector"]
 
 
 def test_a_closure_gives_its_loss_and_gradients():
@@ -162,7 +164,7 @@ def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_canno
         assert tabled._gradients().tolist() == addresses != eager.tolist()
     assert torch.equal(tabled.table, eager), "a graph has a table of its own"
     weight = tabled.parameters[1]
-    for wrong in (torch.zeros(70, 9).bfloat16().t(), torch.zeros(70 * 9 + 8).bfloat16()[1:-7].view(9, 70)):
+    for wrong in (torch.zeros(70, 9).bfloat16().t(), torch.zeros(70 * 9 + 8).bfloat16()[4:-4].view(9, 70)):
         weight.grad = wrong
         with pytest.raises(RuntimeError, match="1: the gradient is not contiguous"):
             tabled._gradients()
@@ -269,6 +271,24 @@ def test_training_can_go_on_in_fp8():
     assert torch.equal(master, own.masters()["2.weight"])
     restored = fp8.layouts(weight.detach())[0].float() * weight.fp8_scale
     assert (restored - master).abs().max() < master.abs().max() / 16
+
+
+@pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
+def test_where_a_state_dict_lacks_a_scale_the_masters_give_it(before):
+    """Weights have grown a hundredfold, so that a scale of before would not hold them."""
+    pair = []
+    for eight_bits in (before, [0, 1]):
+        model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+        fp8.use_fp8(nn.ModuleList(model[index] for index in eight_bits))
+        pair.append(MasterAdamW(model))
+    own, other = pair
+    own.master.mul_(100)
+    own.reset()
+    other.load_state_dict(own.state_dict())
+    for name, master in own.masters().items():
+        weight = other.named[name]
+        restored = fp8.layouts(weight.detach())[0].float() * weight.fp8_scale
+        assert (restored - master).abs().max() < master.abs().max() / 16, name
 
 
 @MOMENTS
