@@ -315,6 +315,7 @@ def test_all_that_the_host_times_is_timed_before_anything_is_captured(stepwise, 
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16", "seed": 1}, {"precision": "fp16", "optimizer": "fused"}])
 def test_the_cells_step_gives_the_weights_of_the_librarys(fields):
     names = run_cells("benchmark", until="def timed(", **QUICK | fields)
+    assert torch.get_float32_matmul_precision() == "highest"
     theirs, differentiable, losses = build_step(Config(**QUICK | fields)), [], []
     before = [weight.clone() for weight in theirs.model.parameters()]
     names["model"].register_forward_hook(lambda model, given, logits: differentiable.append(logits.requires_grad))
@@ -327,7 +328,7 @@ def test_the_cells_step_gives_the_weights_of_the_librarys(fields):
             names["step"](mode)
             theirs.clear_gradients()
             theirs.of(mode)()
-    assert differentiable == [True, True, False] * 3 and torch.get_float32_matmul_precision() == "highest"
+    assert differentiable == [True, True, False] * 3
     assert {loss.dtype for loss in losses} == {torch.float32}
     weights = [*theirs.model.parameters()]
     assert all(map(torch.equal, names["model"].parameters(), weights))
