@@ -29,7 +29,7 @@ from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.trainer import Unsupported
 from stepscope.report.tables import number
-from stepscope.studies.ladder import bounds, checks, tables
+from stepscope.studies.ladder import bounds, checks, tables, training
 from stepscope.studies.ladder.config import BASELINES, FILLED, LEFT_OUT, RUNGS, WITHOUT
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.attribution import TraceError
@@ -294,9 +294,12 @@ def test_an_fp8_layer_that_nobody_writes_says_so():
 def test_of_trained_weights_the_gradient_is_taken_again(cells, monkeypatch):
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
     monkeypatch.setattr("stepscope.model.text.text_batches", lambda steps, *sizes: text_batches(min(steps, 4), *sizes))
+    losses, trained_on = training.losses, []
+    monkeypatch.setattr(training, "losses", lambda trainer, text, seed: trained_on.append(text) or losses(trainer, text, seed))
     with torch.compiler.set_stance("force_eager"):
         made = cells("def filling_batch", optimizations=["fp32", "bf16_moments", "fp8"], batches=[2, 1])
     rows = {change: row for (change, batch), row in made.rows.items() if batch == 2}
+    assert made.text.shape[:2] == (4, 2) and torch.equal(*trained_on, made.text[:-1])
     assert not any("trained_gradient_error" in row for (_, batch), row in made.rows.items() if batch == 1)
     assert "trained_gradient_error" not in rows["fp32"]
     assert 0 < rows["bf16_moments"]["trained_gradient_error"] < rows["fp8"]["trained_gradient_error"] < 0.5
