@@ -552,7 +552,7 @@ def test_a_step_warms_up_as_often_as_its_kind_needs_and_on_a_gpu_until_the_clock
         assert done == [(launched, needed), (launched, 4)][:1 + on_gpu]
 
 
-def test_a_first_pass_steps_the_optimizer_and_leaves_no_gradients_and_what_has_ended_is_visited_no_more(cells):
+def test_a_first_pass_steps_the_optimizer_and_leaves_no_gradients_and_what_has_ended_is_visited_no_more(cells, monkeypatch):
     made, log = cells("time_cases(Plain)"), []
     trainer = SimpleNamespace(gradients=lambda: log.append("gradients") or torch.ones(()), compiles=False, name="its", batch=1, baseline=True,
                               optimizer=SimpleNamespace(step=lambda: log.append("step")), clear_gradients=lambda: log.append("clear"))
@@ -561,6 +561,11 @@ def test_a_first_pass_steps_the_optimizer_and_leaves_no_gradients_and_what_has_e
     made.rows["its", 1] = {"status": "oom", "reason": "no room"}
     made.visit(("its", 1), log.append)
     assert len(log) == 3 and made.rows["its", 1] == {"status": "oom", "reason": "no room"}
+    monkeypatch.setattr(training, "train", lambda *_: log.append("trained"))
+    made.time_one.__globals__.update(settled=lambda trainer: 1.0, stretch=lambda *_: {}, config=made.config.model_copy(update={"training_steps": 2}))
+    for batch in (1, 2, 2):  # the last is measured again
+        made.time_one(SimpleNamespace(step=1, plain_step=1, name="fp32", batch=batch), {})
+    assert log[3:] == ["trained"]
 
 
 @pytest.mark.parametrize("step_ms, capped, steps", [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)])
