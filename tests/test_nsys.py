@@ -377,10 +377,10 @@ def ranged():
 def test_the_notebooks_step_is_the_librarys_to_the_bit(mode, precision, ranged):
     step, other = (build_step(configure("benchmark", **SMALL, precision=precision)) for _ in range(2))
     other.model.register_forward_hook(lambda model, given, logits: differentiable.append(logits.requires_grad))
-    differentiable = []
+    differentiable, plain, annotated = [], step.of(mode=mode), other.of(mode=mode)
     for _ in range(3):
-        step.of(mode=mode)()
-        ranged(other.of(mode=mode), None, lambda: None)
+        plain()
+        ranged(annotated, None, lambda: None)
     for own, its in zip(step.model.parameters(), other.model.parameters()):
         assert torch.equal(own, its) and (mode == "forward" or torch.equal(own.grad, its.grad))
     assert differentiable == [mode != "forward"] * 3
