@@ -4,6 +4,7 @@ import gc
 import pickle
 import pickletools
 import weakref
+from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
 
@@ -439,21 +440,12 @@ def test_each_settings_steps_begin_without_gradients_and_with_moments_in_full_st
         step.model.register_forward_pre_hook(lambda model, _: seen.append(
             (any(weight.grad is not None for weight in model.parameters()), bool(step.optimizer.state))))
         return step
-    table = settings(config, build_step=noted)
+    names, numbers = cells_of(config, "byte_columns", build_step=noted), []
+    table = names["table"]
     assert table["steps"].tolist() == [3] * 4 and table["blocks_per_checkpoint"].tolist() == [1, 0] * 2 and set(table["blocks"]) == {2}
     assert seen == [(False, False), *[(False, True)] * 11, *[(False, False)] * 12], "of each four are timed and two captured"
-
-
-def test_an_odd_setting_is_measured_again_at_most_twice_and_has_one_row():
-    tried = []
-
-    def try_one(step, policy):
-        tried.append(len(policy))
-        odd = (len(policy) == 1 and tried.count(1) == 1) or len(policy) == 2  # the first once, the last for good
-        return {"status": "ok", "wall_ms": float(len(tried)), "unsteady": "as planted" if odd else ""}
-    table = settings(config_of(SHAPES[1], modes=["step"], checkpoints=[2, 0]), try_one=try_one)
-    assert tried == [1, 1, *[2] * measure.TRIES] and table["wall_ms"].tolist() == [2, 5]
-    assert table["unsteady"].tolist() == ["", "as planted"] and table["mode"].tolist() == ["step"] * 2
+    names["capture_one"](build_step(config, mode="forward"), SimpleNamespace(phases=lambda *of: numbers.append(of) or (lambda phase: nullcontext())))
+    assert numbers == [("setting", 0), ("setting", 1)]
 
 
 def test_runs_of_blocks_are_those_of_a_step_that_ended():
