@@ -244,6 +244,25 @@ def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up(on_gpu, l
     assert len(settled) == (on_gpu and later_ms == 10), "what lasts long has the clock settle"
 
 
+@pytest.mark.parametrize("forward_ms, settles", [(1.9, 0), (2.1, 1)])
+def test_captured_passes_are_as_many_as_asked_for_once_the_clock_of_what_lasts_long_has_settled(forward_ms, settles):
+    names, order = cells_until("def row_of(", sequences=[8], implementations=["math"], captured_passes=2, least_passes=3), []
+    assert torch.get_float32_matmul_precision() == "highest"
+    names |= {"on_gpu": True, "walls": {("math", 8): pd.DataFrame({"forward": [forward_ms] * 3, "backward": [3.0, 3.0, 90.0]})},
+              "measure": SimpleNamespace(keep_up=lambda *_: order.append("settles"))}
+    names["capture_one"]("math", 8, Inputs(names["config"], 8), SimpleNamespace(
+        phases=lambda *of: order.append(of) or (lambda phase: nullcontext())))
+    assert order == ["settles"] * settles + [(("math", 8), 0), (("math", 8), 1)]
+
+
+def test_what_twice_the_length_would_save_is_of_the_longest_that_ran(left):
+    rows = [("naive", 8, 3.0), ("naive", 16, 12.0), ("efficient", 16, 0.5), ("cudnn", 32, None), ("math", 16, 9.0)]
+    passes = pd.DataFrame(rows, columns=["implementation", "sequence", "saved_mib"])
+    assert executed("attention", "answers = [", left[0] | {"passes": passes})["answers"] == [
+        f"* {attention.LABELS[name]}: {number(here, 'MiB')} here, {number(then, 'MiB')} then ({then / here:.0f} times)"
+        for name, here, then in (("naive", 12, 48), ("efficient", 0.5, 1))]
+
+
 def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
     rows = [(("math", 16), number, phase, name, "other", start * 1_000_000, end * 1_000_000)
             for number, slower in ((0, 2), (1, 1)) for phase, at in (("forward", 0), ("backward", 100))
@@ -252,9 +271,10 @@ def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
     captured = SimpleNamespace(operations=pd.DataFrame(rows, columns=CAPTURED), reason="",
                                phases=lambda case, number: lambda phase: nullcontext())
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
+    monkeypatch.setattr("stepscope.measure.sm_clock_mhz", lambda: 1234.0)
     found = cells_until(sequences=[16], implementations=["math"])["cases"]
-    assert found[["phase", "gpu_ms", "operations", "kernel"]].values.tolist() == [
-        [phase, 7.0, 3.0, "softmax"] for phase in ("forward", "backward")]
+    assert found[["phase", "gpu_ms", "operations", "kernel", "sm_clock_mhz"]].values.tolist() == [
+        [phase, 7.0, 3.0, "softmax", 1234] for phase in ("forward", "backward")]
 
 
 @pytest.mark.parametrize("mends", [True, False])
@@ -346,11 +366,12 @@ def test_out_of_memory_is_a_result_and_the_others_go_on():
 
 
 def test_what_cannot_fit_is_not_compiled(monkeypatch):
-    monkeypatch.setattr(room, "device_bytes", lambda device: 1000.0)
-    tables = cells_until(sequences=[16], implementations=["compiled", "flash"])["tables"]
+    monkeypatch.setattr(room, "device_bytes", lambda device: 6.5 * GIB)
+    needed = {"needed_bytes": lambda *given: {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}[given] * GIB}
+    tables = cells_until(sequences=[16], implementations=["compiled", "flash"], precision="bf16", replaced=needed)["tables"]
     cells = tables["cases"].set_index(["implementation", "phase"])
     assert cells["status"]["compiled", "forward"] == "oom" and cells["status"]["flash", "forward"] == "ok"
-    assert "not compiled" in cells["reason"]["compiled", "forward"]
+    assert cells["reason"]["compiled", "forward"] == "needs 7 GiB by formula: not compiled"
 
 
 def test_what_spoils_the_process_ends_the_run():

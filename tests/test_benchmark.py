@@ -91,9 +91,24 @@ def test_what_the_cells_show_and_say_follows_from_the_tables(left):
     overlapping = pd.DataFrame({"case": "step", "number": 0, "start_ns": [0, 2, 3, 9], "end_ns": [6, 4, 8, 10]})
     shown = executed("benchmark", "moments_ms", left | {"kernels": overlapping, "display": lambda *_: None})
     assert [shown["summed_ms"], shown["moments_ms"]] == pytest.approx([14e-6, 9e-6])
+    of_step = left["tables"]["operations"].query("mode == 'step'")
+    assert shown["longest"]["gpu_ms"].tolist() == of_step["gpu_ms"].nlargest(10).tolist() and left["cold"]
+    timed = [own["wall_ms"].tolist() for _, own in samples[~samples["warmup"]].groupby("mode")]
+    assert left["spread"] == pytest.approx(max(np.std(ms, ddof=1) / np.mean(ms) for ms in timed))
     shares = number(ms["backward"] / ms["forward"], "x"), number(ms["optimizer"] / ms[WHOLE], "%")
     assert left["answer"] == "Backward took {} forward's time, and AdamW {} of the step.".format(*shares)
     assert f"**{number(ms[WHOLE], 'ms')}**, {number(8 / ms[WHOLE] * 1e3, 'n')} tokens/s" in left["sentence"]
+
+
+def test_beside_a_cpus_run_stands_the_references_plain_fp32_step_of_each_size():
+    plain = {"mode": "step", "phase": WHOLE, "precision": "fp32", "context_length": 512, "repeat": 0, "compile": "none", "optimizer": "foreach",
+             "batch_size": 4, "attention": "naive", "size": "small"} | dict.fromkeys(["wall_ms", "gpu_ms", "busy", "replayed_ms"], 1.0)
+    others = {"mode": "forward", "phase": "forward", "precision": "tf32", "context_length": 128, "repeat": 1, "compile": "model",
+              "optimizer": "fused", "batch_size": 2, "attention": "sdpa"}
+    rows = pd.DataFrame([*(plain | {name: value, "size": "other"} for name, value in others.items()), plain])
+    found = executed("benchmark", "gpu = load()", {"config": SimpleNamespace(device="cpu"), "PROJECT": "here", "run_folder": "",
+                     "load": lambda: {"benchmark.times": rows}, "display": print, "brief": print})["gpu"]
+    assert found["size"].tolist() == ["small"]
 
 
 def noting(order):
@@ -133,6 +148,7 @@ def test_the_wrong_time_is_read_before_the_device_is_waited_for():
 
 def test_a_mode_that_runs_short_while_it_compiles_is_timed_all_the_same(monkeypatch):
     def seconds(step, device):
+        assert all(weight.grad is None for weight in step.func.__globals__["model"].parameters())
         step()
         if step.args == ("step",):
             raise FULL
@@ -148,12 +164,18 @@ def test_a_mode_that_runs_short_while_it_compiles_is_timed_all_the_same(monkeypa
 
 def test_what_is_read_of_a_mode_is_its_own_and_its_rates_are_of_the_runs_precision(monkeypatch):
     """Peaks are counted up, and energy is of steps that count; of three replays the middle one's time is told."""
-    peaks, replays = count(1), iter(([1.0, 20.0, 3.0], [9.0, 2.0, 4.0]))
+    peaks, answers, asked, kept_up = count(1), iter(([1.0, 20.0, 3.0], [9.0, 2.0, 4.0])), [], []
     watts = iter([5.0, math.nan, 6.0])
     power = SimpleNamespace(read=lambda: None, per_step=lambda steps: {"step_j": 60 / steps, "power_w": next(watts), "sm_clock_mhz": 1990.0})
+
+    def replay(step, device, *, optimizer, scaler, clear, replays):
+        own = step.func.__globals__
+        asked.append((*step.args, optimizer is own["adamw"], scaler is own["scaler"], clear is own["zero_grad"], bool(own["adamw"].state)))
+        return next(answers), ""
     monkeypatch.setattr(measure, "kept_up_power", lambda step, device, before: {"power_w": 9.0, "step_j": len(step.args[0])})
+    monkeypatch.setattr(measure, "keep_up", lambda step, *_: kept_up.append(step.args[0]))
     for name, answer in {"Power": lambda device: power, "peak_memory": lambda device: {"peak_gib": float(next(peaks))},
-                         "replay": lambda *_, **__: (next(replays), ""), "sheet_tflops": lambda *of: {("bf16", "cpu"): 8.0}[of],
+                         "replay": replay, "at_cap": lambda row: row["peak_gib"] == 2, "sheet_tflops": lambda *of: {("bf16", "cpu"): 8.0}[of],
                          "ceilings": lambda device, precisions: {f"matmul_{name}": 2.0 for name in precisions} | {"copy": 3.0}}.items():
         monkeypatch.setattr(measure, name, answer)
     monkeypatch.setattr(rates, "sheet_tflops", measure.sheet_tflops)
@@ -163,6 +185,8 @@ def test_what_is_read_of_a_mode_is_its_own_and_its_rates_are_of_the_runs_precisi
     assert whole["peak_gib"].tolist() == [1, 2, 3] and whole["step_j"].tolist() == [20, len(MODES[1]), 20]
     assert whole["power_w"].tolist() == [5, 9, 6], "where the energy counter was too slow, of a step kept up"
     assert whole["replayed_ms"].tolist() == pytest.approx([4, math.nan, 3], nan_ok=True), "the full step's is the last"
+    assert asked == [("forward", False, True, True, False), ("step", True, True, True, False)], "without moments of before"
+    assert kept_up == ["forward_backward"], "whose clock is that of the power cap"
     tflops = step_flops(names["config"]) / whole["wall_ms"] / [1, 1, 3] / 1e9
     for column, of in (("tflops", 1), ("mfu", 8), ("mfu_measured", 2), ("mfu_at_clock", 8 * 1990 / 2000)):
         assert whole[column].tolist() == pytest.approx((tflops / of).tolist())
@@ -288,16 +312,24 @@ def test_all_that_the_host_times_is_timed_before_anything_is_captured(stepwise, 
 
 # The twins: the cells' step and clock, and the library's.
 
-def test_the_cells_step_gives_the_weights_of_the_librarys():
-    names = run_cells("benchmark", until="def timed(", **QUICK)
-    theirs = build_step(Config(**QUICK))
+@pytest.mark.parametrize("fields", [{}, {"precision": "bf16", "seed": 1}, {"precision": "fp16", "optimizer": "fused"}])
+def test_the_cells_step_gives_the_weights_of_the_librarys(fields):
+    names = run_cells("benchmark", until="def timed(", **QUICK | fields)
+    assert torch.get_float32_matmul_precision() == "highest"
+    theirs, differentiable, losses = build_step(Config(**QUICK | fields)), [], []
     before = [weight.clone() for weight in theirs.model.parameters()]
+    names["model"].register_forward_hook(lambda model, given, logits: differentiable.append(logits.requires_grad))
+    for model in (names["model"], theirs.model):
+        model.loss = lambda *given, loss=model.loss: losses.append(loss(*given)) or losses[-1]
     for _ in range(3):
         for mode in ("step", "forward_backward", "forward"):
             names["zero_grad"]()
+            assert all(weight.grad is None for weight in names["model"].parameters())
             names["step"](mode)
             theirs.clear_gradients()
             theirs.of(mode)()
+    assert differentiable == [True, True, False] * 3
+    assert {loss.dtype for loss in losses} == {torch.float32}
     weights = [*theirs.model.parameters()]
     assert all(map(torch.equal, names["model"].parameters(), weights))
     assert not any(map(torch.equal, before, weights))
@@ -366,7 +398,7 @@ def test_of_long_steps_there_are_fewer(stepwise, monkeypatch, lasts_ms, expected
         def timed(mode, warmups, steps, after):
             seen[mode] = warmups
             found = own(mode, warmups, steps, after)
-            found.loc[found["phase"] == WHOLE, "wall_ms"] = lasts_ms
+            found.loc[found["phase"] == WHOLE, "wall_ms"] = [5000.0] * (found["step"].nunique() - 1) + [lasts_ms]  # its quickest
             return found
         own, names["timed"] = names["timed"], timed
     names = stepwise("def timed(", change)
@@ -400,9 +432,11 @@ def test_compiling_is_timed_by_mode_or_says_why_it_cannot_be(monkeypatch, works)
         return {"step": 9.0, "forward_backward": 0.1, "forward": 3.0}[step.args[0]]
     monkeypatch.setattr(measure, "seconds_with_compiling", seconds)
     monkeypatch.setattr(training_step, "compile_parts", lambda model, parts: None)
-    times = run_cells("benchmark", **QUICK, compile="blocks")["times"]
+    names = run_cells("benchmark", **QUICK, compile="blocks")
+    times, cold = names["times"], names["cold"]
     if works:
         whole = times[times["phase"] == WHOLE].set_index("mode")["compile_s"]
+        assert not cold
         assert whole.to_dict() == {"step": 9.0, "forward_backward": 0.1, "forward": 3.0}
         assert times.loc[times["phase"] != WHOLE, "compile_s"].isna().all()
     else:

@@ -29,7 +29,7 @@ from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.trainer import Unsupported
 from stepscope.report.tables import number
-from stepscope.studies.ladder import bounds, checks, tables
+from stepscope.studies.ladder import bounds, checks, tables, training
 from stepscope.studies.ladder.config import BASELINES, FILLED, LEFT_OUT, RUNGS, WITHOUT
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.attribution import TraceError
@@ -297,9 +297,13 @@ def test_an_fp8_layer_that_nobody_writes_says_so():
 def test_of_trained_weights_the_gradient_is_taken_again(cells, monkeypatch):
     monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
     monkeypatch.setattr("stepscope.model.text.text_batches", lambda steps, *sizes: text_batches(min(steps, 4), *sizes))
+    losses, trained_on = training.losses, []
+    monkeypatch.setattr(training, "losses", lambda trainer, text, seed: trained_on.append(text) or losses(trainer, text, seed))
     with torch.compiler.set_stance("force_eager"):
-        made = cells("def filling_batch", optimizations=["fp32", "bf16_moments", "fp8"])
-    rows = {change: row for (change, _), row in made.rows.items()}
+        made = cells("def filling_batch", optimizations=["fp32", "bf16_moments", "fp8"], batches=[2, 1])
+    rows = {change: row for (change, batch), row in made.rows.items() if batch == 2}
+    assert made.text.shape[:2] == (4, 2) and torch.equal(*trained_on, made.text[:-1])
+    assert not any("trained_gradient_error" in row for (_, batch), row in made.rows.items() if batch == 1)
     assert "trained_gradient_error" not in rows["fp32"]
     assert 0 < rows["bf16_moments"]["trained_gradient_error"] < rows["fp8"]["trained_gradient_error"] < 0.5
     for name, weight in made.trained.items():
@@ -337,6 +341,20 @@ def test_each_change_is_the_last_and_one_more(cells):
     assert [kind.moments for kind in lesser] == ["bf16"] * 3 + ["fp32"] * 2
     assert [kind.name for kind in peers] == [*BASELINES]
     assert {(kind.precision, kind.moments, kind.baseline) for kind in peers} == {("bf16", "fp32", True)}
+
+
+def test_fp32_is_multiplied_as_fp32_in_the_first_step_alone(cells):
+    """And as Hugging Face does it by itself."""
+    made, found = cells(ALL_MADE, optimizations=["fp32"]), {}
+    for on_gpu in (True, False):
+        for name in CLASSES + LESSER + PEERS:
+            kind = getattr(made, name)
+            kind.settings.__globals__["on_gpu"] = on_gpu
+            kind.settings(None)
+            found.setdefault((on_gpu, torch.get_float32_matmul_precision()), []).append(name)
+    torch.set_float32_matmul_precision("highest")
+    assert found == {(True, "highest"): ["Plain", *PEERS[:-1]], (True, "high"): [*CLASSES[1:], *LESSER, "FastStep"],
+                     (False, "highest"): [*CLASSES, *LESSER, *PEERS[:-1]], (False, "high"): ["FastStep"]}
 
 
 def test_what_is_left_out_of_the_last_step_is_as_before_that_change(cells):
@@ -528,6 +546,64 @@ def test_steps_are_timed_one_after_another(cells):
     assert made.steps_in(0.4, 100) == 4 and made.steps_in(0.4, 1e-3) == 2000
 
 
+@pytest.mark.parametrize("on_gpu, step_ms", [(False, 100), (True, 60)])
+def test_a_step_warms_up_as_often_as_its_kind_needs_and_on_a_gpu_until_the_clock_settles(cells, monkeypatch, on_gpu, step_ms):
+    made, done = cells("time_cases(Plain)"), []
+    walls = {"warm": [9e9, 500.0, 100.0], "settle": [50.0, 60.0, 900.0]}
+    monkeypatch.setattr("stepscope.measure.back_to_back", lambda step, device, steps: done.append((step, steps)) or walls["settle" if done[1:] else "warm"])
+    names = made.settled.__globals__
+    names["on_gpu"] = on_gpu
+    for warmups, launched, baseline, needed in ((1, "plain", False, 1), (1, "graph", False, 3), (1, "plain", True, 3), (5, "graph", False, 5), (0, "plain", False, 1)):
+        names["config"] = made.config.model_copy(update={"warmup_steps": warmups})
+        trainer = SimpleNamespace(plain_step="plain", step="an earlier graph", baseline=baseline)
+        trainer.launched = lambda: {"plain": launched, "an earlier graph": "beside it"}[trainer.step]
+        done.clear()
+        assert made.settled(trainer) == step_ms and trainer.step == launched
+        assert done == [(launched, needed), (launched, 4)][:1 + on_gpu]
+
+
+def test_a_first_pass_steps_the_optimizer_and_leaves_no_gradients_and_what_has_ended_is_visited_no_more(cells, monkeypatch):
+    made, log = cells("time_cases(Plain)"), []
+    trainer = SimpleNamespace(gradients=lambda: log.append("gradients") or torch.ones(()), compiles=False, name="its", batch=1, baseline=True,
+                              optimizer=SimpleNamespace(step=lambda: log.append("step")), clear_gradients=lambda: log.append("clear"))
+    made.first_pass(trainer, row := {})
+    assert log == ["gradients", "step", "clear"] and row == {}
+    made.rows["its", 1] = {"status": "oom", "reason": "no room"}
+    made.visit(("its", 1), log.append)
+    assert len(log) == 3 and made.rows["its", 1] == {"status": "oom", "reason": "no room"}
+    monkeypatch.setattr(training, "train", lambda *_: log.append("trained"))
+    made.time_one.__globals__.update(settled=lambda trainer: 1.0, stretch=lambda *_: {}, config=made.config.model_copy(update={"training_steps": 2}))
+    for batch in (1, 2, 2):  # the last is measured again
+        made.time_one(SimpleNamespace(step=1, plain_step=1, name="fp32", batch=batch), {})
+    assert log[3:] == ["trained"]
+
+
+@pytest.mark.parametrize("step_ms, capped, steps", [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)])
+def test_on_a_gpu_captured_steps_are_as_many_as_it_needs_and_are_compared(cells, monkeypatch, step_ms, capped, steps):
+    made, done, rested = cells("programs.clear()", optimizations=["fp32"], timed_steps=2), [], []
+    rows = [("step", number, "whole", "gemm", "matmul", 0, lasted * 10**6) for number, lasted in enumerate((4, 4, 9))]
+    captured = SimpleNamespace(reason="", operations=pd.DataFrame(rows, columns=CAPTURED), phases=lambda case, number: lambda phase: nullcontext())
+    for name, answer in {"capture": lambda device: nullcontext(captured), "at_cap": lambda row: capped, "back_to_back": lambda step, device, steps: rested.append(steps),
+                         "unsteady": lambda row, captured_ms: f"{row['gpu_ms']} of {captured_ms}"}.items():
+        monkeypatch.setattr(f"stepscope.measure.{name}", answer)
+    made.capture_one.__globals__.update(on_gpu=True, settled=lambda trainer: step_ms)
+    made.capture_one(SimpleNamespace(step=lambda: done.append(1)), row := {"optimization": "fp32", "batch_size": 7, "wall_ms": 10.0})
+    assert len(done) == steps and row["unsteady"] == "4.0 of [4.0, 4.0, 9.0]" and rested == [math.ceil(1000 / step_ms)] * capped
+    assert made.kernels["fp32", 7]["batch_size"].tolist() == [7]
+
+
+def test_an_odd_step_is_timed_and_captured_again_at_most_twice_and_the_others_are_not():
+    rows, visited = {(name, 1): {} for name in ("fine", "mends", "stays")}, []
+
+    def visit(case, *parts):
+        visited.append((case[0], len(parts)))
+        rows[case]["unsteady"] = "as planted" * (case[0] == "stays" or (case[0] == "mends" and len(parts) == 1))
+    executed("ladder", "once more", {
+        "rows": rows, "visit": visit, "say": print, "at": lambda *_: [*rows.setdefault(("peer", 1), {}), ("peer", 1)], "HuggingFaceGraphs": None,
+        "time_one": 1, "first_pass": 1, "config": SimpleNamespace(baselines=[]), "measure": SimpleNamespace(TRIES=3)})
+    assert visited == [("fine", 1), ("mends", 1), ("stays", 1), ("peer", 3), ("mends", 2), ("stays", 2), ("stays", 2)]
+
+
 def test_time_watts_joules_and_clock_are_of_one_stretch(cells, monkeypatch):
     """On a GPU: as many steps as two seconds hold, ten at least, and where the host sets the pace a hundred, or what three
     seconds hold; of steps over a second as many as were asked for."""
@@ -596,6 +672,15 @@ def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(cells, config
     assert batch % 4 == 0 and needed <= 0.92 * memory < more
 
 
+def test_the_batch_that_fills_is_measured_last(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
+    names = whole(optimizations=["fp32"], fill=True, timed_steps=2)
+    steps = names["tables"]["steps"]
+    assert steps[["optimization", "batch_size", "status"]].values.tolist() == [["fp32", 2, "ok"], [FILLED, 4, "ok"]]
+    assert names["kinds"][FILLED, 4] is names["Filled"] and (steps["wall_ms"] > 0).all()
+
+
 @pytest.mark.parametrize("context", [128, 512])
 def test_the_bounds_formulas(context):
     shape = StepConfig(size="2.7B", context_length=context, device="cpu")
@@ -643,10 +728,16 @@ def test_a_ladder_without_compiling_on_a_cpu(monkeypatch):
         stretches.extend([found] * (steps == 3))  # others warm up
         return found
     monkeypatch.setattr("stepscope.measure.back_to_back", noted)
+    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: {"bf16": 777.0}.get(precision, math.nan))
+    monkeypatch.setattr(bounds, "kept_up", lambda device: {"highest": 5.0})
+    monkeypatch.setattr("stepscope.measure.power_limit_w", lambda: 700.0)
     names = whole(timed_steps=3, warmup_steps=1, training_steps=2)
     found, results = names["tables"], names["run"].outcome["results"]
     steps = found["steps"].set_index("optimization")
     assert list(steps.index) == EAGER and (steps["status"] == "ok").all()
+    assert steps["compile_s"].isna().all() and [names["first_ms"], names["last_ms"]] == steps["wall_ms"].iloc[[0, -1]].tolist()
+    assert names["losses"].groupby("kind")["seed"].unique().map(set).to_dict() == {change: {0} for change in EAGER} | {"fp32, another seed": {1, 2}}
+    assert results["sheet_bf16"] == 777 and results["highest"] == 5
     assert steps.loc["fp32", "gradient_error"] == 0 and 0 < steps.loc["bf16", "gradient_error"] < 0.1
     assert (steps["tokens_per_s"] * steps["wall_ms"]).round().eq(32_000).all()
     kernels = found["kernels"]
@@ -669,7 +760,7 @@ def test_a_ladder_without_compiling_on_a_cpu(monkeypatch):
     losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
     off = losses.sub(losses["fp32", 0], axis=0).abs().max()
     assert len(losses) == 2 and 0 < off["fused", 0] < off["fp32", 1] / 10, "from the same weights over the same text"
-    assert results["matmul_bf16"] > 0 and "power_limit_w" not in results and results["parameters"] > 0
+    assert results["matmul_bf16"] > 0 and results["power_limit_w"] == 700 and results["parameters"] > 0
     assert "off fp32's" in results["finding"] and " as fast" not in results["finding"] and results["compared"] > 0
 
 
@@ -690,38 +781,60 @@ def test_peers_and_what_is_left_out_stand_below_the_changes(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
-    found = whole(optimizations=["bf16_moments"], without=["sdpa", "cuda_graph"], batches=[1, 2], timed_steps=2,
-                  training_steps=2, baselines=["hugging_face_causal", "hugging_face_captured", "fast_step"])["tables"]
+    names = whole(optimizations=["fp32", "bf16_moments"], without=["sdpa", "cuda_graph"], batches=[1, 2], timed_steps=2,
+                  training_steps=2, baselines=["hugging_face_causal", "hugging_face_captured", "fast_step"])
+    found = names["tables"]
     steps = found["steps"]
-    own = ["bf16_moments", "without_sdpa", "without_cuda_graph", "hugging_face_causal", "hugging_face_captured", "fast_step"]
+    compared = steps.loc[steps["gradient_error"].notna(), ["optimization", "batch_size"]].values.tolist()
+    assert compared == [["fp32", 2], ["bf16_moments", 2], ["without_sdpa", 2]], "somebody else's gradients are of another model"
+    walls = steps[(steps["batch_size"] == 1) & steps["wall_ms"].notna()].set_index("optimization")["wall_ms"]
+    assert [names["first_ms"], names["last_ms"]] == walls[["fp32", "bf16_moments"]].tolist() and {*names["drawn_steps"]["batch_size"]} == {1}
+    own = ["fp32", "bf16_moments", "without_sdpa", "without_cuda_graph", "hugging_face_causal", "hugging_face_captured", "fast_step"]
     assert list(zip(steps["optimization"], steps["batch_size"])) == [(name, batch) for batch in (1, 2) for name in own]
-    assert steps["status"].tolist() == 2 * ["ok", "ok", "unsupported", "unsupported", "unsupported", "ok"]
+    assert steps["status"].tolist() == 2 * ["ok", "ok", "ok", "unsupported", "unsupported", "unsupported", "ok"]
     reasons = steps.set_index("optimization")["reason"].iloc[:len(own)]
     assert reasons["hugging_face_causal"] == "transformers is not installed" and "no CUDA graphs" in reasons["without_cuda_graph"]
-    assert steps["replayed_ms"].isna().all() and set(found["curves"]["optimization"]) == {"bf16_moments"}
+    assert steps["replayed_ms"].isna().all() and set(found["curves"]["optimization"]) == {"fp32", "bf16_moments"}
 
 
 def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatch):
-    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: {"fp32": 50.0, "bf16": 1000.0}[precision])
+    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: {"fp32": 50.0, "bf16": 1000.0, "fp8": 2000.0}[precision])
     monkeypatch.setattr("stepscope.measure.highest_clock_mhz", lambda: 2000.0)
     made = cells("for (name, batch), row in rows.items()")  # the cell of the rates
     rates = made.rates
-    rates.__globals__.update(ceilings={"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0})
-    found = pd.DataFrame([rates(kind, {"batch_size": 2, "wall_ms": wall_ms, "sm_clock_mhz": 1000.0})
+    rates.__globals__.update(ceilings={"matmul_fp32": 40.0, "matmul_bf16": 800.0, "matmul_fp8": 1500.0, "copy": 4.0})
+    found = pd.DataFrame([rates(kind, {"batch_size": 3, "wall_ms": wall_ms, "sm_clock_mhz": 1000.0})
                           for kind, wall_ms in ((made.Plain, 8.0), (made.Blocks, 4.0), (made.BF16Moments, 1.0))])
     assert (found["mfu_at_clock"] == 2 * found["mfu"]).all()
     assert (found["mfu_measured"] / found["mfu"]).tolist() == pytest.approx([1.25] * 3)
     assert found["moved_ms"].div(found["moved_ms"][0]).tolist() == pytest.approx([1, 1, 20 / 28])
     flops = found["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
-    assert flops.tolist() == pytest.approx([step_flops(made.config)] * 3)
+    assert flops.tolist() == pytest.approx([1.5 * step_flops(made.config)] * 3)
+    one = rates(made.FP8, {"batch_size": 3, "wall_ms": 1.0})
+    assert one["bound_ms"] == bounds.lower_bound(made.config.step(batch_size=3), "fp8", "bf16", rates.__globals__["ceilings"])["bound_ms"]
+    assert math.isnan(one["mfu_at_clock"]) and one["tokens_per_s"] == 3 * made.config.context_length * 1e3
     cases = {("blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("blocks", 3): 30.0, ("cuda_graph", 3): 20.0}
     rows = {case: {"optimization": case[0], "batch_size": case[1], "status": "ok", "reason": "", "wall_ms": ms} for case, ms in cases.items()}
+    rows |= {(name, 5): {"optimization": name, "batch_size": 5, "status": "ok", "reason": ""} | more for name, more in (
+        ("blocks", {"wall_ms": 40.0}), ("cuda_graph", {"status": "oom"}))}
+    cases = dict.fromkeys(rows)
     kinds = {case: made.Blocks if case[0] == "blocks" else made.Graph for case in cases}
     steps = executed("ladder", "order = [(name, batch)", vars(made) | {
-        "rows": rows, "kinds": kinds, "batch_sizes": [1, 3], "filled": [], "kernels": {}, "run": SimpleNamespace(keep=lambda *_: None),
+        "rows": rows, "kinds": kinds, "batch_sizes": [1, 3, 5], "filled": [], "kernels": {}, "run": SimpleNamespace(keep=lambda *_: None),
         "config": made.config.model_copy(update={"optimizations": ["blocks", "cuda_graph"]})})["steps"]
-    assert steps["replayed_ms"].tolist() == pytest.approx([8, math.nan, 20, math.nan], nan_ok=True), "a graph of the same batch"
-    assert steps["tokens_per_s"].tolist() == pytest.approx([1600, 2000, 1600, 2400])
+    assert steps["replayed_ms"].tolist() == pytest.approx([8, math.nan, 20, math.nan, math.nan, math.nan], nan_ok=True), "a graph of the same batch"
+    assert steps["tokens_per_s"].tolist() == pytest.approx([1600, 2000, 1600, 2400, 2000, math.nan], nan_ok=True)
+
+
+@pytest.mark.parametrize("last_ms", [5.0, 20.0])
+def test_the_sentence_is_of_the_changes_at_the_first_batch(config, last_ms):
+    rows = [("fp32", 2, 10.0), ("tf32", 2, 7.0), ("bf16_moments", 2, last_ms), ("chunked", 2, 1.0), ("hugging_face", 2, 2.0), ("fp32", 1, 0.5), ("cuda_graph", 2, None)]
+    steps, said = pd.DataFrame(rows, columns=["optimization", "batch_size", "wall_ms"]).assign(gradient_error=[0, 0.03, 0.02, 9, 9, 9, 9]), []
+    for on_gpu in (True, False):
+        executed("ladder", "ended =", {"steps": steps, "batch_sizes": [2, 1], "RUNGS": RUNGS, "config": config(), "number": number, "on_gpu": on_gpu,
+                                       "run": SimpleNamespace(say=said.append)})
+    assert said[0].endswith(f"batch 2: {number(10.0, 'ms')} a step become {number(last_ms, 'ms')}, {number(10 / last_ms, 'x')} as fast")
+    assert said[1].endswith(f"batch 2: {number(10.0, 'ms')} a step; first gradients are {number(0.03, '%')} off fp32's at most")
 
 
 @pytest.mark.parametrize("clock_mhz, gpu_ms", [(1980.0, 4), (1700.0, 5)])

@@ -4,6 +4,7 @@ import gc
 import pickle
 import pickletools
 import weakref
+from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
 
@@ -249,20 +250,35 @@ def test_workspaces_are_what_is_freed_with_them_and_no_gradient_stays(monkeypatc
     assert states[0] == 0 < states[1], "not the other modes'"
 
 
-def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch):
-    config, said = config_of(SHAPES[0], modes=["forward", "step"]), []
+@pytest.mark.parametrize("precision, modes", [("fp32", ["forward", "step"]), ("bf16", ["step", "forward"])])
+def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch, precision, modes):
+    config, said, recorded, warmups = config_of(SHAPES[0], modes=modes, precision=precision, warmup_steps=2), [], measure.record_memory_history, []
+    if precision == "bf16":
+        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+    monkeypatch.setattr(measure, "record_memory_history", lambda step, steps: warmups.append((step.mode, steps)) or recorded(step, steps))
     with stand_in(monkeypatch):
-        names = cells_of(config, "answers = []", recordable=True)
+        names = cells_of(config, "beyond =", recordable=True)
+    assert warmups == [(mode, 2) for mode in modes] and (names["unit"], names["scale"]) == ("MiB", MIB)
     number, scale, tops = names["number"], names["scale"], [accounting.peak(config, mode) for mode in config.modes]
     assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
     for rows in (names["predicted"].loc["all"], names["predicted"].drop(index="all").sum()):
         assert (rows * scale).tolist() == pytest.approx([top.allocated for top in tops])
     gradients = 4 * sum(p.numel() for p in build_step(config).model.blocks[0].parameters())
-    assert names["counted"] == names["told"] == {"saved": sum(row[3] for row in names["saved"].values()), "gradients": gradients}
+    assert names["counted"] == names["told"] == {"saved": sum(row[3] for row in names["saved"].values() if "copy" not in row[2]), "gradients": gradients}
     rows = pd.DataFrame({"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]})
     executed("memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)})
-    assert f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[1].phase}" in said[0]
+    assert f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[modes.index('step')].phase}" in said[0]
     assert "7 B off the formula at most" in said[0] and "as the formula says" in said[0]
+    for kind, answer in zip(("naive", "sdpa"), names["answers"], strict=True):
+        once, twice = (accounting.value(accounting.formulas_of(shape).saved, shape) for shape in (
+            config.step(attention=kind, context_length=config.context_length * times) for times in (1, 2)))
+        assert answer == f"{kind}: {number(once / MIB, 'MiB')} become {number(twice / MIB, 'MiB')}, {number(twice / once, 'x')}"
+    other = names | {"tables": {"peaks": rows[:0]}, "run": SimpleNamespace(say=said.append)}
+    executed("memory", "beyond =", other | {"counted": {"saved": 1, "gradients": 1}})
+    executed("memory", "beyond =", other | {"gradients": []})
+    assert "one block saves" in said[1] and "the formula" not in said[1] and "one block" not in said[2]
+    large = config_of({"size": "2.7B", "context_length": 512}, modes=modes)
+    assert executed("memory", "largest =", names | {"config": large})["unit"] == "GiB"
 
 
 def test_without_a_gpu_there_are_predictions_and_the_reason():
@@ -396,8 +412,12 @@ def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
     assert table["wall_std_ms"].tolist() == pytest.approx([np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)])
     assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
     assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
-    for unit, peaks in (("GiB", table["peak_gib"]), ("MiB", table["peak_gib"] / 1024)):
-        own = {"table": table.assign(peak_gib=peaks), "run": SimpleNamespace(say=said.append)}
+    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [[16, 1, 16], [32, 16, 1]]
+    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [[16, 1, 16], [32, 16, 1]]
+    others = [table.assign(**change, peak_gib=0.1, block_runs=99) for change in ({"mode": "forward"}, {"blocks": 2}, {"status": "oom"})]
+    for unit, factor in (("GiB", 1), ("MiB", 1 / 1024)):  # of the fullest mode, the most blocks, and what ran
+        rows = pd.concat([*others, table]).reset_index(drop=True)
+        own = {"table": rows.assign(peak_gib=rows["peak_gib"] * factor, expected_saved_gib=3.0), "run": SimpleNamespace(say=said.append)}
         executed("checkpointing", "run.say(", names | own)
         assert f"**every 2** peaks at 1.00 {unit}, where none has 7.00 {unit}; its blocks run 6 times for 3" in said[-1]
 
@@ -417,12 +437,29 @@ def test_what_does_not_fit_has_its_row_too():
 
 def test_what_cannot_be_captured_stays_timed():
     def full(step, captured):
+        step(captured.phases("setting", 0))
         raise torch.OutOfMemoryError("too much")
     config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=2, warmup_steps=0)
     rows = settings(config, capture_one=full)
     assert rows["status"].tolist() == ["ok", "ok"] and rows["wall_ms"].gt(0).all() and rows["gpu_ms"].isna().all()
     assert rows["reason"].str.contains("not captured: while capturing: too much").all()
     assert rows["block_runs"].tolist() == [4, 2]
+
+
+def test_each_settings_steps_begin_without_gradients_and_with_moments_in_full_steps_alone():
+    seen, config = [], config_of(SHAPES[1], modes=["step", "forward_backward"], checkpoints=[1, 0], timed_steps=3, warmup_steps=1)
+
+    def noted(*arguments, **named):
+        step = build_step(*arguments, **named)
+        step.model.register_forward_pre_hook(lambda model, _: seen.append(
+            (any(weight.grad is not None for weight in model.parameters()), bool(step.optimizer.state))))
+        return step
+    names, numbers = cells_of(config, "byte_columns", build_step=noted), []
+    table = names["table"]
+    assert table["steps"].tolist() == [3] * 4 and table["blocks_per_checkpoint"].tolist() == [1, 0] * 2 and set(table["blocks"]) == {2}
+    assert seen == [(False, False), *[(False, True)] * 11, *[(False, False)] * 12], "of each four are timed and two captured"
+    names["capture_one"](build_step(config, mode="forward"), SimpleNamespace(phases=lambda *of: numbers.append(of) or (lambda phase: nullcontext())))
+    assert numbers == [("setting", 0), ("setting", 1)]
 
 
 def test_runs_of_blocks_are_those_of_a_step_that_ended():
@@ -502,6 +539,15 @@ def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(
     for entry, original in zip(kept["device_traces"][0], one.snapshot["device_traces"][0], strict=True):
         assert entry == original | {"frames": frames, "user_metadata": ""}
     assert len({id(entry["frames"]) for entry in kept["device_traces"][0]}) == 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_the_last_modes_snapshot_is_kept_where_that_is_asked_for(monkeypatch, tmp_path, keep):
+    monkeypatch.chdir(tmp_path)
+    with stand_in(monkeypatch):
+        names = cells_of(config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep), "part = ", recordable=True)
+    kept = [path.read_bytes() for path in tmp_path.iterdir()]
+    assert kept == [memory_snapshot.portable(names["recordings"][-1].snapshot)] * keep
 
 
 def test_places_are_the_projects():

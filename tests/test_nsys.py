@@ -82,7 +82,7 @@ def capture(tmp_path_factory, reports):
     """Run the notebook's cells where nsys has left the real capture of these steps; the names that they leave."""
     def make(inside=("step",) * STEPS, folder=reports, until=None, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
-        outcome = {"inside": inside, "modes": {inside[0]: OUTCOME}, "waited_s": 0.0, "exclusive_s": 1.0}
+        outcome = {"inside": inside, "modes": dict.fromkeys(inside, OUTCOME), "waited_s": 0.0, "exclusive_s": 1.0}
         program.write_text(FAKE.format(export=EXPORT, reports=folder, outcome=json.dumps(outcome)))
         program.chmod(0o755)
         return run_cells("nsys", until, {"profiler_here": lambda device: ("nsys 1", program), **replaced}, device="cpu",
@@ -115,6 +115,36 @@ def test_the_csv_reports_cut_by_ranges_are_the_account_to_the_nanosecond(cells):
     cut = rows[rows["phase"] == "forward"].groupby("region")["duration_ns"].sum()
     for region in ("attention.softmax", "attention.scores", "attention.value"):
         assert cut[region] == forward[region]
+
+
+def test_each_modes_cut_is_of_its_own_first_step(capture):
+    """The cell that cuts holds it against the account."""
+    names, totals = capture(("step", "forward", "forward")), activity_totals(EXPORT)
+    assert names["held"]["mode"].tolist() == ["forward", "step"] and (names["held"]["differs by, ns"] == 0).all()
+    assert names["results"]["operations"] == totals["operations"].sum() and names["results"]["operations_ns"] == totals["duration_ns"].sum()
+    assert "unsteady" not in names["results"]
+
+
+def test_kernels_within_ranges_are_held_against_those_of_the_steps_alone():
+    operations = pd.DataFrame({"kind": ["kernel", "kernel", "memcpy", "kernel"], "step": [0, 1, 1, -1]})
+    by_range = pd.DataFrame({"nvtx_range": [":step", "a:step", ":substep", ":step:forward"], "kern_inst": [3, 4, 100, 1000]})
+    names = executed("nsys", "by_range =", {"reports": {"nvtx_kern_sum": by_range}, "operations": operations})
+    assert (names["in_steps"], names["kernels"]) == (7, 2)
+
+
+@pytest.mark.parametrize("nsys", ["/a/nsys", None])
+def test_the_profiled_process_gets_the_runs_step(tmp_path, nsys):
+    fields = {"context_length": 16, "vocab_size": 100, "batch_size": 3, "precision": "bf16", "attention": "sdpa", "optimizer": "fused", "seed": 5}
+    names, asked, locked = run_cells("nsys", until="OWN_SUMS =", replaced={"profiler_here": lambda device: ("", nsys)}, device="cpu", **fields), [], []
+    outcome = SimpleNamespace(seconds={"exclusive_s": 7.0, "waited_s": 3.0})
+    names |= {"captured_modes": lambda *given: asked.append(given) or outcome, "add_locked_s": locked.append, "subprocess": SimpleNamespace(
+        PIPE=1, STDOUT=2, run=lambda command, **how: asked.append((command, how)) or SimpleNamespace(stdout="what both said"))}
+    assert names["profiled"](tmp_path) is outcome and locked == [7.0]
+    (command, how), found = asked
+    assert command[:1] == [nsys or sys.executable] and command[-3:-1] == ["nsys" if nsys else "torch", str(tmp_path)]
+    assert (how["stdout"], how["stderr"]) == (1, 2) and found == (tmp_path, nsys is not None, "what both said")
+    shape = {name: getattr(names["config"], name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
+    assert json.loads(command[-1]).items() >= (fields | shape | {"device": "cpu"}).items()
 
 
 def test_every_operation_of_a_real_capture_is_in_one_phase_and_one_region(tables):
@@ -196,6 +226,13 @@ def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first
     drawn = window(pd.DataFrame({"mode": "forward", "family": "other", "step": 1, "start_ns": starts, "duration_ns": 100_000,
                                  "launch_start_ns": starts, "launch_duration_ns": 1_000}))
     assert (drawn["start_ns"].min(), drawn["start_ns"].max()) == (first_us * 1_000, last_us * 1_000)
+
+
+def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
+    window = executed("nsys", "def window(", {"pd": pd, "captured": SimpleNamespace(file=None)})["window"]
+    drawn = window(pd.DataFrame({"mode": "forward", "family": ["first", "second", "late"], "step": 1, "start_ns": [0, 100_000, 2_500_000],
+                                 "duration_ns": [1_000, 2_300_000, 100_000], "launch_start_ns": [0, 0, 1_900_000], "launch_duration_ns": 9}))
+    assert drawn["family"].tolist() == ["second", "late"] and (drawn["launch_ns"] == [-100_000, 1_800_000]).all()
 
 
 def test_the_timeline_has_the_replay_without_what_prepared_it(capture):
@@ -300,6 +337,10 @@ def test_what_the_cells_show_and_say_is_of_forwards_account(here):
     for device, words in (("cpu", f"{number(gpu, 'ms')} of operators"), ("cuda", f"{number(wall, 'ms')} of wall time: {number(gpu / wall, '%')} busy")):
         told = executed("nsys", "def finding():", here | {"config": SimpleNamespace(device=device), "run": said})["finding"]()
         assert words in told and takes in told
+    for gpu_ms, enqueue_ms, bound in ((40.0, 90.0, "launch"), (99.0, 99.5, "GPU"), (93.0, 60.0, "GPU"), (60.0, 99.0, "launch")):
+        row = {"mode": "forward", "phase": "whole", "plain_ms": 100.0, "gpu_ms": gpu_ms, "enqueue_ms": enqueue_ms}
+        own = here | {"config": SimpleNamespace(device="cuda"), "run": said, "study": SimpleNamespace(three_clocks=lambda _, row=row: pd.DataFrame([row]))}
+        assert f"{number(gpu_ms / 100, '%')} busy, {bound}-bound." in executed("nsys", "def finding():", own)["finding"]()
 
 
 class Recorder:
@@ -319,9 +360,12 @@ class Recorder:
         self.depth -= 1
 
 
+SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"}
+
+
 @pytest.fixture
 def step():
-    return build_step(configure("benchmark", size="nano", context_length=8, vocab_size=100, device="cpu"))
+    return build_step(configure("benchmark", **SMALL))
 
 
 @pytest.fixture
@@ -329,14 +373,18 @@ def ranged():
     return run_cells("nsys", until="profiler_here(", device="cpu")["ranged"]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", [*PHASES])
-def test_the_notebooks_step_is_the_librarys_to_the_bit(mode, step, ranged):
-    other = build_step(step.config)
+def test_the_notebooks_step_is_the_librarys_to_the_bit(mode, precision, ranged):
+    step, other = (build_step(configure("benchmark", **SMALL, precision=precision)) for _ in range(2))
+    other.model.register_forward_hook(lambda model, given, logits: differentiable.append(logits.requires_grad))
+    differentiable, plain, annotated = [], step.of(mode=mode), other.of(mode=mode)
     for _ in range(3):
-        step.of(mode=mode)()
-        ranged(other.of(mode=mode), None, lambda: None)
+        plain()
+        ranged(annotated, None, lambda: None)
     for own, its in zip(step.model.parameters(), other.model.parameters()):
         assert torch.equal(own, its) and (mode == "forward" or torch.equal(own.grad, its.grad))
+    assert differentiable == [mode != "forward"] * 3
 
 
 def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monkeypatch, step, ranged):
@@ -670,9 +718,10 @@ def test_attentions_flops_are_those_of_the_formula(loaded):
 def test_the_command_that_is_printed_is_the_one_that_runs(cells):
     chapter = (files("stepscope") / "report/chapters/09-questions.md").read_text()
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
+    asked = {word for word in command[:command.index("export")] if word.startswith("--") and "=" in word}
     flags = {word for word in cells["profiled"].__code__.co_consts for word in (word if isinstance(word, tuple) else [word])
              if isinstance(word, str) and word.startswith("--") and "=" in word}
-    assert len(flags) > 4 and flags <= {*command} and all(sum in " ".join(command) for sum in cells["OWN_SUMS"])
+    assert len(flags) > 4 and flags == asked and all(sum in " ".join(command) for sum in cells["OWN_SUMS"])
 
 
 def test_kernels_that_differ_in_their_tile_alone_are_told_apart():
