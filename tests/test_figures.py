@@ -10,7 +10,10 @@ from stepscope.report import style
 from stepscope.studies.attention import figures as attention
 from stepscope.studies.benchmark import figures as benchmark
 from stepscope.studies.ladder import figures as ladder
+from stepscope.studies.memory import figures as memory
 from stepscope.studies.mixed_precision import figures as mixed_precision
+from stepscope.studies.nsys import figures as nsys
+from stepscope.traces.families import MATMUL
 
 
 def drawn_lines(axes) -> dict[str, list[tuple[float, float]]]:
@@ -188,3 +191,112 @@ def test_fp8s_gain_is_drawn_over_the_tokens_where_there_are_several(monkeypatch)
     assert drawn_lines(axes) == {style.SIZE_COLORS["xl"]: [(1024, 0.9), (4096, 1.2)], style.SIZE_COLORS["small"]: [(2048, 0.8)]}
     assert ticks(axes.xaxis) == ["1,024", "2,048", "4,096"] and axes.get_ylim()[0] < 0.8 and axes.get_ylim()[1] > 1.2
     assert "4,096 tokens" in drawn.message and ladder.fp8(rows.head(1)) is None
+
+
+def spans(axes) -> dict[int, list[tuple[str, float, float]]]:
+    """What lies in each lane: colour, begin and end."""
+    found = {}
+    for made in axes.collections:
+        for path in made.get_paths():
+            (left, low), (right, high) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+            found.setdefault(round((low + high) / 2), []).append((to_hex(made.get_facecolor()[0]), round(left, 6), round(right, 6)))
+    return {lane: sorted(own, key=lambda one: one[1]) for lane, own in found.items()}
+
+
+@pytest.mark.parametrize(("launch_ns", "waits"), [(170_000, False), (200_000, True)])
+def test_a_lane_has_what_runs_in_the_window_and_is_busy_for_their_union(launch_ns, waits):
+    """What ends where the window begins, or begins where it ends, is not in it; the GPU works for 500 µs, kernels that overlap for 550."""
+    columns = ["family", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
+    forward = pd.DataFrame([("unheard of", 300_000, launch_ns, 900_000, 300_000), ("matrix multiply", -20_000, 30_000, -50_000, 150_000),
+                            ("elementwise", 200_000, 5_000, 50_000, 100_000), ("elementwise", 700_000, 6_000, 1_000_000, 7_000),
+                            ("optimizer", -500_000, 500_000, -300_000, 300_000), ("optimizer", 1_000_000, 9_000, 2_000_000, 9_000)], columns=columns)
+    graph = pd.DataFrame([("matrix multiply", -900_000, 9_000, -10_000, 110_000), ("elementwise", -900_000, 9_000, 400_000, 300_000)], columns=columns)
+    drawn = nsys.lanes(forward.assign(mode="forward"), "Mine")
+    host = [(style.MUTED, -20, 10), (style.MUTED, 200, 205), (style.MUTED, 300, 300 + launch_ns / 1e3), (style.MUTED, 700, 706)]
+    ran = [(style.BLUE, -50, 100), (style.AMBER, 50, 150), (style.FILL, 900, 1200)]
+    assert spans(drawn.axes[0]) == {0: host, 1: ran} and drawn.message.startswith("Mine: the GPU is busy 25%")
+    assert ("waits" in drawn.message) == waits and drawn.axes[0].get_xlim() == (0, 1000) and drawn.axes[0].yaxis_inverted()
+    assert {text.get_text() for text in drawn.legends[0].texts} == {"matrix multiply", "elementwise", "all else"}
+    both = nsys.lanes(pd.concat([graph.assign(mode="replayed"), forward.assign(mode="forward"), forward.assign(mode="step")]))
+    assert spans(both.axes[0]) == {0: host, 1: ran, 2: [(style.BLUE, -10, 100), (style.AMBER, 400, 700)]}
+    assert "busy 25%" in both.message and "graph 40%" in both.message and "waits" not in both.message
+    assert ticks(both.axes[0].yaxis) == ["CPU launches", "GPU runs", "as a CUDA graph"]
+    cpu = nsys.lanes(forward.assign(mode="forward"), on_cpu=True)
+    assert "operators run 25%" in cpu.message and "waits" not in cpu.message and ticks(cpu.axes[0].yaxis) == ["host", "operators"]
+
+
+def test_launches_are_of_the_least_size_at_the_shortest_context_in_bf16_where_it_waits():
+    rows = pd.DataFrame([("xl", 128, "bf16", 0.3), ("small", 512, "bf16", 0.4), ("small", 128, "bf16", 0.2), ("small", 128, "fp32", 0.5)],
+                        columns=["size", "context_length", "precision", "busy"])
+    rows = rows.assign(mode="forward", family="elementwise", launch_ns=-1000, launch_duration_ns=2_000_000, start_ns=1000, duration_ns=rows["busy"] * 1e6,
+                       batch_size=4, vocab_size=10_000, attention="naive", optimizer="foreach")
+    steps = rows.assign(mode="step", duration_ns=999_000)
+    both = pd.concat([steps, rows])
+    for of, said in ((both, ("small", "bf16", "context 128", "20%")), (both.query("precision == 'fp32'"), ("small", "fp32", "50%"))):
+        message = nsys.launches_timeline({"nsys.timeline": of}).message
+        assert all(words in message for words in said)
+    full = rows.assign(duration_ns=rows["duration_ns"].mask(rows.index == 2, 990_000))
+    assert nsys.launches_timeline({"nsys.timeline": pd.concat([steps, full])}) is None, "which does not wait"
+
+
+def widths(axes) -> dict[tuple[str, str], float]:
+    """Of each row's label and colour how wide its part is."""
+    names = dict(zip(axes.get_yticks(), ticks(axes.yaxis)))
+    return {(names[round(bar.get_y() + bar.get_height() / 2)], to_hex(bar.get_facecolor())): round(bar.get_width(), 6)
+            for bar in axes.patches if bar.get_width()}
+
+
+def test_families_are_shares_of_each_ends_step_by_phase():
+    ns = {("xl", "forward", MATMUL): 300, ("xl", "forward", "elementwise"): 100, ("xl", "loss", "elementwise"): 100, ("xl", "backward", MATMUL): 1000,
+          ("xl", "backward", "elementwise"): 300, ("xl", "optimizer", "optimizer"): 200, ("medium", "forward", MATMUL): 77, ("xl", "", "elementwise"): 5000,
+          ("small", "optimizer", "optimizer"): 50, ("small", "forward", "elementwise"): 10, ("small", "loss", "elementwise"): 5,
+          ("small", "forward", MATMUL): 10, ("small", "backward", MATMUL): 20, ("small", "backward", "elementwise"): 5}
+    rows = pd.DataFrame([(*key, 1e6 * value) for key, value in ns.items()], columns=["size", "phase", "family", "total_ns"]).assign(
+        context_length=512, precision="fp32", mode="step", batch_size=4, vocab_size=10_000, attention="naive", optimizer="foreach", region="", name="k")
+    others = [rows.assign(total_ns=rows["total_ns"].mask(rows["family"] == MATMUL, 9e9), **{name: value})
+              for name, value in (("context_length", 1024), ("precision", "bf16"), ("mode", "forward"), ("attention", "sdpa"))]
+    drawn = nsys.kernel_families({"nsys.operations": pd.concat([*others, rows])})
+    found = widths(drawn.axes[0])
+    assert found == {("small: forward", style.BLUE): 0.1, ("small: forward", style.AMBER): 0.1, ("small: backward", style.BLUE): 0.2,
+                     ("small: backward", style.AMBER): 0.05, ("small: AdamW", style.GREEN): 0.5, ("xl: forward", style.BLUE): 0.15,
+                     ("xl: forward", style.AMBER): 0.05, ("xl: backward", style.BLUE): 0.5, ("xl: backward", style.AMBER): 0.15, ("xl: AdamW", style.GREEN): 0.1}
+    assert "65% of xl's step and 30% of small's step" in drawn.message and "512" in drawn.axes[0].get_xlabel()
+    assert ticks(drawn.axes[0].yaxis) == ["small: forward", "small: backward", "small: AdamW", "xl: forward", "xl: backward", "xl: AdamW"]
+    own = rows.query("size == 'xl'")
+    one = nsys.families_of(pd.concat([own, own.assign(mode="forward", family="optimizer")]), "Mine")
+    assert widths(one.axes[0]) == {("forward", style.BLUE): 0.75, ("forward", style.AMBER): 0.25, ("loss", style.AMBER): 1, ("optimizer", style.GREEN): 1,
+                                   ("backward", style.BLUE): round(10 / 13, 6), ("backward", style.AMBER): round(3 / 13, 6)}
+    assert "65%" in one.message and nsys.families_of(own.assign(mode="forward"), "") is None
+
+
+def test_the_loss_of_every_rung_is_drawn_and_beside_it_other_seeds(monkeypatch):
+    last = {("fp32", 0): 0.0, ("fp32", 1): 0.05, ("fp32", 2): -0.07, ("tf32", 0): 0.02, (ladder.LAST, 0): -0.03, ("fp8", 0): 0.5}
+    shifts = pd.DataFrame({key: [0.01, 0.1, at] for key, at in last.items()}, [9, 19, 29])
+    distance = pd.Series({"fp8": 0.5, "tf32": 0.02, ladder.LAST: 0.03})
+    monkeypatch.setattr(ladder, "trained", lambda tables: (None, shifts))
+    monkeypatch.setattr(ladder, "loss_shift", lambda shifts: (distance, 0.04))
+    drawn = ladder.ladder_training({})
+    axes = drawn.axes[0]
+    ends = [(line.get_color(), line.get_ydata()[-1]) for line in axes.lines if len(line.get_xdata()) == 3]
+    assert sorted(ends) == sorted([(style.FILL, 0.05), (style.FILL, -0.07), (style.BLUE, 0.02), (style.BLUE, -0.03)])
+    heights = {text.get_text(): axes.transData.inverted().transform(axes.transAxes.transform(text.xy))[1] for text in axes.texts}
+    assert heights == pytest.approx({"other seeds": 0.05, "every change": -0.03})
+    assert "less than another seed" in drawn.message
+    monkeypatch.setattr(ladder, "loss_shift", lambda shifts: (distance, 0.025))
+    assert "less" not in ladder.ladder_training({}).message
+
+
+def test_of_a_long_timeline_the_highest_of_each_stretch_is_drawn():
+    totals = [(97 * place) % 401 + 1.0 for place in range(401)]
+    rows = pd.DataFrame({memory.column(kind): 0.0 for kind in memory.LIVE}, range(401)).assign(weights_gib=[total / 4 for total in totals],
+                                                                                            other_gib=[3 * total / 4 for total in totals])
+    assert memory._fewer(rows)[["weights_gib", "other_gib"]].sum(axis=1).tolist() == [max(totals[at:at + 3]) for at in range(0, 401, 3)]
+
+
+def test_what_is_predicted_has_its_peak_marked_and_named():
+    axis, top = memory.predicted_timeline({}).axes[0], memory.peak(memory.predicted())
+    mark = next(line for line in axis.lines if line.get_marker() == "v")
+    assert mark.get_ydata().tolist() == [pytest.approx(top.requested / memory.GIB, rel=1e-3)]
+    areas = [area.get_paths()[0].vertices[:, 1].max() for area in axis.collections]
+    assert max(areas) == pytest.approx(mark.get_ydata()[0]) and memory.number(top.allocated / memory.GIB, "") in texts(axis)
+    assert {text.strip() for text in texts(axis)} >= {"forward", "backward", "optimizer"}
