@@ -300,3 +300,11 @@ def test_what_is_predicted_has_its_peak_marked_and_named():
     areas = [area.get_paths()[0].vertices[:, 1].max() for area in axis.collections]
     assert max(areas) == pytest.approx(mark.get_ydata()[0]) and memory.number(top.allocated / memory.GIB, "") in texts(axis)
     assert {text.strip() for text in texts(axis)} >= {"forward", "backward", "optimizer"}
+
+
+@pytest.mark.parametrize("spans, busy", [
+    ([(-300_000, -100_000), (-100_000, 200_000)], 0.2), ([(900_000, 1_500_000), (1_200_000, 1_300_000)], 0.1),
+    ([(0, 500_000), (250_000, 750_000)], 0.75)])
+def test_busy_is_of_the_drawn_millisecond_alone(spans, busy):
+    ran = pd.DataFrame([{"start_ns": start, "duration_ns": end - start} for start, end in spans])
+    assert nsys._busy(ran) == pytest.approx(busy)

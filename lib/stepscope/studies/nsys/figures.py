@@ -86,8 +86,8 @@ def _who_waits_ms(ran: pd.DataFrame) -> tuple[float, float]:
 
 def _busy(ran: pd.DataFrame) -> float:
     """The share of the drawn window in which an operation runs."""
-    end = (ran["start_ns"] + ran["duration_ns"]).clip(upper=LANE_NS)
-    return union(ran["start_ns"].clip(0).to_numpy(), end.to_numpy()) / LANE_NS
+    ends = ran["start_ns"] + ran["duration_ns"]
+    return union(ran["start_ns"].clip(0, LANE_NS).to_numpy(), ends.clip(0, LANE_NS).to_numpy()) / LANE_NS
 
 
 @style.look()
@@ -105,8 +105,8 @@ def launches_timeline(tables: Tables) -> Figure | None:
         ran = rows[(rows["mode"] == "forward") & (rows["start_ns"] < LANE_NS)]
         if not launch_bound(_busy(ran), *_who_waits_ms(ran)):
             return None
-        return lanes(rows, f"Under the profiler, {rows['size'].iloc[0]}'s"
-                                                              f" {precision} forward at context {context:,}")
+        of = f"{rows['size'].iloc[0]}'s {precision} forward at context {context:,}"
+        return lanes(rows, f"Under the profiler, {of}")
     return None
 
 
