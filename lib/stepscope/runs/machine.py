@@ -1,4 +1,5 @@
 """What a measurement was taken on: the machine and its software. No host name, no address, no path."""
+import functools
 import hashlib
 import json
 import os
@@ -74,6 +75,7 @@ def _driver() -> str | None:
     return None
 
 
+@functools.cache
 def gpus_here() -> list[dict[str, Any]]:
     """The GPUs that this process may use: ``visible`` (as ``CUDA_VISIBLE_DEVICES`` names it: an index or a
     UUID, a MIG instance's too), ``name`` and ``gib`` of memory; none without a GPU.
