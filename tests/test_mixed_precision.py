@@ -176,6 +176,13 @@ def test_training_is_over_the_same_text_from_the_same_weights(config, monkeypatc
         assert found == pytest.approx(loss.item(), rel=1e-5), "each step's gradients are its batch's alone"
 
 
+def test_training_begins_with_the_runs_own_seed(config, monkeypatch):
+    monkeypatch.setattr(numerics, "STEPS", 1)
+    first, second = (table(numerics.training(config.model_copy(update={"seed": seed}), ())).set_index("case")["value"]
+                     for seed in (0, 1))
+    assert second.iloc[:2].tolist() == first.iloc[1:].tolist() and first["fp32, seed 0"] != first["fp32, seed 1"]
+
+
 def test_the_text_is_the_same_whoever_asks():
     first, again = (text_batches(3, 2, 16) for _ in range(2))
     assert first.shape == (3, 2, 17) and torch.equal(first, again) and first.min() >= 0 and first.max() < 256

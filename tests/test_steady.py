@@ -219,14 +219,15 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
 
 def test_an_unsteady_case_takes_its_own_single_steps_along_and_no_others():
     """Rows of the same run and case in the same study, in tables that have times; each other row differs in one thing."""
-    cases = [("a", "step", "bf16"), ("b", "step", "bf16"), ("a", "forward", "bf16"), ("a", "step", "fp32")]
-    samples = pd.DataFrame(cases, columns=["run_id", "mode", "precision"]).assign(wall_ms=1.0)
-    times = samples.assign(unsteady=["odd", "", "", ""])
+    odd = {"run_id": "a", "mode": "step", "precision": "bf16", "optimization": "fp8", "batch_size": 8}
+    others = {"run_id": "b", "mode": "forward", "precision": "fp32", "optimization": "blocks", "batch_size": 4}
+    samples = pd.DataFrame([odd, *(odd | {name: other} for name, other in others.items())]).assign(wall_ms=1.0)
+    times = samples.assign(unsteady=["odd", *[""] * len(others)])
     tables = {"benchmark.samples": samples, "benchmark.times": times, "benchmark.operations": samples.rename(columns={"wall_ms": "gpu_ms"}),
               "benchmark.memory": samples.drop(columns="wall_ms"), "benchmark.results": samples[["run_id", "wall_ms"]], "benchmark_more.samples": samples}
     kept = {name: len(table) for name, table in load.steady(tables).items()}
-    assert kept == dict(zip(tables, (3, 3, 3, 4, 4, 4)))
-    assert load.steady(tables)["benchmark.samples"].index.tolist() == [1, 2, 3]
+    assert kept == dict(zip(tables, (5, 5, 5, 6, 6, 6)))
+    assert load.steady(tables)["benchmark.samples"].index.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_of_runs_of_one_key_the_one_that_started_last_stays():
