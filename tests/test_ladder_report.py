@@ -402,7 +402,11 @@ def test_what_the_evidence_says(campaign):
     assert claims.fp8_large_batch(campaign) == {
         "tokens": 8 * 512, "low": pytest.approx(165 / 155), "high": pytest.approx(600 / 497)}
     assert claims.fp8_gradient(campaign) == {
-        "size": "2.7B", "fp8": 0.7, "bf16": 0.07, "trained_fp8": 0.03, "trained_bf16": 0.02}
+        "size": "2.7B", "fp8": 0.7, "bf16": 0.07, "trained_size": "2.7B", "trained_fp8": 0.03, "trained_bf16": 0.02}
+    smaller = steps[steps["size"] == "2.7B"].assign(size="xl")
+    smaller["trained_gradient_error"] = smaller["optimization"].map({RUNGS[-1]: 0.005, "fp8": 0.025})
+    told = claims.fp8_gradient(campaign | {"ladder.steps": pd.concat([smaller, steps])})
+    assert told["size"] == "2.7B" and (told["trained_size"], told["trained_fp8"], told["trained_bf16"]) == ("xl", 0.025, 0.005)
     assert claims.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
     assert claims.ridge(campaign) == {
         "fp32": 51, "bf16": 770, "copy": 4.2, "fp32_ridge": 51 / 4.2, "bf16_ridge": 770 / 4.2}
@@ -480,7 +484,7 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("optimizer_exact", RESULTS, "low_unequal", 3, {"size": "2.7B"}),
     ("fp8_small_batch", STEPS, "gpu_ms", 60, {"optimization": "fp8"}), ("fp8_small_batch", KERNELS, "gpu_ms", 31, {"name": "scale"}),
     ("fp8_large_batch", STEPS, "gpu_ms", 900, {"optimization": "fp8"}), ("fp8_gradient", STEPS, "gradient_error", 0.05, {"optimization": "fp8"}),
-    ("fp8_gradient", STEPS, "trained_gradient_error", 0.1, {"optimization": "fp8"}),
+    ("fp8_gradient", STEPS, "trained_gradient_error", 0.18, {"optimization": "fp8"}),
     ("fp8_training", CURVES, "loss", 9, {"optimization": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"optimization": "fp8", "size": "medium"}),
     ("last_power", STEPS, "power_w", 600, {}), ("last_power", STEPS, "sm_clock_mhz", 1980, {}),
     ("power", STEPS, "power_w", 400, {}), ("power", STEPS, "sm_clock_mhz", 1980, {}),
