@@ -404,7 +404,8 @@ def test_samples_are_told_as_the_standard_library_tells_them():
     ({"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 4),
     ({"wall_ms": 8.0, "wall_min_ms": 6.0}, {"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, 0.25),
     ({"wall_ms": 30.0, "busy": 0.3}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 3.75),  # the fastest is not known of both
-    ({"wall_ms": 9.0, "busy": 0.3}, {"wall_ms": 8.0}, np.nan), ({"wall_ms": 8.0}, {"wall_ms": 9.0, "busy": 0.3}, np.nan)])
+    ({"wall_ms": 9.0, "busy": 0.3}, {"wall_ms": 8.0}, np.nan), ({"wall_ms": 8.0}, {"wall_ms": 9.0, "busy": 0.3}, np.nan),
+    ({"wall_ms": 9.8, "busy": 0.3}, {"wall_ms": 8.0}, 9.8 / 8), ({"wall_ms": 8.0}, {"wall_ms": 9.8, "busy": 0.3}, 8 / 9.8)])
 def test_a_gain_of_what_waits_for_launches_is_of_the_fastest_steps_and_none_if_small(before, after, gain):
     full = {"busy": 0.99, "gpu_ms": 7.0, "enqueue_ms": 5.0}
     pair = [full | row | ({"gpu_ms": 3.0} if "busy" in row else {}) for row in (before, after)]

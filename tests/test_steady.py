@@ -151,23 +151,23 @@ def test_a_gpu_is_idle_when_a_kernel_comes_back_at_once_ten_times(monkeypatch):
 
 
 @pytest.mark.parametrize("notebook, more", [("benchmark", {}), ("mixed_precision", {"numerics": False})])
-@pytest.mark.parametrize("odd_times, taken", [(1, 2), (9, 3)])
-def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(monkeypatch, notebook, more, odd_times, taken):
-    """Forward is odd so many times. What was measured last is kept, and the first steps of the process as they were."""
+@pytest.mark.parametrize("mode, odd_times, taken", [("step", 1, 2), ("forward", 9, 3)])
+def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(monkeypatch, notebook, more, mode, odd_times, taken):
+    """It is odd so many times. What was measured last is kept, and the first steps of the process as they were."""
     own, captured, count = measure.step_times, [], []
 
     def step_times(cases, samples, operations, *given):
         found = own(cases, samples, operations, *given)
-        forward = (found["mode"] == "forward") & (found["precision"] == "fp32")
-        count.append(found.loc[forward & (found["phase"] == WHOLE), "wall_ms"].item())
+        own_rows = (found["mode"] == mode) & (found["precision"] == "fp32")
+        count.append(found.loc[own_rows & (found["phase"] == WHOLE), "wall_ms"].item())
         captured.append(int((operations["phase"] == "forward").sum()))
-        return found.assign(unsteady=np.where(forward & (len(count) <= odd_times), "as planted", ""))
+        return found.assign(unsteady=np.where(own_rows & (len(count) <= odd_times), "as planted", ""))
     monkeypatch.setattr(measure, "step_times", step_times)
     names = run_cells(notebook, **TINY | {"warmup_steps": 1} | more)
     table = names["times"]
     assert len({*count}) == taken, "it was timed so often"
     odd = table[table["unsteady"] != ""]
-    assert {*odd["mode"]} == ({"forward"} if odd_times >= taken else set())
+    assert {*odd["mode"]} == ({mode} if odd_times >= taken else set())
     assert len({*captured}) == 1, "its kernels took the place of the first ones"
     if notebook == "benchmark":
         first = names["tables"]["samples"].query("mode == 'step' and phase == 'whole'")
