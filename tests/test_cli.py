@@ -220,6 +220,7 @@ def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_pat
     assert listed("status=ok")[1].keys() == {ids[0], ids[3]}
     assert listed("status=ok", "batch_size=2")[1].keys() == listed("batch_size=2", "status=ok")[1].keys() == {ids[3]}
     assert listed(f"run_id={ids[2]}")[1].keys() == {ids[2]} and not listed("seed=2", "status=ok")[1]
+    assert not listed(f"run_id={ids[2][:-1]}")[1], "a value is whole"
 
 
 def test_what_fits_is_told_for_the_smallest_gpu_here_or_for_80_gib(run, monkeypatch):
