@@ -16,7 +16,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
-from stepscope.traces.torch_trace import PROCESS_KEY, own_records
+from stepscope.traces.torch_trace import PROCESS_KEY, own_records, own_times
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"
@@ -445,3 +445,9 @@ def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path)
     first = found[found["start_ns"] < 100_000].drop(index=found.index[found["duration_ns"] == 50_000])
     ends = first["start_ns"] + first["duration_ns"]
     assert ends.max() == 100_000 and (first["start_ns"].to_numpy()[1:] == ends.to_numpy()[:-1]).all()
+
+
+def test_an_operator_after_one_with_children_begins_after_them():
+    operators = pd.DataFrame({"tid": 1, "start": [0, 10, 20, 60], "end": [100, 50, 30, 80]})
+    laid = own_times(operators)
+    assert laid[["start", "end"]].to_numpy().tolist() == [[0, 40], [40, 70], [70, 80], [80, 100]]
