@@ -19,7 +19,7 @@ from stepscope.captures.account import devices
 from stepscope.captures.advice import _of_waits, advice, unfused_attention
 from stepscope.captures.capture import load_capture
 from stepscope.captures.causes import pauses, waits
-from stepscope.captures.verdict import FORMATS, profile, rendered
+from stepscope.captures.verdict import BOUNDS, FORMATS, _bound, profile, rendered
 from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.families import families
@@ -385,6 +385,13 @@ def test_pauses_are_summed_by_what_they_are_for():
 
 def kept(tmp_path, events, **header):
     return next(devices(load_capture(written(tmp_path / "a.json", events, **header))))
+
+
+def test_the_step_is_bound_by_the_cause_with_the_most_time_in_all(tmp_path):
+    one = kept(tmp_path, synchronising())
+    causes = pd.DataFrame({"cause": ["launch", "sync", "sync"], "ms": [3.0, 2.0, 2.0]})
+    labels = [_bound(one, pauses(one), rows).label for rows in (causes, causes[:2])]
+    assert labels == [BOUNDS["sync"], BOUNDS["launch"]]
 
 
 def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
