@@ -308,13 +308,12 @@ def fp8_gradient(tables: Tables) -> Claim:
     columns = ["gradient_error", "trained_gradient_error"]
     measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
                 for shape, rows in ladders(tables).items()]
-    both = {shape.size: off for shape, off in measured if len(off) == 2}
-    size, drawn = [(size, off[columns[0]]) for size, off in both.items()][-1]
-    trained = {size: off[columns[1]] for size, off in both.items()}
-    worst = max(trained, key=lambda size: trained[size]["fp8"] / trained[size][LAST])
+    both = [(shape.size, *(off[name] for name in columns)) for shape, off in measured if len(off) == 2]
+    size, drawn, _ = both[-1]
+    worst, _, trained = max(both, key=lambda one: one[2]["fp8"] / one[2][LAST])
     found = {"size": size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_size": worst,
-             "trained_fp8": trained[worst]["fp8"], "trained_bf16": trained[worst][LAST]}
-    return found if drawn["fp8"] > max(2 * drawn[LAST], 4 * found["trained_fp8"]) else None
+             "trained_fp8": trained["fp8"], "trained_bf16": trained[LAST]}
+    return found if drawn["fp8"] > max(2 * drawn[LAST], 4 * trained["fp8"]) else None
 
 
 def fp8_training(tables: Tables) -> Claim:
