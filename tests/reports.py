@@ -67,6 +67,8 @@ def told(functions: Iterable[Callable], tables: dict[str, pd.DataFrame]) -> dict
             made = function(tables)
         except LookupError:
             made = "no data"
+        if isinstance(made, dict):  # sums of the same in another order differ in their last digits
+            made = {name: float(f"{value:.12g}") if isinstance(value, float) else value for name, value in made.items()}
         found[function.__name__] = markdown(made) if isinstance(made, pd.DataFrame) else repr(made)
     return found
 

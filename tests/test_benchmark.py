@@ -493,11 +493,12 @@ def campaign():
               for row in mode_rows(size, 512, 0.2, wall=0.5, precision="bf16", compile="blocks")]
     model = [row | {"compile_s": 40.0} for size, scale in zip(GPU_MS, (0.7, 0.75, 0.8))
              for row in mode_rows(size, 512, scale, compile="model")]
+    whole = [row | {"compile_s": 25.0} for row in mode_rows("small", 512, 0.2, wall=0.3, precision="bf16", compile="model")]
     fused = [row for size in GPU_MS for row in mode_rows(size, 512, fused=3.0, optimizer="fused")]
     again = [row for repeat, off in ((1, 1.002), (2, 0.999))
              for row in mode_rows("small", 512, off, wall=1 + repeat / 4, repeat=repeat)]
     tiny = list(mode_rows("small", 16, batch_size=1))
-    own = [*eager, *blocks, *model, *fused, *again, *tiny]
+    own = [*eager, *blocks, *whole, *model, *fused, *again, *tiny]
     samples = [cold_samples([row["wall_ms"] * (50 if i == 0 else 1.005 if i < 4 else 1) for i in range(15)],
                             **{name: row[name] for name in ("mode", "phase", *CONFIG)}) for row in own]
     operations = pd.DataFrame(named(row | {"repeat": 0} for row in low)).drop(columns="repeat")
@@ -573,14 +574,28 @@ def test_compiling_is_told_of_the_largest_size_that_was_compiled_both_ways(all_r
     assert [found[name] for name in ("size", "low", "high", "own", "model")] == ["2.7B", 12.0, 13.0, 13.0, 40.0]
 
 
+def test_the_model_compiled_whole_is_told_in_the_precision_of_most_sizes_and_beside_its_blocks_in_their_own(all_runs):
+    assert claims.answer_compiled(all_runs)["precision"] == "fp32" and claims.compile_cost(all_runs)["model_precision"] == "fp32"
+    assert len(PRINTED["compiled_model"](all_runs)) == len(GPU_MS) * len(PHASES)
+    cost = PRINTED["compile_cost"](all_runs)
+    assert [*cost.index][len(GPU_MS):] == [*(("model", "fp32", size) for size in GPU_MS), ("model", "bf16", "small")]
+    assert cost.loc[("model", "bf16", "small"), "compiling, s"] == 25
+    found = claims.blocks_or_model(all_runs)
+    assert found.pop("blocks") == pytest.approx(15) and found.pop("model") == pytest.approx(9)
+    assert found == {"size": "small", "by": "the median", "blocks_s": 12.0, "model_s": 25.0}
+
+
 def test_runs_of_other_programs_and_of_another_order_change_nothing(all_runs):
-    """But a large matmul's rate is the median of all runs, of any program."""
-    changed = {}
-    for name in all_runs.keys() - {"benchmark.results"}:
+    """But a large matmul's rate is the median of all runs, of any program; and what was compiled in fp16 cost that, too."""
+    changed, times = {}, all_runs["benchmark.times"]
+    runs = all_runs | {"benchmark.times": times.assign(wall_std_ms=times["wall_std_ms"] * (1 + times.index / 1e4))}  # none as another
+    for name in runs.keys() - {"benchmark.results"}:
         first = "context_length == 512" + " and repeat == 0" * name.startswith("benchmark")
-        changed |= shuffled(beside({name: all_runs[name]}, first, batch_size=2, vocab_size=50_000, attention="sdpa", precision="fp16"))
-    says = [*functions(claims).values(), *PRINTED.values()]
-    assert told(says, all_runs | changed) == told(says, all_runs)
+        changed |= shuffled(beside({name: runs[name]}, first, batch_size=2, vocab_size=50_000, attention="sdpa", precision="fp16"))
+    costs = [PRINTED["compile_cost"](found) for found in (runs, runs | changed)]
+    assert costs[0].equals(costs[1].drop("fp16", level="precision")) and len(costs[1]) > len(costs[0])
+    says = [*functions(claims).values(), *(printed for name, printed in PRINTED.items() if name != "compile_cost")]
+    assert told(says, runs | changed) == told(says, runs)
 
 
 def test_each_cell_is_what_its_heading_names(all_runs):
@@ -684,6 +699,8 @@ def test_a_claim_that_does_not_hold_is_not_said(all_runs):
             ("compiled_trend", {"gpu_ms": 1.0}, {"compile": "model", "size": "2.7B", "mode": "forward"}),
             ("compiled_slower", {"gpu_ms": 3.0}, {"compile": "model", "size": "small", "mode": "forward"}),
             ("compiled_slower", {"wall_ms": 1.0}, {"compile": "model", "mode": "forward"}),
+            ("blocks_or_model", {"wall_ms": 13.0}, {"compile": "model", "precision": "bf16"}),
+            ("blocks_or_model", {"enqueue_ms": 1.0}, {"compile": "blocks"}),
             ("processes_differ", {"wall_ms": 30.0}, {"size": "small", "mode": "step"})]:
         changed = with_times(all_runs, change, **which)
         assert getattr(claims, claim)(all_runs) is not None and getattr(claims, claim)(changed) is None, (claim, change)

@@ -114,7 +114,7 @@ def public(module):
 
 
 # Of what these rows have not; tests/test_reference.py has them on the reference.
-NOT_HERE = {"attention_chosen", "blocks_or_model", "few_steps", "first_mask", "fp8_strays", "rung_graph"}
+NOT_HERE = {"attention_chosen", "few_steps", "first_mask", "fp8_strays", "rung_graph"}
 
 
 @pytest.mark.parametrize("say", [*public(claims), *tables.PRINTED.values(), *public(figures)])
@@ -569,10 +569,6 @@ def test_what_other_records_would_say(complete):
     steps.loc[steps["optimization"] == "tf32", "wall_std_ms"] *= 5
     few = claims.few_steps(complete)
     assert (few["few"], few["all"]) == (7, len(steps)) and (few["median"], few["most"]) == pytest.approx((0.01, 0.05))
-    steps.loc[(steps["optimization"] == "hugging_face") & (steps["size"] == "small"), ["wall_ms", "busy"]] = 15.0, 0.99
-    assert claims.blocks_or_model(complete) == {"size": "small", "blocks": 21.3, "model": 15.0}
-    steps.loc[steps["optimization"] == "hugging_face", "wall_ms"] = 40.0
-    assert claims.blocks_or_model(complete) is None
     steps.loc[steps["optimization"] == "fused", "steps"] = 9
     start = claims.first_from(complete)
     assert (start["least"], start["most"]) == (4, 9) and start["gpu"] == pytest.approx(148 / 89.6)

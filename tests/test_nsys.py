@@ -760,6 +760,7 @@ SOFTMAX, TIMES = "region == 'attention.softmax'", ("benchmark.times", "gpu_ms")
 
 @pytest.mark.parametrize(("claim", "table", "where", "factors"), [  # so many times where it holds, and where it does not
     ("forward_matches_wall", CLOCKS, "mode == 'forward' and size == 'large' and context_length == 128", (1.02, 0.9, 1.1)),
+    ("forward_matches_wall", CLOCKS, "mode == 'forward' and size == 'large' and context_length == 128", (1.5, 1.15)),
     ("forward_slower_under_nsys", CLOCKS, "captured", (1.0, 0.7)),
     ("first_kernel_is_a_matmul", OPERATIONS, f"{MATMULS} and size == 'large' and context_length == 128", (1.0, 1e-6)),
     ("remainder_of_forward", OPERATIONS, f"{MATMULS} and size == 'small'", (1.0, 50)),

@@ -16,6 +16,7 @@ from stepscope.stats import (
     STEADY,
     fastest_ms,
     launch_bound_rows,
+    wall_gain,
 )
 from stepscope.studies.benchmark.tables import (
     CONFIG,
@@ -282,6 +283,19 @@ def compile_then(tables: Tables) -> Claim:
     share = adamw[step.name] / step["gpu_ms"]
     waits = launch_bound_rows(rows).iloc[-1]
     return {"size": step.name, "share": share} if share > LEAST_SHARE and not waits else None
+
+
+def blocks_or_model(tables: Tables) -> Claim:
+    """Where the smallest size's bf16 step waits for launches although its blocks are compiled, the model
+    compiled whole is launched sooner, and takes longer to compile."""
+    rows, model = (compiled_with_eager(tables, parts, precision="bf16") for parts in ("blocks", "model"))
+    size = rows.index[0]
+    blocks, whole = rows.loc[size], model.loc[size]
+    if not launch_bound_rows(rows).iloc[0] or not wall_gain(blocks, whole) > 1:
+        return None
+    return {"size": size, "by": _by(blocks),
+            "blocks": fastest_ms(rows)[size], "model": fastest_ms(model)[size],
+            "blocks_s": blocks["compile_s"], "model_s": whole["compile_s"]}
 
 
 def answer_compiled(tables: Tables) -> Claim:

@@ -192,15 +192,26 @@ def _adamw(foreach: pd.Series, fused: pd.Series) -> pd.DataFrame:
     return found.assign(gain=found["foreach"] / found["fused"])
 
 
-def compiled_with_eager(tables: Tables, parts: str, mode: str = "step") -> pd.DataFrame:
-    """Whole modes compiled, by size, beside the same uncompiled (``_eager``): blocks in bf16 or the whole
-    model in fp32, as they were measured; ``gain`` in GPU time, ``wall_gain`` as of
-    :func:`stepscope.stats.wall_gain`, and by that ``pays_after``, so many steps.
+def compiled_precisions(tables: Tables, parts: str) -> list[str]:
+    """In which precisions blocks or the whole model were compiled: that of the most sizes first.
 
     Raises:
         LookupError: nothing was compiled so.
     """
-    precision = on_gpu(select(tables["benchmark.times"], compile=parts))["precision"].iloc[0]
+    rows = on_gpu(select(tables["benchmark.times"], PLAIN, compile=parts, mode="step", phase=WHOLE))
+    sizes = rows.groupby("precision", sort=False)["size"].nunique()
+    return sizes.sort_values(ascending=False, kind="stable").index.tolist()
+
+
+def compiled_with_eager(tables: Tables, parts: str, mode: str = "step", precision: str = "") -> pd.DataFrame:
+    """Whole modes compiled, by size, beside the same uncompiled (``_eager``): in the precision of the most
+    sizes, if none is named; ``gain`` in GPU time, ``wall_gain`` as of :func:`stepscope.stats.wall_gain`, and
+    by that ``pays_after``, so many steps.
+
+    Raises:
+        LookupError: nothing was compiled so.
+    """
+    precision = precision or compiled_precisions(tables, parts)[0]
     after = at_context(tables, compile=parts, precision=precision, mode=mode)
     before = at_context(tables, precision=precision, mode=mode)
     sizes = [size for size in after.index if size in before.index]
@@ -351,11 +362,12 @@ def compile_cost(tables: Tables) -> pd.DataFrame:
     names = {"compile_s": "compiling, s", "wall_ms_eager": "before, ms",
              "quartiles_eager": "quartiles before, ms", "wall_ms": "after, ms",
              "quartiles": "quartiles after, ms", "pays_after": "break-even (steps), n"}
-    found = {parts: compiled_with_eager(tables, parts).set_index("precision", append=True).swaplevel()
-             for parts in ("blocks", "model") if parts in measured}
+    found = {(parts, precision): compiled_with_eager(tables, parts, precision=precision)
+             for parts in ("blocks", "model") if parts in measured
+             for precision in compiled_precisions(tables, parts)}
     if not found:
         raise KeyError("compile")
-    rows = pd.concat(found, names=["compiled"])
+    rows = pd.concat(found, names=["compiled", "precision"])
     return table(rows[list(names)].rename(columns=names), note=(
         f"The full step, wall time, medians of {_steps(rows)} steps, naive attention, context"
         f" {context(tables):,}."))

@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
 from stepscope.report.tables import digits, listed, number
-from stepscope.stats import LEAST_GAIN, launch_bound_rows, wall_gain
+from stepscope.stats import LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
 from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline, roofs
 from stepscope.studies.ladder.rows import (
@@ -402,15 +402,6 @@ def bf16_launches(tables: Tables) -> Claim:
     slower = after["wall_ms"] > (1 + LEAST_GAIN) * before["wall_ms"] and after["gpu_ms"] < before["gpu_ms"]
     more = int(after["operations"] - before["operations"])
     return {"size": shape.size, "kernels": more} if slower and more > 0 else None
-
-
-def blocks_or_model(tables: Tables) -> Claim:
-    """Where no graph hides launches, the whole model compiled waits less than blocks do: Hugging Face's in
-    default mode beside our blocks, at the smallest size; with about the same GPU time."""
-    shape, rows = smallest_ladder(tables)
-    blocks, model = rows.loc["blocks"], rows.loc["hugging_face"]
-    waits = launch_bound_rows(rows)["blocks"] and wall_gain(blocks, model) > 1
-    return {"size": shape.size, "blocks": blocks["wall_ms"], "model": model["wall_ms"]} if waits else None
 
 
 def attention_chosen(tables: Tables) -> Claim:

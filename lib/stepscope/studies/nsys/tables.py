@@ -11,7 +11,7 @@ from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Tables, measured, tidy, word
 from stepscope.report.shapes import MODES, PLAIN, reference, select
 from stepscope.report.tables import counted, table
-from stepscope.stats import launch_bound_rows
+from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
 from stepscope.traces.families import FAMILIES, MATMUL, detailed_family, families
 from stepscope.traces.kernel_names import short_names
 
@@ -104,14 +104,16 @@ def clocks(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
 
 def forward_clocks(tables: Tables) -> pd.DataFrame:
     """A row a size and context: one forward pass by the host's clock (median, quartiles and how many) and by
-    nsys, and whether it is launch-bound (``waits``)."""
+    nsys, whether it is launch-bound (``waits``), and whether nsys slows it clearly (``slowed``): that slows
+    launching alone, so that it is launch-bound there."""
     keys = ["size", "context_length"]
     rows = select(clocks(tables), mode="forward", phase=WHOLE).reset_index(drop=True)
     plain = profiles(tables, "clocks", mode="forward", phase=WHOLE, captured=False).groupby(keys)["wall_ms"]
     ends = pd.DataFrame({"plain_q1_ms": plain.quantile(0.25), "plain_q3_ms": plain.quantile(0.75),
                          "passes": plain.size()})
     waits = launch_bound_rows(rows.assign(busy=rows["gpu_ms"] / rows["plain_ms"]))
-    return rows.assign(waits=waits).merge(ends.reset_index(), on=keys, how="left")
+    slowed = rows["projected_ms"] > (1 + LEAST_HOST_GAIN) * rows["plain_ms"]
+    return rows.assign(waits=waits, slowed=slowed).merge(ends.reset_index(), on=keys, how="left")
 
 
 def kernels(tables: Tables, mode: str) -> pd.DataFrame:
