@@ -134,7 +134,7 @@ def test_a_tour_says_first_what_it_is_of_and_what_it_leaves_out(tour):
     rendered, text, out, runs = tour
     assert not rendered.errors
     first = text.partition("\n\n")[2].partition("\n")[0]
-    assert all(words in first for words in ("2 of the handout's 5 sizes, small and 2.7B", "medium, large and xl", *TOPICS.values()))
+    assert all(words in first for words in ("2 of the handout's 5 sizes, small and 2.7B (ladder alone)", "medium, large and xl", *TOPICS.values()))
     place = re.search(r"`stepscope sweep reference --runs (\S+)`", first)[1]
     assert (out / place).samefile(runs)
     assert re.findall("Not measured here: (.*?)\\.", text) == ["Compiling"], "the one part that lacks all of its runs"
