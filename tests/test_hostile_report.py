@@ -20,7 +20,6 @@ from stepscope.report.load import read
 from stepscope.report.render import CHAPTERS, render
 from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import escape
-from stepscope.runs.record import RENAMED, RENAMED_COLUMNS
 from stepscope.runs.store import Store
 
 MARKUP = [
@@ -199,7 +198,7 @@ def _all_changes(runs: Path) -> list[tuple[Path, str, str, str]]:
     found = []
     for run in _runs(runs):
         for file in sorted(run.glob("*.parquet")):
-            frame, table = pd.read_parquet(file).rename(columns=RENAMED_COLUMNS), RENAMED.get(file.stem, file.stem)
+            frame, table = pd.read_parquet(file), file.stem
             if len(frame):
                 found += [(run, table, column, name) for column in frame for name, _ in _changes(frame, column)]
                 found += [(run, table, "", name) for name, _ in _whole_changes(frame)]

@@ -39,12 +39,10 @@ WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *P
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
 TIMES: dict[str, Any] = WITHIN | {
     name: measured() for name in (
-        "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "busy",
-        "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "tflops",
-        "mfu", "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
-    "replay_reason": word(), "status": word(*STATUSES), "reason": word(),
-    "steps": measured(required=False), "wall_min_ms": measured(required=False),
-    "unsteady": word(required=False)}
+        "steps", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "gpu_ms",
+        "operations", "busy", "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j",
+        "compile_s", "tflops", "mfu", "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
+    "replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
 OPERATIONS: dict[str, Any] = WITHIN | {
     "name": word(), "family": word(), "count": measured(), "gpu_ms": measured()}
 PRECISION: dict[str, Any] = {"precision": word(*PRECISIONS)}
