@@ -357,7 +357,7 @@ def test_what_the_claims_say(measured):
     assert claims.block_saves(measured)["five"] == pytest.approx((400 + 128 + 128 + 80 + 60) / 856)
     assert claims.nested_start(measured)["runs"] == 32 + 32 * 33 / 2
     assert claims.memory_formula(measured) == {
-        "how": "to the byte, in all 26 recorded (14 of them forward alone)", "most": 0, "steps": 26, "exact": 26}
+        "how": "to the byte, in all 26 recorded modes (14 of them forward alone)", "most": 0, "steps": 26, "exact": 26}
 
 
 def test_the_sentences_are_about_the_largest_size_and_the_usual_context(measured):

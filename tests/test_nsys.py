@@ -648,14 +648,20 @@ def test_claims_say_what_the_tables_hold(loaded):
     assert said["forward_matches_wall"]["most"] < 0.02 and said["forward_slower_under_nsys"]["context"] == 128
     assert said["forward_total"]["size"] == "large" and said["forward_total"]["wall"] == pytest.approx(
         1.02 / 1.01 * said["forward_total"]["gpu"])
-    assert said["first_kernel_is_a_matmul"]["profiles"] == "all 4"
+    assert said["first_kernel_is_a_matmul"]["profiles"] == "all 4 profiles"
     assert said["remainder_of_forward"]["small_remainder"] > said["remainder_of_forward"]["large_remainder"]
     assert said["nsys_agrees_in_process"]["most"] == pytest.approx(0.003, rel=0.02)
     assert said["softmax_over_flops"]["flops"] == 5 / 256
     assert said["profiled"] == {"profiles": 24, "tool": "nsys 2025.3"}
     assert said["profiled_contexts"] == {"small": "small", "large": "large", "contexts": "contexts 128 to 512"}
     assert said["longer_would_fit"]["peak"] == 11 and said["nsys_in_bf16"]["cases"] == 12
-    assert (said["first_kernel_stays"]["same"] == "all 4") == (said["first_kernel_changes"] is None)
+    assert (said["first_kernel_stays"] or {}).get("same") != "all 4 profiles" or said["first_kernel_changes"] is None
+    forward = loaded["nsys.operations"].query("mode == 'forward'")
+    alike = loaded | {"nsys.operations": pd.concat([forward, forward.assign(mode="forward_backward")], ignore_index=True)}
+    assert claims.first_kernel_stays(alike)["same"] == "all 4 profiles" and claims.first_kernel_changes(alike) is None
+    alone = loaded | {"nsys.operations": loaded["nsys.operations"].query("size == 'small'")}
+    assert claims.step_and_forward_large(alone) is claims.profiled_contexts(alone) is None
+    assert said["step_and_forward_large"]["size"] == "large"
     by_context = study.by_context(loaded)
     assert [*by_context.index.get_level_values("context")] == [128, 512] * 2
     assert (by_context["(d) matmuls of forward, %"] < 1).all()

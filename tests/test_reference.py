@@ -29,7 +29,7 @@ KINDS = claims.KINDS
 RENDERED = reports.IS_REFERENCE and Path(str(PROJECT), "writeup.md").is_file()
 # Of the configuration, the machine, a formula or types alone: no measured number is in them.
 FROM_SHAPES = {"answer_residual", "measured_on", "answer_toy", "answer_models", "profiled", "profiled_contexts",
-               "toy_why", "attention_long_dims", "snapshot_kept", "peak_of_optimizer", "attention_chosen",
+               "toy_why", "attention_long_dims", "answer_attention_dims", "snapshot_kept", "peak_of_optimizer", "attention_chosen",
                "softmax_passes", "predicted_peak", "block_saves_formula"}
 
 

@@ -98,11 +98,11 @@ def test_every_number_of_a_cpus_chapters_follows_from_its_records():
                          "both": ten["forward_backward", "whole"].mean(), "step": ten["step", "whole"].mean(), "warmups": 5, "timed": 10},
         "answer_warmup": {"size": "tiny", "context": 128, "first": step[0], "cold": step[:10].mean(), "cold_std": step[:10].std(ddof=1),
                           "warm": step[5:15].mean(), "warm_std": step[5:15].std(ddof=1)},
-        "warmup_few": None, "warmup_enough": {"processes": 1, "context": 128, "most": step[1] / later - 1},
+        "warmup_few": None, "warmup_enough": {"processes": "the one process", "context": 128, "most": abs(step[1] / later - 1)},
         "softmax_flops": {"size": "tiny", "context": 128, "matmul_flops": 2 * 4 * 128 * 128 * 128 * 4, "softmax_flops": 5 * 4 * 4 * 128 * 128 * 4,
                           "times": parts["attention.softmax"].sum() / matmuls, "flops": 5 / (4 * 32)},
         "softmax_passes": {"batch": 4, "heads": 4, "context": 128, "matrix": "1.0 MB", "layers": 4, "together": "0.03 GB"},
-        "first_kernel_is_a_matmul": {"profiles": "the one"},
+        "first_kernel_is_a_matmul": {"profiles": "the one profile"},
         "nontrivial_kernels": {"size": "tiny", "families": listed([f"{name} ({100 * share:.2g}%)" for name, share in rest.items()
                                                                    if share >= 0.05 and name != "matrix multiply"])},
         "answer_sums": {name: f"{sums[case]:.4f}".rstrip("0").rstrip(".") for name, case in {
@@ -134,7 +134,7 @@ def test_a_tour_says_first_what_it_is_of_and_what_it_leaves_out(tour):
     rendered, text, out, runs = tour
     assert not rendered.errors
     first = text.partition("\n\n")[2].partition("\n")[0]
-    assert all(words in first for words in ("2 of the handout's 5 sizes, small and 2.7B", "medium, large and xl", *TOPICS.values()))
+    assert all(words in first for words in ("2 of the handout's 5 sizes, small and 2.7B (ladder alone)", "medium, large and xl", *TOPICS.values()))
     place = re.search(r"`stepscope sweep reference --runs (\S+)`", first)[1]
     assert (out / place).samefile(runs)
     assert re.findall("Not measured here: (.*?)\\.", text) == ["Compiling"], "the one part that lacks all of its runs"
@@ -205,8 +205,8 @@ def test_a_machine_stands_beside_the_reference_of_the_same_gpu_alone(tour):
 
 
 def test_counts_and_lists_in_words():
-    assert [all_of(count) for count in (1, 2, 22)] == ["the one", "both", "all 22"]
-    assert [some_of(*pair) for pair in ((0, 2), (2, 2), (1, 2))] == ["none of the 2", "both", "1 of the 2"]
+    assert [all_of(count, "process") for count in (1, 2, 22)] == ["the one process", "both processes", "all 22 processes"]
+    assert [some_of(*pair, "run") for pair in ((0, 2), (2, 2), (1, 2))] == ["none of the 2 runs", "both runs", "1 of the 2 runs"]
     assert [listed(words) for words in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]
 
 
@@ -272,10 +272,24 @@ def test_each_key_number_is_of_the_rows_that_it_names():
               "benchmark.results": pd.DataFrame({"precision": ["fp32", "bf16", "fp32", "fp32"], "matmul_tflops": [60.0, 999.0, 40.0, 51.0],
                                                  "copy_tb_s": [1.0, 9.0, 2.0, 4.0]})}
     found = key_numbers(tables)
-    assert found["value"].tolist() == pytest.approx([700.0, 600.0, 51.0, 3.0, 0.8 * 5.0 / 100 * 1000, 8.5, 0.8 * 4.0, 2.5])
+    assert found["value"].tolist() == pytest.approx([900.0, 650.0, 60.0, 9.0, 0.8 * 5.0 / 100 * 1000, 8.5, 0.8 * 4.0, 2.5])
     assert found["unit"].tolist() == ["TFLOP/s"] * 3 + ["TB/s", "us", "ms", "ms", "ms"]
     assert found["shape"].tolist()[3:5] == ["", "context 16, vocabulary 1,000, batch 1"]
     assert [word in what for word, what in zip(("tiny", "small", "small", "small"), found["what"][4:])] == [True] * 4
+
+
+def test_of_a_step_that_two_studies_measured_the_medians_furthest_apart_are_told():
+    """Of those that wait in both; less than such times differ by is nothing, nor is another precision's or shape's."""
+    ladder = [_step(optimization="tf32", busy=0.5, wall=30.0, gpu=9.0), _step(optimization="bf16", busy=0.5, wall=40.0, gpu=8.0),
+              _step("xl", optimization="bf16", busy=0.99, wall=10.0), _step(context=1024, optimization="bf16", busy=0.5, wall=1.0)]
+    plain = [_step(precision="tf32", busy=0.5, wall=45.0, gpu=9.1), _step(precision="bf16", busy=0.5, wall=50.0), _step(busy=0.5, wall=900.0),
+             _step("xl", precision="bf16", busy=0.5, wall=50.0), _step(precision="tf32", mode="forward", busy=0.5, wall=500.0)]
+    ladder = pd.DataFrame(ladder).drop(columns="precision")
+    tables = {"ladder.steps": ladder, "mixed_precision.times": pd.DataFrame(plain)}
+    assert claims_across.two_processes(tables) == {
+        "precision": "TF32", "size": "small", "context": 512, "low": 30.0, "high": 45.0, "gpu_low": 9.0, "gpu_high": 9.1}
+    near = ladder.assign(wall_ms=ladder["wall_ms"].replace({30.0: 39.0, 40.0: 43.0}))
+    assert claims_across.two_processes(tables | {"ladder.steps": near}) is None
 
 
 def test_a_greater_rate_and_a_shorter_time_are_faster(monkeypatch):

@@ -5,9 +5,9 @@ from stepscope.config import WHOLE, StepConfig
 from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
 from stepscope.model.flops import parameter_count
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN, SHAPE, having, largest, reference, select
+from stepscope.report.shapes import PLAIN, PRECISION_NAMES, SHAPE, having, largest, reference, select
 from stepscope.report.tables_across import with_reference
-from stepscope.stats import LEAST_HOST_GAIN
+from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
 from stepscope.studies.attention.memory import SQUARES
 from stepscope.studies.ladder.tables import NAMES as LADDER_NAMES
 from stepscope.studies.memory.tables import predicted, usual
@@ -87,6 +87,26 @@ def runs_overlap(tables: Tables) -> Claim:
     ends = runs["started_at"] + pd.to_timedelta(runs["seconds"], unit="s")
     most = max(int(((runs["started_at"] <= at) & (ends > at)).sum()) for at in runs["started_at"])
     return {"most": most} if most > 1 else None
+
+
+def two_processes(tables: Tables) -> Claim:
+    """One and the same launch-bound step as the ladder and mixed_precision measured it, each in a
+    process of its own: the one whose medians are furthest apart, with both GPU times."""
+    key = ["size", "context_length", "batch_size", "vocab_size", "precision"]
+    rungs = select(tables["ladder.steps"], SHAPE, optimization=["tf32", "bf16"], context_length=reference,
+                   wall_ms=pd.Series.notna)
+    plain = select(tables["mixed_precision.times"], PLAIN, mode="step", phase=WHOLE, wall_ms=pd.Series.notna)
+    rungs, plain = (rows[launch_bound_rows(rows)] for rows in (rungs, plain))
+    both = rungs.assign(precision=rungs["optimization"]).merge(plain, on=key, suffixes=("", "_other"))
+    walls, gpu = (both[[f"{clock}_ms", f"{clock}_ms_other"]] for clock in ("wall", "gpu"))
+    apart = walls.max(axis=1) / walls.min(axis=1)
+    if not (apart > 1 + LEAST_HOST_GAIN).any():
+        return None
+    at = apart.idxmax()
+    row = both.loc[at]
+    return {"precision": PRECISION_NAMES[row["precision"]], "size": row["size"],
+            "context": int(row["context_length"]), "low": walls.loc[at].min(), "high": walls.loc[at].max(),
+            "gpu_low": gpu.loc[at].min(), "gpu_high": gpu.loc[at].max()}
 
 
 # What a machine without a GPU can say

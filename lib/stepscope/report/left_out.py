@@ -19,6 +19,7 @@ TOPICS = {
     ("claim", "attention_fp32"): "attention in fp32",
     ("table", "attention_long"): "attention at longer sequences",
     ("table", "compiled_model"): "the whole model compiled",
+    ("claim", "answer_mixed_memory"): "memory's peaks in bf16",
     ("table", "checkpoint_settings"): "checkpoints",
     ("table", "reach_10b"): "10B on one GPU",
     ("table", "repeats"): "how well times repeat in other processes"}

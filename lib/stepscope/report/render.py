@@ -177,10 +177,14 @@ def _with_code(text: str) -> str:
 
 
 def _of_what(rest: list[str], records: list[Record], place: str) -> str:
-    """The first words of a report that is not of all that the reference measures."""
+    """The first words of a report that is not of all that the reference measures; a size that one study of
+    several has is said to be its alone."""
     there, all_of_them = sizes(records), len(EDITIONS[2025])
+    ran = {size: {record.study for record in records if record.config.get("size") == size} for size in there}
+    whole = len(set().union(*ran.values())) == 1
+    named = [size if whole or len(own) > 1 else f"{size} ({min(own)} alone)" for size, own in ran.items()]
     of = f"A tour of {len(there)}" if len(there) > 1 else "One"
-    of = f"{of} of the handout's {all_of_them} sizes, {listed(there)}. " * (0 < len(there) < all_of_them)
+    of = f"{of} of the handout's {all_of_them} sizes, {listed(named)}. " * (0 < len(there) < all_of_them)
     return (f"> {of}It leaves out {'; '.join(rest)}. In this report's folder,"
             f" `{_command('sweep', ['reference'], place)}` measures the rest, and"
             f" `{_command('render', [], place)}` tells it.\n")

@@ -124,14 +124,15 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def all_of(count: int) -> str:
-    """"the one", "both", "all 22"."""
-    return {1: "the one", 2: "both"}.get(count, f"all {count:,}")
+def all_of(count: int, noun: str) -> str:
+    """"the one profile", "both profiles", "all 22 profiles"."""
+    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return {1: f"the one {noun}", 2: f"both {plural}"}.get(count, f"all {count:,} {plural}")
 
 
-def some_of(some: int, count: int) -> str:
-    """"none of the 2", "both", "12 of the 22"."""
-    return all_of(count) if some == count else f"{some or 'none'} of the {count:,}"
+def some_of(some: int, count: int, noun: str) -> str:
+    """"none of the 2 profiles", "both profiles", "12 of the 22 profiles"."""
+    return all_of(count, noun) if some == count else f"{some or 'none'} of the {count:,} {noun}s"
 
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:

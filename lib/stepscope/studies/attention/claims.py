@@ -173,12 +173,17 @@ def answer_attention_times(tables: Tables) -> Claim:
     precision, passes = _precision(tables), tables["attention.passes"]
     walls = _walls(tables, precision, "naive")
     row, sequence = walls.iloc[-1], int(walls.index[-1])
-    own = select(passes, precision=precision, implementation="naive")
-    at = select(own, sequence=sequence, d_model=HEAD).iloc[0]
-    by_dimension = dict.fromkeys(sorted(own["d_model"].unique()))
-    return {"batch": int(at["batch_size"]), "dims": _dims(by_dimension), "d": HEAD, "sequence": sequence,
-            "precision": precision, "forward": row["forward"], "backward": row["backward"],
-            "in_use": at["in_use_mib"] / 1024}
+    at = select(passes, precision=precision, implementation="naive", sequence=sequence, d_model=HEAD).iloc[0]
+    return {"batch": int(at["batch_size"]), "d": HEAD, "sequence": sequence, "precision": precision,
+            "forward": row["forward"], "backward": row["backward"], "in_use": at["in_use_mib"] / 1024}
+
+
+def answer_attention_dims(tables: Tables) -> Claim:
+    """The evidence has more dimensions than :func:`answer_attention_times`."""
+    answer_attention_times(tables)
+    own = select(tables["attention.passes"], precision=_precision(tables), implementation="naive")
+    dims = dict.fromkeys(sorted(own["d_model"].unique()))
+    return {"dims": _dims(dims)} if len(dims) > 1 else None
 
 
 def answer_attention_fits(tables: Tables) -> Claim:

@@ -8,7 +8,7 @@ import pandera.pandas as pa
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
 from stepscope.report.shapes import PRECISION_NAMES, preferred, select
 from stepscope.report.tables import number, quartiles, table, wall_cell
-from stepscope.stats import MOST_BUSY, launch_bound_rows
+from stepscope.stats import MOST_BUSY
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
 
@@ -90,10 +90,7 @@ def handout_attention(tables: Tables) -> pd.DataFrame:
     fp32 = USUAL | {"precision": preferred("fp32")}
     cases = _handout(select(tables["attention.cases"], fp32))
     made, note = _points(cases), f"{setting(cases)}; {_passes(cases)}"
-    naive = select(tables["attention.passes"], fp32, implementation="naive", sequence=within_grid)
-    waits = naive.loc[launch_bound_rows(naive.assign(busy=naive["gpu_ms"] / naive["wall_ms"])), "sequence"]
-    bound = f" Up to {waits.max():,} positions naive attention is launch-bound." if len(waits) else ""
-    return table(made.drop(columns=["precision", "d"]), note=f"Wall time ({note}).{bound}")
+    return table(made.drop(columns=["precision", "d"]), note=f"Wall time ({note}).")
 
 
 def attention_grid(tables: Tables) -> pd.DataFrame:

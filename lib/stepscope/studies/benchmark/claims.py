@@ -7,7 +7,7 @@ import pandas as pd
 from stepscope.config import PHASES, SIZES, WHOLE
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import MODES, select
-from stepscope.report.tables import listed, number
+from stepscope.report.tables import all_of, listed, number
 from stepscope.stats import (
     LEAST_HOST_GAIN,
     LEAST_SHARE,
@@ -116,7 +116,9 @@ def answer_std(tables: Tables) -> Claim:
     worst = rows.loc[varies.index[-1]]
     shapes = rows[["size", "context_length", "repeat"]].drop_duplicates()
     again = int((shapes["repeat"] > shapes["repeat"].min()).sum())
-    of = [f"{len(shapes) - again} shapes", *[f"and {again} repeats of some in other processes"] * bool(again),
+    first = len(shapes) - again
+    of = [f"{first} shape{'s' * (first > 1)}",
+          *[f"and {again} repeats of some in other processes"] * bool(again),
           f"in {rows['mode'].nunique()} modes"]
     return {"cases": len(rows), "of": (", " if again else " ").join(of),
             "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1],
@@ -177,7 +179,7 @@ def warmup_enough(tables: Tables) -> Claim:
     """Where no process's second step is slower: what is said in place of :func:`warmup_few`."""
     rows = process_starts(tables)
     over = rows["second"] / rows["later"] - 1
-    found = {"processes": len(rows), "context": context(tables), "most": over.max()}
+    found = {"processes": all_of(len(rows), "process"), "context": context(tables), "most": over.abs().max()}
     return found if (over <= _steady(rows)).all() else None
 
 
@@ -393,8 +395,11 @@ def answer_flops(tables: Tables) -> Claim:
 
 
 def flops_share(tables: Tables) -> Claim:
-    """The same step's rate over a data sheet's and over a large matmul's, and bf16's over its own."""
+    """The same step's rate, by GPU time, over a data sheet's and over a large matmul's, and bf16's over its
+    own; and how many times higher that is."""
     row = on_gpu(at_context(tables)).iloc[-1]
     low = on_gpu(steps(tables, precision="bf16", context_length=context(tables), size=row.name)).iloc[-1]
-    return {"fp32": row["mfu"], "measured": row["mfu_measured"], "bf16": low["mfu"],
-            "gain": row["gpu_ms"] / low["gpu_ms"]}
+    high, less = (one["mfu"] * one["wall_ms"] / one["gpu_ms"] for one in (row, low))  # by GPU time
+    gain = row["gpu_ms"] / low["gpu_ms"]
+    return {"fp32": high, "measured": row["mfu_measured"] * high / row["mfu"], "bf16": less, "gain": gain,
+            "peaks": gain * high / less}

@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
 from stepscope.report.tables import digits, listed, number
-from stepscope.stats import LEAST_GAIN, launch_bound_rows
+from stepscope.stats import AT_CAP, LEAST_GAIN, fastest_ms, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
 from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline, roofs
 from stepscope.studies.ladder.rows import (
@@ -34,6 +34,7 @@ from stepscope.studies.ladder.rows import (
     with_baseline,
     without,
 )
+from stepscope.studies.ladder.tables import NAMES
 
 HOW = dict(zip(FAIR, ("compiled", "compiled and in one CUDA graph")))
 SHORT = {"sdpa": "fused attention", "blocks": "compiled blocks", "cuda_graph": "the CUDA graph",
@@ -75,7 +76,7 @@ def first_bound(tables: Tables) -> Claim:
     last = bounds(tables, rows.loc[[LAST]]).iloc[0]
     rates = ceilings(tables, last["run_id"])
     found = {"bound": last["bound_ms"], "size": shape.size, "runs": rates.runs, "low": rates.least,
-             "high": rates.most}
+             "high": rates.matmul}
     return found if last["bound_ms"] < last["wall_ms"] else None
 
 
@@ -224,7 +225,9 @@ def graph_small(tables: Tables) -> Claim:
     """The CUDA graph over compiled blocks at the smallest size, where these wait for launches."""
     shape, rows = smallest_ladder(tables)
     found, waits = faster(rows, "cuda_graph", "blocks"), launch_bound_rows(rows)["blocks"]
-    return {"size": shape.size, "gain": found} if waits and found > 1.5 else None
+    by = "the fastest" if pd.notna(rows.get("wall_min_ms", pd.Series()).get("blocks")) else "the median"
+    return {"size": shape.size, "gain": found, "by": by, "before": fastest_ms(rows)["blocks"],
+            "after": rows.loc["cuda_graph", "wall_ms"]} if waits and found > 1.5 else None
 
 
 def graph_large(tables: Tables) -> Claim:
@@ -260,8 +263,9 @@ def clock_apart(tables: Tables) -> Claim:
 
 
 def precision_masters(tables: Tables) -> Claim:
-    found = gain(largest_ladder(tables)[1], "bf16_weights") or 0
-    return {"gain": found} if found > 1 else None
+    shape, rows = largest_ladder(tables)
+    found = gain(rows, "bf16_weights") or 0
+    return {"size": shape.size, "gain": found} if found > 1 else None
 
 
 def moments_rounding(tables: Tables) -> Claim:
@@ -354,14 +358,14 @@ def filled(tables: Tables) -> Claim:
 
 
 def power(tables: Tables) -> Claim:
-    """The largest size's CUDA graph and what follows it run into the power limit, at lower clocks."""
+    """From which change on all steps of the largest size run into the power limit, at lower clocks."""
     shape, rows = largest_ladder(tables)
-    limit, full = tables["ladder.results"]["power_limit_w"].median(), timed(rows)["sm_clock_mhz"].max()
-    capped = timed(rows).loc["cuda_graph":]
-    clocks = capped["sm_clock_mhz"]
-    if capped["power_w"].min() < 0.95 * limit or clocks.max() >= 0.97 * full:
-        return None
-    return {"size": shape.size, "full": full, "low": clocks.min(), "high": clocks.max(), "cap": limit}
+    own, limit = timed(rows), tables["ladder.results"]["power_limit_w"].median()
+    full = own["sm_clock_mhz"].max()
+    at_cap = (own["power_w"] > 0.95 * limit) & (own["sm_clock_mhz"] < AT_CAP * full)
+    clocks = own["sm_clock_mhz"][at_cap[::-1].cummin()[::-1]]
+    return {"size": shape.size, "first": NAMES[clocks.index[0]], "full": full, "low": clocks.min(),
+            "high": clocks.max(), "cap": limit} if len(clocks) > 1 else None
 
 
 def power_read(tables: Tables) -> Claim:

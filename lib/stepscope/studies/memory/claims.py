@@ -106,8 +106,9 @@ def memory_formula(tables: Tables) -> Claim:
     if beyond.max() > 1024:
         return None
     forward, exact = f"({(rows['mode'] == 'forward').sum()} of them forward alone)", int((beyond == 0).sum())
-    how = (f"to within {number(beyond.max(), 'B')}: of all {len(rows)} recorded {forward}, and to the byte in"
-           f" {exact}") if exact < len(rows) else f"to the byte, in {all_of(len(rows))} recorded {forward}"
+    modes = all_of(len(rows), "recorded mode")
+    how = (f"to within {number(beyond.max(), 'B')}: of {modes} {forward}, and to the byte in {exact}"
+           if exact < len(rows) else f"to the byte, in {modes} {forward}")
     return {"how": how, "most": int(beyond.max()), "steps": len(rows), "exact": exact}
 
 
@@ -241,7 +242,8 @@ def answer_largest_other(tables: Tables) -> Claim:
     rows, _ = _allocated(tables, "allocated in forward")
     first = rows.sort_values("rank").iloc[0]
     return None if answer_largest(tables) else {
-        "mib": first["mib"], "count": int(first["count"]), "region": first["region"], "line": first["line"]}
+        "mib": first["mib"], "count": f"{first['count']:,.0f} times" if first["count"] > 1 else "once",
+        "region": first["region"], "line": first["line"]}
 
 
 def block_saves(tables: Tables) -> Claim:

@@ -197,24 +197,26 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
         with suppress(LookupError):
             before, after = (usual(tables["memory.peaks"], mode="step", phase="whole", **fields).iloc[0]
                              for fields in (without, with_it))
-            rows.append((optimization, of, before["context_length"], before[name], after[name]))
+            rows.append((optimization, before["size"], of, before["context_length"], before[name],
+                         after[name]))
     with suppress(LookupError):
         steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
         peaks = steps.set_index("optimization")["peak_gib"]
-        context = int(steps["context_length"].iloc[0])
+        size, context = steps[["size", "context_length"]].iloc[0]
         if not any(row[0].startswith("fused") for row in rows):
-            rows.append(("fused attention and AdamW", "full step, bf16", context, *peaks[["bf16", "fused"]]))
-        rows.append(("compiled blocks", "full step, bf16, fused attention and AdamW", context,
+            rows.append(("fused attention and AdamW", size, "full step, bf16", context,
+                         *peaks[["bf16", "fused"]]))
+        rows.append(("compiled blocks", size, "full step, bf16, fused attention and AdamW", context,
                      *peaks[["fused", "blocks"]]))
-        rows.append(("bf16 moments", "the same as a CUDA graph, with bf16 weights", context,
+        rows.append(("bf16 moments", size, "the same as a CUDA graph, with bf16 weights", context,
                      *peaks[["bf16_weights", "bf16_moments"]]))
     with suppress(LookupError):
         settings = one_level(tables)
         context = settings["context_length"].min()
         peaks = select(settings, context_length=context).set_index("checkpoint_policy")["peak_gib"]
-        rows.append(("a checkpoint around each block", "forward and backward, bf16", context,
-                     peaks["none"], peaks["every 1"]))
-    found = pd.DataFrame(rows, columns=["change", "of", "context", "before_gib", "after_gib"])
+        rows.append(("a checkpoint around each block", settings["size"].iloc[0], "forward and backward, bf16",
+                     context, peaks["none"], peaks["every 1"]))
+    found = pd.DataFrame(rows, columns=["change", "size", "of", "context", "before_gib", "after_gib"])
     found["less"] = 1 - found["after_gib"] / found["before_gib"]
     return table(_headed(found, *found)) if rows else None
 

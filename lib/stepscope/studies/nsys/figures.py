@@ -42,7 +42,7 @@ def families_of(operations: pd.DataFrame, of: str) -> Figure | None:
 def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> Figure | None:
     """A millisecond of forward: what the host launches, what the GPU runs, and what it runs as a CUDA graph
     where that was captured."""
-    ran = timeline[(timeline["start_ns"] < LANE_NS) & (timeline["start_ns"] + timeline["duration_ns"] > 0)]
+    ran = _ran(timeline)
     names = {"forward": "operators" if on_cpu else "GPU runs", REPLAYED: "as a CUDA graph"}
     found = {mode: ran[ran["mode"] == mode] for mode in names if mode in set(ran["mode"])}
     if "forward" not in found:
@@ -71,6 +71,11 @@ def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> 
     once = dict(zip(*reversed(axes.get_legend_handles_labels())))
     drawn.legend(once.values(), once, loc="outside lower center", ncols=3)
     return drawn
+
+
+def _ran(timeline: pd.DataFrame) -> pd.DataFrame:
+    """What runs in the window that is drawn."""
+    return timeline[(timeline["start_ns"] < LANE_NS) & (timeline["start_ns"] + timeline["duration_ns"] > 0)]
 
 
 def _spans_us(start_ns: pd.Series, duration_ns: pd.Series) -> list[tuple[float, float]]:
@@ -102,7 +107,7 @@ def launches_timeline(tables: Tables) -> Figure | None:
         rows = rows[rows["size"] == rows["size"].iloc[0]]
         context = rows["context_length"].min()
         rows = rows[rows["context_length"] == context]
-        ran = rows[(rows["mode"] == "forward") & (rows["start_ns"] < LANE_NS)]
+        ran = _ran(rows[rows["mode"] == "forward"])
         if not launch_bound(_busy(ran), *_who_waits_ms(ran)):
             return None
         of = f"{rows['size'].iloc[0]}'s {precision} forward at context {context:,}"
