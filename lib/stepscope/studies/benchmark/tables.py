@@ -238,11 +238,11 @@ def other_than_matmuls(tables: Tables) -> pd.DataFrame:
 
 
 def repeated(tables: Tables) -> pd.DataFrame:
-    """Full steps that several processes measured: a row a shape, the least and most of either clock and their
-    ratios, ``processes``, and whether any was launch-bound (``waits``)."""
+    """Full steps that several processes measured: a row a shape, the least and most of either clock and of
+    the steps timed, the clocks' ratios, ``processes``, and whether any was launch-bound (``waits``)."""
     names = [name for name in CONFIG if name != "repeat"]
     rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok"))
-    groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
+    groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms", "steps"]].agg(["min", "max", "count"])
     groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
     groups["waits"] = launch_bound_rows(rows).groupby([rows[name] for name in names], sort=False).any()
     groups = groups[groups["gpu_count"] > 1].reset_index()
@@ -396,9 +396,9 @@ def repeats(tables: Tables) -> pd.DataFrame:
              "gpu_min": "GPU least, ms", "gpu_max": "GPU most, ms", "gpu": "GPU most/least"}
     rows = repeated(tables)
     ratios = {clock: rows[clock].map("{:.3f}".format) for clock in ("wall", "gpu")}
-    own = select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok")
+    steps = counted(pd.concat([rows["steps_min"], rows["steps_max"]]))
     return table(rows.assign(**ratios)[list(names)].rename(columns=names), note=(
-        f"Least and most of the processes' medians, each of {counted(own['steps'])} steps."))
+        f"Least and most of the processes' medians, each of {steps} steps."))
 
 
 PRINTED = {printed.__name__: printed for printed in (
