@@ -206,7 +206,7 @@ def test_the_largest_model_is_the_largest_that_is_predicted_to_fit(gib, size, co
 
 
 @pytest.mark.parametrize("name, device", [
-    ("reference", "cuda"), ("campaign", "cuda"), ("tour", "cuda"), ("2026", "cuda"), ("cpu", "cpu"), ("benchmark", "cuda"),
+    ("reference", "cuda"), ("tour", "cuda"), ("2026", "cuda"), ("cpu", "cpu"), ("benchmark", "cuda"),
     ("nsys", "cuda"), ("mixed_precision", "cuda"), ("memory", "cuda"), ("attention", "cuda"), ("ladder", "cuda")])
 def test_what_ships_can_be_run(name, device):
     paths = find_sweeps(name)
@@ -215,7 +215,7 @@ def test_what_ships_can_be_run(name, device):
     assert all(said_before(path) for path in paths)
 
 
-@pytest.mark.parametrize("name", ["reference", "campaign", "tour"])
+@pytest.mark.parametrize("name", ["reference", "tour"])
 def test_no_ladder_that_ships_replaces_another(name):
     """A report drops a run of which a later one measures a change again, with all that it alone has."""
     ladders = [config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"]
