@@ -498,7 +498,7 @@ def test_claims_have_the_tables_numbers(made):
     assert claims.precision_launch(made | alone) == {"shapes": "small's step is"}
     assert figures.precision_gain(made | alone).message == "bf16 speeds up small's step 2.9x at context 512"
     assert claims.precision_memory(made) == {"most": 1 - 63 / 65, "size": "small", "context": 512, "short": 128}
-    assert claims.tensor_cores(made) == {"bf16": 750, "fp32": 50, "times": 15}
+    assert claims.tensor_cores(made) == {"bf16": 760, "fp32": 52, "times": 760 / 52}
     assert claims.answer_sums(made) == {
         "fp32": "10.0001", "fp16": "9.9531", "mixed": "10.0021", "cast": "10.0021", "bf16": "4"}
     assert claims.answer_toy(made)["low"] == "first layer's output, logits" and claims.toy_why(made) == {}

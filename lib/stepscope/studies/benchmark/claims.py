@@ -79,7 +79,7 @@ def matmul_share(tables: Tables) -> Claim:
 
 
 def matmul_rate(tables: Tables) -> Claim:
-    """Of the rate of a large matmul, the median of all runs, the largest size's step reaches most."""
+    """Of the rate of a large matmul, the fastest of all runs, the largest size's step reaches most."""
     rows = on_gpu(at_context(tables))
     share = of_large_matmul(tables, rows).iloc[-1]
     return {"size": rows.index[-1], "mfu": share} if share > 0.5 else None

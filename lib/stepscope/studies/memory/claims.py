@@ -70,8 +70,8 @@ def checkpoint_gain(tables: Tables) -> Claim:
     some = groups.iloc[len(groups) // 2]
     if less < SAME or more < SAME or not groups["peak_gib"].is_monotonic_increasing:
         return None
-    return _shape(one) | {"less": less, "more": more, "one": one["peak_gib"], "group": some["peak_gib"],
-                          "blocks": int(some["blocks_per_checkpoint"])}
+    return _shape(one) | {"attention": one["attention"], "less": less, "more": more, "one": one["peak_gib"],
+                          "group": some["peak_gib"], "blocks": int(some["blocks_per_checkpoint"])}
 
 
 def checkpoint_best(tables: Tables) -> Claim:
