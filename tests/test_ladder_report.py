@@ -353,15 +353,15 @@ def test_at_one_context_no_longer_one_is_told(campaign):
             say(campaign)
 
 
-def test_of_the_baselines_modes_the_quicker_is_beside_ours_and_its_attention_told_apart(campaign):
+def test_the_baselines_graphs_are_beside_our_graph_and_its_attention_told_apart(campaign):
     steps = campaign["ladder.steps"]
-    at = (steps["size"] == "2.7B") & (steps["optimization"] == AS_IT_COMES[0])
-    steps.loc[at, ["wall_ms", "gpu_ms"]] = 112, 111
+    at = (steps["size"] == "2.7B") & (steps["optimization"] == AS_IT_COMES[1])
+    steps.loc[at, ["wall_ms", "gpu_ms"]] = 115, 111  # its plain mode is quicker, 114
     kernels = campaign["ladder.kernels"]
-    baseline = (kernels["size"] == "2.7B") & (kernels["optimization"] == AS_IT_COMES[0]) & (kernels["family"] == "fused attention")
+    baseline = (kernels["size"] == "2.7B") & (kernels["optimization"] == AS_IT_COMES[1]) & (kernels["family"] == "fused attention")
     kernels.loc[baseline, "gpu_ms"] = 12
     row = ladder_rows.baseline_attention(campaign).set_index(["size", "context_length"]).loc[("2.7B", 512)]
-    assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 112)
+    assert (row["ours_ms"], row["fp32_ms"], row["baseline_ms"]) == (89.6, 109, 115)
     assert row["whole"] == pytest.approx(111 / 109) and row["attention"] == pytest.approx(12 / 10.9)
     assert row["without"] == pytest.approx((111 - 12 + 10.9) / 109)
     found = claims.baseline_mask(campaign)
@@ -424,7 +424,7 @@ def test_what_the_evidence_says(campaign):
     assert claims.ridge(campaign) == {
         "fp32": 51, "bf16": 770, "copy": 4.2, "fp32_ridge": 51 / 4.2, "bf16_ridge": 770 / 4.2}
     assert claims.last_power(campaign) == {"power": 690, "cap": 700, "clock": 1665, "full": 1980}
-    assert claims.power(campaign) == {"size": "2.7B", "first": "compiled blocks", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
+    assert claims.power(campaign) == {"size": "2.7B", "context": 512, "first": "compiled blocks", "last": "bf16 moments", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
     steps = campaign["ladder.steps"]
     last = steps["optimization"].eq("bf16_moments") & steps["size"].eq("2.7B")
     one = campaign | {"ladder.steps": steps.assign(power_w=steps["power_w"].where(last, 400.0))}

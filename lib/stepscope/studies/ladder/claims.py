@@ -375,7 +375,8 @@ def power(tables: Tables) -> Claim:
     full = own["sm_clock_mhz"].max()
     at_cap = (own["power_w"] > 0.95 * limit) & (own["sm_clock_mhz"] < AT_CAP * full)
     clocks = own["sm_clock_mhz"][at_cap[::-1].cummin()[::-1]]
-    return {"size": shape.size, "first": NAMES[clocks.index[0]], "full": full, "low": clocks.min(),
+    return {"size": shape.size, "context": shape.context_length, "first": NAMES[clocks.index[0]],
+            "last": NAMES[clocks.index[-1]], "full": full, "low": clocks.min(),
             "high": clocks.max(), "cap": limit} if len(clocks) > 1 else None
 
 
