@@ -304,7 +304,7 @@ def test_bounds_are_at_the_fastest_rates_of_the_runs_on_the_same_gpu(campaign):
     assert ladder_rows.ceilings({"ladder.results": results, "runs": runs}, "b")[:4] == (780, 4.3, 700, 3)
     both = {"ladder.steps": campaign["ladder.steps"], "ladder.results": results.assign(matmul_fp32=[51.0, 52.0, 53.0, 20.0]),
             "runs": runs}
-    assert parts.roofs(both).to_dict() == {"matmul_fp32": 53, "matmul_bf16": 780, "copy": 4.3}
+    assert ladder_rows.roofs(both).to_dict() == {"matmul_fp32": 53, "matmul_bf16": 780, "copy": 4.3}
 
 
 def test_launch_bound_steps_are_compared_by_the_fastest_and_not_under_a_fifth(campaign):

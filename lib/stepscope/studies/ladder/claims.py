@@ -6,7 +6,7 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import digits, listed, number
 from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
-from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline, roofs
+from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
 from stepscope.studies.ladder.rows import (
     LAST,
     PLACE,
@@ -27,6 +27,7 @@ from stepscope.studies.ladder.rows import (
     launch_us,
     loss_shift,
     pays_from,
+    roofs,
     shares,
     smallest_ladder,
     timed,

@@ -27,7 +27,6 @@ from stepscope.studies.ladder.parts import (
     last_step,
     launch_wall,
     roofline,
-    roofs,
 )
 from stepscope.studies.ladder.rows import (
     LAST,
@@ -36,6 +35,7 @@ from stepscope.studies.ladder.rows import (
     largest_ladder,
     loss_shift,
     pays_from,
+    roofs,
     timed,
     trained,
 )

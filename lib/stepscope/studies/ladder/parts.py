@@ -153,13 +153,13 @@ def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
 
 def roofs(tables: Tables) -> pd.Series:
     """Of the GPU that the largest size's ladder was on: ``matmul_fp32`` and ``matmul_bf16`` in TFLOP/s and
-    ``copy`` in TB/s, the fastest of its runs.
+    ``copy`` in TB/s, medians of its runs.
 
     Raises:
         LookupError: not all are known.
     """
     run_id = str(largest_ladder(tables)[1].iloc[0].get("run_id", ""))
-    found = rated(tables, run_id).reindex(columns=["matmul_fp32", "matmul_bf16", "copy"]).max()
+    found = rated(tables, run_id).reindex(columns=["matmul_fp32", "matmul_bf16", "copy"]).median()
     if found.isna().any():
         raise LookupError("a rate is not known")
     return found

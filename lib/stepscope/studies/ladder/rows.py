@@ -136,6 +136,20 @@ def ceilings(tables: Tables, run_id: str = "") -> Ceilings:
     return Ceilings(matmul.max(), results["copy"].max(), matmul.min(), len(results), kept_up.median())
 
 
+def roofs(tables: Tables) -> pd.Series:
+    """Of the GPU that the largest size's ladder was on: ``matmul_fp32`` and ``matmul_bf16`` in TFLOP/s and
+    ``copy`` in TB/s, the fastest of its runs.
+
+    Raises:
+        LookupError: not all are known.
+    """
+    run_id = str(largest_ladder(tables)[1].iloc[0].get("run_id", ""))
+    found = rated(tables, run_id).reindex(columns=["matmul_fp32", "matmul_bf16", "copy"]).max()
+    if found.isna().any():
+        raise LookupError("a rate is not known")
+    return found
+
+
 def bounds(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of steps with ``matmul_ms``, ``moved_ms`` and their sum ``bound_ms`` at the rates of
     :class:`Ceilings`, where each run has them at its own; and ``reference_ms``, the same with matmuls at the
