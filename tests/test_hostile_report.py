@@ -272,6 +272,7 @@ def test_a_schema_takes_its_own_columns_numbers_that_can_be_measured_and_each_ke
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
+    (lambda times: times.drop(columns="wall_min_ms"), "column 'wall_min_ms' is missing"),
     (lambda times: pd.concat([times, times]), "its key is not unique")])
 def test_a_wrong_table_is_named_with_what_is_wrong(copy, change, words):
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")

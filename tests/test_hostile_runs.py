@@ -53,6 +53,14 @@ def test_a_record_that_is_not_believed_is_named_on_one_line(store, tiny, change)
         read_record(place)
 
 
+def test_a_record_of_an_older_schema_is_refused_in_a_sentence_that_says_so(store, tiny):
+    place = put(store, tiny())
+    altered(place, lambda record: record.update(schema_version=2))
+    records, errors = store.records()
+    assert not records and len(errors) == 1
+    assert place.name in str(errors[0]) and "schema_version: got 2, but input should be 3" in str(errors[0])
+
+
 @pytest.mark.parametrize("change", [
     lambda r: r.update(run_id="x/y"), lambda r: r.update(run_id="x\n"), lambda r: r.update(software={"cuda": 2**63}),
     lambda r: r.update(duration_s=-1), lambda r: r.update(measuring_s=-1), lambda r: r.update(notebook_sha256="g" * 64),

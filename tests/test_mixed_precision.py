@@ -373,7 +373,7 @@ def test_weights_that_do_not_fit_are_a_result(monkeypatch):
 
 
 def test_a_launch_bound_run_says_so():
-    row = {"precision": "bf16", "mode": "step", "phase": WHOLE, "status": "ok", "wall_ms": 50.0, "replayed_ms": 21.0}
+    row = {"precision": "bf16", "mode": "step", "phase": WHOLE, "status": "ok", "wall_ms": 50.0, "enqueue_ms": 48.0, "replayed_ms": 21.0}
     waits, works, unknown = (pd.DataFrame([row | {"gpu_ms": gpu, "busy": gpu / 50}]) for gpu in (22.0, 49.0, np.nan))
     assert tables.reading(waits, "cuda").endswith("its kernels need 22.0 ms: it is launch-bound.")
     assert tables.reading(works, "cuda") .endswith("its kernels need 49.0 ms: it is GPU-bound.")

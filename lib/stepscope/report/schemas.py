@@ -17,16 +17,14 @@ Claim = dict[str, Any] | None     # the numbers of a sentence; None where it doe
 MOST = 1e15  # of any measure in its unit: more is no measurement
 
 
-def measured(least: float = 0, most: float = MOST, nullable: bool = True, required: bool = True
-             ) -> pa.Column:
-    """A number between bounds; no number passes that is infinite. Records of before may lack what is not
-    ``required``."""
-    return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True, required=required)
+def measured(least: float = 0, most: float = MOST, nullable: bool = True) -> pa.Column:
+    """A number between bounds; no number passes that is infinite."""
+    return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True)
 
 
-def word(*allowed: str, required: bool = True) -> pa.Column:
+def word(*allowed: str) -> pa.Column:
     """A text, one of some if any are named; without a text it is empty."""
-    return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True, required=required)
+    return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 
 def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:

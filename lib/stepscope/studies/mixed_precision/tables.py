@@ -258,7 +258,7 @@ def reading(times: pd.DataFrame, device: str) -> str:
         return f"In bf16 a full step does not run here: {step['reason']}."
     kernels = ""
     if device == "cuda" and pd.notna(step["gpu_ms"]):
-        waits = launch_bound(step["busy"], step.get("enqueue_ms", float("nan")), step["gpu_ms"])
+        waits = launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"])
         bound = "launch" if waits else "GPU"
         kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
     said = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
