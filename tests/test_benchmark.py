@@ -586,7 +586,7 @@ def test_the_model_compiled_whole_is_told_in_the_precision_of_most_sizes_and_bes
 
 
 def test_runs_of_other_programs_and_of_another_order_change_nothing(all_runs):
-    """But a large matmul's rate is the median of all runs, of any program; and what was compiled in fp16 cost that, too."""
+    """But a large matmul's rate is the fastest of all runs, of any program; and what was compiled in fp16 cost that, too."""
     changed, times = {}, all_runs["benchmark.times"]
     runs = all_runs | {"benchmark.times": times.assign(wall_std_ms=times["wall_std_ms"] * (1 + times.index / 1e4))}  # none as another
     for name in runs.keys() - {"benchmark.results"}:

@@ -126,13 +126,16 @@ def listed(words: Sequence[str]) -> str:
 
 def all_of(count: int, noun: str) -> str:
     """"the one profile", "both profiles", "all 22 profiles"."""
-    plural = f"{noun}{'es' if noun.endswith('s') else 's'}"
-    return {1: f"the one {noun}", 2: f"both {plural}"}.get(count, f"all {count:,} {plural}")
+    return {1: f"the one {noun}", 2: f"both {_plural(noun)}"}.get(count, f"all {count:,} {_plural(noun)}")
 
 
 def some_of(some: int, count: int, noun: str) -> str:
     """"none of the 2 profiles", "both profiles", "12 of the 22 profiles"."""
-    return all_of(count, noun) if some == count else f"{some or 'none'} of the {count:,} {noun}s"
+    return all_of(count, noun) if some == count else f"{some or 'none'} of the {count:,} {_plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:

@@ -175,7 +175,7 @@ def last_power(tables: Tables) -> Claim:
     row, full = timed(rows).loc[LAST], timed(rows)["sm_clock_mhz"].max()
     limit = tables["ladder.results"]["power_limit_w"].median()
     found = {"power": row["power_w"], "cap": limit, "clock": row["sm_clock_mhz"], "full": full}
-    return found if row["power_w"] > 0.95 * limit and row["sm_clock_mhz"] < 0.97 * full else None
+    return found if row["power_w"] > 0.95 * limit and row["sm_clock_mhz"] < AT_CAP * full else None
 
 
 def roofline_wall(tables: Tables) -> Claim:
