@@ -14,7 +14,6 @@ from stepscope import PROJECT
 from stepscope.report.claims import formatted
 from stepscope.report.render import CHAPTERS
 from stepscope.report.tables import markdown
-from stepscope.runs.record import RENAMED, RENAMED_COLUMNS
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 from stepscope.studies import STUDIES
@@ -24,7 +23,6 @@ RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", 
 PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repeat": 0, "batch_size": 4}
 PAGES = sorted(CHAPTERS.rglob("*.md"))
 CLAIM = re.compile(r"\{%\s*claim\s+(\w+)\s*%\}(.*?)\{%\s*endclaim\s*%\}", re.DOTALL)
-BEFORE = {name: before for before, name in RENAMED.items()}  # how files of schema 2 are named
 IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
 
 
@@ -112,7 +110,6 @@ def few(folder: Path, each: int = 2, studies: tuple[str, ...] = STUDIES) -> Path
             place = folder / study / path.parent.name
             place.mkdir(parents=True)
             record = json.loads(path.read_text())
-            record["config"] = {RENAMED.get(name, name): value for name, value in record["config"].items()}
             kept = {table["file"] for table in record["tables"].values() if table["file"].endswith(".parquet")}
             record["tables"] = {name: one for name, one in record["tables"].items() if one["file"] in kept}
             (place / "record.json").write_text(json.dumps(record))
@@ -130,9 +127,8 @@ def change_record(path: Path, change: Callable[[dict], None]) -> None:
 
 def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
     """A run's table as somebody altered it, with the digest that it then has."""
-    table = BEFORE.get(table, table)
     file = run / f"{table}.parquet"
-    change(pd.read_parquet(file).rename(columns=RENAMED_COLUMNS)).to_parquet(file, index=False)
+    change(pd.read_parquet(file)).to_parquet(file, index=False)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     change_record(run / "record.json", lambda record: record["tables"][table].update(sha256=digest))
 

@@ -162,10 +162,10 @@ def test_what_a_tour_lacks_is_not_said_of_it(tour, name):
 def test_a_gain_below_its_own_noise_is_none(tour):
     """As a rented H200's first tour had it: four steps of 124 and 131 ms that differed by 13 and 15."""
     shape, rows = largest_ladder(load(tour[3]))
-    changed = rows.drop(columns=["wall_q1_ms", "wall_q3_ms"], errors="ignore").assign(busy=0.99)
+    changed, ends = rows.assign(busy=0.99), ["wall_ms", "wall_q1_ms", "wall_q3_ms"]
     for spread, told in ((13.4, False), (1.5, True)):
-        changed.loc["blocks", ["wall_ms", "wall_std_ms"]] = 124.0, spread
-        changed.loc["cuda_graph", ["wall_ms", "wall_std_ms"]] = 131.0, spread
+        for change, ms in (("blocks", 124.0), ("cuda_graph", 131.0)):
+            changed.loc[change, ends] = ms, ms - spread / 2, ms + spread / 2
         assert (gain(changed, "cuda_graph") is not None) == told, shape
 
 

@@ -14,7 +14,6 @@ from stepscope.stats import (
     SAME,
     SAME_WALL,
     STEADY,
-    fastest_ms,
     launch_bound_rows,
     wall_gain,
 )
@@ -191,19 +190,14 @@ def _steady(starts: pd.DataFrame) -> pd.Series:
 
 # When the GPU waits for launches
 
-def _by(row: pd.Series) -> str:
-    """Which step tells a launch-bound wall time."""
-    return "the fastest" if pd.notna(row.get("wall_min_ms")) else "the median"
-
-
 def launch_bound_forward(tables: Tables) -> Claim:
-    """The smallest size's forward at the shortest context: the fastest pass, where it is known."""
+    """The smallest size's forward at the shortest context: the fastest pass."""
     rows = low_steps(tables, mode="forward")
-    row, wall = rows.iloc[0], fastest_ms(rows).iloc[0]
+    row, wall = rows.iloc[0], rows["wall_min_ms"].iloc[0]
     if not launch_bound_rows(rows).iloc[0]:
         return None
     return {"size": row["size"], "context": int(row["context_length"]), "operations": int(row["operations"]),
-            "gpu": row["gpu_ms"], "by": _by(row), "wall": wall, "idle": 1 - row["gpu_ms"] / wall,
+            "gpu": row["gpu_ms"], "wall": wall, "idle": 1 - row["gpu_ms"] / wall,
             "launch": wall / row["operations"] * 1e3,
             "kernel": row["gpu_ms"] / row["operations"] * 1e3}
 
@@ -219,10 +213,10 @@ def launch_bound_where(tables: Tables) -> Claim:
 def replay_alone(tables: Tables) -> Claim:
     """The smallest size's step as a CUDA graph."""
     rows = low_steps(tables, context_length=context(tables))
-    row, wall = rows.iloc[0], fastest_ms(rows).iloc[0]
+    row, wall = rows.iloc[0], rows["wall_min_ms"].iloc[0]
     if not launch_bound_rows(rows).iloc[0] or not wall > (1 + LEAST_HOST_GAIN) * row["replayed_ms"]:
         return None
-    return {"size": row["size"], "by": _by(row), "wall": wall, "replayed": row["replayed_ms"]}
+    return {"size": row["size"], "wall": wall, "replayed": row["replayed_ms"]}
 
 
 def launch_rate(tables: Tables) -> Claim:
@@ -295,8 +289,7 @@ def blocks_or_model(tables: Tables) -> Claim:
     blocks, whole = rows.loc[size], model.loc[size]
     if not launch_bound_rows(rows).iloc[0] or not wall_gain(blocks, whole) > 1:
         return None
-    return {"size": size, "by": _by(blocks),
-            "blocks": fastest_ms(rows)[size], "model": fastest_ms(model)[size],
+    return {"size": size, "blocks": blocks["wall_min_ms"], "model": whole["wall_min_ms"],
             "blocks_s": blocks["compile_s"], "model_s": whole["compile_s"]}
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
 from stepscope.report.tables import digits, listed, number
-from stepscope.stats import AT_CAP, LEAST_GAIN, fastest_ms, launch_bound_rows
+from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
 from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
 from stepscope.studies.ladder.rows import (
@@ -238,8 +238,7 @@ def graph_small(tables: Tables) -> Claim:
     """The CUDA graph over compiled blocks at the smallest size, where these wait for launches."""
     shape, rows = smallest_ladder(tables)
     found, waits = faster(rows, "cuda_graph", "blocks"), launch_bound_rows(rows)["blocks"]
-    by = "the fastest" if pd.notna(rows.get("wall_min_ms", pd.Series()).get("blocks")) else "the median"
-    return {"size": shape.size, "gain": found, "by": by, "before": fastest_ms(rows)["blocks"],
+    return {"size": shape.size, "gain": found, "before": rows.loc["blocks", "wall_min_ms"],
             "after": rows.loc["cuda_graph", "wall_ms"]} if waits and found > 1.5 else None
 
 

@@ -16,7 +16,6 @@ from stepscope.studies.ladder.rows import (
     ceilings,
     largest_ladder,
     launch_us,
-    rated,
     smallest_ladder,
     timed,
 )
@@ -149,20 +148,6 @@ def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     points = pd.DataFrame(found, columns=["step", "part", "flops", "bytes", "ms"])
     return shape, points.assign(intensity=points["flops"] / points["bytes"],
                                 tflops=points["flops"] / points["ms"] / 1e9)
-
-
-def roofs(tables: Tables) -> pd.Series:
-    """Of the GPU that the largest size's ladder was on: ``matmul_fp32`` and ``matmul_bf16`` in TFLOP/s and
-    ``copy`` in TB/s, medians of its runs.
-
-    Raises:
-        LookupError: not all are known.
-    """
-    run_id = str(largest_ladder(tables)[1].iloc[0].get("run_id", ""))
-    found = rated(tables, run_id).reindex(columns=["matmul_fp32", "matmul_bf16", "copy"]).median()
-    if found.isna().any():
-        raise LookupError("a rate is not known")
-    return found
 
 
 def launch_wall(tables: Tables) -> tuple[str, int, float, float]:

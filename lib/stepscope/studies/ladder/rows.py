@@ -9,7 +9,7 @@ import pandas as pd
 from stepscope.report.schemas import Tables
 from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import digits, number, quartiles
-from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, spread_ms, wall_gain
+from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, launch_bound_rows, spread_ms, wall_gain
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, LEFT_OUT, RUNGS, WITHOUT
 
 PLACE = [*ORDER]
@@ -245,8 +245,8 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
 
 def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.DataFrame:
     """A row a ladder that has baselines: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights)
-    and ``baseline``, the quickest of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
-    clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
+    and ``baseline``, the quickest of the baseline's modes by wall time: wall, quartiles, steps, SM clock and
+    GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
     of ours with its AdamW. And of the latter two the milliseconds of attention's kernels, and whether these
     have the same names.
 
@@ -267,9 +267,9 @@ def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.Data
         own = own.assign(quartiles=quartiles(own))
         for name, rung in {"ours": LAST, "fp32": "cuda_graph", "baseline": baseline}.items():
             row = own.loc[rung]
-            found |= {f"{name}_ms": row["wall_ms"], f"{name}_std_ms": row["wall_std_ms"],
-                      f"{name}_quartiles": row["quartiles"], f"{name}_clock": row["sm_clock_mhz"],
-                      f"{name}_steps": row["steps"], f"{name}_gpu_ms": row["gpu_ms"]}
+            found |= {f"{name}_ms": row["wall_ms"], f"{name}_quartiles": row["quartiles"],
+                      f"{name}_clock": row["sm_clock_mhz"], f"{name}_steps": row["steps"],
+                      f"{name}_gpu_ms": row["gpu_ms"]}
         attention = kernels.merge(pd.DataFrame([shape._asdict() | {"family": "fused attention"}]))
         fp32, other = (attention[attention["optimization"] == rung] for rung in ("cuda_graph", baseline))
         compared.append(found | {
@@ -302,7 +302,7 @@ def baseline_attention(tables: Tables) -> pd.DataFrame:
 
 
 def by_batch(tables: Tables) -> pd.DataFrame:
-    """Wall time, deviation, quartiles and SM clock of the last step in bf16 and with FP8 (``bf16_ms``,
+    """Wall time, quartiles and SM clock of the last step in bf16 and with FP8 (``bf16_ms``,
     ``fp8_ms``, ...), ``gain`` in GPU time, whether it is ``clear`` (not small, and in wall time more than
     one step differs by: :func:`stepscope.stats.spread_ms`), and MFU of bf16, of every shape and batch that
     has both.
@@ -319,10 +319,9 @@ def by_batch(tables: Tables) -> pd.DataFrame:
     gains = both["gpu_ms"] / both["gpu_ms_fp8"]
     return both[PLACE].assign(
         tokens=both["batch_size"] * both["context_length"], bf16_ms=both["wall_ms"],
-        bf16_std_ms=both["wall_std_ms"], fp8_ms=both["wall_ms_fp8"], fp8_std_ms=both["wall_std_ms_fp8"],
-        bf16_steps=both["steps"], fp8_steps=both["steps_fp8"], bf16_clock=both["sm_clock_mhz"],
-        fp8_clock=both["sm_clock_mhz_fp8"], bf16_quartiles=quartiles(both),
-        fp8_quartiles=quartiles(other),
+        fp8_ms=both["wall_ms_fp8"], bf16_steps=both["steps"], fp8_steps=both["steps_fp8"],
+        bf16_clock=both["sm_clock_mhz"], fp8_clock=both["sm_clock_mhz_fp8"],
+        bf16_quartiles=quartiles(both), fp8_quartiles=quartiles(other),
         gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
 
 
@@ -335,11 +334,10 @@ def pays_from(found: pd.DataFrame) -> int | None:
 
 
 def launch_us(tables: Tables) -> pd.Series:
-    """Microseconds a kernel of all steps that wait for launches more than they compute: of the fastest step,
-    where it is known."""
+    """Microseconds a kernel of the fastest steps of all that wait for launches more than they compute."""
     steps = tables["ladder.steps"]
     waits = steps[launch_bound_rows(steps) & (steps["busy"] < MOSTLY_WAITS)]
-    return fastest_ms(waits) / waits["operations"] * 1e3
+    return waits["wall_min_ms"] / waits["operations"] * 1e3
 
 
 def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
