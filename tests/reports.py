@@ -17,7 +17,6 @@ from stepscope.report.tables import markdown
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 from stepscope.studies import STUDIES
-from stepscope.studies.ladder.config import BASELINES
 
 RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", "h200"))
 PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repeat": 0, "batch_size": 4}
@@ -134,20 +133,20 @@ def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.Data
 
 
 def tour(folder: Path) -> Path:
-    """Of the reference's runs those that a tour of this GPU makes; the ladders without what only theirs have."""
+    """Of the reference's runs those that a tour of this GPU makes, of their ladders what the tour's have."""
     needs_runs()
     store = Store(RUNS)
     records, _ = store.records()
-    alone = [BASELINES[0], BASELINES[1], "fp8", "chunked"]
     for config in load_sweeps([*find_sweeps("tour")], "cuda", gpu_gib=139.8).configs:
         wanted = {name: value for name, value in config.model_dump(mode="json").items()
-                  if name not in ("baselines", "training_steps", "optimizations", "sequences")}
+                  if name not in ("baselines", "without", "training_steps", "optimizations", "sequences", "least_passes")}
+        own = set(getattr(config, "optimizations", ()))
         record = next(record for record in records if wanted.items() <= record.config.items()
-                      and set(getattr(config, "optimizations", ())) - set(alone) <= set(record.config.get("optimizations", ())))
+                      and own <= set(record.config.get("optimizations", ())))
         place = folder / record.study / record.run_id
         shutil.copytree(RUNS / record.study / record.run_id, place)
         if record.study == "ladder":
             for table in {"steps", "kernels"} & record.tables.keys():
-                change_table(place, table, lambda rows: rows[~rows["optimization"].isin(alone)])
+                change_table(place, table, lambda rows: rows[rows["optimization"].isin(own)])
             change_record(place / "record.json", lambda record: record["tables"].pop("curves", None))
     return folder

@@ -524,7 +524,7 @@ DRAWN = [*PRINTED.values(), *functions(figures).values()]
 
 
 # Said where another claim is not, or of what these rows have not: unlike processes, matmuls beside the rest.
-ELSE = {"warmup_few", "processes_least", "compiled_limit"}
+ELSE = {"warmup_few", "processes_least", "compiled_limit", "repeats_paced"}
 
 
 @pytest.mark.parametrize("say", [*functions(claims).values(), *DRAWN])
@@ -557,6 +557,17 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     assert claims.warmup_where(all_runs)["share"] == pytest.approx(0.3)
     assert claims.warmup_enough(all_runs) == {"processes": "all 5 processes", "context": 512, "most": pytest.approx(0.005)}
     assert claims.compiled_wall(all_runs)["forward_high"] == pytest.approx(1.25)
+
+
+def test_wall_times_that_the_gpu_sets_the_pace_of_are_told_apart_from_those_that_launches_do(all_runs):
+    times = all_runs["benchmark.times"]
+    own = times["size"].eq("2.7B") & times["context_length"].eq(512) & times["compile"].eq("none") & times["optimizer"].eq("foreach")
+    again = times[own].assign(repeat=1)
+    again["wall_ms"] *= 1.003
+    found = claims.repeats_paced(all_runs | {"benchmark.times": pd.concat([times, again])})
+    assert found == {"shapes": 1, "wall": pytest.approx(0.003)}
+    again["wall_ms"] *= 1.4
+    assert claims.repeats_paced(all_runs | {"benchmark.times": pd.concat([times, again])}) is None
 
 
 def test_the_step_that_varies_most_is_named_with_its_process(all_runs):

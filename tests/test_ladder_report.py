@@ -19,7 +19,7 @@ from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, RUNGS
 WALLS = {
     ("small", 512): ([58.5, 35.9, 37.9, 32.9, 26.7, 21.3, 6.45, 5.51, 5.22, 18.9, 6.8], [55.9, 29, 22, 13, 7.9, 6.2]),
     ("small", 1024): ([123, 63.8, 55.7, 47.4, 49.9, 26.6, 10.3, 9.4, 9.2, 21.5, 11.0], [122, 62, 54, 25, 14, 10]),
-    ("2.7B", 512): ([1092, 334, 258, 196, 149, 111, 109, 95.1, 89.6, 114, 113], [1090, 333, 257, 195, 148, 105]),
+    ("2.7B", 512): ([1092, 334, 258, 196, 149, 110, 109, 95.1, 89.6, 114, 113], [1090, 333, 257, 195, 148, 105]),
 }
 SHEETS = {"fp32": 67.0, "tf32": 494.5}
 SPREAD = ["wall_q1_ms", "wall_q3_ms", "wall_min_ms"]
@@ -175,7 +175,7 @@ def test_what_the_first_screen_says(campaign):
     assert (bound["size"], bound["runs"]) == ("2.7B", 2) and bound["bound"] == pytest.approx(54 + 20 * 3.41 / 4.2, rel=0.01)
     assert claims.graph_small(campaign) == {
         "size": "small", "gain": pytest.approx(21.3 / 6.45), "before": pytest.approx(0.9 * 21.3), "after": 6.45}
-    assert claims.graph_large(campaign) == {"size": "2.7B", "before": 105, "after": 109}
+    assert claims.graph_large(campaign) == {"size": "2.7B"}
 
 
 def test_a_larger_batch_is_told_where_it_gives_more_tokens(campaign):
@@ -491,8 +491,8 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("baseline_mask", KERNELS, "name", "cutlass", {"family": "fused attention"}),
     ("baseline_mask", KERNELS, "name", "copy", {"family": "compiler-generated"}),
     ("graph_small", STEPS, "wall_ms", 7, {"optimization": "blocks"}), ("graph_small", STEPS, "busy", 0.99, {}),
-    ("graph_large", STEPS, "wall_ms", 80, {"optimization": "cuda_graph"}),
-    ("graph_large", STEPS, "power_w", 400, {}), ("graph_large", STEPS, "gpu_ms", 109, {"optimization": "blocks"}), ("launch_wait", STEPS, "busy", 0.99, {}),
+    ("graph_large", STEPS, "wall_ms", 80, {"optimization": "cuda_graph"}), ("graph_large", STEPS, "busy", 0.9, {"optimization": "blocks"}),
+    ("launch_wait", STEPS, "busy", 0.99, {}),
     ("clock_apart", STEPS, "power_w", 400, {}), ("clock_apart", STEPS, "operations", 300, {"optimization": "blocks"}),
     ("rungs_training", CURVES, "loss", 9, {"optimization": "bf16_moments"}),
     ("attention_step", STEPS, "gpu_ms", 257, {"optimization": "sdpa"}),

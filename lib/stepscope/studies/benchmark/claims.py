@@ -343,6 +343,14 @@ def repeats(tables: Tables) -> Claim:
             "wall": wall} if gpu < min(wall, SAME) else None
 
 
+def repeats_paced(tables: Tables) -> Claim:
+    """Wall time repeats where the GPU sets the pace in all processes, unlike that of all shapes."""
+    rows = repeated(tables)
+    paced = rows[~rows["waits"]]
+    wall = paced["wall"].max() - 1
+    return {"shapes": len(paced), "wall": wall} if 0 <= wall < (rows["wall"].max() - 1) / 2 else None
+
+
 def processes_least(tables: Tables) -> Claim:
     """Of the shape of :func:`processes_differ` the quickest step of each process: where these agree better
     than the medians do."""
@@ -397,9 +405,10 @@ def answer_flops(tables: Tables) -> Claim:
 def flops_share(tables: Tables) -> Claim:
     """The same step's rate, by GPU time, over a data sheet's and over a large matmul's, and bf16's over its
     own; and how many times higher that is."""
-    row = on_gpu(at_context(tables)).iloc[-1]
+    rows = on_gpu(at_context(tables))
+    row, share = rows.iloc[-1], of_large_matmul(tables, rows).iloc[-1]
     low = on_gpu(steps(tables, precision="bf16", context_length=context(tables), size=row.name)).iloc[-1]
     high, less = (one["mfu"] * one["wall_ms"] / one["gpu_ms"] for one in (row, low))  # by GPU time
     gain = row["gpu_ms"] / low["gpu_ms"]
-    return {"fp32": high, "measured": row["mfu_measured"] * high / row["mfu"], "bf16": less, "gain": gain,
+    return {"fp32": high, "measured": share * high / row["mfu"], "bf16": less, "gain": gain,
             "peaks": gain * high / less}
