@@ -524,7 +524,7 @@ DRAWN = [*PRINTED.values(), *functions(figures).values()]
 
 
 # Said where another claim is not, or of what these rows have not: unlike processes, matmuls beside the rest.
-ELSE = {"warmup_few", "processes_least", "compiled_limit", "repeats_paced"}
+ELSE = {"warmup_few", "warmup_cpu", "processes_least", "compiled_limit", "repeats_paced"}
 
 
 @pytest.mark.parametrize("say", [*functions(claims).values(), *DRAWN])
@@ -664,8 +664,13 @@ def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
     few = claims.warmup_few(changed)
     assert (few["second"], few["third"], few["processes"], few["size"]) == (1, 0, 5, "small")
     assert (sentences := said("warmup_few", few)) and all(number(few["second_ms"], "ms") in one for one in sentences)
-    assert few["over"] == pytest.approx(45 * 0.005 + 15) and few["forward"] == pytest.approx(13.5 * 0.005 + 12)
-    assert claims.warmup_enough(changed) is None
+    assert claims.warmup_enough(changed) is None and claims.warmup_cpu(changed) is None, "it is enqueued as later ones are"
+    samples.loc[second & (samples["phase"] == "forward"), "enqueue_ms"] += 12
+    cpu = claims.warmup_cpu(changed)
+    assert cpu["over"] == pytest.approx(45 * 0.005 + 15) and cpu["forward"] == pytest.approx(13.5 * 0.005 + 12)
+    assert cpu["enqueue"] == pytest.approx(cpu["later_enqueue"] + 12)
+    samples.loc[second & (samples["phase"] == "forward"), "wall_ms"] -= 8
+    assert claims.warmup_cpu(changed) is None, "most of it is elsewhere"
     samples.loc[second & (samples["phase"] == WHOLE), "wall_ms"] -= 10  # a launch-bound step is late by itself
     assert claims.warmup_few(changed) is None and claims.warmup_enough(changed)
     for mode in ("forward", "forward_backward"):  # whatever other modes do
@@ -752,17 +757,18 @@ def test_the_most_that_compiling_could_give_is_what_is_no_matmul(all_runs):
         assert found == (pytest.approx({"size": "2.7B", "share": 0.8, "limit": 1.25, "gain": 1000 / gpu_ms}) if holds else None)
 
 
-def test_processes_agree_by_their_quickest_steps_where_medians_do_not(all_runs):
-    """Of three processes whose medians are 30 to 45 ms each has one quick step, and warm-up steps are none."""
-    samples = all_runs["benchmark.samples"].copy()
-    own = (samples["size"] == "small") & (samples["context_length"] == 512) & (samples["mode"] == "step") & (samples["phase"] == WHOLE)
-    own &= (samples["compile"] == "none") & (samples["optimizer"] == "foreach") & (samples["batch_size"] == 4)
-    for repeat, wall_ms in ((0, 30.0), (1, 28.0), (2, 29.0)):
-        samples.loc[own & (samples["repeat"] == repeat) & (samples["step"] == 9), "wall_ms"] = wall_ms
-    samples.loc[own & (samples["repeat"] == 1) & (samples["step"] == 2), "wall_ms"] = 1.0
-    assert claims.processes_least(all_runs | {"benchmark.samples": samples}) == {"low": 28.0, "high": 30.0}
-    samples.loc[own & (samples["repeat"] == 1) & (samples["step"] == 9), "wall_ms"] = 20.0
-    assert claims.processes_least(all_runs | {"benchmark.samples": samples}) is None
+def test_of_shapes_that_wait_in_each_process_medians_and_fastest_steps_are_told(all_runs):
+    times = all_runs["benchmark.times"]
+    own = times["compile"].eq("none") & times["optimizer"].eq("foreach") & times["context_length"].eq(128)
+    first = times[times["repeat"].eq(0)].assign(busy=0.5, enqueue_ms=lambda rows: rows["wall_ms"])
+    again = first[own.reindex(first.index)].assign(repeat=1)
+    again[["wall_ms", "wall_min_ms"]] *= [1.3, 1.1]
+    again.loc[again["size"] == "large", ["wall_ms", "wall_min_ms"]] *= [1, 1.2]
+    again.loc[again["size"] == "2.7B", "busy"] = 0.99
+    again.loc[again["size"] == "2.7B", ["wall_ms", "wall_min_ms"]] *= 3
+    changed = all_runs | {"benchmark.times": pd.concat([first, again])}
+    found = claims.processes_least(changed)
+    assert (found["shapes"], found["median"], found["fastest"]) == (2, pytest.approx(1.3), pytest.approx(1.32))
 
 
 def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):

@@ -241,17 +241,21 @@ def other_than_matmuls(tables: Tables) -> pd.DataFrame:
 
 def repeated(tables: Tables) -> pd.DataFrame:
     """Full steps that several processes measured: a row a shape, the least and most of either clock and of
-    the steps timed, the clocks' ratios, ``processes``, and whether any was launch-bound (``waits``)."""
+    the steps timed, the clocks' ratios and the fastest steps' (``fastest``), ``processes``, and whether any
+    or each was launch-bound (``waits``, ``waits_all``)."""
     names = [name for name in CONFIG if name != "repeat"]
     rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok"))
-    groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms", "steps"]].agg(["min", "max", "count"])
-    groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
-    groups["waits"] = launch_bound_rows(rows).groupby([rows[name] for name in names], sort=False).any()
+    clocks = ["wall_ms", "gpu_ms", "steps", "wall_min_ms"]
+    groups = rows.groupby(names, sort=False)[clocks].agg(["min", "max", "count"])
+    groups.columns = [f"{clock.removesuffix('_ms')}_{which}" for clock, which in groups.columns]
+    waits = launch_bound_rows(rows).groupby([rows[name] for name in names], sort=False)
+    groups = groups.assign(waits=waits.any(), waits_all=waits.all())
     groups = groups[groups["gpu_count"] > 1].reset_index()
     if groups.empty:
         raise LookupError("each shape was measured by one process")
     return groups.assign(processes=groups["wall_count"], wall=groups["wall_max"] / groups["wall_min"],
-                         gpu=groups["gpu_max"] / groups["gpu_min"])
+                         gpu=groups["gpu_max"] / groups["gpu_min"],
+                         fastest=groups["wall_min_max"] / groups["wall_min_min"])
 
 
 def of_large_matmul(tables: Tables, rows: pd.DataFrame) -> pd.Series:

@@ -11,13 +11,14 @@ from stepscope.studies.ladder.rows import (
     LAST,
     PLACE,
     all_of_them,
+    at_clock,
     at_context,
     at_longest,
     baseline_attention,
     bounds,
     by_batch,
     ceilings,
-    costs,
+    errors_by_size,
     fair_modes,
     faster,
     fp8_losses,
@@ -28,16 +29,19 @@ from stepscope.studies.ladder.rows import (
     loss_shift,
     pays_from,
     roofs,
+    seeds_apart,
     shares,
     smallest_ladder,
     timed,
     trained,
+    two_batches,
     with_baseline,
     without,
 )
 from stepscope.studies.ladder.tables import NAMES
 
 HOW = dict(zip(FAIR, ("compiled", "compiled and in one CUDA graph")))
+CAPTURED = RUNGS[RUNGS.index("cuda_graph"):]  # the graph, and what comes after it
 SHORT = {"sdpa": "fused attention", "blocks": "compiled blocks", "cuda_graph": "the CUDA graph",
          "bf16_weights": "bf16 weights", "bf16_moments": "bf16 moments"}
 
@@ -178,6 +182,28 @@ def last_power(tables: Tables) -> Claim:
     return found if row["power_w"] > 0.95 * limit and row["sm_clock_mhz"] < AT_CAP * full else None
 
 
+def last_kept_up(tables: Tables) -> Claim:
+    """At the cap the last step's matmuls take no longer than at the rate that a large one keeps up there."""
+    shape, parts, rates = last_step(tables)
+    matmuls = parts.loc[MATMULS]
+    kept_up = matmuls["bound_ms"] * rates.matmul / rates.kept_up
+    found = {"size": shape.size, "rate": rates.kept_up, "kept_up": kept_up, "matmuls": matmuls["ms"]}
+    return found if last_power(tables) and matmuls["ms"] < (1 + LEAST_GAIN) * kept_up else None
+
+
+def last_joules(tables: Tables) -> Claim:
+    """From the first of the largest size's steps that runs into the cap as the last one does, energy and time
+    fall alike."""
+    _, rows = largest_ladder(tables)
+    own, limit = timed(rows, CAPTURED), tables["ladder.results"]["power_limit_w"].median()
+    if len(own) < 2 or last_power(tables) is None or (own["power_w"] < 0.95 * limit).any():
+        return None
+    first, last = own.iloc[0], own.iloc[-1]
+    joules, wall = (1 - last[name] / first[name] for name in ("step_j", "wall_ms"))
+    return {"first": NAMES[own.index[0]], "before_j": first["step_j"], "after_j": last["step_j"],
+            "joules": joules, "wall": wall} if wall > LEAST_GAIN and abs(joules - wall) < LEAST_GAIN else None
+
+
 def roofline_wall(tables: Tables) -> Claim:
     """What launches alone allow the smallest size's compiled step, beside the dots of the roofline."""
     roofline(tables)
@@ -186,9 +212,14 @@ def roofline_wall(tables: Tables) -> Claim:
 
 
 def cost_billion(tables: Tables) -> Claim:
-    """What a billion tokens cost at the largest size that tells its joules."""
-    row = costs(tables).iloc[-1]
-    return {"size": row.name, "hours": row["billion_h"], "kwh": row["billion_kwh"]}
+    """What a billion tokens cost at the largest size, at the batches of :func:`larger_batch`."""
+    if larger_batch(tables) is None:
+        return None
+    rows = two_batches(tables)
+    hours, watts = 1e9 / rows["tokens_per_s"] / 3600, rows["step_j"] / rows["wall_ms"] * 1e3
+    kwh, batch = hours * watts / 1e3, rows["batch_size"].astype(int)
+    return {"batch": batch.iloc[0], "hours": hours.iloc[0], "kwh": kwh.iloc[0], "most": batch.iloc[1],
+            "most_hours": hours.iloc[1], "most_kwh": kwh.iloc[1]} if watts.notna().all() else None
 
 
 def baseline_mask(tables: Tables) -> Claim:
@@ -211,7 +242,10 @@ def baseline_mask(tables: Tables) -> Claim:
 def rungs_training(tables: Tables) -> Claim:
     shape, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
-    return {"size": shape.size, "steps": len(shifts)} if distance.reindex(RUNGS).max() < seeds else None
+    first, most = shifts["fp32"].columns[0], distance.reindex(RUNGS).max()
+    alike = shifts[[("blocks", first), ("cuda_graph", first)]]
+    return {"size": shape.size, "steps": len(shifts), "most": most, "seeds": seeds,
+            "floor": seeds_apart(alike)[0]} if most < seeds else None
 
 
 def attention_step(tables: Tables) -> Claim:
@@ -224,14 +258,12 @@ def attention_step(tables: Tables) -> Claim:
 
 def larger_batch(tables: Tables) -> Claim:
     """The largest size's last step at the batch at which steps are compared and at the largest measured."""
-    shape, rows = largest_ladder(tables)
-    own = select(tables["ladder.steps"], size=shape.size, context_length=shape.context_length,
-                 vocab_size=shape.vocab_size, optimization=[LAST, FILLED], wall_ms=pd.Series.notna)
-    most, compared = own.loc[own["batch_size"].idxmax()], rows.loc[LAST]
+    (_, compared), (_, most) = two_batches(tables).iterrows()
     more = most["tokens_per_s"] / compared["tokens_per_s"]
-    return {"size": shape.size, "batch": shape.batch_size, "tokens": compared["tokens_per_s"],
-            "most": int(most["batch_size"]), "most_tokens": most["tokens_per_s"],
-            "more": more} if more > 1 + LEAST_GAIN else None
+    how = ", the loss in chunks" if most["optimization"] == FILLED else ""
+    return {"size": compared["size"], "batch": int(compared["batch_size"]),
+            "tokens": compared["tokens_per_s"], "most": int(most["batch_size"]),
+            "most_tokens": most["tokens_per_s"], "how": how, "more": more} if more > 1 + LEAST_GAIN else None
 
 
 def graph_small(tables: Tables) -> Claim:
@@ -254,6 +286,39 @@ def launch_wait(tables: Tables) -> Claim:
     """Microseconds a kernel of the steps that mostly wait for launches, the least and the most."""
     each = launch_us(tables)
     return {"steps": len(each), "least": each.min(), "most": each.max()} if len(each) > 1 else None
+
+
+def compile_apart(tables: Tables) -> Claim:
+    """What compiling the blocks took in the processes of the ladders that compare sizes, where that differs.
+    """
+    own = pd.concat([timed(rows, ["blocks"]) for rows in ladders(tables).values()])
+    low, high = own["compile_s"].min(), own["compile_s"].max()
+    return {"low": low, "high": high} if high > 2 * low else None
+
+
+def reserved_last(tables: Tables) -> Claim:
+    """The captured step that reserves most beyond its peak, where that is clearly more than it needs."""
+    found = [(shape, rung, row) for shape, rows in ladders(tables).items()
+             for rung, row in timed(rows, CAPTURED).dropna(subset="reserved_gib").iterrows()]
+    if not found:
+        return None
+    shape, rung, row = max(found, key=lambda one: one[2]["reserved_gib"] / one[2]["peak_gib"])
+    more = row["reserved_gib"] > 1.2 * row["peak_gib"]
+    return {"optimization": NAMES[rung], "size": shape.size, "context": shape.context_length,
+            "peak": row["peak_gib"], "reserved": row["reserved_gib"]} if more else None
+
+
+def repeats_cap(tables: Tables) -> Claim:
+    """By how much GPU times of one and the same steps differ under the power cap, in one process: without
+    bf16 weights the last step is that of the CUDA graph, without bf16 moments that of bf16 weights."""
+    limit, found = tables["ladder.results"]["power_limit_w"].median(), {}
+    for shape, rows in ladders(tables).items():
+        for again, rung in (("without_bf16_weights", "cuda_graph"), ("without_bf16_moments", "bf16_weights")):
+            own = timed(rows, [rung, again])
+            if len(own) == 2 and (own["power_w"] > 0.95 * limit).all():
+                found.setdefault(shape.size, []).append(own["gpu_ms"].max() / own["gpu_ms"].min() - 1)
+    size, apart = [*found.items()][-1] if found else ("", [])
+    return {"size": size, "pairs": len(apart), "most": max(apart)} if apart else None
 
 
 def clock_apart(tables: Tables) -> Claim:
@@ -315,17 +380,20 @@ def fp8_large_batch(tables: Tables) -> Claim:
 
 
 def fp8_gradient(tables: Tables) -> Claim:
-    """How far FP8's gradient is from fp32's, beside bf16's: of weights as drawn at the largest size that has
-    both, and of trained ones, where it is far less, at the size where it is farthest beside bf16's."""
-    columns = ["gradient_error", "trained_gradient_error"]
-    measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
-                for shape, rows in ladders(tables).items()]
-    both = [(shape.size, *(off[name] for name in columns)) for shape, off in measured if len(off) == 2]
-    size, drawn, _ = both[-1]
-    worst, _, trained = max(both, key=lambda one: one[2]["fp8"] / one[2][LAST])
-    found = {"size": size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_size": worst,
-             "trained_fp8": trained["fp8"], "trained_bf16": trained[LAST]}
+    """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both: of weights as
+    drawn, and of trained ones, where it is far less."""
+    size, drawn, trained = errors_by_size(tables)[-1]
+    found = {"size": size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_fp8": trained["fp8"],
+             "trained_bf16": trained[LAST]}
     return found if drawn["fp8"] > max(2 * drawn[LAST], 4 * trained["fp8"]) else None
+
+
+def fp8_gradient_worst(tables: Tables) -> Claim:
+    """The size where that of trained weights is farthest beside bf16's, if it is another."""
+    both = errors_by_size(tables)
+    size, _, trained = max(both, key=lambda one: one[2]["fp8"] / one[2][LAST])
+    told = fp8_gradient(tables) is not None and size != both[-1][0]
+    return {"size": size, "fp8": trained["fp8"], "bf16": trained[LAST]} if told else None
 
 
 def fp8_training(tables: Tables) -> Claim:
@@ -345,6 +413,16 @@ def fp8_trains(tables: Tables) -> Claim:
     return {"sizes": listed(sizes)} | worst if worst["fp8"] <= worst["high"] else None
 
 
+def fp8_trains_where(tables: Tables) -> Claim:
+    """What FP8 gains in the steps that it was trained with, where that is nothing clear, and elsewhere it
+    pays."""
+    curves = select(tables["ladder.curves"], optimization="fp8")[PLACE].drop_duplicates()
+    found = by_batch(tables)
+    gains = found.merge(curves, on=PLACE)
+    vain = len(gains) and not gains["clear"].any() and found["clear"].any() and fp8_trains(tables)
+    return {"least": gains["gain"].min(), "most": gains["gain"].max()} if vain else None
+
+
 def fp8_strays(tables: Tables) -> Claim:
     """At some size it is farther: the numbers of that where it is by most."""
     _, worst = fp8_losses(tables)
@@ -354,6 +432,7 @@ def fp8_strays(tables: Tables) -> Claim:
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
     large matmul after another reaches under the same cap."""
+    rows = at_clock(tables, tables["ladder.steps"])
     rows = select(tables["ladder.steps"], optimization=FILLED, wall_ms=pd.Series.notna)
     row = rows.sort_values("mfu").iloc[-1]
     results = tables["ladder.results"].dropna(subset="kept_up_tflops")

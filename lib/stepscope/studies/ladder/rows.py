@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from stepscope.data_sheets import data_sheet
 from stepscope.report.schemas import Tables
 from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import digits, number, quartiles
 from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, launch_bound_rows, spread_ms, wall_gain
-from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, LEFT_OUT, RUNGS, WITHOUT
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
@@ -165,6 +166,14 @@ def bounds(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
         made.append(part.assign(matmul_ms=matmul, moved_ms=moved, bound_ms=matmul + moved,
                                 reference_ms=matmul * rates.matmul / rates.kept_up + moved))
     return pd.concat(made).reindex(rows.index) if made else rows
+
+
+def at_clock(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of steps in bf16 with ``mfu_at_clock`` of the data sheet's rate at their SM clock, by the clock
+    that this rate is of; as they were measured where that is not known."""
+    devices = tables["runs"]["device"].unique() if "runs" in tables else []
+    of_sheet = data_sheet(str(devices[0])).get("tensor_mhz") if len(devices) == 1 else None
+    return rows.assign(mfu_at_clock=rows["mfu"] * of_sheet / rows["sm_clock_mhz"]) if of_sheet else rows
 
 
 def rates_said(rates: Ceilings) -> str:
@@ -403,4 +412,28 @@ def without(tables: Tables) -> dict[Shape, pd.Series]:
             found[shape] = pd.Series(ratios, dtype=float)
     if not found:
         raise LookupError("no step without one of the changes")
+    return found
+
+
+def two_batches(tables: Tables) -> pd.DataFrame:
+    """The largest size's last step at the batch at which steps are compared, and at the largest measured."""
+    shape, _ = largest_ladder(tables)
+    own = select(tables["ladder.steps"], size=shape.size, context_length=shape.context_length,
+                 vocab_size=shape.vocab_size, optimization=[LAST, FILLED], wall_ms=pd.Series.notna)
+    compared = own["batch_size"].eq(shape.batch_size) & own["optimization"].eq(LAST)
+    return own.loc[[compared.idxmax(), own["batch_size"].idxmax()]]
+
+
+def errors_by_size(tables: Tables) -> list[tuple[str, pd.Series, pd.Series]]:
+    """Sizes with the errors of the last step's gradient and FP8's, of weights as drawn and of trained ones.
+
+    Raises:
+        LookupError: none has both.
+    """
+    columns = ["gradient_error", "trained_gradient_error"]
+    measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
+                for shape, rows in ladders(tables).items()]
+    found = [(shape.size, *(off[name] for name in columns)) for shape, off in measured if len(off) == 2]
+    if not found:
+        raise LookupError("no gradient of FP8 and of bf16 of one size")
     return found

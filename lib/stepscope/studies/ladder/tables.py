@@ -25,6 +25,7 @@ from stepscope.studies.ladder.rows import (
     PLACE,
     Shape,
     all_of_them,
+    at_clock,
     at_context,
     at_longest,
     baseline_attention,
@@ -165,8 +166,9 @@ def which_without(tables: Tables) -> pd.DataFrame:
     ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
     printed = pd.DataFrame(ratios).reindex(LEFT_OUT).dropna(how="all")
     return table(_named(printed, "the last step without"), unit="x", note=(
-        "GPU time, without the CUDA graph wall time. Without bf16 weights there are no bf16 moments either."
-        " –: less than steps differ by, or not measured."))
+        "GPU time, without the CUDA graph wall time. Without bf16 weights there are no bf16 moments either:"
+        " that is the step of the CUDA graph's row once more, as without bf16 moments it is that of bf16"
+        " weights. –: less than steps differ by, or not measured."))
 
 
 def cost(tables: Tables) -> pd.DataFrame:
@@ -284,7 +286,7 @@ def mfu(tables: Tables) -> pd.DataFrame:
     order = [*RUNGS, FILLED]
     steps = select(tables["ladder.steps"], optimization=order, wall_ms=pd.Series.notna)
     steps = steps.sort_values("optimization", key=lambda names: names.map(order.index), kind="stable")
-    own, note = _walls(select(steps.groupby(PLACE, sort=False).tail(1))), ""
+    own, note = _walls(at_clock(tables, select(steps.groupby(PLACE, sort=False).tail(1)))), ""
     if own["mfu"].notna().any():
         rates, sheet = ceilings(tables, _run(own)), tables["ladder.results"]["sheet_bf16"].median()
         own["mfu_measured"] = own["mfu"] * sheet / rates.matmul
