@@ -190,7 +190,8 @@ def attention_precisions(tables: Tables) -> pd.DataFrame:
     times = times[[name for name in PRECISION_NAMES if name in times]].rename(columns=PRECISION_NAMES)
     at = f"sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}"
     return table(times.rename_axis(columns=None), "ms", ("min", "column"),
-                 note=f"GPU time of forward and backward, ms, {at}.")
+                 note=f"GPU time of forward and backward, ms, {at}. –: it does not run so, was not measured,"
+                      " or its steps differed.")
 
 
 def attention_account(tables: Tables) -> pd.DataFrame:

@@ -57,7 +57,7 @@ def backward_ratio(tables: Tables) -> Claim:
     found = rows["backward"] / rows["forward"]
     if len(rows) < 2 or found.min() < 1.5 or found.max() > 2.5:
         return None
-    return {"low": found.min(), "high": found.max()}
+    return {"context": context(tables), "low": found.min(), "high": found.max()}
 
 
 def fused_adamw(tables: Tables) -> Claim:

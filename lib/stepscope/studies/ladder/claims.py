@@ -3,31 +3,27 @@ import pandas as pd
 
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
-from stepscope.report.tables import digits, listed, number
+from stepscope.report.tables import digits, number
 from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
 from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
 from stepscope.studies.ladder.rows import (
     LAST,
-    PLACE,
     all_of_them,
     at_clock,
     at_context,
     at_longest,
     baseline_attention,
     bounds,
-    by_batch,
     ceilings,
-    errors_by_size,
     fair_modes,
     faster,
-    fp8_losses,
     gain,
     ladders,
     largest_ladder,
     launch_us,
     loss_shift,
-    pays_from,
+    measured_again,
     roofs,
     seeds_apart,
     shares,
@@ -53,14 +49,7 @@ def headline(tables: Tables) -> Claim:
 
 
 def first_ladder(tables: Tables) -> Claim:
-    shape, rows = largest_ladder(tables)
-    last = rows.loc[LAST]
-    own = select(tables["ladder.results"], size=shape.size, vocab_size=shape.vocab_size)
-    return {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
-            "context": shape.context_length, "batch": shape.batch_size, "plain": rows.loc["fp32", "wall_ms"],
-            "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"],
-            "steps": int(last["steps"]), "spread": last["wall_std_ms"], "tokens": last["tokens_per_s"],
-            "mfu": last["mfu"]}
+    return {"plain": largest_ladder(tables)[1].loc["fp32", "wall_ms"]}
 
 
 def first_peer(tables: Tables) -> Claim:
@@ -216,7 +205,7 @@ def cost_billion(tables: Tables) -> Claim:
     if larger_batch(tables) is None:
         return None
     rows = two_batches(tables)
-    hours, watts = 1e9 / rows["tokens_per_s"] / 3600, rows["step_j"] / rows["wall_ms"] * 1e3
+    hours, watts = 1e9 / rows["tokens_per_s"] / 3600, rows["power_w"]
     kwh, batch = hours * watts / 1e3, rows["batch_size"].astype(int)
     return {"batch": batch.iloc[0], "hours": hours.iloc[0], "kwh": kwh.iloc[0], "most": batch.iloc[1],
             "most_hours": hours.iloc[1], "most_kwh": kwh.iloc[1]} if watts.notna().all() else None
@@ -242,10 +231,14 @@ def baseline_mask(tables: Tables) -> Claim:
 def rungs_training(tables: Tables) -> Claim:
     shape, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
-    first, most = shifts["fp32"].columns[0], distance.reindex(RUNGS).max()
-    alike = shifts[[("blocks", first), ("cuda_graph", first)]]
-    return {"size": shape.size, "steps": len(shifts), "most": most, "seeds": seeds,
-            "floor": seeds_apart(alike)[0]} if most < seeds else None
+    most = distance.reindex(RUNGS).max()
+    return {"size": shape.size, "steps": len(shifts), "most": most, "seeds": seeds} if most < seeds else None
+
+
+def rungs_floor(tables: Tables) -> Claim:
+    """How far the losses of compiled blocks are from those of the same blocks as a CUDA graph."""
+    _, shifts = trained(tables)
+    return {"floor": seeds_apart(shifts.reindex(columns=["blocks", "cuda_graph"], level="optimization"))[0]}
 
 
 def attention_step(tables: Tables) -> Claim:
@@ -288,37 +281,23 @@ def launch_wait(tables: Tables) -> Claim:
     return {"steps": len(each), "least": each.min(), "most": each.max()} if len(each) > 1 else None
 
 
-def compile_apart(tables: Tables) -> Claim:
-    """What compiling the blocks took in the processes of the ladders that compare sizes, where that differs.
-    """
-    own = pd.concat([timed(rows, ["blocks"]) for rows in ladders(tables).values()])
-    low, high = own["compile_s"].min(), own["compile_s"].max()
-    return {"low": low, "high": high} if high > 2 * low else None
-
-
 def reserved_last(tables: Tables) -> Claim:
     """The captured step that reserves most beyond its peak, where that is clearly more than it needs."""
-    found = [(shape, rung, row) for shape, rows in ladders(tables).items()
-             for rung, row in timed(rows, CAPTURED).dropna(subset="reserved_gib").iterrows()]
-    if not found:
+    rows = pd.concat([timed(own, CAPTURED).reset_index() for own in ladders(tables).values()])
+    rows = rows.reset_index(drop=True)
+    over = (rows["reserved_gib"] / rows["peak_gib"]).dropna()
+    if over.empty:
         return None
-    shape, rung, row = max(found, key=lambda one: one[2]["reserved_gib"] / one[2]["peak_gib"])
+    row = rows.loc[over.idxmax()]
     more = row["reserved_gib"] > 1.2 * row["peak_gib"]
-    return {"optimization": NAMES[rung], "size": shape.size, "context": shape.context_length,
+    return {"optimization": NAMES[row["optimization"]], "size": row["size"], "context": row["context_length"],
             "peak": row["peak_gib"], "reserved": row["reserved_gib"]} if more else None
 
 
 def repeats_cap(tables: Tables) -> Claim:
-    """By how much GPU times of one and the same steps differ under the power cap, in one process: without
-    bf16 weights the last step is that of the CUDA graph, without bf16 moments that of bf16 weights."""
-    limit, found = tables["ladder.results"]["power_limit_w"].median(), {}
-    for shape, rows in ladders(tables).items():
-        for again, rung in (("without_bf16_weights", "cuda_graph"), ("without_bf16_moments", "bf16_weights")):
-            own = timed(rows, [rung, again])
-            if len(own) == 2 and (own["power_w"] > 0.95 * limit).all():
-                found.setdefault(shape.size, []).append(own["gpu_ms"].max() / own["gpu_ms"].min() - 1)
-    size, apart = [*found.items()][-1] if found else ("", [])
-    return {"size": size, "pairs": len(apart), "most": max(apart)} if apart else None
+    """By how much GPU times of one and the same steps differ under the power cap, in one process."""
+    size, apart = [*measured_again(tables).items()][-1]
+    return {"size": size, "pairs": len(apart), "most": max(apart)}
 
 
 def clock_apart(tables: Tables) -> Claim:
@@ -357,83 +336,10 @@ def optimizer_exact(tables: Tables) -> Claim:
     return {"numbers": int(found.iloc[0]["compared"])} if not wrong else None
 
 
-def fp8_small_batch(tables: Tables) -> Claim:
-    """At the smallest batch FP8 is not faster, and at the largest size quantizing adds what matmuls save."""
-    first = by_batch(tables).groupby("size", sort=False).head(1)
-    row = first.loc[first["bf16_ms"].idxmax()]
-    own = select(tables["ladder.kernels"], row[PLACE])
-    times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
-        index="matmul", columns="optimization", values="gpu_ms", aggfunc="sum")
-    more = times["fp8"] - times[LAST]
-    found = {"size": row["size"], "batch": int(row["batch_size"]), "saved": -more[True], "added": more[False]}
-    return found if row["gain"] < 1 + LEAST_GAIN and 0 < found["saved"] < found["added"] else None
-
-
-def fp8_large_batch(tables: Tables) -> Claim:
-    """From how many tokens a step FP8 clearly gains at every size, and how much."""
-    found = by_batch(tables)
-    tokens = pays_from(found)
-    if tokens is None:
-        return None
-    gains = found.loc[found["tokens"] >= tokens, "gain"]
-    return {"tokens": tokens, "low": gains.min(), "high": gains.max()}
-
-
-def fp8_gradient(tables: Tables) -> Claim:
-    """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both: of weights as
-    drawn, and of trained ones, where it is far less."""
-    size, drawn, trained = errors_by_size(tables)[-1]
-    found = {"size": size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_fp8": trained["fp8"],
-             "trained_bf16": trained[LAST]}
-    return found if drawn["fp8"] > max(2 * drawn[LAST], 4 * trained["fp8"]) else None
-
-
-def fp8_gradient_worst(tables: Tables) -> Claim:
-    """The size where that of trained weights is farthest beside bf16's, if it is another."""
-    both = errors_by_size(tables)
-    size, _, trained = max(both, key=lambda one: one[2]["fp8"] / one[2][LAST])
-    told = fp8_gradient(tables) is not None and size != both[-1][0]
-    return {"size": size, "fp8": trained["fp8"], "bf16": trained[LAST]} if told else None
-
-
-def fp8_training(tables: Tables) -> Claim:
-    """How far FP8's loss is from bf16's at most, over the steps of both at the largest batch."""
-    curves = tables["ladder.curves"]
-    own = select(curves, batch_size=select(curves, optimization="fp8")["batch_size"].max())
-    losses = own.pivot_table(index="step", columns="optimization", values="loss")
-    found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
-             "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
-    return found if found["most"] < 0.05 else None
-
-
-def fp8_trains(tables: Tables) -> Claim:
-    """FP8's loss is as near to bf16's as seeds are to each other, at every size; the numbers of the size
-    where it is nearest to being farther."""
-    sizes, worst = fp8_losses(tables)
-    return {"sizes": listed(sizes)} | worst if worst["fp8"] <= worst["high"] else None
-
-
-def fp8_trains_where(tables: Tables) -> Claim:
-    """What FP8 gains in the steps that it was trained with, where that is nothing clear, and elsewhere it
-    pays."""
-    curves = select(tables["ladder.curves"], optimization="fp8")[PLACE].drop_duplicates()
-    found = by_batch(tables)
-    gains = found.merge(curves, on=PLACE)
-    vain = len(gains) and not gains["clear"].any() and found["clear"].any() and fp8_trains(tables)
-    return {"least": gains["gain"].min(), "most": gains["gain"].max()} if vain else None
-
-
-def fp8_strays(tables: Tables) -> Claim:
-    """At some size it is farther: the numbers of that where it is by most."""
-    _, worst = fp8_losses(tables)
-    return worst if worst["fp8"] > worst["high"] else None
-
-
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
     large matmul after another reaches under the same cap."""
-    rows = at_clock(tables, tables["ladder.steps"])
-    rows = select(tables["ladder.steps"], optimization=FILLED, wall_ms=pd.Series.notna)
+    rows = select(at_clock(tables, tables["ladder.steps"]), optimization=FILLED, wall_ms=pd.Series.notna)
     row = rows.sort_values("mfu").iloc[-1]
     results = tables["ladder.results"].dropna(subset="kept_up_tflops")
     rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]

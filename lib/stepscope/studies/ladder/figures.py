@@ -31,14 +31,13 @@ from stepscope.studies.ladder.parts import (
 from stepscope.studies.ladder.rows import (
     LAST,
     bounds,
-    by_batch,
     largest_ladder,
     loss_shift,
-    pays_from,
     roofs,
     timed,
     trained,
 )
+from stepscope.studies.ladder.rows_fp8 import by_batch, pays_from
 from stepscope.studies.ladder.tables import NAMES
 
 
@@ -155,7 +154,7 @@ def fp8(tables: Tables) -> Figure | None:
     if found["tokens"].nunique() < 2:
         return None
     tokens, places = pays_from(found), sorted(found["tokens"].unique())
-    drawn, axes = figure(f"At every size FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
+    drawn, axes = figure(f"FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
                          else "FP8 matmuls gain nothing clear at these batches")
     ends = lines(axes, found, "tokens", "gain", "size", SIZE_COLORS)
     axes.axhline(1, color=MUTED, linewidth=1)

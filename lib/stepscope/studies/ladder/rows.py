@@ -2,7 +2,7 @@
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -223,26 +223,6 @@ def loss_shift(shifts: pd.DataFrame, base: str = "fp32") -> tuple[pd.Series, flo
     return shifts.xs(first, axis="columns", level="seed").abs().mean().drop(base), nearest
 
 
-def fp8_losses(tables: Tables) -> tuple[list[str], dict[str, Any]]:
-    """The sizes that bf16 was trained at from several seeds beside FP8, and of that ``size`` where FP8
-    strays by most, for what seeds do, the ``steps``, FP8's distance from bf16's loss of the same weights
-    (``fp8``), and the least and the largest of two seeds of bf16 (``low``, ``high``): means over steps, nats.
-
-    Raises:
-        LookupError: there is none.
-    """
-    found = {}
-    for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
-        if {"fp8", LAST} <= {*own["optimization"]} and select(own, optimization=LAST)["seed"].nunique() > 1:
-            shifts, size = shifts_of(own, LAST), Shape(*place).size
-            apart = seeds_apart(shifts[LAST])
-            found[size] = {"size": size, "steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
-                           "low": min(apart), "high": max(apart)}
-    if not found:
-        raise LookupError("FP8 was not trained beside seeds of bf16")
-    return [*found], max(found.values(), key=lambda one: one["fp8"] / one["high"])
-
-
 def all_of_them(rows: pd.DataFrame, clock: str) -> float:
     """How many times faster the last rung's step is than fp32's, by ``wall_ms`` or ``gpu_ms``; nan in wall
     time where fp32's few steps were disturbed: they differ by more than what counts as a gain."""
@@ -310,38 +290,6 @@ def baseline_attention(tables: Tables) -> pd.DataFrame:
                        without=(rows["baseline_gpu_ms"] - more) / rows["fp32_gpu_ms"])
 
 
-def by_batch(tables: Tables) -> pd.DataFrame:
-    """Wall time, quartiles and SM clock of the last step in bf16 and with FP8 (``bf16_ms``,
-    ``fp8_ms``, ...), ``gain`` in GPU time, whether it is ``clear`` (not small, and in wall time more than
-    one step differs by: :func:`stepscope.stats.spread_ms`), and MFU of bf16, of every shape and batch that
-    has both.
-
-    Raises:
-        LookupError: none has.
-    """
-    low, eight = (select(tables["ladder.steps"], optimization=name, wall_ms=pd.Series.notna)
-                  for name in (LAST, "fp8"))
-    both = select(low.merge(eight, on=PLACE, suffixes=("", "_fp8")))
-    other = both.filter(like="_fp8").rename(columns=lambda name: name.removesuffix("_fp8"))
-    wall = both["wall_ms"] - other["wall_ms"]
-    spread = pd.concat([spread_ms(both), spread_ms(other)], axis=1).max(axis=1)
-    gains = both["gpu_ms"] / both["gpu_ms_fp8"]
-    return both[PLACE].assign(
-        tokens=both["batch_size"] * both["context_length"], bf16_ms=both["wall_ms"],
-        fp8_ms=both["wall_ms_fp8"], bf16_steps=both["steps"], fp8_steps=both["steps_fp8"],
-        bf16_clock=both["sm_clock_mhz"], fp8_clock=both["sm_clock_mhz_fp8"],
-        bf16_quartiles=quartiles(both), fp8_quartiles=quartiles(other),
-        gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
-
-
-def pays_from(found: pd.DataFrame) -> int | None:
-    """Of :func:`by_batch` the tokens a step from which on FP8 clearly gains at every size; None where it does
-    not."""
-    vain = found.loc[~found["clear"], "tokens"].max()
-    pays = found.loc[~(found["tokens"] <= vain), "tokens"]
-    return int(pays.min()) if len(pays) else None
-
-
 def launch_us(tables: Tables) -> pd.Series:
     """Microseconds a kernel of the fastest steps of all that wait for launches more than they compute."""
     steps = tables["ladder.steps"]
@@ -383,8 +331,8 @@ def costs(tables: Tables) -> pd.DataFrame:
     """
     found = {}
     for shape, rows in at_context(tables).items():
-        rate, joules = (timed(rows, [LAST])[name].sum(min_count=1) for name in ("tokens_per_s", "step_j"))
-        each = joules / (shape.batch_size * shape.context_length)
+        rate, watts = (timed(rows, [LAST])[name].sum(min_count=1) for name in ("tokens_per_s", "power_w"))
+        each = watts / rate
         found[shape.size] = {"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
                              "billion_kwh": 1e9 * each / 3.6e6}
     costs = pd.DataFrame(found).T.dropna()
@@ -424,16 +372,20 @@ def two_batches(tables: Tables) -> pd.DataFrame:
     return own.loc[[compared.idxmax(), own["batch_size"].idxmax()]]
 
 
-def errors_by_size(tables: Tables) -> list[tuple[str, pd.Series, pd.Series]]:
-    """Sizes with the errors of the last step's gradient and FP8's, of weights as drawn and of trained ones.
+def measured_again(tables: Tables) -> dict[str, list[float]]:
+    """By size, how far GPU times of one and the same step are apart that was measured twice in a process,
+    under the power cap: without bf16 weights the last step is that of the CUDA graph, without bf16 moments
+    that of bf16 weights.
 
     Raises:
-        LookupError: none has both.
+        LookupError: none was.
     """
-    columns = ["gradient_error", "trained_gradient_error"]
-    measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
-                for shape, rows in ladders(tables).items()]
-    found = [(shape.size, *(off[name] for name in columns)) for shape, off in measured if len(off) == 2]
+    limit, found = tables["ladder.results"]["power_limit_w"].median(), {}
+    for shape, rows in ladders(tables).items():
+        for again, rung in (("without_bf16_weights", "cuda_graph"), ("without_bf16_moments", "bf16_weights")):
+            own = timed(rows, [rung, again])
+            if len(own) == 2 and (own["power_w"] > 0.95 * limit).all():
+                found.setdefault(shape.size, []).append(own["gpu_ms"].max() / own["gpu_ms"].min() - 1)
     if not found:
-        raise LookupError("no gradient of FP8 and of bf16 of one size")
+        raise LookupError("no step was measured twice under the power cap")
     return found

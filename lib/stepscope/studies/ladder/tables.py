@@ -29,7 +29,6 @@ from stepscope.studies.ladder.rows import (
     at_context,
     at_longest,
     baseline_attention,
-    by_batch,
     by_tokens,
     ceilings,
     costs,
@@ -45,6 +44,7 @@ from stepscope.studies.ladder.rows import (
     with_baseline,
     without,
 )
+from stepscope.studies.ladder.rows_fp8 import by_batch
 
 CONFIG = ("size", "context_length", "vocab_size")
 CASE = ("optimization", "batch_size")
