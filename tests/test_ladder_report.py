@@ -118,7 +118,7 @@ def public(module):
 
 # Of what these rows have not; tests/test_reference.py has them on the reference.
 NOT_HERE = {"attention_chosen", "few_steps", "first_mask", "fp8_gradient_worst", "fp8_strays", "fp8_trains_where",
-            "reserved_last", "rung_graph"}
+            "last_attention", "reserved_last", "rung_graph"}
 
 
 @pytest.mark.parametrize("say", [*public(claims), *public(claims_fp8), *tables.PRINTED.values(), *public(figures)])
@@ -189,6 +189,20 @@ def test_under_the_cap_the_step_is_held_against_what_a_matmul_keeps_up_and_time_
     for column, value in (("step_j", 10.0), ("power_w", 500.0)):
         odd = steps.assign(**{column: steps[column].mask(steps["optimization"].eq("cuda_graph"), value)})
         assert claims.last_joules(campaign | {"ladder.steps": odd}) is None
+
+
+def test_attention_is_told_at_two_contexts_where_the_longer_is_faster(campaign):
+    """Four times the pairs of positions, less the diagonal's, in the same milliseconds."""
+    def both(slower=1.0):
+        kernels = campaign["ladder.kernels"].query("size == '2.7B' and context_length == 512")
+        kernels = kernels.assign(context_length=1024, gpu_ms=kernels["gpu_ms"].where(kernels["family"] != "fused attention", slower * kernels["gpu_ms"]))
+        steps = campaign["ladder.steps"].query("size == '2.7B' and context_length == 512").assign(context_length=1024)
+        return campaign | {name: pd.concat([campaign[name], longer]) for name, longer in (("ladder.steps", steps), ("ladder.kernels", kernels))}
+
+    found = claims.last_attention(both())
+    assert (found["context"], found["longer"]) == (512, 1024)
+    assert found["long_rate"] / found["rate"] == pytest.approx(4 * (1025 / 2048) / (513 / 1024))
+    assert claims.last_attention(both(slower=3.5)) is None
 
 
 def test_the_same_steps_again_and_what_a_process_makes_of_compiling_and_of_its_memory(campaign):

@@ -6,7 +6,15 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import digits, number
 from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
-from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
+from stepscope.studies.ladder.parts import (
+    ADAMW,
+    ATTENTION,
+    MATMULS,
+    last_step,
+    launch_wall,
+    parts_of,
+    roofline,
+)
 from stepscope.studies.ladder.rows import (
     LAST,
     all_of_them,
@@ -154,6 +162,20 @@ def last_rates(tables: Tables) -> Claim:
     found = {"matmuls": matmuls, "of_matmul": matmuls / rates.matmul, "adamw": bytes_,
              "of_copy": bytes_ / rates.copy}
     return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
+
+
+def last_attention(tables: Tables) -> Claim:
+    """The rate of fused attention in the largest size's last step, and at the longest context, where that is
+    clearly higher."""
+    shape, own, _ = last_step(tables)
+    longest = {longer.size: (longer, rows) for longer, rows in at_longest(tables).items()}
+    if shape.size not in longest:
+        return None
+    longer, rows = longest[shape.size]
+    long, _ = parts_of(tables, longer, rows)
+    found = {"context": shape.context_length, "rate": own.loc[ATTENTION, "tflops"],
+             "longer": longer.context_length, "long_rate": long.loc[ATTENTION, "tflops"]}
+    return found if found["long_rate"] > 1.2 * found["rate"] else None
 
 
 def ridge(tables: Tables) -> Claim:

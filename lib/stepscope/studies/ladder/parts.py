@@ -86,6 +86,15 @@ def last_step(tables: Tables) -> tuple[Shape, pd.DataFrame, Ceilings]:
         LookupError: its kernels, or a matmul's rate, are not known.
     """
     shape, rows = largest_ladder(tables)
+    return shape, *parts_of(tables, shape, rows)
+
+
+def parts_of(tables: Tables, shape: Shape, rows: pd.DataFrame) -> tuple[pd.DataFrame, Ceilings]:
+    """The same of one ladder.
+
+    Raises:
+        LookupError: as above.
+    """
     row = bounds(tables, timed(rows)).loc[LAST]
     own, least = milliseconds(tables, shape, LAST), needed(tables, shape, row)
     if not {*PARTS.values()} <= {*own.index} or math.isnan(row["bound_ms"]):
@@ -95,7 +104,7 @@ def last_step(tables: Tables) -> tuple[Shape, pd.DataFrame, Ceilings]:
     found["ms"], found["bound_ms"] = found["ms"].fillna(0), found["bound_ms"].fillna(0)
     found = found.assign(over=found["ms"] - found["bound_ms"], tflops=found["flops"] / found["ms"] / 1e9,
                          tb_s=found["bytes"] / found["ms"] / 1e9)
-    return shape, found, ceilings(tables, str(row.get("run_id", "")))
+    return found, ceilings(tables, str(row.get("run_id", "")))
 
 
 def matmul_bytes(config: StepConfig, width: int, attention: bool) -> float:
