@@ -117,7 +117,7 @@ def public(module):
 
 
 # Of what these rows have not; tests/test_reference.py has them on the reference.
-NOT_HERE = {"attention_chosen", "few_steps", "first_mask", "fp8_gradient_worst", "fp8_strays", "fp8_trains_where",
+NOT_HERE = {"attention_chosen", "few_steps", "first_mask", "fits_with", "fp8_gradient_worst", "fp8_strays", "fp8_trains_where",
             "last_attention", "reserved_last", "rung_graph"}
 
 
@@ -189,6 +189,22 @@ def test_under_the_cap_the_step_is_held_against_what_a_matmul_keeps_up_and_time_
     for column, value in (("step_j", 10.0), ("power_w", 500.0)):
         odd = steps.assign(**{column: steps[column].mask(steps["optimization"].eq("cuda_graph"), value)})
         assert claims.last_joules(campaign | {"ladder.steps": odd}) is None
+
+
+def test_what_makes_a_step_fit_is_told(campaign):
+    steps = campaign["ladder.steps"]
+    large = steps[steps["size"].eq("2.7B") & steps["optimization"].isin(RUNGS) & steps["batch_size"].eq(4)].assign(batch_size=64)
+    out = large["optimization"].isin(["fp32", "fused"])
+    lost = {"status": large["status"].mask(out, "oom"), "wall_ms": large["wall_ms"].mask(out)}
+    tried = large.assign(**lost)[large["optimization"].isin(["fp32", "fused", "blocks", "cuda_graph"])]
+    assert claims.fits_with(campaign | {"ladder.steps": pd.concat([steps, tried])}) == {
+        "size": "2.7B", "tokens": 64 * 512, "optimization": "compiled blocks"}
+    later = tried.assign(status=tried["status"].mask(tried["optimization"].eq("cuda_graph"), "oom"))
+    assert claims.fits_with(campaign | {"ladder.steps": pd.concat([steps, later])}) == {
+        "size": "2.7B", "tokens": 64 * 512, "optimization": "compiled blocks"}, "a graph's pool may be too much again"
+    never = tried.assign(status="oom")
+    with pytest.raises(LookupError):
+        claims.fits_with(campaign | {"ladder.steps": pd.concat([steps, never])})
 
 
 def test_attention_is_told_at_two_contexts_where_the_longer_is_faster(campaign):

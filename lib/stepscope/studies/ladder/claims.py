@@ -31,6 +31,7 @@ from stepscope.studies.ladder.rows import (
     largest_ladder,
     launch_us,
     loss_shift,
+    made_to_fit,
     measured_again,
     roofs,
     seeds_apart,
@@ -220,6 +221,13 @@ def roofline_wall(tables: Tables) -> Claim:
     roofline(tables)
     size, operations, launch, _ = launch_wall(tables)
     return {"size": size, "operations": operations, "launch": launch}
+
+
+def fits_with(tables: Tables) -> Claim:
+    """The step of most tokens that runs out of memory without one of the optimizations."""
+    shape, rung = max(made_to_fit(tables).items(), key=lambda one: one[0].batch_size * one[0].context_length)
+    tokens = shape.batch_size * shape.context_length
+    return {"size": shape.size, "tokens": tokens, "optimization": NAMES[rung]}
 
 
 def cost_billion(tables: Tables) -> Claim:

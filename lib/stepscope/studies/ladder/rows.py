@@ -389,3 +389,20 @@ def measured_again(tables: Tables) -> dict[str, list[float]]:
     if not found:
         raise LookupError("no step was measured twice under the power cap")
     return found
+
+
+def made_to_fit(tables: Tables) -> dict[Shape, str]:
+    """Of shapes that ran out of memory with each rung that was tried until one, and fitted with it: that one.
+
+    Raises:
+        LookupError: there is none.
+    """
+    found = {}
+    for place, rows in select(tables["ladder.steps"], optimization=[*RUNGS]).groupby(PLACE, sort=False):
+        status = rows.set_index("optimization")["status"].reindex([*RUNGS]).dropna()
+        fits = status.index[status == "ok"]
+        if len(fits) and fits[0] != status.index[0] and (status[:fits[0]].iloc[:-1] == "oom").all():
+            found[Shape(*place)] = fits[0]
+    if not found:
+        raise LookupError("every shape fitted with its first rung, or with none")
+    return found
