@@ -198,10 +198,10 @@ def test_what_makes_a_step_fit_is_told(campaign):
     lost = {"status": large["status"].mask(out, "oom"), "wall_ms": large["wall_ms"].mask(out)}
     tried = large.assign(**lost)[large["optimization"].isin(["fp32", "fused", "blocks", "cuda_graph"])]
     assert claims.fits_with(campaign | {"ladder.steps": pd.concat([steps, tried])}) == {
-        "size": "2.7B", "tokens": 64 * 512, "optimization": "compiled blocks"}
+        "size": "2.7B", "tokens": 64 * 512, "optimization": "compiled blocks", "peak": 52.0}
     later = tried.assign(status=tried["status"].mask(tried["optimization"].eq("cuda_graph"), "oom"))
     assert claims.fits_with(campaign | {"ladder.steps": pd.concat([steps, later])}) == {
-        "size": "2.7B", "tokens": 64 * 512, "optimization": "compiled blocks"}, "a graph's pool may be too much again"
+        "size": "2.7B", "tokens": 64 * 512, "optimization": "compiled blocks", "peak": 52.0}, "a graph's pool may be too much again"
     never = tried.assign(status="oom")
     with pytest.raises(LookupError):
         claims.fits_with(campaign | {"ladder.steps": pd.concat([steps, never])})

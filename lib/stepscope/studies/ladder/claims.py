@@ -227,7 +227,8 @@ def fits_with(tables: Tables) -> Claim:
     """The step of most tokens that runs out of memory without one of the optimizations."""
     shape, rung = max(made_to_fit(tables).items(), key=lambda one: one[0].batch_size * one[0].context_length)
     tokens = shape.batch_size * shape.context_length
-    return {"size": shape.size, "tokens": tokens, "optimization": NAMES[rung]}
+    row = select(tables["ladder.steps"], shape._asdict(), optimization=rung).iloc[0]
+    return {"size": shape.size, "tokens": tokens, "optimization": NAMES[rung], "peak": row["peak_gib"]}
 
 
 def cost_billion(tables: Tables) -> Claim:
