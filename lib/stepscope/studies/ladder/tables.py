@@ -157,8 +157,8 @@ def which_at_tokens(tables: Tables) -> pd.DataFrame:
                             for shape, gains in found.items()}).reindex(AT_TOKENS).dropna(how="all")
     heading = f"context {next(iter(found)).context_length:,}, tokens a step"
     return table(_named(printed, heading), unit="x", note=(
-        "As above; FP8 is beside the last step. –: less than steps differ by, or one of the two did not fit"
-        " or was not measured."))
+        "As above; FP8 over the step with bf16 moments. –: less than steps differ by, or one of the two did"
+        " not fit or was not measured."))
 
 
 def which_without(tables: Tables) -> pd.DataFrame:
@@ -166,9 +166,9 @@ def which_without(tables: Tables) -> pd.DataFrame:
     ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
     printed = pd.DataFrame(ratios).reindex(LEFT_OUT).dropna(how="all")
     return table(_named(printed, "the last step without"), unit="x", note=(
-        "GPU time, without the CUDA graph wall time. Without bf16 weights there are no bf16 moments either:"
-        " that is the step of the CUDA graph's row once more, as without bf16 moments it is that of bf16"
-        " weights. –: less than steps differ by, or not measured."))
+        "GPU time, without the CUDA graph wall time. Compiling fuses naive attention's mask and softmax, too."
+        " Without bf16 weights, and so bf16 moments, it is the CUDA graph's step again, without bf16 moments"
+        " that of bf16 weights. –: less than steps differ by, or not measured."))
 
 
 def cost(tables: Tables) -> pd.DataFrame:
