@@ -86,7 +86,8 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
     sheet = times["precision"].map({name: sheet_tflops(name, config.device)
                                     for name in times["precision"].unique()}).astype(float)
     clock = times.groupby(["mode", "precision"])["sm_clock_mhz"].transform("max")
-    of_sheet = times["precision"].map(lambda precision: sheet_clock_mhz(precision, config.device))
+    of_sheet = times["precision"].map({name: sheet_clock_mhz(name, config.device)
+                                       for name in times["precision"].unique()})
     tokens = config.batch_size * config.context_length
     return times.assign(
         tflops=rate, mfu=rate / sheet, mfu_measured=rate / times["precision"].map(tflops).astype(float),

@@ -162,25 +162,22 @@ def warmup_where(tables: Tables) -> Claim:
 def warmup_few(tables: Tables) -> Claim:
     """Processes whose second and third step are slower than those after the warm-up; the worst of them."""
     rows = process_starts(tables)
-    second, third = (rows[name] / rows["later"] - 1 for name in ("second", "third"))
-    slow, still = second > _steady(rows), third > _steady(rows)
-    if not slow.any():
+    second, third = _late(rows, "second"), _late(rows, "third")
+    if second.empty:
         return None
-    second = second[slow]
     worst = rows.loc[second.idxmax()]
-    return {"processes": len(rows), "context": context(tables), "second": int(slow.sum()),
-            "third": int(still.sum()), "size": second.idxmax()[0], "second_ms": worst["second"],
-            "later_ms": worst["later"]}
+    return {"processes": len(rows), "context": context(tables), "second": len(second), "third": len(third),
+            "size": second.idxmax()[0], "second_ms": worst["second"], "later_ms": worst["later"]}
 
 
 def warmup_cpu(tables: Tables) -> Claim:
     """Why the second step of that process is slower: most of it is in forward, which takes longer to enqueue.
     """
-    if warmup_few(tables) is None:
-        return None
     rows = process_starts(tables)
-    second = rows["second"] / rows["later"] - 1
-    worst = rows.loc[second[second > _steady(rows)].idxmax()]
+    second = _late(rows, "second")
+    if second.empty:
+        return None
+    worst = rows.loc[second.idxmax()]
     over, forward = worst["second"] - worst["later"], worst["forward_second"] - worst["forward_later"]
     found = {"over": over, "forward": forward, "enqueue": worst["forward_enqueue_second"],
              "later_enqueue": worst["forward_enqueue_later"]}
@@ -193,6 +190,12 @@ def warmup_enough(tables: Tables) -> Claim:
     over = rows["second"] / rows["later"] - 1
     found = {"processes": all_of(len(rows), "process"), "context": context(tables), "most": over.abs().max()}
     return found if (over <= _steady(rows)).all() else None
+
+
+def _late(starts: pd.DataFrame, step: str) -> pd.Series:
+    """By how much a step is slower than those after the warm-up, of the processes where it clearly is."""
+    late = starts[step] / starts["later"] - 1
+    return late[late > _steady(starts)]
 
 
 def _steady(starts: pd.DataFrame) -> pd.Series:

@@ -24,6 +24,8 @@ from stepscope.studies.ladder.rows import (
     baseline_attention,
     bounds,
     ceilings,
+    cost_of,
+    draws_cap,
     fair_modes,
     faster,
     gain,
@@ -33,6 +35,7 @@ from stepscope.studies.ladder.rows import (
     loss_shift,
     made_to_fit,
     measured_again,
+    power_cap_w,
     roofs,
     seeds_apart,
     shares,
@@ -189,26 +192,23 @@ def last_power(tables: Tables) -> Claim:
     """The last step is at the power cap, and at a lower clock for it than the ladder's quickest."""
     _, rows = largest_ladder(tables)
     row, full = timed(rows).loc[LAST], timed(rows)["sm_clock_mhz"].max()
-    limit = tables["ladder.results"]["power_limit_w"].median()
-    found = {"power": row["power_w"], "cap": limit, "clock": row["sm_clock_mhz"], "full": full}
-    return found if row["power_w"] > 0.95 * limit and row["sm_clock_mhz"] < AT_CAP * full else None
+    found = {"power": row["power_w"], "cap": power_cap_w(tables), "clock": row["sm_clock_mhz"], "full": full}
+    return found if draws_cap(tables, rows)[LAST] and row["sm_clock_mhz"] < AT_CAP * full else None
 
 
 def last_kept_up(tables: Tables) -> Claim:
     """At the cap the last step's matmuls take no longer than at the rate that a large one keeps up there."""
-    shape, parts, rates = last_step(tables)
-    matmuls = parts.loc[MATMULS]
-    kept_up = matmuls["bound_ms"] * rates.matmul / rates.kept_up
-    found = {"size": shape.size, "rate": rates.kept_up, "kept_up": kept_up, "matmuls": matmuls["ms"]}
-    return found if last_power(tables) and matmuls["ms"] < (1 + LEAST_GAIN) * kept_up else None
+    _, parts, rates = last_step(tables)
+    took, kept_up = parts.loc[MATMULS, "ms"], parts.loc[MATMULS, "bound_ms"] * rates.matmul / rates.kept_up
+    held = last_power(tables) and took < (1 + LEAST_GAIN) * kept_up
+    return {"rate": rates.kept_up, "kept_up": kept_up, "matmuls": took} if held else None
 
 
 def last_joules(tables: Tables) -> Claim:
-    """From the first of the largest size's steps that runs into the cap as the last one does, energy and time
-    fall alike."""
-    _, rows = largest_ladder(tables)
-    own, limit = timed(rows, CAPTURED), tables["ladder.results"]["power_limit_w"].median()
-    if len(own) < 2 or last_power(tables) is None or (own["power_w"] < 0.95 * limit).any():
+    """From the CUDA graph on, where all of the largest size's steps draw as much as the cap lets them, energy
+    and time fall alike."""
+    own = timed(largest_ladder(tables)[1], CAPTURED)
+    if len(own) < 2 or last_power(tables) is None or not draws_cap(tables, own).all():
         return None
     first, last = own.iloc[0], own.iloc[-1]
     joules, wall = (1 - last[name] / first[name] for name in ("step_j", "wall_ms"))
@@ -236,10 +236,10 @@ def cost_billion(tables: Tables) -> Claim:
     if larger_batch(tables) is None:
         return None
     rows = two_batches(tables)
-    hours, watts = 1e9 / rows["tokens_per_s"] / 3600, rows["power_w"]
-    kwh, batch = hours * watts / 1e3, rows["batch_size"].astype(int)
-    return {"batch": batch.iloc[0], "hours": hours.iloc[0], "kwh": kwh.iloc[0], "most": batch.iloc[1],
-            "most_hours": hours.iloc[1], "most_kwh": kwh.iloc[1]} if watts.notna().all() else None
+    batch, most = rows["batch_size"].astype(int)
+    (hours, most_hours), (kwh, most_kwh) = (cost_of(rows)[name] for name in ("billion_h", "billion_kwh"))
+    return {"batch": batch, "hours": hours, "kwh": kwh, "most": most, "most_hours": most_hours,
+            "most_kwh": most_kwh} if pd.notna([kwh, most_kwh]).all() else None
 
 
 def baseline_mask(tables: Tables) -> Claim:
@@ -334,10 +334,10 @@ def repeats_cap(tables: Tables) -> Claim:
 def clock_apart(tables: Tables) -> Claim:
     """By how much GPU time of the same kernels differs at most, launched one by one and as a graph that runs
     into the power limit."""
-    limit, found = tables["ladder.results"]["power_limit_w"].median(), []
+    found = []
     for shape, rows in ladders(tables).items():
         own = timed(rows, ["blocks", "cuda_graph"])
-        if len(own) == 2 and own["operations"].nunique() == 1 and own["power_w"].iloc[1] > 0.95 * limit:
+        if len(own) == 2 and own["operations"].nunique() == 1 and draws_cap(tables, own)["cuda_graph"]:
             found.append({"size": shape.size, "context": shape.context_length,
                           "operations": int(own["operations"].iloc[0]),
                           "longer": own["gpu_ms"].iloc[1] / own["gpu_ms"].iloc[0] - 1})
@@ -384,13 +384,13 @@ def filled(tables: Tables) -> Claim:
 def power(tables: Tables) -> Claim:
     """From which change on all steps of the largest size run into the power limit, at lower clocks."""
     shape, rows = largest_ladder(tables)
-    own, limit = timed(rows), tables["ladder.results"]["power_limit_w"].median()
+    own = timed(rows)
     full = own["sm_clock_mhz"].max()
-    at_cap = (own["power_w"] > 0.95 * limit) & (own["sm_clock_mhz"] < AT_CAP * full)
+    at_cap = draws_cap(tables, own) & (own["sm_clock_mhz"] < AT_CAP * full)
     clocks = own["sm_clock_mhz"][at_cap[::-1].cummin()[::-1]]
     return {"size": shape.size, "context": shape.context_length, "first": NAMES[clocks.index[0]],
             "last": NAMES[clocks.index[-1]], "full": full, "low": clocks.min(),
-            "high": clocks.max(), "cap": limit} if len(clocks) > 1 else None
+            "high": clocks.max(), "cap": power_cap_w(tables)} if len(clocks) > 1 else None
 
 
 def power_read(tables: Tables) -> Claim:

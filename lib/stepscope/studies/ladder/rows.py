@@ -176,6 +176,16 @@ def at_clock(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(mfu_at_clock=rows["mfu"] * of_sheet / rows["sm_clock_mhz"]) if of_sheet else rows
 
 
+def power_cap_w(tables: Tables) -> float:
+    """The power cap, in W, under which the ladders ran."""
+    return tables["ladder.results"]["power_limit_w"].median()
+
+
+def draws_cap(tables: Tables, rows: pd.DataFrame) -> pd.Series:
+    """Which of a ladder's rows draw as much power as the cap lets them."""
+    return rows["power_w"] > 0.95 * power_cap_w(tables)
+
+
 def rates_said(rates: Ceilings) -> str:
     """"777 TFLOP/s, the fastest of 13 runs (the slowest 708)"."""
     many = f", the fastest of {rates.runs} runs (the slowest {digits(rates.least)})"
@@ -329,16 +339,18 @@ def costs(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: no joules are known.
     """
-    found = {}
-    for shape, rows in at_context(tables).items():
-        rate, watts = (timed(rows, [LAST])[name].sum(min_count=1) for name in ("tokens_per_s", "power_w"))
-        each = watts / rate
-        found[shape.size] = {"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
-                             "billion_kwh": 1e9 * each / 3.6e6}
-    costs = pd.DataFrame(found).T.dropna()
-    if costs.empty:
+    last = {shape.size: timed(rows, [LAST]) for shape, rows in at_context(tables).items()}
+    found = cost_of(pd.concat(last).droplevel("optimization")).dropna()
+    if found.empty:
         raise LookupError("no joules of a last step")
-    return costs
+    return found
+
+
+def cost_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of steps with ``tokens_per_s`` and ``power_w`` the columns of :func:`costs`."""
+    rate, each = rows["tokens_per_s"], rows["power_w"] / rows["tokens_per_s"]
+    return pd.DataFrame({"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
+                         "billion_kwh": 1e9 * each / 3.6e6})
 
 
 def without(tables: Tables) -> dict[Shape, pd.Series]:
@@ -380,11 +392,11 @@ def measured_again(tables: Tables) -> dict[str, list[float]]:
     Raises:
         LookupError: none was.
     """
-    limit, found = tables["ladder.results"]["power_limit_w"].median(), {}
+    found: dict[str, list[float]] = {}
     for shape, rows in ladders(tables).items():
         for again, rung in (("without_bf16_weights", "cuda_graph"), ("without_bf16_moments", "bf16_weights")):
             own = timed(rows, [rung, again])
-            if len(own) == 2 and (own["power_w"] > 0.95 * limit).all():
+            if len(own) == 2 and draws_cap(tables, own).all():
                 found.setdefault(shape.size, []).append(own["gpu_ms"].max() / own["gpu_ms"].min() - 1)
     if not found:
         raise LookupError("no step was measured twice under the power cap")
