@@ -14,17 +14,14 @@ from stepscope import PROJECT
 from stepscope.report.claims import formatted
 from stepscope.report.render import CHAPTERS
 from stepscope.report.tables import markdown
-from stepscope.runs.record import RENAMED, RENAMED_COLUMNS
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 from stepscope.studies import STUDIES
-from stepscope.studies.ladder.config import BASELINES
 
 RUNS = Path(os.environ.get("STEPSCOPE_TEST_RUNS") or Path(str(PROJECT), "runs", "h200"))
 PLAIN = {"compile": "none", "optimizer": "foreach", "attention": "naive", "repeat": 0, "batch_size": 4}
 PAGES = sorted(CHAPTERS.rglob("*.md"))
 CLAIM = re.compile(r"\{%\s*claim\s+(\w+)\s*%\}(.*?)\{%\s*endclaim\s*%\}", re.DOTALL)
-BEFORE = {name: before for before, name in RENAMED.items()}  # how files of schema 2 are named
 IS_REFERENCE = "STEPSCOPE_TEST_RUNS" not in os.environ
 
 
@@ -112,7 +109,6 @@ def few(folder: Path, each: int = 2, studies: tuple[str, ...] = STUDIES) -> Path
             place = folder / study / path.parent.name
             place.mkdir(parents=True)
             record = json.loads(path.read_text())
-            record["config"] = {RENAMED.get(name, name): value for name, value in record["config"].items()}
             kept = {table["file"] for table in record["tables"].values() if table["file"].endswith(".parquet")}
             record["tables"] = {name: one for name, one in record["tables"].items() if one["file"] in kept}
             (place / "record.json").write_text(json.dumps(record))
@@ -130,28 +126,27 @@ def change_record(path: Path, change: Callable[[dict], None]) -> None:
 
 def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
     """A run's table as somebody altered it, with the digest that it then has."""
-    table = BEFORE.get(table, table)
     file = run / f"{table}.parquet"
-    change(pd.read_parquet(file).rename(columns=RENAMED_COLUMNS)).to_parquet(file, index=False)
+    change(pd.read_parquet(file)).to_parquet(file, index=False)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     change_record(run / "record.json", lambda record: record["tables"][table].update(sha256=digest))
 
 
 def tour(folder: Path) -> Path:
-    """Of the reference's runs those that a tour of this GPU makes; the ladders without what only theirs have."""
+    """Of the reference's runs those that a tour of this GPU makes, of their ladders what the tour's have."""
     needs_runs()
     store = Store(RUNS)
     records, _ = store.records()
-    alone = [BASELINES[0], BASELINES[1], "fp8", "chunked"]
     for config in load_sweeps([*find_sweeps("tour")], "cuda", gpu_gib=139.8).configs:
         wanted = {name: value for name, value in config.model_dump(mode="json").items()
-                  if name not in ("baselines", "training_steps", "optimizations", "sequences")}
+                  if name not in ("baselines", "without", "training_steps", "optimizations", "sequences", "least_passes")}
+        own = set(getattr(config, "optimizations", ()))
         record = next(record for record in records if wanted.items() <= record.config.items()
-                      and set(getattr(config, "optimizations", ())) - set(alone) <= set(record.config.get("optimizations", ())))
+                      and own <= set(record.config.get("optimizations", ())))
         place = folder / record.study / record.run_id
         shutil.copytree(RUNS / record.study / record.run_id, place)
         if record.study == "ladder":
             for table in {"steps", "kernels"} & record.tables.keys():
-                change_table(place, table, lambda rows: rows[~rows["optimization"].isin(alone)])
+                change_table(place, table, lambda rows: rows[rows["optimization"].isin(own)])
             change_record(place / "record.json", lambda record: record["tables"].pop("curves", None))
     return folder

@@ -445,7 +445,7 @@ def cell(name, precision, sequence, d, device_gib=139.5):
            "device_gib": device_gib, "status": "ok", "reason": "", "unsteady": "", "kernel": "a_kernel", "passes": 3.0,
            "operations": 9.0, "asked_gib": float("nan"), "allocated_gib": float("nan")}
     parts, square = memory.peak_parts(name, 8, d, sequence, precision), 8 * sequence**2 * (4 if precision != "bf16" else 2)
-    empty = dict.fromkeys(("wall_ms", "wall_std_ms", "gpu_ms", "saved_mib", "in_use_mib", "peak_mib"), float("nan"))
+    empty = dict.fromkeys(("wall_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "gpu_ms", "saved_mib", "in_use_mib", "peak_mib"), float("nan"))
     if name not in TIMES[precision]:
         row |= empty | {"status": "unsupported", "reason": "no fp32"}
     elif sum(parts.values()) > device_gib * GIB:
@@ -456,11 +456,12 @@ def cell(name, precision, sequence, d, device_gib=139.5):
     else:
         gpu_ms = TIMES[precision][name] * (sequence / 16384) ** 2
         saved = (SAVED[name] * square if name in SAVED else 8 * sequence * 4) / 2**20
-        row |= {"wall_ms": max(gpu_ms, 0.3), "wall_std_ms": 0.01, "gpu_ms": gpu_ms, "saved_mib": saved,
+        row |= {"wall_ms": max(gpu_ms, 0.3), "gpu_ms": gpu_ms, "saved_mib": saved,
                 "in_use_mib": saved + 100, "peak_mib": sum(parts.values()) / 2**20}
     share = {"forward": 1 / 3, "backward": 2 / 3}  # of forward alone the peak is lower
     return [row | {"phase": phase, "peak_mib": row["peak_mib"] * (0.6 if phase == "forward" else 1),
-                   **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")}}
+                   **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")},
+                   **{f"wall_{name}_ms": row["wall_ms"] * part * ratio for name, ratio in (("q1", 0.98), ("q3", 1.03), ("min", 0.95))}}
             for phase, part in share.items()]
 
 

@@ -84,7 +84,7 @@ def test_what_is_no_matmul_stands_eager_above_compiled(monkeypatch):
 
 def test_steps_that_do_not_wait_are_hollow(monkeypatch):
     rows = pd.DataFrame([("small", 128, 0.2), ("small", 1024, 0.97), ("xl", 128, 0.9), ("xl", 1024, None), ("xl", 512, 0.99)],
-                        columns=["size", "context_length", "busy"])
+                        columns=["size", "context_length", "busy"]).assign(enqueue_ms=9.0, gpu_ms=5.0)
     monkeypatch.setattr(benchmark, "low_steps", lambda _: rows)
     monkeypatch.setattr(benchmark, "low_precision", lambda _: "bf16")
     monkeypatch.setattr(benchmark, "waiting", lambda _: pd.DataFrame({128: [True, True], 1024: [True, False]}, ["small", "xl"]))

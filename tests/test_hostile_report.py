@@ -20,7 +20,6 @@ from stepscope.report.load import read
 from stepscope.report.render import CHAPTERS, render
 from stepscope.report.schemas import measured, tidy, word
 from stepscope.report.tables import escape
-from stepscope.runs.record import RENAMED, RENAMED_COLUMNS
 from stepscope.runs.store import Store
 
 MARKUP = [
@@ -199,7 +198,7 @@ def _all_changes(runs: Path) -> list[tuple[Path, str, str, str]]:
     found = []
     for run in _runs(runs):
         for file in sorted(run.glob("*.parquet")):
-            frame, table = pd.read_parquet(file).rename(columns=RENAMED_COLUMNS), RENAMED.get(file.stem, file.stem)
+            frame, table = pd.read_parquet(file), file.stem
             if len(frame):
                 found += [(run, table, column, name) for column in frame for name, _ in _changes(frame, column)]
                 found += [(run, table, "", name) for name, _ in _whole_changes(frame)]
@@ -273,6 +272,7 @@ def test_a_schema_takes_its_own_columns_numbers_that_can_be_measured_and_each_ke
 
 @pytest.mark.parametrize(("change", "words"), [
     (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
+    (lambda times: times.drop(columns="wall_min_ms"), "column 'wall_min_ms' is missing"),
     (lambda times: pd.concat([times, times]), "its key is not unique")])
 def test_a_wrong_table_is_named_with_what_is_wrong(copy, change, words):
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")

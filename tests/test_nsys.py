@@ -161,11 +161,11 @@ def test_every_operation_of_a_real_capture_is_in_one_phase_and_one_region(tables
 def test_a_disturbed_step_moves_no_clock():
     """By hand: of three captured steps, and of three plain ones, one is disturbed."""
     rows = [{"mode": "step", "phase": phase, "step": number, "captured": captured, "wall_ms": wall if not captured else float("nan"),
-             "host_ns": 1e6 * wall, "projected_ns": 2e6 * wall, "busy_ns": 3e6 * wall, "operations": 100 * wall}
+             "enqueue_ms": wall / 2, "host_ns": 1e6 * wall, "projected_ns": 2e6 * wall, "busy_ns": 3e6 * wall, "operations": 100 * wall}
             for phase in ("forward", "whole") for captured in (True, False) for number, wall in enumerate((5.0, 4.0, 90.0))]
     found = study.three_clocks(pd.DataFrame(rows)).set_index("phase")
     for phase in ("forward", "whole"):
-        assert found.loc[phase, ["plain_ms", "host_ms", "projected_ms", "gpu_ms", "operations"]].tolist() == [5, 5, 10, 15, 500]
+        assert found.loc[phase, ["plain_ms", "enqueue_ms", "host_ms", "projected_ms", "gpu_ms", "operations"]].tolist() == [5, 2.5, 5, 10, 15, 500]
 
 
 def test_launches_are_drawn_of_a_step_whose_regions_are_not_named(capture):
@@ -620,7 +620,7 @@ def loaded(tables):
             slower = operations["total_ns"].where(~matmul, operations["total_ns"] * factor)
             found["nsys.operations"].append(operations.assign(total_ns=slower, **config))
             count, time_ns = int(operations["count"].sum()), float(slower.sum())
-            captured = {"mode": mode, "phase": "whole", "step": 0, "captured": True, "wall_ms": time_ns / 1e6,
+            captured = {"mode": mode, "phase": "whole", "step": 0, "captured": True, "wall_ms": time_ns / 1e6, "enqueue_ms": float("nan"),
                         "host_ns": time_ns, "projected_ns": time_ns * (3 if factor == 1 else 1.01),
                         "operations_ns": time_ns, "busy_ns": time_ns, "operations": count}
             plain = captured | {"captured": False, "wall_ms": time_ns / 1e6 * (2 if factor == 1 else 1.02)}

@@ -75,8 +75,7 @@ def test_a_table_is_printed_with_units_and_the_best_in_bold():
 
 
 @pytest.mark.parametrize(("row", "cell"), [
-    ({"wall_std_ms": 0.21, "busy": 0.99, "wall_min_ms": 40.0}, "58.5 ± 0.210"),
-    ({"wall_q1_ms": 58.3, "wall_q3_ms": 58.61, "wall_std_ms": 9.0}, "58.5 (58.3 to 58.6)"),
+    ({"wall_q1_ms": 58.3, "wall_q3_ms": 58.61, "wall_min_ms": 40.0, "busy": 0.99}, "58.5 (58.3 to 58.6)"),
     ({"wall_q1_ms": 51.0, "wall_q3_ms": 60.0, "wall_min_ms": 43.6, "busy": 0.5, "enqueue_ms": 9.0, "gpu_ms": 5.0}, "58.5 (51.0 to 60.0), at best 43.6"),
     ({"wall_q1_ms": 51.0, "wall_q3_ms": 60.0, "wall_min_ms": 43.6, "busy": 0.5, "enqueue_ms": 5.0, "gpu_ms": 9.0}, "58.5 (51.0 to 60.0)"),
     ({"wall_ms": math.nan, "wall_q1_ms": 1.0, "wall_q3_ms": 2.0}, "–")])
@@ -87,7 +86,6 @@ def test_a_wall_time_has_its_spread_and_of_what_waits_the_fastest_step(row, cell
 def test_quartiles_and_counts_are_ranges_where_they_are_known():
     rows = pd.DataFrame({"wall_q1_ms": [1.5, None], "wall_q3_ms": [20.25, 3.0]}, [7, 3])
     assert quartiles(rows).to_dict() == {7: "1.50 to 20.2", 3: None}
-    assert quartiles(rows[[]]).tolist() == [None, None]
     assert [counted(pd.Series(counts, dtype=float)) for counts in ([100, None, 10, 30], [10, 10], [None])] == ["10 to 100", "10", "some"]
 
 

@@ -1,6 +1,7 @@
 """Reports of other machines than the reference's: a CPU's own, a tour's, and one beside the reference."""
 import math
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pandas as pd
@@ -87,6 +88,9 @@ def test_every_number_of_a_cpus_chapters_follows_from_its_records():
     families = forward["family"].mask(forward["region"] == "attention.softmax", "attention softmax")
     rest = forward.groupby(families)["total_ns"].sum().sort_values(ascending=False) / forward["total_ns"].sum()
     checks, ladder = tables["attention.checks"], tables["ladder.results"].iloc[0]
+    losses = tables["ladder.curves"].pivot(index="step", columns=["optimization", "seed"], values="loss").rolling(10, min_periods=5).mean()
+    seeds = min((losses["fp32", a] - losses["fp32", b]).abs().mean() for a, b in combinations(losses["fp32"], 2))
+    apart = max((losses[rung, 0] - losses["fp32", 0]).abs().mean() for rung in RUNGS[1:] if rung in losses)
     parameters, gradients = 4 * 128**2 + 3 * 128 * 512 + 2 * 128, blocks["gradients of a block"]
     assert (tables["benchmark.results"]["parameters"] == 4 * parameters + 2 * 1000 * 128 + 128).all()
     matmuls = parts["attention.scores", "matrix multiply"] + parts["attention.value", "matrix multiply"]
@@ -117,7 +121,7 @@ def test_every_number_of_a_cpus_chapters_follows_from_its_records():
         "attention_checked": {"cases": len(checks)},
         "block_saves_formula": {"saved": blocks["saved by a block"], "tensors": 20, "size": "tiny"},
         "block_gradients": {"gradients": gradients, "parameters": parameters, "expected": parameters * 4 / 2**20, "saved": blocks["saved by a block"] / gradients},
-        "rungs_training": {"size": ladder["size"], "steps": tables["ladder.curves"]["step"].nunique()}, "optimizer_exact": {"numbers": ladder["compared"]},
+        "rungs_training": {"size": ladder["size"], "steps": tables["ladder.curves"]["step"].nunique(), "most": apart, "seeds": seeds}, "optimizer_exact": {"numbers": ladder["compared"]},
         "moments_rounding": {"exact": f"{ladder['v_fp32']:.3f}", "nearest": f"{ladder['v_nearest']:.2f}", "chance": f"{ladder['v_stochastic']:.3f}"},
         "measured_on": {"device": "AMD EPYC", "torch": "2.13.0+cpu"}}
     named = {name for page in WITHOUT_GPU.glob("*.md") for name in re.findall(r"{% claim (\w+)", page.read_text())}
@@ -162,10 +166,10 @@ def test_what_a_tour_lacks_is_not_said_of_it(tour, name):
 def test_a_gain_below_its_own_noise_is_none(tour):
     """As a rented H200's first tour had it: four steps of 124 and 131 ms that differed by 13 and 15."""
     shape, rows = largest_ladder(load(tour[3]))
-    changed = rows.drop(columns=["wall_q1_ms", "wall_q3_ms"], errors="ignore").assign(busy=0.99)
+    changed, ends = rows.assign(busy=0.99), ["wall_ms", "wall_q1_ms", "wall_q3_ms"]
     for spread, told in ((13.4, False), (1.5, True)):
-        changed.loc["blocks", ["wall_ms", "wall_std_ms"]] = 124.0, spread
-        changed.loc["cuda_graph", ["wall_ms", "wall_std_ms"]] = 131.0, spread
+        for change, ms in (("blocks", 124.0), ("cuda_graph", 131.0)):
+            changed.loc[change, ends] = ms, ms - spread / 2, ms + spread / 2
         assert (gain(changed, "cuda_graph") is not None) == told, shape
 
 
@@ -287,7 +291,7 @@ def test_of_a_step_that_two_studies_measured_the_medians_furthest_apart_are_told
     ladder = pd.DataFrame(ladder).drop(columns="precision")
     tables = {"ladder.steps": ladder, "mixed_precision.times": pd.DataFrame(plain)}
     assert claims_across.two_processes(tables) == {
-        "precision": "TF32", "size": "small", "context": 512, "low": 30.0, "high": 45.0, "gpu_low": 9.0, "gpu_high": 9.1}
+        "precision": "TF32", "size": "small", "context": 512, "ladder": 30.0, "waited": 45.0, "ladder_gpu": 9.0, "waited_gpu": 9.1}
     near = ladder.assign(wall_ms=ladder["wall_ms"].replace({30.0: 39.0, 40.0: 43.0}))
     assert claims_across.two_processes(tables | {"ladder.steps": near}) is None
 

@@ -11,7 +11,6 @@ from stepscope.report.shapes import (
     preferred,
     reference,
     select,
-    steps_timed,
 )
 
 ROWS = pd.DataFrame(
@@ -40,12 +39,6 @@ def test_a_condition_is_a_value_a_list_or_a_function_of_what_is_left():
     assert found(PLAIN, size=largest, context_length=reference) == [2]
     assert [reference(pd.Series(contexts)) for contexts in ([64, 512, 1024], [128, 1024, 64])] == [512, 1024], "else the longest"
     assert found(attention=preferred("flash"), gpu_ms=lambda ms: ms > 4) == [1, 6]
-
-
-def test_the_steps_of_a_time_are_those_timed_and_where_unknown_those_asked_for():
-    rows = pd.DataFrame({"run_id": ["a", "a", "b"], "steps": [3, None, None]})
-    tables = {"runs": pd.DataFrame({"run_id": ["a"], "timed_steps": [10]})}
-    assert steps_timed(tables, rows).fillna(-1).tolist() == [3, 10, -1]
 
 
 def test_where_no_row_is_there_is_no_data():

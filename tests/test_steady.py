@@ -9,7 +9,7 @@ import torch
 
 from cells import run_cells
 from conftest import TINY
-from reports import BEFORE, change_record, change_table, few
+from reports import change_record, change_table, few
 from stepscope import cli, measure
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, steady
@@ -255,7 +255,7 @@ def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, ca
     (column, value), runs = WHICH[kind], few(tmp_path / "runs", 40 if study == "memory" else 4, (study,))
     planted = []
     for path in sorted((runs / study).iterdir()):
-        if not (path / f"{BEFORE.get(table, table)}.parquet").exists():
+        if not (path / f"{table}.parquet").exists():
             continue
 
         def plant(frame):

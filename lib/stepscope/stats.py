@@ -56,9 +56,8 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
 
 
 def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
-    """:func:`launch_bound` of each row, by its ``busy``, ``enqueue_ms`` and ``gpu_ms``; records of before may
-    lack the second."""
-    known = rows.reindex(columns=["busy", "enqueue_ms", "gpu_ms"]).astype(float)
+    """:func:`launch_bound` of each row, by its ``busy``, ``enqueue_ms`` and ``gpu_ms``."""
+    known = rows[["busy", "enqueue_ms", "gpu_ms"]].astype(float)
     return pd.Series([launch_bound(*row) for row in known.to_numpy()], rows.index, dtype=bool)
 
 
@@ -67,30 +66,22 @@ def wall_gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     times do.
 
     A launch-bound step's median does not repeat, so that where one of two is launch-bound their fastest steps
-    are compared, where both are known, and nothing under :data:`LEAST_HOST_GAIN` counts. Else it is the
-    medians, whatever their ratio.
+    are compared, and nothing under :data:`LEAST_HOST_GAIN` counts. Else it is the medians, whatever their
+    ratio.
 
     Args:
-        before, after: ``wall_ms``, ``busy``, ``gpu_ms``, and ``enqueue_ms`` and ``wall_min_ms``, if known.
+        before, after: ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.
     """
-    waits = any(launch_bound(*(row.get(name, np.nan) for name in ("busy", "enqueue_ms", "gpu_ms")))
-                for row in (before, after))
-    fastest = before.get("wall_min_ms", np.nan) / after.get("wall_min_ms", np.nan)
-    found = before["wall_ms"] / after["wall_ms"] if not waits or np.isnan(fastest) else fastest
+    waits = any(launch_bound(row["busy"], row["enqueue_ms"], row["gpu_ms"]) for row in (before, after))
+    told = "wall_min_ms" if waits else "wall_ms"
+    found = before[told] / after[told]
     return np.nan if waits and 1 / (1 + LEAST_HOST_GAIN) < found < 1 + LEAST_HOST_GAIN else float(found)
-
-
-def fastest_ms(rows: pd.DataFrame) -> pd.Series:
-    """The wall time by which launch-bound rows are told: the fastest step's, where it is known, else the
-    median."""
-    return rows.get("wall_min_ms", rows["wall_ms"]).fillna(rows["wall_ms"])
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:
     """How far the middle of a row's wall times reaches: from quartile to quartile, which a few late steps do
-    not move; in records of before, that lack them, the standard deviation."""
-    ends = rows.reindex(columns=["wall_q1_ms", "wall_q3_ms"]).astype(float)
-    return (ends["wall_q3_ms"] - ends["wall_q1_ms"]).fillna(rows["wall_std_ms"])
+    not move."""
+    return rows["wall_q3_ms"] - rows["wall_q1_ms"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> float:

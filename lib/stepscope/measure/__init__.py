@@ -21,6 +21,7 @@
     record_memory_history(step)        every allocation of a step
     Power(device), .read(), .per_step(steps)   clock, power and energy of the very steps that are timed
     ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
+    sheet_tflops, sheet_clock_mhz(precision, device)   what the data sheet says, and at which SM clock
     step_times, operations_by_name     the tables of a run, of all that
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
@@ -56,7 +57,7 @@ from stepscope.measure.power import (
     sm_clock_mhz,
 )
 from stepscope.measure.profiler import capture
-from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
+from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap, unsteady
 from stepscope.measure.times import operations_by_name, step_times
 from stepscope.model.training_step import autocast, grad_scaler, prepare, release

@@ -63,11 +63,17 @@ def sheet_tflops(precision: str, device: str) -> float:
     return float(sheet.get(SHEET_RATES.get(precision, precision), "nan"))
 
 
+def sheet_clock_mhz(precision: str, device: str) -> float:
+    """The SM clock that the data sheet's rate is of: the highest, but for tensor cores the one it goes by."""
+    sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" and precision != "fp32" else {}
+    return float(sheet.get("tensor_mhz") or power.highest_clock_mhz())
+
+
 def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
     """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs
     utilisation (PaLM, appendix B) as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate
     measured here, and ``mfu_at_clock`` of the data sheet's rate scaled by the mode's SM clock over the
-    highest; of the whole, ``tokens_per_s``.
+    sheet's; of the whole, ``tokens_per_s``.
 
     Args:
         times: a row a mode, precision and phase, with ``wall_ms``, and of the whole ``sm_clock_mhz``.
@@ -80,10 +86,12 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
     sheet = times["precision"].map({name: sheet_tflops(name, config.device)
                                     for name in times["precision"].unique()}).astype(float)
     clock = times.groupby(["mode", "precision"])["sm_clock_mhz"].transform("max")
+    of_sheet = times["precision"].map({name: sheet_clock_mhz(name, config.device)
+                                       for name in times["precision"].unique()})
     tokens = config.batch_size * config.context_length
     return times.assign(
         tflops=rate, mfu=rate / sheet, mfu_measured=rate / times["precision"].map(tflops).astype(float),
-        mfu_at_clock=rate / (sheet * clock / power.highest_clock_mhz()),
+        mfu_at_clock=rate / (sheet * clock / of_sheet),
         tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE))
 
 

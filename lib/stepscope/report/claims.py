@@ -18,6 +18,7 @@ import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
@@ -53,10 +54,14 @@ class TagResult:
 
 
 def _modules(name: str) -> Iterator[ModuleType]:
-    places = [f"stepscope.studies.{study}.{name}" for study in studies.STUDIES]
-    for place in [*places, f"stepscope.report.{name}_across"]:
-        if find_spec(place):
-            yield importlib.import_module(place)
+    """Those of each study, whose claims may be in several (``claims``, ``claims_fp8``), and of several."""
+    for study in studies.STUDIES:
+        place = f"stepscope.studies.{study}"
+        for module in iter_modules(importlib.import_module(place).__path__):
+            if module.name == name or module.name.startswith(f"{name}_"):
+                yield importlib.import_module(f"{place}.{module.name}")
+    if find_spec(across := f"stepscope.report.{name}_across"):
+        yield importlib.import_module(across)
 
 
 def collect(kind: str) -> dict[str, Callable]:

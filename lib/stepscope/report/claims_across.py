@@ -51,6 +51,14 @@ def gradients_off(tables: Tables) -> Claim:
             "optimization": LADDER_NAMES[worst["optimization"]]}
 
 
+def compile_apart(tables: Tables) -> Claim:
+    """What compiling blocks took in the ladders' processes, beside what ``benchmark`` tells of its own."""
+    select(tables["benchmark.times"], compile="blocks")
+    seconds = select(tables["ladder.steps"], optimization="blocks", compile_s=pd.Series.notna)["compile_s"]
+    low, high = seconds.min(), seconds.max()
+    return {"low": low, "high": high} if high > 2 * low else None
+
+
 def beside_reference(tables: Tables) -> Claim:
     """Where this machine is on the reference's GPU: the slowest of its key numbers, if it is slow."""
     rows = with_reference(tables)
@@ -98,15 +106,15 @@ def two_processes(tables: Tables) -> Claim:
     plain = select(tables["mixed_precision.times"], PLAIN, mode="step", phase=WHOLE, wall_ms=pd.Series.notna)
     rungs, plain = (rows[launch_bound_rows(rows)] for rows in (rungs, plain))
     both = rungs.assign(precision=rungs["optimization"]).merge(plain, on=key, suffixes=("", "_other"))
-    walls, gpu = (both[[f"{clock}_ms", f"{clock}_ms_other"]] for clock in ("wall", "gpu"))
+    walls = both[["wall_ms", "wall_ms_other"]]
     apart = walls.max(axis=1) / walls.min(axis=1)
     if not (apart > 1 + LEAST_HOST_GAIN).any():
         return None
     at = apart.idxmax()
     row = both.loc[at]
     return {"precision": PRECISION_NAMES[row["precision"]], "size": row["size"],
-            "context": int(row["context_length"]), "low": walls.loc[at].min(), "high": walls.loc[at].max(),
-            "gpu_low": gpu.loc[at].min(), "gpu_high": gpu.loc[at].max()}
+            "context": int(row["context_length"]), "ladder": row["wall_ms"], "waited": row["wall_ms_other"],
+            "ladder_gpu": row["gpu_ms"], "waited_gpu": row["gpu_ms_other"]}
 
 
 # What a machine without a GPU can say

@@ -21,7 +21,7 @@ from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
 from stepscope.files import one_line, open_within
 from stepscope.report.schemas import Tables
-from stepscope.runs.record import RENAMED_COLUMNS, Record, named_unsteady, of_two_notebooks
+from stepscope.runs.record import Record, named_unsteady, of_two_notebooks
 from stepscope.runs.store import Store, runs_folder
 
 MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
@@ -159,8 +159,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
             if about.num_rows > MOST_ROWS or size > MOST_BYTES:
                 raise TableError(f"{path}: has {about.num_rows:,} rows, more than any run leaves")
-            frame = parquet.read().to_pandas(ignore_metadata=True)
-            return frame.rename(columns=RENAMED_COLUMNS) if record.schema_version == 2 else frame
+            return parquet.read().to_pandas(ignore_metadata=True)
     except TableError:
         raise
     except Exception as error:  # noqa: BLE001 pyarrow raises of many kinds for what is no Parquet
@@ -169,8 +168,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
     """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
-    cannot be used: all at once, and one by one where that fails. What records of before lack is empty."""
-    frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
+    cannot be used: all at once, and one by one where that fails."""
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
         by_run = pa.DataFrameSchema(schema.columns | {"run_id": pa.Column()}, strict=schema.strict,
                                     checks=schema.checks, unique=["run_id", *schema.unique])
@@ -183,12 +181,6 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
         except Exception:  # noqa: BLE001 the same
             wrong[run] = _why(schema, frame)
     return _together(fit), wrong
-
-
-def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
-    empty = {name: "" if str(column.dtype).startswith("str") else float("nan")
-             for name, column in schema.columns.items() if not column.required and name not in frame}
-    return frame.assign(**empty)
 
 
 def steady(tables: Tables) -> Tables:

@@ -242,6 +242,8 @@ def _run_row(record: Record, fields: list[str], folder: str) -> list[str]:
     config = [text(record.config.get(name)) for name in fields]
     finding = str(record.results.get("finding") or NONE).replace("**", "")
     outcome = f"{record.status}: {escape(record.cause)}" if record.cause else record.status
+    if unsteady := record.results.get("unsteady"):
+        outcome += f"; unsteady, and in no sentence: {escape(str(unsteady))}"
     link = f"[{record.run_id}]({folder}/{record.run_id}/{NOTEBOOK})"
     return [link if record.notebook_sha256 else record.run_id, *config,
             escape(finding), number(record.duration_s, "s"), outcome]

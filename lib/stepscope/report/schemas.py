@@ -17,16 +17,14 @@ Claim = dict[str, Any] | None     # the numbers of a sentence; None where it doe
 MOST = 1e15  # of any measure in its unit: more is no measurement
 
 
-def measured(least: float = 0, most: float = MOST, nullable: bool = True, required: bool = True
-             ) -> pa.Column:
-    """A number between bounds; no number passes that is infinite. Records of before may lack what is not
-    ``required``."""
-    return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True, required=required)
+def measured(least: float = 0, most: float = MOST, nullable: bool = True) -> pa.Column:
+    """A number between bounds; no number passes that is infinite."""
+    return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True)
 
 
-def word(*allowed: str, required: bool = True) -> pa.Column:
+def word(*allowed: str) -> pa.Column:
     """A text, one of some if any are named; without a text it is empty."""
-    return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True, required=required)
+    return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 
 def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
@@ -39,12 +37,10 @@ WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *P
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
 TIMES: dict[str, Any] = WITHIN | {
     name: measured() for name in (
-        "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "gpu_ms", "operations", "busy",
-        "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "tflops",
-        "mfu", "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
-    "replay_reason": word(), "status": word(*STATUSES), "reason": word(),
-    "steps": measured(required=False), "wall_min_ms": measured(required=False),
-    "unsteady": word(required=False)}
+        "steps", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "gpu_ms",
+        "operations", "busy", "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j",
+        "compile_s", "tflops", "mfu", "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
+    "replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
 OPERATIONS: dict[str, Any] = WITHIN | {
     "name": word(), "family": word(), "count": measured(), "gpu_ms": measured()}
 PRECISION: dict[str, Any] = {"precision": word(*PRECISIONS)}

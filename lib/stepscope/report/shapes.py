@@ -3,11 +3,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from stepscope.config import SIZES
-from stepscope.report.schemas import Tables
 
 REFERENCE = 512  # the context at which sizes are compared, where it was run
 PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
@@ -66,16 +64,6 @@ def select(rows: pd.DataFrame, program: Mapping[str, Any] = MappingProxyType({})
     order = [name for name in ORDER if name in rows]
     return rows.sort_values(order, kind="stable", key=lambda values: (
         _ranks(values) if values.name == "size" else values)) if order else rows
-
-
-def steps_timed(tables: Tables, rows: pd.DataFrame) -> pd.Series:
-    """How many steps each row's wall time is of: what it says, in records of before its run's
-    ``timed_steps``; nan where neither is known."""
-    found = rows.get("steps", pd.Series(np.nan, rows.index)).astype(float)
-    if "run_id" in rows and "timed_steps" in tables.get("runs", ()):
-        runs = tables["runs"].drop_duplicates("run_id").set_index("run_id")["timed_steps"]
-        found = found.fillna(rows["run_id"].map(runs).astype(float))
-    return found
 
 
 def having(values: pd.Series, wanted: object) -> pd.Series:

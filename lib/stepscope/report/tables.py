@@ -233,24 +233,20 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def quartiles(rows: pd.DataFrame) -> pd.Series:
-    """"58.3 to 58.6" of each row's ``wall_q1_ms`` and ``wall_q3_ms``, None where they are not known."""
-    ends = rows.reindex(columns=["wall_q1_ms", "wall_q3_ms"]).astype(float)
+    """"58.3 to 58.6" of each row's ``wall_q1_ms`` and ``wall_q3_ms``, None of what did not run."""
     texts = [None if missing(low) else f"{digits(low, 'ms')} to {digits(high, 'ms')}"
-             for low, high in ends.to_numpy()]
+             for low, high in zip(rows["wall_q1_ms"], rows["wall_q3_ms"])]
     return pd.Series(texts, rows.index, dtype=object)
 
 
 def wall_cell(row: Mapping[str, Any]) -> str:
-    """A wall time in one cell, "58.5 (58.3 to 58.6)": the median and the quartiles, or in records of before
-    "58.5 ± 0.2", the deviation; of what is launch-bound then "at best 43.6", the fastest step."""
+    """A wall time in one cell, "58.5 (58.3 to 58.6)": the median and the quartiles; of what is launch-bound
+    then "at best 43.6", the fastest step."""
     if missing(row.get("wall_ms")):
         return NONE
-    low, high, least = (row.get(f"wall_{name}_ms") for name in ("q1", "q3", "min"))
-    spread = (f"± {digits(row.get('wall_std_ms'), 'ms')}" if missing(low)
-              else f"({digits(low, 'ms')} to {digits(high, 'ms')})")
+    median, low, high, least = (digits(row[f"wall_{name}ms"], "ms") for name in ("", "q1_", "q3_", "min_"))
     waits = launch_bound(*(row.get(name, math.nan) for name in ("busy", "enqueue_ms", "gpu_ms")))
-    best = f", at best {digits(least, 'ms')}" if waits and not missing(least) else ""
-    return f"{digits(row['wall_ms'], 'ms')} {spread}{best}"
+    return f"{median} ({low} to {high})" + f", at best {least}" * waits
 
 
 def counted(counts: pd.Series) -> str:

@@ -19,7 +19,6 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
-    model_validator,
     with_config,
 )
 from typing_extensions import TypedDict  # typing's is not enough for pydantic before Python 3.12
@@ -84,14 +83,6 @@ class Machine(TypedDict, total=False):
 
 Status = Literal["ok", "oom", "failed"]
 
-# What records of schema 2 named otherwise, in their JSON and in their tables: it goes with the last of them.
-RENAMED = {"changes": "optimizations", "peers": "baselines", "v_by_chance": "v_stochastic", "cells": "cases",
-           "turn_s": "exclusive_s"}
-RENAMED_COLUMNS = {
-    "change": "optimization", "loss_off": "loss_error", "gradient_off": "gradient_error",
-    "trained_gradient_off": "trained_gradient_error", "arrangement": "checkpoint_policy",
-    "bf16_copies_gib": "autocast_weight_cache_gib", "expected_kept_gib": "expected_saved_gib"}
-
 
 class Record(BaseModel):
     """How one run ended and what it found. ``oom`` is a result: the configuration does not fit this device.
@@ -101,7 +92,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: Literal[2, 3] = 3
+    schema_version: Literal[3] = 3
     run_id: PlainName
     study: PlainName
     status: Status
@@ -115,16 +106,6 @@ class Record(BaseModel):
     started_at: Moment
     duration_s: Seconds
     measuring_s: Seconds = 0.0  # of it, in exclusive sections
-
-    @model_validator(mode="before")
-    @classmethod
-    def renamed(cls, fields: Any) -> Any:
-        """Schema 2's fields by their names of today."""
-        if isinstance(fields, dict) and fields.get("schema_version") == 2:
-            for part in ("config", "results", "tables"):
-                if isinstance(own := fields.get(part), dict):
-                    fields[part] = {RENAMED.get(name, name): value for name, value in own.items()}
-        return fields
 
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":
@@ -213,8 +194,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
         what = f"holds a configuration that is not valid ({str(error)[:500]})"
         raise unusable(run, RECORD, what) from None
-    own_id = config.run_id if record.schema_version > 2 else record.run_id  # that of other names is another
-    names = {(config.study, own_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
+    names = {(config.study, config.run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
     if len(names) > 1 or record.config.get("device") != config.device:  # 'auto' would be this machine's
         other = f"{config.study}/{config.run_id} on {config.device}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")

@@ -16,14 +16,13 @@ CONFIG = ("d_model", "precision", "batch_size")
 CASE = ("implementation", "sequence")
 KEY = {"implementation": word(*IMPLEMENTATIONS),
        "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
-MEASURES = ("wall_ms", "wall_std_ms", "passes", "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib",
-            "asked_gib", "allocated_gib", "device_gib")
-SPREAD = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "sm_clock_mhz")
+MEASURES = ("wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "sm_clock_mhz", "passes",
+            "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib", "asked_gib", "allocated_gib",
+            "device_gib")
 READS = ("nsys.operations",)  # of other studies
 SCHEMAS = {
     "cases": tidy((*CASE, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
-                  kernel=word(), **{name: measured() for name in MEASURES},
-                  **{name: measured(required=False) for name in SPREAD}, unsteady=word(required=False)),
+                  kernel=word(), unsteady=word(), **{name: measured() for name in MEASURES}),
     "checks": tidy(CASE, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
                    allowed_error=measured(nullable=False)),
 }
@@ -109,8 +108,7 @@ def _handout(cases: pd.DataFrame) -> pd.DataFrame:
 def _passes(cases: pd.DataFrame) -> str:
     most, least = int(cases["passes"].max()), int(cases["passes"].min())
     fewer = f", of fewer where they are long, {least} at least" if least < most else ""
-    spread = "(quartiles)" if quartiles(cases).notna().any() else "± standard deviation"
-    return f"median {spread} of {most} passes{fewer}"
+    return f"median (quartiles) of {most} passes{fewer}"
 
 
 def _points(cases: pd.DataFrame) -> pd.DataFrame:
@@ -139,8 +137,8 @@ def attention_long(tables: Tables) -> pd.DataFrame:
     forward, backward = (cases[cases["phase"] == phase].set_index(key) for phase in PASSES)
     passes = tables["attention.passes"].set_index(key)
     made = pd.DataFrame({
-        "forward, ms": forward["wall_ms"], **_spread(forward, "± ms", "quartiles of forward, ms"),
-        "backward, ms": backward["wall_ms"], **_spread(backward, "± ms ", "quartiles of backward, ms"),
+        "forward, ms": forward["wall_ms"], "quartiles of forward, ms": quartiles(forward),
+        "backward, ms": backward["wall_ms"], "quartiles of backward, ms": quartiles(backward),
         "GPU time of both, ms": passes["gpu_ms"].reindex(forward.index),
         "in use before backward, MiB": backward["in_use_mib"], "passes, n": backward["passes"],
         "ran out": [outcome(tables, row) for row in backward.reset_index().to_dict("records")]})
@@ -148,14 +146,7 @@ def attention_long(tables: Tables) -> pd.DataFrame:
     made["implementation"], made["precision"] = made["implementation"].map(LABELS), made["precision"].map(
         PRECISION_NAMES)
     batch = cases["batch_size"].iloc[0]
-    said = "standard deviation" if "± ms" in made else "quartiles"
-    return table(made, rows=40, note=f"Wall time, median and {said} (batch {batch}, causal).")
-
-
-def _spread(rows: pd.DataFrame, deviation: str, ends: str) -> dict[str, pd.Series]:
-    """A column of quartiles by its heading, in records of before, which lack them, of deviations."""
-    known = quartiles(rows)
-    return {ends: known} if known.notna().any() else {deviation: rows["wall_std_ms"]}
+    return table(made, rows=40, note=f"Wall time, median and quartiles (batch {batch}, causal).")
 
 
 def outcome(tables: Tables, row: Mapping) -> str:
@@ -199,7 +190,8 @@ def attention_precisions(tables: Tables) -> pd.DataFrame:
     times = times[[name for name in PRECISION_NAMES if name in times]].rename(columns=PRECISION_NAMES)
     at = f"sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}"
     return table(times.rename_axis(columns=None), "ms", ("min", "column"),
-                 note=f"GPU time of forward and backward, ms, {at}.")
+                 note=f"GPU time of forward and backward, ms, {at}. –: it does not run so, was not measured,"
+                      " or its steps differed.")
 
 
 def attention_account(tables: Tables) -> pd.DataFrame:

@@ -14,7 +14,6 @@ from stepscope.stats import (
     SAME,
     SAME_WALL,
     STEADY,
-    fastest_ms,
     launch_bound_rows,
     wall_gain,
 )
@@ -58,7 +57,7 @@ def backward_ratio(tables: Tables) -> Claim:
     found = rows["backward"] / rows["forward"]
     if len(rows) < 2 or found.min() < 1.5 or found.max() > 2.5:
         return None
-    return {"low": found.min(), "high": found.max()}
+    return {"context": context(tables), "low": found.min(), "high": found.max()}
 
 
 def fused_adamw(tables: Tables) -> Claim:
@@ -163,17 +162,26 @@ def warmup_where(tables: Tables) -> Claim:
 def warmup_few(tables: Tables) -> Claim:
     """Processes whose second and third step are slower than those after the warm-up; the worst of them."""
     rows = process_starts(tables)
-    second, third = (rows[name] / rows["later"] - 1 for name in ("second", "third"))
-    slow, still = second > _steady(rows), third > _steady(rows)
-    if not slow.any():
+    second, third = _late(rows, "second"), _late(rows, "third")
+    if second.empty:
         return None
-    second = second[slow]
+    worst = rows.loc[second.idxmax()]
+    return {"processes": len(rows), "context": context(tables), "second": len(second), "third": len(third),
+            "size": second.idxmax()[0], "second_ms": worst["second"], "later_ms": worst["later"]}
+
+
+def warmup_cpu(tables: Tables) -> Claim:
+    """Why the second step of that process is slower: most of it is in forward, which takes longer to enqueue.
+    """
+    rows = process_starts(tables)
+    second = _late(rows, "second")
+    if second.empty:
+        return None
     worst = rows.loc[second.idxmax()]
     over, forward = worst["second"] - worst["later"], worst["forward_second"] - worst["forward_later"]
-    return {"processes": len(rows), "context": context(tables), "second": int(slow.sum()),
-            "third": int(still.sum()), "size": second.idxmax()[0], "second_ms": worst["second"],
-            "later_ms": worst["later"], "over": over, "forward": forward,
-            "enqueue": worst["forward_enqueue_second"], "later_enqueue": worst["forward_enqueue_later"]}
+    found = {"over": over, "forward": forward, "enqueue": worst["forward_enqueue_second"],
+             "later_enqueue": worst["forward_enqueue_later"]}
+    return found if forward > over / 2 and found["enqueue"] > found["later_enqueue"] else None
 
 
 def warmup_enough(tables: Tables) -> Claim:
@@ -184,6 +192,12 @@ def warmup_enough(tables: Tables) -> Claim:
     return found if (over <= _steady(rows)).all() else None
 
 
+def _late(starts: pd.DataFrame, step: str) -> pd.Series:
+    """By how much a step is slower than those after the warm-up, of the processes where it clearly is."""
+    late = starts[step] / starts["later"] - 1
+    return late[late > _steady(starts)]
+
+
 def _steady(starts: pd.DataFrame) -> pd.Series:
     """What a process's single steps may differ by themselves."""
     return starts["waits"].map({True: LEAST_HOST_GAIN, False: STEADY})
@@ -191,19 +205,14 @@ def _steady(starts: pd.DataFrame) -> pd.Series:
 
 # When the GPU waits for launches
 
-def _by(row: pd.Series) -> str:
-    """Which step tells a launch-bound wall time."""
-    return "the fastest" if pd.notna(row.get("wall_min_ms")) else "the median"
-
-
 def launch_bound_forward(tables: Tables) -> Claim:
-    """The smallest size's forward at the shortest context: the fastest pass, where it is known."""
+    """The smallest size's forward at the shortest context: the fastest pass."""
     rows = low_steps(tables, mode="forward")
-    row, wall = rows.iloc[0], fastest_ms(rows).iloc[0]
+    row, wall = rows.iloc[0], rows["wall_min_ms"].iloc[0]
     if not launch_bound_rows(rows).iloc[0]:
         return None
     return {"size": row["size"], "context": int(row["context_length"]), "operations": int(row["operations"]),
-            "gpu": row["gpu_ms"], "by": _by(row), "wall": wall, "idle": 1 - row["gpu_ms"] / wall,
+            "gpu": row["gpu_ms"], "wall": wall, "idle": 1 - row["gpu_ms"] / wall,
             "launch": wall / row["operations"] * 1e3,
             "kernel": row["gpu_ms"] / row["operations"] * 1e3}
 
@@ -219,10 +228,10 @@ def launch_bound_where(tables: Tables) -> Claim:
 def replay_alone(tables: Tables) -> Claim:
     """The smallest size's step as a CUDA graph."""
     rows = low_steps(tables, context_length=context(tables))
-    row, wall = rows.iloc[0], fastest_ms(rows).iloc[0]
+    row, wall = rows.iloc[0], rows["wall_min_ms"].iloc[0]
     if not launch_bound_rows(rows).iloc[0] or not wall > (1 + LEAST_HOST_GAIN) * row["replayed_ms"]:
         return None
-    return {"size": row["size"], "by": _by(row), "wall": wall, "replayed": row["replayed_ms"]}
+    return {"size": row["size"], "wall": wall, "replayed": row["replayed_ms"]}
 
 
 def launch_rate(tables: Tables) -> Claim:
@@ -295,8 +304,7 @@ def blocks_or_model(tables: Tables) -> Claim:
     blocks, whole = rows.loc[size], model.loc[size]
     if not launch_bound_rows(rows).iloc[0] or not wall_gain(blocks, whole) > 1:
         return None
-    return {"size": size, "by": _by(blocks),
-            "blocks": fastest_ms(rows)[size], "model": fastest_ms(model)[size],
+    return {"size": size, "blocks": blocks["wall_min_ms"], "model": whole["wall_min_ms"],
             "blocks_s": blocks["compile_s"], "model_s": whole["compile_s"]}
 
 
@@ -350,18 +358,21 @@ def repeats(tables: Tables) -> Claim:
             "wall": wall} if gpu < min(wall, SAME) else None
 
 
+def repeats_paced(tables: Tables) -> Claim:
+    """Wall time repeats where the GPU sets the pace in all processes, unlike that of all shapes."""
+    rows = repeated(tables)
+    paced = rows[~rows["waits"]]
+    wall = paced["wall"].max() - 1
+    return {"shapes": len(paced), "wall": wall} if 0 <= wall < (rows["wall"].max() - 1) / 2 else None
+
+
 def processes_least(tables: Tables) -> Claim:
-    """Of the shape of :func:`processes_differ` the quickest step of each process: where these agree better
-    than the medians do."""
-    named = processes_differ(tables)
-    if named is None:
-        return None
-    rows = processes(tables, "samples", phase=WHOLE, mode="step", warmup=False, size=named["size"],
-                     context_length=named["context"])
-    least = rows.groupby("repeat")["wall_ms"].min()
-    spread = least.max() / least.min() - 1
-    found = {"low": least.min(), "high": least.max()}
-    return found if spread < (named["high"] / named["low"] - 1) / 2 else None
+    """Of all shapes that wait for launches in each of their processes, by how many times these differ at
+    most: their median steps, and their fastest."""
+    rows = repeated(tables)
+    waits = rows[rows["waits_all"]]
+    return {"shapes": len(waits), "median": waits["wall"].max(),
+            "fastest": waits["fastest"].max()} if len(waits) > 1 else None
 
 
 # The assignment's questions: why
@@ -404,9 +415,10 @@ def answer_flops(tables: Tables) -> Claim:
 def flops_share(tables: Tables) -> Claim:
     """The same step's rate, by GPU time, over a data sheet's and over a large matmul's, and bf16's over its
     own; and how many times higher that is."""
-    row = on_gpu(at_context(tables)).iloc[-1]
+    rows = on_gpu(at_context(tables))
+    row, share = rows.iloc[-1], of_large_matmul(tables, rows).iloc[-1]
     low = on_gpu(steps(tables, precision="bf16", context_length=context(tables), size=row.name)).iloc[-1]
     high, less = (one["mfu"] * one["wall_ms"] / one["gpu_ms"] for one in (row, low))  # by GPU time
     gain = row["gpu_ms"] / low["gpu_ms"]
-    return {"fp32": high, "measured": row["mfu_measured"] * high / row["mfu"], "bf16": less, "gain": gain,
+    return {"fp32": high, "measured": share * high / row["mfu"], "bf16": less, "gain": gain,
             "peaks": gain * high / less}

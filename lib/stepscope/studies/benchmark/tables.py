@@ -6,9 +6,9 @@ import pandera.pandas as pa
 
 from stepscope.config import EDITIONS, SIZES, WHOLE
 from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, Tables, measured, tidy
-from stepscope.report.shapes import MODES, PLAIN, SHAPE, by_size, reference, select, steps_timed
+from stepscope.report.shapes import MODES, PLAIN, SHAPE, by_size, reference, select
 from stepscope.report.tables import counted, digits, quartiles, table
-from stepscope.stats import MOST_BUSY, fastest_ms, launch_bound_rows, wall_gain
+from stepscope.stats import MOST_BUSY, launch_bound_rows, wall_gain
 from stepscope.traces.families import MATMUL
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "compile",
@@ -218,9 +218,9 @@ def compiled_with_eager(tables: Tables, parts: str, mode: str = "step", precisio
     after, before = after.loc[sizes], before.loc[sizes]
     gains = pd.Series([wall_gain(before.loc[size], after.loc[size]) for size in sizes], sizes, dtype=float)
     waits = launch_bound_rows(before) | launch_bound_rows(after)  # then the fastest steps tell
-    first, then = (fastest_ms(rows).where(waits, rows["wall_ms"]) for rows in (before, after))
+    first, then = (rows["wall_min_ms"].where(waits, rows["wall_ms"]) for rows in (before, after))
     saved_ms = (first - then).where(gains > 1)
-    timed = pd.concat([steps_timed(tables, before), steps_timed(tables, after)], axis=1)
+    timed = pd.concat([before["steps"], after["steps"]], axis=1)
     return after.join(before[["wall_ms", "gpu_ms", "peak_gib"]].add_suffix("_eager")).assign(
         gain=before["gpu_ms"] / after["gpu_ms"], wall_gain=gains, quartiles=quartiles(after),
         quartiles_eager=quartiles(before), least_steps=timed.min(axis=1), most_steps=timed.max(axis=1),
@@ -240,18 +240,22 @@ def other_than_matmuls(tables: Tables) -> pd.DataFrame:
 
 
 def repeated(tables: Tables) -> pd.DataFrame:
-    """Full steps that several processes measured: a row a shape, the least and most of either clock and their
-    ratios, ``processes``, and whether any was launch-bound (``waits``)."""
+    """Full steps that several processes measured: a row a shape, the least and most of either clock and of
+    the steps timed, the clocks' ratios and the fastest steps' (``fastest``), ``processes``, and whether any
+    or each was launch-bound (``waits``, ``waits_all``)."""
     names = [name for name in CONFIG if name != "repeat"]
     rows = on_gpu(select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok"))
-    groups = rows.groupby(names, sort=False)[["wall_ms", "gpu_ms"]].agg(["min", "max", "count"])
-    groups.columns = [f"{clock.partition('_')[0]}_{which}" for clock, which in groups.columns]
-    groups["waits"] = launch_bound_rows(rows).groupby([rows[name] for name in names], sort=False).any()
+    clocks = ["wall_ms", "gpu_ms", "steps", "wall_min_ms"]
+    groups = rows.groupby(names, sort=False)[clocks].agg(["min", "max", "count"])
+    groups.columns = [f"{clock.removesuffix('_ms')}_{which}" for clock, which in groups.columns]
+    waits = launch_bound_rows(rows).groupby([rows[name] for name in names], sort=False)
+    groups = groups.assign(waits=waits.any(), waits_all=waits.all())
     groups = groups[groups["gpu_count"] > 1].reset_index()
     if groups.empty:
         raise LookupError("each shape was measured by one process")
     return groups.assign(processes=groups["wall_count"], wall=groups["wall_max"] / groups["wall_min"],
-                         gpu=groups["gpu_max"] / groups["gpu_min"])
+                         gpu=groups["gpu_max"] / groups["gpu_min"],
+                         fastest=groups["wall_min_max"] / groups["wall_min_min"])
 
 
 def of_large_matmul(tables: Tables, rows: pd.DataFrame) -> pd.Series:
@@ -322,8 +326,7 @@ def launch_bound(tables: Tables) -> pd.DataFrame:
     """The full step by both clocks and replayed, by size: bf16 if it was measured."""
     rows = low_steps(tables, context_length=context(tables))
     waits = launch_bound_rows(rows)
-    rows = rows.assign(steps=steps_timed(tables, rows), quartiles=quartiles(rows), waits=waits,
-                       best_ms=rows.reindex(columns=["wall_min_ms"])["wall_min_ms"].where(waits))
+    rows = rows.assign(quartiles=quartiles(rows), waits=waits, best_ms=rows["wall_min_ms"].where(waits))
     printed = rows.set_index("size")[["operations", "steps", "wall_ms", "quartiles", "best_ms", "enqueue_ms",
                                       "gpu_ms", "busy", "waits", "replayed_ms"]]
     return table(printed.dropna(axis="columns", how="all").rename(columns=HEADINGS), note=(
@@ -399,9 +402,9 @@ def repeats(tables: Tables) -> pd.DataFrame:
              "gpu_min": "GPU least, ms", "gpu_max": "GPU most, ms", "gpu": "GPU most/least"}
     rows = repeated(tables)
     ratios = {clock: rows[clock].map("{:.3f}".format) for clock in ("wall", "gpu")}
-    own = select(tables["benchmark.times"], phase=WHOLE, mode="step", status="ok")
+    steps = counted(pd.concat([rows["steps_min"], rows["steps_max"]]))
     return table(rows.assign(**ratios)[list(names)].rename(columns=names), note=(
-        f"Least and most of the processes' medians, each of {counted(steps_timed(tables, own))} steps."))
+        f"Least and most of the processes' medians, each of {steps} steps."))
 
 
 PRINTED = {printed.__name__: printed for printed in (

@@ -3,41 +3,53 @@ import pandas as pd
 
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
-from stepscope.report.tables import digits, listed, number
-from stepscope.stats import AT_CAP, LEAST_GAIN, fastest_ms, launch_bound_rows
+from stepscope.report.tables import digits, number
+from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
-from stepscope.studies.ladder.parts import ADAMW, MATMULS, last_step, launch_wall, roofline
+from stepscope.studies.ladder.parts import (
+    ADAMW,
+    ATTENTION,
+    MATMULS,
+    last_step,
+    launch_wall,
+    parts_of,
+    roofline,
+)
 from stepscope.studies.ladder.rows import (
     LAST,
-    PLACE,
     all_of_them,
+    at_clock,
     at_context,
     at_longest,
     baseline_attention,
     bounds,
-    by_batch,
     ceilings,
-    costs,
+    cost_of,
+    draws_cap,
     fair_modes,
     faster,
-    fp8_losses,
     gain,
     ladders,
     largest_ladder,
     launch_us,
     loss_shift,
-    pays_from,
+    made_to_fit,
+    measured_again,
+    power_cap_w,
     roofs,
+    seeds_apart,
     shares,
     smallest_ladder,
     timed,
     trained,
+    two_batches,
     with_baseline,
     without,
 )
 from stepscope.studies.ladder.tables import NAMES
 
 HOW = dict(zip(FAIR, ("compiled", "compiled and in one CUDA graph")))
+CAPTURED = RUNGS[RUNGS.index("cuda_graph"):]  # the graph, and what comes after it
 SHORT = {"sdpa": "fused attention", "blocks": "compiled blocks", "cuda_graph": "the CUDA graph",
          "bf16_weights": "bf16 weights", "bf16_moments": "bf16 moments"}
 
@@ -49,14 +61,7 @@ def headline(tables: Tables) -> Claim:
 
 
 def first_ladder(tables: Tables) -> Claim:
-    shape, rows = largest_ladder(tables)
-    last = rows.loc[LAST]
-    own = select(tables["ladder.results"], size=shape.size, vocab_size=shape.vocab_size)
-    return {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
-            "context": shape.context_length, "batch": shape.batch_size, "plain": rows.loc["fp32", "wall_ms"],
-            "lines": rows.loc["blocks", "wall_ms"], "last": last["wall_ms"],
-            "steps": int(last["steps"]), "spread": last["wall_std_ms"], "tokens": last["tokens_per_s"],
-            "mfu": last["mfu"]}
+    return {"plain": largest_ladder(tables)[1].loc["fp32", "wall_ms"]}
 
 
 def first_peer(tables: Tables) -> Claim:
@@ -163,6 +168,20 @@ def last_rates(tables: Tables) -> Claim:
     return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
 
 
+def last_attention(tables: Tables) -> Claim:
+    """The rate of fused attention in the largest size's last step, and at the longest context, where that is
+    clearly higher."""
+    shape, own, _ = last_step(tables)
+    longest = {longer.size: (longer, rows) for longer, rows in at_longest(tables).items()}
+    if shape.size not in longest:
+        return None
+    longer, rows = longest[shape.size]
+    long, _ = parts_of(tables, longer, rows)
+    found = {"context": shape.context_length, "rate": own.loc[ATTENTION, "tflops"],
+             "longer": longer.context_length, "long_rate": long.loc[ATTENTION, "tflops"]}
+    return found if found["long_rate"] > 1.2 * found["rate"] else None
+
+
 def ridge(tables: Tables) -> Claim:
     """FLOPs a byte from which a kernel is compute-bound: the rate of a large matmul over that of a copy."""
     fp32, bf16, copy = roofs(tables)
@@ -173,9 +192,28 @@ def last_power(tables: Tables) -> Claim:
     """The last step is at the power cap, and at a lower clock for it than the ladder's quickest."""
     _, rows = largest_ladder(tables)
     row, full = timed(rows).loc[LAST], timed(rows)["sm_clock_mhz"].max()
-    limit = tables["ladder.results"]["power_limit_w"].median()
-    found = {"power": row["power_w"], "cap": limit, "clock": row["sm_clock_mhz"], "full": full}
-    return found if row["power_w"] > 0.95 * limit and row["sm_clock_mhz"] < AT_CAP * full else None
+    found = {"power": row["power_w"], "cap": power_cap_w(tables), "clock": row["sm_clock_mhz"], "full": full}
+    return found if draws_cap(tables, rows)[LAST] and row["sm_clock_mhz"] < AT_CAP * full else None
+
+
+def last_kept_up(tables: Tables) -> Claim:
+    """At the cap the last step's matmuls take no longer than at the rate that a large one keeps up there."""
+    _, parts, rates = last_step(tables)
+    took, kept_up = parts.loc[MATMULS, "ms"], parts.loc[MATMULS, "bound_ms"] * rates.matmul / rates.kept_up
+    held = last_power(tables) and took < (1 + LEAST_GAIN) * kept_up
+    return {"rate": rates.kept_up, "kept_up": kept_up, "matmuls": took} if held else None
+
+
+def last_joules(tables: Tables) -> Claim:
+    """From the CUDA graph on, where all of the largest size's steps draw as much as the cap lets them, energy
+    and time fall alike."""
+    own = timed(largest_ladder(tables)[1], CAPTURED)
+    if len(own) < 2 or last_power(tables) is None or not draws_cap(tables, own).all():
+        return None
+    first, last = own.iloc[0], own.iloc[-1]
+    joules, wall = (1 - last[name] / first[name] for name in ("step_j", "wall_ms"))
+    return {"first": NAMES[own.index[0]], "before_j": first["step_j"], "after_j": last["step_j"],
+            "joules": joules, "wall": wall} if wall > LEAST_GAIN and abs(joules - wall) < LEAST_GAIN else None
 
 
 def roofline_wall(tables: Tables) -> Claim:
@@ -185,10 +223,23 @@ def roofline_wall(tables: Tables) -> Claim:
     return {"size": size, "operations": operations, "launch": launch}
 
 
+def fits_with(tables: Tables) -> Claim:
+    """The step of most tokens that runs out of memory without one of the optimizations."""
+    shape, rung = max(made_to_fit(tables).items(), key=lambda one: one[0].batch_size * one[0].context_length)
+    tokens = shape.batch_size * shape.context_length
+    row = select(tables["ladder.steps"], shape._asdict(), optimization=rung).iloc[0]
+    return {"size": shape.size, "tokens": tokens, "optimization": NAMES[rung], "peak": row["peak_gib"]}
+
+
 def cost_billion(tables: Tables) -> Claim:
-    """What a billion tokens cost at the largest size that tells its joules."""
-    row = costs(tables).iloc[-1]
-    return {"size": row.name, "hours": row["billion_h"], "kwh": row["billion_kwh"]}
+    """What a billion tokens cost at the largest size, at the batches of :func:`larger_batch`."""
+    if larger_batch(tables) is None:
+        return None
+    rows = two_batches(tables)
+    batch, most = rows["batch_size"].astype(int)
+    (hours, most_hours), (kwh, most_kwh) = (cost_of(rows)[name] for name in ("billion_h", "billion_kwh"))
+    return {"batch": batch, "hours": hours, "kwh": kwh, "most": most, "most_hours": most_hours,
+            "most_kwh": most_kwh} if pd.notna([kwh, most_kwh]).all() else None
 
 
 def baseline_mask(tables: Tables) -> Claim:
@@ -211,7 +262,14 @@ def baseline_mask(tables: Tables) -> Claim:
 def rungs_training(tables: Tables) -> Claim:
     shape, shifts = trained(tables)
     distance, seeds = loss_shift(shifts)
-    return {"size": shape.size, "steps": len(shifts)} if distance.reindex(RUNGS).max() < seeds else None
+    most = distance.reindex(RUNGS).max()
+    return {"size": shape.size, "steps": len(shifts), "most": most, "seeds": seeds} if most < seeds else None
+
+
+def rungs_floor(tables: Tables) -> Claim:
+    """How far the losses of compiled blocks are from those of the same blocks as a CUDA graph."""
+    _, shifts = trained(tables)
+    return {"floor": seeds_apart(shifts.reindex(columns=["blocks", "cuda_graph"], level="optimization"))[0]}
 
 
 def attention_step(tables: Tables) -> Claim:
@@ -224,35 +282,28 @@ def attention_step(tables: Tables) -> Claim:
 
 def larger_batch(tables: Tables) -> Claim:
     """The largest size's last step at the batch at which steps are compared and at the largest measured."""
-    shape, rows = largest_ladder(tables)
-    own = select(tables["ladder.steps"], size=shape.size, context_length=shape.context_length,
-                 vocab_size=shape.vocab_size, optimization=[LAST, FILLED], wall_ms=pd.Series.notna)
-    most, compared = own.loc[own["batch_size"].idxmax()], rows.loc[LAST]
+    (_, compared), (_, most) = two_batches(tables).iterrows()
     more = most["tokens_per_s"] / compared["tokens_per_s"]
-    return {"size": shape.size, "batch": shape.batch_size, "tokens": compared["tokens_per_s"],
-            "most": int(most["batch_size"]), "most_tokens": most["tokens_per_s"],
-            "more": more} if more > 1 + LEAST_GAIN else None
+    how = ", the loss in chunks" if most["optimization"] == FILLED else ""
+    return {"size": compared["size"], "batch": int(compared["batch_size"]),
+            "tokens": compared["tokens_per_s"], "most": int(most["batch_size"]),
+            "most_tokens": most["tokens_per_s"], "how": how, "more": more} if more > 1 + LEAST_GAIN else None
 
 
 def graph_small(tables: Tables) -> Claim:
     """The CUDA graph over compiled blocks at the smallest size, where these wait for launches."""
     shape, rows = smallest_ladder(tables)
     found, waits = faster(rows, "cuda_graph", "blocks"), launch_bound_rows(rows)["blocks"]
-    by = "the fastest" if pd.notna(rows.get("wall_min_ms", pd.Series()).get("blocks")) else "the median"
-    return {"size": shape.size, "gain": found, "by": by, "before": fastest_ms(rows)["blocks"],
+    return {"size": shape.size, "gain": found, "before": rows.loc["blocks", "wall_min_ms"],
             "after": rows.loc["cuda_graph", "wall_ms"]} if waits and found > 1.5 else None
 
 
 def graph_large(tables: Tables) -> Claim:
-    """At the largest size the CUDA graph gains nothing: it runs into the power cap, and the same kernels take
-    longer at a lower clock."""
+    """At the largest size the CUDA graph gains nothing, of a step that does not wait for launches."""
     shape, rows = largest_ladder(tables)
-    own, limit = timed(rows, ["blocks", "cuda_graph"]), tables["ladder.results"]["power_limit_w"].median()
-    if len(own) < 2 or gain(rows, "cuda_graph") or own["power_w"].iloc[1] < 0.95 * limit:
-        return None
-    before, after = own["gpu_ms"]
-    clear = after > (1 + LEAST_GAIN) * before
-    return {"size": shape.size, "before": before, "after": after} if clear else None
+    own = timed(rows, ["blocks", "cuda_graph"])
+    needless = len(own) == 2 and (gain(rows, "cuda_graph") or 0) < 1 and not launch_bound_rows(own)["blocks"]
+    return {"size": shape.size} if needless else None
 
 
 def launch_wait(tables: Tables) -> Claim:
@@ -261,13 +312,32 @@ def launch_wait(tables: Tables) -> Claim:
     return {"steps": len(each), "least": each.min(), "most": each.max()} if len(each) > 1 else None
 
 
+def reserved_last(tables: Tables) -> Claim:
+    """The captured step that reserves most beyond its peak, where that is clearly more than it needs."""
+    rows = pd.concat([timed(own, CAPTURED).reset_index() for own in ladders(tables).values()])
+    rows = rows.reset_index(drop=True)
+    over = (rows["reserved_gib"] / rows["peak_gib"]).dropna()
+    if over.empty:
+        return None
+    row = rows.loc[over.idxmax()]
+    more = row["reserved_gib"] > 1.2 * row["peak_gib"]
+    return {"optimization": NAMES[row["optimization"]], "size": row["size"], "context": row["context_length"],
+            "peak": row["peak_gib"], "reserved": row["reserved_gib"]} if more else None
+
+
+def repeats_cap(tables: Tables) -> Claim:
+    """By how much GPU times of one and the same steps differ under the power cap, in one process."""
+    size, apart = [*measured_again(tables).items()][-1]
+    return {"size": size, "pairs": len(apart), "most": max(apart)}
+
+
 def clock_apart(tables: Tables) -> Claim:
     """By how much GPU time of the same kernels differs at most, launched one by one and as a graph that runs
     into the power limit."""
-    limit, found = tables["ladder.results"]["power_limit_w"].median(), []
+    found = []
     for shape, rows in ladders(tables).items():
         own = timed(rows, ["blocks", "cuda_graph"])
-        if len(own) == 2 and own["operations"].nunique() == 1 and own["power_w"].iloc[1] > 0.95 * limit:
+        if len(own) == 2 and own["operations"].nunique() == 1 and draws_cap(tables, own)["cuda_graph"]:
             found.append({"size": shape.size, "context": shape.context_length,
                           "operations": int(own["operations"].iloc[0]),
                           "longer": own["gpu_ms"].iloc[1] / own["gpu_ms"].iloc[0] - 1})
@@ -297,69 +367,10 @@ def optimizer_exact(tables: Tables) -> Claim:
     return {"numbers": int(found.iloc[0]["compared"])} if not wrong else None
 
 
-def fp8_small_batch(tables: Tables) -> Claim:
-    """At the smallest batch FP8 is not faster, and at the largest size quantizing adds what matmuls save."""
-    first = by_batch(tables).groupby("size", sort=False).head(1)
-    row = first.loc[first["bf16_ms"].idxmax()]
-    own = select(tables["ladder.kernels"], row[PLACE])
-    times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
-        index="matmul", columns="optimization", values="gpu_ms", aggfunc="sum")
-    more = times["fp8"] - times[LAST]
-    found = {"size": row["size"], "batch": int(row["batch_size"]), "saved": -more[True], "added": more[False]}
-    return found if row["gain"] < 1 + LEAST_GAIN and 0 < found["saved"] < found["added"] else None
-
-
-def fp8_large_batch(tables: Tables) -> Claim:
-    """From how many tokens a step FP8 clearly gains at every size, and how much."""
-    found = by_batch(tables)
-    tokens = pays_from(found)
-    if tokens is None:
-        return None
-    gains = found.loc[found["tokens"] >= tokens, "gain"]
-    return {"tokens": tokens, "low": gains.min(), "high": gains.max()}
-
-
-def fp8_gradient(tables: Tables) -> Claim:
-    """How far FP8's gradient is from fp32's, beside bf16's: of weights as drawn at the largest size that has
-    both, and of trained ones, where it is far less, at the size where it is farthest beside bf16's."""
-    columns = ["gradient_error", "trained_gradient_error"]
-    measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
-                for shape, rows in ladders(tables).items()]
-    both = [(shape.size, *(off[name] for name in columns)) for shape, off in measured if len(off) == 2]
-    size, drawn, _ = both[-1]
-    worst, _, trained = max(both, key=lambda one: one[2]["fp8"] / one[2][LAST])
-    found = {"size": size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_size": worst,
-             "trained_fp8": trained["fp8"], "trained_bf16": trained[LAST]}
-    return found if drawn["fp8"] > max(2 * drawn[LAST], 4 * trained["fp8"]) else None
-
-
-def fp8_training(tables: Tables) -> Claim:
-    """How far FP8's loss is from bf16's at most, over the steps of both at the largest batch."""
-    curves = tables["ladder.curves"]
-    own = select(curves, batch_size=select(curves, optimization="fp8")["batch_size"].max())
-    losses = own.pivot_table(index="step", columns="optimization", values="loss")
-    found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
-             "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
-    return found if found["most"] < 0.05 else None
-
-
-def fp8_trains(tables: Tables) -> Claim:
-    """FP8's loss is as near to bf16's as seeds are to each other, at every size; the numbers of the size
-    where it is nearest to being farther."""
-    sizes, worst = fp8_losses(tables)
-    return {"sizes": listed(sizes)} | worst if worst["fp8"] <= worst["high"] else None
-
-
-def fp8_strays(tables: Tables) -> Claim:
-    """At some size it is farther: the numbers of that where it is by most."""
-    _, worst = fp8_losses(tables)
-    return worst if worst["fp8"] > worst["high"] else None
-
-
 def filled(tables: Tables) -> Claim:
     """The batch that fills the memory: its MFU, that at the clock which the power cap leaves, and what one
     large matmul after another reaches under the same cap."""
-    rows = select(tables["ladder.steps"], optimization=FILLED, wall_ms=pd.Series.notna)
+    rows = select(at_clock(tables, tables["ladder.steps"]), optimization=FILLED, wall_ms=pd.Series.notna)
     row = rows.sort_values("mfu").iloc[-1]
     results = tables["ladder.results"].dropna(subset="kept_up_tflops")
     rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
@@ -373,13 +384,13 @@ def filled(tables: Tables) -> Claim:
 def power(tables: Tables) -> Claim:
     """From which change on all steps of the largest size run into the power limit, at lower clocks."""
     shape, rows = largest_ladder(tables)
-    own, limit = timed(rows), tables["ladder.results"]["power_limit_w"].median()
+    own = timed(rows)
     full = own["sm_clock_mhz"].max()
-    at_cap = (own["power_w"] > 0.95 * limit) & (own["sm_clock_mhz"] < AT_CAP * full)
+    at_cap = draws_cap(tables, own) & (own["sm_clock_mhz"] < AT_CAP * full)
     clocks = own["sm_clock_mhz"][at_cap[::-1].cummin()[::-1]]
     return {"size": shape.size, "context": shape.context_length, "first": NAMES[clocks.index[0]],
             "last": NAMES[clocks.index[-1]], "full": full, "low": clocks.min(),
-            "high": clocks.max(), "cap": limit} if len(clocks) > 1 else None
+            "high": clocks.max(), "cap": power_cap_w(tables)} if len(clocks) > 1 else None
 
 
 def power_read(tables: Tables) -> Claim:

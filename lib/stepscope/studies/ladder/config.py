@@ -30,9 +30,8 @@ MEASURES = (
     "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
     "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured",
     "mfu_at_clock", "loss_error", "gradient_error", "compile_s", "matmul_ms", "moved_ms", "bound_ms")
-# records of before lack them
+# and how the steps spread, who waits for whom, and how far a trained model's gradient is off
 ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
-OF_BEFORE = ("energy_ms",)  # only records of before have it, and nothing is said of it
 
 
 class Config(StepConfig):

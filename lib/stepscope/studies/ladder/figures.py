@@ -31,14 +31,13 @@ from stepscope.studies.ladder.parts import (
 from stepscope.studies.ladder.rows import (
     LAST,
     bounds,
-    by_batch,
     largest_ladder,
     loss_shift,
-    pays_from,
     roofs,
     timed,
     trained,
 )
+from stepscope.studies.ladder.rows_fp8 import by_batch, pays_from
 from stepscope.studies.ladder.tables import NAMES
 
 
@@ -66,8 +65,8 @@ def ladder(tables: Tables) -> Figure | None:
     axes.set_yticks(places, [NAMES[rung] for rung in walls.index])
     axes.grid(False, axis="y")
     for at, top, width, color, words in (
-            (last["bound_ms"], -2.2, 1.2, INK, "the last's FLOPs and bytes alone"),
-            (last["reference_ms"], -1.2, 0.6, MUTED, "reference: kept-up rate")):
+            (last["bound_ms"], -2.2, 1.2, INK, "FLOPs and bytes alone"),
+            (last["reference_ms"], -1.2, 0.6, MUTED, "at the kept-up rate")):
         if pd.notna(at):
             axes.vlines(at, top, len(walls), color=color, linewidth=width, linestyle="--", zorder=1)
             axes.annotate(f"{words} {number(at, 'ms')}", (at, top + 0.3), xytext=(4, 0), color=color,
@@ -155,11 +154,11 @@ def fp8(tables: Tables) -> Figure | None:
     if found["tokens"].nunique() < 2:
         return None
     tokens, places = pays_from(found), sorted(found["tokens"].unique())
-    drawn, axes = figure(f"At every size FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
+    drawn, axes = figure(f"FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
                          else "FP8 matmuls gain nothing clear at these batches")
     ends = lines(axes, found, "tokens", "gain", "size", SIZE_COLORS)
     axes.axhline(1, color=MUTED, linewidth=1)
-    axes.set(xscale="log", xlabel="tokens a step", ylabel="times faster than bf16, GPU time",
+    axes.set(xscale="log", xlabel="tokens a step", ylabel="speedup in GPU time",
              ylim=(min(0.97, found["gain"].min() - 0.02), found["gain"].max() + 0.03))
     axes.set_xticks(places, [f"{place:,}" for place in places])
     axes.xaxis.set_minor_locator(NullLocator())

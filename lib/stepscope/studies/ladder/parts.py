@@ -16,7 +16,6 @@ from stepscope.studies.ladder.rows import (
     ceilings,
     largest_ladder,
     launch_us,
-    rated,
     smallest_ladder,
     timed,
 )
@@ -87,6 +86,15 @@ def last_step(tables: Tables) -> tuple[Shape, pd.DataFrame, Ceilings]:
         LookupError: its kernels, or a matmul's rate, are not known.
     """
     shape, rows = largest_ladder(tables)
+    return shape, *parts_of(tables, shape, rows)
+
+
+def parts_of(tables: Tables, shape: Shape, rows: pd.DataFrame) -> tuple[pd.DataFrame, Ceilings]:
+    """The same of one ladder.
+
+    Raises:
+        LookupError: as above.
+    """
     row = bounds(tables, timed(rows)).loc[LAST]
     own, least = milliseconds(tables, shape, LAST), needed(tables, shape, row)
     if not {*PARTS.values()} <= {*own.index} or math.isnan(row["bound_ms"]):
@@ -96,7 +104,7 @@ def last_step(tables: Tables) -> tuple[Shape, pd.DataFrame, Ceilings]:
     found["ms"], found["bound_ms"] = found["ms"].fillna(0), found["bound_ms"].fillna(0)
     found = found.assign(over=found["ms"] - found["bound_ms"], tflops=found["flops"] / found["ms"] / 1e9,
                          tb_s=found["bytes"] / found["ms"] / 1e9)
-    return shape, found, ceilings(tables, str(row.get("run_id", "")))
+    return found, ceilings(tables, str(row.get("run_id", "")))
 
 
 def matmul_bytes(config: StepConfig, width: int, attention: bool) -> float:
@@ -149,20 +157,6 @@ def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     points = pd.DataFrame(found, columns=["step", "part", "flops", "bytes", "ms"])
     return shape, points.assign(intensity=points["flops"] / points["bytes"],
                                 tflops=points["flops"] / points["ms"] / 1e9)
-
-
-def roofs(tables: Tables) -> pd.Series:
-    """Of the GPU that the largest size's ladder was on: ``matmul_fp32`` and ``matmul_bf16`` in TFLOP/s and
-    ``copy`` in TB/s, medians of its runs.
-
-    Raises:
-        LookupError: not all are known.
-    """
-    run_id = str(largest_ladder(tables)[1].iloc[0].get("run_id", ""))
-    found = rated(tables, run_id).reindex(columns=["matmul_fp32", "matmul_bf16", "copy"]).median()
-    if found.isna().any():
-        raise LookupError("a rate is not known")
-    return found
 
 
 def launch_wall(tables: Tables) -> tuple[str, int, float, float]:

@@ -2,15 +2,16 @@
 import math
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
+from stepscope.data_sheets import data_sheet
 from stepscope.report.schemas import Tables
 from stepscope.report.shapes import ORDER, reference, select
 from stepscope.report.tables import digits, number, quartiles
-from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, fastest_ms, launch_bound_rows, spread_ms, wall_gain
-from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.stats import LEAST_GAIN, MOSTLY_WAITS, launch_bound_rows, spread_ms, wall_gain
+from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, LEFT_OUT, RUNGS, WITHOUT
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
@@ -167,6 +168,24 @@ def bounds(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(made).reindex(rows.index) if made else rows
 
 
+def at_clock(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of steps in bf16 with ``mfu_at_clock`` of the data sheet's rate at their SM clock, by the clock
+    that this rate is of; as they were measured where that is not known."""
+    devices = tables["runs"]["device"].unique() if "runs" in tables else []
+    of_sheet = data_sheet(str(devices[0])).get("tensor_mhz") if len(devices) == 1 else None
+    return rows.assign(mfu_at_clock=rows["mfu"] * of_sheet / rows["sm_clock_mhz"]) if of_sheet else rows
+
+
+def power_cap_w(tables: Tables) -> float:
+    """The power cap, in W, under which the ladders ran."""
+    return tables["ladder.results"]["power_limit_w"].median()
+
+
+def draws_cap(tables: Tables, rows: pd.DataFrame) -> pd.Series:
+    """Which of a ladder's rows draw as much power as the cap lets them."""
+    return rows["power_w"] > 0.95 * power_cap_w(tables)
+
+
 def rates_said(rates: Ceilings) -> str:
     """"777 TFLOP/s, the fastest of 13 runs (the slowest 708)"."""
     many = f", the fastest of {rates.runs} runs (the slowest {digits(rates.least)})"
@@ -214,26 +233,6 @@ def loss_shift(shifts: pd.DataFrame, base: str = "fp32") -> tuple[pd.Series, flo
     return shifts.xs(first, axis="columns", level="seed").abs().mean().drop(base), nearest
 
 
-def fp8_losses(tables: Tables) -> tuple[list[str], dict[str, Any]]:
-    """The sizes that bf16 was trained at from several seeds beside FP8, and of that ``size`` where FP8
-    strays by most, for what seeds do, the ``steps``, FP8's distance from bf16's loss of the same weights
-    (``fp8``), and the least and the largest of two seeds of bf16 (``low``, ``high``): means over steps, nats.
-
-    Raises:
-        LookupError: there is none.
-    """
-    found = {}
-    for place, own in tables["ladder.curves"].groupby(PLACE, sort=False):
-        if {"fp8", LAST} <= {*own["optimization"]} and select(own, optimization=LAST)["seed"].nunique() > 1:
-            shifts, size = shifts_of(own, LAST), Shape(*place).size
-            apart = seeds_apart(shifts[LAST])
-            found[size] = {"size": size, "steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
-                           "low": min(apart), "high": max(apart)}
-    if not found:
-        raise LookupError("FP8 was not trained beside seeds of bf16")
-    return [*found], max(found.values(), key=lambda one: one["fp8"] / one["high"])
-
-
 def all_of_them(rows: pd.DataFrame, clock: str) -> float:
     """How many times faster the last rung's step is than fp32's, by ``wall_ms`` or ``gpu_ms``; nan in wall
     time where fp32's few steps were disturbed: they differ by more than what counts as a gain."""
@@ -245,8 +244,8 @@ def all_of_them(rows: pd.DataFrame, clock: str) -> float:
 
 def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.DataFrame:
     """A row a ladder that has baselines: ``ours``, ``fp32`` (ours with PyTorch's AdamW, before bf16 weights)
-    and ``baseline``, the quickest of the baseline's modes by wall time: wall, deviation, quartiles, steps, SM
-    clock and GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
+    and ``baseline``, the quickest of the baseline's modes by wall time: wall, quartiles, steps, SM clock and
+    GPU time of each; ``faster``, ours than the baseline in wall time, and ``same_faster``, the same
     of ours with its AdamW. And of the latter two the milliseconds of attention's kernels, and whether these
     have the same names.
 
@@ -267,9 +266,9 @@ def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.Data
         own = own.assign(quartiles=quartiles(own))
         for name, rung in {"ours": LAST, "fp32": "cuda_graph", "baseline": baseline}.items():
             row = own.loc[rung]
-            found |= {f"{name}_ms": row["wall_ms"], f"{name}_std_ms": row["wall_std_ms"],
-                      f"{name}_quartiles": row["quartiles"], f"{name}_clock": row["sm_clock_mhz"],
-                      f"{name}_steps": row["steps"], f"{name}_gpu_ms": row["gpu_ms"]}
+            found |= {f"{name}_ms": row["wall_ms"], f"{name}_quartiles": row["quartiles"],
+                      f"{name}_clock": row["sm_clock_mhz"], f"{name}_steps": row["steps"],
+                      f"{name}_gpu_ms": row["gpu_ms"]}
         attention = kernels.merge(pd.DataFrame([shape._asdict() | {"family": "fused attention"}]))
         fp32, other = (attention[attention["optimization"] == rung] for rung in ("cuda_graph", baseline))
         compared.append(found | {
@@ -301,45 +300,11 @@ def baseline_attention(tables: Tables) -> pd.DataFrame:
                        without=(rows["baseline_gpu_ms"] - more) / rows["fp32_gpu_ms"])
 
 
-def by_batch(tables: Tables) -> pd.DataFrame:
-    """Wall time, deviation, quartiles and SM clock of the last step in bf16 and with FP8 (``bf16_ms``,
-    ``fp8_ms``, ...), ``gain`` in GPU time, whether it is ``clear`` (not small, and in wall time more than
-    one step differs by: :func:`stepscope.stats.spread_ms`), and MFU of bf16, of every shape and batch that
-    has both.
-
-    Raises:
-        LookupError: none has.
-    """
-    low, eight = (select(tables["ladder.steps"], optimization=name, wall_ms=pd.Series.notna)
-                  for name in (LAST, "fp8"))
-    both = select(low.merge(eight, on=PLACE, suffixes=("", "_fp8")))
-    other = both.filter(like="_fp8").rename(columns=lambda name: name.removesuffix("_fp8"))
-    wall = both["wall_ms"] - other["wall_ms"]
-    spread = pd.concat([spread_ms(both), spread_ms(other)], axis=1).max(axis=1)
-    gains = both["gpu_ms"] / both["gpu_ms_fp8"]
-    return both[PLACE].assign(
-        tokens=both["batch_size"] * both["context_length"], bf16_ms=both["wall_ms"],
-        bf16_std_ms=both["wall_std_ms"], fp8_ms=both["wall_ms_fp8"], fp8_std_ms=both["wall_std_ms_fp8"],
-        bf16_steps=both["steps"], fp8_steps=both["steps_fp8"], bf16_clock=both["sm_clock_mhz"],
-        fp8_clock=both["sm_clock_mhz_fp8"], bf16_quartiles=quartiles(both),
-        fp8_quartiles=quartiles(other),
-        gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
-
-
-def pays_from(found: pd.DataFrame) -> int | None:
-    """Of :func:`by_batch` the tokens a step from which on FP8 clearly gains at every size; None where it does
-    not."""
-    vain = found.loc[~found["clear"], "tokens"].max()
-    pays = found.loc[~(found["tokens"] <= vain), "tokens"]
-    return int(pays.min()) if len(pays) else None
-
-
 def launch_us(tables: Tables) -> pd.Series:
-    """Microseconds a kernel of all steps that wait for launches more than they compute: of the fastest step,
-    where it is known."""
+    """Microseconds a kernel of the fastest steps of all that wait for launches more than they compute."""
     steps = tables["ladder.steps"]
     waits = steps[launch_bound_rows(steps) & (steps["busy"] < MOSTLY_WAITS)]
-    return fastest_ms(waits) / waits["operations"] * 1e3
+    return waits["wall_min_ms"] / waits["operations"] * 1e3
 
 
 def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
@@ -374,16 +339,18 @@ def costs(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: no joules are known.
     """
-    found = {}
-    for shape, rows in at_context(tables).items():
-        rate, joules = (timed(rows, [LAST])[name].sum(min_count=1) for name in ("tokens_per_s", "step_j"))
-        each = joules / (shape.batch_size * shape.context_length)
-        found[shape.size] = {"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
-                             "billion_kwh": 1e9 * each / 3.6e6}
-    costs = pd.DataFrame(found).T.dropna()
-    if costs.empty:
+    last = {shape.size: timed(rows, [LAST]) for shape, rows in at_context(tables).items()}
+    found = cost_of(pd.concat(last).droplevel("optimization")).dropna()
+    if found.empty:
         raise LookupError("no joules of a last step")
-    return costs
+    return found
+
+
+def cost_of(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of steps with ``tokens_per_s`` and ``power_w`` the columns of :func:`costs`."""
+    rate, each = rows["tokens_per_s"], rows["power_w"] / rows["tokens_per_s"]
+    return pd.DataFrame({"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
+                         "billion_kwh": 1e9 * each / 3.6e6})
 
 
 def without(tables: Tables) -> dict[Shape, pd.Series]:
@@ -405,4 +372,49 @@ def without(tables: Tables) -> dict[Shape, pd.Series]:
             found[shape] = pd.Series(ratios, dtype=float)
     if not found:
         raise LookupError("no step without one of the changes")
+    return found
+
+
+def two_batches(tables: Tables) -> pd.DataFrame:
+    """The largest size's last step at the batch at which steps are compared, and at the largest measured."""
+    shape, _ = largest_ladder(tables)
+    own = select(tables["ladder.steps"], size=shape.size, context_length=shape.context_length,
+                 vocab_size=shape.vocab_size, optimization=[LAST, FILLED], wall_ms=pd.Series.notna)
+    compared = own["batch_size"].eq(shape.batch_size) & own["optimization"].eq(LAST)
+    return own.loc[[compared.idxmax(), own["batch_size"].idxmax()]]
+
+
+def measured_again(tables: Tables) -> dict[str, list[float]]:
+    """By size, how far GPU times of one and the same step are apart that was measured twice in a process,
+    under the power cap: without bf16 weights the last step is that of the CUDA graph, without bf16 moments
+    that of bf16 weights.
+
+    Raises:
+        LookupError: none was.
+    """
+    found: dict[str, list[float]] = {}
+    for shape, rows in ladders(tables).items():
+        for again, rung in (("without_bf16_weights", "cuda_graph"), ("without_bf16_moments", "bf16_weights")):
+            own = timed(rows, [rung, again])
+            if len(own) == 2 and draws_cap(tables, own).all():
+                found.setdefault(shape.size, []).append(own["gpu_ms"].max() / own["gpu_ms"].min() - 1)
+    if not found:
+        raise LookupError("no step was measured twice under the power cap")
+    return found
+
+
+def made_to_fit(tables: Tables) -> dict[Shape, str]:
+    """Of shapes that ran out of memory with each rung that was tried until one, and fitted with it: that one.
+
+    Raises:
+        LookupError: there is none.
+    """
+    found = {}
+    for place, rows in select(tables["ladder.steps"], optimization=[*RUNGS]).groupby(PLACE, sort=False):
+        status = rows.set_index("optimization")["status"].reindex([*RUNGS]).dropna()
+        fits = status.index[status == "ok"]
+        if len(fits) and fits[0] != status.index[0] and (status[:fits[0]].iloc[:-1] == "oom").all():
+            found[Shape(*place)] = fits[0]
+    if not found:
+        raise LookupError("every shape fitted with its first rung, or with none")
     return found

@@ -1,6 +1,5 @@
 """The ladder's tables: what is in a run's files, and what is printed of all runs."""
 import math
-from collections.abc import Iterable
 
 import pandas as pd
 import pandera.pandas as pa
@@ -16,7 +15,6 @@ from stepscope.studies.ladder.config import (
     FILLED,
     LEFT_OUT,
     MEASURES,
-    OF_BEFORE,
     RUNGS,
     SCRIPT,
     WITHOUT,
@@ -27,10 +25,10 @@ from stepscope.studies.ladder.rows import (
     PLACE,
     Shape,
     all_of_them,
+    at_clock,
     at_context,
     at_longest,
     baseline_attention,
-    by_batch,
     by_tokens,
     ceilings,
     costs,
@@ -46,6 +44,7 @@ from stepscope.studies.ladder.rows import (
     with_baseline,
     without,
 )
+from stepscope.studies.ladder.rows_fp8 import by_batch
 
 CONFIG = ("size", "context_length", "vocab_size")
 CASE = ("optimization", "batch_size")
@@ -54,9 +53,8 @@ KEY = {"optimization": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
     "steps": tidy(
-        CASE, **KEY, status=word(*STATUSES), reason=word(), **{name: measured() for name in MEASURES},
-        **{name: measured(required=False) for name in (*ADDED, *OF_BEFORE)},
-        unsteady=word(required=False)),
+        CASE, **KEY, status=word(*STATUSES), reason=word(), unsteady=word(),
+        **{name: measured() for name in (*MEASURES, *ADDED)}),
     "kernels": tidy((*CASE, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
 }
@@ -80,10 +78,10 @@ NAMES = {"fp32": "fp32, naive attention", "tf32": "TF32", "bf16": "bf16 autocast
 HEADINGS = {
     "context_length": "context", "batch_size": "batch", "tokens": "tokens a step", "fp8_ms": "FP8, ms",
     "gain": "faster, x", "busy": "busy, %", "operations": "kernels, n", "steps": "steps, n",
-    "wall_std_ms": "std, ms", "tokens_per_s": "speed, tokens/s", "vocab_size": "vocabulary",
+    "tokens_per_s": "speed, tokens/s", "vocab_size": "vocabulary",
     "mfu": "MFU, %", "mfu_measured": "of a large matmul, %", "mfu_at_clock": "at its clock, %",
-    "compile_s": "compiling, s", "bf16_mfu": "MFU of bf16, %", "bf16_std_ms": "std of bf16, ms",
-    "fp8_std_ms": "std of FP8, ms", "quartiles": "quartiles, ms", "best_ms": "at best, ms",
+    "compile_s": "compiling, s", "bf16_mfu": "MFU of bf16, %", "quartiles": "quartiles, ms",
+    "best_ms": "at best, ms",
     "bf16_quartiles": "quartiles of bf16, ms", "fp8_quartiles": "quartiles of FP8, ms",
     "bf16_clock": "SM clock of bf16, MHz", "fp8_clock": "SM clock of FP8, MHz"}
 
@@ -95,24 +93,15 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def _walls(rows: pd.DataFrame) -> pd.DataFrame:
-    """Steps as tables tell their wall times: with quartiles in place of the deviation, where they are known,
-    and ``best_ms`` of those that are launch-bound."""
-    known = quartiles(rows)
-    best = rows.reindex(columns=["wall_min_ms"])["wall_min_ms"].where(launch_bound_rows(rows))
-    return rows.assign(quartiles=known, best_ms=best, wall_std_ms=rows["wall_std_ms"].where(known.isna()))
+    """Steps as tables tell their wall times: with ``quartiles``, and ``best_ms`` of those that are
+    launch-bound."""
+    return rows.assign(quartiles=quartiles(rows), best_ms=rows["wall_min_ms"].where(launch_bound_rows(rows)))
 
 
 def _capped_clock(rows: pd.DataFrame) -> pd.Series:
     """The rows' SM clock, where the power cap held that of any down; else of none."""
     clocks = rows["sm_clock_mhz"]
     return clocks if clocks.min() < AT_CAP * clocks.max() else clocks * math.nan
-
-
-def _spread(rows: pd.DataFrame, names: Iterable[str]) -> dict[str, str]:
-    """Of each name's columns that which says its spread: "<name>_quartiles" where it is known, else
-    "<name>_std_ms"; as both are called."""
-    return {name: f"{name}_quartiles" if rows[f"{name}_quartiles"].notna().any() else f"{name}_std_ms"
-            for name in names}
 
 
 def _named(rows: pd.DataFrame, heading: str = "optimization") -> pd.DataFrame:
@@ -131,7 +120,7 @@ def ladder_steps(tables: Tables) -> pd.DataFrame:
     _, rows = largest_ladder(tables)
     own = _walls(timed(rows, [*RUNGS, *BASELINES]))
     own = own.assign(gain=[gain(rows, rung) for rung in own.index])
-    printed = _headed(own, "wall_ms", "wall_std_ms", "quartiles", "best_ms", "steps", "gpu_ms",
+    printed = _headed(own, "wall_ms", "quartiles", "best_ms", "steps", "gpu_ms",
                       "replayed_ms", "gain", "busy", "operations", "tokens_per_s", "mfu", "peak_gib",
                       "reserved_gib", "power_w", "sm_clock_mhz", "compile_s")
     return table(_named(printed), bold=("min", "column", "wall, ms", "GPU time, ms"))
@@ -168,8 +157,8 @@ def which_at_tokens(tables: Tables) -> pd.DataFrame:
                             for shape, gains in found.items()}).reindex(AT_TOKENS).dropna(how="all")
     heading = f"context {next(iter(found)).context_length:,}, tokens a step"
     return table(_named(printed, heading), unit="x", note=(
-        "As above; FP8 is beside the last step. –: less than steps differ by, or one of the two did not fit"
-        " or was not measured."))
+        "As above; FP8 over the step with bf16 moments. –: less than steps differ by, or one of the two did"
+        " not fit or was not measured."))
 
 
 def which_without(tables: Tables) -> pd.DataFrame:
@@ -177,8 +166,9 @@ def which_without(tables: Tables) -> pd.DataFrame:
     ratios = {f"{shape.size} {shape.context_length:,}": own for shape, own in without(tables).items()}
     printed = pd.DataFrame(ratios).reindex(LEFT_OUT).dropna(how="all")
     return table(_named(printed, "the last step without"), unit="x", note=(
-        "GPU time, without the CUDA graph wall time. Without bf16 weights there are no bf16 moments either."
-        " –: less than steps differ by, or not measured."))
+        "GPU time, without the CUDA graph wall time. Compiling fuses naive attention's mask and softmax, too."
+        " Without bf16 weights, and so bf16 moments, it is the CUDA graph's step again, without bf16 moments"
+        " that of bf16 weights. –: less than steps differ by, or not measured."))
 
 
 def cost(tables: Tables) -> pd.DataFrame:
@@ -217,14 +207,14 @@ def fast_step(tables: Tables) -> pd.DataFrame:
     if scripts:
         same = "the ladder's, to its CUDA graph, ms"
         own = _walls(pd.concat(scripts, ignore_index=True)).rename(columns={"same_ms": same})
-        return table(_headed(own, "size", "wall_ms", "wall_std_ms", "quartiles", "steps", "gpu_ms",
+        return table(_headed(own, "size", "wall_ms", "quartiles", "steps", "gpu_ms",
                              "operations", "peak_gib", same),
                      note="The last column is the ladder's step of the same lines.")
     found, counts = {}, []
     for shape, rows in (smallest_ladder(tables), largest_ladder(tables)):
         own = _walls(rows.reindex(RUNGS[:-2]))
         counts.append(own["steps"])
-        found |= {f"{shape.size}, ms": own["wall_ms"], f"std of {shape.size}, ms": own["wall_std_ms"],
+        found |= {f"{shape.size}, ms": own["wall_ms"],
                   f"quartiles of {shape.size}, ms": own["quartiles"],
                   f"{shape.size} at best, ms": own["best_ms"],
                   f"SM clock of {shape.size}, MHz": _capped_clock(own)}
@@ -243,7 +233,7 @@ def launch_cure(tables: Tables) -> pd.DataFrame | None:
     own = timed(rows, [*kinds])
     if len(own) < len(kinds):
         return None
-    printed = _headed(_walls(own), "operations", "wall_ms", "wall_std_ms", "quartiles", "best_ms", "steps",
+    printed = _headed(_walls(own), "operations", "wall_ms", "quartiles", "best_ms", "steps",
                       "gpu_ms", "busy")
     heading = f"{shape.size}, context {shape.context_length}, bf16"
     return table(printed.set_axis(pd.Index(kinds.values(), name=heading)))
@@ -255,10 +245,9 @@ def baselines(tables: Tables) -> pd.DataFrame:
     rows = with_baseline(tables, modes)
     words = {"ours": ("ours", "of ours"), "fp32": ("ours with PyTorch's AdamW", "with it"),
              "baseline": ("Hugging Face", "of Hugging Face")}
-    spread, names = _spread(rows, words), _place(rows)
+    names = _place(rows)
     for name, (said, of) in words.items():
-        kind = "std" if spread[name].endswith("std_ms") else "quartiles"
-        names |= {f"{name}_ms": f"{said}, ms", spread[name]: f"{kind} {of}, ms",
+        names |= {f"{name}_ms": f"{said}, ms", f"{name}_quartiles": f"quartiles {of}, ms",
                   f"{name}_clock": f"clock {of}, MHz"}
     steps = pd.concat([rows[f"{name}_steps"] for name in words])
     note = (f"Medians of {counted(steps)} steps, with the SM clock of each; the quicker of"
@@ -282,11 +271,11 @@ def baselines_attention(tables: Tables) -> pd.DataFrame:
 def fp8_batches(tables: Tables) -> pd.DataFrame:
     """FP8 beside bf16's last step: a row a size and batch."""
     rows = by_batch(tables)
-    spread = _spread(rows, ("bf16", "fp8"))
     told = rows["gain"].where((rows["gain"] - 1).abs() >= LEAST_GAIN)
     steps = counted(pd.concat([rows["bf16_steps"], rows["fp8_steps"]]))
-    return table(_headed(rows.assign(gain=told), "size", "batch_size", "tokens", "bf16_ms", spread["bf16"],
-                         "bf16_clock", "fp8_ms", spread["fp8"], "fp8_clock", "gain", "bf16_mfu"), note=(
+    return table(_headed(rows.assign(gain=told), "size", "batch_size", "tokens", "bf16_ms",
+                         "bf16_quartiles", "bf16_clock", "fp8_ms", "fp8_quartiles", "fp8_clock", "gain",
+                         "bf16_mfu"), note=(
         f"Faster: in GPU time, –: by under {number(LEAST_GAIN, '%')}. Wall times are medians of {steps}"
         " steps."))
 
@@ -297,14 +286,14 @@ def mfu(tables: Tables) -> pd.DataFrame:
     order = [*RUNGS, FILLED]
     steps = select(tables["ladder.steps"], optimization=order, wall_ms=pd.Series.notna)
     steps = steps.sort_values("optimization", key=lambda names: names.map(order.index), kind="stable")
-    own, note = _walls(select(steps.groupby(PLACE, sort=False).tail(1))), ""
+    own, note = _walls(at_clock(tables, select(steps.groupby(PLACE, sort=False).tail(1)))), ""
     if own["mfu"].notna().any():
         rates, sheet = ceilings(tables, _run(own)), tables["ladder.results"]["sheet_bf16"].median()
         own["mfu_measured"] = own["mfu"] * sheet / rates.matmul
         note = f"A large matmul's rate: {rates_said(rates)}."
     own["optimization"] = own["optimization"].map(NAMES)
     printed = _headed(own, "optimization", "size", "context_length", "vocab_size", "batch_size", "wall_ms",
-                      "wall_std_ms", "quartiles", "best_ms", "steps", "tokens_per_s", "mfu", "mfu_measured",
+                      "quartiles", "best_ms", "steps", "tokens_per_s", "mfu", "mfu_measured",
                       "mfu_at_clock", "sm_clock_mhz", "power_w", "peak_gib", "reserved_gib")
     return table(printed, rows=2 * MOST_ROWS, note=note)
 

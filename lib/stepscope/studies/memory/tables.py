@@ -17,7 +17,6 @@ from stepscope.report.shapes import (
     largest,
     reference,
     select,
-    steps_timed,
 )
 from stepscope.report.tables import counted, headed, table
 from stepscope.studies.memory.config import Config
@@ -51,9 +50,10 @@ SCHEMAS = {
         ("mode", "blocks", "checkpoint_policy"), mode=word(*PHASES), blocks=WHOLE, checkpoint_policy=word(),
         **OUTCOME,
         **{name: measured() for name in (
-            "blocks_per_checkpoint", "wall_ms", "gpu_ms", "busy", "peak_gib", "reserved_gib", "predicted_gib",
-            "state_gib", "block_runs", "expected_runs", "expected_saved_gib")},
-        steps=measured(required=False), wall_std_ms=measured(required=False), unsteady=word(required=False)),
+            "blocks_per_checkpoint", "steps", "wall_ms", "wall_std_ms", "gpu_ms", "busy", "peak_gib",
+            "reserved_gib", "predicted_gib", "state_gib", "block_runs", "expected_runs",
+            "expected_saved_gib")},
+        unsteady=word()),
 }
 
 
@@ -257,7 +257,7 @@ def _measured(tables: Tables, rows: pd.DataFrame) -> str:
         what += ", forward and backward"
     if rows["context_length"].nunique() == 1:
         what += f", context {first['context_length']:,}"
-    steps = steps_timed(tables, rows)
+    steps = rows["steps"]
     what += f"; steps timed: {counted(steps)}, captured: 1" * bool(steps.notna().any())
     few = ", too few to leave out one that was disturbed" if steps.min() < FEW else ""
     return f"{what}{few}."

@@ -5,7 +5,7 @@ import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
-from stepscope.report.shapes import MODES, PLAIN, PRECISION_NAMES, by_size, reference, select, steps_timed
+from stepscope.report.shapes import MODES, PLAIN, PRECISION_NAMES, by_size, reference, select
 from stepscope.report.tables import counted, number, table, wall_cell
 from stepscope.stats import LOST, launch_bound
 from stepscope.traces.families import MATMUL, is_cast
@@ -141,7 +141,7 @@ def precision_times(tables: Tables) -> pd.DataFrame:
 def precision_walls(tables: Tables) -> pd.DataFrame:
     """Wall times of fp32 and bf16 at the reference context, by size."""
     rows = select(walls(tables), precision=["fp32", "bf16"], context_length=reference)
-    steps = counted(steps_timed(tables, rows[rows["phase"] == WHOLE]))
+    steps = counted(rows.loc[rows["phase"] == WHOLE, "steps"])
     made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
     return table(made, note=(
         f"Wall time, median (quartiles) of {steps} steps, context {context(tables):,}. Forward and backward"
@@ -151,7 +151,7 @@ def precision_walls(tables: Tables) -> pd.DataFrame:
 def precision_shapes(tables: Tables) -> pd.DataFrame:
     """The same of every shape and precision, with what the full step makes and holds."""
     rows = walls(tables)
-    steps = counted(steps_timed(tables, rows[rows["phase"] == WHOLE]))
+    steps = counted(rows.loc[rows["phase"] == WHOLE, "steps"])
     return table(_spread(rows), rows=100, note=(
         f"Wall time, median (quartiles) of {steps} steps; tokens and memory are the full step's."))
 
@@ -258,7 +258,7 @@ def reading(times: pd.DataFrame, device: str) -> str:
         return f"In bf16 a full step does not run here: {step['reason']}."
     kernels = ""
     if device == "cuda" and pd.notna(step["gpu_ms"]):
-        waits = launch_bound(step["busy"], step.get("enqueue_ms", float("nan")), step["gpu_ms"])
+        waits = launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"])
         bound = "launch" if waits else "GPU"
         kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
     said = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."

@@ -30,8 +30,8 @@ SCHEMAS = {
                        count=pa.Column("int64", pa.Check.ge(1), coerce=True), total_ns=_NS),
     "clocks": tidy(CLOCK, mode=_MODE, phase=word(), step=pa.Column("int64", pa.Check.ge(0), coerce=True),
                    captured=pa.Column(bool, coerce=True), **{name: measured() for name in (
-                       "wall_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns", "operations")},
-                   enqueue_ms=measured(required=False)),
+                       "wall_ms", "enqueue_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns",
+                       "operations")}),
     "timeline": tidy(LANE, mode=word(*PHASES, REPLAYED), family=word(), launch_ns=_ANY_NS,
                      launch_duration_ns=_NS, start_ns=_ANY_NS, duration_ns=_NS),
 }
@@ -54,17 +54,15 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
 
 def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) -> pd.DataFrame:
     """By mode and phase in ms, medians: plain_ms (wall time without a profiler; of whole modes) and its
-    enqueue_ms, and of
-    captured steps host_ms (between push and pop), projected_ms (first operation to last), gpu_ms, and the
-    number of operations."""
+    enqueue_ms, and of captured steps host_ms (between push and pop), projected_ms (first operation to last),
+    gpu_ms, and the number of operations."""
     captured = clocks["captured"].astype(bool)
     names = {"host_ns": "host_ms", "projected_ns": "projected_ms", "busy_ns": "gpu_ms"}
     groups = clocks[captured].groupby(list(keys), sort=False)
     table = groups[list(names)].median().div(1e6).rename(columns=names)
     plain = clocks[~captured].groupby(list(keys))
     table.insert(0, "plain_ms", plain["wall_ms"].median())
-    if "enqueue_ms" in clocks:  # records of before lack it
-        table.insert(1, "enqueue_ms", plain["enqueue_ms"].median())
+    table.insert(1, "enqueue_ms", plain["enqueue_ms"].median())
     return table.assign(operations=groups["operations"].median()).reset_index()
 
 
