@@ -224,7 +224,8 @@ def test_an_unsteady_case_takes_its_own_single_steps_along_and_no_others():
     samples = pd.DataFrame([odd, *(odd | {name: other} for name, other in others.items())]).assign(wall_ms=1.0)
     times = samples.assign(unsteady=["odd", *[""] * len(others)])
     tables = {"benchmark.samples": samples, "benchmark.times": times, "benchmark.operations": samples.rename(columns={"wall_ms": "gpu_ms"}),
-              "benchmark.memory": samples.drop(columns="wall_ms"), "benchmark.results": samples[["run_id", "wall_ms"]], "benchmark_more.samples": samples}
+              "benchmark.memory": samples.drop(columns="wall_ms"), "benchmark.results": samples[["run_id", "wall_ms"]].assign(unsteady=["step: odd", *[np.nan] * len(others)]),
+              "benchmark_more.samples": samples}
     kept = {name: len(table) for name, table in load.steady(tables).items()}
     assert kept == dict(zip(tables, (5, 5, 5, 6, 6, 6)))
     assert load.steady(tables)["benchmark.samples"].index.tolist() == [1, 2, 3, 4, 5]

@@ -186,17 +186,19 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
 def steady(tables: Tables) -> Tables:
     """The same without what a run has marked as unsteady: of that nothing is said, drawn or tabled but its
     name. Nor of its single steps and its kernels, in the other tables with times of the same run and case."""
+    # A run's results repeat in one cell what its rows say, and are no case that was timed.
+    marked = {name: table for name, table in tables.items() if "unsteady" in table and not name.endswith(".results")}
     kept = {}
     for name, table in tables.items():
         study = name.partition(".")[0]
-        odd = [own[own["unsteady"] != ""] for other, own in tables.items()
-               if other.partition(".")[0] == study and "unsteady" in own and "run_id" in own]
-        for rows in [] if "unsteady" in table or not {*TIMED} & {*table} else odd:
+        odd = [own[own["unsteady"] != ""] for other, own in marked.items()
+               if other.partition(".")[0] == study and "run_id" in own]
+        for rows in [] if name in marked or not {*TIMED} & {*table} else odd:
             keys = [key for key in ("run_id", *CASES) if key in rows and key in table]
             if len(rows) and len(keys) > 1 and "run_id" in keys:
                 own = pd.MultiIndex.from_frame(table[keys])
                 table = table[~own.isin(pd.MultiIndex.from_frame(rows[keys]))]
-        kept[name] = table[table["unsteady"] == ""] if "unsteady" in table else table
+        kept[name] = table[table["unsteady"] == ""] if name in marked else table
     return kept
 
 
