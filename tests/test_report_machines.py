@@ -296,6 +296,23 @@ def test_of_a_step_that_two_studies_measured_the_medians_furthest_apart_are_told
     assert claims_across.two_processes(tables | {"ladder.steps": near}) is None
 
 
+def test_a_division_that_trained_weights_make_slower_is_told_with_what_it_does_to_both_clocks():
+    """Summed over phases; at the shape where it is most; not where the step waits or the clock is low, nor of as much."""
+    div = "void elementwise_kernel<BinaryFunctor<float, float, float, binary_internal::DivFunctor<float>>>"
+    rows = [("xl", 50.0, div), ("xl", 10.0, div), ("small", 3.0, div), ("xl", 900.0, "MulFunctor")]
+    operations = pd.DataFrame([_step(size, name=name, gpu=gpu) for size, gpu, name in rows])
+    bf16 = operations.assign(precision="bf16", gpu_ms=[60.0, 15.0, 9.0, 100.0])
+    times = pd.DataFrame([_step("xl", precision="bf16", gpu=510.0, wall=500.0, busy=1.02), _step("small", precision="bf16"), _step("xl", precision="tf32")])
+    tables = {"benchmark.operations": operations, "mixed_precision.operations": bf16, "mixed_precision.times": times.assign(sm_clock_mhz=1980.0)}
+    said = claims_across.division_slower(tables)
+    assert said == {"size": "xl", "context": 512, "before": 60.0, "after": 75.0, "share": pytest.approx(15 / 510), "over": pytest.approx(0.02)}
+    capped = times.assign(sm_clock_mhz=[1700.0, 1980.0, 1980.0])
+    for name, other in {"mixed_precision.times": capped, "mixed_precision.operations": bf16.assign(gpu_ms=operations["gpu_ms"] * 1.05)}.items():
+        assert claims_across.division_slower(tables | {name: other}) is None
+    waits = times.assign(sm_clock_mhz=1980.0, busy=0.9)
+    assert claims_across.division_slower(tables | {"mixed_precision.times": waits}) is None
+
+
 def test_a_greater_rate_and_a_shorter_time_are_faster(monkeypatch):
     here = pd.DataFrame([(unit, "of it", unit, 8.0) for unit in ("TFLOP/s", "TB/s", "ms", "us")], columns=["what", "shape", "unit", "value"])
     there = here.assign(value=[10.0, 4.0, 10.0, 4.0])

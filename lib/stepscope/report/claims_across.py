@@ -5,7 +5,7 @@ from stepscope.config import WHOLE, StepConfig
 from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
 from stepscope.model.flops import parameter_count
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import PLAIN, PRECISION_NAMES, SHAPE, having, largest, reference, select
+from stepscope.report.shapes import ORDER, PLAIN, PRECISION_NAMES, SHAPE, having, largest, reference, select
 from stepscope.report.tables_across import with_reference
 from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
 from stepscope.studies.attention.memory import SQUARES
@@ -115,6 +115,25 @@ def two_processes(tables: Tables) -> Claim:
     return {"precision": PRECISION_NAMES[row["precision"]], "size": row["size"],
             "context": int(row["context_length"]), "ladder": row["wall_ms"], "waited": row["wall_ms_other"],
             "ladder_gpu": row["gpu_ms"], "waited_gpu": row["gpu_ms_other"]}
+
+
+def division_slower(tables: Tables) -> Claim:
+    """The division of naive attention's softmax, in fp32 under autocast, too, takes longer where quotients are
+    too small for a normal float: in mixed_precision's bf16 step, whose weights more steps on one batch have
+    trained, beside benchmark's; at the shape where it is most. And by how much that step's captured ones, the
+    last there, take longer than timed ones' wall time, though the clock is at its highest."""
+    ms = {study: select(tables[f"{study}.operations"], PLAIN, mode="step", precision=precision,
+                        name=lambda names: names.str.contains("DivFunctor")).groupby([*ORDER])["gpu_ms"].sum()
+          for study, precision in (("benchmark", "fp32"), ("mixed_precision", "bf16"))}
+    both = pd.DataFrame(ms).dropna()
+    shape = (both["mixed_precision"] - both["benchmark"]).idxmax()
+    before, after = both.loc[shape]
+    steps = select(tables["mixed_precision.times"], PLAIN, mode="step", phase=WHOLE)
+    bf16 = select(steps, precision="bf16", **dict(zip(ORDER, shape))).iloc[0]
+    if after < 1.1 * before or bf16["busy"] < 1.01 or bf16["sm_clock_mhz"] < steps["sm_clock_mhz"].max():
+        return None
+    return {"size": bf16["size"], "context": int(bf16["context_length"]), "before": before, "after": after,
+            "share": (after - before) / bf16["gpu_ms"], "over": bf16["busy"] - 1}
 
 
 # What a machine without a GPU can say
