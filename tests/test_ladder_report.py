@@ -10,9 +10,10 @@ from reports import said
 from stepscope.config import StepConfig
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.report import claims_across
+from stepscope.report.claims import collect
 from stepscope.report.style import svg
 from stepscope.report.tables import markdown, quartiles
-from stepscope.studies.ladder import claims, claims_fp8, figures, parts, rows_fp8, tables
+from stepscope.studies.ladder import claims, claims_fp8, claims_parts, figures, parts, rows_fp8, tables
 from stepscope.studies.ladder import rows as ladder_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, RUNGS
 
@@ -117,11 +118,11 @@ def public(module):
 
 
 # Of what these rows have not; tests/test_reference.py has them on the reference.
-NOT_HERE = {"attention_chosen", "few_steps", "first_mask", "fits_with", "fp8_gradient_worst", "fp8_strays", "fp8_trains_where",
+NOT_HERE = {"attention_chosen", "few_steps", "first_mask", "fits_with", "fp8_gradient_worst", "fp8_strays", "fp8_trains_where", "fp8_vain",
             "last_attention", "reserved_last", "rung_graph"}
 
 
-@pytest.mark.parametrize("say", [*public(claims), *public(claims_fp8), *tables.PRINTED.values(), *public(figures)])
+@pytest.mark.parametrize("say", [*public(claims), *public(claims_fp8), *public(claims_parts), *tables.PRINTED.values(), *public(figures)])
 def test_all_is_said_of_a_campaign_and_nothing_without_data(complete, say):
     if say.__name__ in NOT_HERE:
         with suppress(LookupError):
@@ -138,7 +139,7 @@ def test_all_is_said_of_a_campaign_and_nothing_without_data(complete, say):
         say({})
 
 
-@pytest.mark.parametrize("say", [*public(claims), *public(claims_fp8), *tables.PRINTED.values()])
+@pytest.mark.parametrize("say", [*public(claims), *public(claims_fp8), *public(claims_parts), *tables.PRINTED.values()])
 def test_what_failed_and_the_order_of_rows_change_nothing(complete, say):
     """A step, a whole ladder, a larger batch and a run's checks that failed; all rows in another order."""
     steps, results = complete["ladder.steps"], complete["ladder.results"]
@@ -173,22 +174,22 @@ def test_what_the_first_screen_says(campaign):
     assert (bound["size"], bound["runs"]) == ("2.7B", 2) and bound["bound"] == pytest.approx(54 + 20 * 3.41 / 4.2, rel=0.01)
     assert claims.graph_small(campaign) == {
         "size": "small", "gain": pytest.approx(21.3 / 6.45), "before": pytest.approx(0.9 * 21.3), "after": 6.45}
-    assert claims.graph_large(campaign) == {"size": "2.7B"}
+    assert claims.graph_large(campaign) == {"size": "2.7B", "gain": pytest.approx(110 / 109)}
 
 
 def test_under_the_cap_the_step_is_held_against_what_a_matmul_keeps_up_and_time_against_energy(campaign):
     _, parts_, _ = parts.last_step(campaign)
-    found, own = claims.last_kept_up(campaign), parts_.loc["matmuls"]
-    assert found["kept_up"] == pytest.approx(own["bound_ms"] * 770 / 667) and found["matmuls"] == own["ms"]
+    found, own = claims_parts.last_kept_up(campaign), parts_.loc["matmuls"]
+    assert found["kept_up"] == pytest.approx(own["bound_ms"] * 770 / 667) and found["matmuls"] == own["ms"] and found["clock"] == 1515
     results = campaign["ladder.results"]
-    assert claims.last_kept_up(campaign | {"ladder.results": results.assign(kept_up_tflops=1.1 * results["kept_up_tflops"])}) is None
-    energy = claims.last_joules(campaign)
+    assert claims_parts.last_kept_up(campaign | {"ladder.results": results.assign(kept_up_tflops=1.1 * results["kept_up_tflops"])}) is None
+    energy = claims_parts.last_joules(campaign)
     assert energy["joules"] == pytest.approx(1 - 89.6 / 109) and energy["wall"] == pytest.approx(1 - 89.6 / 109)
     assert (energy["before_j"], energy["after_j"]) == pytest.approx((0.69 * 109, 0.69 * 89.6))
     steps = campaign["ladder.steps"]
-    for column, value in (("step_j", 10.0), ("power_w", 500.0)):
+    for column, value in (("power_w", 735.0), ("power_w", 500.0)):
         odd = steps.assign(**{column: steps[column].mask(steps["optimization"].eq("cuda_graph"), value)})
-        assert claims.last_joules(campaign | {"ladder.steps": odd}) is None
+        assert claims_parts.last_joules(campaign | {"ladder.steps": odd}) is None
 
 
 def test_what_makes_a_step_fit_is_told(campaign):
@@ -215,10 +216,10 @@ def test_attention_is_told_at_two_contexts_where_the_longer_is_faster(campaign):
         steps = campaign["ladder.steps"].query("size == '2.7B' and context_length == 512").assign(context_length=1024)
         return campaign | {name: pd.concat([campaign[name], longer]) for name, longer in (("ladder.steps", steps), ("ladder.kernels", kernels))}
 
-    found = claims.last_attention(both())
+    found = claims_parts.last_attention(both())
     assert (found["context"], found["longer"]) == (512, 1024)
     assert found["long_rate"] / found["rate"] == pytest.approx(4 * (1025 / 2048) / (513 / 1024))
-    assert claims.last_attention(both(slower=3.5)) is None
+    assert claims_parts.last_attention(both(slower=3.5)) is None
 
 
 def test_the_same_steps_again_and_what_a_process_makes_of_compiling_and_of_its_memory(campaign):
@@ -268,11 +269,11 @@ def test_the_parts_of_the_last_step_add_up_to_its_wall_time(campaign):
     assert found.loc["matmuls", "flops"] == pytest.approx(54 * 770e9 - causal)
     assert found.loc["matmuls", "tflops"] == pytest.approx(found.loc["matmuls", "flops"] / 60e9)
     assert found.loc["AdamW", "tb_s"] == pytest.approx(20 * parameter_count(config) / 18e9)
-    told = claims.last_largest(campaign)
+    told = claims_parts.last_largest(campaign)
     assert (told["part"], told["most"]) == ("matmuls", found.loc["matmuls", "over"]) and told["wall"] == pytest.approx(89.6)
     kernels = campaign["ladder.kernels"]
     kernels.loc[(kernels["optimization"] == RUNGS[-1]) & (kernels["family"] == "optimizer"), "gpu_ms"] = 30
-    assert claims.last_largest(campaign)["part"] == "AdamW"
+    assert claims_parts.last_largest(campaign)["part"] == "AdamW"
     printed = tables.last_parts(campaign)
     assert printed.loc["the step", "ms"] == pytest.approx(89.6) and printed.loc["matmuls", "with FP8, ms"] == 42
 
@@ -294,7 +295,7 @@ def test_the_roofline_has_the_bytes_of_each_product_and_the_wall_of_launches(cam
     size, operations, launch, wall = parts.launch_wall(campaign)
     assert (size, operations) == ("small", 400) and launch == pytest.approx(0.9 * 21.3 / 0.4)
     assert wall == pytest.approx(step_flops(config) / (0.9 * 21.3e9))
-    assert claims.roofline_wall(campaign) == {"size": "small", "operations": 400, "launch": launch}
+    assert claims_parts.roofline_wall(campaign) == {"size": "small", "operations": 400, "launch": launch}
 
 
 def test_gains_by_tokens_are_of_sizes_at_several_batches(campaign, complete):
@@ -482,8 +483,10 @@ def test_what_the_evidence_says(campaign):
     slower = tables.baselines(campaign | {"ladder.steps": halved})["ours faster, x"]
     assert list(slower) == pytest.approx(list(printed / 2)), "where ours is slower, it is told"
     assert claims_fp8.fp8_small_batch(campaign) == {"size": "2.7B", "batch": 4, "saved": 18, "added": 19}
-    assert claims_fp8.fp8_large_batch(campaign) == {
-        "tokens": 8 * 512, "sizes": "2.7B", "low": pytest.approx(165 / 155), "high": pytest.approx(600 / 497)}
+    assert claims_fp8.fp8_pays(campaign) is None, "not at batch 4"
+    larger = campaign | {"ladder.steps": steps[~(steps["optimization"].eq("fp8") & steps["batch_size"].eq(4))]}
+    assert claims_fp8.fp8_pays(larger) == {
+        "sizes": "2.7B", "least": 8 * 512, "most": 32 * 512, "low": pytest.approx(165 / 155), "high": pytest.approx(600 / 497)}
     assert claims_fp8.fp8_gradient(campaign) == {
         "size": "2.7B", "fp8": 0.7, "bf16": 0.07, "trained_fp8": 0.03, "trained_bf16": 0.02}
     assert claims_fp8.fp8_gradient_worst(campaign) is None, "the largest itself"
@@ -493,15 +496,15 @@ def test_what_the_evidence_says(campaign):
     assert claims_fp8.fp8_gradient(both) == claims_fp8.fp8_gradient(campaign)
     assert claims_fp8.fp8_gradient_worst(both) == {"size": "xl", "fp8": 0.025, "bf16": 0.005}
     assert claims_fp8.fp8_training(campaign)["most"] == pytest.approx(0.02 / 5.55)
-    assert claims.ridge(campaign) == {
+    assert claims_parts.ridge(campaign) == {
         "fp32": 51, "bf16": 770, "copy": 4.2, "fp32_ridge": 51 / 4.2, "bf16_ridge": 770 / 4.2}
-    assert claims.last_power(campaign) == {"power": 690, "cap": 700, "clock": 1665, "full": 1980}
+    assert claims_parts.last_power(campaign) == {"power": 690, "cap": 700, "clock": 1665, "full": 1980}
     assert claims.power(campaign) == {"size": "2.7B", "context": 512, "first": "compiled blocks", "last": "bf16 moments", "cap": 700, "low": 1665, "high": 1665, "full": 1980}
     steps = campaign["ladder.steps"]
     last = steps["optimization"].eq("bf16_moments") & steps["size"].eq("2.7B")
     one = campaign | {"ladder.steps": steps.assign(power_w=steps["power_w"].where(last, 400.0))}
     assert claims.power(one) is None, "of one step nothing follows"
-    assert claims.power_read(campaign) == {"runs": 2, "low": 695, "high": 695}
+    assert claims.power_read(campaign) == {"runs": 2, "low": 695, "high": 695, "clock": 1515}
     assert claims.optimizer_exact(campaign)["numbers"] == 18330
 
 
@@ -515,9 +518,18 @@ def test_fp8s_loss_is_held_against_other_seeds_of_bf16(campaign):
     assert claims_fp8.fp8_strays(campaign) == pytest.approx(numbers | {"fp8": 0.08})
 
 
-def test_fp8_pays_from_where_it_gains_at_every_size():
-    assert rows_fp8.pays_from(pd.DataFrame({"tokens": [1, 2, 4, 8], "clear": [True, False, True, True]})) == 4
-    assert rows_fp8.pays_from(pd.DataFrame({"tokens": [1, 2], "clear": [True, False]})) is None
+def test_fp8_pays_at_a_size_where_it_gains_at_every_batch(complete):
+    """And for the largest size of those that it was tried at twice it may gain nothing clear."""
+    found = pd.DataFrame({"size": ["xl", "small", "2.7B", "xl", "small"], "clear": [True, False, True, True, True]})
+    assert rows_fp8.pays_at(found) == ["xl", "2.7B"]
+    steps = complete["ladder.steps"]
+    less = pd.DataFrame([row("small", 512, "fp8", gpu, gpu, batch) for gpu, batch in ((5.3, 4), (22.9, 16))])
+    others = steps[~(steps["size"].eq("small") & steps["optimization"].eq("fp8")) & ~(steps["optimization"].eq("fp8") & steps["batch_size"].eq(4))]
+    tried = complete | {"ladder.steps": pd.concat([others, less])}
+    assert claims_fp8.fp8_vain(tried) == {
+        "size": "small", "tokens": 16 * 512, "low": pytest.approx(5.22 / 5.3), "high": pytest.approx(23 / 22.9)}
+    assert claims_fp8.fp8_vain(complete) is None, "small at one batch"
+    assert claims_fp8.fp8_vain(tried | {"ladder.steps": tried["ladder.steps"].query("size == 'small'")}) is None, "none gains"
 
 
 def test_a_gain_within_the_spread_of_steps_is_not_clear(campaign):
@@ -572,7 +584,7 @@ STEPS, KERNELS, CURVES, RESULTS = (f"ladder.{name}" for name in ("steps", "kerne
     ("moments_rounding", RESULTS, "v_nearest", 0.352, {}), ("moments_rounding", RESULTS, "v_stochastic", 0.4, {}),
     ("optimizer_exact", RESULTS, "low_unequal", 3, {"size": "2.7B"}),
     ("fp8_small_batch", STEPS, "gpu_ms", 60, {"optimization": "fp8"}), ("fp8_small_batch", KERNELS, "gpu_ms", 31, {"name": "scale"}),
-    ("fp8_large_batch", STEPS, "gpu_ms", 900, {"optimization": "fp8"}), ("fp8_gradient", STEPS, "gradient_error", 0.05, {"optimization": "fp8"}),
+    ("fp8_pays", STEPS, "gpu_ms", 900, {"optimization": "fp8"}), ("fp8_gradient", STEPS, "gradient_error", 0.05, {"optimization": "fp8"}),
     ("fp8_gradient", STEPS, "trained_gradient_error", 0.18, {"optimization": "fp8"}),
     ("fp8_training", CURVES, "loss", 9, {"optimization": "fp8"}), ("fp8_trains", CURVES, "loss", 7, {"optimization": "fp8", "size": "medium"}),
     ("last_power", STEPS, "power_w", 600, {}), ("last_power", STEPS, "sm_clock_mhz", 1980, {}),
@@ -591,7 +603,7 @@ def test_a_claim_that_does_not_hold_is_not_said(campaign, claim, name, column, v
     at = np.logical_and.reduce([rows.index >= 0, *(rows[field] == wanted for field, wanted in which.items())])
     assert at.any()
     rows.loc[at, [column, *SPREAD] if column == "wall_ms" else column] = value
-    assert getattr(claims_fp8 if claim.startswith("fp8") else claims, claim)(campaign) is None
+    assert collect("claim")[claim](campaign) is None
 
 
 def test_what_is_slower_is_told_as_such(complete):

@@ -291,7 +291,7 @@ def test_of_a_step_that_two_studies_measured_the_medians_furthest_apart_are_told
     ladder = pd.DataFrame(ladder).drop(columns="precision")
     tables = {"ladder.steps": ladder, "mixed_precision.times": pd.DataFrame(plain)}
     assert claims_across.two_processes(tables) == {
-        "precision": "TF32", "size": "small", "context": 512, "ladder": 30.0, "waited": 45.0, "ladder_gpu": 9.0, "waited_gpu": 9.1}
+        "precision": "TF32", "size": "small", "context": 512, "ladder": 30.0, "waited": 45.0, "ladder_host": 99.0, "waited_host": 99.0, "ladder_gpu": 9.0, "waited_gpu": 9.1}
     near = ladder.assign(wall_ms=ladder["wall_ms"].replace({30.0: 39.0, 40.0: 43.0}))
     assert claims_across.two_processes(tables | {"ladder.steps": near}) is None
 
@@ -301,16 +301,41 @@ def test_a_division_that_trained_weights_make_slower_is_told_with_what_it_does_t
     div = "void elementwise_kernel<BinaryFunctor<float, float, float, binary_internal::DivFunctor<float>>>"
     rows = [("xl", 50.0, div), ("xl", 10.0, div), ("small", 3.0, div), ("xl", 900.0, "MulFunctor")]
     operations = pd.DataFrame([_step(size, name=name, gpu=gpu) for size, gpu, name in rows])
-    bf16 = operations.assign(precision="bf16", gpu_ms=[60.0, 15.0, 9.0, 100.0])
+    trained = [operations.assign(gpu_ms=[59.0, 14.0, 9.0, 100.0]), operations.assign(precision="bf16", gpu_ms=[60.0, 15.0, 9.0, 100.0])]
     times = pd.DataFrame([_step("xl", precision="bf16", gpu=510.0, wall=500.0, busy=1.02), _step("small", precision="bf16"), _step("xl", precision="tf32")])
-    tables = {"benchmark.operations": operations, "mixed_precision.operations": bf16, "mixed_precision.times": times.assign(sm_clock_mhz=1980.0)}
+    tables = {"benchmark.operations": operations, "mixed_precision.operations": pd.concat(trained), "mixed_precision.times": times.assign(sm_clock_mhz=1980.0)}
     said = claims_across.division_slower(tables)
-    assert said == {"size": "xl", "context": 512, "before": 60.0, "after": 75.0, "share": pytest.approx(15 / 510), "over": pytest.approx(0.02)}
+    assert said == {"size": "xl", "context": 512, "before": 60.0, "after": 73.0, "share": pytest.approx(15 / 510), "over": pytest.approx(0.02)}
     capped = times.assign(sm_clock_mhz=[1700.0, 1980.0, 1980.0])
-    for name, other in {"mixed_precision.times": capped, "mixed_precision.operations": bf16.assign(gpu_ms=operations["gpu_ms"] * 1.05)}.items():
+    for name, other in {"mixed_precision.times": capped, "mixed_precision.operations": pd.concat([operations.assign(gpu_ms=1.05 * operations["gpu_ms"]), trained[1]])}.items():
         assert claims_across.division_slower(tables | {name: other}) is None
     waits = times.assign(sm_clock_mhz=1980.0, busy=0.9)
     assert claims_across.division_slower(tables | {"mixed_precision.times": waits}) is None
+
+
+def test_of_two_profilers_farthest_cell_the_share_of_the_division_is_told():
+    """Where it is most of the difference and not more than all of it; of the same mode, shape and precision."""
+    of = {"precision": "bf16", "attention": "naive"}
+    clocks = [_step(mode=mode, **of) | {"captured": captured, "host_ns": 1e6, "projected_ns": 1e6 * gpu, "busy_ns": 1e6 * gpu}
+              for mode, gpu in (("step", 10.0), ("forward", 3.0)) for captured in (False, True)]
+    div = [_step(mode=mode, name="DivFunctor", gpu=ms, **of) | {"total_ns": 1e6 * ns} for mode, ns, ms in (("step", 1.0, 1.5), ("forward", 9.0, 1.0))]
+    times = [_step(gpu=10.8, **of), _step(mode="forward", gpu=3.0, **of)]
+    tables = {"nsys.clocks": pd.DataFrame(clocks), "nsys.operations": pd.DataFrame(div).drop(columns="gpu_ms"),
+              "mixed_precision.operations": pd.DataFrame(div), "mixed_precision.times": pd.DataFrame(times)}
+    assert claims_across.nsys_division(tables) == {"apart": pytest.approx(0.8), "division": pytest.approx(0.5)}
+    for ms in (1.3, 2.0):
+        other = pd.DataFrame(div).assign(gpu_ms=ms)
+        assert claims_across.nsys_division(tables | {"mixed_precision.operations": other}) is None
+
+
+def test_the_uncompiled_step_that_reserves_most_beyond_its_peak_is_told_of_both_studies():
+    peaks = pd.DataFrame([_step("xl", mode=mode, status=status, peak_gib=10.0, reserved_gib=reserved, expandable_segments=segments)
+                          for mode, status, reserved, segments in (("forward", "ok", 12.0, False), ("step", "oom", 99.0, False), ("step", "ok", 90.0, True))])
+    rungs = pd.DataFrame([_step(optimization=rung, status="ok", peak_gib=10.0, reserved_gib=reserved) for rung, reserved in (("sdpa", 11.0), ("blocks", 80.0))])
+    tables = {"memory.peaks": peaks, "ladder.steps": rungs}
+    assert claims_across.reserved_most(tables) == {"most": pytest.approx(0.2), "what": "forward", "size": "xl", "context": 512}
+    more = rungs.assign(reserved_gib=rungs["reserved_gib"] + 4)
+    assert claims_across.reserved_most(tables | {"ladder.steps": more})["what"] == "fused attention"
 
 
 def test_a_greater_rate_and_a_shorter_time_are_faster(monkeypatch):

@@ -11,6 +11,7 @@ from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
 from stepscope.studies.attention.memory import SQUARES
 from stepscope.studies.ladder.tables import NAMES as LADDER_NAMES
 from stepscope.studies.memory.tables import predicted, usual
+from stepscope.studies.nsys.tables import with_in_process
 
 SLOW = 0.95  # of the reference's speed: less is asked about
 
@@ -99,7 +100,7 @@ def runs_overlap(tables: Tables) -> Claim:
 
 def two_processes(tables: Tables) -> Claim:
     """One and the same launch-bound step as the ladder and mixed_precision measured it, each in a
-    process of its own: the one whose medians are furthest apart, with both GPU times."""
+    process of its own: the one whose medians are furthest apart, with both enqueue and GPU times."""
     key = ["size", "context_length", "batch_size", "vocab_size", "precision"]
     rungs = select(tables["ladder.steps"], SHAPE, optimization=["tf32", "bf16"], context_length=reference,
                    wall_ms=pd.Series.notna)
@@ -114,26 +115,60 @@ def two_processes(tables: Tables) -> Claim:
     row = both.loc[at]
     return {"precision": PRECISION_NAMES[row["precision"]], "size": row["size"],
             "context": int(row["context_length"]), "ladder": row["wall_ms"], "waited": row["wall_ms_other"],
+            "ladder_host": row["enqueue_ms"], "waited_host": row["enqueue_ms_other"],
             "ladder_gpu": row["gpu_ms"], "waited_gpu": row["gpu_ms_other"]}
 
 
+def _divisions(tables: Tables, study: str, **of: object) -> pd.DataFrame:
+    rows = select(tables[f"{study}.operations"], PLAIN, **of)
+    return select(rows[rows["name"].str.contains("DivFunctor")])
+
+
 def division_slower(tables: Tables) -> Claim:
-    """The division of naive attention's softmax, in fp32 under autocast, too, takes longer where quotients are
-    too small for a normal float: in mixed_precision's bf16 step, whose weights more steps on one batch have
-    trained, beside benchmark's; at the shape where it is most. And by how much that step's captured ones, the
-    last there, take longer than timed ones' wall time, though the clock is at its highest."""
-    ms = {study: select(tables[f"{study}.operations"], PLAIN, mode="step", precision=precision,
-                        name=lambda names: names.str.contains("DivFunctor")).groupby([*ORDER])["gpu_ms"].sum()
-          for study, precision in (("benchmark", "fp32"), ("mixed_precision", "bf16"))}
-    both = pd.DataFrame(ms).dropna()
-    shape = (both["mixed_precision"] - both["benchmark"]).idxmax()
-    before, after = both.loc[shape]
+    """The division of naive attention's softmax, in fp32 under autocast, too, takes longer where quotients
+    are too small for a normal float: in mixed_precision's steps, whose weights more steps on one batch have
+    trained, beside benchmark's; of fp32 at the shape where it is most, and what it adds to bf16 there. And
+    by how much that step's captured ones, the last, take longer than timed ones' wall time, though the clock
+    is at its highest."""
+    cases = (("benchmark", "fp32"), ("mixed_precision", "fp32"), ("mixed_precision", "bf16"))
+    before, after, low = (
+        _divisions(tables, study, mode="step", precision=precision).groupby([*ORDER])["gpu_ms"].sum()
+        for study, precision in cases)
     steps = select(tables["mixed_precision.times"], PLAIN, mode="step", phase=WHOLE)
+    shape = (after - before).idxmax()
     bf16 = select(steps, precision="bf16", **dict(zip(ORDER, shape))).iloc[0]
-    if after < 1.1 * before or bf16["busy"] < 1.01 or bf16["sm_clock_mhz"] < steps["sm_clock_mhz"].max():
+    if after[shape] < 1.1 * before[shape] or bf16["busy"] < 1.01 or (
+            bf16["sm_clock_mhz"] < steps["sm_clock_mhz"].max()):
         return None
-    return {"size": bf16["size"], "context": int(bf16["context_length"]), "before": before, "after": after,
-            "share": (after - before) / bf16["gpu_ms"], "over": bf16["busy"] - 1}
+    return {"size": bf16["size"], "context": int(bf16["context_length"]), "before": before[shape],
+            "after": after[shape], "share": (low[shape] - before[shape]) / bf16["gpu_ms"],
+            "over": bf16["busy"] - 1}
+
+
+def nsys_division(tables: Tables) -> Claim:
+    """How much of it is softmax's division where bf16's GPU time by nsys is farthest from torch.profiler's in
+    another process, whose weights more steps have trained (:func:`division_slower`): most of it."""
+    whole = select(with_in_process(tables, "bf16"), phase=WHOLE)
+    row = whole.loc[whole["relative_error"].abs().idxmax()]
+    of = {"precision": "bf16", **row[["size", "context_length", "mode"]]}
+    nsys, other = (_divisions(tables, study, **of) for study in ("nsys", "mixed_precision"))
+    division = other["gpu_ms"].sum() - nsys["total_ns"].sum() / 1e6
+    apart = row["gpu_ms_in_process"] - row["gpu_ms"]
+    return {"apart": apart, "division": division} if 0.5 * apart < division <= apart else None
+
+
+def reserved_most(tables: Tables) -> Claim:
+    """The uncompiled step that reserves most beyond its peak, of the chapter on memory and of the ladder."""
+    peaks = select(tables["memory.peaks"], phase="whole", status="ok", expandable_segments=False)
+    rungs = select(tables["ladder.steps"], status="ok",
+                   optimization=["fp32", "tf32", "bf16", "sdpa", "fused"])
+    what = {"forward": "forward", "forward_backward": "forward and backward", "step": "the step"}
+    rows = pd.concat([peaks.assign(what=peaks["mode"].map(what)),
+                      rungs.assign(what=rungs["optimization"].map(LADDER_NAMES))], ignore_index=True)
+    more = rows["reserved_gib"] / rows["peak_gib"] - 1
+    row = rows.loc[more.idxmax()]
+    return {"most": more.max(), "what": row["what"], "size": row["size"],
+            "context": int(row["context_length"])}
 
 
 # What a machine without a GPU can say

@@ -187,7 +187,8 @@ def steady(tables: Tables) -> Tables:
     """The same without what a run has marked as unsteady: of that nothing is said, drawn or tabled but its
     name. Nor of its single steps and its kernels, in the other tables with times of the same run and case."""
     # A run's results repeat in one cell what its rows say, and are no case that was timed.
-    marked = {name: table for name, table in tables.items() if "unsteady" in table and not name.endswith(".results")}
+    marked = {name: table for name, table in tables.items()
+              if "unsteady" in table and not name.endswith(".results")}
     kept = {}
     for name, table in tables.items():
         study = name.partition(".")[0]

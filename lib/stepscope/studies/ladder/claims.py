@@ -6,15 +6,6 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import digits, number
 from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
-from stepscope.studies.ladder.parts import (
-    ADAMW,
-    ATTENTION,
-    MATMULS,
-    last_step,
-    launch_wall,
-    parts_of,
-    roofline,
-)
 from stepscope.studies.ladder.rows import (
     LAST,
     all_of_them,
@@ -36,7 +27,6 @@ from stepscope.studies.ladder.rows import (
     made_to_fit,
     measured_again,
     power_cap_w,
-    roofs,
     seeds_apart,
     shares,
     smallest_ladder,
@@ -150,79 +140,6 @@ def without_most(tables: Tables) -> Claim:
     return {"size": shape.size, "optimization": SHORT[worst], "longer": ratios[worst]}
 
 
-def last_largest(tables: Tables) -> Claim:
-    """Of what the largest size's last step takes over its bound, the largest part."""
-    shape, parts, _ = last_step(tables)
-    part, over = parts["over"].idxmax(), parts["over"].sum()
-    found = {"size": shape.size, "wall": parts["ms"].sum(), "bound": parts["bound_ms"].sum(), "over": over,
-             "part": part, "most": parts.loc[part, "over"], "share": parts.loc[part, "over"] / over}
-    return found if over > 0 else None
-
-
-def last_rates(tables: Tables) -> Claim:
-    """What the last step's matmuls and AdamW reach, and of what: no more than a burst of each."""
-    _, parts, rates = last_step(tables)
-    matmuls, bytes_ = parts.loc[MATMULS, "tflops"], parts.loc[ADAMW, "tb_s"]
-    found = {"matmuls": matmuls, "of_matmul": matmuls / rates.matmul, "adamw": bytes_,
-             "of_copy": bytes_ / rates.copy}
-    return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
-
-
-def last_attention(tables: Tables) -> Claim:
-    """The rate of fused attention in the largest size's last step, and at the longest context, where that is
-    clearly higher."""
-    shape, own, _ = last_step(tables)
-    longest = {longer.size: (longer, rows) for longer, rows in at_longest(tables).items()}
-    if shape.size not in longest:
-        return None
-    longer, rows = longest[shape.size]
-    long, _ = parts_of(tables, longer, rows)
-    found = {"context": shape.context_length, "rate": own.loc[ATTENTION, "tflops"],
-             "longer": longer.context_length, "long_rate": long.loc[ATTENTION, "tflops"]}
-    return found if found["long_rate"] > 1.2 * found["rate"] else None
-
-
-def ridge(tables: Tables) -> Claim:
-    """FLOPs a byte from which a kernel is compute-bound: the rate of a large matmul over that of a copy."""
-    fp32, bf16, copy = roofs(tables)
-    return {"fp32": fp32, "bf16": bf16, "copy": copy, "fp32_ridge": fp32 / copy, "bf16_ridge": bf16 / copy}
-
-
-def last_power(tables: Tables) -> Claim:
-    """The last step is at the power cap, and at a lower clock for it than the ladder's quickest."""
-    _, rows = largest_ladder(tables)
-    row, full = timed(rows).loc[LAST], timed(rows)["sm_clock_mhz"].max()
-    found = {"power": row["power_w"], "cap": power_cap_w(tables), "clock": row["sm_clock_mhz"], "full": full}
-    return found if draws_cap(tables, rows)[LAST] and row["sm_clock_mhz"] < AT_CAP * full else None
-
-
-def last_kept_up(tables: Tables) -> Claim:
-    """At the cap the last step's matmuls take no longer than at the rate that a large one keeps up there."""
-    _, parts, rates = last_step(tables)
-    took, kept_up = parts.loc[MATMULS, "ms"], parts.loc[MATMULS, "bound_ms"] * rates.matmul / rates.kept_up
-    held = last_power(tables) and took < (1 + LEAST_GAIN) * kept_up
-    return {"rate": rates.kept_up, "kept_up": kept_up, "matmuls": took} if held else None
-
-
-def last_joules(tables: Tables) -> Claim:
-    """From the CUDA graph on, where all of the largest size's steps draw as much as the cap lets them, energy
-    and time fall alike."""
-    own = timed(largest_ladder(tables)[1], CAPTURED)
-    if len(own) < 2 or last_power(tables) is None or not draws_cap(tables, own).all():
-        return None
-    first, last = own.iloc[0], own.iloc[-1]
-    joules, wall = (1 - last[name] / first[name] for name in ("step_j", "wall_ms"))
-    return {"first": NAMES[own.index[0]], "before_j": first["step_j"], "after_j": last["step_j"],
-            "joules": joules, "wall": wall} if wall > LEAST_GAIN and abs(joules - wall) < LEAST_GAIN else None
-
-
-def roofline_wall(tables: Tables) -> Claim:
-    """What launches alone allow the smallest size's compiled step, beside the dots of the roofline."""
-    roofline(tables)
-    size, operations, launch, _ = launch_wall(tables)
-    return {"size": size, "operations": operations, "launch": launch}
-
-
 def fits_with(tables: Tables) -> Claim:
     """The step of most tokens that runs out of memory without one of the optimizations."""
     shape, rung = max(made_to_fit(tables).items(), key=lambda one: one[0].batch_size * one[0].context_length)
@@ -303,7 +220,8 @@ def graph_large(tables: Tables) -> Claim:
     shape, rows = largest_ladder(tables)
     own = timed(rows, ["blocks", "cuda_graph"])
     needless = len(own) == 2 and (gain(rows, "cuda_graph") or 0) < 1 and not launch_bound_rows(own)["blocks"]
-    return {"size": shape.size} if needless else None
+    found = {"size": shape.size, "gain": own["wall_ms"].iloc[0] / own["wall_ms"].iloc[-1]}
+    return found if needless else None
 
 
 def launch_wait(tables: Tables) -> Claim:
@@ -395,8 +313,11 @@ def power(tables: Tables) -> Claim:
 
 def power_read(tables: Tables) -> Claim:
     """What is read of one and the same large matmul, kept up, in all runs."""
-    found = tables["ladder.results"]["kept_up_power_w"].dropna()
-    return {"runs": len(found), "low": found.min(), "high": found.max()} if len(found) > 1 else None
+    found = tables["ladder.results"].dropna(subset="kept_up_power_w")
+    watts, clock = found["kept_up_power_w"], found["kept_up_clock_mhz"].median()
+    under = watts.max() < power_cap_w(tables)
+    return {"runs": len(found), "low": watts.min(), "high": watts.max(),
+            "clock": clock} if len(found) > 1 and under else None
 
 
 def chunked_memory(tables: Tables) -> Claim:

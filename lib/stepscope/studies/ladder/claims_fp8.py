@@ -4,7 +4,7 @@ from stepscope.report.shapes import select
 from stepscope.report.tables import listed
 from stepscope.stats import LEAST_GAIN
 from stepscope.studies.ladder.rows import LAST, PLACE
-from stepscope.studies.ladder.rows_fp8 import by_batch, errors_by_size, fp8_losses, pays_from
+from stepscope.studies.ladder.rows_fp8 import by_batch, errors_by_size, fp8_losses, pays_at
 
 
 def fp8_small_batch(tables: Tables) -> Claim:
@@ -19,15 +19,23 @@ def fp8_small_batch(tables: Tables) -> Claim:
     return found if row["gain"] < 1 + LEAST_GAIN and 0 < found["saved"] < found["added"] else None
 
 
-def fp8_large_batch(tables: Tables) -> Claim:
-    """From how many tokens a step FP8 clearly gains at each size that was measured there, and how much."""
+def fp8_pays(tables: Tables) -> Claim:
+    """The sizes at which FP8 clearly gains at every batch, and how much."""
     found = by_batch(tables)
-    tokens = pays_from(found)
-    if tokens is None:
+    own = found[found["size"].isin(pays_at(found))]
+    return {"sizes": listed(pays_at(found)), "low": own["gain"].min(), "high": own["gain"].max(),
+            "least": own["tokens"].min(), "most": own["tokens"].max()} if len(own) else None
+
+
+def fp8_vain(tables: Tables) -> Claim:
+    """Where others gain, the largest size of those at which FP8 gains nothing clear at any batch of two."""
+    found = by_batch(tables)
+    vain = [(size, own) for size, own in found.groupby("size", sort=False)
+            if len(own) > 1 and not own["clear"].any()]
+    if not vain or not pays_at(found):
         return None
-    pays = found[found["tokens"] >= tokens]
-    return {"tokens": tokens, "sizes": listed([*pays["size"].unique()]), "low": pays["gain"].min(),
-            "high": pays["gain"].max()}
+    size, own = vain[-1]
+    return {"size": size, "tokens": own["tokens"].max(), "low": own["gain"].min(), "high": own["gain"].max()}
 
 
 def fp8_gradient(tables: Tables) -> Claim:

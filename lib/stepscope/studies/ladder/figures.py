@@ -17,7 +17,7 @@ from stepscope.report.style import (
     label_ends,
     lines,
 )
-from stepscope.report.tables import digits, number
+from stepscope.report.tables import digits, listed, number
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, RUNGS
 from stepscope.studies.ladder.parts import (
     ADAMW,
@@ -37,7 +37,7 @@ from stepscope.studies.ladder.rows import (
     timed,
     trained,
 )
-from stepscope.studies.ladder.rows_fp8 import by_batch, pays_from
+from stepscope.studies.ladder.rows_fp8 import by_batch, pays_at
 from stepscope.studies.ladder.tables import NAMES
 
 
@@ -153,9 +153,9 @@ def fp8(tables: Tables) -> Figure | None:
     found = by_batch(tables)
     if found["tokens"].nunique() < 2:
         return None
-    tokens, places = pays_from(found), sorted(found["tokens"].unique())
-    drawn, axes = figure(f"FP8 matmuls clearly pay from {tokens:,} tokens a step on" if tokens
-                         else "FP8 matmuls gain nothing clear at these batches")
+    sizes, places = pays_at(found), sorted(found["tokens"].unique())
+    drawn, axes = figure(f"FP8 matmuls clearly pay for {listed(sizes)}" if sizes
+                         else "FP8 matmuls gain nothing clear at every batch of a size")
     ends = lines(axes, found, "tokens", "gain", "size", SIZE_COLORS)
     axes.axhline(1, color=MUTED, linewidth=1)
     axes.set(xscale="log", xlabel="tokens a step", ylabel="speedup in GPU time",

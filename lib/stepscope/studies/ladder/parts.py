@@ -120,13 +120,18 @@ def matmul_bytes(config: StepConfig, width: int, attention: bool) -> float:
     return 3 * numbers * width
 
 
+def attention_bytes_of(config: StepConfig, width: int = 2) -> int:
+    """What a step's fused attention must move, ``width`` bytes a number: queries, keys, values and output,
+    read or written once in forward, they and their gradients in backward."""
+    return 12 * config.num_layers * config.batch_size * config.context_length * config.d_model * width
+
+
 def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
     """Parts of the largest size's fp32 step and of its last, as dots: ``step``, ``part``, ``flops``,
     ``bytes``, ``ms``, ``intensity`` (FLOPs a byte) and ``tflops``.
 
     * matmuls: :func:`matmul_bytes`, attention's with them in fp32, where it is naive;
-    * attention, fused: half of its square; queries, keys, values and output are read or written once in
-      forward, they and their gradients in backward;
+    * attention, fused: half of its square; :func:`attention_bytes_of`;
     * AdamW: the bytes of the lower bound, :data:`ADAMW_FLOPS`;
     * between matmuls: norms, rotations, SwiGLU, residuals, forward and backward, each tensor read or written
       once (:data:`STREAMED`, :data:`SQUARE`). Their milliseconds are those of all other kernels.
@@ -144,7 +149,7 @@ def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
         dense = 3 * sum(flops for region, flops in forward.items() if naive or region not in SQUARES)
         found.append((rung, MATMULS, dense, matmul_bytes(config, width, naive), ms[MATMULS]))
         if not naive:
-            moved = 12 * config.num_layers * tokens * config.d_model * width
+            moved = attention_bytes_of(config, width)
             found.append((rung, ATTENTION, least.loc[ATTENTION, "flops"], moved, ms[ATTENTION]))
         updates = ADAMW_FLOPS * parameter_count(config)
         found.append((rung, ADAMW, updates, least.loc[ADAMW, "bytes"], ms[ADAMW]))

@@ -43,12 +43,10 @@ def by_batch(tables: Tables) -> pd.DataFrame:
         gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
 
 
-def pays_from(found: pd.DataFrame) -> int | None:
-    """Of :func:`by_batch` the tokens a step from which on FP8 clearly gains at every size; None where it does
-    not."""
-    vain = found.loc[~found["clear"], "tokens"].max()
-    pays = found.loc[~(found["tokens"] <= vain), "tokens"]
-    return int(pays.min()) if len(pays) else None
+def pays_at(found: pd.DataFrame) -> list[str]:
+    """Of :func:`by_batch` the sizes at which FP8 clearly gains at every batch."""
+    clear = found.groupby("size", sort=False)["clear"].all()
+    return [str(size) for size in clear.index[clear]]
 
 
 def fp8_losses(tables: Tables) -> tuple[list[str], dict[str, Any]]:

@@ -1,4 +1,5 @@
 """The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pandas as pd
@@ -27,15 +28,21 @@ PARTS = {"forward": ("forward_backward", "forward"), "backward": ("forward_backw
 
 # fp32 beside the others
 
-def fp32(tables: Tables, name: str = "times") -> pd.DataFrame:
-    """The plain program's fp32 rows of a table: the benchmark's, and this study's own of the shapes and modes
-    that the benchmark lacks.
+TIMED, OWN = ("benchmark", "mixed_precision"), ("mixed_precision", "benchmark")
+
+
+def fp32(tables: Tables, name: str = "times", first: Sequence[str] = TIMED) -> pd.DataFrame:
+    """The plain program's fp32 rows of a table: the benchmark's, which times at length, and this study's own
+    of the shapes and modes that the benchmark lacks.
+
+    Args:
+        first: the other way round: for GPU time, whose kernels should find the same weights as bf16's.
 
     Raises:
         LookupError: neither study measured any.
     """
     found = []
-    for study in ("benchmark", "mixed_precision"):
+    for study in first:
         with suppress(LookupError):
             rows = select(tables[f"{study}.{name}"], PLAIN, precision="fp32")
             found.append(lacked(rows, found[0]) if found else rows)
@@ -55,11 +62,15 @@ def low_precision(tables: Tables, name: str = "times") -> pd.DataFrame:
 
 
 def with_fp32(tables: Tables, **values: object) -> pd.DataFrame:
-    """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``, see :func:`fp32`); of a
-    precision or mode, if one is named. ``gain`` is in GPU time."""
+    """Whole modes of the plain program on a GPU beside fp32's (columns ``_fp32``, see :func:`fp32`; GPU time
+    of this study's own process where it has it); of a precision or mode, if one is named. ``gain`` is in GPU
+    time."""
     low = select(low_precision(tables), phase=WHOLE, peak_gib=pd.Series.notna)  # of a CPU no peak is known
     exact = select(fp32(tables), phase=WHOLE)
-    both = low.merge(exact, on=[*CONFIG, "mode", "phase"], suffixes=("", "_fp32"))
+    key = [*CONFIG, "mode", "phase"]
+    own = select(fp32(tables, first=OWN), phase=WHOLE)[[*key, "gpu_ms"]]
+    exact = exact.drop(columns="gpu_ms").merge(own, on=key)
+    both = low.merge(exact, on=key, suffixes=("", "_fp32"))
     both["gain"] = both["gpu_ms_fp32"] / both["gpu_ms"]
     return select(both, **values)
 
@@ -79,8 +90,9 @@ def kinds(tables: Tables, size: str) -> pd.DataFrame:
     """GPU time of a size's full step at the reference context by family of kernel, in ms in fp32 and bf16,
     the longest in fp32 first; casts by themselves."""
     found = {}
-    for precision, of in (("fp32", fp32), ("bf16", low_precision)):
-        rows = select(of(tables, "operations"), precision=precision, size=size, mode="step",
+    every = {"fp32": fp32(tables, "operations", OWN), "bf16": low_precision(tables, "operations")}
+    for precision, own in every.items():
+        rows = select(own, precision=precision, size=size, mode="step",
                       context_length=context(tables))
         family = rows["family"].astype(str).replace(MATMUL, "matmul").mask(is_cast(rows["name"]), "cast")
         found[precision] = rows.groupby(family)["gpu_ms"].sum()
@@ -135,7 +147,8 @@ def precision_times(tables: Tables) -> pd.DataFrame:
         own = rows[rows["mode"] == mode].set_index("size")
         found |= {f"{words}, fp32": own["gpu_ms_fp32"], f"{words}, bf16": own["gpu_ms"]}
     made = pd.DataFrame(found).reindex(rows["size"].unique()).T.rename_axis(index="mode", columns=None)
-    return table(made, "ms", note=f"GPU time in ms, context {rows['context_length'].iloc[0]:,}.")
+    return table(made, "ms", note=(
+        f"GPU time in ms, of one process a size, context {rows['context_length'].iloc[0]:,}."))
 
 
 def precision_walls(tables: Tables) -> pd.DataFrame:
