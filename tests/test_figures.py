@@ -190,7 +190,8 @@ def test_fp8s_gain_is_drawn_over_the_tokens_where_there_are_several(monkeypatch)
     axes = drawn.axes[0]
     assert drawn_lines(axes) == {style.SIZE_COLORS["xl"]: [(1024, 0.9), (4096, 1.2)], style.SIZE_COLORS["small"]: [(2048, 0.8)]}
     assert ticks(axes.xaxis) == ["1,024", "2,048", "4,096"] and axes.get_ylim()[0] < 0.8 and axes.get_ylim()[1] > 1.2
-    assert "4,096 tokens" in drawn.message and ladder.fp8(rows.head(1)) is None
+    assert "no size" in drawn.message and ladder.fp8(rows.head(1)) is None
+    assert "xl" in ladder.fp8(rows.assign(clear=[True, True, False])).message
 
 
 def spans(axes) -> dict[int, list[tuple[str, float, float]]]:

@@ -155,7 +155,7 @@ def fp8(tables: Tables) -> Figure | None:
         return None
     sizes, places = pays_at(found), sorted(found["tokens"].unique())
     drawn, axes = figure(f"FP8 matmuls clearly pay for {listed(sizes)}" if sizes
-                         else "FP8 matmuls gain nothing clear at every batch of a size")
+                         else "FP8 matmuls clearly pay for no size at every batch")
     ends = lines(axes, found, "tokens", "gain", "size", SIZE_COLORS)
     axes.axhline(1, color=MUTED, linewidth=1)
     axes.set(xscale="log", xlabel="tokens a step", ylabel="speedup in GPU time",

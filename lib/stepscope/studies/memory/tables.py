@@ -258,7 +258,7 @@ def _measured(tables: Tables, rows: pd.DataFrame) -> str:
     if rows["context_length"].nunique() == 1:
         what += f", context {first['context_length']:,}"
     steps = rows["steps"]
-    what += f"; steps timed: {counted(steps)}, captured: 1" * bool(steps.notna().any())
+    what += f"; steps timed: {counted(steps)}, captured: 2" * bool(steps.notna().any())
     few = ", too few to leave out one that was disturbed" if steps.min() < FEW else ""
     return f"{what}{few}."
 
