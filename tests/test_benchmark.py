@@ -815,3 +815,7 @@ def test_the_assignments_means_are_of_the_first_ten_steps_however_many_there_are
     for name in ("handout_times", "warmup"):
         pd.testing.assert_frame_equal(PRINTED[name](longer), PRINTED[name](all_runs))
     assert claims.answer_times(longer) == claims.answer_times(all_runs)
+    both = samples["mode"].eq("forward_backward")
+    for wall_ms, told in ((1e6, True), (1e-6, False)):
+        odd = all_runs | {"benchmark.samples": samples.assign(wall_ms=samples["wall_ms"].mask(both, wall_ms))}
+        assert ("do not subtract" in PRINTED["handout_times"](odd).attrs["note"]) == told

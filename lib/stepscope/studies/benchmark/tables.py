@@ -284,9 +284,12 @@ def handout_times(tables: Tables) -> pd.DataFrame:
     found = ten_steps(tables)
     names = [name.removesuffix(" mean") for name in found if name.endswith(" mean")]
     printed = {f"{name}, ms": _with_std(found[f"{name} mean"], found[f"{name} std"]) for name in names}
+    noisy = bool((found["full step mean"] < found["forward + backward mean"]).any())
+    subtract = " Where the full step is the shorter, launches set the pace of both: do not subtract."
     return table(pd.DataFrame(printed).rename_axis(["size", "context"]), rows=60,
                  note=f"Mean ± standard deviation of the first {TEN} timed steps. Forward alone is without"
-                      " gradients, as in inference; backward is timed inside forward + backward.")
+                      " gradients, as in inference; backward is timed inside forward + backward."
+                      f"{subtract * noisy}")
 
 
 def warmup(tables: Tables) -> pd.DataFrame:

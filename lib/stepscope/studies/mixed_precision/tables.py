@@ -223,8 +223,8 @@ def precision_trend(tables: Tables) -> pd.DataFrame:
 def sums(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
     return table(pd.DataFrame({"sum": found["result"].map("{:.4f}".format),
-                               "lost in storing 0.01": found["storing"].map("{:.2g}".format),
-                               "lost in adding": found["adding"].map("{:.2g}".format)}))
+                               "off by storing 0.01": found["storing"].map("{:.2g}".format),
+                               "off by adding": found["adding"].map("{:.2g}".format)}))
 
 
 def toy(tables: Tables) -> pd.DataFrame:
