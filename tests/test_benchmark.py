@@ -816,6 +816,6 @@ def test_the_assignments_means_are_of_the_first_ten_steps_however_many_there_are
         pd.testing.assert_frame_equal(PRINTED[name](longer), PRINTED[name](all_runs))
     assert claims.answer_times(longer) == claims.answer_times(all_runs)
     both = samples["mode"].eq("forward_backward")
-    for wall_ms, told in ((1e6, True), (1e-6, False)):
+    for wall_ms, noted in ((1e6, True), (1e-6, False)):
         odd = all_runs | {"benchmark.samples": samples.assign(wall_ms=samples["wall_ms"].mask(both, wall_ms))}
-        assert ("do not subtract" in PRINTED["handout_times"](odd).attrs["note"]) == told
+        assert ("do not subtract" in PRINTED["handout_times"](odd).attrs["note"]) == noted
