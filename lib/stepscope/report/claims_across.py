@@ -146,8 +146,8 @@ def division_slower(tables: Tables) -> Claim:
 
 
 def nsys_division(tables: Tables) -> Claim:
-    """How much of it is softmax's division where bf16's GPU time by nsys is farthest from torch.profiler's in
-    another process, whose weights more steps have trained (:func:`division_slower`): most of it."""
+    """Where bf16's GPU time by nsys is farthest from torch.profiler's in another process, whose weights more
+    steps have trained, how much of that is softmax's division (:func:`division_slower`): most of it."""
     whole = select(with_in_process(tables, "bf16"), phase=WHOLE)
     row = whole.loc[whole["relative_error"].abs().idxmax()]
     of = {"precision": "bf16", **row[["size", "context_length", "mode"]]}

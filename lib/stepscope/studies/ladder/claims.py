@@ -7,6 +7,7 @@ from stepscope.report.tables import digits, number
 from stepscope.stats import AT_CAP, LEAST_GAIN, launch_bound_rows
 from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, RUNGS
 from stepscope.studies.ladder.rows import (
+    CAPTURED,
     LAST,
     all_of_them,
     at_clock,
@@ -39,7 +40,6 @@ from stepscope.studies.ladder.rows import (
 from stepscope.studies.ladder.tables import NAMES
 
 HOW = dict(zip(FAIR, ("compiled", "compiled and in one CUDA graph")))
-CAPTURED = RUNGS[RUNGS.index("cuda_graph"):]  # the graph, and what comes after it
 SHORT = {"sdpa": "fused attention", "blocks": "compiled blocks", "cuda_graph": "the CUDA graph",
          "bf16_weights": "bf16 weights", "bf16_moments": "bf16 moments"}
 

@@ -1,7 +1,6 @@
 """Where the last step's milliseconds go, and what holds it: claims."""
 from stepscope.report.schemas import Claim, Tables
 from stepscope.stats import AT_CAP, LEAST_GAIN
-from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.parts import (
     ADAMW,
     ATTENTION,
@@ -14,6 +13,7 @@ from stepscope.studies.ladder.parts import (
     roofline,
 )
 from stepscope.studies.ladder.rows import (
+    CAPTURED,
     LAST,
     at_longest,
     draws_cap,
@@ -23,8 +23,6 @@ from stepscope.studies.ladder.rows import (
     timed,
 )
 from stepscope.studies.ladder.tables import NAMES
-
-CAPTURED = RUNGS[RUNGS.index("cuda_graph"):]  # the graph, and what comes after it
 
 
 def last_largest(tables: Tables) -> Claim:

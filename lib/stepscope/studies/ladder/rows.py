@@ -15,6 +15,7 @@ from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, LEFT_OUT,
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
+CAPTURED = RUNGS[RUNGS.index("cuda_graph"):]  # the graph, and what comes after it
 
 
 class Shape(NamedTuple):
