@@ -5,10 +5,21 @@ from stepscope.config import WHOLE, StepConfig
 from stepscope.model.accounting import GIB, MIB, formulas_of, peak, value
 from stepscope.model.flops import parameter_count
 from stepscope.report.schemas import Claim, Tables
-from stepscope.report.shapes import ORDER, PLAIN, PRECISION_NAMES, SHAPE, having, largest, reference, select
+from stepscope.report.shapes import (
+    MODES,
+    ORDER,
+    PLAIN,
+    PRECISION_NAMES,
+    SHAPE,
+    having,
+    largest,
+    reference,
+    select,
+)
 from stepscope.report.tables_across import with_reference
 from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
 from stepscope.studies.attention.memory import SQUARES
+from stepscope.studies.ladder.config import RUNGS
 from stepscope.studies.ladder.tables import NAMES as LADDER_NAMES
 from stepscope.studies.memory.tables import predicted, usual
 from stepscope.studies.nsys.tables import with_in_process
@@ -160,10 +171,8 @@ def nsys_division(tables: Tables) -> Claim:
 def reserved_most(tables: Tables) -> Claim:
     """The uncompiled step that reserves most beyond its peak, of the chapter on memory and of the ladder."""
     peaks = select(tables["memory.peaks"], phase="whole", status="ok", expandable_segments=False)
-    rungs = select(tables["ladder.steps"], status="ok",
-                   optimization=["fp32", "tf32", "bf16", "sdpa", "fused"])
-    what = {"forward": "forward", "forward_backward": "forward and backward", "step": "the step"}
-    rows = pd.concat([peaks.assign(what=peaks["mode"].map(what)),
+    rungs = select(tables["ladder.steps"], status="ok", optimization=[*RUNGS[:RUNGS.index("blocks")]])
+    rows = pd.concat([peaks.assign(what=peaks["mode"].map(MODES)),
                       rungs.assign(what=rungs["optimization"].map(LADDER_NAMES))], ignore_index=True)
     more = rows["reserved_gib"] / rows["peak_gib"] - 1
     row = rows.loc[more.idxmax()]

@@ -290,12 +290,12 @@ def filled(tables: Tables) -> Claim:
     large matmul after another reaches under the same cap."""
     rows = select(at_clock(tables, tables["ladder.steps"]), optimization=FILLED, wall_ms=pd.Series.notna)
     row = rows.sort_values("mfu").iloc[-1]
-    results = tables["ladder.results"].dropna(subset="kept_up_tflops")
-    rate, sheet = results["kept_up_tflops"].median(), results["sheet_bf16"].iloc[0]
+    rates = ceilings(tables, str(row.get("run_id", "")))
+    rate, sheet = rates.kept_up, tables["ladder.results"]["sheet_bf16"].dropna().iloc[0]
     return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
             "mfu": row["mfu"], "at_clock": row["mfu_at_clock"], "clock": row["sm_clock_mhz"],
             "power": row["power_w"], "peak": row["peak_gib"], "reserved": row["reserved_gib"],
-            "matmul": rate, "share": rate / sheet, "matmul_clock": results["kept_up_clock_mhz"].median(),
+            "matmul": rate, "share": rate / sheet, "matmul_clock": rates.kept_up_mhz,
             "of_it": row["mfu"] * sheet / rate}
 
 

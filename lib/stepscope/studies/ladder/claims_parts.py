@@ -76,8 +76,8 @@ def last_kept_up(tables: Tables) -> Claim:
     _, parts, rates = last_step(tables)
     took, kept_up = parts.loc[MATMULS, "ms"], parts.loc[MATMULS, "bound_ms"] * rates.matmul / rates.kept_up
     held = last_power(tables) and took < (1 + LEAST_GAIN) * kept_up
-    clock = tables["ladder.results"]["kept_up_clock_mhz"].median()
-    return {"rate": rates.kept_up, "clock": clock, "kept_up": kept_up, "matmuls": took} if held else None
+    return {"rate": rates.kept_up, "clock": rates.kept_up_mhz, "kept_up": kept_up,
+            "matmuls": took} if held else None
 
 
 def last_joules(tables: Tables) -> Claim:

@@ -104,14 +104,15 @@ def faster(rows: pd.DataFrame, rung: str, than: str) -> float:
 class Ceilings(NamedTuple):
     """What a GPU's large bf16 matmul reaches, in TFLOP/s, and its copy, in TB/s: the fastest of the folder's
     runs of the ladder on it, since what disturbs a burst only slows it, by a tenth at times; with the
-    matmul's slowest, and how many runs; and what one matmul after another keeps up at the power cap, their
-    median, nan on records that lack it."""
+    matmul's slowest, and how many runs; and what one matmul after another keeps up at the power cap, at which
+    SM clock in MHz, their medians, nan on records that lack them."""
 
     matmul: float
     copy: float
     least: float
     runs: int
     kept_up: float
+    kept_up_mhz: float
 
 
 def rated(tables: Tables, run_id: str = "") -> pd.DataFrame:
@@ -134,8 +135,9 @@ def ceilings(tables: Tables, run_id: str = "") -> Ceilings:
     results = rated(tables, run_id)
     if results.empty:
         raise LookupError("no rate of a large matmul")
-    matmul, kept_up = results["matmul_bf16"], results.get("kept_up_tflops", pd.Series(dtype=float))
-    return Ceilings(matmul.max(), results["copy"].max(), matmul.min(), len(results), kept_up.median())
+    matmul, columns = results["matmul_bf16"], ["kept_up_tflops", "kept_up_clock_mhz"]
+    kept_up = results.reindex(columns=columns).median()
+    return Ceilings(matmul.max(), results["copy"].max(), matmul.min(), len(results), *kept_up)
 
 
 def roofs(tables: Tables) -> pd.Series:
