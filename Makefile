@@ -29,6 +29,7 @@ test: $(TEST)  ## lint, types, the committed report and all tests, on JOBS proce
 
 lint: $(TEST)  ## ruff and mypy, over the package, bench, the tests and the notebooks
 	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/python tests/typecheck.py
 
 hooks: $(TEST) .venv/.ready-hooks  ## lint, and notebooks without outputs, before each commit

@@ -7,6 +7,7 @@ Each program reads the same file in a process of its own, one after another. Hol
 nsys-ai come with the extra "bench"; who is not installed is said to be. Before that, how long ``stepscope
 profile`` takes to its first and its last line of a small capture, as ratios to importing pandas.
 """
+
 import argparse
 import multiprocessing
 import subprocess
@@ -35,14 +36,22 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
             print(f"  {program.__name__:<12}{one['s']}")
             continue
         ratio = one["s"] / float(found["ours"]["s"])
-        rest = ", ".join(f"{name} {value:,.1f}" if isinstance(value, float) else str(value) if name == "idle"
-                         else f"{name} {value:,}" for name, value in one.items() if name != "s")
+        rest = ", ".join(
+            f"{name} {value:,.1f}"
+            if isinstance(value, float)
+            else str(value)
+            if name == "idle"
+            else f"{name} {value:,}"
+            for name, value in one.items()
+            if name != "s"
+        )
         print(f"  {program.__name__:<12}{one['s']:.2f} s ({ratio:.2f}x)  {rest}", flush=True)
     return found
 
 
 def first_line() -> None:
     """Seconds to the first and the last line of a small capture, a process each, least of three."""
+
     def until(*command: str) -> tuple[float, float]:
         started = default_timer()
         with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True) as program:
@@ -51,16 +60,21 @@ def first_line() -> None:
             first = default_timer() - started
             program.stdout.read()
         return first, default_timer() - started
+
     profiles = [until("-m", "stepscope.cli", "profile", str(EXAMPLE)) for _ in range(3)]
     pandas = min(until("-c", "import pandas; print()")[0] for _ in range(3))
     first, last = map(min, zip(*profiles))
-    print(f"a small capture: first line after {first:.2f} s ({first / pandas:.2f}x importing pandas), last"
-          f" after {last:.2f} s", flush=True)
+    print(
+        f"a small capture: first line after {first:.2f} s ({first / pandas:.2f}x importing pandas), last"
+        f" after {last:.2f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", default="1000000")
     what = parser.parse_args().what
     if not what.isdigit():

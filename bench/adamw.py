@@ -21,6 +21,7 @@ weights 84%:
 Of a whole step (2.7B, batch 4 x 512): inductor's ``multi_kernel`` for long reductions gave 0.2%, and
 torchao's tensorwise recipe, whose weight gradients are FP8, too, was 1.02 times as fast as ours.
 """
+
 import argparse
 from collections.abc import Callable
 
@@ -48,7 +49,8 @@ def shares(layers: int, device: str) -> dict[str, float]:
         "PyTorch's fused AdamW": (28, False, lambda model: torch.optim.AdamW(model.parameters(), fused=True)),
         "fp32 moments": (28, False, MasterAdamW),
         "bf16 moments": (20, False, lambda model: MasterAdamW(model, moments=torch.bfloat16)),
-        "bf16 moments, FP8 weights": (20, True, lambda model: MasterAdamW(model, moments=torch.bfloat16))}
+        "bf16 moments, FP8 weights": (20, True, lambda model: MasterAdamW(model, moments=torch.bfloat16)),
+    }
     for name, (moved, eight_bits, make) in kinds.items():
         model = matrices(layers, device)
         if eight_bits:

@@ -1,6 +1,7 @@
 """The programs that read a capture, each asked in a process of its own: seconds, memory, and the GPU time it
 accounts for.
 """
+
 import logging
 import sqlite3
 from collections.abc import Callable
@@ -21,17 +22,22 @@ def peak_mib() -> float:
 def ours(path: str) -> Found:
     """load_capture: every kernel, copy and fill, with its phase, step, family and launch."""
     from stepscope.captures.capture import load_capture
+
     started = default_timer()
     capture = load_capture(path)
     loaded = default_timer() - started
-    return {"s": loaded, "operations": len(capture.operations) + capture.left_out,
-            "gpu_ms": (capture.operations["duration_ns"].sum() + capture.before["duration_ns"].sum()) / 1e6,
-            "peak_mib": peak_mib()}
+    return {
+        "s": loaded,
+        "operations": len(capture.operations) + capture.left_out,
+        "gpu_ms": (capture.operations["duration_ns"].sum() + capture.before["duration_ns"].sum()) / 1e6,
+        "peak_mib": peak_mib(),
+    }
 
 
 def ours_whole(path: str) -> Found:
     """The text of ``stepscope profile``, from the file to the last line."""
     from stepscope.captures.verdict import profile, rendered
+
     started = default_timer()
     rendered(profile(path))
     return {"s": default_timer() - started, "peak_mib": peak_mib()}
@@ -47,8 +53,9 @@ def nsys_ai(path: str) -> Found:
         started = default_timer()
         rows = attribute_kernels_to_nvtx(connection, path)
         seconds = default_timer() - started
-    time_ns = sum(row.get("k_end", row.get("end", 0)) - row.get("k_start", row.get("start", 0))
-                  for row in rows)
+    time_ns = sum(
+        row.get("k_end", row.get("end", 0)) - row.get("k_start", row.get("start", 0)) for row in rows
+    )
     return {"s": seconds, "operations": len(rows), "gpu_ms": time_ns / 1e6, "peak_mib": peak_mib()}
 
 
@@ -65,9 +72,16 @@ def hta(path: str) -> Found:
     seconds = default_timer() - started
     kernels = analysis.t.get_trace(0)
     kernels = kernels[kernels["stream"] >= 0]
-    return {"s": seconds, "operations": len(kernels), "gpu_ms": float(kernels["dur"].sum()) / 1e3,
-            "idle": f"idle {whole['idle_time_pctg']:.1f}%", "peak_mib": peak_mib()}
+    return {
+        "s": seconds,
+        "operations": len(kernels),
+        "gpu_ms": float(kernels["dur"].sum()) / 1e3,
+        "idle": f"idle {whole['idle_time_pctg']:.1f}%",
+        "peak_mib": peak_mib(),
+    }
 
 
-PROGRAMS: dict[str, list[Callable[[str], Found]]] = {"sqlite": [ours, ours_whole, nsys_ai],
-                                                     "json": [ours, ours_whole, hta]}
+PROGRAMS: dict[str, list[Callable[[str], Found]]] = {
+    "sqlite": [ours, ours_whole, nsys_ai],
+    "json": [ours, ours_whole, hta],
+}

@@ -1,4 +1,5 @@
 """Made-up captures of any size: nsys's export, and the same as torch.profiler writes it."""
+
 import json
 import sqlite3
 from collections.abc import Iterable
@@ -25,8 +26,7 @@ UNIT = 10_000  # ns in one region
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns.
-    """
+    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -47,8 +47,10 @@ def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]],
             rows.append((phase, at, at + phase_ns, MAIN))
             for inside in range(at + UNIT, at + UNIT + 4 * UNIT * blocks, 4 * UNIT):
                 rows.append(("block", inside, inside + 4 * UNIT, thread))
-                rows += [(name, inside + i * UNIT, inside + (i + 1) * UNIT, thread) for i,
-                         name in enumerate(REGIONS)]
+                rows += [
+                    (name, inside + i * UNIT, inside + (i + 1) * UNIT, thread)
+                    for i, name in enumerate(REGIONS)
+                ]
             at += phase_ns
     return rows, phase_ns
 
@@ -65,8 +67,11 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
         StringIds=enumerate(names + KERNELS),
         NVTX_EVENTS=((start, end, 59, None, tid, names.index(name), 0) for name, start, end, tid in rows),
         CUPTI_ACTIVITY_KIND_RUNTIME=((t, t + 3000, tid, i) for t, tid, i in launches),
-        CUPTI_ACTIVITY_KIND_KERNEL=((t + 5000, t + 9000 + i % 5000, 0, 7, i, PROCESS_KEY, len(names) + i % 50)
-                                    for t, tid, i in launches))
+        CUPTI_ACTIVITY_KIND_KERNEL=(
+            (t + 5000, t + 9000 + i % 5000, 0, 7, i, PROCESS_KEY, len(names) + i % 50)
+            for t, tid, i in launches
+        ),
+    )
 
 
 def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
@@ -76,21 +81,46 @@ def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) ->
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)
 
     def event(cat: str, name: str, pid: int, tid: int, start: int, end: int, **args: int) -> str:
-        return json.dumps({"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start // 1000,
-                           "dur": max(1, (end - start) // 1000), "args": args})
+        return json.dumps(
+            {
+                "ph": "X",
+                "cat": cat,
+                "name": name,
+                "pid": pid,
+                "tid": tid,
+                "ts": start // 1000,
+                "dur": max(1, (end - start) // 1000),
+                "args": args,
+            }
+        )
 
     def events() -> Iterable[str]:
         for name, start, end, tid in rows:
-            yield event("user_annotation", f"ProfilerStep#{start // (2 * phase_ns)}" if name == "step"
-                        else name, 7,
-                        tid & 0xFFFFFF, start, end)
+            yield event(
+                "user_annotation",
+                f"ProfilerStep#{start // (2 * phase_ns)}" if name == "step" else name,
+                7,
+                tid & 0xFFFFFF,
+                start,
+                end,
+            )
             if name in ("forward", "backward"):
                 yield event("gpu_user_annotation", name, 0, 7, start + 5000, end + 5000)
         for i, t in enumerate(launched.tolist(), start=1):
             tid = (AUTOGRAD if t // phase_ns % 2 else MAIN) & 0xFFFFFF
             yield event("cuda_runtime", "cudaLaunchKernel", 7, tid, t, t + 3000, correlation=i, cbid=211)
-            yield event("kernel", KERNELS[i % 50], 0, 7, t + 5000, t + 9000 + i % 5000, correlation=i,
-                        stream=7, device=0)
+            yield event(
+                "kernel",
+                KERNELS[i % 50],
+                0,
+                7,
+                t + 5000,
+                t + 9000 + i % 5000,
+                correlation=i,
+                stream=7,
+                device=0,
+            )
+
     with Path(path).open("w") as file:
         file.write('{"schemaVersion": 1, "distributedInfo": {"rank": 0}, "deviceProperties": [],\n')
         file.write('"traceEvents": [\n')

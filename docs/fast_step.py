@@ -4,6 +4,7 @@ Self-contained: `python fast_step.py` trains the model below for some steps on r
 milliseconds a step. On a CPU what only a GPU has (TF32, fused AdamW, the CUDA graph) is passed over.
 `master_adamw.py` beside it trains the same model with bf16 weights and fp32 masters.
 """
+
 import argparse
 from timeit import default_timer
 
@@ -33,8 +34,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C) -> (B, T, C)
         y = self.norm1(x.float()).to(x.dtype)
-        q, k, v = (matrix(y).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                   for matrix in (self.q, self.k, self.v))
+        q, k, v = (
+            matrix(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for matrix in (self.q, self.k, self.v)
+        )
         x = x + self.o(attend(self.turn(q), self.turn(k), v).transpose(1, 2).flatten(2))
         y = self.norm2(x.float()).to(x.dtype)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
@@ -58,11 +60,11 @@ class Model(nn.Module):
 
 
 # <fast step>
-torch.set_float32_matmul_precision("high")                                    # TF32
+torch.set_float32_matmul_precision("high")  # TF32
 
 
 def attend(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)            # fused attention
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # fused attention
 
 
 def make_step(model, tokens, targets, rate, clip=None):
@@ -72,13 +74,13 @@ def make_step(model, tokens, targets, rate, clip=None):
     on_gpu = tokens.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
-        block.compile(dynamic=False)                                          # compiled blocks
+        block.compile(dynamic=False)  # compiled blocks
     model.read_out = torch.compile(model.read_out, dynamic=False)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
         # Accumulation: loop over micro-batches from here to backward, each loss divided by their number.
-        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):        # bf16 autocast
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):  # bf16 autocast
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         if clip:
@@ -88,11 +90,11 @@ def make_step(model, tokens, targets, rate, clip=None):
 
     # DDP: wrap the model on the side stream, warm up 11 steps, and set TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
     side, given = torch.cuda.Stream() if on_gpu else None, rate.clone()
-    rate.zero_()                                                              # so that no weight moves
+    rate.zero_()  # so that no weight moves
     if on_gpu:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):                                                    # compile, make AdamW's moments
+        for _ in range(3):  # compile, make AdamW's moments
             step()
     if on_gpu:
         torch.cuda.current_stream().wait_stream(side)
@@ -105,12 +107,13 @@ def make_step(model, tokens, targets, rate, clip=None):
         return step, optimizer
     # Memory: activations and gradients move into a pool of the graph's own, which eager code cannot use.
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):                                # CUDA graph of the step
+    with torch.cuda.graph(graph, stream=side):  # CUDA graph of the step
         loss = step()
 
-    def replay(_held=step):                                                   # keep what the graph reads
+    def replay(_held=step):  # keep what the graph reads
         graph.replay()
-        return loss                                                           # overwritten by the next replay
+        return loss  # overwritten by the next replay
+
     return replay, optimizer
 
 
@@ -124,14 +127,24 @@ def resume(optimizer, saved):
             tensor.copy_(state[name])
     for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         own["lr"].copy_(group["lr"])
+
+
 # </fast step>
 
 
 def main(arguments: list[str] | None = None) -> float:
     """Train on random tokens; milliseconds a step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"width": 768, "hidden": 3072, "layers": 12, "heads": 12, "vocabulary": 10_000,
-                          "context": 512, "batch": 4, "steps": 20}.items():
+    for name, default in {
+        "width": 768,
+        "hidden": 3072,
+        "layers": 12,
+        "heads": 12,
+        "vocabulary": 10_000,
+        "context": 512,
+        "batch": 4,
+        "steps": 20,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--clip", type=float, help="the largest norm of all gradients together")
     given = parser.parse_args(arguments)

@@ -11,6 +11,7 @@ the same. Gradients of matrices are bf16: adding many up, or averaging over many
 loaded in place: the model's weights are written from the masters, and a graph goes on from there, whether it
 was captured before or after. The model's own state dict is for inference: its matrices are rounded to bf16.
 """
+
 import argparse
 import copy
 import io
@@ -34,10 +35,16 @@ def make_training(shape, batches, steps, moments):
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    optimizer = MasterAdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=3e-3,
-                            moments=moments, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = MasterAdamW(
+        [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
+        lr=3e-3,
+        moments=moments,
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(  # a tenth of the steps up, then a cosine down
-        optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2))
+        optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2)
+    )
     batch = batches[0].clone()  # (B, T + 1) token ids, where a graph reads them
 
     def step():
@@ -77,14 +84,23 @@ def captured(step, optimizer):
     def replay(_held=step):  # what a graph reads it does not keep alive: the model, with its tables of RoPE
         graph.replay()
         return loss
+
     return replay
 
 
 def main(arguments: list[str] | None = None) -> bool:
     """Whether the resumed run ended as the other did."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in {"width": 128, "hidden": 512, "layers": 2, "heads": 4, "vocabulary": 256,
-                          "context": 64, "batch": 4, "steps": 40}.items():
+    for name, default in {
+        "width": 128,
+        "hidden": 512,
+        "layers": 2,
+        "heads": 4,
+        "vocabulary": 256,
+        "context": 64,
+        "batch": 4,
+        "steps": 40,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="bfloat16")
     given = parser.parse_args(arguments)

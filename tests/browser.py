@@ -1,4 +1,5 @@
 """A page in the browser of this machine, driven by Playwright; it leaves nothing behind."""
+
 import os
 import shutil
 import tempfile
@@ -27,6 +28,7 @@ def program() -> str:
 def browser() -> Iterator:
     executable = program()
     from playwright.sync_api import sync_playwright
+
     with tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True) as home:
         places = {**os.environ, "HOME": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home}
         options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]

@@ -1,4 +1,5 @@
 """What tests do with notebooks: execute their cells in this process, and read what stands in them."""
+
 import ast
 import dis
 import functools
@@ -26,8 +27,13 @@ def reference(runs: str | Path = "") -> Tables:
     return load(runs)
 
 
-def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[str, Any] | None = None,
-              wrapped: Mapping[str, Callable[[Any], Any]] | None = None, **parameters: Any) -> dict[str, Any]:
+def run_cells(
+    notebook: str | Path,
+    until: str | None = None,
+    replaced: Mapping[str, Any] | None = None,
+    wrapped: Mapping[str, Callable[[Any], Any]] | None = None,
+    **parameters: Any,
+) -> dict[str, Any]:
     """Execute a notebook's code cells in this process, in order; the names that they leave.
 
     Args:
@@ -50,7 +56,9 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
             if unknown := parameters.keys() - names.keys():
                 raise LookupError(f"{path.name} has no parameters {', '.join(sorted(unknown))}")
             names |= parameters
-        names |= {name: value for name, value in {"load": reference, **(replaced or {})}.items() if name in names}
+        names |= {
+            name: value for name, value in {"load": reference, **(replaced or {})}.items() if name in names
+        }
         names |= {name: waiting.pop(name)(names[name]) for name in [*waiting] if name in names}
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
@@ -59,7 +67,11 @@ def run_cells(notebook: str | Path, until: str | None = None, replaced: Mapping[
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
     """The names that one cell of a notebook, that in which this stands, leaves of those that it is given."""
-    source, = [cell.source for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb") if holding in cell.source]
+    (source,) = [
+        cell.source
+        for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb")
+        if holding in cell.source
+    ]
     exec(source, names)
     return names
 
@@ -67,8 +79,13 @@ def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, An
 def spread(walls_ms: list[float]) -> dict[str, float]:
     """What tables say of wall times, by the standard library."""
     q1, _, q3 = statistics.quantiles(walls_ms, n=4, method="inclusive")
-    return {"wall_ms": statistics.median(walls_ms), "wall_std_ms": statistics.stdev(walls_ms), "wall_q1_ms": q1,
-            "wall_q3_ms": q3, "wall_min_ms": min(walls_ms)}
+    return {
+        "wall_ms": statistics.median(walls_ms),
+        "wall_std_ms": statistics.stdev(walls_ms),
+        "wall_q1_ms": q1,
+        "wall_q3_ms": q3,
+        "wall_min_ms": min(walls_ms),
+    }
 
 
 def covered_ms(rows: pd.DataFrame) -> float:
@@ -87,22 +104,42 @@ def quickest(operations: pd.DataFrame) -> pd.DataFrame:
 
 def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
     """The milliseconds of operations added up by these columns."""
-    return (operations["end_ns"] - operations["start_ns"]).groupby([operations[name] for name in names]).sum().div(1e6).to_dict()
+    return (
+        (operations["end_ns"] - operations["start_ns"])
+        .groupby([operations[name] for name in names])
+        .sum()
+        .div(1e6)
+        .to_dict()
+    )
 
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
     """A phase's row by plain arithmetic, of a mode's raw samples and captured operations."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], quickest(operations)
     own = own if phase == "whole" else own[own["phase"] == phase]
-    found = spread(timed["wall_ms"].tolist()) | {"gpu_ms": covered_ms(own), "operations": len(own), "steps": len(timed)}
-    return found | {"enqueue_ms": statistics.median(timed["enqueue_ms"]), "busy": found["gpu_ms"] / found["wall_ms"]}
+    found = spread(timed["wall_ms"].tolist()) | {
+        "gpu_ms": covered_ms(own),
+        "operations": len(own),
+        "steps": len(timed),
+    }
+    return found | {
+        "enqueue_ms": statistics.median(timed["enqueue_ms"]),
+        "busy": found["gpu_ms"] / found["wall_ms"],
+    }
 
 
 def step_flops(config: Any) -> float:
     """Of a full step: three times forward's matmuls, of each token with the weights and of all pairs of tokens."""
-    weights = config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff) + config.vocab_size * config.d_model
-    return 6 * config.batch_size * config.context_length * (
-        weights + 2 * config.num_layers * config.context_length * config.d_model)
+    weights = (
+        config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
+        + config.vocab_size * config.d_model
+    )
+    return (
+        6
+        * config.batch_size
+        * config.context_length
+        * (weights + 2 * config.num_layers * config.context_length * config.d_model)
+    )
 
 
 def bare_clocks(cells: list[Cell]) -> list[str]:
@@ -114,7 +151,8 @@ def bare_clocks(cells: list[Cell]) -> list[str]:
             if isinstance(node, ast.Name) and node.id in CLOCKS - {"time"}:
                 found.append(f"cell {number}: {node.id}")
             elif isinstance(node, ast.Attribute) and (
-                    node.attr in CLOCKS - {"time"} or ast.unparse(node) == "time.time"):
+                node.attr in CLOCKS - {"time"} or ast.unparse(node) == "time.time"
+            ):
                 found.append(f"cell {number}: {ast.unparse(node)}")
     return found
 
@@ -128,8 +166,11 @@ def leaks(cells: list[Cell]) -> list[str]:
             _, bound = names_of(cell.source)
             for place, other in enumerate(cells):
                 read, own = names_of(other.source)
-                found += [f"{name} of cell {number + 1}, read by cell {place + 1}"
-                          for name in sorted(bound & read - own) if place != number]
+                found += [
+                    f"{name} of cell {number + 1}, read by cell {place + 1}"
+                    for name in sorted(bound & read - own)
+                    if place != number
+                ]
     return found
 
 

@@ -1,4 +1,5 @@
 """What several test files need: tiny configurations, sweep files, records, and notebooks that go wrong."""
+
 import json
 import os
 import signal
@@ -29,12 +30,20 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
 TINY: dict[str, Any] = {
-    "device": "cpu", "size": "nano", "vocab_size": 50, "context_length": 8, "batch_size": 1,
-    "warmup_steps": 0, "timed_steps": 2}
+    "device": "cpu",
+    "size": "nano",
+    "vocab_size": 50,
+    "context_length": 8,
+    "batch_size": 1,
+    "warmup_steps": 0,
+    "timed_steps": 2,
+}
 
 # What a run of a study does in tests of sweeps, by its seed; it needs no torch, and is over at once. A child of
 # another session, and soon of no parent, is what parents alone do not find.
-RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(1, 11)
+RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
+    1, 11
+)
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -78,8 +87,14 @@ name = {{"device_name": (faults / "device").read_text()}} if (faults / "device")
 
 
 def _cell(source: str, **metadata) -> dict:
-    return {"cell_type": "code", "id": uuid.uuid4().hex[:8], "metadata": metadata, "source": source,
-            "outputs": [], "execution_count": None}
+    return {
+        "cell_type": "code",
+        "id": uuid.uuid4().hex[:8],
+        "metadata": metadata,
+        "source": source,
+        "outputs": [],
+        "execution_count": None,
+    }
 
 
 @pytest.fixture
@@ -87,8 +102,12 @@ def faults(tmp_path, monkeypatch) -> Path:
     """A folder with the notebook above for every study; runs of this test execute it."""
     folder = tmp_path / "faults"
     folder.mkdir()
-    content = {"nbformat": 4, "nbformat_minor": 5, "cells": [_cell("", tags=["parameters"]), _cell(FAULTS)],
-               "metadata": {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}}
+    content = {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "cells": [_cell("", tags=["parameters"]), _cell(FAULTS)],
+        "metadata": {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
+    }
     for study in studies():
         (folder / f"{study}.ipynb").write_text(json.dumps(content))
     monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(folder))
@@ -98,8 +117,10 @@ def faults(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def tiny():
     """Make a tiny configuration, with any field replaced."""
+
     def make(**fields) -> RunConfig:
         return configure(**{"study": "benchmark", **TINY, **fields})
+
     return make
 
 
@@ -111,6 +132,7 @@ def store(tmp_path) -> Store:
 @pytest.fixture
 def write_sweep(tmp_path):
     """Write a sweep file: a string as it is, anything else as YAML."""
+
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name
         if isinstance(content, str):
@@ -118,6 +140,7 @@ def write_sweep(tmp_path):
         else:
             YAML(typ="safe", pure=True).dump(content, path)
         return path
+
     return write
 
 
@@ -141,9 +164,13 @@ class Program:
         with self.said.open("w") as stream:
             # A shell that starts tests in the background lets them ignore SIGINT, and would hand that down.
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stepscope.cli", *map(str, arguments)], stdout=stream, stderr=stream,
-                env=os.environ | {self.mark: "1"}, start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+                [sys.executable, "-m", "stepscope.cli", *map(str, arguments)],
+                stdout=stream,
+                stderr=stream,
+                env=os.environ | {self.mark: "1"},
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
 
     def wait_for(self, sign) -> None:
         deadline = time.monotonic() + 120
@@ -180,6 +207,7 @@ def program(tmp_path):
     def start(*arguments: object) -> Program:
         made.append(Program(tmp_path, *arguments))
         return made[-1]
+
     yield start
     for each in made:
         each.end()

@@ -1,4 +1,5 @@
 """A stand-in for CUDA's allocator: the recorder's calls answered from the storages that a CPU step makes."""
+
 import weakref
 
 import torch
@@ -16,8 +17,10 @@ class Storages(TorchDispatchMode):
         super().__init__()
         self.trace, self.live = [], {}
         self.counts = {"allocated": 0, "freed": 0}
-        self.bytes = {name: {"current": 0, "peak": 0}
-                      for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")}
+        self.bytes = {
+            name: {"current": 0, "peak": 0}
+            for name in ("allocated_bytes", "requested_bytes", "reserved_bytes")
+        }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -42,8 +45,9 @@ class Storages(TorchDispatchMode):
             level["peak"] = max(level["peak"], level["current"])
 
     def stats(self):
-        return {"allocation": {"all": dict(self.counts)}} | {name: {"all": dict(level)} for name,
-                                                             level in self.bytes.items()}
+        return {"allocation": {"all": dict(self.counts)}} | {
+            name: {"all": dict(level)} for name, level in self.bytes.items()
+        }
 
     def reset_peak(self):
         for level in self.bytes.values():
@@ -61,8 +65,11 @@ def stand_in(monkeypatch) -> Storages:
     """Answer torch.cuda's calls from the storages of a CPU step; enter what is returned around the
     recording."""
     storages = Storages()
-    for name, answer in {"synchronize": lambda: None, "memory_stats_as_nested_dict": storages.stats,
-                         "reset_peak_memory_stats": storages.reset_peak}.items():
+    for name, answer in {
+        "synchronize": lambda: None,
+        "memory_stats_as_nested_dict": storages.stats,
+        "reset_peak_memory_stats": storages.reset_peak,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", storages.record)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", storages.snapshot)

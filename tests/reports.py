@@ -1,4 +1,5 @@
 """Runs that tests of the report read: the committed reference, or a folder named by $STEPSCOPE_TEST_RUNS."""
+
 import hashlib
 import json
 import os
@@ -65,28 +66,44 @@ def told(functions: Iterable[Callable], tables: dict[str, pd.DataFrame]) -> dict
         except LookupError:
             made = "no data"
         if isinstance(made, dict):  # sums of the same in another order differ in their last digits
-            made = {name: float(f"{value:.12g}") if isinstance(value, float) else value for name, value in made.items()}
+            made = {
+                name: float(f"{value:.12g}") if isinstance(value, float) else value
+                for name, value in made.items()
+            }
         found[function.__name__] = markdown(made) if isinstance(made, pd.DataFrame) else repr(made)
     return found
 
 
 def shuffled(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """The same runs in another order; where a table does not say of which run its rows are, the same rows."""
+
     def mixed(rows: pd.DataFrame) -> pd.DataFrame:
         if "run_id" not in rows:
             return rows.sample(frac=1, random_state=1)
-        return rows.sort_values("run_id", key=lambda runs: runs.map(lambda run: hashlib.md5(run.encode()).hexdigest()), kind="stable")
+        return rows.sort_values(
+            "run_id",
+            key=lambda runs: runs.map(lambda run: hashlib.md5(run.encode()).hexdigest()),
+            kind="stable",
+        )
+
     return {name: mixed(rows) for name, rows in tables.items()}
 
 
 def beside(tables: dict[str, pd.DataFrame], only: str = "", **others: object) -> dict[str, pd.DataFrame]:
     """With runs of other configurations, each like one of these but for one field, whose numbers are seven times
     as much; ``only`` says of which rows there are such."""
+
     def more(rows: pd.DataFrame) -> pd.DataFrame:
-        numbers = [name for name, values in rows.items() if values.dtype.kind == "f" or str(name).endswith("_ns")]
+        numbers = [
+            name for name, values in rows.items() if values.dtype.kind == "f" or str(name).endswith("_ns")
+        ]
         like = rows.query(only) if only else rows
         like = like.assign(**{name: 7 * like[name] for name in numbers})
-        return pd.concat([rows, *(like.assign(**{name: value}) for name, value in others.items() if name in rows)], ignore_index=True)
+        return pd.concat(
+            [rows, *(like.assign(**{name: value}) for name, value in others.items() if name in rows)],
+            ignore_index=True,
+        )
+
     return {name: more(rows) for name, rows in tables.items()}
 
 
@@ -109,7 +126,9 @@ def few(folder: Path, each: int = 2, studies: tuple[str, ...] = STUDIES) -> Path
             place = folder / study / path.parent.name
             place.mkdir(parents=True)
             record = json.loads(path.read_text())
-            kept = {table["file"] for table in record["tables"].values() if table["file"].endswith(".parquet")}
+            kept = {
+                table["file"] for table in record["tables"].values() if table["file"].endswith(".parquet")
+            }
             record["tables"] = {name: one for name, one in record["tables"].items() if one["file"] in kept}
             (place / "record.json").write_text(json.dumps(record))
             for name in (*kept, "notebook.ipynb"):
@@ -138,11 +157,18 @@ def tour(folder: Path) -> Path:
     store = Store(RUNS)
     records, _ = store.records()
     for config in load_sweeps([*find_sweeps("tour")], "cuda", gpu_gib=139.8).configs:
-        wanted = {name: value for name, value in config.model_dump(mode="json").items()
-                  if name not in ("baselines", "without", "training_steps", "optimizations", "sequences", "least_passes")}
+        wanted = {
+            name: value
+            for name, value in config.model_dump(mode="json").items()
+            if name
+            not in ("baselines", "without", "training_steps", "optimizations", "sequences", "least_passes")
+        }
         own = set(getattr(config, "optimizations", ()))
-        record = next(record for record in records if wanted.items() <= record.config.items()
-                      and own <= set(record.config.get("optimizations", ())))
+        record = next(
+            record
+            for record in records
+            if wanted.items() <= record.config.items() and own <= set(record.config.get("optimizations", ()))
+        )
         place = folder / record.study / record.run_id
         shutil.copytree(RUNS / record.study / record.run_id, place)
         if record.study == "ladder":

@@ -1,4 +1,5 @@
 """The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
+
 import warnings
 from contextlib import nullcontext, suppress
 from timeit import default_timer
@@ -25,8 +26,15 @@ from stepscope.studies.attention import tables as attention
 from stepscope.studies.attention.config import PASSES, QUANTITIES
 from stepscope.traces.captured import CAPTURED
 
-SMALL = {"device": "cpu", "d_model": 8, "batch_size": 2, "sequences": [8, 16], "timed_steps": 3,
-         "warmup_steps": 1, "cell_seconds": 0.05}
+SMALL = {
+    "device": "cpu",
+    "d_model": 8,
+    "batch_size": 2,
+    "sequences": [8, 16],
+    "timed_steps": 3,
+    "warmup_steps": 1,
+    "cell_seconds": 0.05,
+}
 ON_CPU = ("naive", "flash", "math")
 GIB = 2**30
 
@@ -54,6 +62,7 @@ def left():
     def timer():
         compiled.append(counters["stats"]["unique_graphs"])
         return default_timer()
+
     return cells_until("long = passes", {"default_timer": timer}), compiled
 
 
@@ -72,8 +81,16 @@ def test_sequences_are_put_in_order_and_the_longest_is_the_context():
     assert config.gpu_gib and config.run_id == small(sequences=[16, 64]).run_id
 
 
-@pytest.mark.parametrize("field, value", [
-    ("sequences", []), ("sequences", ["long"]), ("sequences", 64), ("implementations", ["fa4"]), ("cell_seconds", float("inf"))])
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("sequences", []),
+        ("sequences", ["long"]),
+        ("sequences", 64),
+        ("implementations", ["fa4"]),
+        ("cell_seconds", float("inf")),
+    ],
+)
 def test_what_cannot_be_run_is_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=field):
         small(**{field: value})
@@ -87,17 +104,32 @@ def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, left):
     """By the norm of the difference to another attention in float64."""
     names, _ = left
     checks = names["checked"].set_index(["implementation", "sequence"]).loc[name]
-    assert (checks.pop("allowed_error") == 2e-5).all() and checks.gt(0).all(axis=None) and checks.lt(1e-6).all(axis=None)
+    assert (
+        (checks.pop("allowed_error") == 2e-5).all()
+        and checks.gt(0).all(axis=None)
+        and checks.lt(1e-6).all(axis=None)
+    )
     for sequence in (8, 16):
         inputs = Inputs(names["config"], sequence)
-        given, future = (inputs.q, inputs.k, inputs.v), torch.full((sequence, sequence), float("-inf")).triu(1)
+        given, future = (
+            (inputs.q, inputs.k, inputs.v),
+            torch.full((sequence, sequence), float("-inf")).triu(1),
+        )
         q, k, v = true = [x.detach().double().requires_grad_() for x in given]
-        outputs = names["prepare"](name, inputs)(*given), torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) / 8**0.5 + future, -1) @ v
+        outputs = (
+            names["prepare"](name, inputs)(*given),
+            torch.softmax(torch.einsum("bhid,bhjd->bhij", q, k) / 8**0.5 + future, -1) @ v,
+        )
         for output in outputs:
             output.backward(inputs.gradient.to(output.dtype))
         pairs = [outputs, *((mine.grad, right.grad) for mine, right in zip(given, true))]
-        errors = [((mine.double() - right).square().sum() / right.square().sum()).sqrt().item() for mine, right in pairs]
-        assert checks.loc[sequence, [f"{quantity}_error" for quantity in QUANTITIES]].tolist() == pytest.approx(errors, rel=1e-3)
+        errors = [
+            ((mine.double() - right).square().sum() / right.square().sum()).sqrt().item()
+            for mine, right in pairs
+        ]
+        assert checks.loc[
+            sequence, [f"{quantity}_error" for quantity in QUANTITIES]
+        ].tolist() == pytest.approx(errors, rel=1e-3)
 
 
 def test_naive_attention_is_the_models(calls):
@@ -113,8 +145,8 @@ def test_the_reference_is_the_definition():
     q, k, v = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v))
     for b in range(2):
         for i in range(8):
-            weights = torch.exp(k[b, 0, :i + 1] @ q[b, 0, i] / 8**0.5)
-            assert torch.allclose(output[b, 0, i], weights / weights.sum() @ v[b, 0, :i + 1])
+            weights = torch.exp(k[b, 0, : i + 1] @ q[b, 0, i] / 8**0.5)
+            assert torch.allclose(output[b, 0, i], weights / weights.sum() @ v[b, 0, : i + 1])
     step, moved = 1e-6, Inputs(small(), 8)  # dq against the difference quotient of one number
     with torch.no_grad():
         for x in (moved.q, moved.k, moved.v, moved.gradient):
@@ -128,20 +160,27 @@ def test_the_reference_of_a_long_sequence_is_made_of_some_queries_at_a_time(monk
     inputs = Inputs(small(), 32)
     whole = attention_in_float64(inputs)
     monkeypatch.setattr(inputs_of, "SQUARE", 32 * 5)  # five of 32 queries, and a rest of two
-    assert all(torch.allclose(a, b, rtol=1e-12, atol=0) for a, b in zip(whole, attention_in_float64(inputs), strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-12, atol=0)
+        for a, b in zip(whole, attention_in_float64(inputs), strict=True)
+    )
 
 
 def naive_of(scores=lambda scores: scores, future=lambda future: future):
     """Naive attention whose scores or mask are changed."""
+
     def naive(q, k, v, mask):
         changed = scores(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)
         return torch.softmax(changed.masked_fill(future(mask), float("-inf")), -1) @ v
+
     return naive
 
 
 def run_of(naive, **fields):
     """One run of naive and flash where naive attention is this."""
-    return cells_until(replaced={"naive": naive}, sequences=[16], implementations=["naive", "flash"], **fields)["tables"]
+    return cells_until(
+        replaced={"naive": naive}, sequences=[16], implementations=["naive", "flash"], **fields
+    )["tables"]
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
@@ -176,8 +215,15 @@ def test_every_cell_has_a_row_a_phase_and_keys_are_unique(measured):
 def test_what_a_cpu_lacks_has_torchs_reason(measured):
     cells = measured[1]["cases"]
     status = cells.groupby("implementation")["status"].unique().map(list).to_dict()
-    assert status == {"naive": ["ok"], "compiled": ["ok"], "flash": ["ok"], "math": ["ok"],
-                      "efficient": ["unsupported"], "cudnn": ["unsupported"], "flex": ["unsupported"]}
+    assert status == {
+        "naive": ["ok"],
+        "compiled": ["ok"],
+        "flash": ["ok"],
+        "math": ["ok"],
+        "efficient": ["unsupported"],
+        "cudnn": ["unsupported"],
+        "flex": ["unsupported"],
+    }
     reasons = cells[cells["status"] == "unsupported"].groupby("implementation")["reason"].first()
     assert "FlexAttention does not support backward on CPU" in reasons["flex"]
     assert "No viable backend" in reasons["cudnn"]
@@ -201,80 +247,147 @@ def test_a_cells_row_follows_from_its_passes_its_kernels_and_its_bytes(left):
     cells, passes = (names[name].query("status == 'ok'") for name in ("cases", "passes"))
     for row in cells.to_dict("records"):
         case, phase = (row["implementation"], row["sequence"]), row["phase"]
-        walls, memory, kernels = names["walls"][case][phase].tolist(), names["sizes"][case], names["kernels"][case, phase]
+        walls, memory, kernels = (
+            names["walls"][case][phase].tolist(),
+            names["sizes"][case],
+            names["kernels"][case, phase],
+        )
         one, lasting = quickest(kernels), by_name(kernels, "name")
-        own = spread(walls) | {"passes": len(walls), "gpu_ms": covered_ms(one), "operations": len(one),
-                               "saved_mib": memory["saved"] / 2**20, "in_use_mib": memory["in_use"] / 2**20}
-        assert {name: row[name] for name in own} == pytest.approx(own) and row["kernel"] == max(lasting, key=lasting.get), case
+        own = spread(walls) | {
+            "passes": len(walls),
+            "gpu_ms": covered_ms(one),
+            "operations": len(one),
+            "saved_mib": memory["saved"] / 2**20,
+            "in_use_mib": memory["in_use"] / 2**20,
+        }
+        assert {name: row[name] for name in own} == pytest.approx(own) and row["kernel"] == max(
+            lasting, key=lasting.get
+        ), case
     both = cells.groupby(["implementation", "sequence"])[["wall_ms", "gpu_ms"]].sum()
-    assert passes.set_index(["implementation", "sequence"]).loc[both.index, [*both]].to_numpy() == pytest.approx(both.to_numpy())
+    assert passes.set_index(["implementation", "sequence"]).loc[
+        both.index, [*both]
+    ].to_numpy() == pytest.approx(both.to_numpy())
     executed("attention", "last_timed =", names | {"run": SimpleNamespace(say=said.append)})
     order = both["wall_ms"].xs(16, level="sequence").sort_values()
-    assert ": " + ", ".join(f"{number(ms, 'ms')} {attention.LABELS[name]}" for name, ms in order.items()) + "." in said[0]
+    assert (
+        ": " + ", ".join(f"{number(ms, 'ms')} {attention.LABELS[name]}" for name, ms in order.items()) + "."
+        in said[0]
+    )
 
 
 def test_nothing_is_compiled_while_it_is_timed(measured):
     assert len(set(measured[2])) == 1
 
 
-@pytest.mark.parametrize("fields, passes", [({"cell_seconds": 10.0}, 30), ({"cell_seconds": 1e-9, "least_passes": 4}, 4)])
+@pytest.mark.parametrize(
+    "fields, passes", [({"cell_seconds": 10.0}, 30), ({"cell_seconds": 1e-9, "least_passes": 4}, 4)]
+)
 def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
     names = cells_until(sequences=[8], implementations=["flash"], timed_steps=30, **fields)
     assert (names["cases"]["passes"] == passes).all()
 
 
-@pytest.mark.parametrize("on_gpu, later_ms, cell_seconds, warmups, passes", [
-    (False, 10, 1.0, 3, 100), (False, 10, 0.42, 2, 42), (False, 10, 0.2, 1, 4), (True, 10, 1.0, 3, 100), (True, 4, 1.0, 3, 250)])
-def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up(on_gpu, later_ms, cell_seconds, warmups, passes):
+@pytest.mark.parametrize(
+    "on_gpu, later_ms, cell_seconds, warmups, passes",
+    [
+        (False, 10, 1.0, 3, 100),
+        (False, 10, 0.42, 2, 42),
+        (False, 10, 0.2, 1, 4),
+        (True, 10, 1.0, 3, 100),
+        (True, 4, 1.0, 3, 250),
+    ],
+)
+def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up(
+    on_gpu, later_ms, cell_seconds, warmups, passes
+):
     """The first pass takes 100 ms, a quarter of it forward; warm-up may take a quarter of the time."""
-    names = run_cells("attention", until="walls, sizes", **SMALL | {"cell_seconds": cell_seconds, "warmup_steps": 3})
+    names = run_cells(
+        "attention", until="walls, sizes", **SMALL | {"cell_seconds": cell_seconds, "warmup_steps": 3}
+    )
     at, readings, settled, order = 0.0, [], [], []
     for ms in [100, *[later_ms] * 999]:
         readings += [at, at + ms / 4e3, at + ms / 1e3]
         at += ms / 1e3
     left = iter(readings)
     names["config"] = names["config"].model_copy(update={"timed_steps": 1000, "least_passes": 4})
-    names |= {"default_timer": lambda: order.append("clock") or next(left), "synchronize": lambda: order.append("wait"), "on_gpu": on_gpu,
-              "measure": SimpleNamespace(keep_up=lambda once, device, seconds: settled.append(seconds))}
+    names |= {
+        "default_timer": lambda: order.append("clock") or next(left),
+        "synchronize": lambda: order.append("wait"),
+        "on_gpu": on_gpu,
+        "measure": SimpleNamespace(keep_up=lambda once, device, seconds: settled.append(seconds)),
+    }
     inputs = SimpleNamespace(q=1, k=2, v=3, gradient=4, clear_gradients=lambda: order.append("clear"))
     walls = names["timed"](lambda *qkv: order.append(qkv) or SimpleNamespace(backward=order.append), inputs)
     assert len(walls) == pytest.approx(passes, abs=1)
-    assert order == ["clear", "wait", "clock", (1, 2, 3), "wait", "clock", 4, "wait", "clock"] * (warmups + len(walls))
+    assert order == ["clear", "wait", "clock", (1, 2, 3), "wait", "clock", 4, "wait", "clock"] * (
+        warmups + len(walls)
+    )
     assert walls.median().to_dict() == pytest.approx({"forward": later_ms / 4, "backward": 3 * later_ms / 4})
     assert len(settled) == (on_gpu and later_ms == 10), "what lasts long has the clock settle"
 
 
 @pytest.mark.parametrize("forward_ms, settles", [(1.9, 0), (2.1, 1)])
-def test_captured_passes_are_as_many_as_asked_for_once_the_clock_of_what_lasts_long_has_settled(forward_ms, settles):
-    names, order = cells_until("def row_of(", sequences=[8], implementations=["math"], captured_passes=2, least_passes=3), []
+def test_captured_passes_are_as_many_as_asked_for_once_the_clock_of_what_lasts_long_has_settled(
+    forward_ms, settles
+):
+    names, order = (
+        cells_until(
+            "def row_of(", sequences=[8], implementations=["math"], captured_passes=2, least_passes=3
+        ),
+        [],
+    )
     assert torch.get_float32_matmul_precision() == "highest"
-    names |= {"on_gpu": True, "walls": {("math", 8): pd.DataFrame({"forward": [forward_ms] * 3, "backward": [3.0, 3.0, 90.0]})},
-              "measure": SimpleNamespace(keep_up=lambda *_: order.append("settles"))}
-    names["capture_one"]("math", 8, Inputs(names["config"], 8), SimpleNamespace(
-        phases=lambda *of: order.append(of) or (lambda phase: nullcontext())))
+    names |= {
+        "on_gpu": True,
+        "walls": {("math", 8): pd.DataFrame({"forward": [forward_ms] * 3, "backward": [3.0, 3.0, 90.0]})},
+        "measure": SimpleNamespace(keep_up=lambda *_: order.append("settles")),
+    }
+    names["capture_one"](
+        "math",
+        8,
+        Inputs(names["config"], 8),
+        SimpleNamespace(phases=lambda *of: order.append(of) or (lambda phase: nullcontext())),
+    )
     assert order == ["settles"] * settles + [(("math", 8), 0), (("math", 8), 1)]
 
 
 def test_what_twice_the_length_would_save_is_of_the_longest_that_ran(left):
-    rows = [("naive", 8, 3.0), ("naive", 16, 12.0), ("efficient", 16, 0.5), ("cudnn", 32, None), ("math", 16, 9.0)]
+    rows = [
+        ("naive", 8, 3.0),
+        ("naive", 16, 12.0),
+        ("efficient", 16, 0.5),
+        ("cudnn", 32, None),
+        ("math", 16, 9.0),
+    ]
     passes = pd.DataFrame(rows, columns=["implementation", "sequence", "saved_mib"])
     assert executed("attention", "answers = [", left[0] | {"passes": passes})["answers"] == [
         f"* {attention.LABELS[name]}: {number(here, 'MiB')} here, {number(then, 'MiB')} then ({then / here:.0f} times)"
-        for name, here, then in (("naive", 12, 48), ("efficient", 0.5, 1))]
+        for name, here, then in (("naive", 12, 48), ("efficient", 0.5, 1))
+    ]
 
 
 def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
-    rows = [(("math", 16), number, phase, name, "other", start * 1_000_000, end * 1_000_000)
-            for number, slower in ((0, 2), (1, 1)) for phase, at in (("forward", 0), ("backward", 100))
-            for name, start, end in (("scores", at, at + 3 * slower), ("softmax", at + 10, at + 10 + 2 * slower),
-                                     ("softmax", at + 20, at + 20 + 2 * slower))]
-    captured = SimpleNamespace(operations=pd.DataFrame(rows, columns=CAPTURED), reason="",
-                               phases=lambda case, number: lambda phase: nullcontext())
+    rows = [
+        (("math", 16), number, phase, name, "other", start * 1_000_000, end * 1_000_000)
+        for number, slower in ((0, 2), (1, 1))
+        for phase, at in (("forward", 0), ("backward", 100))
+        for name, start, end in (
+            ("scores", at, at + 3 * slower),
+            ("softmax", at + 10, at + 10 + 2 * slower),
+            ("softmax", at + 20, at + 20 + 2 * slower),
+        )
+    ]
+    captured = SimpleNamespace(
+        operations=pd.DataFrame(rows, columns=CAPTURED),
+        reason="",
+        phases=lambda case, number: lambda phase: nullcontext(),
+    )
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
     monkeypatch.setattr("stepscope.measure.sm_clock_mhz", lambda: 1234.0)
     found = cells_until(sequences=[16], implementations=["math"])["cases"]
     assert found[["phase", "gpu_ms", "operations", "kernel", "sm_clock_mhz"]].values.tolist() == [
-        [phase, 7.0, 3.0, "softmax", 1234] for phase in ("forward", "backward")]
+        [phase, 7.0, 3.0, "softmax", 1234] for phase in ("forward", "backward")
+    ]
 
 
 @pytest.mark.parametrize("mends", [True, False])
@@ -283,12 +396,23 @@ def test_on_a_gpu_an_odd_cell_is_measured_again_at_most_twice_and_the_others_are
     odd, other, asked = ("naive", 16), ("flash", 64), []
 
     def passes(case, phase, more_ms=0, slower=1.02):
-        rows = [(number, name, start * 10**6, start * 10**6 + round((lasts + more_ms) * factor * 10**6))
-                for number, factor in enumerate((1, slower)) for name, start, lasts in (("two", 0, 3), ("one", 20, 4), ("two", 40, 3))]
+        rows = [
+            (number, name, start * 10**6, start * 10**6 + round((lasts + more_ms) * factor * 10**6))
+            for number, factor in enumerate((1, slower))
+            for name, start, lasts in (("two", 0, 3), ("one", 20, 4), ("two", 40, 3))
+        ]
         return {(case, phase): pd.DataFrame(rows, columns=["number", "name", "start_ns", "end_ns"])}
-    kernels = passes(odd, "forward") | passes(odd, "backward", 0, 1.3) | passes(other, "forward") | passes(other, "backward")
-    walls = {odd: pd.DataFrame({"forward": [15.0, 14.0, 19.0], "backward": [20.0, 21.0, 40.0]}),
-             other: pd.DataFrame({"forward": [11.0, 30.0, 12.0], "backward": [31.0, 13.0, 14.0]})}
+
+    kernels = (
+        passes(odd, "forward")
+        | passes(odd, "backward", 0, 1.3)
+        | passes(other, "forward")
+        | passes(other, "backward")
+    )
+    walls = {
+        odd: pd.DataFrame({"forward": [15.0, 14.0, 19.0], "backward": [20.0, 21.0, 40.0]}),
+        other: pd.DataFrame({"forward": [11.0, 30.0, 12.0], "backward": [31.0, 13.0, 14.0]}),
+    }
 
     def time_cases(cases):
         asked.append(cases)
@@ -297,17 +421,43 @@ def test_on_a_gpu_an_odd_cell_is_measured_again_at_most_twice_and_the_others_are
     def capture_cases(cases):
         asked.append(cases)
         return passes(odd, "forward", 1) | passes(odd, "backward", 1, 1.02 if mends else 1.3), ""
+
     mib = {"saved": 7, "in_use": 11, "forward": 13, "backward": 17}
-    names = executed("attention", "def row_of", {
-        "walls": walls, "kernels": dict(kernels), "sizes": {case: {name: number * 2**20 for name, number in mib.items()} for case in walls},
-        "clocks_mhz": {odd: 1700.0, other: 1980.0}, "location": location, "measure": room, "PASSES": PASSES, "nan": float("nan"), "on_gpu": True,
-        "time_cases": time_cases, "capture_cases": capture_cases})
+    names = executed(
+        "attention",
+        "def row_of",
+        {
+            "walls": walls,
+            "kernels": dict(kernels),
+            "sizes": {case: {name: number * 2**20 for name, number in mib.items()} for case in walls},
+            "clocks_mhz": {odd: 1700.0, other: 1980.0},
+            "location": location,
+            "measure": room,
+            "PASSES": PASSES,
+            "nan": float("nan"),
+            "on_gpu": True,
+            "time_cases": time_cases,
+            "capture_cases": capture_cases,
+        },
+    )
     assert asked == [[odd]] * (2 if mends else 4)
     rows = pd.DataFrame(names["rows"]).set_index(["implementation", "phase"])
-    assert rows["unsteady"].ne("").to_dict() == {(name, phase): (name, phase, mends) == ("naive", "backward", False)
-                                                 for name in ("naive", "flash") for phase in PASSES}
-    assert rows["gpu_ms"].tolist() == [13, 13, 10, 10] and rows["operations"].tolist() == [3] * 4 and {*rows["kernel"]} == {"two"}
-    assert rows["wall_ms"].tolist() == [14, 21, 12, 14] and rows["sm_clock_mhz"].tolist() == [1700, 1700, 1980, 1980]
+    assert rows["unsteady"].ne("").to_dict() == {
+        (name, phase): (name, phase, mends) == ("naive", "backward", False)
+        for name in ("naive", "flash")
+        for phase in PASSES
+    }
+    assert (
+        rows["gpu_ms"].tolist() == [13, 13, 10, 10]
+        and rows["operations"].tolist() == [3] * 4
+        and {*rows["kernel"]} == {"two"}
+    )
+    assert rows["wall_ms"].tolist() == [14, 21, 12, 14] and rows["sm_clock_mhz"].tolist() == [
+        1700,
+        1700,
+        1980,
+        1980,
+    ]
     assert rows[["saved_mib", "in_use_mib", "peak_mib"]].values.tolist() == [[7, 11, 13], [7, 11, 17]] * 2
 
 
@@ -315,6 +465,7 @@ def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
     class Broken:
         def __init__(self, activities):
             raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
+
     monkeypatch.setattr(profiler, "profiled", Broken)
     names = cells_until(sequences=[8], implementations=["flash"])
     cells = names["cases"]
@@ -331,25 +482,37 @@ def test_where_nothing_can_be_timed_the_notebook_says_so():
 
 
 def test_torchs_warnings_say_why_no_kernel_fits():
-    warned = [warnings.WarningMessage(f"{text} (Triggered internally at /build/x.cpp:1.)", UserWarning, "x", 1)
-              for text in ("Flash attention kernel not used because:", "Head dim is 512, at most 256.",
-                           "Memory efficient attention has been runtime disabled.")]
+    warned = [
+        warnings.WarningMessage(f"{text} (Triggered internally at /build/x.cpp:1.)", UserWarning, "x", 1)
+        for text in (
+            "Flash attention kernel not used because:",
+            "Head dim is 512, at most 256.",
+            "Memory efficient attention has been runtime disabled.",
+        )
+    ]
     said = guard.refusal(RuntimeError("No available kernel. Aborting execution."), warned)
     assert said == "Head dim is 512, at most 256."
-    assert guard.refusal(RuntimeError("failed in /usr/some/file.py badly"), warned) == "failed in file.py badly"
+    assert (
+        guard.refusal(RuntimeError("failed in /usr/some/file.py badly"), warned) == "failed in file.py badly"
+    )
 
 
 # -- out of memory ---------------------------------------------------------------------------------------------
 
-ERROR = ("CUDA out of memory. Tried to allocate 128.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 134.07"
-         " GiB is free. Including non-PyTorch memory, this process has 5.72 GiB memory in use. Of the allocated memory"
-         " 512.00 MiB is allocated by PyTorch, and 1.50 MiB is reserved by PyTorch but unallocated.")
+ERROR = (
+    "CUDA out of memory. Tried to allocate 128.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 134.07"
+    " GiB is free. Including non-PyTorch memory, this process has 5.72 GiB memory in use. Of the allocated memory"
+    " 512.00 MiB is allocated by PyTorch, and 1.50 MiB is reserved by PyTorch but unallocated."
+)
 
 
 def test_what_was_asked_for_and_allocated_is_read_from_torchs_error():
     found = room.asked_and_allocated(ERROR)
-    assert found == {"reason": "asked for 128 GiB with 0.5 GiB allocated", "asked_gib": 128.0,
-                     "allocated_gib": 0.5}
+    assert found == {
+        "reason": "asked for 128 GiB with 0.5 GiB allocated",
+        "asked_gib": 128.0,
+        "allocated_gib": 0.5,
+    }
     other = room.asked_and_allocated("while running naive: no words of torch")
     assert "reason" not in other and other["asked_gib"] != other["asked_gib"]
 
@@ -357,18 +520,29 @@ def test_what_was_asked_for_and_allocated_is_read_from_torchs_error():
 def test_out_of_memory_is_a_result_and_the_others_go_on():
     def full(scores):
         raise torch.OutOfMemoryError(ERROR)
+
     tables = run_of(naive_of(scores=full))
     cells = tables["cases"].set_index(["implementation", "phase"])
-    assert cells["status"].to_dict() == {("naive", "forward"): "oom", ("naive", "backward"): "oom",
-                                         ("flash", "forward"): "ok", ("flash", "backward"): "ok"}
+    assert cells["status"].to_dict() == {
+        ("naive", "forward"): "oom",
+        ("naive", "backward"): "oom",
+        ("flash", "forward"): "ok",
+        ("flash", "backward"): "ok",
+    }
     assert cells.loc[("naive", "forward"), "asked_gib"] == 128 and cells["wall_ms"].isna().sum() == 2
     assert set(tables["checks"]["implementation"]) == {"flash"}
 
 
 def test_what_cannot_fit_is_not_compiled(monkeypatch):
     monkeypatch.setattr(room, "device_bytes", lambda device: 6.5 * GIB)
-    needed = {"needed_bytes": lambda *given: {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}[given] * GIB}
-    tables = cells_until(sequences=[16], implementations=["compiled", "flash"], precision="bf16", replaced=needed)["tables"]
+    needed = {
+        "needed_bytes": lambda *given: (
+            {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}[given] * GIB
+        )
+    }
+    tables = cells_until(
+        sequences=[16], implementations=["compiled", "flash"], precision="bf16", replaced=needed
+    )["tables"]
     cells = tables["cases"].set_index(["implementation", "phase"])
     assert cells["status"]["compiled", "forward"] == "oom" and cells["status"]["flash", "forward"] == "ok"
     assert cells["reason"]["compiled", "forward"] == "needs 7 GiB by formula: not compiled"
@@ -377,6 +551,7 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
 def test_what_spoils_the_process_ends_the_run():
     def spoilt(scores):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run_of(naive_of(scores=spoilt))
 
@@ -385,11 +560,16 @@ def test_what_spoils_the_process_ends_the_run():
 
 
 # Peaks that torch 2.11's allocator counted on an H200, batch 8: bytes by implementation, precision, d, sequence.
-PEAKS = {("naive", "fp32", 64, 16384): 52009893888, ("naive", "bf16", 64, 4096): 1652621312,
-         ("compiled", "fp32", 16, 16384): 26089619456, ("math", "fp32", 128, 16384): 34896609280,
-         ("math", "bf16", 64, 16384): 34544287744,
-         ("flash", "bf16", 16, 16384): 51381248, ("cudnn", "bf16", 16, 16384): 42993152,
-         ("flex", "bf16", 16, 16384): 34867200}
+PEAKS = {
+    ("naive", "fp32", 64, 16384): 52009893888,
+    ("naive", "bf16", 64, 4096): 1652621312,
+    ("compiled", "fp32", 16, 16384): 26089619456,
+    ("math", "fp32", 128, 16384): 34896609280,
+    ("math", "bf16", 64, 16384): 34544287744,
+    ("flash", "bf16", 16, 16384): 51381248,
+    ("cudnn", "bf16", 16, 16384): 42993152,
+    ("flex", "bf16", 16, 16384): 34867200,
+}
 
 
 @pytest.mark.parametrize("cell", PEAKS)
@@ -419,8 +599,13 @@ def test_naive_attention_has_six_matrices_at_its_peak(precision, calls):
 @pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])
 def test_forward_saves_one_number_a_row_and_naive_two_matrices_but_not_the_mask(name, squares, calls):
     inputs = Inputs(small(), 256)
-    found = room.pass_memory(calls["prepare"](name, inputs), (inputs.q, inputs.k, inputs.v), inputs.gradient,
-                             inputs.held_bytes(name), "cpu")
+    found = room.pass_memory(
+        calls["prepare"](name, inputs),
+        (inputs.q, inputs.k, inputs.v),
+        inputs.gradient,
+        inputs.held_bytes(name),
+        "cpu",
+    )
     assert found["saved"] == 2 * 256 * 4 * (1 + squares * 256)
 
 
@@ -432,37 +617,92 @@ def test_what_is_held_before_a_pass_is_its_inputs_the_outputs_gradient_and_the_m
 # -- what is said ----------------------------------------------------------------------------------------------
 
 # GPU time of forward and backward at 16,384 positions, d 64, as an H200 measured it, in ms by precision.
-TIMES = {"bf16": {"naive": 76.7, "compiled": 17.2, "flash": 3.64, "efficient": 9.97, "cudnn": 2.34, "math": 82.0,
-                  "flex": 4.59},
-         "fp32": {"naive": 136.0, "compiled": 56.9, "efficient": 29.9, "math": 78.9, "flex": 215.0},
-         "tf32": {"naive": 108.0, "compiled": 28.4, "efficient": 29.8, "math": 50.8, "flex": 31.4}}
+TIMES = {
+    "bf16": {
+        "naive": 76.7,
+        "compiled": 17.2,
+        "flash": 3.64,
+        "efficient": 9.97,
+        "cudnn": 2.34,
+        "math": 82.0,
+        "flex": 4.59,
+    },
+    "fp32": {"naive": 136.0, "compiled": 56.9, "efficient": 29.9, "math": 78.9, "flex": 215.0},
+    "tf32": {"naive": 108.0, "compiled": 28.4, "efficient": 29.8, "math": 50.8, "flex": 31.4},
+}
 SAVED = {"naive": 2, "compiled": 2, "math": 1}
 
 
 def cell(name, precision, sequence, d, device_gib=139.5):
     """Both phases of one cell, at times that grow with the square and memory by formula."""
-    row = {"implementation": name, "precision": precision, "batch_size": 8, "d_model": d, "sequence": sequence,
-           "device_gib": device_gib, "status": "ok", "reason": "", "unsteady": "", "kernel": "a_kernel", "passes": 3.0,
-           "operations": 9.0, "asked_gib": float("nan"), "allocated_gib": float("nan")}
-    parts, square = memory.peak_parts(name, 8, d, sequence, precision), 8 * sequence**2 * (4 if precision != "bf16" else 2)
-    empty = dict.fromkeys(("wall_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "gpu_ms", "saved_mib", "in_use_mib", "peak_mib"), float("nan"))
+    row = {
+        "implementation": name,
+        "precision": precision,
+        "batch_size": 8,
+        "d_model": d,
+        "sequence": sequence,
+        "device_gib": device_gib,
+        "status": "ok",
+        "reason": "",
+        "unsteady": "",
+        "kernel": "a_kernel",
+        "passes": 3.0,
+        "operations": 9.0,
+        "asked_gib": float("nan"),
+        "allocated_gib": float("nan"),
+    }
+    parts, square = (
+        memory.peak_parts(name, 8, d, sequence, precision),
+        8 * sequence**2 * (4 if precision != "bf16" else 2),
+    )
+    empty = dict.fromkeys(
+        (
+            "wall_ms",
+            "wall_q1_ms",
+            "wall_q3_ms",
+            "wall_min_ms",
+            "gpu_ms",
+            "saved_mib",
+            "in_use_mib",
+            "peak_mib",
+        ),
+        float("nan"),
+    )
     if name not in TIMES[precision]:
         row |= empty | {"status": "unsupported", "reason": "no fp32"}
     elif sum(parts.values()) > device_gib * GIB:
-        row |= empty | {"status": "oom", "reason": "asked", "asked_gib": square / GIB,
-                        "allocated_gib": device_gib - 0.5 * square / GIB}
+        row |= empty | {
+            "status": "oom",
+            "reason": "asked",
+            "asked_gib": square / GIB,
+            "allocated_gib": device_gib - 0.5 * square / GIB,
+        }
         if name == "compiled":  # which is not run then
             row |= {"reason": "needs much by formula: not compiled", "asked_gib": float("nan")}
     else:
         gpu_ms = TIMES[precision][name] * (sequence / 16384) ** 2
         saved = (SAVED[name] * square if name in SAVED else 8 * sequence * 4) / 2**20
-        row |= {"wall_ms": max(gpu_ms, 0.3), "gpu_ms": gpu_ms, "saved_mib": saved,
-                "in_use_mib": saved + 100, "peak_mib": sum(parts.values()) / 2**20}
+        row |= {
+            "wall_ms": max(gpu_ms, 0.3),
+            "gpu_ms": gpu_ms,
+            "saved_mib": saved,
+            "in_use_mib": saved + 100,
+            "peak_mib": sum(parts.values()) / 2**20,
+        }
     share = {"forward": 1 / 3, "backward": 2 / 3}  # of forward alone the peak is lower
-    return [row | {"phase": phase, "peak_mib": row["peak_mib"] * (0.6 if phase == "forward" else 1),
-                   **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")},
-                   **{f"wall_{name}_ms": row["wall_ms"] * part * ratio for name, ratio in (("q1", 0.98), ("q3", 1.03), ("min", 0.95))}}
-            for phase, part in share.items()]
+    return [
+        row
+        | {
+            "phase": phase,
+            "peak_mib": row["peak_mib"] * (0.6 if phase == "forward" else 1),
+            **{clock: row[clock] * part for clock in ("wall_ms", "gpu_ms")},
+            **{
+                f"wall_{name}_ms": row["wall_ms"] * part * ratio
+                for name, ratio in (("q1", 0.98), ("q3", 1.03), ("min", 0.95))
+            },
+        }
+        for phase, part in share.items()
+    ]
 
 
 @pytest.fixture
@@ -471,11 +711,18 @@ def grid():
     points = [(precision, 64, sequence) for precision in TIMES for sequence in (256, 1024, 4096, 8192, 16384)]
     points += [(precision, 64, sequence) for precision in ("bf16", "fp32") for sequence in (32768, 65536)]
     points += [("fp32", d, 1024) for d in (16, 32, 128)] + [("bf16", 128, 16384)]
-    cells = pd.DataFrame([row for precision, d, sequence in points for name in attention.IMPLEMENTATIONS
-                          for row in cell(name, precision, sequence, d)])
+    cells = pd.DataFrame(
+        [
+            row
+            for precision, d, sequence in points
+            for name in attention.IMPLEMENTATIONS
+            for row in cell(name, precision, sequence, d)
+        ]
+    )
     ok = cells[(cells["status"] == "ok") & (cells["phase"] == "forward")]
     checks = ok[[*attention.CONFIG, *attention.CASE]].assign(
-        **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2)
+        **{f"{quantity}_error": 1e-3 for quantity in QUANTITIES}, allowed_error=3e-2
+    )
     frames = {"cases": cells, "checks": checks}
     key = {name: [*attention.CONFIG, *schema.unique] for name, schema in attention.SCHEMAS.items()}
     key["passes"] = key["checks"]
@@ -484,10 +731,15 @@ def grid():
     return {f"attention.{name}": frame for name, frame in (frames | attention.tables(frames)).items()}
 
 
-CLAIMS = {name: claim for name, claim in vars(claims).items()
-          if callable(claim) and getattr(claim, "__module__", "") == claims.__name__ and not name.startswith("_")
-          # of another study's table; and said where another claim is not
-          and name not in ("one_softmax", "answer_attention_out", "answer_attention_half")}
+CLAIMS = {
+    name: claim
+    for name, claim in vars(claims).items()
+    if callable(claim)
+    and getattr(claim, "__module__", "") == claims.__name__
+    and not name.startswith("_")
+    # of another study's table; and said where another claim is not
+    and name not in ("one_softmax", "answer_attention_out", "answer_attention_half")
+}
 
 
 @pytest.mark.parametrize("name", CLAIMS)
@@ -519,7 +771,9 @@ def changed(grid, column, value, **where):
     return {f"attention.{name}": frame for name, frame in frames.items()}
 
 
-@pytest.mark.parametrize("say", [*CLAIMS.values(), *(say for name, say in attention.PRINTED.items() if name != "attention_long")])
+@pytest.mark.parametrize(
+    "say", [*CLAIMS.values(), *(say for name, say in attention.PRINTED.items() if name != "attention_long")]
+)
 def test_the_order_of_runs_and_sequences_changes_nothing(grid, say):
     order = {"by": ["d_model", "sequence"], "ascending": False, "kind": "stable"}
     other = say({name: frame.sort_values(**order) for name, frame in grid.items()})
@@ -531,26 +785,40 @@ def test_the_order_of_runs_and_sequences_changes_nothing(grid, say):
 
 def test_of_what_was_disturbed_no_time_is_told_by_either_clock(grid):
     odd = {"implementation": "naive", "precision": "bf16", "sequence": 16384, "phase": "backward"}
-    passes = changed(grid, "unsteady", "2 of 3", **odd)["attention.passes"].set_index(["implementation", "precision", "sequence"])
+    passes = changed(grid, "unsteady", "2 of 3", **odd)["attention.passes"].set_index(
+        ["implementation", "precision", "sequence"]
+    )
     assert passes.loc[("naive", "bf16", 16384), ["wall_ms", "gpu_ms"]].isna().all(axis=None)
     assert passes.loc[("flash", "bf16", 16384), ["wall_ms", "gpu_ms", "peak_mib"]].notna().all(axis=None)
 
 
 def test_forward_and_backward_stand_each_under_its_name(grid):
     """By wall time, of which forward is a third; both by GPU time."""
-    long = attention.attention_long(grid).set_index(["precision", "sequence", "implementation"]).loc[("fp32", 32768, "memory-efficient")]
+    long = (
+        attention.attention_long(grid)
+        .set_index(["precision", "sequence", "implementation"])
+        .loc[("fp32", 32768, "memory-efficient")]
+    )
     both = 4 * TIMES["fp32"]["efficient"]
     assert long["GPU time of both, ms"] == pytest.approx(both)
     cells = grid["attention.cases"].assign(wall_ms=lambda rows: 3 * rows["gpu_ms"] + 1)
     cells["in_use_mib"] = cells["in_use_mib"].mask(cells["phase"] == "forward", 1.0)
     frames = {"cases": cells}
     other = grid | {f"attention.{name}": frame for name, frame in (frames | attention.tables(frames)).items()}
-    long = attention.attention_long(other).set_index(["precision", "sequence", "implementation"]).loc[("fp32", 32768, "memory-efficient")]
+    long = (
+        attention.attention_long(other)
+        .set_index(["precision", "sequence", "implementation"])
+        .loc[("fp32", 32768, "memory-efficient")]
+    )
     assert long[["forward, ms", "backward, ms"]].tolist() == pytest.approx([both + 1, 2 * both + 1])
     assert long["GPU time of both, ms"] == pytest.approx(both) and long["in use before backward, MiB"] > 100
     point = attention.handout_attention(other).set_index("sequence").loc[16384]
-    assert point["naive forward, ms"].split()[0] == "137" and point["compiled backward, ms"].split()[0] == "115"
-    assert point["naive, in use before backward, MiB"] > point["compiled, in use before backward, MiB"] - 1 > 100
+    assert (
+        point["naive forward, ms"].split()[0] == "137" and point["compiled backward, ms"].split()[0] == "115"
+    )
+    assert (
+        point["naive, in use before backward, MiB"] > point["compiled, in use before backward, MiB"] - 1 > 100
+    )
     said = claims.answer_attention_long(other)
     assert [said["forward"], said["backward"]] == pytest.approx([2.34 * 16 + 1, 2 * 2.34 * 16 + 1])
     tf32 = claims.answer_attention_tf32(other)
@@ -561,13 +829,21 @@ def test_forward_and_backward_stand_each_under_its_name(grid):
 
 
 def test_compiled_that_is_slower_is_printed_as_it_is_and_passes_are_counted(grid):
-    slower = changed(grid, "gpu_ms", 2.0, implementation="naive", precision="bf16", sequence=16384, d_model=64)
+    slower = changed(
+        grid, "gpu_ms", 2.0, implementation="naive", precision="bf16", sequence=16384, d_model=64
+    )
     assert attention.attention_compiled(slower).loc[16384, "bf16, d 64, x"] == pytest.approx(4 / 17.2)
     assert attention.attention_compiled(slower).index.max() == 16384
     cells = grid["attention.cases"]
     long = cells["wall_ms"].notna() & (cells["sequence"] == 16384)
     found = claims.attention_passes(changed(changed(grid, "passes", 100.0), "passes", 30.0, sequence=16384))
-    assert found == {"most": 100, "least": 30, "cases": cells["wall_ms"].notna().sum(), "fewer": long.sum(), "leasts": long.sum()}
+    assert found == {
+        "most": 100,
+        "least": 30,
+        "cases": cells["wall_ms"].notna().sum(),
+        "fewer": long.sum(),
+        "leasts": long.sum(),
+    }
 
 
 def test_out_of_memory_within_the_grid_is_answered_with_the_shortest(grid):
@@ -577,32 +853,48 @@ def test_out_of_memory_within_the_grid_is_answered_with_the_shortest(grid):
     for rows in (shorter["attention.passes"], shorter["attention.passes"][::-1]):
         assert claims.answer_attention_out({"attention.passes": rows})["name"] == "math"
     found = claims.answer_attention_out(short)
-    assert (found["sequence"], found["name"], found["d"]) == (16384, "naive", 64) and said("answer_attention_out", found)
+    assert (found["sequence"], found["name"], found["d"]) == (16384, "naive", 64) and said(
+        "answer_attention_out", found
+    )
 
 
-@pytest.mark.parametrize("name, column, value, cells", [
-    ("attention_gain", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
-    ("attention_kernel", "gpu_ms", 0.01, {"implementation": "flash", "precision": "bf16"}),
-    ("attention_saved", "saved_mib", 8192.0, {"implementation": "cudnn"}),
-    ("attention_fp32", "status", "ok", {"implementation": "flash", "precision": "fp32"}),
-    ("attention_checked", "status", "failed", {"implementation": "flex", "sequence": 256}),
-    ("attention_formula", "peak_mib", 1.0, {"implementation": "math", "sequence": 16384}),
-    ("answer_attention_fits", "status", "oom", {"implementation": "math", "sequence": 16384}),
-    ("answer_attention_oom", "device_gib", 200.0, {"implementation": "naive", "sequence": 32768}),
-    ("attention_linear", "saved_mib", 1.0, {"implementation": "naive", "sequence": 4096}),
-    ("attention_linear", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 4096}),
-    ("attention_compiled", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
-    ("attention_compiled", "saved_mib", 1.0, {"implementation": "compiled"}),
-    ("attention_kernel", "gpu_ms", 0.01, {"implementation": "flash", "precision": "bf16", "d_model": 128}),
-    ("attention_kernel", "gpu_ms", 1.18, {"implementation": "flash", "precision": "bf16", "d_model": 128}),  # as good as the same
-    ("attention_flex", "gpu_ms", 0.01, {"implementation": "flex", "precision": "fp32"}),
-    ("attention_long_unrun", "asked_gib", 1.0, {"implementation": "compiled"}),
-    ("answer_attention_long", "asked_gib", float("nan"), {"sequence": 65536}),
-    ("attention_saved", "saved_mib", 100.0, {"implementation": "cudnn"}),
-    ("attention_formula", "peak_mib", 1e9, {"implementation": "math", "sequence": 16384}),
-    ("attention_linear", "saved_mib", 0.01, {"implementation": "efficient", "sequence": 16384}),
-    ("attention_growth_why", "saved_mib", 0.01, {"implementation": "efficient", "sequence": 16384}),
-    ("attention_growth_why", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 16384})])
+@pytest.mark.parametrize(
+    "name, column, value, cells",
+    [
+        ("attention_gain", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
+        ("attention_kernel", "gpu_ms", 0.01, {"implementation": "flash", "precision": "bf16"}),
+        ("attention_saved", "saved_mib", 8192.0, {"implementation": "cudnn"}),
+        ("attention_fp32", "status", "ok", {"implementation": "flash", "precision": "fp32"}),
+        ("attention_checked", "status", "failed", {"implementation": "flex", "sequence": 256}),
+        ("attention_formula", "peak_mib", 1.0, {"implementation": "math", "sequence": 16384}),
+        ("answer_attention_fits", "status", "oom", {"implementation": "math", "sequence": 16384}),
+        ("answer_attention_oom", "device_gib", 200.0, {"implementation": "naive", "sequence": 32768}),
+        ("attention_linear", "saved_mib", 1.0, {"implementation": "naive", "sequence": 4096}),
+        ("attention_linear", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 4096}),
+        ("attention_compiled", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
+        ("attention_compiled", "saved_mib", 1.0, {"implementation": "compiled"}),
+        (
+            "attention_kernel",
+            "gpu_ms",
+            0.01,
+            {"implementation": "flash", "precision": "bf16", "d_model": 128},
+        ),
+        (
+            "attention_kernel",
+            "gpu_ms",
+            1.18,
+            {"implementation": "flash", "precision": "bf16", "d_model": 128},
+        ),  # as good as the same
+        ("attention_flex", "gpu_ms", 0.01, {"implementation": "flex", "precision": "fp32"}),
+        ("attention_long_unrun", "asked_gib", 1.0, {"implementation": "compiled"}),
+        ("answer_attention_long", "asked_gib", float("nan"), {"sequence": 65536}),
+        ("attention_saved", "saved_mib", 100.0, {"implementation": "cudnn"}),
+        ("attention_formula", "peak_mib", 1e9, {"implementation": "math", "sequence": 16384}),
+        ("attention_linear", "saved_mib", 0.01, {"implementation": "efficient", "sequence": 16384}),
+        ("attention_growth_why", "saved_mib", 0.01, {"implementation": "efficient", "sequence": 16384}),
+        ("attention_growth_why", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 16384}),
+    ],
+)
 def test_where_it_is_not_so_it_is_not_said(name, column, value, cells, grid):
     assert CLAIMS[name](changed(grid, column, value, **cells)) is None
 
@@ -616,7 +908,10 @@ def test_the_numbers_of_the_sentences(grid):
     assert (oom["sequence"], oom["square"], oom["squares"]) == (32768, 32, 6) and 192 < oom["need"] < 195
     assert oom["outcome"] == "in backward: asked" and oom["allocated"] == 3
     most = claims.answer_attention_fits(grid)
-    assert most["most"] == pytest.approx(PEAKS["naive", "fp32", 64, 16384] / GIB, rel=1e-4) and most["sequence"] == 16384
+    assert (
+        most["most"] == pytest.approx(PEAKS["naive", "fp32", 64, 16384] / GIB, rel=1e-4)
+        and most["sequence"] == 16384
+    )
     both = changed(grid, "status", "oom", implementation="naive", sequence=32768)
     assert attention.first_out_of_memory(both)[0]["precision"] == "fp32", "which needs most"
     growth = claims.answer_attention_growth(grid)
@@ -625,10 +920,15 @@ def test_the_numbers_of_the_sentences(grid):
     assert (long["kernel"], long["matrix"], long["out"]) == ("cuDNN", 64, "naive and math")
     assert long["forward"] + long["backward"] == pytest.approx(2.34 * 16)
     compiled = claims.answer_attention_compiled(grid)
-    assert compiled["fp32_forward"] + compiled["fp32_backward"] == pytest.approx(136) and compiled["sequence"] == 16384
+    assert (
+        compiled["fp32_forward"] + compiled["fp32_backward"] == pytest.approx(136)
+        and compiled["sequence"] == 16384
+    )
     longest = claims.attention_tf32_compiled(grid)
     assert longest["sequence"] == 16384
-    disturbed = changed(grid, "gpu_ms", float("nan"), implementation="compiled", sequence=16384, precision="tf32")
+    disturbed = changed(
+        grid, "gpu_ms", float("nan"), implementation="compiled", sequence=16384, precision="tf32"
+    )
     assert claims.attention_tf32_compiled(disturbed)["sequence"] == 8192
 
 
@@ -636,13 +936,20 @@ def test_one_error_beyond_what_is_allowed_is_enough(grid):
     checks = grid["attention.checks"]
     efficient = checks["implementation"] == "efficient"
     for quantity in QUANTITIES:
-        name, tf32 = f"{quantity}_error", efficient & (checks["precision"] == "tf32") & (checks["sequence"] == 1024)
+        name, tf32 = (
+            f"{quantity}_error",
+            efficient & (checks["precision"] == "tf32") & (checks["sequence"] == 1024),
+        )
         wrong = grid | {"attention.checks": checks.assign(**{name: checks[name].mask(tf32, 4e-2)})}
         assert claims.attention_checked(wrong) is None and claims.attention_tf32_ignored(wrong) is None
         others = grid | {"attention.checks": checks.assign(**{name: checks[name].mask(~efficient, 4e-2)})}
         assert claims.attention_tf32_ignored(others) is not None
-    least = checks["allowed_error"].mask(efficient & (checks["precision"] == "fp32") & (checks["sequence"] == 256), 1e-4)
-    assert claims.attention_tf32_ignored(grid | {"attention.checks": checks.assign(allowed_error=least)}) is None
+    least = checks["allowed_error"].mask(
+        efficient & (checks["precision"] == "fp32") & (checks["sequence"] == 256), 1e-4
+    )
+    assert (
+        claims.attention_tf32_ignored(grid | {"attention.checks": checks.assign(allowed_error=least)}) is None
+    )
 
 
 def test_where_one_precision_was_measured_that_is_answered(grid):
@@ -650,34 +957,93 @@ def test_where_one_precision_was_measured_that_is_answered(grid):
     half = {name: rows[rows["precision"] == "bf16"] for name, rows in grid.items()}
     found = claims.answer_attention_half(half | {"attention.cases": half["attention.cases"][::-1]})
     naive, compiled = TIMES["bf16"]["naive"], TIMES["bf16"]["compiled"]
-    assert found == {"d": 64, "precision": "bf16", "sequence": 16384, **{name: pytest.approx(ms) for name, ms in {
-        "forward": naive / 3, "backward": naive * 2 / 3, "forward_compiled": compiled / 3, "backward_compiled": compiled * 2 / 3}.items()}}
+    assert found == {
+        "d": 64,
+        "precision": "bf16",
+        "sequence": 16384,
+        **{
+            name: pytest.approx(ms)
+            for name, ms in {
+                "forward": naive / 3,
+                "backward": naive * 2 / 3,
+                "forward_compiled": compiled / 3,
+                "backward_compiled": compiled * 2 / 3,
+            }.items()
+        },
+    }
     why = claims.attention_growth_why(half)
     assert (why["bytes"], why["matrix"], why["saved"], why["row"]) == (2, 4.0, 8.0, 0.5)
     long = claims.answer_attention_long_fp32(grid)
-    assert long == {"kernel": "memory-efficient", "wall": pytest.approx(29.9 * 16), "in_use": pytest.approx(8 * 65536 * 4 / 2**20 + 100)}
+    assert long == {
+        "kernel": "memory-efficient",
+        "wall": pytest.approx(29.9 * 16),
+        "in_use": pytest.approx(8 * 65536 * 4 / 2**20 + 100),
+    }
 
 
 def test_a_cpus_passes_are_in_no_answer_about_a_gpu(grid):
-    here = pd.DataFrame([row | {"batch_size": 2, "saved_mib": 1.0, "peak_mib": 9e9, "in_use_mib": 1.0, "status": status, "wall_ms": 7.0}
-                         for precision in ("bf16", "fp32") for sequence, status in ((512, "ok"), (2048, "oom"))
-                         for name in ("naive", "compiled", "efficient") for row in cell(name, precision, sequence, 64, float("nan"))])
+    here = pd.DataFrame(
+        [
+            row
+            | {
+                "batch_size": 2,
+                "saved_mib": 1.0,
+                "peak_mib": 9e9,
+                "in_use_mib": 1.0,
+                "status": status,
+                "wall_ms": 7.0,
+            }
+            for precision in ("bf16", "fp32")
+            for sequence, status in ((512, "ok"), (2048, "oom"))
+            for name in ("naive", "compiled", "efficient")
+            for row in cell(name, precision, sequence, 64, float("nan"))
+        ]
+    )
     cases = pd.concat([here, grid["attention.cases"]], ignore_index=True)
-    both = grid | {"attention.cases": cases} | {f"attention.{name}": rows for name, rows in attention.tables({"cases": cases}).items()}
-    says = [claim for name, claim in CLAIMS.items() if name in (
-        "answer_attention_fits", "answer_attention_times", "answer_attention_growth", "answer_attention_compiled", "answer_attention_tf32",
-        "attention_linear", "attention_growth_why")] + [claims.answer_attention_out]
+    both = (
+        grid
+        | {"attention.cases": cases}
+        | {f"attention.{name}": rows for name, rows in attention.tables({"cases": cases}).items()}
+    )
+    says = [
+        claim
+        for name, claim in CLAIMS.items()
+        if name
+        in (
+            "answer_attention_fits",
+            "answer_attention_times",
+            "answer_attention_growth",
+            "answer_attention_compiled",
+            "answer_attention_tf32",
+            "attention_linear",
+            "attention_growth_why",
+        )
+    ] + [claims.answer_attention_out]
     assert told(says, both) == told(says, grid)
-    half = {name: rows[(rows["precision"] == "bf16") | rows.get("device_gib", pd.Series(1, rows.index)).isna()] for name, rows in both.items()}
+    half = {
+        name: rows[(rows["precision"] == "bf16") | rows.get("device_gib", pd.Series(1, rows.index)).isna()]
+        for name, rows in both.items()
+    }
     assert claims.answer_attention_growth(half)["precision"] == "bf16", "the GPU's"
 
 
 @pytest.mark.parametrize(("size", "blocks"), [("small", 12), ("medium", 24)])
 def test_one_softmax_is_a_blocks(size, blocks):
-    rows = [("attention.softmax", "elementwise", 24e6), ("attention.scores", "matrix multiply", 6e6),
-            ("attention.scores", "elementwise", 9e6), ("attention.value", "matrix multiply", 6e6)]
+    rows = [
+        ("attention.softmax", "elementwise", 24e6),
+        ("attention.scores", "matrix multiply", 6e6),
+        ("attention.scores", "elementwise", 9e6),
+        ("attention.value", "matrix multiply", 6e6),
+    ]
     operations = pd.DataFrame(rows, columns=["region", "family", "total_ns"]).assign(
-        size=size, context_length=512, batch_size=4, vocab_size=10_000, precision="fp32", attention="naive", mode="forward")
+        size=size,
+        context_length=512,
+        batch_size=4,
+        vocab_size=10_000,
+        precision="fp32",
+        attention="naive",
+        mode="forward",
+    )
     found = claims.one_softmax({"nsys.operations": operations})
     assert (found["softmax"], found["matmuls"]) == (24 / blocks, 12 / blocks) and said("one_softmax", found)
 
@@ -693,12 +1059,20 @@ def test_where_memory_ran_out_is_told_by_phase(grid):
 @pytest.mark.parametrize("over, left", [(1.01, True), (1.03, False)])
 def test_gpu_time_that_cannot_be_is_left_out(over, left, grid):
     cells = grid["attention.cases"]
-    naive = (cells["implementation"] == "naive") & (cells["precision"] == "tf32") & (cells["sequence"] == 16384)
+    naive = (
+        (cells["implementation"] == "naive") & (cells["precision"] == "tf32") & (cells["sequence"] == 16384)
+    )
     odd = cells.assign(gpu_ms=cells["gpu_ms"].where(~naive, over * cells["wall_ms"]))
     passes = attention.tables({"cases": odd})["passes"]
-    row = passes[(passes["implementation"] == "naive") & (passes["precision"] == "tf32") & (passes["sequence"] == 16384)]
+    row = passes[
+        (passes["implementation"] == "naive")
+        & (passes["precision"] == "tf32")
+        & (passes["sequence"] == 16384)
+    ]
     assert row["gpu_ms"].notna().item() == left and row["wall_ms"].item() == pytest.approx(108)
-    passes = attention.tables({"cases": odd.assign(device_gib=float("nan"))})["passes"]  # a CPU's is of slower passes
+    passes = attention.tables({"cases": odd.assign(device_gib=float("nan"))})[
+        "passes"
+    ]  # a CPU's is of slower passes
     assert passes["gpu_ms"].notna().sum() == cells["gpu_ms"].notna().sum() / 2
 
 
@@ -711,7 +1085,9 @@ def test_tables_are_short_and_hold_no_more_than_numbers_and_words(name, grid):
 
 
 def test_of_a_pass_with_one_phase_no_time_is_told(grid):
-    passes = changed(grid, "gpu_ms", float("nan"), implementation="naive", phase="forward")["attention.passes"]
+    passes = changed(grid, "gpu_ms", float("nan"), implementation="naive", phase="forward")[
+        "attention.passes"
+    ]
     assert passes.loc[passes["implementation"] == "naive", "gpu_ms"].isna().all()
 
 
@@ -730,20 +1106,41 @@ def test_tables_of_a_cpus_run_are_printed_or_absent(name, measured):
 
 def test_the_figures_title_is_its_message(grid):
     assert figures.attention_time(grid).message == (
-        "At 16,384 positions (d 64) cuDNN, which stores no T x T, is 32.8x faster than naive")
+        "At 16,384 positions (d 64) cuDNN, which stores no T x T, is 32.8x faster than naive"
+    )
     without = changed(grid, "gpu_ms", float("nan"), precision=["bf16", "fp32", "tf32"])
     assert figures.attention_time(without) is None
 
 
 def test_the_heatmap_says_what_its_grid_shows_and_marks_what_ran_out():
-    rows = pd.DataFrame([{"implementation": "naive", "precision": "fp32", "batch_size": 8, "d_model": d, "sequence": sequence,
-                          "gpu_ms": (sequence / 1024) ** 2 * (1 + d / 320), "status": "ok"} for d in (16, 64) for sequence in (1024, 2048)])
+    rows = pd.DataFrame(
+        [
+            {
+                "implementation": "naive",
+                "precision": "fp32",
+                "batch_size": 8,
+                "d_model": d,
+                "sequence": sequence,
+                "gpu_ms": (sequence / 1024) ** 2 * (1 + d / 320),
+                "status": "ok",
+            }
+            for d in (16, 64)
+            for sequence in (1024, 2048)
+        ]
+    )
     out = rows.tail(1).assign(sequence=4096, gpu_ms=float("nan"), status="oom")
     drawn = figures.attention_heatmap({"attention.passes": pd.concat([rows, out])})
-    assert drawn.message == ("Naive attention in fp32 takes at least 4.0x the time from 1,024 to 2,048 positions,"
-                             " at most 1.14x from d 16 to 64")
-    texts = {(int(text.get_position()[0]), int(text.get_position()[1])): text.get_text() for text in drawn.axes[0].texts}
+    assert drawn.message == (
+        "Naive attention in fp32 takes at least 4.0x the time from 1,024 to 2,048 positions,"
+        " at most 1.14x from d 16 to 64"
+    )
+    texts = {
+        (int(text.get_position()[0]), int(text.get_position()[1])): text.get_text()
+        for text in drawn.axes[0].texts
+    }
     assert texts == {(0, 0): "1.05", (1, 0): "4.20", (0, 1): "1.20", (1, 1): "4.80", (2, 1): "out of\nmemory"}
     for where in (rows["d_model"] == 64, (rows["d_model"] == 64) & (rows["sequence"] == 2048)):
         wide = rows.assign(gpu_ms=rows["gpu_ms"].mask(where, rows["gpu_ms"] * 5))
-        assert figures.attention_heatmap({"attention.passes": wide}) is None, "d weighs more there than the sequence"
+        assert figures.attention_heatmap({"attention.passes": wide}) is None, (
+            "d weighs more there than the sequence"
+        )

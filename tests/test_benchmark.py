@@ -1,4 +1,5 @@
 """The benchmarking study: a run's tables on a CPU, what does not fit, what cannot be captured, and its tables."""
+
 import inspect
 import math
 from contextlib import nullcontext
@@ -48,7 +49,8 @@ def run(left):
 def test_a_run_has_every_phase_of_every_mode_by_both_clocks(run):
     times = run[0]["times"]
     assert list(times[["mode", "phase"]].itertuples(index=False, name=None)) == [
-        (mode, phase) for mode in MODES for phase in [*PHASES[mode], WHOLE]]
+        (mode, phase) for mode in MODES for phase in [*PHASES[mode], WHOLE]
+    ]
     assert (times["status"] == "ok").all() and (times["reason"] == "").all()
     assert (times[["wall_ms", "enqueue_ms", "gpu_ms", "operations"]] > 0).all(axis=None)
 
@@ -57,7 +59,11 @@ def test_the_wholes_operations_are_those_of_its_phases_and_of_its_names(run):
     times, operations = run[0]["times"], run[0]["operations"]
     phases = times[times["phase"] != WHOLE].groupby("mode")["operations"].sum()
     whole = times[times["phase"] == WHOLE].set_index("mode")
-    assert phases.to_dict() == whole["operations"].to_dict() == operations.groupby("mode")["count"].sum().to_dict()
+    assert (
+        phases.to_dict()
+        == whole["operations"].to_dict()
+        == operations.groupby("mode")["count"].sum().to_dict()
+    )
     forward = operations[operations["phase"] == "forward"].pivot(index="name", columns="mode", values="count")
     assert forward.notna().all(axis=None) and (forward["step"] == forward["forward_backward"]).all()
     assert "matrix multiply" in set(operations["family"])
@@ -66,7 +72,11 @@ def test_the_wholes_operations_are_those_of_its_phases_and_of_its_names(run):
 def test_the_full_step_is_sampled_from_the_first_of_the_process(run):
     samples = run[0]["samples"]
     whole = samples[samples["phase"] == WHOLE]
-    assert whole.groupby("mode")["step"].max().to_dict() == {"step": 14, "forward_backward": 11, "forward": 11}
+    assert whole.groupby("mode")["step"].max().to_dict() == {
+        "step": 14,
+        "forward_backward": 11,
+        "forward": 11,
+    }
     assert whole.groupby("mode")["warmup"].sum().to_dict() == {"step": 5, "forward_backward": 2, "forward": 2}
 
 
@@ -84,11 +94,19 @@ def test_times_and_operations_follow_from_samples_and_the_capture(left):
 
 
 def test_what_the_cells_show_and_say_follows_from_the_tables(left):
-    samples, ms = left["checked"]["samples"].query("phase == 'whole'"), left["checked"]["times"].query("mode == 'step'").set_index("phase")["wall_ms"]
+    samples, ms = (
+        left["checked"]["samples"].query("phase == 'whole'"),
+        left["checked"]["times"].query("mode == 'step'").set_index("phase")["wall_ms"],
+    )
     walls = samples.loc[samples["mode"] == "step", "wall_ms"].tolist()
     assert left["slower"] == number(walls[0] / np.median(walls), "x")
-    assert left["rows"] == [(n, pytest.approx(np.mean(walls[n:n + 10])), pytest.approx(np.std(walls[n:n + 10], ddof=1))) for n in (0, 1, 2, 5)]
-    overlapping = pd.DataFrame({"case": "step", "number": 0, "start_ns": [0, 2, 3, 9], "end_ns": [6, 4, 8, 10]})
+    assert left["rows"] == [
+        (n, pytest.approx(np.mean(walls[n : n + 10])), pytest.approx(np.std(walls[n : n + 10], ddof=1)))
+        for n in (0, 1, 2, 5)
+    ]
+    overlapping = pd.DataFrame(
+        {"case": "step", "number": 0, "start_ns": [0, 2, 3, 9], "end_ns": [6, 4, 8, 10]}
+    )
     shown = executed("benchmark", "moments_ms", left | {"kernels": overlapping, "display": lambda *_: None})
     assert [shown["summed_ms"], shown["moments_ms"]] == pytest.approx([14e-6, 9e-6])
     of_step = left["tables"]["operations"].query("mode == 'step'")
@@ -101,24 +119,60 @@ def test_what_the_cells_show_and_say_follows_from_the_tables(left):
 
 
 def test_beside_a_cpus_run_stands_the_references_plain_fp32_step_of_each_size():
-    plain = {"mode": "step", "phase": WHOLE, "precision": "fp32", "context_length": 512, "repeat": 0, "compile": "none", "optimizer": "foreach",
-             "batch_size": 4, "attention": "naive", "size": "small"} | dict.fromkeys(["wall_ms", "gpu_ms", "busy", "replayed_ms"], 1.0)
-    others = {"mode": "forward", "phase": "forward", "precision": "tf32", "context_length": 128, "repeat": 1, "compile": "model",
-              "optimizer": "fused", "batch_size": 2, "attention": "sdpa"}
+    plain = {
+        "mode": "step",
+        "phase": WHOLE,
+        "precision": "fp32",
+        "context_length": 512,
+        "repeat": 0,
+        "compile": "none",
+        "optimizer": "foreach",
+        "batch_size": 4,
+        "attention": "naive",
+        "size": "small",
+    } | dict.fromkeys(["wall_ms", "gpu_ms", "busy", "replayed_ms"], 1.0)
+    others = {
+        "mode": "forward",
+        "phase": "forward",
+        "precision": "tf32",
+        "context_length": 128,
+        "repeat": 1,
+        "compile": "model",
+        "optimizer": "fused",
+        "batch_size": 2,
+        "attention": "sdpa",
+    }
     rows = pd.DataFrame([*(plain | {name: value, "size": "other"} for name, value in others.items()), plain])
-    found = executed("benchmark", "gpu = load()", {"config": SimpleNamespace(device="cpu"), "PROJECT": "here", "run_folder": "",
-                     "load": lambda: {"benchmark.times": rows}, "display": print, "brief": print})["gpu"]
+    found = executed(
+        "benchmark",
+        "gpu = load()",
+        {
+            "config": SimpleNamespace(device="cpu"),
+            "PROJECT": "here",
+            "run_folder": "",
+            "load": lambda: {"benchmark.times": rows},
+            "display": print,
+            "brief": print,
+        },
+    )["gpu"]
     assert found["size"].tolist() == ["small"]
 
 
 def noting(order):
     """A step that notes its mode, whether it is timed, captured or plain, and whether AdamW's moments are there."""
+
     def wrap(own):
         def step(*case):
-            kind = {"Phases": "timed", "function": "captured"}.get(type(case[-1]).__name__ if case else "", "plain")
-            order.append(((*case[:-1],) if kind != "plain" else case, kind, bool(own.__globals__["adamw"].state)))
+            kind = {"Phases": "timed", "function": "captured"}.get(
+                type(case[-1]).__name__ if case else "", "plain"
+            )
+            order.append(
+                ((*case[:-1],) if kind != "plain" else case, kind, bool(own.__globals__["adamw"].state))
+            )
             return own(*case)
+
         return step
+
     return {"step": wrap}
 
 
@@ -130,9 +184,19 @@ def test_each_modes_memory_is_its_own(monkeypatch):
     step, both, forward = ((mode,) for mode in MODES)
     assert order.pop(0) == "forget"
     assert [event for event, _ in groupby(order)] == [
-        "forget", (step, "timed", False), (step, "timed", True), ((), "plain", True),
-        "forget", (both, "timed", False), "forget", (forward, "timed", False), (forward, "captured", False),
-        (both, "captured", False), ((), "plain", False), (step, "captured", True)]
+        "forget",
+        (step, "timed", False),
+        (step, "timed", True),
+        ((), "plain", True),
+        "forget",
+        (both, "timed", False),
+        "forget",
+        (forward, "timed", False),
+        (forward, "captured", False),
+        (both, "captured", False),
+        ((), "plain", False),
+        (step, "captured", True),
+    ]
 
 
 def test_the_wrong_time_is_read_before_the_device_is_waited_for():
@@ -140,9 +204,22 @@ def test_the_wrong_time_is_read_before_the_device_is_waited_for():
 
     def passes(ms):
         return lambda *_: now.append(now.pop() + ms / 1e3)
-    executed("benchmark", "# nobody has waited", {
-        "samples": {"step": 1}, "status": {}, "zero_grad": passes(1000), "synchronize": passes(50), "step": passes(7), "brief": shown.append,
-        "default_timer": lambda: now[0], "pd": pd, "display": lambda *_: None})
+
+    executed(
+        "benchmark",
+        "# nobody has waited",
+        {
+            "samples": {"step": 1},
+            "status": {},
+            "zero_grad": passes(1000),
+            "synchronize": passes(50),
+            "step": passes(7),
+            "brief": shown.append,
+            "default_timer": lambda: now[0],
+            "pd": pd,
+            "display": lambda *_: None,
+        },
+    )
     assert shown[0]["wall_ms"].tolist() == pytest.approx([7, 57])
 
 
@@ -154,11 +231,17 @@ def test_a_mode_that_runs_short_while_it_compiles_is_timed_all_the_same(monkeypa
             raise FULL
         states.append(bool(step.func.__globals__["adamw"].state))
         return 3.0
+
     states = []
     monkeypatch.setattr(measure, "seconds_with_compiling", seconds)
     monkeypatch.setattr(training_step, "compile_parts", lambda model, parts: None)
-    whole = run_cells("benchmark", **QUICK, compile="blocks")["times"].query("phase == 'whole'").set_index("mode")
-    assert whole["compile_s"].tolist() == pytest.approx([math.nan, 3, 3], nan_ok=True) and states == [False, False]
+    whole = (
+        run_cells("benchmark", **QUICK, compile="blocks")["times"].query("phase == 'whole'").set_index("mode")
+    )
+    assert whole["compile_s"].tolist() == pytest.approx([math.nan, 3, 3], nan_ok=True) and states == [
+        False,
+        False,
+    ]
     assert (whole["status"] == "ok").all() and (whole["wall_ms"] > 0).all()
 
 
@@ -166,17 +249,36 @@ def test_what_is_read_of_a_mode_is_its_own_and_its_rates_are_of_the_runs_precisi
     """Peaks are counted up, and energy is of steps that count; of three replays the middle one's time is told."""
     peaks, answers, asked, kept_up = count(1), iter(([1.0, 20.0, 3.0], [9.0, 2.0, 4.0])), [], []
     watts = iter([5.0, math.nan, 6.0])
-    power = SimpleNamespace(read=lambda: None, per_step=lambda steps: {"step_j": 60 / steps, "power_w": next(watts), "sm_clock_mhz": 1990.0})
+    power = SimpleNamespace(
+        read=lambda: None,
+        per_step=lambda steps: {"step_j": 60 / steps, "power_w": next(watts), "sm_clock_mhz": 1990.0},
+    )
 
     def replay(step, device, *, optimizer, scaler, clear, replays):
         own = step.func.__globals__
-        asked.append((*step.args, optimizer is own["adamw"], scaler is own["scaler"], clear is own["zero_grad"], bool(own["adamw"].state)))
+        asked.append(
+            (
+                *step.args,
+                optimizer is own["adamw"],
+                scaler is own["scaler"],
+                clear is own["zero_grad"],
+                bool(own["adamw"].state),
+            )
+        )
         return next(answers), ""
-    monkeypatch.setattr(measure, "kept_up_power", lambda step, device, before: {"power_w": 9.0, "step_j": len(step.args[0])})
+
+    monkeypatch.setattr(
+        measure, "kept_up_power", lambda step, device, before: {"power_w": 9.0, "step_j": len(step.args[0])}
+    )
     monkeypatch.setattr(measure, "keep_up", lambda step, *_: kept_up.append(step.args[0]))
-    for name, answer in {"Power": lambda device: power, "peak_memory": lambda device: {"peak_gib": float(next(peaks))},
-                         "replay": replay, "at_cap": lambda row: row["peak_gib"] == 2, "sheet_tflops": lambda *of: {("bf16", "cpu"): 8.0}[of],
-                         "ceilings": lambda device, precisions: {f"matmul_{name}": 2.0 for name in precisions} | {"copy": 3.0}}.items():
+    for name, answer in {
+        "Power": lambda device: power,
+        "peak_memory": lambda device: {"peak_gib": float(next(peaks))},
+        "replay": replay,
+        "at_cap": lambda row: row["peak_gib"] == 2,
+        "sheet_tflops": lambda *of: {("bf16", "cpu"): 8.0}[of],
+        "ceilings": lambda device, precisions: {f"matmul_{name}": 2.0 for name in precisions} | {"copy": 3.0},
+    }.items():
         monkeypatch.setattr(measure, name, answer)
     monkeypatch.setattr(rates, "sheet_tflops", measure.sheet_tflops)
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
@@ -184,18 +286,36 @@ def test_what_is_read_of_a_mode_is_its_own_and_its_rates_are_of_the_runs_precisi
     whole = names["checked"]["times"].query("phase == 'whole'").set_index("mode").loc[list(MODES)]
     assert whole["peak_gib"].tolist() == [1, 2, 3] and whole["step_j"].tolist() == [20, len(MODES[1]), 20]
     assert whole["power_w"].tolist() == [5, 9, 6], "where the energy counter was too slow, of a step kept up"
-    assert whole["replayed_ms"].tolist() == pytest.approx([4, math.nan, 3], nan_ok=True), "the full step's is the last"
-    assert asked == [("forward", False, True, True, False), ("step", True, True, True, False)], "without moments of before"
+    assert whole["replayed_ms"].tolist() == pytest.approx([4, math.nan, 3], nan_ok=True), (
+        "the full step's is the last"
+    )
+    assert asked == [("forward", False, True, True, False), ("step", True, True, True, False)], (
+        "without moments of before"
+    )
     assert kept_up == ["forward_backward"], "whose clock is that of the power cap"
     tflops = step_flops(names["config"]) / whole["wall_ms"] / [1, 1, 3] / 1e9
     for column, of in (("tflops", 1), ("mfu", 8), ("mfu_measured", 2), ("mfu_at_clock", 8 * 1990 / 2000)):
         assert whole[column].tolist() == pytest.approx((tflops / of).tolist())
-    assert names["results"] == {"matmul_tflops": 2.0, "copy_tb_s": 3.0, "sheet_tflops": 8.0, "highest_clock_mhz": None}
+    assert names["results"] == {
+        "matmul_tflops": 2.0,
+        "copy_tb_s": 3.0,
+        "sheet_tflops": 8.0,
+        "highest_clock_mhz": None,
+    }
 
 
 def test_on_a_cpu_there_is_no_graph_no_clock_and_no_sheet(run):
     times, results = run[0]["times"], run[1]
-    of_gpu = ["replayed_ms", "peak_gib", "sm_clock_mhz", "power_w", "step_j", "mfu", "mfu_at_clock", "compile_s"]
+    of_gpu = [
+        "replayed_ms",
+        "peak_gib",
+        "sm_clock_mhz",
+        "power_w",
+        "step_j",
+        "mfu",
+        "mfu_at_clock",
+        "compile_s",
+    ]
     assert times[of_gpu].isna().all(axis=None)
     told = times.set_index(["mode", "phase"])["replay_reason"]
     assert told["step", WHOLE] == told["forward", WHOLE] == "a CPU has no CUDA graphs"
@@ -208,10 +328,12 @@ FULL = torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB. Including x")
 
 def failing(names, name, when):
     """A cell's function that runs out of memory where ``when`` says so of its arguments."""
+
     def function(*arguments, **options):
         if when(*arguments):
             raise FULL
         return own(*arguments, **options)
+
     own = names[name]
     return function
 
@@ -219,6 +341,7 @@ def failing(names, name, when):
 @pytest.fixture
 def stepwise():
     """The notebook executed cell by cell: ``change`` gets the names once the cell with ``after`` is done."""
+
     def go(after, change, **parameters):
         names = {"__name__": "__main__"}
         for cell in code_cells(PACKAGE / "notebooks" / "benchmark.ipynb"):
@@ -232,48 +355,73 @@ def stepwise():
             if len(table):
                 SCHEMAS[name].validate(table)
         return names
+
     return go
 
 
 def test_what_does_not_fit_is_a_row_and_the_other_modes_go_on(stepwise):
     def change(names):
         names["timed"] = failing(names, "timed", lambda mode, *_: mode == "step")
+
     names = stepwise("def timed(", change)
     times = names["times"].set_index(["mode", "phase"])
     assert times.loc[("step", WHOLE), ["status", "reason"]].tolist() == [
-        "oom", "while timing a full step: CUDA out of memory. Tried 9 GiB."]
+        "oom",
+        "while timing a full step: CUDA out of memory. Tried 9 GiB.",
+    ]
     assert len(times.loc["step"]) == 1 and math.isnan(times.loc[("step", WHOLE), "wall_ms"])
-    assert times.loc[("forward", WHOLE), "gpu_ms"] > 0 and times.loc[("forward_backward", WHOLE), "gpu_ms"] > 0
-    assert {*names["tables"]["samples"]["mode"]} == {*names["tables"]["operations"]["mode"]} == {
-        "forward", "forward_backward"}
+    assert (
+        times.loc[("forward", WHOLE), "gpu_ms"] > 0 and times.loc[("forward_backward", WHOLE), "gpu_ms"] > 0
+    )
+    assert (
+        {*names["tables"]["samples"]["mode"]}
+        == {*names["tables"]["operations"]["mode"]}
+        == {"forward", "forward_backward"}
+    )
     assert "Forward + backward" in names["sentence"]
 
 
 def test_weights_that_do_not_fit_are_a_row_a_mode():
-    huge = {"size": "custom", "d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "vocab_size": 2,
-            "context_length": 12_000_000}
+    huge = {
+        "size": "custom",
+        "d_model": 2,
+        "d_ff": 1,
+        "num_layers": 1,
+        "num_heads": 1,
+        "vocab_size": 2,
+        "context_length": 12_000_000,
+    }
     names = run_cells("benchmark", **QUICK | huge)
     times = names["times"]
     assert times[["mode", "phase", "status"]].values.tolist() == [[mode, WHOLE, "oom"] for mode in MODES]
-    assert times["reason"].str.contains("building the model").all() and "building the model" in names["sentence"]
+    assert (
+        times["reason"].str.contains("building the model").all() and "building the model" in names["sentence"]
+    )
     assert "samples" not in names["tables"] and names["tables"]["operations"].empty
 
 
 @pytest.mark.parametrize("broken", ["profiled", "captured_operations", "export"])
 def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch, broken):
     def fail(*arguments):
-        raise {"profiled": RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"), "export": profiler.TraceError("torn"),
-               "captured_operations": profiler.CaptureError("lost")}[broken]
+        raise {
+            "profiled": RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"),
+            "export": profiler.TraceError("torn"),
+            "captured_operations": profiler.CaptureError("lost"),
+        }[broken]
+
     monkeypatch.setattr(profiler, "read" if broken == "export" else broken, fail)
     names = run_cells("benchmark", **QUICK)
     times = SCHEMAS["times"].validate(names["times"])
     assert (times["status"] == "ok").all() and (times["wall_ms"] > 0).all()
-    assert times[["gpu_ms", "busy", "operations"]].isna().all(axis=None) and names["tables"]["operations"].empty
+    assert (
+        times[["gpu_ms", "busy", "operations"]].isna().all(axis=None) and names["tables"]["operations"].empty
+    )
     assert times["reason"].str.contains("CUPTI|torn|lost").all() and times["reason"][0] in names["sentence"]
 
 
 def test_out_of_memory_in_the_capture_leaves_the_wall_times_of_that_mode_alone(stepwise):
     """Of the step that ran short there is a part in the capture, which is in no number."""
+
     def change(names):
         calls = []
 
@@ -284,7 +432,9 @@ def test_out_of_memory_in_the_capture_leaves_the_wall_times_of_that_mode_alone(s
                     torch.ones(2).add(1)
                 raise FULL
             return own(mode, phase)
+
         own, names["step"] = names["step"], step
+
     whole = stepwise("def step(", change)["times"].query("phase == 'whole'").set_index("mode")
     assert (whole["wall_ms"] > 0).all() and (whole["status"] == "ok").all()
     assert math.isnan(whole.loc["step", "gpu_ms"])
@@ -295,30 +445,47 @@ def test_out_of_memory_in_the_capture_leaves_the_wall_times_of_that_mode_alone(s
 def test_all_that_the_host_times_is_timed_before_anything_is_captured(stepwise, monkeypatch):
     order = []
     replay = measure.replay
-    monkeypatch.setattr(measure, "replay", lambda *given, **how: (order.append("replay"), replay(*given, **how))[1])
+    monkeypatch.setattr(
+        measure, "replay", lambda *given, **how: (order.append("replay"), replay(*given, **how))[1]
+    )
     monkeypatch.setattr(measure, "ceilings", lambda *given: order.append("ceilings") or {})
 
     def change(names):
         def step(mode="step", phase=nullcontext):
             order.append(f"{mode} {'plain' if phase is nullcontext else type(phase).__name__}")
             return own(mode, phase)
+
         own, names["step"] = names["step"], step
+
     stepwise("def step(", change)
     assert list(dict.fromkeys(order)) == [
-        "step Phases", "step plain", "forward_backward Phases", "forward Phases", "forward function",
-        "forward_backward function", "step function", "replay", "ceilings"]
+        "step Phases",
+        "step plain",
+        "forward_backward Phases",
+        "forward Phases",
+        "forward function",
+        "forward_backward function",
+        "step function",
+        "replay",
+        "ceilings",
+    ]
     assert order.count("forward Phases") == 2 + 2 and order.count("step Phases") == 1 + 2
 
 
 # The twins: the cells' step and clock, and the library's.
 
-@pytest.mark.parametrize("fields", [{}, {"precision": "bf16", "seed": 1}, {"precision": "fp16", "optimizer": "fused"}])
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"precision": "bf16", "seed": 1}, {"precision": "fp16", "optimizer": "fused"}]
+)
 def test_the_cells_step_gives_the_weights_of_the_librarys(fields):
     names = run_cells("benchmark", until="def timed(", **QUICK | fields)
     assert torch.get_float32_matmul_precision() == "highest"
     theirs, differentiable, losses = build_step(Config(**QUICK | fields)), [], []
     before = [weight.clone() for weight in theirs.model.parameters()]
-    names["model"].register_forward_hook(lambda model, given, logits: differentiable.append(logits.requires_grad))
+    names["model"].register_forward_hook(
+        lambda model, given, logits: differentiable.append(logits.requires_grad)
+    )
     for model in (names["model"], theirs.model):
         model.loss = lambda *given, loss=model.loss: losses.append(loss(*given)) or losses[-1]
     for _ in range(3):
@@ -368,23 +535,49 @@ def test_the_cells_clock_waits_for_the_device_before_it_is_read(monkeypatch):
 
     def noting(name):
         return lambda *given: (order.append(name), 0.0)[1]
-    names |= {"default_timer": noting("clock"), "step": noting("step"), "synchronize": noting("wait"),
-              "zero_grad": noting("clear")}
+
+    names |= {
+        "default_timer": noting("clock"),
+        "step": noting("step"),
+        "synchronize": noting("wait"),
+        "zero_grad": noting("clear"),
+    }
     monkeypatch.setattr(names["measure"].Phases, "ms", lambda phases: [])
     names["timed"]("step", 0, 1, noting("after"))
     assert order == ["clear", "wait", "clock", "step", "wait", "clock", "after"]
 
 
-@pytest.mark.parametrize(("busy", "enqueue_ms", "said"), [
-    (0.4, 90.0, "40% of it: launch-bound"), (0.99, 99.5, "99.0% of it: GPU-bound"),
-    (1.01, 50.0, "101% of it: GPU-bound"), (0.93, 60.0, "93% of it: GPU-bound")])
+@pytest.mark.parametrize(
+    ("busy", "enqueue_ms", "said"),
+    [
+        (0.4, 90.0, "40% of it: launch-bound"),
+        (0.99, 99.5, "99.0% of it: GPU-bound"),
+        (1.01, 50.0, "101% of it: GPU-bound"),
+        (0.93, 60.0, "93% of it: GPU-bound"),
+    ],
+)
 def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, enqueue_ms, said):
-    row = {"phase": WHOLE, "wall_ms": 100.0, "gpu_ms": 100 * busy, "busy": busy, "enqueue_ms": enqueue_ms, "status": "ok", "operations": 5.0,
-           "tokens_per_s": 5000.0, "reason": ""}
+    row = {
+        "phase": WHOLE,
+        "wall_ms": 100.0,
+        "gpu_ms": 100 * busy,
+        "busy": busy,
+        "enqueue_ms": enqueue_ms,
+        "status": "ok",
+        "operations": 5.0,
+        "tokens_per_s": 5000.0,
+        "reason": "",
+    }
     last = code_cells(PACKAGE / "notebooks" / "benchmark.ipynb")[-1].source
-    names = {"times": pd.DataFrame([row | {"mode": mode} for mode in MODES]), "MODES": MODES, "math": math,
-             "number": number, "launch_bound": stats.launch_bound, "config": SimpleNamespace(device="cuda"),
-             "run": SimpleNamespace(say=lambda sentence: None)}
+    names = {
+        "times": pd.DataFrame([row | {"mode": mode} for mode in MODES]),
+        "MODES": MODES,
+        "math": math,
+        "number": number,
+        "launch_bound": stats.launch_bound,
+        "config": SimpleNamespace(device="cuda"),
+        "run": SimpleNamespace(say=lambda sentence: None),
+    }
     exec(last, names)
     assert said in names["sentence"]
 
@@ -392,15 +585,21 @@ def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, enqueue_ms, said):
 @pytest.mark.parametrize(("lasts_ms", "expected"), [(990.0, (2, 3, 5)), (1010.0, (1, 2, 3))])
 def test_of_long_steps_there_are_fewer(stepwise, monkeypatch, lasts_ms, expected):
     seen = {"replays": []}
-    monkeypatch.setattr(measure, "replay", lambda *_, replays, **__: (seen["replays"].append(replays), ([1.0], ""))[1])
+    monkeypatch.setattr(
+        measure, "replay", lambda *_, replays, **__: (seen["replays"].append(replays), ([1.0], ""))[1]
+    )
 
     def change(names):
         def timed(mode, warmups, steps, after):
             seen[mode] = warmups
             found = own(mode, warmups, steps, after)
-            found.loc[found["phase"] == WHOLE, "wall_ms"] = [5000.0] * (found["step"].nunique() - 1) + [lasts_ms]  # its quickest
+            found.loc[found["phase"] == WHOLE, "wall_ms"] = [5000.0] * (found["step"].nunique() - 1) + [
+                lasts_ms
+            ]  # its quickest
             return found
+
         own, names["timed"] = names["timed"], timed
+
     names = stepwise("def timed(", change)
     warmups, captured, replays = expected
     assert (seen["step"], seen["forward_backward"], seen["forward"]) == (1, warmups, warmups)
@@ -409,9 +608,18 @@ def test_of_long_steps_there_are_fewer(stepwise, monkeypatch, lasts_ms, expected
 
 # Warm-up and compiling
 
+
 def cold_samples(walls, warmups=5, **config):
-    return pd.DataFrame({"mode": "step", "phase": WHOLE} | config | {
-        "step": range(len(walls)), "warmup": [i < warmups for i in range(len(walls))], "wall_ms": walls, "enqueue_ms": 0.0})
+    return pd.DataFrame(
+        {"mode": "step", "phase": WHOLE}
+        | config
+        | {
+            "step": range(len(walls)),
+            "warmup": [i < warmups for i in range(len(walls))],
+            "wall_ms": walls,
+            "enqueue_ms": 0.0,
+        }
+    )
 
 
 def test_warm_up_is_answered_by_leaving_out_the_first_steps():
@@ -421,7 +629,9 @@ def test_warm_up_is_answered_by_leaving_out_the_first_steps():
     assert found["std_ms"][0] == pytest.approx(np.std(walls[:10], ddof=1)) and found["std_ms"][5] == 0
     assert found["first_ms"].to_dict() == {0: 1000, 1: 30, 2: 20, 5: 10}
     assert warm_up(cold_samples([7.0] * 12, 2))["warmups"].tolist() == [0, 1, 2], "as far as there are steps"
-    assert warm_up(cold_samples([9.0, *[7.0] * 6], 3))["mean_ms"].tolist() == [7.5, 7, 7], "of four timed steps"
+    assert warm_up(cold_samples([9.0, *[7.0] * 6], 3))["mean_ms"].tolist() == [7.5, 7, 7], (
+        "of four timed steps"
+    )
 
 
 @pytest.mark.parametrize("works", [True, False])
@@ -430,6 +640,7 @@ def test_compiling_is_timed_by_mode_or_says_why_it_cannot_be(monkeypatch, works)
         if not works:
             raise torch._dynamo.exc.BackendCompilerFailed("inductor", ValueError("no C++ compiler"), None)
         return {"step": 9.0, "forward_backward": 0.1, "forward": 3.0}[step.args[0]]
+
     monkeypatch.setattr(measure, "seconds_with_compiling", seconds)
     monkeypatch.setattr(training_step, "compile_parts", lambda model, parts: None)
     names = run_cells("benchmark", **QUICK, compile="blocks")
@@ -452,8 +663,17 @@ LAUNCH_MS = {"small": 30.0, "large": 90.0, "2.7B": 80.0}
 
 def mode_rows(size, context, scale=1.0, fused=1.0, wall=1.0, **config):
     """One run's times: kernels in proportion to the context, launches that do not depend on it."""
-    found = {"size": size, "context_length": context, "batch_size": 4, "vocab_size": 10_000, "precision": "fp32",
-             "attention": "naive", "compile": "none", "optimizer": "foreach", "repeat": 0} | config
+    found = {
+        "size": size,
+        "context_length": context,
+        "batch_size": 4,
+        "vocab_size": 10_000,
+        "precision": "fp32",
+        "attention": "naive",
+        "compile": "none",
+        "optimizer": "foreach",
+        "repeat": 0,
+    } | config
     step = GPU_MS[size] * context / 512 * scale
     for mode, names in PHASES.items():
         gpu = {phase: step * SHARES[phase] / (fused if phase == "optimizer" else 1) for phase in names}
@@ -462,12 +682,35 @@ def mode_rows(size, context, scale=1.0, fused=1.0, wall=1.0, **config):
             parts = names if phase == WHOLE else [phase]
             enqueue_ms = LAUNCH_MS[size] * sum(SHARES[name] for name in parts) * wall
             wall_ms = max(ms, enqueue_ms)
-            row = {"mode": mode, "phase": phase, "wall_ms": wall_ms, "wall_std_ms": wall_ms * (0.1 if ms < wall_ms else 0.001),
-                   "wall_q1_ms": wall_ms, "wall_q3_ms": wall_ms, "wall_min_ms": 0.9 * wall_ms, "steps": 30.0, "enqueue_ms": enqueue_ms, "gpu_ms": ms, "busy": ms / wall_ms,
-                   "operations": 1000.0, "status": "ok", "reason": "", "replay_reason": ""}
+            row = {
+                "mode": mode,
+                "phase": phase,
+                "wall_ms": wall_ms,
+                "wall_std_ms": wall_ms * (0.1 if ms < wall_ms else 0.001),
+                "wall_q1_ms": wall_ms,
+                "wall_q3_ms": wall_ms,
+                "wall_min_ms": 0.9 * wall_ms,
+                "steps": 30.0,
+                "enqueue_ms": enqueue_ms,
+                "gpu_ms": ms,
+                "busy": ms / wall_ms,
+                "operations": 1000.0,
+                "status": "ok",
+                "reason": "",
+                "replay_reason": "",
+            }
             if phase == WHOLE:
-                row |= {"replayed_ms": ms * 1.01, "peak_gib": step, "mfu": 0.5, "mfu_measured": 0.7, "tflops": 35.0, "mfu_at_clock": 0.6,
-                        "sm_clock_mhz": 1980.0, "power_w": 600.0, "step_j": 6.0}
+                row |= {
+                    "replayed_ms": ms * 1.01,
+                    "peak_gib": step,
+                    "mfu": 0.5,
+                    "mfu_measured": 0.7,
+                    "tflops": 35.0,
+                    "mfu_at_clock": 0.6,
+                    "sm_clock_mhz": 1980.0,
+                    "power_w": 600.0,
+                    "step_j": 6.0,
+                }
             yield found | dict.fromkeys(("replayed_ms", "peak_gib", "compile_s", "mfu"), math.nan) | row
 
 
@@ -478,9 +721,18 @@ def named(rows):
         if row["phase"] != WHOLE:
             kept = {name: row[name] for name in ("mode", "phase", "gpu_ms", *CONFIG)}
             half = 2 if row["compile"] != "none" else 1
-            yield kept | {"name": "gemm", "family": "matrix multiply", "count": 100.0, "gpu_ms": row["gpu_ms"] * matmul}
-            yield kept | {"name": "add", "family": "elementwise", "count": 800.0 / half,
-                          "gpu_ms": row["gpu_ms"] * (1 - matmul) / half}
+            yield kept | {
+                "name": "gemm",
+                "family": "matrix multiply",
+                "count": 100.0,
+                "gpu_ms": row["gpu_ms"] * matmul,
+            }
+            yield kept | {
+                "name": "add",
+                "family": "elementwise",
+                "count": 800.0 / half,
+                "gpu_ms": row["gpu_ms"] * (1 - matmul) / half,
+            }
 
 
 def campaign():
@@ -489,25 +741,59 @@ def campaign():
     low = [row for shape in shapes for row in mode_rows(*shape, scale=0.25, precision="bf16")]
     for row in low:  # mixed_precision has no repeats
         del row["repeat"]
-    blocks = [row | {"compile_s": 12.0} for size in GPU_MS
-              for row in mode_rows(size, 512, 0.2, wall=0.5, precision="bf16", compile="blocks")]
-    model = [row | {"compile_s": 40.0} for size, scale in zip(GPU_MS, (0.7, 0.75, 0.8))
-             for row in mode_rows(size, 512, scale, compile="model")]
-    whole = [row | {"compile_s": 25.0} for row in mode_rows("small", 512, 0.2, wall=0.3, precision="bf16", compile="model")]
+    blocks = [
+        row | {"compile_s": 12.0}
+        for size in GPU_MS
+        for row in mode_rows(size, 512, 0.2, wall=0.5, precision="bf16", compile="blocks")
+    ]
+    model = [
+        row | {"compile_s": 40.0}
+        for size, scale in zip(GPU_MS, (0.7, 0.75, 0.8))
+        for row in mode_rows(size, 512, scale, compile="model")
+    ]
+    whole = [
+        row | {"compile_s": 25.0}
+        for row in mode_rows("small", 512, 0.2, wall=0.3, precision="bf16", compile="model")
+    ]
     fused = [row for size in GPU_MS for row in mode_rows(size, 512, fused=3.0, optimizer="fused")]
-    again = [row for repeat, off in ((1, 1.002), (2, 0.999))
-             for row in mode_rows("small", 512, off, wall=1 + repeat / 4, repeat=repeat)]
+    again = [
+        row
+        for repeat, off in ((1, 1.002), (2, 0.999))
+        for row in mode_rows("small", 512, off, wall=1 + repeat / 4, repeat=repeat)
+    ]
     tiny = list(mode_rows("small", 16, batch_size=1))
     own = [*eager, *blocks, *whole, *model, *fused, *again, *tiny]
-    samples = [cold_samples([row["wall_ms"] * (50 if i == 0 else 1.005 if i < 4 else 1) for i in range(15)],
-                            **{name: row[name] for name in ("mode", "phase", *CONFIG)}) for row in own]
+    samples = [
+        cold_samples(
+            [row["wall_ms"] * (50 if i == 0 else 1.005 if i < 4 else 1) for i in range(15)],
+            **{name: row[name] for name in ("mode", "phase", *CONFIG)},
+        )
+        for row in own
+    ]
     operations = pd.DataFrame(named(row | {"repeat": 0} for row in low)).drop(columns="repeat")
-    results = pd.DataFrame([{"size": size, "batch_size": 4, "vocab_size": 10_000, "parameters": 1e9, "precision": precision,
-                             "matmul_tflops": rate, "copy_tb_s": 4.0} for size in GPU_MS
-                            for precision, rate in (("fp32", 50.0), ("bf16", 700.0))])
-    return {"benchmark.times": pd.DataFrame(own), "benchmark.results": results, "benchmark.samples": pd.concat(samples, ignore_index=True),
-            "benchmark.operations": pd.DataFrame(named(own)), "mixed_precision.times": pd.DataFrame(low),
-            "mixed_precision.operations": operations}
+    results = pd.DataFrame(
+        [
+            {
+                "size": size,
+                "batch_size": 4,
+                "vocab_size": 10_000,
+                "parameters": 1e9,
+                "precision": precision,
+                "matmul_tflops": rate,
+                "copy_tb_s": 4.0,
+            }
+            for size in GPU_MS
+            for precision, rate in (("fp32", 50.0), ("bf16", 700.0))
+        ]
+    )
+    return {
+        "benchmark.times": pd.DataFrame(own),
+        "benchmark.results": results,
+        "benchmark.samples": pd.concat(samples, ignore_index=True),
+        "benchmark.operations": pd.DataFrame(named(own)),
+        "mixed_precision.times": pd.DataFrame(low),
+        "mixed_precision.operations": operations,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -516,8 +802,11 @@ def all_runs():
 
 
 def functions(module):
-    return {name: found for name, found in vars(module).items()
-            if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")}
+    return {
+        name: found
+        for name, found in vars(module).items()
+        if inspect.isfunction(found) and found.__module__ == module.__name__ and not name.startswith("_")
+    }
 
 
 DRAWN = [*PRINTED.values(), *functions(figures).values()]
@@ -538,30 +827,65 @@ def test_the_numbers_of_claims_are_those_of_the_tables(all_runs):
     bound = claims.launch_bound_forward(all_runs)
     assert (bound["size"], bound["context"], bound["operations"]) == ("small", 128, 1000)
     assert bound["gpu"] == pytest.approx(10 * 0.25 * 0.25 * 0.3) and bound["wall"] == pytest.approx(0.9 * 9)
-    assert bound["idle"] == pytest.approx(1 - bound["gpu"] / bound["wall"]) and bound["launch"] == pytest.approx(0.9 * 9)
+    assert bound["idle"] == pytest.approx(1 - bound["gpu"] / bound["wall"]) and bound[
+        "launch"
+    ] == pytest.approx(0.9 * 9)
     assert claims.phases_fp32(all_runs) == pytest.approx(
-        {"size": "2.7B", "context": 512, "forward": 0.3, "backward": 0.55, "optimizer": 0.13})
+        {"size": "2.7B", "context": 512, "forward": 0.3, "backward": 0.55, "optimizer": 0.13}
+    )
     assert claims.fused_adamw(all_runs) == {"size": "2.7B", "gain": pytest.approx(3.0, rel=0.01)}
-    assert claims.compile_kernels(all_runs)["before"] == 2400 and claims.compile_kernels(all_runs)["after"] == 1200
-    assert claims.repeats(all_runs) == pytest.approx({"processes": 3, "shapes": 1, "gpu": 1.002 / 0.999 - 1, "wall": 0.5})
-    assert claims.launch_bound_where(all_runs) == {"short": 3, "long": 2, "sizes": 3, "short_context": 128, "long_context": 512}
+    assert (
+        claims.compile_kernels(all_runs)["before"] == 2400
+        and claims.compile_kernels(all_runs)["after"] == 1200
+    )
+    assert claims.repeats(all_runs) == pytest.approx(
+        {"processes": 3, "shapes": 1, "gpu": 1.002 / 0.999 - 1, "wall": 0.5}
+    )
+    assert claims.launch_bound_where(all_runs) == {
+        "short": 3,
+        "long": 2,
+        "sizes": 3,
+        "short_context": 128,
+        "long_context": 512,
+    }
     assert claims.launch_rate(all_runs) == pytest.approx({"low": 30.0, "high": 30.0, "steps": 10})
     std = claims.answer_std(all_runs)
     assert (std["median"], std["worst"], std["cases"]) == (0.1, 0.1, 3 * 2 * 3 + 2 * 3)
     assert claims.std_where(all_runs) == {"launch": 15, "varies": 15}
-    assert claims.processes_differ(all_runs) == {"size": "small", "context": 512, "low": 30, "high": 45, "processes": 3}
-    assert claims.answer_models(all_runs) == {"batch": 4, "vocabulary": 10_000, "warmups": 5, "more": 5, "timed": 10}
+    assert claims.processes_differ(all_runs) == {
+        "size": "small",
+        "context": 512,
+        "low": 30,
+        "high": 45,
+        "processes": 3,
+    }
+    assert claims.answer_models(all_runs) == {
+        "batch": 4,
+        "vocabulary": 10_000,
+        "warmups": 5,
+        "more": 5,
+        "timed": 10,
+    }
     times = claims.answer_times(all_runs)
     assert times["forward"] + times["backward"] < times["both"] < times["step"] == pytest.approx(1000)
     assert claims.answer_warmup(all_runs)["first"] == pytest.approx(30 * 50)
     assert claims.warmup_where(all_runs)["share"] == pytest.approx(0.3)
-    assert claims.warmup_enough(all_runs) == {"processes": "all 5 processes", "context": 512, "most": pytest.approx(0.005)}
+    assert claims.warmup_enough(all_runs) == {
+        "processes": "all 5 processes",
+        "context": 512,
+        "most": pytest.approx(0.005),
+    }
     assert claims.compiled_wall(all_runs)["forward_high"] == pytest.approx(1.25)
 
 
 def test_wall_times_that_the_gpu_sets_the_pace_of_are_told_apart_from_those_that_launches_do(all_runs):
     times = all_runs["benchmark.times"]
-    own = times["size"].eq("2.7B") & times["context_length"].eq(512) & times["compile"].eq("none") & times["optimizer"].eq("foreach")
+    own = (
+        times["size"].eq("2.7B")
+        & times["context_length"].eq(512)
+        & times["compile"].eq("none")
+        & times["optimizer"].eq("foreach")
+    )
     again = times[own].assign(repeat=1)
     again["wall_ms"] *= 1.003
     found = claims.repeats_paced(all_runs | {"benchmark.times": pd.concat([times, again])})
@@ -575,21 +899,43 @@ def test_the_step_that_varies_most_is_named_with_its_process(all_runs):
     odd = times["repeat"].eq(2) & times["mode"].eq("step") & times["phase"].eq(WHOLE)
     varied = times.assign(wall_std_ms=times["wall_std_ms"].mask(odd, times["wall_ms"]))
     found = claims.answer_std(all_runs | {"benchmark.times": varied})
-    assert [found[name] for name in ("process", "size", "context", "mode", "worst")] == [3, "small", 512, "full step", 1.0]
+    assert [found[name] for name in ("process", "size", "context", "mode", "worst")] == [
+        3,
+        "small",
+        512,
+        "full step",
+        1.0,
+    ]
 
 
 def test_compiling_is_told_of_the_largest_size_that_was_compiled_both_ways(all_runs):
     times = all_runs["benchmark.times"]
     own = times["size"].eq("2.7B") & times["compile"].eq("blocks")
-    found = claims.compile_cost(all_runs | {"benchmark.times": times.assign(compile_s=times["compile_s"].mask(own, 13.0))})
-    assert [found[name] for name in ("size", "low", "high", "own", "model")] == ["2.7B", 12.0, 13.0, 13.0, 40.0]
+    found = claims.compile_cost(
+        all_runs | {"benchmark.times": times.assign(compile_s=times["compile_s"].mask(own, 13.0))}
+    )
+    assert [found[name] for name in ("size", "low", "high", "own", "model")] == [
+        "2.7B",
+        12.0,
+        13.0,
+        13.0,
+        40.0,
+    ]
 
 
-def test_the_model_compiled_whole_is_told_in_the_precision_of_most_sizes_and_beside_its_blocks_in_their_own(all_runs):
-    assert claims.answer_compiled(all_runs)["precision"] == "fp32" and claims.compile_cost(all_runs)["model_precision"] == "fp32"
+def test_the_model_compiled_whole_is_told_in_the_precision_of_most_sizes_and_beside_its_blocks_in_their_own(
+    all_runs,
+):
+    assert (
+        claims.answer_compiled(all_runs)["precision"] == "fp32"
+        and claims.compile_cost(all_runs)["model_precision"] == "fp32"
+    )
     assert len(PRINTED["compiled_model"](all_runs)) == len(GPU_MS) * len(PHASES)
     cost = PRINTED["compile_cost"](all_runs)
-    assert [*cost.index][len(GPU_MS):] == [*(("model", "fp32", size) for size in GPU_MS), ("model", "bf16", "small")]
+    assert [*cost.index][len(GPU_MS) :] == [
+        *(("model", "fp32", size) for size in GPU_MS),
+        ("model", "bf16", "small"),
+    ]
     assert cost.loc[("model", "bf16", "small"), "compiling, s"] == 25
     found = claims.blocks_or_model(all_runs)
     assert found.pop("blocks") == pytest.approx(0.9 * 15) and found.pop("model") == pytest.approx(0.9 * 9)
@@ -599,13 +945,22 @@ def test_the_model_compiled_whole_is_told_in_the_precision_of_most_sizes_and_bes
 def test_runs_of_other_programs_and_of_another_order_change_nothing(all_runs):
     """But a large matmul's rate is the fastest of all runs, of any program; and what was compiled in fp16 cost that, too."""
     changed, times = {}, all_runs["benchmark.times"]
-    runs = all_runs | {"benchmark.times": times.assign(wall_std_ms=times["wall_std_ms"] * (1 + times.index / 1e4))}  # none as another
+    runs = all_runs | {
+        "benchmark.times": times.assign(wall_std_ms=times["wall_std_ms"] * (1 + times.index / 1e4))
+    }  # none as another
     for name in runs.keys() - {"benchmark.results"}:
         first = "context_length == 512" + " and repeat == 0" * name.startswith("benchmark")
-        changed |= shuffled(beside({name: runs[name]}, first, batch_size=2, vocab_size=50_000, attention="sdpa", precision="fp16"))
+        changed |= shuffled(
+            beside(
+                {name: runs[name]}, first, batch_size=2, vocab_size=50_000, attention="sdpa", precision="fp16"
+            )
+        )
     costs = [PRINTED["compile_cost"](found) for found in (runs, runs | changed)]
     assert costs[0].equals(costs[1].drop("fp16", level="precision")) and len(costs[1]) > len(costs[0])
-    says = [*functions(claims).values(), *(printed for name, printed in PRINTED.items() if name != "compile_cost")]
+    says = [
+        *functions(claims).values(),
+        *(printed for name, printed in PRINTED.items() if name != "compile_cost"),
+    ]
     assert told(says, runs | changed) == told(says, runs)
 
 
@@ -615,39 +970,72 @@ def test_each_cell_is_what_its_heading_names(all_runs):
     for name in ("benchmark.times", "mixed_precision.times"):
         rows = all_runs[name]
         measures = [column for column in rows.select_dtypes("float") if column not in CONFIG]
-        rows = rows.assign(**{column: rows[column] * off.uniform(0.99, 1.01, len(rows)) for column in measures})
-        changed[name] = rows.assign(**{f"wall_{which}_ms": part * rows["wall_ms"] for which, part in (("q1", 0.97), ("q3", 1.05), ("min", 0.9))})
+        rows = rows.assign(
+            **{column: rows[column] * off.uniform(0.99, 1.01, len(rows)) for column in measures}
+        )
+        changed[name] = rows.assign(
+            **{
+                f"wall_{which}_ms": part * rows["wall_ms"]
+                for which, part in (("q1", 0.97), ("q3", 1.05), ("min", 0.9))
+            }
+        )
     runs = all_runs | changed
-    at = {name: rows.query("mode == 'step' and phase == 'whole' and context_length == 512 and batch_size == 4 and optimizer == 'foreach'")
-          for name, rows in changed.items()}
+    at = {
+        name: rows.query(
+            "mode == 'step' and phase == 'whole' and context_length == 512 and batch_size == 4 and optimizer == 'foreach'"
+        )
+        for name, rows in changed.items()
+    }
     own, low = at["benchmark.times"].query("repeat == 0"), at["mixed_precision.times"].set_index("size")
     plain, blocks = (own[own["compile"] == parts].set_index("size") for parts in ("none", "blocks"))
     found, cost, rates = (PRINTED[name](runs) for name in ("launch_bound", "compile_cost", "mfu_steps"))
     waits = stats.launch_bound_rows(low)
     assert waits.any() and not waits.all() and found["launch-bound"].tolist() == waits.tolist()
-    for heading, values in {"operations, n": low["operations"], "wall, ms": low["wall_ms"], "at best, ms": low["wall_min_ms"].where(waits),
-                            "enqueued, ms": low["enqueue_ms"], "GPU time, ms": low["gpu_ms"], "busy, %": low["busy"],
-                            "replayed, ms": low["replayed_ms"]}.items():
+    for heading, values in {
+        "operations, n": low["operations"],
+        "wall, ms": low["wall_ms"],
+        "at best, ms": low["wall_min_ms"].where(waits),
+        "enqueued, ms": low["enqueue_ms"],
+        "GPU time, ms": low["gpu_ms"],
+        "busy, %": low["busy"],
+        "replayed, ms": low["replayed_ms"],
+    }.items():
         assert found[heading].tolist() == pytest.approx(values.tolist(), nan_ok=True), heading
     made = cost.loc[("blocks", "bf16")]
     for heading, which in {"before, ms": low, "after, ms": blocks}.items():
         assert made[heading].tolist() == which["wall_ms"].tolist()
         assert made[f"quartiles {heading}"].tolist() == [
-            f"{number(q1, 'ms').removesuffix(' ms')} to {number(q3, 'ms').removesuffix(' ms')}" for q1, q3 in which[["wall_q1_ms", "wall_q3_ms"]].values]
+            f"{number(q1, 'ms').removesuffix(' ms')} to {number(q3, 'ms').removesuffix(' ms')}"
+            for q1, q3 in which[["wall_q1_ms", "wall_q3_ms"]].values
+        ]
     assert made["compiling, s"].tolist() == blocks["compile_s"].tolist()
     for precision, rows in (("fp32", plain), ("bf16", low)):
-        for heading, column in {"of the data sheet, %": "mfu", "SM clock, MHz": "sm_clock_mhz", "power, W": "power_w", "energy, J": "step_j"}.items():
+        for heading, column in {
+            "of the data sheet, %": "mfu",
+            "SM clock, MHz": "sm_clock_mhz",
+            "power, W": "power_w",
+            "energy, J": "step_j",
+        }.items():
             assert rates.loc[precision, heading].tolist() == rows[column].tolist(), heading
-        assert rates.loc[precision, "of a large matmul, %"].tolist() == pytest.approx((rows["tflops"] / {"fp32": 50, "bf16": 700}[precision]).tolist())
+        assert rates.loc[precision, "of a large matmul, %"].tolist() == pytest.approx(
+            (rows["tflops"] / {"fp32": 50, "bf16": 700}[precision]).tolist()
+        )
     grown = PRINTED["optimizers"](runs)
-    adamw = changed["benchmark.times"].query("phase == 'optimizer' and context_length == 512 and compile == 'none' and repeat == 0 and batch_size == 4")
+    adamw = changed["benchmark.times"].query(
+        "phase == 'optimizer' and context_length == 512 and compile == 'none' and repeat == 0 and batch_size == 4"
+    )
     for name in ("foreach", "fused"):
         assert grown[f"{name}, ms"].tolist() == adamw.loc[adamw["optimizer"] == name, "gpu_ms"].tolist()
 
 
 def test_where_one_process_waited_for_launches_a_difference_has_to_be_large(all_runs):
     times = all_runs["benchmark.times"].copy()
-    own = (times["size"] == "small") & (times["context_length"] == 512) & (times["mode"] == "step") & (times["phase"] == WHOLE)
+    own = (
+        (times["size"] == "small")
+        & (times["context_length"] == 512)
+        & (times["mode"] == "step")
+        & (times["phase"] == WHOLE)
+    )
     times.loc[own & (times["repeat"] > 0), "enqueue_ms"] = 0.0
     times.loc[own & (times["repeat"] > 0), "wall_ms"] = 34.0
     assert claims.processes_differ(all_runs | {"benchmark.times": times}) is None
@@ -663,15 +1051,23 @@ def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
     changed = all_runs | {"benchmark.samples": samples}
     few = claims.warmup_few(changed)
     assert (few["second"], few["third"], few["processes"], few["size"]) == (1, 0, 5, "small")
-    assert (sentences := said("warmup_few", few)) and all(number(few["second_ms"], "ms") in one for one in sentences)
-    assert claims.warmup_enough(changed) is None and claims.warmup_cpu(changed) is None, "it is enqueued as later ones are"
+    assert (sentences := said("warmup_few", few)) and all(
+        number(few["second_ms"], "ms") in one for one in sentences
+    )
+    assert claims.warmup_enough(changed) is None and claims.warmup_cpu(changed) is None, (
+        "it is enqueued as later ones are"
+    )
     samples.loc[second & (samples["phase"] == "forward"), "enqueue_ms"] += 12
     cpu = claims.warmup_cpu(changed)
-    assert cpu["over"] == pytest.approx(45 * 0.005 + 15) and cpu["forward"] == pytest.approx(13.5 * 0.005 + 12)
+    assert cpu["over"] == pytest.approx(45 * 0.005 + 15) and cpu["forward"] == pytest.approx(
+        13.5 * 0.005 + 12
+    )
     assert cpu["enqueue"] == pytest.approx(cpu["later_enqueue"] + 12)
     samples.loc[second & (samples["phase"] == "forward"), "wall_ms"] -= 8
     assert claims.warmup_cpu(changed) is None, "most of it is elsewhere"
-    samples.loc[second & (samples["phase"] == WHOLE), "wall_ms"] -= 10  # a launch-bound step is late by itself
+    samples.loc[second & (samples["phase"] == WHOLE), "wall_ms"] -= (
+        10  # a launch-bound step is late by itself
+    )
     assert claims.warmup_few(changed) is None and claims.warmup_enough(changed)
     for mode in ("forward", "forward_backward"):  # whatever other modes do
         changed = with_times(changed, {"enqueue_ms": 0.0, "busy": 0.99}, mode=mode)
@@ -681,10 +1077,20 @@ def test_a_second_step_that_is_slower_is_told_by_process(all_runs):
 
 def test_a_step_with_more_gpu_time_than_wall_time_is_in_no_number(all_runs):
     busy = PRINTED["busy"](with_times(all_runs, {"busy": 1.021}, size="large", phase=WHOLE))
-    assert ("fp32", "large") not in busy.index and ("bf16", "large") in busy.index and "over 100%" not in busy.attrs["note"]
+    assert (
+        ("fp32", "large") not in busy.index
+        and ("bf16", "large") in busy.index
+        and "over 100%" not in busy.attrs["note"]
+    )
     over = PRINTED["busy"](with_times(all_runs, {"busy": 1.012}, size="large", phase=WHOLE))
-    assert over.loc[("fp32", "large")].max() == 1.012 and "101%" in markdown(over) and "over 100%" in over.attrs["note"]
-    drawn = figures.busy(all_runs | {"mixed_precision.times": all_runs["mixed_precision.times"].assign(busy=1.012)})
+    assert (
+        over.loc[("fp32", "large")].max() == 1.012
+        and "101%" in markdown(over)
+        and "over 100%" in over.attrs["note"]
+    )
+    drawn = figures.busy(
+        all_runs | {"mixed_precision.times": all_runs["mixed_precision.times"].assign(busy=1.012)}
+    )
     assert max(line.get_ydata().max() for line in drawn.axes[0].lines) == 1.012
 
 
@@ -699,35 +1105,54 @@ def with_times(all_runs, change, **which):
 
 def test_a_claim_that_does_not_hold_is_not_said(all_runs):
     for claim, change, which in [
-            ("fused_adamw", {"gpu_ms": 1e6}, {"optimizer": "fused", "phase": "optimizer"}),
-            ("backward_ratio", {"gpu_ms": 1e6}, {"phase": "backward", "compile": "none"}),
-            ("compile_memory", {"peak_gib": 1e6}, {"compile": "blocks"}),
-            ("compile_gain", {"gpu_ms": 1e6}, {"compile": "blocks", "size": "small"}),
-            ("repeats", {"gpu_ms": 20.0}, {"repeat": 2}), ("repeats", {"wall_ms": 61.0}, {"size": "small"}),
-            ("matmul_rate", {"tflops": 15.0}, {"phase": WHOLE}),
-            ("compiled_slower", {"enqueue_ms": 1.0}, {"compile": "model"}),
-            ("std_where", {"wall_std_ms": 0.0}, {"phase": WHOLE}), ("std_where", {"enqueue_ms": 0.0}, {"phase": WHOLE}),
-            ("fused_adamw", {"gpu_ms": 130.0}, {"size": "2.7B", "context_length": 512, "optimizer": "fused", "phase": "optimizer"}),
-            ("backward_ratio", {"gpu_ms": 1.0}, {"phase": "backward", "size": "large"}),
-            ("compile_memory", {"peak_gib": 250.0}, {"compile": "blocks", "size": "2.7B"}),
-            ("compile_gain", {"gpu_ms": 2.5}, {"compile": "blocks", "size": "small"}),
-            ("compile_cost", {"compile_s": 19.0}, {"compile": "blocks", "size": "small"}), ("compile_cost", {"compile_s": 11.0}, {"compile": "model"}),
-            ("compile_then", {"gpu_ms": 9.0}, {"compile": "blocks", "phase": "optimizer", "size": "2.7B"}),
-            ("compile_then", {"enqueue_ms": 900.0, "busy": 0.2}, {"compile": "blocks", "size": "2.7B"}),
-            ("compiled_trend", {"gpu_ms": 1.0}, {"compile": "model", "size": "2.7B", "mode": "forward"}),
-            ("compiled_slower", {"gpu_ms": 3.0}, {"compile": "model", "size": "small", "mode": "forward"}),
-            ("compiled_slower", {"wall_ms": 1.0}, {"compile": "model", "mode": "forward"}),
-            ("blocks_or_model", {"wall_ms": 13.0}, {"compile": "model", "precision": "bf16"}),
-            ("blocks_or_model", {"enqueue_ms": 1.0}, {"compile": "blocks"}),
-            ("processes_differ", {"wall_ms": 30.0}, {"size": "small", "mode": "step"})]:
+        ("fused_adamw", {"gpu_ms": 1e6}, {"optimizer": "fused", "phase": "optimizer"}),
+        ("backward_ratio", {"gpu_ms": 1e6}, {"phase": "backward", "compile": "none"}),
+        ("compile_memory", {"peak_gib": 1e6}, {"compile": "blocks"}),
+        ("compile_gain", {"gpu_ms": 1e6}, {"compile": "blocks", "size": "small"}),
+        ("repeats", {"gpu_ms": 20.0}, {"repeat": 2}),
+        ("repeats", {"wall_ms": 61.0}, {"size": "small"}),
+        ("matmul_rate", {"tflops": 15.0}, {"phase": WHOLE}),
+        ("compiled_slower", {"enqueue_ms": 1.0}, {"compile": "model"}),
+        ("std_where", {"wall_std_ms": 0.0}, {"phase": WHOLE}),
+        ("std_where", {"enqueue_ms": 0.0}, {"phase": WHOLE}),
+        (
+            "fused_adamw",
+            {"gpu_ms": 130.0},
+            {"size": "2.7B", "context_length": 512, "optimizer": "fused", "phase": "optimizer"},
+        ),
+        ("backward_ratio", {"gpu_ms": 1.0}, {"phase": "backward", "size": "large"}),
+        ("compile_memory", {"peak_gib": 250.0}, {"compile": "blocks", "size": "2.7B"}),
+        ("compile_gain", {"gpu_ms": 2.5}, {"compile": "blocks", "size": "small"}),
+        ("compile_cost", {"compile_s": 19.0}, {"compile": "blocks", "size": "small"}),
+        ("compile_cost", {"compile_s": 11.0}, {"compile": "model"}),
+        ("compile_then", {"gpu_ms": 9.0}, {"compile": "blocks", "phase": "optimizer", "size": "2.7B"}),
+        ("compile_then", {"enqueue_ms": 900.0, "busy": 0.2}, {"compile": "blocks", "size": "2.7B"}),
+        ("compiled_trend", {"gpu_ms": 1.0}, {"compile": "model", "size": "2.7B", "mode": "forward"}),
+        ("compiled_slower", {"gpu_ms": 3.0}, {"compile": "model", "size": "small", "mode": "forward"}),
+        ("compiled_slower", {"wall_ms": 1.0}, {"compile": "model", "mode": "forward"}),
+        ("blocks_or_model", {"wall_ms": 13.0}, {"compile": "model", "precision": "bf16"}),
+        ("blocks_or_model", {"enqueue_ms": 1.0}, {"compile": "blocks"}),
+        ("processes_differ", {"wall_ms": 30.0}, {"size": "small", "mode": "step"}),
+    ]:
         changed = with_times(all_runs, change, **which)
-        assert getattr(claims, claim)(all_runs) is not None and getattr(claims, claim)(changed) is None, (claim, change)
+        assert getattr(claims, claim)(all_runs) is not None and getattr(claims, claim)(changed) is None, (
+            claim,
+            change,
+        )
     nowhere = all_runs | {"mixed_precision.times": all_runs["mixed_precision.times"].assign(busy=0.99)}
-    assert not any(say(nowhere) for say in (claims.launch_bound_forward, claims.launch_bound_where, claims.replay_alone))
-    for size, factor in (("2.7B", 0.1), ("large", 0.1), ("small", 9.0)):  # of the matmuls; the largest's is the least, then not the least
+    assert not any(
+        say(nowhere) for say in (claims.launch_bound_forward, claims.launch_bound_where, claims.replay_alone)
+    )
+    for size, factor in (
+        ("2.7B", 0.1),
+        ("large", 0.1),
+        ("small", 9.0),
+    ):  # of the matmuls; the largest's is the least, then not the least
         rows = all_runs["benchmark.operations"]
         own = (rows["size"] == size) & (rows["family"] == "matrix multiply")
-        changed = all_runs | {"benchmark.operations": rows.assign(gpu_ms=rows["gpu_ms"].where(~own, factor * rows["gpu_ms"]))}
+        changed = all_runs | {
+            "benchmark.operations": rows.assign(gpu_ms=rows["gpu_ms"].where(~own, factor * rows["gpu_ms"]))
+        }
         assert (claims.matmul_share(changed) is None) == (size != "large"), size
     for replayed_ms, holds in ((22.0, True), (23.0, False)):  # of launch-bound steps of 27 ms at best
         low = all_runs["mixed_precision.times"].assign(replayed_ms=replayed_ms)
@@ -738,23 +1163,44 @@ def test_what_compiled_blocks_fuse_is_told_where_it_is_less(all_runs):
     rows = all_runs["benchmark.operations"]
     blocks = (rows["compile"] == "blocks") & (rows["family"] != "matrix multiply")
     for column, factor in (("count", 2.0), ("gpu_ms", 2.5)):
-        more = all_runs | {"benchmark.operations": rows.assign(**{column: rows[column].where(~blocks, factor * rows[column])})}
+        more = all_runs | {
+            "benchmark.operations": rows.assign(
+                **{column: rows[column].where(~blocks, factor * rows[column])}
+            )
+        }
         assert claims.compile_kernels(more) is None, column
 
 
 def test_where_the_first_steps_of_a_process_lose_their_time(all_runs):
     samples = all_runs["benchmark.samples"]
-    first = (samples["size"] == "small") & (samples["step"] == 0) & (samples["mode"] == "step") & (samples["repeat"] == 0)
-    for phase, wall_ms in (("forward", 1501.0), ("forward", 1.0), (WHOLE, 31.0)):  # over the step's, less than later, the step little longer
-        changed = samples.assign(wall_ms=samples["wall_ms"].mask(first & (samples["phase"] == phase), wall_ms))
+    first = (
+        (samples["size"] == "small")
+        & (samples["step"] == 0)
+        & (samples["mode"] == "step")
+        & (samples["repeat"] == 0)
+    )
+    for phase, wall_ms in (
+        ("forward", 1501.0),
+        ("forward", 1.0),
+        (WHOLE, 31.0),
+    ):  # over the step's, less than later, the step little longer
+        changed = samples.assign(
+            wall_ms=samples["wall_ms"].mask(first & (samples["phase"] == phase), wall_ms)
+        )
         assert claims.warmup_where(all_runs | {"benchmark.samples": changed}) is None, (phase, wall_ms)
 
 
 def test_the_most_that_compiling_could_give_is_what_is_no_matmul(all_runs):
     """The matmuls of the largest size are 0.8 of its step."""
     for gpu_ms, holds in ((900.0, True), (1010.0, False), (700.0, False)):
-        found = claims.compiled_limit(with_times(all_runs, {"gpu_ms": gpu_ms}, compile="model", size="2.7B", phase=WHOLE, mode="step"))
-        assert found == (pytest.approx({"size": "2.7B", "share": 0.8, "limit": 1.25, "gain": 1000 / gpu_ms}) if holds else None)
+        found = claims.compiled_limit(
+            with_times(all_runs, {"gpu_ms": gpu_ms}, compile="model", size="2.7B", phase=WHOLE, mode="step")
+        )
+        assert found == (
+            pytest.approx({"size": "2.7B", "share": 0.8, "limit": 1.25, "gain": 1000 / gpu_ms})
+            if holds
+            else None
+        )
 
 
 def test_of_shapes_that_wait_in_each_process_medians_and_fastest_steps_are_told(all_runs):
@@ -768,7 +1214,11 @@ def test_of_shapes_that_wait_in_each_process_medians_and_fastest_steps_are_told(
     again.loc[again["size"] == "2.7B", ["wall_ms", "wall_min_ms"]] *= 3
     changed = all_runs | {"benchmark.times": pd.concat([first, again])}
     found = claims.processes_least(changed)
-    assert (found["shapes"], found["median"], found["fastest"]) == (2, pytest.approx(1.3), pytest.approx(1.32))
+    assert (found["shapes"], found["median"], found["fastest"]) == (
+        2,
+        pytest.approx(1.3),
+        pytest.approx(1.32),
+    )
 
 
 def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):
@@ -781,10 +1231,14 @@ def test_tables_have_sizes_in_order_and_what_was_measured(all_runs):
     warm = PRINTED["warmup"](all_runs)
     cold, ten = 30 * (50 + 3 * 1.005 + 6) / 10, 30
     for warmups, mean in ((0, cold), (5, ten)):
-        assert warm.loc["small", f"after {warmups}, ms"].startswith(f"{number(mean, 'ms').removesuffix(' ms')} ± ")
+        assert warm.loc["small", f"after {warmups}, ms"].startswith(
+            f"{number(mean, 'ms').removesuffix(' ms')} ± "
+        )
     cost = PRINTED["compile_cost"](all_runs).loc[("blocks", "bf16", "small")]
     assert cost["break-even (steps), n"] == pytest.approx(12_000 / (0.9 * 15))
-    slower = with_times(all_runs, {"wall_ms": 1e3, "wall_min_ms": 1e3}, compile="blocks", size="small", mode="step")
+    slower = with_times(
+        all_runs, {"wall_ms": 1e3, "wall_min_ms": 1e3}, compile="blocks", size="small", mode="step"
+    )
     never = PRINTED["compile_cost"](slower).loc[("blocks", "bf16", "small")]
     assert np.isnan(never["break-even (steps), n"]) and never["after, ms"] == 1e3
     model = PRINTED["compiled_model"](all_runs)
@@ -802,7 +1256,10 @@ def test_modes_that_did_not_fit_are_in_no_number(all_runs):
     times.loc[gone, "status"] = "oom"
     samples = all_runs["benchmark.samples"]
     ran = ~((samples["size"] == "2.7B") & (samples["compile"] == "none") & (samples["mode"] == "step"))
-    runs = all_runs | {"benchmark.times": times[~gone | (times["phase"] == WHOLE)], "benchmark.samples": samples[ran]}
+    runs = all_runs | {
+        "benchmark.times": times[~gone | (times["phase"] == WHOLE)],
+        "benchmark.samples": samples[ran],
+    }
     assert claims.answer_times(runs)["size"] == claims.phases_fp32(runs)["size"] == "large"
     assert all(say(runs) is not None for say in DRAWN)
 
@@ -810,7 +1267,9 @@ def test_modes_that_did_not_fit_are_in_no_number(all_runs):
 def test_the_assignments_means_are_of_the_first_ten_steps_however_many_there_are(all_runs):
     samples = all_runs["benchmark.samples"]
     later = samples[samples["step"] == 14]
-    more = pd.concat([samples, *(later.assign(step=14 + n, wall_ms=1e6) for n in range(1, 21))], ignore_index=True)
+    more = pd.concat(
+        [samples, *(later.assign(step=14 + n, wall_ms=1e6) for n in range(1, 21))], ignore_index=True
+    )
     longer = all_runs | {"benchmark.samples": more}
     for name in ("handout_times", "warmup"):
         pd.testing.assert_frame_equal(PRINTED[name](longer), PRINTED[name](all_runs))

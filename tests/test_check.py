@@ -1,4 +1,5 @@
 """Is a committed report what its records say?"""
+
 import re
 import shutil
 
@@ -28,7 +29,7 @@ def test_a_changed_number_is_named_with_its_line(report, page):
     path = report[1] / page
     text = path.read_text()
     digit = [found.start() for found in re.finditer(r"\d(?=[\d.]* )", text)][-1]
-    path.write_text(f"{text[:digit]}{9 - int(text[digit])}{text[digit + 1:]}")
+    path.write_text(f"{text[:digit]}{9 - int(text[digit])}{text[digit + 1 :]}")
     found = check(*report)
     assert len(found) == 1 and found[0].startswith(f"{page}, line {text[:digit].count(chr(10)) + 1}: is ")
 
@@ -63,9 +64,16 @@ def test_an_altered_file_of_a_run_is_named(report, tmp_path):
     assert any("times.parquet: differs from the file" in one for one in check(runs, report[1]))
 
 
-@pytest.mark.parametrize(("old", "new", "same"), [
-    ('<a x="1.00"/>b', '<a x="1.04"/>b', True), ('<a x="1.00"/>b', '<a x="1.06"/>b', False),
-    ('<a x="1"/>b 2', '<a x="1"/>b 3', False), ("<a/>", "<a/><a/>", False), ('<a y="1"/>', '<a x="1"/>', False),
-    ('<a id="m0123456789"/>', '<a id="m9876543210"/>', True)])
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ('<a x="1.00"/>b', '<a x="1.04"/>b', True),
+        ('<a x="1.00"/>b', '<a x="1.06"/>b', False),
+        ('<a x="1"/>b 2', '<a x="1"/>b 3', False),
+        ("<a/>", "<a/><a/>", False),
+        ('<a y="1"/>', '<a x="1"/>', False),
+        ('<a id="m0123456789"/>', '<a id="m9876543210"/>', True),
+    ],
+)
 def test_drawings_are_alike_but_for_a_last_digit(old, new, same):
     assert alike(old, new) is same

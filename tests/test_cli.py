@@ -1,4 +1,5 @@
 """The command line: one sentence and status 2 for what cannot be done, and names that are the same everywhere."""
+
 import re
 import subprocess
 import sys
@@ -17,46 +18,55 @@ from stepscope.runs.sweep import SweepEnd
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run a command; its exit status, what it printed and what it said beside that."""
+
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
             cli.main()
         out, err = capsys.readouterr()
         return end.value.code or 0, out, err
+
     return call
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["sweep", "nothing"], "nothing: is no file, and none of the sweeps that ship"),
-    (["sweep", "reference"], "need a CUDA GPU"),
-    (["sweep", "cpu", "--time-budget", "\u0661\u0660s"], "--time-budget"),  # digits, but not ASCII's
-    (["sweep", "cpu", "--time-budget", "9" * 5000 + "s"], "--time-budget"),
-    (["sweep", "cpu", "--timeout", "1 day"], "--timeout"), (["sweep", "cpu", "--timeout", "0s"], "--timeout"),
-    (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
-    (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
-    (["ladder"], "give a size, such as small, or --shape"),
-    (["ladder", "small", "--shape", "8/8/1/1"], "one of them, not both"),
-    (["ladder", "--shape", "8/8/1/\u0662"], "expected four numbers"),
-    (["ladder", "--shape", "9" * 5000 + "/8/1/1"], "expected four numbers"),
-    (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
-    (["ladder", "2.7B", "--edition", "2026"], "calls 2.7B xl"),
-    (["ladder", "nano", "--context", "0"], "context_length: got 0"),
-    (["fit", "huge"], "known sizes are"),
-    (["fit", "small", "--memory", "nan"], "--memory"),
-    (["fit", "small", "--memory", "0"], "--memory"),
-    (["fit", "small", "--batch", "0"], "batch_size: got 0"),
-    (["fit", "small", "--vocab", "9" * 400], "vocab"),
-    (["fit", "small", "--edition", "2024"], "editions are 2025 and 2026"),
-    (["fit", "--edition", "2024"], "editions are 2025 and 2026"),
-    (["fit", "--context", "0"], "context_length: got 0"),
-    (["list", "--runs", "/nowhere"], "no such runs folder"),
-    (["render", "--runs", "/nowhere"], "/nowhere"),
-    (["check", "--runs", "/nowhere"], "/nowhere"),
-    (["profile", "/nowhere"], "/nowhere"),
-    (["sweep", "/proc/self/mem"], "/proc/self/mem: Input/output error, expected plain YAML"),  # read by nobody
-    (["check", "--runs", ".", "--out", ""], "got an empty text"),
-    (["check", "--runs", ".", "--out", "x/" * 3000], "path of"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["sweep", "nothing"], "nothing: is no file, and none of the sweeps that ship"),
+        (["sweep", "reference"], "need a CUDA GPU"),
+        (["sweep", "cpu", "--time-budget", "\u0661\u0660s"], "--time-budget"),  # digits, but not ASCII's
+        (["sweep", "cpu", "--time-budget", "9" * 5000 + "s"], "--time-budget"),
+        (["sweep", "cpu", "--timeout", "1 day"], "--timeout"),
+        (["sweep", "cpu", "--timeout", "0s"], "--timeout"),
+        (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
+        (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
+        (["ladder"], "give a size, such as small, or --shape"),
+        (["ladder", "small", "--shape", "8/8/1/1"], "one of them, not both"),
+        (["ladder", "--shape", "8/8/1/\u0662"], "expected four numbers"),
+        (["ladder", "--shape", "9" * 5000 + "/8/1/1"], "expected four numbers"),
+        (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
+        (["ladder", "2.7B", "--edition", "2026"], "calls 2.7B xl"),
+        (["ladder", "nano", "--context", "0"], "context_length: got 0"),
+        (["fit", "huge"], "known sizes are"),
+        (["fit", "small", "--memory", "nan"], "--memory"),
+        (["fit", "small", "--memory", "0"], "--memory"),
+        (["fit", "small", "--batch", "0"], "batch_size: got 0"),
+        (["fit", "small", "--vocab", "9" * 400], "vocab"),
+        (["fit", "small", "--edition", "2024"], "editions are 2025 and 2026"),
+        (["fit", "--edition", "2024"], "editions are 2025 and 2026"),
+        (["fit", "--context", "0"], "context_length: got 0"),
+        (["list", "--runs", "/nowhere"], "no such runs folder"),
+        (["render", "--runs", "/nowhere"], "/nowhere"),
+        (["check", "--runs", "/nowhere"], "/nowhere"),
+        (["profile", "/nowhere"], "/nowhere"),
+        (
+            ["sweep", "/proc/self/mem"],
+            "/proc/self/mem: Input/output error, expected plain YAML",
+        ),  # read by nobody
+        (["check", "--runs", ".", "--out", ""], "got an empty text"),
+        (["check", "--runs", ".", "--out", "x/" * 3000], "path of"),
+    ],
+)
 def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workers, "ANSWER_S", 1)
@@ -68,27 +78,41 @@ def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, argu
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("arguments, wrong, nearest", [
-    (["ladder", "nano", "--contxt", "64"], "--contxt", "--context"), (["fit", "small", "--memry", "80"], "--memry", "--memory"),
-    (["sweep", "cpu", "--workrs", "1"], "--workrs", "--workers"), (["swep", "cpu"], "'swep'", "'sweep'")])
+@pytest.mark.parametrize(
+    "arguments, wrong, nearest",
+    [
+        (["ladder", "nano", "--contxt", "64"], "--contxt", "--context"),
+        (["fit", "small", "--memry", "80"], "--memry", "--memory"),
+        (["sweep", "cpu", "--workrs", "1"], "--workrs", "--workers"),
+        (["swep", "cpu"], "'swep'", "'sweep'"),
+    ],
+)
 def test_a_name_that_is_none_is_refused_with_the_nearest_that_is_one(run, arguments, wrong, nearest):
     code, out, err = run(*arguments)
     assert code == 2 and wrong in err and nearest in err and not out
 
 
-@pytest.mark.parametrize("folder, words", [("", "got an empty text"), ("a" * 300, "File name too long"),
-                                           ("x/" * 600, "path of")])
+@pytest.mark.parametrize(
+    "folder, words", [("", "got an empty text"), ("a" * 300, "File name too long"), ("x/" * 600, "path of")]
+)
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"], ["list"], ["render"]])
-def test_a_folder_that_cannot_be_is_refused_before_anything_runs(run, monkeypatch, tmp_path, command, folder, words):
+def test_a_folder_that_cannot_be_is_refused_before_anything_runs(
+    run, monkeypatch, tmp_path, command, folder, words
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "gpus_here", list)
     code, out, err = run(*command, "--runs", folder)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and not out and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("closed, code, words", [(">/dev/full", 2, "error: the output: No space left on device\n"),
-                                                 (">&-", 2, "error: the output: Bad file descriptor\n"),
-                                                 ("| true", 1, "")])
+@pytest.mark.parametrize(
+    "closed, code, words",
+    [
+        (">/dev/full", 2, "error: the output: No space left on device\n"),
+        (">&-", 2, "error: the output: Bad file descriptor\n"),
+        ("| true", 1, ""),
+    ],
+)
 def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, closed, code, words):
     put(Store(tmp_path), tiny())
     # Who reads the output has gone before anything is written.
@@ -97,15 +121,26 @@ def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, cl
     assert (told.returncode, told.stderr) == (code, words)
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["2.7B"], ["2.7B, context 512, batch 4, vocabulary 10,000", "65.81"]),
-    (["--shape", "64/256/2/4", "--context", "128"], ["micro, context 128", "vocabulary 10,000"]),
-    ([], ["128 256 512 1,024", "forward + backward", "65.81", "no 109.70", "the largest size"]),
-    (["--edition", "2026", "--context", "2048", "--batch", "1"], ["Peaks in GiB, batch 1", "10B forward", "2,048"])])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["2.7B"], ["2.7B, context 512, batch 4, vocabulary 10,000", "65.81"]),
+        (["--shape", "64/256/2/4", "--context", "128"], ["micro, context 128", "vocabulary 10,000"]),
+        ([], ["128 256 512 1,024", "forward + backward", "65.81", "no 109.70", "the largest size"]),
+        (
+            ["--edition", "2026", "--context", "2048", "--batch", "1"],
+            ["Peaks in GiB, batch 1", "10B forward", "2,048"],
+        ),
+    ],
+)
 def test_fit_needs_no_torch_where_the_memory_is_given(arguments, words):
-    code = ("import sys; sys.modules |= dict.fromkeys(('torch', 'pandas', 'numpy')); sys.argv[0] = 'stepscope';"
-            "from stepscope.cli import main; main()")
-    told = subprocess.run([sys.executable, "-c", code, "fit", *arguments, "--memory", "80"], capture_output=True, text=True)
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'pandas', 'numpy')); sys.argv[0] = 'stepscope';"
+        "from stepscope.cli import main; main()"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, "fit", *arguments, "--memory", "80"], capture_output=True, text=True
+    )
     said = " ".join(told.stdout.split())
     assert told.returncode == 0 and "CUDA graph" in said, told.stderr
     assert not [one for one in words if one not in said]
@@ -122,7 +157,10 @@ def test_one_thing_has_one_name():
 
 
 def test_sweep_says_what_happened_and_list_what_there_is(run, write_sweep, faults, tmp_path):
-    path, runs = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}}), tmp_path / "runs"
+    path, runs = (
+        write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}}),
+        tmp_path / "runs",
+    )
     code, out, err = run("sweep", path, "--runs", runs, "--time-budget", "0s")
     assert code == 75 and "stopped by the time budget; 2 left" in err and not out
     code, out, err = run("sweep", path, "--runs", runs)
@@ -188,46 +226,95 @@ def test_a_time_is_in_seconds_whatever_it_was_told_in(told, seconds):
     assert cli._seconds(told) == seconds
 
 
-@pytest.mark.parametrize("counts, left, code", [
-    ({"ok": 2}, 0, 0), ({"oom": 3}, 0, 0), ({"ok": 1, "failed": 4}, 0, 1), ({"ok": 2, "failed": 1}, 2, 75), ({}, 1, 75)])
-def test_how_a_sweep_ended_is_its_exit_status_and_its_counts(run, monkeypatch, tmp_path, tiny, counts, left, code):
+@pytest.mark.parametrize(
+    "counts, left, code",
+    [
+        ({"ok": 2}, 0, 0),
+        ({"oom": 3}, 0, 0),
+        ({"ok": 1, "failed": 4}, 0, 1),
+        ({"ok": 2, "failed": 1}, 2, 75),
+        ({}, 1, 75),
+    ],
+)
+def test_how_a_sweep_ended_is_its_exit_status_and_its_counts(
+    run, monkeypatch, tmp_path, tiny, counts, left, code
+):
     end = SweepEnd(Counter(counts), [tiny(seed=7), tiny(seed=9)][:left], "the time budget")
     monkeypatch.setattr(sweep, "run_sweep", lambda *_: end)
     found, _, err = run("sweep", "cpu", "--runs", tmp_path)
-    assert found == code and "{ok} done, {oom} out of memory, {failed} failed".format(**{"ok": 0, "oom": 0, "failed": 0} | counts) in err
+    assert (
+        found == code
+        and "{ok} done, {oom} out of memory, {failed} failed".format(
+            **{"ok": 0, "oom": 0, "failed": 0} | counts
+        )
+        in err
+    )
     assert (f"{left} left, beginning with {tiny(seed=7).label}." in err) == (left > 0)
 
 
 def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_path, tiny):
     store = Store(tmp_path / "runs")
-    ends = [("ok", 3.4, "a", None), ("failed", 70.6, "b", "it fell"), ("oom", 12.0, "a", "too large"), ("ok", 9.0, "c", None)]
+    ends = [
+        ("ok", 3.4, "a", None),
+        ("failed", 70.6, "b", "it fell"),
+        ("oom", 12.0, "a", "too large"),
+        ("ok", 9.0, "c", None),
+    ]
     for seed, (status, lasted, source, cause) in enumerate(ends):
-        place = put(store, tiny(seed=seed, batch_size=1 + seed // 2), status=status, duration_s=lasted, cause=cause,
-                    software={"notebook_source": source}, results={"unsteady": "it swings"} if seed == 3 else {})
+        place = put(
+            store,
+            tiny(seed=seed, batch_size=1 + seed // 2),
+            status=status,
+            duration_s=lasted,
+            cause=cause,
+            software={"notebook_source": source},
+            results={"unsteady": "it swings"} if seed == 3 else {},
+        )
         if status == "failed":
             (place / "kernel.log").write_text("Segmentation fault")
 
     def listed(*where):
-        code, out, err = run("list", "--runs", store.root, *(word for one in where for word in ("--where", one)))
+        code, out, err = run(
+            "list", "--runs", store.root, *(word for one in where for word in ("--where", one))
+        )
         return code, {row[1]: row[3:] for row in (line.split("\t") for line in out.splitlines()[1:])}, err
+
     ids = [tiny(seed=seed, batch_size=1 + seed // 2).run_id for seed in range(4)]
     code, rows, err = listed()
     assert code == 0 and [*rows] == sorted(ids)
     assert [rows[name] for name in ids] == [
-        ["ok", "3", "a", ""], ["failed", "71", "b", f"it fell (see benchmark/{ids[1]}/kernel.log)"], ["oom", "12", "a", "too large"],
-        ["ok", "9", "c", ""]]
-    assert "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: unsteady" in err  # what failed measured nothing
+        ["ok", "3", "a", ""],
+        ["failed", "71", "b", f"it fell (see benchmark/{ids[1]}/kernel.log)"],
+        ["oom", "12", "a", "too large"],
+        ["ok", "9", "c", ""],
+    ]
+    assert (
+        "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: unsteady" in err
+    )  # what failed measured nothing
     assert listed("status=ok")[1].keys() == {ids[0], ids[3]}
-    assert listed("status=ok", "batch_size=2")[1].keys() == listed("batch_size=2", "status=ok")[1].keys() == {ids[3]}
+    assert (
+        listed("status=ok", "batch_size=2")[1].keys()
+        == listed("batch_size=2", "status=ok")[1].keys()
+        == {ids[3]}
+    )
     assert listed(f"run_id={ids[2]}")[1].keys() == {ids[2]} and not listed("seed=2", "status=ok")[1]
     assert not listed(f"run_id={ids[2][:-1]}")[1], "a value is whole"
 
 
 def test_what_fits_is_told_for_the_smallest_gpu_here_or_for_80_gib(run, monkeypatch):
     from stepscope.report import fit_table
+
     asked = []
-    monkeypatch.setattr(fit_table, "fit_table", lambda config, *told: asked.append((config.batch_size, config.context_length, *told)) or "")
-    for gpus, options in ((list, []), (lambda: [{"gib": gib} for gib in (141.0, 24.0, 80.0)], ["--edition", 2026]), (list, ["--memory", 48])):
+    monkeypatch.setattr(
+        fit_table,
+        "fit_table",
+        lambda config, *told: asked.append((config.batch_size, config.context_length, *told)) or "",
+    )
+    for gpus, options in (
+        (list, []),
+        (lambda: [{"gib": gib} for gib in (141.0, 24.0, 80.0)], ["--edition", 2026]),
+        (list, ["--memory", 48]),
+    ):
         monkeypatch.setattr(cli, "gpus_here", gpus)
         assert run("fit", "small", "--context", 256, "--batch", 3, *options)[0] == 0
     assert asked == [(3, 256, 80.0, 2025), (3, 256, 24.0, 2026), (3, 256, 48.0, 2025)]

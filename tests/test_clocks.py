@@ -1,4 +1,5 @@
 """The clocks: no wall time before the device is waited for, GPU time as a union, replays and their reasons, energy."""
+
 import gc
 import json
 import math
@@ -65,6 +66,7 @@ class FakeGpu:
         def elapsed_time(end):
             assert end.waits < self.waits, "read before the device was waited for"
             return end.at_ms - found.at_ms
+
         found.record, found.elapsed_time = record, elapsed_time
         return found
 
@@ -79,12 +81,19 @@ def phased(gpu, phases, **work_ms):
         for name, each in work_ms.items():
             with phase(name):
                 gpu.launch(each)
+
     return {name: (round(ms, 6), round(enqueue_ms, 6)) for name, ms, enqueue_ms in time_step(step, phases)}
 
 
 def test_wall_time_is_what_the_device_took_and_not_what_launching_took(gpu):
     found = phased(gpu, Phases("cuda"), forward=10, loss=20, backward=300, optimizer=40)
-    assert found == {"forward": (11, 1), "loss": (20, 1), "backward": (300, 1), "optimizer": (40, 1), WHOLE: (371, 4)}
+    assert found == {
+        "forward": (11, 1),
+        "loss": (20, 1),
+        "backward": (300, 1),
+        "optimizer": (40, 1),
+        WHOLE: (371, 4),
+    }
     assert gpu.waits == 2  # before and after: no phase waited
 
 
@@ -104,7 +113,10 @@ def test_keeping_up_waits_for_each_step(gpu):
 
 def test_phases_that_wait_are_each_measured_by_the_host(gpu):
     assert phased(gpu, Phases("cuda", wait=True), forward=10, backward=20) == {
-        "forward": (11, 11), "backward": (21, 21), WHOLE: (32, 32)}
+        "forward": (11, 11),
+        "backward": (21, 21),
+        WHOLE: (32, 32),
+    }
     assert gpu.waits == 4
 
 
@@ -134,6 +146,7 @@ def test_steps_go_on_until_they_have_lasted_long_enough(gpu):
         for name in ("forward", "loss"):
             with phase(name):
                 gpu.launch(49)
+
     whole = time_steps(step, 1, 0, "cuda", at_least_s=0.45).query("phase == 'whole'")
     assert len(whole) == 5, "of whole steps, not of one phase"
 
@@ -145,7 +158,9 @@ def test_a_first_step_is_over_when_the_device_is_done(gpu, monkeypatch):
 
 def test_beyond_the_shapes_that_may_be_compiled_it_fails():
     names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    with torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in names}):  # set back at the end
+    with torch._dynamo.config.patch(
+        {name: getattr(torch._dynamo.config, name) for name in names}
+    ):  # set back at the end
         compiler.allow_recompiling(2)
         call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
         assert [len(call(torch.ones(length))) for length in (3, 4)] == [3, 4]
@@ -167,7 +182,9 @@ def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
     now = [0.0]
     monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
     monkeypatch.setattr(gpu_lock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(freezer, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100)))
+    monkeypatch.setattr(
+        freezer, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100))
+    )
     before = gpu_lock.locked_s()
     assert not gpu_lock.lock_held()
     with gpu_lock.exclusive(), gpu_lock.exclusive():
@@ -186,6 +203,7 @@ def test_a_section_of_the_process_that_runs_this_one_is_its_own(monkeypatch, tmp
     def taken(name):
         order.append(name)
         yield
+
     monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
     monkeypatch.setenv(gpu_lock.HELD, str(held))
     monkeypatch.setattr(gpu_lock, "flocked", lambda path, alone: taken(f"locked alone: {alone}"))
@@ -206,6 +224,7 @@ def test_a_process_own_threads_take_turns():
     def other():
         with gpu_lock.exclusive():
             order.append("other")
+
     thread = threading.Thread(target=other)
     with gpu_lock.exclusive():
         thread.start()
@@ -229,6 +248,7 @@ def test_what_a_first_step_stood_frozen_is_not_of_its_compiling(monkeypatch):
 
 # Plain steps
 
+
 def plain_steps(step, steps, warmups=0, after=lambda: None):
     return time_steps(step, steps, warmups, step.device, before=step.clear_gradients, after=after)
 
@@ -239,7 +259,8 @@ def test_every_phase_of_every_step_has_its_row_in_order(mode, tiny):
     samples = plain_steps(tiny(mode=mode), 3, 2, lambda: after.append(len(after)))
     assert list(samples.columns) == SAMPLE_COLUMNS and after == [0, 1, 2, 3, 4]
     assert list(samples[["step", "warmup", "phase"]].itertuples(index=False, name=None)) == [
-        (step, step < 2, phase) for step in range(5) for phase in [*PHASES[mode], WHOLE]]
+        (step, step < 2, phase) for step in range(5) for phase in [*PHASES[mode], WHOLE]
+    ]
     phases, whole = samples[samples["phase"] != WHOLE], samples[samples["phase"] == WHOLE].set_index("step")
     assert (phases["wall_ms"] == phases["enqueue_ms"]).all()  # on a CPU nothing is asynchronous
     assert (phases.groupby("step")["wall_ms"].sum() <= whole["wall_ms"]).all()
@@ -248,7 +269,8 @@ def test_every_phase_of_every_step_has_its_row_in_order(mode, tiny):
 def test_gradients_are_cleared_before_each_step(tiny):
     step, seen = tiny(mode="forward_backward"), []
     step.model.register_forward_pre_hook(
-        lambda model, args: seen.append(any(p.grad is not None for p in model.parameters())))
+        lambda model, args: seen.append(any(p.grad is not None for p in model.parameters()))
+    )
     plain_steps(step, 3)
     assert seen == [False] * 3
 
@@ -262,18 +284,27 @@ def test_what_is_read_between_steps_is_in_no_step(tiny, monkeypatch):
 
 # Replays
 
+
 class Graphs:
     """CUDA graphs that capture nothing: what is called between capture and replay, in order."""
 
     def __init__(self, monkeypatch, gpu, replay=7.0, fail=None):
         self.gpu, self.called, self.fail = gpu, [], fail
         self.replay = lambda: (self.called.append("replay"), gpu.launch(replay))
-        side, own = (SimpleNamespace(wait_stream=lambda other, name=name: self.called.append(f"{name} stream waits"))
-                     for name in ("side", "own"))
-        for name, made in {"Stream": lambda: side, "current_stream": lambda: own, "CUDAGraph": lambda: self,
-                           "default_stream": lambda: own, "stream": self.stream, "graph": self.graph,
-                           "set_stream": lambda to: self.called.append("stream restored"),
-                           "empty_cache": lambda: None}.items():
+        side, own = (
+            SimpleNamespace(wait_stream=lambda other, name=name: self.called.append(f"{name} stream waits"))
+            for name in ("side", "own")
+        )
+        for name, made in {
+            "Stream": lambda: side,
+            "current_stream": lambda: own,
+            "CUDAGraph": lambda: self,
+            "default_stream": lambda: own,
+            "stream": self.stream,
+            "graph": self.graph,
+            "set_stream": lambda to: self.called.append("stream restored"),
+            "empty_cache": lambda: None,
+        }.items():
             monkeypatch.setattr(torch.cuda, name, made)
 
     @contextmanager
@@ -311,15 +342,29 @@ def optimizer():
 def test_a_step_is_warmed_up_captured_and_replayed_with_a_capturable_optimizer(monkeypatch, gpu):
     graphs = Graphs(monkeypatch, gpu)
     step = FakeStep(graphs=graphs, optimizer=optimizer())
-    times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients, replays=3, at_least_s=0)
+    times, reason = replay(
+        step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients, replays=3, at_least_s=0
+    )
     assert times == pytest.approx([8.0] * 3) and not reason  # launching the graph, and its work
-    assert graphs.called == ["cleared", "side stream waits", "warm-up", ("step", True), "own stream waits", "cleared",
-                             "capture", ("step", True), *["replay"] * 3, "cleared"]
+    assert graphs.called == [
+        "cleared",
+        "side stream waits",
+        "warm-up",
+        ("step", True),
+        "own stream waits",
+        "cleared",
+        "capture",
+        ("step", True),
+        *["replay"] * 3,
+        "cleared",
+    ]
     assert step.optimizer.param_groups[0]["capturable"] is False and not step.optimizer.state
 
 
 def test_a_graph_that_does_not_fit_says_so_and_leaves_the_step_as_it_was(monkeypatch, gpu):
-    graphs = Graphs(monkeypatch, gpu, fail=torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. Including x"))
+    graphs = Graphs(
+        monkeypatch, gpu, fail=torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. Including x")
+    )
     step = FakeStep(graphs=graphs, optimizer=optimizer())
     times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients)
     assert not times and reason == "out of memory: CUDA out of memory. Tried 2 GiB."
@@ -365,13 +410,16 @@ def test_replays_last_as_long_as_asked_and_a_failure_says_what_came_first(monkey
             raise ValueError("a tensor of the host")
         except ValueError:
             raise RuntimeError("the capture has ended")  # noqa: B904
+
     assert replay(fails, "cuda") == ([], "ValueError: a tensor of the host") and released == [False, True]
 
 
 def test_only_a_scaler_that_scales_hinders_a_graph_and_counts_of_steps_move_to_the_weights():
     scaler = SimpleNamespace(is_enabled=lambda: False)
     assert not graph.not_capturable("cuda", optimizer(), scaler)
-    own = SimpleNamespace(param_groups=[{}], state={torch.zeros(1, device="meta"): {"step": torch.tensor(3.0)}})
+    own = SimpleNamespace(
+        param_groups=[{}], state={torch.zeros(1, device="meta"): {"step": torch.tensor(3.0)}}
+    )
     with graph.capturable(own):
         assert [state["step"].device.type for state in own.state.values()] == ["meta"]
 
@@ -387,25 +435,42 @@ def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
 
 def test_samples_are_told_as_the_standard_library_tells_them():
     samples = [9.0, 1.0, 4.0, 16.0, 25.0, 2.0]
-    told = {f"wall{'' if name == 'median' else f'_{name}'}_ms": value for name, value in stats.location(samples).items()}
+    told = {
+        f"wall{'' if name == 'median' else f'_{name}'}_ms": value
+        for name, value in stats.location(samples).items()
+    }
     assert told == pytest.approx(cells.spread(samples))
     assert stats.spread_ms(pd.DataFrame({"wall_q1_ms": [4.0], "wall_q3_ms": [9.0]})).tolist() == [5]
 
 
-@pytest.mark.parametrize("before, after, gain", [
-    ({"wall_ms": 10.0}, {"wall_ms": 8.0}, 1.25), ({"wall_ms": 8.0}, {"wall_ms": 8.1}, 8 / 8.1),  # both are the GPU's
-    ({"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 4),
-    ({"wall_ms": 8.0, "wall_min_ms": 6.0}, {"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, 0.25),
-    ({"wall_ms": 9.0, "busy": 0.3}, {"wall_ms": 8.0}, np.nan), ({"wall_ms": 8.0}, {"wall_ms": 9.0, "busy": 0.3}, np.nan),
-    ({"wall_ms": 9.8, "busy": 0.3}, {"wall_ms": 8.0}, 9.8 / 8), ({"wall_ms": 8.0}, {"wall_ms": 9.8, "busy": 0.3}, 8 / 9.8)])
+@pytest.mark.parametrize(
+    "before, after, gain",
+    [
+        ({"wall_ms": 10.0}, {"wall_ms": 8.0}, 1.25),
+        ({"wall_ms": 8.0}, {"wall_ms": 8.1}, 8 / 8.1),  # both are the GPU's
+        ({"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 4),
+        ({"wall_ms": 8.0, "wall_min_ms": 6.0}, {"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, 0.25),
+        ({"wall_ms": 9.0, "busy": 0.3}, {"wall_ms": 8.0}, np.nan),
+        ({"wall_ms": 8.0}, {"wall_ms": 9.0, "busy": 0.3}, np.nan),
+        ({"wall_ms": 9.8, "busy": 0.3}, {"wall_ms": 8.0}, 9.8 / 8),
+        ({"wall_ms": 8.0}, {"wall_ms": 9.8, "busy": 0.3}, 8 / 9.8),
+    ],
+)
 def test_a_gain_of_what_waits_for_launches_is_of_the_fastest_steps_and_none_if_small(before, after, gain):
     full = {"busy": 0.99, "gpu_ms": 7.0, "enqueue_ms": 5.0}
-    pair = [full | {"wall_min_ms": row["wall_ms"]} | row | ({"gpu_ms": 3.0} if "busy" in row else {}) for row in (before, after)]
+    pair = [
+        full | {"wall_min_ms": row["wall_ms"]} | row | ({"gpu_ms": 3.0} if "busy" in row else {})
+        for row in (before, after)
+    ]
     assert stats.wall_gain(*pair) == pytest.approx(gain, nan_ok=True)
-    assert stats.launch_bound_rows(pd.DataFrame(pair, index=[7, 3])).to_dict() == {7: "busy" in before, 3: "busy" in after}
+    assert stats.launch_bound_rows(pd.DataFrame(pair, index=[7, 3])).to_dict() == {
+        7: "busy" in before,
+        3: "busy" in after,
+    }
 
 
 # GPU time
+
 
 def test_a_union_is_that_of_counting_every_moment():
     rng = np.random.default_rng(0)
@@ -417,8 +482,15 @@ def test_a_union_is_that_of_counting_every_moment():
 
 
 def event(cat, name, start, end, correlation=None, tid="1"):
-    return {"ph": "X", "cat": cat, "name": name, "tid": tid, "ts": start / 1e3, "dur": (end - start) / 1e3,
-            "args": {"correlation": correlation, "device": 0, "stream": 7}}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "tid": tid,
+        "ts": start / 1e3,
+        "dur": (end - start) / 1e3,
+        "args": {"correlation": correlation, "device": 0, "stream": 7},
+    }
 
 
 @pytest.fixture
@@ -426,6 +498,7 @@ def read(tmp_path):
     def captured(events):
         (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
         return captured_operations(tmp_path / "trace.json")
+
     return captured
 
 
@@ -434,24 +507,52 @@ def phase_range(index, number, phase, start, end):
 
 
 def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread(read):
-    events = [phase_range(0, 0, "forward", 0, 10), phase_range(0, 0, "loss", 10, 20), phase_range(1, 0, "forward", 40, 50),
-              event("cuda_runtime", "cudaLaunchKernel", 5, 6, 1), event("kernel", "late", 100, 107, 1),
-              event("cuda_driver", "cuLaunchKernel", 10, 11, 2, tid="autograd"), event("kernel", "second", 110, 111, 2),
-              event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3), event("gpu_memset", "Memset", 120, 122, 3),
-              event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4), event("kernel", "between", 130, 140, 4),
-              event("cuda_runtime", "cudaLaunchKernel", 50, 51, 5), event("kernel", "at its end", 150, 160, 5)]
+    events = [
+        phase_range(0, 0, "forward", 0, 10),
+        phase_range(0, 0, "loss", 10, 20),
+        phase_range(1, 0, "forward", 40, 50),
+        event("cuda_runtime", "cudaLaunchKernel", 5, 6, 1),
+        event("kernel", "late", 100, 107, 1),
+        event("cuda_driver", "cuLaunchKernel", 10, 11, 2, tid="autograd"),
+        event("kernel", "second", 110, 111, 2),
+        event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3),
+        event("gpu_memset", "Memset", 120, 122, 3),
+        event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4),
+        event("kernel", "between", 130, 140, 4),
+        event("cuda_runtime", "cudaLaunchKernel", 50, 51, 5),
+        event("kernel", "at its end", 150, 160, 5),
+    ]
     found = read(events)
     assert found[["case", "number", "phase", "name"]].values.tolist() == [
-        [0, 0, "forward", "late"], [0, 0, "loss", "second"], [1, 0, "forward", "Memset"]]
+        [0, 0, "forward", "late"],
+        [0, 0, "loss", "second"],
+        [1, 0, "forward", "Memset"],
+    ]
     assert (found["end_ns"] - found["start_ns"]).tolist() == [7, 1, 2]
 
 
 def test_a_cpus_operators_stand_for_kernels_each_for_its_self_time(read):
-    operators = [("mm", 1, 5), ("add", 5, 8), ("linear", 8, 15), ("t", 8, 9), ("addmm", 9, 12), ("view", 12, 13)]
-    found = read([phase_range(0, 0, "forward", 0, 20),
-                  *(event("cpu_op", f"aten::{name}", *lasted) for name, *lasted in operators)])
+    operators = [
+        ("mm", 1, 5),
+        ("add", 5, 8),
+        ("linear", 8, 15),
+        ("t", 8, 9),
+        ("addmm", 9, 12),
+        ("view", 12, 13),
+    ]
+    found = read(
+        [
+            phase_range(0, 0, "forward", 0, 20),
+            *(event("cpu_op", f"aten::{name}", *lasted) for name, *lasted in operators),
+        ]
+    )
     lasted = (found["end_ns"] - found["start_ns"]).groupby(found["name"]).sum()
-    assert lasted.to_dict() == {"aten::mm": 4, "aten::add": 3, "aten::linear": 4, "aten::addmm": 3}  # views do no work
+    assert lasted.to_dict() == {
+        "aten::mm": 4,
+        "aten::add": 3,
+        "aten::linear": 4,
+        "aten::addmm": 3,
+    }  # views do no work
 
 
 def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown(read):
@@ -464,8 +565,11 @@ def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown(read):
 
 def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
     """A neighbour lengthened the second and the third; operations that overlap count once."""
-    rows = [(number, "forward", name, "other", start * 1_000_000, end * 1_000_000) for number, longest in ((1, 40), (2, 4), (0, 6))
-            for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))]
+    rows = [
+        (number, "forward", name, "other", start * 1_000_000, end * 1_000_000)
+        for number, longest in ((1, 40), (2, 4), (0, 6))
+        for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))
+    ]
     rows.append((3, "forward", "gemm", "other", 0, 1))  # the profiler lost the rest of this one
     own = quickest_step(pd.DataFrame(rows, columns=CAPTURED[1:]))
     assert gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
@@ -490,17 +594,42 @@ def timed(*enqueued_ms):
 
 
 def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypatch):
-    launches = [["step", number, "forward", "gemm", "other", at, at + 1]
-                for number, count in ((0, 700), (1, 1000), (2, 1000)) for at in range(count)]  # of the first some are lost
-    captured = SimpleNamespace(operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None)
+    launches = [
+        ["step", number, "forward", "gemm", "other", at, at + 1]
+        for number, count in ((0, 700), (1, 1000), (2, 1000))
+        for at in range(count)
+    ]  # of the first some are lost
+    captured = SimpleNamespace(
+        operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None
+    )
     ran, asked = [], []
-    monkeypatch.setattr(rates, "time_steps", lambda step, steps, warmups, device, before: (
-        before(), {(10, 2, True): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups, gpu_lock.lock_held()])[1])
+    monkeypatch.setattr(
+        rates,
+        "time_steps",
+        lambda step, steps, warmups, device, before: (
+            before(),
+            {(10, 2, True): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups, gpu_lock.lock_held()],
+        )[1],
+    )
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     monkeypatch.setattr(rates, "synchronizer", lambda device: lambda: None)
-    monkeypatch.setattr(rates, "build_step", lambda config: asked.append(config) or type("Step", (), {
-        "clear_gradients": lambda self: ran.append("cleared"),
-        "__call__": lambda self, phase: ran.append("captured" if gpu_lock.lock_held() else "beside others")})())
+    monkeypatch.setattr(
+        rates,
+        "build_step",
+        lambda config: (
+            asked.append(config)
+            or type(
+                "Step",
+                (),
+                {
+                    "clear_gradients": lambda self: ran.append("cleared"),
+                    "__call__": lambda self, phase: ran.append(
+                        "captured" if gpu_lock.lock_held() else "beside others"
+                    ),
+                },
+            )()
+        ),
+    )
     assert rates.launch_rate("cuda") == (2, 5) and ran == ["cleared", *["cleared", "captured"] * 3]
     assert (asked[0].size, asked[0].batch_size, asked[0].context_length) == ("small", 1, 16), "little to do"
     assert rates.launch_rate("cpu") is None
@@ -510,10 +639,14 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
 
 # Energy
 
+
 def steady(seconds, power=500.0, every_s=0.02, counter_every_s=0.1):
     """Readings at constant power of an energy counter that is brought up to date now and then."""
     times = [i * every_s for i in range(round(seconds / every_s) + 1)]
-    return [Reading(t, 1800.0, 7e6 + power * counter_every_s * math.floor(t / counter_every_s + 1e-9)) for t in times]
+    return [
+        Reading(t, 1800.0, 7e6 + power * counter_every_s * math.floor(t / counter_every_s + 1e-9))
+        for t in times
+    ]
 
 
 @pytest.mark.parametrize("late", [0, 4])
@@ -544,19 +677,24 @@ def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     own.readings = own.readings[-4:]  # without warm-ups nothing is read before the first step
     assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1750, "power_w": 300, "step_j": 300 * 5 / 3})
     own.readings = own.readings[-1:]
-    assert own.per_step(1) == pytest.approx({"sm_clock_mhz": 1500, "power_w": math.nan, "step_j": math.nan}, nan_ok=True)
+    assert own.per_step(1) == pytest.approx(
+        {"sm_clock_mhz": 1500, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
+    )
 
 
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
     monitor = SimpleNamespace(seconds=0.4, power_w=250.0)
     monkeypatch.setattr(power, "PowerMonitor", lambda: nullcontext(monitor))
-    monkeypatch.setattr(power, "keep_up", lambda step, device, seconds, before: {(2.0, "clear"): 8}[seconds, before])
+    monkeypatch.setattr(
+        power, "keep_up", lambda step, device, seconds, before: {(2.0, "clear"): 8}[seconds, before]
+    )
     assert power.kept_up_power(None, "cuda", "clear") == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
     assert power.kept_up_power(None, "cpu") == {} == power.Power("cpu").per_step(3)
     short = power.Power("cuda")
     short.readings = [Reading(t, 1980.0, 100 * t) for t in np.linspace(0, 0.2, 11)]
     assert short.per_step(10) == pytest.approx(
-        {"sm_clock_mhz": 1980, "power_w": math.nan, "step_j": math.nan}, nan_ok=True)
+        {"sm_clock_mhz": 1980, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
+    )
 
 
 def test_a_monitor_reads_from_a_thread_until_it_is_left():
@@ -565,12 +703,17 @@ def test_a_monitor_reads_from_a_thread_until_it_is_left():
     def read():
         seen.append(time.monotonic() - began)
         return Reading(seen[-1], 1000.0, 200.0 * seen[-1])
+
     with PowerMonitor(read) as monitor:
         assert monitor.readings, "one of the begin"
         while len(seen) < 6:
             time.sleep(0.01)
     assert len(monitor.readings) == len(seen) and not monitor.thread.is_alive()
-    assert monitor.power_w == pytest.approx(200) and monitor.sm_clock_mhz == 1000 and monitor.seconds == seen[-1] - seen[0]
+    assert (
+        monitor.power_w == pytest.approx(200)
+        and monitor.sm_clock_mhz == 1000
+        and monitor.seconds == seen[-1] - seen[0]
+    )
 
 
 def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
@@ -582,21 +725,36 @@ def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
 
 
 def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch):
-    said = {"nvmlDeviceGetEnforcedPowerLimit": 450_000, "nvmlDeviceGetTotalEnergyConsumption": 8_000_000, "nvmlDeviceGetMaxClockInfo": 2520,
-            "nvmlDeviceGetClockInfo": 1830}
+    said = {
+        "nvmlDeviceGetEnforcedPowerLimit": 450_000,
+        "nvmlDeviceGetTotalEnergyConsumption": 8_000_000,
+        "nvmlDeviceGetMaxClockInfo": 2520,
+        "nvmlDeviceGetClockInfo": 1830,
+    }
     for name, number in said.items():
-        monkeypatch.setattr(power.pynvml, name, lambda device, *which, number=number: (
-            number if which in ((), (power.pynvml.NVML_CLOCK_SM,)) else 0))
+        monkeypatch.setattr(
+            power.pynvml,
+            name,
+            lambda device, *which, number=number: (
+                number if which in ((), (power.pynvml.NVML_CLOCK_SM,)) else 0
+            ),
+        )
     monkeypatch.setattr(power, "nvml_device", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     asked = (power.power_limit_w, power.highest_clock_mhz)
     for ask in asked:
         ask.cache_clear()
     try:
-        assert (power.power_limit_w(), power.highest_clock_mhz(), *power.reading()[1:]) == (450, 2520, 1830, 8000)
+        assert (power.power_limit_w(), power.highest_clock_mhz(), *power.reading()[1:]) == (
+            450,
+            2520,
+            1830,
+            8000,
+        )
 
         def silent(*_):
             raise power.pynvml.NVMLError(power.pynvml.NVML_ERROR_NOT_SUPPORTED)
+
         monkeypatch.setattr(power.pynvml, "nvmlDeviceGetClockInfo", silent)
         assert math.isnan(power.sm_clock_mhz())
     finally:
@@ -605,6 +763,7 @@ def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch)
 
 
 # Ceilings and rates
+
 
 def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeypatch):
     lasts = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 2)  # of all seven the median is 3
@@ -618,19 +777,36 @@ def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeyp
 
 def test_each_ceiling_is_in_its_own_precision_and_what_was_set_before_is_set_after(monkeypatch):
     randn, seen, get = torch.randn, [], torch.get_float32_matmul_precision
-    monkeypatch.setattr(torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind))  # this machine has no GPU
+    monkeypatch.setattr(
+        torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind)
+    )  # this machine has no GPU
     monkeypatch.setattr(rates, "MATRIX_SIZE", {"cuda": 4, "cpu": 4})
     monkeypatch.setattr(rates, "COPY_BYTES", {"cuda": 4096, "cpu": 4096})
-    monkeypatch.setattr(rates, "median_ms", lambda device, work: seen.append((work.args[0].dtype, work.args[0].nbytes, get())) or 1.0)
+    monkeypatch.setattr(
+        rates,
+        "median_ms",
+        lambda device, work: seen.append((work.args[0].dtype, work.args[0].nbytes, get())) or 1.0,
+    )
     before = get()
     torch.set_float32_matmul_precision("high")
     try:
-        assert [*rates.ceilings("cuda")] == ["matmul_fp32", "matmul_tf32", "matmul_bf16", "matmul_fp16", "copy"]
+        assert [*rates.ceilings("cuda")] == [
+            "matmul_fp32",
+            "matmul_tf32",
+            "matmul_bf16",
+            "matmul_fp16",
+            "copy",
+        ]
         assert get() == "high" and [*rates.ceilings("cpu")] == ["matmul_fp32", "matmul_bf16", "copy"]
     finally:
         torch.set_float32_matmul_precision(before)
     f32, *low = torch.float32, torch.bfloat16, torch.float16
-    assert seen[:5] == [(f32, 64, "highest"), (f32, 64, "high"), *((kind, 32, "highest") for kind in low), (f32, 4096, "high")]
+    assert seen[:5] == [
+        (f32, 64, "highest"),
+        (f32, 64, "high"),
+        *((kind, 32, "highest") for kind in low),
+        (f32, 4096, "high"),
+    ]
 
 
 def test_a_sheets_rate_of_fp16_is_bf16s_and_a_cpu_has_none(monkeypatch):
@@ -641,22 +817,42 @@ def test_a_sheets_rate_of_fp16_is_bf16s_and_a_cpu_has_none(monkeypatch):
 
 
 def test_rates_are_of_each_modes_and_phases_flops_and_of_its_own_precision_and_clock(monkeypatch):
-    sheets, measured = {"fp32": 100.0, "bf16": 900.0, "fp16": 950.0}, {"fp32": 80.0, "bf16": 700.0, "fp16": 650.0}
+    sheets, measured = (
+        {"fp32": 100.0, "bf16": 900.0, "fp16": 950.0},
+        {"fp32": 80.0, "bf16": 700.0, "fp16": 650.0},
+    )
     clocks_mhz = iter(range(1000, 2000, 100))
     monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: sheets[precision])
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
     config = StepConfig(**TINY | {"batch_size": 3})
-    rows = [{"mode": mode, "precision": precision, "phase": phase, "wall_ms": 1e-3 * (len(mode) + len(phase)),
-             "sm_clock_mhz": float(next(clocks_mhz)) if phase == WHOLE else np.nan}
-            for precision in sheets for mode in ("step", "forward") for phase in [*PHASES[mode], WHOLE]]
+    rows = [
+        {
+            "mode": mode,
+            "precision": precision,
+            "phase": phase,
+            "wall_ms": 1e-3 * (len(mode) + len(phase)),
+            "sm_clock_mhz": float(next(clocks_mhz)) if phase == WHOLE else np.nan,
+        }
+        for precision in sheets
+        for mode in ("step", "forward")
+        for phase in [*PHASES[mode], WHOLE]
+    ]
     found = rates.with_rates(pd.DataFrame(rows), config, measured)
     forward = cells.step_flops(config) / 3
     of_phase = {"forward": forward, "loss": np.nan, "backward": 2 * forward, "optimizer": np.nan}
     own_mhz = {(row["mode"], row["precision"]): row["sm_clock_mhz"] for row in rows if row["phase"] == WHOLE}
     for given, row in zip(rows, found.to_dict("records"), strict=True):
-        flops = {"step": 3 * forward, "forward": forward}[row["mode"]] if row["phase"] == WHOLE else of_phase[row["phase"]]
+        flops = (
+            {"step": 3 * forward, "forward": forward}[row["mode"]]
+            if row["phase"] == WHOLE
+            else of_phase[row["phase"]]
+        )
         rate, sheet = flops / given["wall_ms"] / 1e9, sheets[row["precision"]]
-        expected = {"tflops": rate, "mfu": rate / sheet, "mfu_measured": rate / measured[row["precision"]],
-                    "mfu_at_clock": rate / sheet * 2000 / own_mhz[row["mode"], row["precision"]],
-                    "tokens_per_s": 24 / given["wall_ms"] * 1e3 if row["phase"] == WHOLE else np.nan}
+        expected = {
+            "tflops": rate,
+            "mfu": rate / sheet,
+            "mfu_measured": rate / measured[row["precision"]],
+            "mfu_at_clock": rate / sheet * 2000 / own_mhz[row["mode"], row["precision"]],
+            "tokens_per_s": 24 / given["wall_ms"] * 1e3 if row["phase"] == WHOLE else np.nan,
+        }
         assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True), given

@@ -4,6 +4,7 @@
 ``data/kernels/`` the kernels of other people's captures that took 97% of their time (a name's first 300
 characters).
 """
+
 from pathlib import Path
 
 import pandas as pd
@@ -41,7 +42,10 @@ def test_a_name_is_split_where_its_parts_end():
     assert split(gemv) == ("internal::gemvx", "kernel", "int, cublasGemvParams<float> ")
     assert split("void <unnamed>::f<(int)8, (bool)0>(T1 *)") == ("", "f", "8, 0")
     assert split("void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, 9, tr") == (
-        "", "softmax_warp_forward", "BFloat16, 9, tr")
+        "",
+        "softmax_warp_forward",
+        "BFloat16, 9, tr",
+    )
     assert split("_ZN5aiter24fmha_fwd_hd128_bf16_rtneE.kd") == ("aiter", "fmha_fwd_hd128_bf16_rtne", "")
     assert split("_ZN2at6native13reduce_kernelILi512ENS0_8ReduceOpIfEEEEvT1_").own == "reduce_kernel"
     for odd in ("_Z", "_ZN99999f", "f<<<(", ")))>>>", "operator<", "void ", "_ZN3abcIL"):
@@ -54,20 +58,30 @@ def test_identifiers_leave_parameter_lists_out():
     assert words("indexSelectSmall_v2<x>") == "index select small v2 x"
 
 
-@pytest.mark.parametrize(("name", "expected"), [
-    # the same words as the kernel's own name, as a template argument, as a parameter
-    ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
-    ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
-    ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),
-    ("void cutlass::apply_kernel<Policy>(flash::Params)", "matrix multiply"),
-    # what is applied to every element may copy; it does not reduce
-    ("void elementwise_kernel<4, direct_copy_kernel_cuda(Iter &)::[lambda(float)]>(int)", "copy and cast"),
-    ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
-    # what goes over a list of tensors may copy: in inference nothing optimizes
-    ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
-    ("void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)", "optimizer"),
-    ("aten::rsqrt", "elementwise"), ("aten::addcmul_", "elementwise"),
-])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        # the same words as the kernel's own name, as a template argument, as a parameter
+        ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
+        ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
+        ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),
+        ("void cutlass::apply_kernel<Policy>(flash::Params)", "matrix multiply"),
+        # what is applied to every element may copy; it does not reduce
+        (
+            "void elementwise_kernel<4, direct_copy_kernel_cuda(Iter &)::[lambda(float)]>(int)",
+            "copy and cast",
+        ),
+        ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
+        # what goes over a list of tensors may copy: in inference nothing optimizes
+        ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
+        (
+            "void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)",
+            "optimizer",
+        ),
+        ("aten::rsqrt", "elementwise"),
+        ("aten::addcmul_", "elementwise"),
+    ],
+)
 def test_the_own_name_decides_before_the_template_and_parameters_never(name, expected):
     assert family(name) == expected
 
@@ -83,18 +97,27 @@ def test_a_name_is_matched_once_however_often_it_stands_there(monkeypatch):
 
 
 def test_softmax_is_told_by_whose_it_is():
-    rows = pd.DataFrame({"family": ["softmax", "elementwise", "softmax", "elementwise"],
-                         "region": ["cross_entropy", "attention.softmax", "other", "cross_entropy"]})
+    rows = pd.DataFrame(
+        {
+            "family": ["softmax", "elementwise", "softmax", "elementwise"],
+            "region": ["cross_entropy", "attention.softmax", "other", "cross_entropy"],
+        }
+    )
     assert detailed_family(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
 
 
 def test_casts_are_copies_into_another_type():
-    names = pd.Series(["void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)",
-                       "aten::_to_copy",
-                       "void unrolled_elementwise_kernel<direct_copy_kernel_cuda, 4, LoadWithCast<1>>(x)",
-                       "void unrolled_elementwise_kernel<at::native::float8_e4m3fn_copy_kernel_cuda>(x)",
-                       "aten::copy_",
-                       "void elementwise_kernel<direct_copy_kernel_cuda>(x)"], index=range(5, 11))
+    names = pd.Series(
+        [
+            "void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)",
+            "aten::_to_copy",
+            "void unrolled_elementwise_kernel<direct_copy_kernel_cuda, 4, LoadWithCast<1>>(x)",
+            "void unrolled_elementwise_kernel<at::native::float8_e4m3fn_copy_kernel_cuda>(x)",
+            "aten::copy_",
+            "void elementwise_kernel<direct_copy_kernel_cuda>(x)",
+        ],
+        index=range(5, 11),
+    )
     assert is_cast(names).tolist() == [True, True, True, True, False, False] and is_cast(names).index[0] == 5
 
 
@@ -107,25 +130,50 @@ def test_short_names_never_merge_kernels():
         assert len(set(shown.values())) == len(shown)
 
 
-@pytest.mark.parametrize(("name", "short"), [
-    ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)",
-     "cutlass_80_simt_sgemm_128x256_8x4_nt_align1"),
-    (("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4"
-     "_execute_kernel__5x_cublas"),
-     "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma"),
-    (("void (anonymous namespace)::softmax_warp_backward<c10::BFloat16, c10::BFloat16, float, 9, true,"
-     " false>(int)"),
-     "softmax_warp_backward<BFloat16 float>"),
-    (("void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<a"
-     "t::native::direct_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 3)]>(int)>(in"
-     "t, T3)"),
-     "elementwise_kernel<direct_copy_kernel_cuda>"),
-    (("void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, std:"
-     ":array<char *, 3>>(int)"),
-     "vectorized_elementwise_kernel<CUDAFunctor_add float>"),
-    ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"), ("[CUDA memset]", "[CUDA memset]"), ("", ""),
-    ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"), ("(x)", "(x)"), ("<int>", "<int>"),
-])
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        (
+            "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)",
+            "cutlass_80_simt_sgemm_128x256_8x4_nt_align1",
+        ),
+        (
+            (
+                "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma_aligna4_alignc4"
+                "_execute_kernel__5x_cublas"
+            ),
+            "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize64x64x8_stage3_warpsize1x4x1_ffma",
+        ),
+        (
+            (
+                "void (anonymous namespace)::softmax_warp_backward<c10::BFloat16, c10::BFloat16, float, 9, true,"
+                " false>(int)"
+            ),
+            "softmax_warp_backward<BFloat16 float>",
+        ),
+        (
+            (
+                "void at::native::elementwise_kernel<(int)128, (int)2, void at::native::gpu_kernel_impl_nocast<a"
+                "t::native::direct_copy_kernel_cuda(at::TensorIteratorBase &)::[lambda() (instance 3)]>(int)>(in"
+                "t, T3)"
+            ),
+            "elementwise_kernel<direct_copy_kernel_cuda>",
+        ),
+        (
+            (
+                "void at::native::vectorized_elementwise_kernel<(int)4, at::native::CUDAFunctor_add<float>, std:"
+                ":array<char *, 3>>(int)"
+            ),
+            "vectorized_elementwise_kernel<CUDAFunctor_add float>",
+        ),
+        ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
+        ("[CUDA memset]", "[CUDA memset]"),
+        ("", ""),
+        ("Memcpy DtoD (Device -> Device)", "Memcpy DtoD"),
+        ("(x)", "(x)"),
+        ("<int>", "<int>"),
+    ],
+)
 def test_short_name(name, short):
     assert short_name(name) == short
 
@@ -134,4 +182,8 @@ def test_kernels_that_share_a_short_name_are_numbered():
     forward = "void softmax_warp_forward<float, float, float, (int){}, (bool)0>(T2 *, int)"
     names = [forward.format(8), forward.format(9), "void f(int)", "f"]
     assert list(short_names(names).values()) == [
-        "softmax_warp_forward<float>", "softmax_warp_forward<float> (2)", "f", "f (2)"]
+        "softmax_warp_forward<float>",
+        "softmax_warp_forward<float> (2)",
+        "f",
+        "f (2)",
+    ]

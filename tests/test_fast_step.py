@@ -1,4 +1,5 @@
 """docs/fast_step.py: the script that the report copies runs, and trains."""
+
 import copy
 import importlib.util
 import re
@@ -12,9 +13,25 @@ from stepscope.model.transformer import TransformerLM
 
 SCRIPT = PACKAGE / "report" / "chapters" / "fast_step.py"
 CHAPTER = SCRIPT.with_name("01-which-change.md")
-SHAPE = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 50, "context": 16, "batch": 2, "steps": 2}
+SHAPE = {
+    "width": 32,
+    "hidden": 64,
+    "layers": 1,
+    "heads": 2,
+    "vocabulary": 50,
+    "context": 16,
+    "batch": 2,
+    "steps": 2,
+}
 TINY = [f"--{name}={value}" for name, value in SHAPE.items()]
-RUNGS = ["TF32", "fused attention", "fused AdamW", "compiled blocks", "bf16 autocast", "CUDA graph of the step"]
+RUNGS = [
+    "TF32",
+    "fused attention",
+    "fused AdamW",
+    "compiled blocks",
+    "bf16 autocast",
+    "CUDA graph of the step",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +57,7 @@ def make(script, monkeypatch):
             model.load_state_dict(weights)
         tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
         return model, rate, *script.make_step(model, tokens, targets, rate, clip)
+
     return made
 
 
@@ -54,14 +72,25 @@ def test_the_script_runs_and_says_milliseconds(script, capsys):
     assert "ms a step on" in capsys.readouterr().out
 
 
-NAMES = {"norm1": "attention_norm", "norm2": "ffn_norm", "norm": "final_norm", "down": "ffn.down_proj", "gate": "ffn.gate_proj",
-         "up": "ffn.up_proj", **{name: f"attention.{name}_proj" for name in "qkvo"}}
+NAMES = {
+    "norm1": "attention_norm",
+    "norm2": "ffn_norm",
+    "norm": "final_norm",
+    "down": "ffn.down_proj",
+    "gate": "ffn.gate_proj",
+    "up": "ffn.up_proj",
+    **{name: f"attention.{name}_proj" for name in "qkvo"},
+}
 
 
 def test_its_model_is_the_librarys(script):
     torch.manual_seed(0)
     model = script.Model(32, 64, 2, 2, 50, 16)
-    other = TransformerLM(StepConfig(device="cpu", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50, context_length=16))
+    other = TransformerLM(
+        StepConfig(
+            device="cpu", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50, context_length=16
+        )
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():  # large, so that the norms' eps is nothing
             weight.copy_(torch.randn_like(weight) * (0.3 if "blocks" in name else 1))
@@ -73,7 +102,9 @@ def test_its_model_is_the_librarys(script):
 
 def test_its_step_is_compiled_where_it_says_and_multiplies_in_bf16(script, make, monkeypatch):
     compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function.__name__) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: compiled.append(function.__name__) or function
+    )
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
     model, _, step, _ = make()
     assert compiled == [*model.blocks, "read_out"]
@@ -83,7 +114,10 @@ def test_its_step_is_compiled_where_it_says_and_multiplies_in_bf16(script, make,
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(tokens)
     assert logits.dtype == torch.bfloat16
-    assert step().item() == torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
+    assert (
+        step().item()
+        == torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
+    )
 
 
 def test_the_script_times_the_steps_after_the_first(script, monkeypatch, capsys):
@@ -93,13 +127,21 @@ def test_the_script_times_the_steps_after_the_first(script, monkeypatch, capsys)
         def step():
             now[0] += 7.0 if now[0] == 100 else 0.5
             return torch.tensor(now[0])
+
         return made.append(of) or step, None
+
     monkeypatch.setattr(script, "make_step", make_step)
     monkeypatch.setattr(script, "default_timer", lambda: now[0])
     assert script.main([*TINY, "--clip=0.5"]) == 500
     ((model, tokens, targets, rate, clip),) = made
-    assert tokens.shape == targets.shape == (2, 16) and not torch.equal(tokens, targets) and (rate.item(), clip) == (pytest.approx(3e-4), 0.5)
-    assert model.embedding.weight.shape == model.head.weight.shape == (50, 32) and model.blocks[0].cos.shape == (16, 16)
+    assert (
+        tokens.shape == targets.shape == (2, 16)
+        and not torch.equal(tokens, targets)
+        and (rate.item(), clip) == (pytest.approx(3e-4), 0.5)
+    )
+    assert model.embedding.weight.shape == model.head.weight.shape == (50, 32) and model.blocks[
+        0
+    ].cos.shape == (16, 16)
     assert "loss 107.0000 to 108.0000" in capsys.readouterr().out
 
 
@@ -107,12 +149,15 @@ def test_the_script_times_the_steps_after_the_first(script, monkeypatch, capsys)
 def test_its_step_trains(script, make, monkeypatch, ours):
     """With torch's AdamW, and with what the chapter shows in its place: weights are bf16 then."""
     if ours:
-        shown = re.findall(r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL)[0]
+        shown = re.findall(
+            r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL
+        )[0]
 
         def shown_optimizer(parameters, lr, **options):
             names = {"model": list(parameters), "rate": lr, "torch": torch}
             exec(shown, names)
             return names["optimizer"]
+
         monkeypatch.setattr(torch.optim, "AdamW", shown_optimizer)
     model, rate, step, _ = make()
     weight = model.head.weight.detach().clone()
@@ -145,8 +190,11 @@ def test_gradients_are_clipped_where_it_is_asked_for(make):
     for clip in (None, 0.01):
         model, _, step, optimizer = make(clip=clip)
         norms = []
-        optimizer.register_step_pre_hook(lambda *_, model=model, norms=norms: norms.append(
-            torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))
+        optimizer.register_step_pre_hook(
+            lambda *_, model=model, norms=norms: norms.append(
+                torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+            )
+        )
         step()
         assert norms[0] > 0.1 if clip is None else norms == pytest.approx([0.01], rel=1e-4)
 

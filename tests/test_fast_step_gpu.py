@@ -4,6 +4,7 @@
 
 No time is asserted. What is compared to the bit runs with deterministic algorithms.
 """
+
 import copy
 import importlib
 import os
@@ -47,8 +48,10 @@ def assert_same(one, other, what):
     """Equal to the bit, or how far from it."""
     if not torch.equal(one, other):
         off = (one.double() - other.double()).abs()
-        raise AssertionError(f"{what}: {int((off != 0).sum()):,} of {off.numel():,} numbers differ, "
-                             f"by {off.max().item():.3g} at most (largest number {other.abs().max().item():.3g})")
+        raise AssertionError(
+            f"{what}: {int((off != 0).sum()):,} of {off.numel():,} numbers differ, "
+            f"by {off.max().item():.3g} at most (largest number {other.abs().max().item():.3g})"
+        )
 
 
 def assert_same_state(one, other, what):
@@ -60,8 +63,10 @@ def assert_same_state(one, other, what):
 
 
 def groups_of(model):
-    return [{"params": [model["matrix"]], "weight_decay": 0.1},
-            {"params": [model["vector"]], "lr": 2 * RATE, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}]
+    return [
+        {"params": [model["matrix"]], "weight_decay": 0.1},
+        {"params": [model["vector"]], "lr": 2 * RATE, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0},
+    ]
 
 
 @MOMENTS
@@ -77,7 +82,9 @@ def test_the_fp8_kernel_writes_what_the_formula_writes(moments):
     models, owns = [], []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(320, 192, bias=False), nn.Linear(192, 64, bias=False), nn.Linear(64, 70))
+        model = nn.Sequential(
+            nn.Linear(320, 192, bias=False), nn.Linear(192, 64, bias=False), nn.Linear(64, 70)
+        )
         fp8.use_fp8(model.to(device)[:2])
         models.append(model)
         owns.append(MasterAdamW(model, RATE, moments))
@@ -128,8 +135,12 @@ def test_a_gradient_that_the_kernel_would_misread_is_refused():
     model = checks.tried().cuda()
     own = MasterAdamW(model)
     for parameter in model.values():
-        parameter.grad = torch.zeros(parameter.numel() + 1, device="cuda", dtype=parameter.dtype)[1:].view(parameter.shape)
-    with pytest.raises(RuntimeError, match="matrix: the gradient is not contiguous from a multiple of 16 bytes"):
+        parameter.grad = torch.zeros(parameter.numel() + 1, device="cuda", dtype=parameter.dtype)[1:].view(
+            parameter.shape
+        )
+    with pytest.raises(
+        RuntimeError, match="matrix: the gradient is not contiguous from a multiple of 16 bytes"
+    ):
         own.step()
 
 
@@ -210,7 +221,8 @@ def test_a_graph_follows_the_rate(scripts, callers):
         replay()
         for name, master in own.masters().items():
             assert torch.equal(master, before[name]) == (wanted == 0), (
-                f"{name} at rate {wanted}: moved by {(master - before[name]).abs().max().item():.3g} at most")
+                f"{name} at rate {wanted}: moved by {(master - before[name]).abs().max().item():.3g} at most"
+            )
 
 
 @MOMENTS
@@ -246,6 +258,7 @@ def test_the_second_script_trains_and_resumes_to_the_bit(scripts, deterministic,
 @pytest.fixture
 def make(scripts, monkeypatch):
     """A model, its rate, the graph's step, its optimizer, and weights and batch as they were before."""
+
     def made(ours=False, clip=None):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -255,10 +268,16 @@ def make(scripts, monkeypatch):
         before = copy.deepcopy(model)
         with monkeypatch.context() as patch:
             if ours:
-                patch.setattr(torch.optim, "AdamW", lambda parameters, lr, **options: MasterAdamW(
-                    parameters, lr, torch.bfloat16))
+                patch.setattr(
+                    torch.optim,
+                    "AdamW",
+                    lambda parameters, lr, **options: MasterAdamW(parameters, lr, torch.bfloat16),
+                )
             step, optimizer = scripts.fast_step.make_step(model, *batch, rate, clip)
-        return SimpleNamespace(model=model, rate=rate, step=step, optimizer=optimizer, before=before, batch=batch)
+        return SimpleNamespace(
+            model=model, rate=rate, step=step, optimizer=optimizer, before=before, batch=batch
+        )
+
     return made
 
 
@@ -271,7 +290,9 @@ def test_making_the_fast_step_changes_nothing(make, ours):
     made = make(ours)
     assert made.rate.item() == pytest.approx(RATE), "the rate is not restored"
     for name, parameter in weights(made.model).items():
-        assert_same(parameter, weights(made.before)[name].to(parameter.dtype), f"{name} after warm-up and capture")
+        assert_same(
+            parameter, weights(made.before)[name].to(parameter.dtype), f"{name} after warm-up and capture"
+        )
     for state in made.optimizer.state.values():
         for name, tensor in state.items():
             assert not tensor.any(), f"{name} is not as before the first step"
@@ -291,7 +312,8 @@ def test_its_first_step_is_that_of_an_uncaptured_program(make):
     assert loss == pytest.approx(eager.item(), rel=5e-3), "the first replay's loss is not the eager step's"
     moved = (weights(made.model)["head.weight"] - start["head.weight"]).abs().median().item()
     assert moved == pytest.approx(RATE, rel=0.05), (
-        f"a first step of AdamW moves a weight by the rate, {RATE}; the graph's moved the median one by {moved:.3g}")
+        f"a first step of AdamW moves a weight by the rate, {RATE}; the graph's moved the median one by {moved:.3g}"
+    )
     for name, own in weights(made.model).items():
         off = ((own - weights(made.before)[name]).abs() > 0.1 * RATE).float().mean().item()
         assert off < 0.25, f"{name}: {off:.1%} of the weights moved otherwise than in an eager step"
@@ -312,7 +334,9 @@ def test_the_fast_step_trains_and_follows_its_rate(make, ours):
         losses.append(made.step().clone())
         scheduler.step()
     losses = torch.stack(losses).tolist()
-    assert losses[-1] < 0.9 * first, f"the loss goes from {first:.4f} to {losses[-1]:.4f} in 50 steps on one batch"
+    assert losses[-1] < 0.9 * first, (
+        f"the loss goes from {first:.4f} to {losses[-1]:.4f} in 50 steps on one batch"
+    )
     for name, parameter in weights(made.model).items():
         assert not torch.equal(parameter, before[name]), f"{name} has not moved"
 
@@ -322,7 +346,9 @@ def test_the_fast_step_clips(make):
         made = make(clip=clip)
         made.step()
         norm = nn.utils.get_total_norm([parameter.grad for parameter in made.model.parameters()]).item()
-        assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3), f"norm {norm} with clip={clip}"
+        assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3), (
+            f"norm {norm} with clip={clip}"
+        )
 
 
 def test_the_fast_step_resumes_to_the_bit(scripts, deterministic, make):

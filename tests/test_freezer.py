@@ -1,4 +1,5 @@
 """While one run measures the others are frozen; whoever is killed, soon nobody is frozen and nothing is left."""
+
 import fcntl
 import os
 import signal
@@ -45,11 +46,17 @@ def start(lock):
 
     def begin(run, source=SPINS):
         environment = os.environ | {freezer.LOCK: lock, freezer.RUN: run}
-        process = subprocess.Popen([sys.executable, "-c", source], env=environment, stdin=subprocess.PIPE,
-                                   stdout=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", source],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
         process.stdout.readline()
         started.append(process)
         return process
+
     yield begin
     for process in started:
         process.kill()
@@ -92,22 +99,36 @@ def test_others_stand_still_and_go_on_and_know_for_how_long(lock, start, monkeyp
     assert freezer.frozen_s(began + 0.1, lock, "/runs/other") < lasted
 
 
-@pytest.mark.parametrize("run, since, seconds", [
-    ("/runs/other", 0, 4 + 1 + 3), ("/runs/other", 12, 2 + 1 + 3), ("/runs/other", 14, 1 + 3), ("/runs/other", 31, 2), ("/runs/other", 40, 0),
-    ("/runs/a run", 0, 1), ("/runs/third", 0, 4 + 3)])
+@pytest.mark.parametrize(
+    "run, since, seconds",
+    [
+        ("/runs/other", 0, 4 + 1 + 3),
+        ("/runs/other", 12, 2 + 1 + 3),
+        ("/runs/other", 14, 1 + 3),
+        ("/runs/other", 31, 2),
+        ("/runs/other", 40, 0),
+        ("/runs/a run", 0, 1),
+        ("/runs/third", 0, 4 + 3),
+    ],
+)
 def test_a_pause_is_what_others_measured_since_then_until_now(lock, monkeypatch, run, since, seconds):
     monkeypatch.setattr(freezer, "time", SimpleNamespace(monotonic=lambda: 33.0))
     monkeypatch.delenv(freezer.LOCK, raising=False)
     assert freezer.frozen_s(since, lock, run) == 0, "nobody has been frozen"
-    Path(f"{lock}.frozen").write_text("freeze 10 /runs/a run\nthaw 14 /runs/a run\nfreeze 20 /runs/third\nthaw 21 \nfreeze 30 /runs/a run\n")
+    Path(f"{lock}.frozen").write_text(
+        "freeze 10 /runs/a run\nthaw 14 /runs/a run\nfreeze 20 /runs/third\nthaw 21 \nfreeze 30 /runs/a run\n"
+    )
     assert freezer.frozen_s(since, lock, run) == seconds and freezer.frozen_s(since, None, run) == 0
 
 
 def test_who_is_of_no_run_or_of_another_worker_is_none_of_the_others(lock, start):
     own, other = start("/runs/own"), start("/runs/other")
     for environment in ({freezer.LOCK: lock}, {freezer.LOCK: f"{lock}2", freezer.RUN: "/runs/third"}):
-        process = start("/runs/own", f"import os, subprocess, sys\nchild = subprocess.Popen(['sleep', '99'], env={environment})\n"
-                        "print(1, flush=True)\nsys.stdin.read()\nchild.kill()")
+        process = start(
+            "/runs/own",
+            f"import os, subprocess, sys\nchild = subprocess.Popen(['sleep', '99'], env={environment})\n"
+            "print(1, flush=True)\nsys.stdin.read()\nchild.kill()",
+        )
         assert freezer.processes(lock, "/runs/own") == {other.pid}
         assert {own.pid, other.pid, process.pid} <= freezer.processes(lock)
         process.stdin.close()
@@ -131,7 +152,9 @@ def test_a_process_is_stopped_whatever_its_name(tmp_path):
     process.send_signal(signal.SIGSTOP)
     assert within(lambda: not freezer._runs(process.pid))
     process.kill()
-    assert within(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE) and not freezer._runs(process.pid)
+    assert within(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE) and not freezer._runs(
+        process.pid
+    )
     process.wait()
     assert not freezer._runs(process.pid)
 
@@ -151,8 +174,10 @@ def test_runs_begin_beside_one_another_and_what_a_killed_one_left_frozen_goes_on
 def test_what_a_run_has_started_stands_still_as_well(lock, start, monkeypatch):
     monkeypatch.setenv(freezer.LOCK, lock)
     monkeypatch.setenv(freezer.RUN, "/runs/own")
-    child = ("import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'while True: pass'],"
-             " start_new_session=True).pid, flush=True)\nwhile True: pass")
+    child = (
+        "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'while True: pass'],"
+        " start_new_session=True).pid, flush=True)\nwhile True: pass"
+    )
     parent = start("/runs/other", child)
     (young,) = psutil.Process(parent.pid).children()
     with exclusive():
@@ -185,7 +210,9 @@ def test_whoever_is_killed_nobody_stays_frozen(lock, start, killed):
     if killed in ("worker", "all"):
         assert other.wait(WITHIN_S) == 0
     assert within(lambda: not own.is_running() or own.status() == psutil.STATUS_ZOMBIE), "the freezer is left"
-    assert freezer.frozen_s(0, lock, "/runs/other") == freezer.frozen_s(0, lock, "/runs/other") > 0, "the pause is over"
+    assert freezer.frozen_s(0, lock, "/runs/other") == freezer.frozen_s(0, lock, "/runs/other") > 0, (
+        "the pause is over"
+    )
 
 
 def test_nobody_is_thawed_while_somebody_measures(lock, start):
@@ -201,7 +228,9 @@ def test_a_killed_freezer_is_made_good_at_the_sections_end(lock, start, monkeypa
     with exclusive():
         psutil.Process(freezer._freezer(lock, "/runs/own").program.pid).kill()
     assert within(lambda: not stopped(other))
-    assert freezer.frozen_s(0, lock, "/runs/other") == freezer.frozen_s(0, lock, "/runs/other") > 0, "the pause is over"
+    assert freezer.frozen_s(0, lock, "/runs/other") == freezer.frozen_s(0, lock, "/runs/other") > 0, (
+        "the pause is over"
+    )
     with exclusive():
         assert stopped(other)
 
@@ -213,7 +242,9 @@ def test_no_signal_that_asks_it_to_ends_the_freezer(lock, monkeypatch, number):
     with exclusive():
         asked = freezer._freezer(lock, "/runs/own")
         process = psutil.Process(asked.program.pid)
-        assert os.getsid(process.pid) == process.pid and not {freezer.LOCK, freezer.RUN} & {*process.environ()}, "outlives its run"
+        assert os.getsid(process.pid) == process.pid and not {freezer.LOCK, freezer.RUN} & {
+            *process.environ()
+        }, "outlives its run"
         asked.program.send_signal(number)
         assert asked.ask("freeze")
 
@@ -225,7 +256,9 @@ def test_what_a_freezer_has_thawed_it_does_not_thaw_again_when_its_run_ends(lock
     assert within(lambda: stopped(other))
     asked.program.stdin.close()
     asked.program.wait(WITHIN_S)
-    assert stopped(other) and [line.split()[0] for line in Path(f"{lock}.frozen").read_text().splitlines()] == ["freeze", "thaw"]
+    assert stopped(other) and [
+        line.split()[0] for line in Path(f"{lock}.frozen").read_text().splitlines()
+    ] == ["freeze", "thaw"]
 
 
 def test_a_run_begins_between_two_measurements(tmp_path, lock, start, tiny, faults):

@@ -1,4 +1,5 @@
 """Records of anybody: nothing of them is alive in the report, and no table of theirs ends it."""
+
 import hashlib
 import json
 import random
@@ -23,20 +24,90 @@ from stepscope.report.tables import escape
 from stepscope.runs.store import Store
 
 MARKUP = [
-    '<script>alert(1)</script>', '<a href=//x style=position:fixed;inset:0 onclick=alert(1)>x</a>',
-    '<img src=x onerror=alert(1)>', '[x](javascript:alert(1))', '![x](https://evil.example/x.png)',
-    '| a | b |\n|--|--|\n| <b>c</b> | d |', 'https://evil.example www.evil.example a@evil.example mailto:a@evil.example',
-    '`<b>` **bold** ~~gone~~ $x$ &lt;b&gt; &#60;b&#62;', '</details></table><h1>x', '{{ 7 * 7 }}{% claim x %}{size}${title}',
-    '<!-- /story -->', '\u202eevil\x00\x01\x02\x1b[31m', '# heading\n\n> quote\n\n1. list', 'x' * 5000, '\\', '-', '']
-TAGS = {"html", "head", "meta", "title", "style", "body", "header", "main", "footer", "nav", "ul", "ol", "li", "a", "section", "details",
-        "summary", "h1", "h2", "h3", "p", "strong", "em", "code", "pre", "img", "figure", "div", "table", "thead", "tbody",
-        "tr", "th", "td", "hr", "br", "blockquote"}
+    "<script>alert(1)</script>",
+    "<a href=//x style=position:fixed;inset:0 onclick=alert(1)>x</a>",
+    "<img src=x onerror=alert(1)>",
+    "[x](javascript:alert(1))",
+    "![x](https://evil.example/x.png)",
+    "| a | b |\n|--|--|\n| <b>c</b> | d |",
+    "https://evil.example www.evil.example a@evil.example mailto:a@evil.example",
+    "`<b>` **bold** ~~gone~~ $x$ &lt;b&gt; &#60;b&#62;",
+    "</details></table><h1>x",
+    "{{ 7 * 7 }}{% claim x %}{size}${title}",
+    "<!-- /story -->",
+    "\u202eevil\x00\x01\x02\x1b[31m",
+    "# heading\n\n> quote\n\n1. list",
+    "x" * 5000,
+    "\\",
+    "-",
+    "",
+]
+TAGS = {
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "header",
+    "main",
+    "footer",
+    "nav",
+    "ul",
+    "ol",
+    "li",
+    "a",
+    "section",
+    "details",
+    "summary",
+    "h1",
+    "h2",
+    "h3",
+    "p",
+    "strong",
+    "em",
+    "code",
+    "pre",
+    "img",
+    "figure",
+    "div",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "hr",
+    "br",
+    "blockquote",
+}
 # The chapters' own folds as they begin and end on GitHub.
-FOLDS = {f"<details><summary>{tag['name'].replace('_', ' ')}</summary>\n" for page in CHAPTERS.rglob("*.md")
-         for tag in TAG.finditer(page.read_text()) if tag["kind"] == "fold"}
+FOLDS = {
+    f"<details><summary>{tag['name'].replace('_', ' ')}</summary>\n"
+    for page in CHAPTERS.rglob("*.md")
+    for tag in TAG.finditer(page.read_text())
+    if tag["kind"] == "fold"
+}
 FOLD_END = "</details>\n"
-ATTRIBUTES = {"lang", "charset", "http-equiv", "content", "name", "aria-label", "class", "id", "href", "src", "alt", "width",
-              "height", "role", "tabindex", "scope", "start"}
+ATTRIBUTES = {
+    "lang",
+    "charset",
+    "http-equiv",
+    "content",
+    "name",
+    "aria-label",
+    "class",
+    "id",
+    "href",
+    "src",
+    "alt",
+    "width",
+    "height",
+    "role",
+    "tabindex",
+    "scope",
+    "start",
+}
 
 
 class Alive(HTMLParser):
@@ -53,7 +124,8 @@ class Alive(HTMLParser):
         for name, value in attrs:
             link = name in ("href", "src") and not re.match(
                 r"#[\w-]*$|[\w./+-]+$|data:image/svg\+xml,|https://(pytorch|docs\.|github\.com|arxiv\.org/abs/|cs336\.stanford\.edu$)",
-                value or "")
+                value or "",
+            )
             if name not in ATTRIBUTES or link:
                 self.found.append(f"<{tag} {name}={(value or '')[:60]!r}>")
 
@@ -73,13 +145,17 @@ def alive(report: Path) -> list[str]:
                 continue
             for inner in [token, *(token.children or [])]:
                 target = str(inner.attrGet("href") or inner.attrGet("src") or "")
-                outside = target and not re.match(r"#|[\w./+-]+(#[\w-]+)?$|https://(pytorch|docs\.|github\.com)", target)
+                outside = target and not re.match(
+                    r"#|[\w./+-]+(#[\w-]+)?$|https://(pytorch|docs\.|github\.com)", target
+                )
                 if inner.type in ("html_block", "html_inline") or outside:
                     found.append(f"{page.name}: {inner.content[:60] or target[:60]}")
         if FOLD_END in folds[::2] or {*folds[1::2]} - {FOLD_END} or len(folds) % 2:
             found.append(f"{page.name}: {folds}")  # of ours, one after the other
         prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
-        found += [f"{page.name}: {link}" for link in re.findall(r"(?i)(?:https?://|\bwww\.|@)evil\.example", prose)]
+        found += [
+            f"{page.name}: {link}" for link in re.findall(r"(?i)(?:https?://|\bwww\.|@)evil\.example", prose)
+        ]
     return found
 
 
@@ -103,7 +179,14 @@ def _runs(folder: Path) -> list[Path]:
 def test_escaped_text_does_nothing_and_is_one_line(text):
     said = escape(text)
     assert "\n" not in said and len(said) < 2 * 200 + 50
-    for around in ("{}", "| {} |\n| -- |\n| {} |", "# {}", "A sentence {} goes on.", "![{}](figures/x.svg)", "* {}"):
+    for around in (
+        "{}",
+        "| {} |\n| -- |\n| {} |",
+        "# {}",
+        "A sentence {} goes on.",
+        "![{}](figures/x.svg)",
+        "* {}",
+    ):
         tokens = MarkdownIt("gfm-like", {"html": True, "linkify": False}).parse(around.replace("{}", said))
         flat = [inner.type for token in tokens for inner in [token, *(token.children or [])]]
         plain = MarkdownIt("gfm-like", {"html": True, "linkify": False}).parse(around.replace("{}", "word"))
@@ -114,12 +197,14 @@ def test_escaped_text_does_nothing_and_is_one_line(text):
 def test_what_records_say_is_shown_and_not_alive(copy, tmp_path):
     """Causes, findings, devices and failed runs' words, all of them markup."""
     for place, run in enumerate(_runs(copy)):
+
         def hostile(record: dict, place: int = place) -> None:
             record["results"] |= {"finding": MARKUP[place % len(MARKUP)]}
             record["machine"] |= {"device_name": MARKUP[(place + 1) % len(MARKUP)], "cpu": MARKUP[1]}
             record["software"] |= {"torch": MARKUP[1], "driver": MARKUP[2]}
             if place % 3 == 2:
                 record |= {"status": "failed", "cause": MARKUP[1], "tables": {}}
+
         reports.change_record(run / "record.json", hostile)
     found = read(Store(copy))
     assert not found.errors and len(found.records) == len(_runs(copy))
@@ -141,6 +226,7 @@ def test_names_in_tables_are_shown_and_not_alive(copy, tmp_path, first):
                     if column in frame and len(frame):
                         frame[column] = [f"{MARKUP[(first + n) % len(MARKUP)]}{n}" for n in range(len(frame))]
                 return frame
+
             reports.change_table(run, table, hostile)
     render(copy, tmp_path / "out")
     assert not alive(tmp_path / "out")
@@ -152,10 +238,12 @@ def test_errors_quote_what_is_wrong_and_are_not_alive(copy, tmp_path):
     name = "<b onclick=alert(1)>"
     (copy / first.parent.name / name).mkdir()
     (copy / first.parent.name / name / "record.json").write_text("{")
-    hostile = [lambda record: record["config"].update(size=MARKUP[1]),
-               lambda record: record.update(beside=[MARKUP[1]]),
-               lambda record: record["results"].update({MARKUP[2]: [1]}),
-               lambda record: record.update(study=MARKUP[0])]
+    hostile = [
+        lambda record: record["config"].update(size=MARKUP[1]),
+        lambda record: record.update(beside=[MARKUP[1]]),
+        lambda record: record["results"].update({MARKUP[2]: [1]}),
+        lambda record: record.update(study=MARKUP[0]),
+    ]
     spoiled = list(zip(others[1:], hostile))  # one run stays as it was
     for run, change in spoiled:
         reports.change_record(run / "record.json", change)
@@ -178,7 +266,13 @@ def _changes(frame: pd.DataFrame, column: str):
     yield "missing", frame.drop(columns=column)
     yield "doubled name", frame.assign(**{f"{column}_": frame[column]})
     if number:
-        for name, value in (("zero", 0), ("negative", -1), ("infinite", np.inf), ("huge", 1e300), ("tiny", 1e-300)):
+        for name, value in (
+            ("zero", 0),
+            ("negative", -1),
+            ("infinite", np.inf),
+            ("huge", 1e300),
+            ("tiny", 1e-300),
+        ):
             yield name, frame.assign(**{column: value})
         yield "shuffled", frame.assign(**{column: frame[column].to_numpy()[::-1]})
     else:
@@ -200,14 +294,20 @@ def _all_changes(runs: Path) -> list[tuple[Path, str, str, str]]:
         for file in sorted(run.glob("*.parquet")):
             frame, table = pd.read_parquet(file), file.stem
             if len(frame):
-                found += [(run, table, column, name) for column in frame for name, _ in _changes(frame, column)]
+                found += [
+                    (run, table, column, name) for column in frame for name, _ in _changes(frame, column)
+                ]
                 found += [(run, table, "", name) for name, _ in _whole_changes(frame)]
     return found
 
 
 def _say(renderer: Renderer, kind: str, name: str) -> None:
-    {"claim": renderer._made, "reference": renderer._made, "table": lambda _, name: renderer._table(name),
-     "figure": lambda _, name: renderer._figure(name)}[kind](kind, name)
+    {
+        "claim": renderer._made,
+        "reference": renderer._made,
+        "table": lambda _, name: renderer._table(name),
+        "figure": lambda _, name: renderer._figure(name),
+    }[kind](kind, name)
 
 
 @pytest.fixture
@@ -219,7 +319,9 @@ def survives(runs, monkeypatch):
     renderer, readers = Renderer(reports.Reads(read(Store(runs)).tables)), {}
     monkeypatch.setattr("stepscope.report.claims.collect", renderer.known.__getitem__)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stepscope.report.claims.svg", lambda picture: "")  # made, to see what it reads, and not drawn
+        patch.setattr(
+            "stepscope.report.claims.svg", lambda picture: ""
+        )  # made, to see what it reads, and not drawn
         for kind, known in renderer.known.items():
             for name in known:
                 renderer.tables.asked = set()
@@ -236,6 +338,7 @@ def survives(runs, monkeypatch):
             if path != f"{run.parent.name}/{run.name}/{table}":
                 return frames[path].copy()
             return dict(_changes(frames[path], column) if column else _whole_changes(frames[path]))[name]
+
         monkeypatch.setattr(loading, "_file", file)
         try:
             found = read(Store(runs))
@@ -247,6 +350,7 @@ def survives(runs, monkeypatch):
         except Exception as error:  # noqa: BLE001 any is what this looks for
             return f"{run.parent.name} {table} {column} {name}: {type(error).__name__}: {error}"
         return ""
+
     return tell
 
 
@@ -255,25 +359,42 @@ def test_no_changed_table_ends_the_report(runs, survives, monkeypatch, seed, mos
     if most > 100:
         monkeypatch.setattr("stepscope.report.claims.svg", lambda picture: "")  # made, and not drawn
     every = _all_changes(runs)
-    some = random.Random(seed).sample(every, min(most, len(every))) + [one for one in every if one[2:] == ("name", "lists")][:1]
+    some = (
+        random.Random(seed).sample(every, min(most, len(every)))
+        + [one for one in every if one[2:] == ("name", "lists")][:1]
+    )
     assert not list(filter(None, map(survives, some)))
 
 
 def test_a_schema_takes_its_own_columns_numbers_that_can_be_measured_and_each_key_once():
-    schema, whole = tidy(("mode",), mode=word("step", "forward"), ms=measured()), {"mode": ["step", "forward"], "ms": [1.0, np.nan]}
+    schema, whole = (
+        tidy(("mode",), mode=word("step", "forward"), ms=measured()),
+        {"mode": ["step", "forward"], "ms": [1.0, np.nan]},
+    )
     schema.validate(pd.DataFrame(whole))
-    for other in ({"ms": [1.0, -1.0]}, {"ms": [1.0, 1e16]}, {"ms": [1.0, np.inf]}, {"ms": ["x", "y"]}, {"mode": ["step", "x"]},
-                  {"mode": ["step", "step"]}, {"beside": [1, 2]}):
+    for other in (
+        {"ms": [1.0, -1.0]},
+        {"ms": [1.0, 1e16]},
+        {"ms": [1.0, np.inf]},
+        {"ms": ["x", "y"]},
+        {"mode": ["step", "x"]},
+        {"mode": ["step", "step"]},
+        {"beside": [1, 2]},
+    ):
         with pytest.raises((SchemaError, SchemaErrors)):
             schema.validate(pd.DataFrame(whole | other))
     with pytest.raises(SchemaError):
         schema.validate(pd.DataFrame(whole)[["mode"]])
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
-    (lambda times: times.drop(columns="wall_min_ms"), "column 'wall_min_ms' is missing"),
-    (lambda times: pd.concat([times, times]), "its key is not unique")])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
+        (lambda times: times.drop(columns="wall_min_ms"), "column 'wall_min_ms' is missing"),
+        (lambda times: pd.concat([times, times]), "its key is not unique"),
+    ],
+)
 def test_a_wrong_table_is_named_with_what_is_wrong(copy, change, words):
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")
     reports.change_table(run, "times", change)
@@ -291,10 +412,22 @@ def test_a_file_that_is_no_table_is_named(copy):
     assert len(errors) == 1 and "times.parquet: cannot be read as Parquet" in errors[0]
 
 
-@pytest.mark.parametrize(("study", "change", "words"), [
-    ("ladder", lambda record: record["results"].update(parameters=MARKUP[0]), "its result parameters is '<script>"),
-    ("benchmark", lambda record: record["results"].update(matmul_tflops="1.0"), "its result matmul_tflops is '1.0'"),
-    ("benchmark", lambda record: record.update(tables={}), "its record names no table")])
+@pytest.mark.parametrize(
+    ("study", "change", "words"),
+    [
+        (
+            "ladder",
+            lambda record: record["results"].update(parameters=MARKUP[0]),
+            "its result parameters is '<script>",
+        ),
+        (
+            "benchmark",
+            lambda record: record["results"].update(matmul_tflops="1.0"),
+            "its result matmul_tflops is '1.0'",
+        ),
+        ("benchmark", lambda record: record.update(tables={}), "its record names no table"),
+    ],
+)
 def test_a_record_of_no_table_or_of_text_for_a_number_is_named_and_left_out(copy, study, change, words):
     run = next(run for run in _runs(copy) if run.parent.name == study)
     reports.change_record(run / "record.json", change)
@@ -308,7 +441,8 @@ def test_a_small_file_that_unpacks_to_much_is_named_and_not_read(copy, monkeypat
     run = next(run for run in _runs(copy) if run.parent.name == "benchmark")
     path = run / "times.parquet"
     pd.DataFrame({"wall_ms": np.zeros(1000), "reason": ["x" * 100] * 1000}).to_parquet(
-        path, compression="zstd", use_dictionary=False)
+        path, compression="zstd", use_dictionary=False
+    )
     assert path.stat().st_size < 10_000
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     reports.change_record(run / "record.json", lambda record: record["tables"]["times"].update(sha256=digest))

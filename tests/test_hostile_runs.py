@@ -1,4 +1,5 @@
 """Records, sweep files and folders from anywhere: refused in one line that can be shown, or believed safely."""
+
 import json
 import os
 
@@ -21,28 +22,31 @@ def altered(place, change):
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("change", [
-    lambda r: r.update(beside=[TAG]),
-    lambda r: r.update(status=TAG),
-    lambda r: r.update(run_id="../../etc"),
-    lambda r: r["config"].update(size=TAG),
-    lambda r: r["config"].update(study="memory"),
-    lambda r: r["config"].update(device="auto"),
-    lambda r: r["config"].update(seed=1),  # another run's
-    lambda r: r.update(study="memory"),
-    lambda r: r.update(run_id="another"),
-    lambda r: r["config"].clear(),
-    lambda r: r.update(config=[1]),
-    lambda r: r.update(tables={"../x": {"file": "x", "sha256": "0" * 64}}),
-    lambda r: r.update(tables={"x": {"file": "/etc/passwd", "sha256": "0" * 64}}),
-    lambda r: r.update(tables={"x": {"file": "../../../secret", "sha256": "0" * 64}}),
-    lambda r: r.update(tables={"x": {"file": "x\0", "sha256": "0" * 64}}),
-    lambda r: r.update(results={"x": [1]}),
-    lambda r: r.update(duration_s=1e300),
-    lambda r: r.update(started_at="9999-12-31T23:59:59-12:00"),
-    lambda r: r.update(started_at="2025-01-01T00:00:00"),  # no zone
-    lambda r: r.update(schema_version=99),
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.update(beside=[TAG]),
+        lambda r: r.update(status=TAG),
+        lambda r: r.update(run_id="../../etc"),
+        lambda r: r["config"].update(size=TAG),
+        lambda r: r["config"].update(study="memory"),
+        lambda r: r["config"].update(device="auto"),
+        lambda r: r["config"].update(seed=1),  # another run's
+        lambda r: r.update(study="memory"),
+        lambda r: r.update(run_id="another"),
+        lambda r: r["config"].clear(),
+        lambda r: r.update(config=[1]),
+        lambda r: r.update(tables={"../x": {"file": "x", "sha256": "0" * 64}}),
+        lambda r: r.update(tables={"x": {"file": "/etc/passwd", "sha256": "0" * 64}}),
+        lambda r: r.update(tables={"x": {"file": "../../../secret", "sha256": "0" * 64}}),
+        lambda r: r.update(tables={"x": {"file": "x\0", "sha256": "0" * 64}}),
+        lambda r: r.update(results={"x": [1]}),
+        lambda r: r.update(duration_s=1e300),
+        lambda r: r.update(started_at="9999-12-31T23:59:59-12:00"),
+        lambda r: r.update(started_at="2025-01-01T00:00:00"),  # no zone
+        lambda r: r.update(schema_version=99),
+    ],
+)
 def test_a_record_that_is_not_believed_is_named_on_one_line(store, tiny, change):
     place = put(store, tiny())
     altered(place, change)
@@ -61,23 +65,39 @@ def test_a_record_of_an_older_schema_is_refused_in_a_sentence_that_says_so(store
     assert place.name in str(errors[0]) and "schema_version: got 2, but input should be 3" in str(errors[0])
 
 
-@pytest.mark.parametrize("change", [
-    lambda r: r.update(run_id="x/y"), lambda r: r.update(run_id="x\n"), lambda r: r.update(software={"cuda": 2**63}),
-    lambda r: r.update(duration_s=-1), lambda r: r.update(measuring_s=-1), lambda r: r.update(notebook_sha256="g" * 64),
-    lambda r: r.update(started_at="1999-12-31T00:00:00Z"), lambda r: r.update(started_at="2200-01-01T00:00:00Z"),
-    lambda r: r["machine"].update(ram_gib=float("inf")), lambda r: r["machine"].update(cpu_cores=-1),
-    lambda r: r["tables"]["times"].update(rows=-1), lambda r: r["tables"]["times"].update(rows=2**63),
-    lambda r: r["tables"]["times"].update(sha256="0" * 63), lambda r: r["tables"]["times"].update(beside=1)])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.update(run_id="x/y"),
+        lambda r: r.update(run_id="x\n"),
+        lambda r: r.update(software={"cuda": 2**63}),
+        lambda r: r.update(duration_s=-1),
+        lambda r: r.update(measuring_s=-1),
+        lambda r: r.update(notebook_sha256="g" * 64),
+        lambda r: r.update(started_at="1999-12-31T00:00:00Z"),
+        lambda r: r.update(started_at="2200-01-01T00:00:00Z"),
+        lambda r: r["machine"].update(ram_gib=float("inf")),
+        lambda r: r["machine"].update(cpu_cores=-1),
+        lambda r: r["tables"]["times"].update(rows=-1),
+        lambda r: r["tables"]["times"].update(rows=2**63),
+        lambda r: r["tables"]["times"].update(sha256="0" * 63),
+        lambda r: r["tables"]["times"].update(beside=1),
+    ],
+)
 def test_each_field_of_a_record_holds_what_a_path_or_a_table_can(tiny, change):
     table = {"file": "times.parquet", "rows": 1, "sha256": "0" * 64}
-    content = record_of(tiny(), tables={"times": table}, machine={"ram_gib": 1.0, "cpu_cores": 2}).model_dump(mode="json")
+    content = record_of(tiny(), tables={"times": table}, machine={"ram_gib": 1.0, "cpu_cores": 2}).model_dump(
+        mode="json"
+    )
     Record.model_validate(content)
     change(content)
     with pytest.raises(ValidationError):
         Record.model_validate(content)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b" " * (2**24 + 1)])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b" " * (2**24 + 1)]
+)
 def test_a_record_that_is_no_record_is_named(store, tiny, content):
     place = put(store, tiny())
     (place / "record.json").write_bytes(content)
@@ -104,39 +124,60 @@ def test_texts_of_a_record_are_kept_as_they_are(store, tiny):
 
 BLOCK = {"study": "benchmark", "fixed": TINY}
 # A few lines that stand for ten to the twentieth numbers.
-LAUGHS = ("study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device: &a0 cpu\n  seed:\n"
-          + "".join(f"  - &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(20)))
+LAUGHS = (
+    "study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device: &a0 cpu\n  seed:\n"
+    + "".join(f"  - &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(20))
+)
 
 
-@pytest.mark.parametrize("content, words", [
-    ("[]", "asks for no run"),
-    ("[1]", "block 1: all: got 1, but input should be a valid dictionary"),
-    ("{study: warmup}", "known studies are"),
-    ("{study: benchmark, fixd: {}}", "fixd: no such field; fixed may be meant; known are study, fixed, axes"),
-    ("{study: benchmark, fixed: {size: nano, contxt_length: 8}}",
-     "contxt_length: no such field; context_length may be meant; known are study"),
-    ("{study: ladder, axes: {optimization: [fp32]}}", "optimization: no such field; optimizations may be meant"),
-    ("{study: memory, fixed: {zzz: 1}}", "zzz: no such field; known are"),
-    ("{study: benchmark, fixed: {study: nsys}}", "'study': given more than once"),
-    ("{study: benchmark, fixed: {1: 2}}", "fixed.1.*should be a valid string"),
-    ("{study: benchmark, axes: {seed: 1}}", r"axes\.seed: got 1, but input should be a valid list"),
-    ("{study: benchmark, fixed: {seed: 1}, axes: {seed: [1]}}", "'seed': given more than once"),
-    ("{study: benchmark, skip_too_large: 1}", "skip_too_large: got 1"),
-    ("{study: benchmark, fixed: {size: nano}}", "context_length: not given"),
-    ("{study: benchmark, fixed: {size: nano, context_length: 1:30}}", "context_length: got '1:30'"),  # not 90
-    ("{study: benchmark, fixed: {size: nano, context_length: 8, device: yes}}", "device: got 'yes'"),
-    ("{study: benchmark, fixed: {size: nano, context_length: 2025-01-01}}", "context_length: got datetime"),
-    ("a: 1\na: 2", "duplicate key"),
-    (LAUGHS, "seed: got"),
-    ("[" * 10**5 + "]" * 10**5, "recursion"),
-    ("a: " + "9" * 5000, "digits"),
-    ("{study: " + "x" * 20_000 + "}", "known studies are"),
-    ("a: !!python/object:os.system {}", "could not determine a constructor"),
-    ("{a: [", "line 1"),
-    ("--- 1\n--- 2", "another document"),
-    ("study: benchmark\naxes:" + "".join(f"\n  f{n}: {list(range(10))}" for n in range(6)),
-     "more than 100,000 runs"),
-])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("[]", "asks for no run"),
+        ("[1]", "block 1: all: got 1, but input should be a valid dictionary"),
+        ("{study: warmup}", "known studies are"),
+        (
+            "{study: benchmark, fixd: {}}",
+            "fixd: no such field; fixed may be meant; known are study, fixed, axes",
+        ),
+        (
+            "{study: benchmark, fixed: {size: nano, contxt_length: 8}}",
+            "contxt_length: no such field; context_length may be meant; known are study",
+        ),
+        (
+            "{study: ladder, axes: {optimization: [fp32]}}",
+            "optimization: no such field; optimizations may be meant",
+        ),
+        ("{study: memory, fixed: {zzz: 1}}", "zzz: no such field; known are"),
+        ("{study: benchmark, fixed: {study: nsys}}", "'study': given more than once"),
+        ("{study: benchmark, fixed: {1: 2}}", "fixed.1.*should be a valid string"),
+        ("{study: benchmark, axes: {seed: 1}}", r"axes\.seed: got 1, but input should be a valid list"),
+        ("{study: benchmark, fixed: {seed: 1}, axes: {seed: [1]}}", "'seed': given more than once"),
+        ("{study: benchmark, skip_too_large: 1}", "skip_too_large: got 1"),
+        ("{study: benchmark, fixed: {size: nano}}", "context_length: not given"),
+        (
+            "{study: benchmark, fixed: {size: nano, context_length: 1:30}}",
+            "context_length: got '1:30'",
+        ),  # not 90
+        ("{study: benchmark, fixed: {size: nano, context_length: 8, device: yes}}", "device: got 'yes'"),
+        (
+            "{study: benchmark, fixed: {size: nano, context_length: 2025-01-01}}",
+            "context_length: got datetime",
+        ),
+        ("a: 1\na: 2", "duplicate key"),
+        (LAUGHS, "seed: got"),
+        ("[" * 10**5 + "]" * 10**5, "recursion"),
+        ("a: " + "9" * 5000, "digits"),
+        ("{study: " + "x" * 20_000 + "}", "known studies are"),
+        ("a: !!python/object:os.system {}", "could not determine a constructor"),
+        ("{a: [", "line 1"),
+        ("--- 1\n--- 2", "another document"),
+        (
+            "study: benchmark\naxes:" + "".join(f"\n  f{n}: {list(range(10))}" for n in range(6)),
+            "more than 100,000 runs",
+        ),
+    ],
+)
 def test_a_sweep_file_that_cannot_be_run_is_refused_in_one_sentence(write_sweep, content, words):
     path = write_sweep(content)
     with pytest.raises((SweepError, YamlFileError), match=words) as error:
@@ -159,13 +200,20 @@ def test_files_that_are_none_are_refused_and_never_waited_for(tmp_path):
 
 def test_yaml_is_of_version_1_2(write_sweep):
     assert load_yaml(write_sweep("{a: 1:30, b: yes, c: 0o17, d: 1e3, e: 2.7B}")) == {
-        "a": "1:30", "b": "yes", "c": 15, "d": 1000.0, "e": "2.7B"}
+        "a": "1:30",
+        "b": "yes",
+        "c": 15,
+        "d": 1000.0,
+        "e": "2.7B",
+    }
 
 
 def test_a_block_is_the_product_of_its_axes_in_order_each_run_once(write_sweep):
     axes = {"context_length": [8, 16], "seed": [1, 2]}
     fixed = {name: value for name, value in TINY.items() if name != "context_length"}
-    path = write_sweep([{"study": "benchmark", "fixed": fixed, "axes": axes}, BLOCK | {"axes": {"seed": [2, 3]}}])
+    path = write_sweep(
+        [{"study": "benchmark", "fixed": fixed, "axes": axes}, BLOCK | {"axes": {"seed": [2, 3]}}]
+    )
     asked = load_sweeps([path, path], "cpu")
     assert [(c.context_length, c.seed) for c in asked.configs] == [(8, 1), (8, 2), (16, 1), (16, 2), (8, 3)]
     assert not asked.too_large
@@ -174,18 +222,28 @@ def test_a_block_is_the_product_of_its_axes_in_order_each_run_once(write_sweep):
 def test_only_where_the_file_says_so_is_what_does_not_fit_left_out(write_sweep):
     fields = {"vocab_size": 10_000, "batch_size": 4, "context_length": 512}
     block = {"study": "ladder", "fixed": fields, "axes": {"size": ["small", "2.7B"]}}
-    sizes = [[c.size for c in load_sweeps([write_sweep(b)], "cuda", 40.0).configs]
-             for b in (block, block | {"skip_too_large": True})]
+    sizes = [
+        [c.size for c in load_sweeps([write_sweep(b)], "cuda", 40.0).configs]
+        for b in (block, block | {"skip_too_large": True})
+    ]
     assert sizes == [["small", "2.7B"], ["small"]]
     asked = load_sweeps([write_sweep(block | {"skip_too_large": True})], "cuda", 40.0)
     assert [config.size for config in asked.too_large] == ["2.7B"]
 
 
-@pytest.mark.parametrize("study, fields, smallest", [
-    ("benchmark", {}, ("forward", "fp32")), ("nsys", {"precision": "bf16"}, ("forward", "bf16")),
-    ("benchmark", {"compile": "model"}, ("forward", "fp32")), ("mixed_precision", {}, ("forward", "fp32")),
-    ("mixed_precision", {"context_length": 2048}, ("forward", "tf32")), ("memory", {}, ("forward", "fp32")),
-    ("memory", {"modes": ["step", "forward_backward"]}, ("forward_backward", "fp32")), ("ladder", {}, ("step", "fp32"))])
+@pytest.mark.parametrize(
+    "study, fields, smallest",
+    [
+        ("benchmark", {}, ("forward", "fp32")),
+        ("nsys", {"precision": "bf16"}, ("forward", "bf16")),
+        ("benchmark", {"compile": "model"}, ("forward", "fp32")),
+        ("mixed_precision", {}, ("forward", "fp32")),
+        ("mixed_precision", {"context_length": 2048}, ("forward", "tf32")),
+        ("memory", {}, ("forward", "fp32")),
+        ("memory", {"modes": ["step", "forward_backward"]}, ("forward_backward", "fp32")),
+        ("ladder", {}, ("step", "fp32")),
+    ],
+)
 def test_a_run_is_left_out_where_not_even_the_smallest_of_what_it_measures_fits(study, fields, smallest):
     """What a benchmark's full step needs is no reason not to time its forward."""
     mode, precision = smallest
@@ -200,22 +258,47 @@ def test_a_run_is_left_out_where_not_even_the_smallest_of_what_it_measures_fits(
 
 
 def test_on_a_24_gib_gpu_every_cell_of_the_handout_whose_forward_fits_is_asked_for():
-    block = {"study": "benchmark", "skip_too_large": True, "axes": {
-        "context_length": [128, 256, 512, 1024], "size": ["small", "medium", "large", "xl", "2.7B"]}}
+    block = {
+        "study": "benchmark",
+        "skip_too_large": True,
+        "axes": {"context_length": [128, 256, 512, 1024], "size": ["small", "medium", "large", "xl", "2.7B"]},
+    }
     plan = load_sweeps([block], "cuda", 23.5)
     assert (len(plan.configs), plan.too_large) == (20, [])
 
 
-@pytest.mark.parametrize("gib, size, context", [
-    (None, "small", 512), (10, "small", 512), (40, "large", 512), (79, "2.7B", 512), (140, "2.7B", 512), (10, "medium", 128), (79, "large", 1024)])
+@pytest.mark.parametrize(
+    "gib, size, context",
+    [
+        (None, "small", 512),
+        (10, "small", 512),
+        (40, "large", 512),
+        (79, "2.7B", 512),
+        (140, "2.7B", 512),
+        (10, "medium", 128),
+        (79, "large", 1024),
+    ],
+)
 def test_the_largest_model_is_the_largest_that_is_predicted_to_fit(gib, size, context):
     block = {"study": "benchmark", "fixed": {"size": "LARGEST", "context_length": context}}
     assert load_sweeps([block], "cuda", gib).configs[0].size == size
 
 
-@pytest.mark.parametrize("name, device", [
-    ("reference", "cuda"), ("tour", "cuda"), ("2026", "cuda"), ("cpu", "cpu"), ("benchmark", "cuda"),
-    ("nsys", "cuda"), ("mixed_precision", "cuda"), ("memory", "cuda"), ("attention", "cuda"), ("ladder", "cuda")])
+@pytest.mark.parametrize(
+    "name, device",
+    [
+        ("reference", "cuda"),
+        ("tour", "cuda"),
+        ("2026", "cuda"),
+        ("cpu", "cpu"),
+        ("benchmark", "cuda"),
+        ("nsys", "cuda"),
+        ("mixed_precision", "cuda"),
+        ("memory", "cuda"),
+        ("attention", "cuda"),
+        ("ladder", "cuda"),
+    ],
+)
 def test_what_ships_can_be_run(name, device):
     paths = find_sweeps(name)
     asked = load_sweeps(paths, device, 139.8)
@@ -226,8 +309,17 @@ def test_what_ships_can_be_run(name, device):
 @pytest.mark.parametrize("name", ["reference", "tour"])
 def test_no_ladder_that_ships_replaces_another(name):
     """A report drops a run of which a later one measures a change again, with all that it alone has."""
-    ladders = [config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"]
-    measured = [(config.size, config.context_length, config.vocab_size, batch, change) for config in ladders
-                for batch in config.batches or [config.batch_size]
-                for change in [*config.optimizations, *(f"without {one}" for one in config.without), *config.baselines]]
+    ladders = [
+        config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"
+    ]
+    measured = [
+        (config.size, config.context_length, config.vocab_size, batch, change)
+        for config in ladders
+        for batch in config.batches or [config.batch_size]
+        for change in [
+            *config.optimizations,
+            *(f"without {one}" for one in config.without),
+            *config.baselines,
+        ]
+    ]
     assert ladders and len({*measured}) == len(measured)

@@ -1,4 +1,5 @@
 """A sweep that is killed again and again ends with the records of one that was left alone."""
+
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from stepscope.runs.sweep import semaphores
 def sweep(write_sweep):
     def write(seeds):
         return write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": seeds}})
+
     return write
 
 
@@ -26,8 +28,10 @@ def records(store):
     """The bytes of every record there is; each must be whole, whatever has just been killed."""
     found, errors = store.records(check_files=True)
     assert not errors
-    return {record.config["seed"]: (store.root / "benchmark" / record.run_id / "record.json").read_bytes()
-            for record in found}
+    return {
+        record.config["seed"]: (store.root / "benchmark" / record.run_id / "record.json").read_bytes()
+        for record in found
+    }
 
 
 def begun(faults, what="seed"):
@@ -49,13 +53,27 @@ def quiet(started):
     return not re.search("Traceback|Error|Warning|once more", said), said
 
 
-@pytest.mark.parametrize("number, group", [
-    (signal.SIGKILL, False), (signal.SIGTERM, True),
-    *(pytest.param(number, group, marks=pytest.mark.trials) for number, group in [
-        (signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGHUP, True),
-        (signal.SIGINT, False), (signal.SIGINT, True)])])
-def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, store, faults, number, group,
-                                                                tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "number, group",
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGTERM, True),
+        *(
+            pytest.param(number, group, marks=pytest.mark.trials)
+            for number, group in [
+                (signal.SIGKILL, True),
+                (signal.SIGTERM, False),
+                (signal.SIGHUP, False),
+                (signal.SIGHUP, True),
+                (signal.SIGINT, False),
+                (signal.SIGINT, True),
+            ]
+        ),
+    ],
+)
+def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(
+    program, sweep, store, faults, number, group, tmp_path, monkeypatch
+):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -84,9 +102,16 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(program, sweep, 
     assert not store.partial.exists() and second.all_ended(5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, *(
-    pytest.param(number, marks=pytest.mark.trials) for number in (signal.SIGINT, signal.SIGHUP))])
-def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_once(program, sweep, store, faults, number):
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(pytest.param(number, marks=pytest.mark.trials) for number in (signal.SIGINT, signal.SIGHUP)),
+    ],
+)
+def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_once(
+    program, sweep, store, faults, number
+):
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -142,17 +167,33 @@ def _victims(started):
     for process in started.processes():
         with suppress(psutil.Error):
             line = " ".join(process.cmdline())
-            kind = ("kernel" if "ipykernel_launcher" in line else "run" if "stepscope.runs.run" in line
-                    else "worker" if "spawn_main" in line else None)
+            kind = (
+                "kernel"
+                if "ipykernel_launcher" in line
+                else "run"
+                if "stepscope.runs.run" in line
+                else "worker"
+                if "spawn_main" in line
+                else None
+            )
             if kind:
                 found[kind].append(process)
     return found
 
 
-@pytest.mark.parametrize("chance, seeds, kills, within_s", [
-    (2, [0, LACKS_MEMORY, 20, 21], 2, 8),
-    *(pytest.param(seed, [0, LACKS_MEMORY, *range(20, 38)], 7, 14, marks=pytest.mark.trials) for seed in range(4))])
-def test_random_kills_lose_nothing_and_double_nothing(program, sweep, store, faults, chance, seeds, kills, within_s):
+@pytest.mark.parametrize(
+    "chance, seeds, kills, within_s",
+    [
+        (2, [0, LACKS_MEMORY, 20, 21], 2, 8),
+        *(
+            pytest.param(seed, [0, LACKS_MEMORY, *range(20, 38)], 7, 14, marks=pytest.mark.trials)
+            for seed in range(4)
+        ),
+    ],
+)
+def test_random_kills_lose_nothing_and_double_nothing(
+    program, sweep, store, faults, chance, seeds, kills, within_s
+):
     path, chance, before = sweep(seeds), random.Random(chance), {}
     for number in range(kills):
         started = program("sweep", path, "--runs", store.root, "--workers", 2)
@@ -160,8 +201,11 @@ def test_random_kills_lose_nothing_and_double_nothing(program, sweep, store, fau
         kind = chance.choice(["sweep", "sweep", "worker", "run", "kernel"])
         for process in _victims(started)[kind][:1]:
             with suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL if kind != "sweep" else chance.choice(
-                    [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+                process.send_signal(
+                    signal.SIGKILL
+                    if kind != "sweep"
+                    else chance.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+                )
         if kind != "sweep" and started.process.poll() is None:
             time.sleep(chance.uniform(0, 3))
             with suppress(ProcessLookupError):
@@ -176,15 +220,21 @@ def test_random_kills_lose_nothing_and_double_nothing(program, sweep, store, fau
     assert last.process.wait(300) == 0, last.said.read_text()
     assert records(store).keys() == set(seeds) and before.items() <= records(store).items()
     assert last.all_ended(5)
-    assert {path.name for path in store.root.iterdir()} == {".lock", "benchmark"}  # nothing half-made or temporary
+    assert {path.name for path in store.root.iterdir()} == {
+        ".lock",
+        "benchmark",
+    }  # nothing half-made or temporary
 
 
 @pytest.mark.trials
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_stops_a_sweep_and_loses_nothing(program, sweep, store, faults):
     import subprocess
+
     store.root.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", store.root], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", store.root], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("nothing can be mounted here")
     try:

@@ -1,4 +1,5 @@
 """A trial: each notebook as a student meets it, in JupyterLab in a real browser, on a CPU and with its defaults."""
+
 import json
 import os
 import shutil
@@ -49,16 +50,31 @@ def lab(project, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     home = tmp_path_factory.mktemp("home")
-    places = {"HOME": str(home), "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTER_DATA_DIR": str(home / "data"),
-              "JUPYTER_RUNTIME_DIR": str(home / "runtime"), "IPYTHONDIR": str(home / "ipython"),
-              "PYTHONPATH": str(project / "lib")}
+    places = {
+        "HOME": str(home),
+        "JUPYTER_CONFIG_DIR": str(home / "config"),
+        "JUPYTER_DATA_DIR": str(home / "data"),
+        "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+        "IPYTHONDIR": str(home / "ipython"),
+        "PYTHONPATH": str(project / "lib"),
+    }
     # The whole notebook is on the page, so that all of it can be looked at.
     settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
     said = home / "said.txt"
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", "--ServerApp.root_dir=.",
-               f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "lab",
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.root_dir=.",
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={TOKEN}",
+    ]
     with said.open("w") as stream:
         server = subprocess.Popen(command, cwd=project, env=os.environ | places, stdout=stream, stderr=stream)
     address = f"http://127.0.0.1:{port}"
@@ -84,8 +100,11 @@ def test_a_notebook_runs_in_jupyterlab(project, lab, name):
         page.goto(f"{lab}/lab/tree/lab/{name}.ipynb?token={TOKEN}&reset")
         # Cells come one after another, and only those that are there are run.
         cells = len(json.loads((project / "lab" / f"{name}.ipynb").read_text())["cells"])
-        page.wait_for_function("cells => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= cells", arg=cells,
-                               timeout=60_000)
+        page.wait_for_function(
+            "cells => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= cells",
+            arg=cells,
+            timeout=60_000,
+        )
         has_kernel(lab, name)
         idle = page.locator('.jp-NotebookPanel-toolbar [data-status="idle"]')
         idle.wait_for(timeout=60_000)
@@ -93,10 +112,13 @@ def test_a_notebook_runs_in_jupyterlab(project, lab, name):
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         # Each cell that has run has a number, one that waits has a star: the last one's number is the end.
-        page.wait_for_function("""() => {
+        page.wait_for_function(
+            """() => {
             const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText.trim())
             const failed = document.querySelector('[data-mime-type="application/vnd.jupyter.error"]')
-            return failed || prompts.every(text => /\\[\\d+\\]/.test(text)) }""", timeout=RUN_LIMIT_S * 1e3)
+            return failed || prompts.every(text => /\\[\\d+\\]/.test(text)) }""",
+            timeout=RUN_LIMIT_S * 1e3,
+        )
         idle.wait_for(timeout=60_000)
         took_s = time.monotonic() - begin
         page.wait_for_timeout(1_000)  # the last picture is still being drawn

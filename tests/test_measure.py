@@ -1,5 +1,6 @@
 """The measuring room's helpers as a notebook calls them: what a failed case holds is freed, what is captured has its
 case, phase and step, and what autograd keeps is counted once."""
+
 import gc
 import warnings
 import weakref
@@ -15,7 +16,9 @@ from stepscope.measure import guard
 from stepscope.measure.times import OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
 
-FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
+FULL = torch.OutOfMemoryError(
+    "CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ..."
+)
 
 
 class Kept:
@@ -59,6 +62,7 @@ def test_a_failed_cause_holds_nothing_either(said):
             if said:
                 raise torch.OutOfMemoryError("while stepping: no room") from error
             raise torch.OutOfMemoryError("while stepping: no room")  # noqa: B904
+
     with measure.out_of_memory(status, "step"):
         outer()
     assert found[0]() is None and status["step"] == ("oom", "while stepping: no room")
@@ -80,7 +84,10 @@ def test_other_errors_are_let_on_unless_they_are_asked_for():
         raise KeyboardInterrupt
     assert warnings.filters == before and "stopped" not in status
     assert guard.error_text(RuntimeError("out of memory. Process 71 has 9 GiB in use")) == "out of memory."
-    with pytest.raises(RuntimeError, match="illegal"), measure.out_of_memory(status, "case", or_unsupported=True):
+    with (
+        pytest.raises(RuntimeError, match="illegal"),
+        measure.out_of_memory(status, "case", or_unsupported=True),
+    ):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
@@ -95,7 +102,10 @@ def test_a_capture_has_each_operation_with_its_case_step_and_phase():
     found = captured.operations
     assert captured.reason == "" and list(found["case"]) == ["mm", ("add", 64), "mm"]
     assert list(found["number"]) == [0, 0, 1] and set(found["phase"]) == {"forward"}
-    assert list(found["name"]) == ["aten::mm", "aten::add", "aten::mm"] and found["family"][0] == "matrix multiply"
+    assert (
+        list(found["name"]) == ["aten::mm", "aten::add", "aten::mm"]
+        and found["family"][0] == "matrix multiply"
+    )
     own = measure.quickest_step(found[found["case"] == "mm"])
     assert len(own) == 1 and measure.gpu_time_ms(own) == (own["end_ns"] - own["start_ns"]).sum() / 1e6
 
@@ -103,26 +113,46 @@ def test_a_capture_has_each_operation_with_its_case_step_and_phase():
 def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
     step = build_step(StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1))
     cases = {mode: {"mode": mode, "precision": "fp32"} for mode in ("step", "forward", "forward_backward")}
-    samples = {mode: measure.time_steps(step.of(mode), 2, 1, "cpu", before=step.clear_gradients) for mode in ("step", "forward")}
+    samples = {
+        mode: measure.time_steps(step.of(mode), 2, 1, "cpu", before=step.clear_gradients)
+        for mode in ("step", "forward")
+    }
     with measure.capture("cpu") as captured:
         for number in range(2):
             step.clear_gradients()
             step(captured.phases("step", number))
     found = captured.operations
-    times = measure.step_times(cases, samples, found, {"step": {"power_w": 7.0}}, {"forward_backward": ("oom", "no room")}, "late")
+    times = measure.step_times(
+        cases, samples, found, {"step": {"power_w": 7.0}}, {"forward_backward": ("oom", "no room")}, "late"
+    )
     assert times[["mode", "phase", "status", "reason"]].values.tolist() == [
         *(["step", phase, "ok", ""] for phase in ("forward", "loss", "backward", "optimizer", "whole")),
-        ["forward", "forward", "ok", "late"], ["forward", "whole", "ok", "late"],
-        ["forward_backward", "whole", "oom", "no room"]]
-    assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[times["wall_ms"].isna()].tolist() == [7]
-    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS} == {"float64"} and list(times) == TIME_COLUMNS
+        ["forward", "forward", "ok", "late"],
+        ["forward", "whole", "ok", "late"],
+        ["forward_backward", "whole", "oom", "no room"],
+    ]
+    assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[
+        times["wall_ms"].isna()
+    ].tolist() == [7]
+    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS} == {"float64"} and list(
+        times
+    ) == TIME_COLUMNS
     plain = samples["step"].query("not warmup").groupby("phase")["wall_ms"].median()
     assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
     own = measure.quickest_step(found)
-    assert times["operations"][:5].tolist() == [*own["phase"].value_counts()[["forward", "loss", "backward", "optimizer"]], len(own)]
-    assert times["operations"][5:].isna().all() and times["busy"][4] == times["gpu_ms"][4] / times["wall_ms"][4]
+    assert times["operations"][:5].tolist() == [
+        *own["phase"].value_counts()[["forward", "loss", "backward", "optimizer"]],
+        len(own),
+    ]
+    assert (
+        times["operations"][5:].isna().all() and times["busy"][4] == times["gpu_ms"][4] / times["wall_ms"][4]
+    )
     names = measure.operations_by_name(cases, found)
-    assert names["count"].sum() == len(own) and set(names["mode"]) == {"step"} and list(names) == OPERATION_COLUMNS
+    assert (
+        names["count"].sum() == len(own)
+        and set(names["mode"]) == {"step"}
+        and list(names) == OPERATION_COLUMNS
+    )
     assert list(measure.operations_by_name(cases, found[:0])) == OPERATION_COLUMNS
 
 
@@ -143,13 +173,16 @@ def test_a_capture_is_of_its_device_and_one_of_the_host_alone_is_none_of_a_gpu(m
             torch.mm(torch.ones(8, 8), torch.ones(8, 8))
             warnings.warn("mine", stacklevel=1)
         return captured
+
     with pytest.warns(UserWarning, match="mine"):
         broken = capture()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match="mine"):
         found = capture()
     assert found.operations.empty and "nothing of the GPU" in found.reason
-    broken.session = SimpleNamespace(__exit__=lambda *_: torch.mm(torch.ones(2), torch.ones(2)))  # a RuntimeError
+    broken.session = SimpleNamespace(
+        __exit__=lambda *_: torch.mm(torch.ones(2), torch.ones(2))
+    )  # a RuntimeError
     broken.__exit__(None, None, None)
     assert broken.operations.empty and broken.reason.startswith("torch.profiler: ")
 
@@ -175,10 +208,16 @@ class Allocator(SimpleNamespace):
 @pytest.fixture
 def allocator(monkeypatch):
     made = Allocator(now=1000, most=10**9, reserved=70_000, most_reserved=2 * 10**9, given_back=0)
-    for name, answer in {"memory_allocated": lambda: made.now, "max_memory_allocated": lambda: made.most, "memory_reserved": lambda: made.reserved,
-                         "max_memory_reserved": lambda: made.most_reserved, "mem_get_info": lambda: (30_000, 900_000), "synchronize": lambda: None,
-                         "reset_peak_memory_stats": lambda: made.__dict__.update(most=made.now, most_reserved=made.reserved),
-                         "empty_cache": lambda: made.__dict__.update(reserved=made.now)}.items():
+    for name, answer in {
+        "memory_allocated": lambda: made.now,
+        "max_memory_allocated": lambda: made.most,
+        "memory_reserved": lambda: made.reserved,
+        "max_memory_reserved": lambda: made.most_reserved,
+        "mem_get_info": lambda: (30_000, 900_000),
+        "synchronize": lambda: None,
+        "reset_peak_memory_stats": lambda: made.__dict__.update(most=made.now, most_reserved=made.reserved),
+        "empty_cache": lambda: made.__dict__.update(reserved=made.now),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     return made
 
@@ -188,17 +227,21 @@ def test_a_devices_bytes_and_peaks_are_the_allocators(allocator):
     measure.forget_peaks("cuda")
     assert measure.peak_memory("cuda") == {"peak_gib": 1000 / 2**30, "reserved_gib": 1000 / 2**30}
     allocator.most, allocator.most_reserved = 3 * 2**30, 5 * 2**30
-    assert measure.peak_memory("cuda") == {"peak_gib": 3, "reserved_gib": 5} and measure.peak_memory("cpu") == {}
+    assert (
+        measure.peak_memory("cuda") == {"peak_gib": 3, "reserved_gib": 5} and measure.peak_memory("cpu") == {}
+    )
 
 
 def test_a_passs_bytes_are_what_is_in_use_more_than_before_and_its_own(allocator):
     """Of 1,000 bytes in use 700 are its own; of 600 that forward leaves 16 are its output; a peak of before is forgotten."""
+
     def call(x):
         allocator.take(5000)
         allocator.take(-4400)
         output = x * 2
         output.register_hook(lambda gradient: allocator.take(7000))
         return output
+
     x = torch.ones(4, requires_grad=True)
     x.grad = torch.ones(4)
     found = measure.pass_memory(call, [x], torch.ones(4), 700, "cuda")
@@ -208,5 +251,7 @@ def test_a_passs_bytes_are_what_is_in_use_more_than_before_and_its_own(allocator
 
 def test_on_a_cpu_what_autograd_is_handed_is_saved_but_for_inputs_output_and_masks():
     x, mask = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8, dtype=torch.bool)
-    found = measure.pass_memory(lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu")
+    found = measure.pass_memory(
+        lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"
+    )
     assert found == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the exponentials are the output

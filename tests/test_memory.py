@@ -1,5 +1,6 @@
 """The memory study: allocations that have to add up and have their place, what a block saves, checkpoints, snapshots,
 tables."""
+
 import gc
 import pickle
 import pickletools
@@ -46,7 +47,9 @@ def threads(monkeypatch):
 
 def cells_of(config, until, **replaced):
     """The names that the configuration's notebook has when it comes to the cell with ``until``."""
-    other = {"memory": ("checkpoints", "stacks", "timed_steps"), "checkpointing": ("keep_snapshot",)}[config.notebook]
+    other = {"memory": ("checkpoints", "stacks", "timed_steps"), "checkpointing": ("keep_snapshot",)}[
+        config.notebook
+    ]
     fields = {name: value for name, value in parameters_of(config).items() if name not in other}
     return run_cells(config.notebook, until, replaced, **fields)
 
@@ -83,27 +86,44 @@ AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V
 
 def after_loss(config):
     """Bytes by kind when all is there that backward needs, by formula."""
-    f, rest, layers = accounting.formulas_of(config), accounting.at_rest(config, "forward_backward"), config.num_layers
-    saved, copies, logits, end, head, loss = (accounting.value(formula, config) for formula in (
-        f.saved, f.weight_cache, f.logits, *AFTER_LOSS[config.precision]))
+    f, rest, layers = (
+        accounting.formulas_of(config),
+        accounting.at_rest(config, "forward_backward"),
+        config.num_layers,
+    )
+    saved, copies, logits, end, head, loss = (
+        accounting.value(formula, config)
+        for formula in (f.saved, f.weight_cache, f.logits, *AFTER_LOSS[config.precision])
+    )
     # the step's own variables hold logits and loss
-    return rest | {"saved for backward": layers * saved + end - head - logits + loss,
-                   "autocast weight cache": layers * copies + head, "other": rest["other"] + logits + 4}
+    return rest | {
+        "saved for backward": layers * saved + end - head - logits + loss,
+        "autocast weight cache": layers * copies + head,
+        "other": rest["other"] + logits + 4,
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_say(shape, precision, monkeypatch):
+def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_say(
+    shape, precision, monkeypatch
+):
     config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
     step, recordings = recorded(config, monkeypatch)
     rows = history.tables(config, recordings)["peaks"]
     for mode in config.modes:
         whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
-        assert whole["requested_gib"] == whole["predicted_requested_gib"] == accounting.peak(config, mode).requested / GIB
+        assert (
+            whole["requested_gib"]
+            == whole["predicted_requested_gib"]
+            == accounting.peak(config, mode).requested / GIB
+        )
         assert sum(bytes_of(whole).values()) == round(whole["requested_gib"] * GIB)
         assert whole[column("rounding")] == whole["peak_gib"] - whole["requested_gib"] >= 0
         top = accounting.peak(config, mode)
-        assert (whole["peak_in"], whole["region"]) == (top.phase, top.operation.partition(":")[0]) and whole["allocation_gib"] > 0
+        assert (whole["peak_in"], whole["region"]) == (top.phase, top.operation.partition(":")[0]) and whole[
+            "allocation_gib"
+        ] > 0
         assert np.array_equal([whole["layer"]], np.array([top.layer], float), equal_nan=True)
     one = recordings[1]
     assert len(one.gradients) == len([*step.model.parameters()]), "each is known by its address"
@@ -113,10 +133,14 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
 
 
 def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypatch):
-    config = config_of(SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"])
+    config = config_of(
+        SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"]
+    )
     _, (one,) = recorded(config, monkeypatch)
     table = history.classified(one, config)
-    found = table[(table["kind"] == "autocast weight cache") & (table["region"] != "head")]  # logits are of its bytes and stay
+    found = table[
+        (table["kind"] == "autocast weight cache") & (table["region"] != "head")
+    ]  # logits are of its bytes and stay
     assert found["size"].sum() == 3 * accounting.value(accounting.formulas_of(config).weight_cache, config)
 
 
@@ -126,20 +150,34 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
     step, weights = recordings[1], 4 * parameter_count(config)
     table = history.classified(step, config)
     assert [(table["phase"] == name).sum() for name, *_ in step.phases] == [
-        end.allocations - begin.allocations for _, begin, end in step.phases]
+        end.allocations - begin.allocations for _, begin, end in step.phases
+    ]
     rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
-    assert [phase for mode, phase in rows.index if mode == "step"] == ["forward", "loss", "backward", "optimizer", "whole"]
+    assert [phase for mode, phase in rows.index if mode == "step"] == [
+        "forward",
+        "loss",
+        "backward",
+        "optimizer",
+        "whole",
+    ]
     assert bytes_of(rows.loc["step", "optimizer"])["gradients"] == weights
     assert bytes_of(rows.loc["step", "forward"])["gradients"] == 0
     assert bytes_of(rows.loc["step", "forward"])["optimizer state"] == 2 * weights + 4 * (9 * 3 + 3)
     assert bytes_of(rows.loc["forward", "forward"])["optimizer state"] == 0
     assert rows.loc["step", "whole"]["reserved_gib"] == rows.loc["step"].drop("whole")["reserved_gib"].max()
     top = rows.loc["step"].drop("whole")["peak_gib"].idxmax()
-    assert rows.loc["step", "whole"]["peak_in"] == top and rows.loc["step", "whole"]["peak_gib"] == rows.loc["step", top]["peak_gib"]
+    assert (
+        rows.loc["step", "whole"]["peak_in"] == top
+        and rows.loc["step", "whole"]["peak_gib"] == rows.loc["step", top]["peak_gib"]
+    )
     scores = table[(table["region"] == "attention.softmax") & (table["phase"] == "forward")]
     assert scores.groupby("layer").size().tolist() == [5, 5, 5]
     back = table[(table["phase"] == "backward") & (table["region"] == "attention.softmax")]
-    assert back.groupby("layer", sort=False).size().index.tolist() == [2, 1, 0]  # backward meets the last layer first
+    assert back.groupby("layer", sort=False).size().index.tolist() == [
+        2,
+        1,
+        0,
+    ]  # backward meets the last layer first
     assert table.loc[table["phase"] == "backward", "kind"].isin(["gradients", "temporaries"]).all()
 
 
@@ -161,9 +199,11 @@ def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
         assert 30 <= len(line) <= 60 and line["event"].is_unique and line["event"].is_monotonic_increasing
         top = max(end.peak_requested for _, _, end in one.phases)
         assert round(total.max() * GIB) == top
-        live = history.live_bytes(table)[:, :history._ends(one)[-1] + 1].sum(axis=0)
+        live = history.live_bytes(table)[:, : history._ends(one)[-1] + 1].sum(axis=0)
         assert round(total.min() * GIB) == live.min() + sum(one.before.get(kind, 0) for kind in LIVE)
-        assert list(dict.fromkeys(line["phase"])) == [name for name, *_ in one.phases if name != "loss"] or "loss" in set(line["phase"])
+        assert list(dict.fromkeys(line["phase"])) == [
+            name for name, *_ in one.phases if name != "loss"
+        ] or "loss" in set(line["phase"])
 
 
 def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
@@ -175,7 +215,9 @@ def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
         last = one.phases[-1][2].events - one.start.events
         assert line.index.tolist() == list(range(last + 1)) and line[0] == one.phases[0][0]
         for name, begin, end in one.phases:  # after event n the n-th has been
-            assert set(line.loc[begin.events - one.start.events + 1:end.events - one.start.events]) <= {name}
+            assert set(line.loc[begin.events - one.start.events + 1 : end.events - one.start.events]) <= {
+                name
+            }
 
 
 def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
@@ -190,9 +232,15 @@ def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
     assert scores["count"] == 9
 
 
-@pytest.mark.parametrize("harm", [
-    lambda one: one.snapshot["device_traces"][0].pop(0), lambda one: one.snapshot["device_traces"][0].pop(100),
-    lambda one: one.snapshot["device_traces"][0].pop(250), lambda one: one.before.update(weights=one.before["weights"] - 4)])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda one: one.snapshot["device_traces"][0].pop(0),
+        lambda one: one.snapshot["device_traces"][0].pop(100),
+        lambda one: one.snapshot["device_traces"][0].pop(250),
+        lambda one: one.before.update(weights=one.before["weights"] - 4),
+    ],
+)
 def test_a_history_that_does_not_add_up_is_refused(harm, monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
     _, (one,) = recorded(config, monkeypatch)
@@ -207,7 +255,10 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
     def full(*arguments):
         if not next(calls):  # of the step whose bytes a parameter are counted
             return backward(*arguments)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ..."
+        )
+
     monkeypatch.setattr(torch.Tensor, "backward", full)
     config = config_of(SHAPES[0])
     _, recordings = recorded(config, monkeypatch)
@@ -215,7 +266,11 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
     whole = tables["peaks"].set_index(["mode", "phase"])
     assert whole.loc["forward", "whole"]["status"] == "ok"
     failed = whole.loc["step", "whole"]
-    assert failed["status"] == "oom" and "warming up, step 0" in failed["reason"] and "Including" not in failed["reason"]
+    assert (
+        failed["status"] == "oom"
+        and "warming up, step 0" in failed["reason"]
+        and "Including" not in failed["reason"]
+    )
     assert pd.isna(failed["peak_gib"]) and failed["predicted_gib"] == accounting.peak(config).allocated / GIB
     assert set(tables["timeline"]["mode"]) == {"forward"}
     for name, table in tables.items():
@@ -227,6 +282,7 @@ def test_weights_that_do_not_fit_are_a_result(monkeypatch):
         if config.study == "memory":
             raise torch.OutOfMemoryError("while building the model")
         return build_step(config, **named)
+
     names = cells_of(config_of(SHAPES[0]), "part = ", recordable=True, build_step=full)
     assert names["step"] is None and names["tables"]["peaks"]["status"].tolist() == ["oom", "oom"]
 
@@ -252,27 +308,61 @@ def test_workspaces_are_what_is_freed_with_them_and_no_gradient_stays(monkeypatc
 
 @pytest.mark.parametrize("precision, modes", [("fp32", ["forward", "step"]), ("bf16", ["step", "forward"])])
 def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch, precision, modes):
-    config, said, recorded, warmups = config_of(SHAPES[0], modes=modes, precision=precision, warmup_steps=2), [], measure.record_memory_history, []
+    config, said, recorded, warmups = (
+        config_of(SHAPES[0], modes=modes, precision=precision, warmup_steps=2),
+        [],
+        measure.record_memory_history,
+        [],
+    )
     if precision == "bf16":
         monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
-    monkeypatch.setattr(measure, "record_memory_history", lambda step, steps: warmups.append((step.mode, steps)) or recorded(step, steps))
+    monkeypatch.setattr(
+        measure,
+        "record_memory_history",
+        lambda step, steps: warmups.append((step.mode, steps)) or recorded(step, steps),
+    )
     with stand_in(monkeypatch):
         names = cells_of(config, "beyond =", recordable=True)
     assert warmups == [(mode, 2) for mode in modes] and (names["unit"], names["scale"]) == ("MiB", MIB)
-    number, scale, tops = names["number"], names["scale"], [accounting.peak(config, mode) for mode in config.modes]
+    number, scale, tops = (
+        names["number"],
+        names["scale"],
+        [accounting.peak(config, mode) for mode in config.modes],
+    )
     assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
     for rows in (names["predicted"].loc["all"], names["predicted"].drop(index="all").sum()):
         assert (rows * scale).tolist() == pytest.approx([top.allocated for top in tops])
     gradients = 4 * sum(p.numel() for p in build_step(config).model.blocks[0].parameters())
-    assert names["counted"] == names["told"] == {"saved": sum(row[3] for row in names["saved"].values() if "copy" not in row[2]), "gradients": gradients}
-    rows = pd.DataFrame({"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]})
-    executed("memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)})
-    assert f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[modes.index('step')].phase}" in said[0]
+    assert (
+        names["counted"]
+        == names["told"]
+        == {
+            "saved": sum(row[3] for row in names["saved"].values() if "copy" not in row[2]),
+            "gradients": gradients,
+        }
+    )
+    rows = pd.DataFrame(
+        {"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]}
+    )
+    executed(
+        "memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)}
+    )
+    assert (
+        f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[modes.index('step')].phase}"
+        in said[0]
+    )
     assert "7 B off the formula at most" in said[0] and "as the formula says" in said[0]
     for kind, answer in zip(("naive", "sdpa"), names["answers"], strict=True):
-        once, twice = (accounting.value(accounting.formulas_of(shape).saved, shape) for shape in (
-            config.step(attention=kind, context_length=config.context_length * times) for times in (1, 2)))
-        assert answer == f"{kind}: {number(once / MIB, 'MiB')} become {number(twice / MIB, 'MiB')}, {number(twice / once, 'x')}"
+        once, twice = (
+            accounting.value(accounting.formulas_of(shape).saved, shape)
+            for shape in (
+                config.step(attention=kind, context_length=config.context_length * times) for times in (1, 2)
+            )
+        )
+        assert (
+            answer
+            == f"{kind}: {number(once / MIB, 'MiB')} become {number(twice / MIB, 'MiB')}, {number(twice / once, 'x')}"
+        )
     other = names | {"tables": {"peaks": rows[:0]}, "run": SimpleNamespace(say=said.append)}
     executed("memory", "beyond =", other | {"counted": {"saved": 1, "gradients": 1}})
     executed("memory", "beyond =", other | {"gradients": []})
@@ -284,13 +374,17 @@ def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch, preci
 def test_without_a_gpu_there_are_predictions_and_the_reason():
     config = config_of(SHAPES[0])
     tables = history.tables(config, [])
-    assert tables["peaks"]["status"].tolist() == ["unsupported"] * 2 and tables["peaks"]["predicted_gib"].gt(0).all()
+    assert (
+        tables["peaks"]["status"].tolist() == ["unsupported"] * 2
+        and tables["peaks"]["predicted_gib"].gt(0).all()
+    )
     assert tables["timeline"].empty and tables["allocations"].empty
     for name, table in tables.items():
         SCHEMAS[name].validate(table)
 
 
 # -- what one block saves ------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
@@ -301,13 +395,22 @@ def test_a_block_saves_what_the_formula_says(shape, attention, precision, monkey
     config = config_of(shape, precision=precision, attention=attention)
     table = saved_by_block(config)
     formulas = accounting.formulas_of(config)
-    saved, copies, gradients = (accounting.value(formula, config)
-                                for formula in (formulas.saved, formulas.weight_cache, accounting.BLOCK_GRADIENTS))
-    sums = (table["mib"] * table["count"] * MIB).groupby([table["what"], table["tensor"] == "bf16 copy of a weight"]).sum().to_dict()
+    saved, copies, gradients = (
+        accounting.value(formula, config)
+        for formula in (formulas.saved, formulas.weight_cache, accounting.BLOCK_GRADIENTS)
+    )
+    sums = (
+        (table["mib"] * table["count"] * MIB)
+        .groupby([table["what"], table["tensor"] == "bf16 copy of a weight"])
+        .sum()
+        .to_dict()
+    )
     assert sums.pop(("saved by a block", True), 0) == copies
     assert sums == {("saved by a block", False): saved, ("gradients of a block", False): gradients}
     its_input = table[table["tensor"] == "the block's input"]
-    assert (its_input["mib"] * MIB).tolist() == [4 * config.batch_size * config.context_length * config.d_model]
+    assert (its_input["mib"] * MIB).tolist() == [
+        4 * config.batch_size * config.context_length * config.d_model
+    ]
     own = table[table["what"] == "saved by a block"]
     assert (own["mib"] * own["count"]).is_monotonic_decreasing and own["region"].ne("").all()
     assert not table.duplicated(["what", "rank"]).any()
@@ -321,6 +424,7 @@ def test_a_saved_tensor_is_named_by_the_line_that_makes_it():
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("blocks", [1, 5, 8])
 def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as_told(blocks, monkeypatch):
@@ -344,9 +448,12 @@ def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as
                     gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
                     step.model(step.tokens)
                 assert runs[0] == policies.block_runs(arrange(number))
-                stream, of_block = (accounting.value(formula, config)
-                                    for formula in ("4X", accounting.FORMULAS["fp32"].saved))
-                beyond.setdefault(name, set()).add(top - policies.saved_bytes(arrange(number), stream, of_block))
+                stream, of_block = (
+                    accounting.value(formula, config) for formula in ("4X", accounting.FORMULAS["fp32"].saved)
+                )
+                beyond.setdefault(name, set()).add(
+                    top - policies.saved_bytes(arrange(number), stream, of_block)
+                )
         assert all(torch.equal(gradients[0], other) for other in gradients)
     assert all(len(found) == 1 for name, found in beyond.items() if blocks > 1), beyond
 
@@ -355,30 +462,50 @@ def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as
 def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
     """In inputs of blocks kept (beside one block at work, or as many as stand at a checkpoint) and in runs."""
     blocks = 2**power
-    runs, inputs = ({name: make(arrange(blocks)) for name, arrange in policies.POLICIES.items()}
-                    for make in (policies.block_runs, lambda parts: policies.saved_bytes(parts, 1, 0)))
+    runs, inputs = (
+        {name: make(arrange(blocks)) for name, arrange in policies.POLICIES.items()}
+        for make in (policies.block_runs, lambda parts: policies.saved_bytes(parts, 1, 0))
+    )
     assert inputs["every block"] == blocks and inputs["halved"] == power + 1
     assert inputs["from the start"] == inputs["none"] == 1
     assert policies.saved_bytes(list(range(blocks)), 0, 1) == blocks
     assert policies.saved_bytes(policies.uniform(blocks, 4), 0, 1) == min(4, blocks)
-    assert all(policies.saved_bytes(policies.POLICIES[name](blocks), 0, 1) == 1
-               for name in ("every block", "halved", "from the start"))
+    assert all(
+        policies.saved_bytes(policies.POLICIES[name](blocks), 0, 1) == 1
+        for name in ("every block", "halved", "from the start")
+    )
     assert runs["none"] == blocks and runs["every block"] == runs["square root"] == 2 * blocks
     assert runs["halved"] == 2 * blocks + blocks // 2 * (power - 1)
     assert runs["from the start"] == blocks + blocks * (blocks + 1) // 2
 
 
 def test_each_setting_has_its_row():
-    config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward", "forward_backward"], checkpoints=[1, 2, 0],
-                       timed_steps=1, warmup_steps=0)
+    config = config_of(
+        SHAPES[0] | {"num_layers": 3},
+        modes=["forward", "forward_backward"],
+        checkpoints=[1, 2, 0],
+        timed_steps=1,
+        warmup_steps=0,
+    )
     table = settings(config)
     SCHEMAS["checkpoints"].validate(table)
     rows = table.set_index(["mode", "checkpoint_policy"])
-    assert list(rows.index) == [("forward", "none"), ("forward_backward", "every 1"), ("forward_backward", "every 2"),
-                                ("forward_backward", "none")]
+    assert list(rows.index) == [
+        ("forward", "none"),
+        ("forward_backward", "every 1"),
+        ("forward_backward", "every 2"),
+        ("forward_backward", "none"),
+    ]
     assert rows["block_runs"].tolist() == [3, 6, 6, 3]
-    assert rows["predicted_gib"].tolist() == [accounting.peak(config, mode, blocks).allocated / GIB for mode, blocks in (
-        ("forward", 0), ("forward_backward", 1), ("forward_backward", 2), ("forward_backward", 0))]
+    assert rows["predicted_gib"].tolist() == [
+        accounting.peak(config, mode, blocks).allocated / GIB
+        for mode, blocks in (
+            ("forward", 0),
+            ("forward_backward", 1),
+            ("forward_backward", 2),
+            ("forward_backward", 0),
+        )
+    ]
     assert (rows["status"] == "ok").all() and rows[["wall_ms", "gpu_ms"]].gt(0).all(axis=None)
 
 
@@ -390,44 +517,86 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
     assert (table["block_runs"] == table["expected_runs"]).all()
     stream = 4 * config.batch_size * config.context_length * config.d_model  # of an input
     block = accounting.value(accounting.formulas_of(config).saved, config)
-    kept = {"none": stream + 4 * block, "square root": 2 * stream + 2 * block, "every block": 4 * stream + block,
-            "halved": 3 * stream + block, "from the start": stream + block}
-    assert (table.set_index("checkpoint_policy")["expected_saved_gib"] * GIB).to_dict() == pytest.approx(kept, rel=1e-9)
+    kept = {
+        "none": stream + 4 * block,
+        "square root": 2 * stream + 2 * block,
+        "every block": 4 * stream + block,
+        "halved": 3 * stream + block,
+        "from the start": stream + block,
+    }
+    assert (table.set_index("checkpoint_policy")["expected_saved_gib"] * GIB).to_dict() == pytest.approx(
+        kept, rel=1e-9
+    )
 
 
 def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
     """Each setting takes other times and peaks elsewhere, and the sentence names the ends."""
-    config = config_of(SHAPES[0] | {"num_layers": 3}, modes=["forward_backward"], checkpoints=[1, 2, 0], timed_steps=3, warmup_steps=1)
+    config = config_of(
+        SHAPES[0] | {"num_layers": 3},
+        modes=["forward_backward"],
+        checkpoints=[1, 2, 0],
+        timed_steps=3,
+        warmup_steps=1,
+    )
     settings, said = iter((([4.0, 1.0, 1.5], 2.0), ([8.0, 2.0, 3.0], 1.0), ([16.0, 4.0, 6.0], 7.0))), []
 
     def timed(step):
         step(), step()
         walls, peak = next(settings)
-        rows = [(index, index == 0, phase, ms / part, 0.1) for index, ms in enumerate([900.0, *walls]) for phase, part in (("forward", 2), ("whole", 1))]
+        rows = [
+            (index, index == 0, phase, ms / part, 0.1)
+            for index, ms in enumerate([900.0, *walls])
+            for phase, part in (("forward", 2), ("whole", 1))
+        ]
         return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": peak, "reserved_gib": peak + 9}
+
     names = cells_of(config, "run.say(", time_one=timed)
     table = names["table"]
     assert table[["checkpoint_policy", "steps", "wall_ms", "peak_gib", "reserved_gib"]].values.tolist() == [
-        ["every 1", 3, 1.5, 2, 11], ["every 2", 3, 3, 1, 10], ["none", 3, 6, 7, 16]]
-    assert table["wall_std_ms"].tolist() == pytest.approx([np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)])
+        ["every 1", 3, 1.5, 2, 11],
+        ["every 2", 3, 3, 1, 10],
+        ["none", 3, 6, 7, 16],
+    ]
+    assert table["wall_std_ms"].tolist() == pytest.approx(
+        [np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)]
+    )
     assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
     assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
-    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [[16, 1, 16], [32, 16, 1]]
-    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [[16, 1, 16], [32, 16, 1]]
-    others = [table.assign(**change, peak_gib=0.1, block_runs=99) for change in ({"mode": "forward"}, {"blocks": 2}, {"status": "oom"})]
+    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [
+        [16, 1, 16],
+        [32, 16, 1],
+    ]
+    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [
+        [16, 1, 16],
+        [32, 16, 1],
+    ]
+    others = [
+        table.assign(**change, peak_gib=0.1, block_runs=99)
+        for change in ({"mode": "forward"}, {"blocks": 2}, {"status": "oom"})
+    ]
     for unit, factor in (("GiB", 1), ("MiB", 1 / 1024)):  # of the fullest mode, the most blocks, and what ran
         rows = pd.concat([*others, table]).reset_index(drop=True)
-        own = {"table": rows.assign(peak_gib=rows["peak_gib"] * factor, expected_saved_gib=3.0), "run": SimpleNamespace(say=said.append)}
+        own = {
+            "table": rows.assign(peak_gib=rows["peak_gib"] * factor, expected_saved_gib=3.0),
+            "run": SimpleNamespace(say=said.append),
+        }
         executed("checkpointing", "run.say(", names | own)
-        assert f"**every 2** peaks at 1.00 {unit}, where none has 7.00 {unit}; its blocks run 6 times for 3" in said[-1]
+        assert (
+            f"**every 2** peaks at 1.00 {unit}, where none has 7.00 {unit}; its blocks run 6 times for 3"
+            in said[-1]
+        )
 
 
 def test_what_does_not_fit_has_its_row_too():
-    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=1, warmup_steps=0)
+    config = config_of(
+        SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=1, warmup_steps=0
+    )
+
     def patched(policy, x, model):
         if policy == [0, 1]:
             raise torch.OutOfMemoryError("too much")
         return run(policy, x, model)
+
     run = cells_of(config, "MEASURED = ")["run_blocks"]
     rows = settings(config, run_blocks=patched).set_index("checkpoint_policy")
     assert rows["status"].to_dict() == {"every 1": "ok", "none": "oom"}
@@ -439,26 +608,51 @@ def test_what_cannot_be_captured_stays_timed():
     def full(step, captured):
         step(captured.phases("setting", 0))
         raise torch.OutOfMemoryError("too much")
-    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=2, warmup_steps=0)
+
+    config = config_of(
+        SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=2, warmup_steps=0
+    )
     rows = settings(config, capture_one=full)
-    assert rows["status"].tolist() == ["ok", "ok"] and rows["wall_ms"].gt(0).all() and rows["gpu_ms"].isna().all()
+    assert (
+        rows["status"].tolist() == ["ok", "ok"]
+        and rows["wall_ms"].gt(0).all()
+        and rows["gpu_ms"].isna().all()
+    )
     assert rows["reason"].str.contains("not captured: while capturing: too much").all()
     assert rows["block_runs"].tolist() == [4, 2]
 
 
 def test_each_settings_steps_begin_without_gradients_and_with_moments_in_full_steps_alone():
-    seen, config = [], config_of(SHAPES[1], modes=["step", "forward_backward"], checkpoints=[1, 0], timed_steps=3, warmup_steps=1)
+    seen, config = (
+        [],
+        config_of(
+            SHAPES[1], modes=["step", "forward_backward"], checkpoints=[1, 0], timed_steps=3, warmup_steps=1
+        ),
+    )
 
     def noted(*arguments, **named):
         step = build_step(*arguments, **named)
-        step.model.register_forward_pre_hook(lambda model, _: seen.append(
-            (any(weight.grad is not None for weight in model.parameters()), bool(step.optimizer.state))))
+        step.model.register_forward_pre_hook(
+            lambda model, _: seen.append(
+                (any(weight.grad is not None for weight in model.parameters()), bool(step.optimizer.state))
+            )
+        )
         return step
+
     names, numbers = cells_of(config, "byte_columns", build_step=noted), []
     table = names["table"]
-    assert table["steps"].tolist() == [3] * 4 and table["blocks_per_checkpoint"].tolist() == [1, 0] * 2 and set(table["blocks"]) == {2}
-    assert seen == [(False, False), *[(False, True)] * 11, *[(False, False)] * 12], "of each four are timed and two captured"
-    names["capture_one"](build_step(config, mode="forward"), SimpleNamespace(phases=lambda *of: numbers.append(of) or (lambda phase: nullcontext())))
+    assert (
+        table["steps"].tolist() == [3] * 4
+        and table["blocks_per_checkpoint"].tolist() == [1, 0] * 2
+        and set(table["blocks"]) == {2}
+    )
+    assert seen == [(False, False), *[(False, True)] * 11, *[(False, False)] * 12], (
+        "of each four are timed and two captured"
+    )
+    names["capture_one"](
+        build_step(config, mode="forward"),
+        SimpleNamespace(phases=lambda *of: numbers.append(of) or (lambda phase: nullcontext())),
+    )
     assert numbers == [("setting", 0), ("setting", 1)]
 
 
@@ -470,6 +664,7 @@ def test_runs_of_blocks_are_those_of_a_step_that_ended():
 
     def full():
         raise torch.OutOfMemoryError("too much")
+
     config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1])
     assert settings(config, time_one=one_and_a_part)["block_runs"].tolist() == [4]
 
@@ -488,6 +683,7 @@ def test_a_model_is_gone_before_the_next_is_built():
         step.clear_gradients()  # they are there, and added to: their memory is the state's
         assert all(not p.grad.any() for p in step.model.parameters())
         return measure.time_steps(step, 1, 0, "cpu"), {}
+
     gc.collect()
     config = config_of(SHAPES[1], stacks=[1, 2])
     assert len(settings(config, build_step=noted, time_one=ran)) == 10
@@ -496,19 +692,32 @@ def test_a_model_is_gone_before_the_next_is_built():
 
 def test_a_configuration_names_its_notebook():
     """Also where only its fields are known; each notebook refuses what the other measures."""
-    plain, checkpoints, stacks = (config_of(SHAPES[1], **fields) for fields in ({}, {"checkpoints": [1]}, {"stacks": [4]}))
-    assert [one.notebook for one in (plain, checkpoints, stacks)] == ["memory", "checkpointing", "checkpointing"]
+    plain, checkpoints, stacks = (
+        config_of(SHAPES[1], **fields) for fields in ({}, {"checkpoints": [1]}, {"stacks": [4]})
+    )
+    assert [one.notebook for one in (plain, checkpoints, stacks)] == [
+        "memory",
+        "checkpointing",
+        "checkpointing",
+    ]
     assert [notebook_of(one).name for one in (plain, stacks)] == ["memory.ipynb", "checkpointing.ipynb"]
     assert stacks.notebook_for(stacks.model_dump()) == "checkpointing"
     with pytest.raises(ConfigError, match="one of them is measured here"):
         run_cells("checkpointing", checkpoints=[], device="cpu")
-    records = [record_of(one, software={"notebook_source": one.notebook}) for one in (plain, checkpoints, stacks)]
+    records = [
+        record_of(one, software={"notebook_source": one.notebook}) for one in (plain, checkpoints, stacks)
+    ]
     assert not of_two_notebooks(records)
 
 
-@pytest.mark.parametrize("fields, said", [
-    ({"stacks": [4], "checkpoints": [1]}, "stacks"), ({"checkpoints": [9]}, "checkpoints: got 9, but there are 3 blocks"),
-    ({"modes": []}, "modes")])
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"stacks": [4], "checkpoints": [1]}, "stacks"),
+        ({"checkpoints": [9]}, "checkpoints: got 9, but there are 3 blocks"),
+        ({"modes": []}, "modes"),
+    ],
+)
 def test_wrong_configurations_are_told(fields, said):
     with pytest.raises(ConfigError, match=said):
         config_of(SHAPES[0], **fields)
@@ -517,25 +726,65 @@ def test_wrong_configurations_are_told(fields, said):
 # -- snapshots -----------------------------------------------------------------------------------------------
 
 # The instructions that torch/utils/viz/MemoryViz.js carries out.
-VIEWER = {"APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPUT", "BINUNICODE",
-          "DICT", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "FRAME", "LIST", "LONG1", "LONG_BINGET",
-          "LONG_BINPUT", "MARK", "MEMOIZE", "NEWFALSE", "NEWTRUE", "NONE", "PROTO", "SETITEM", "SETITEMS",
-          "SHORT_BINUNICODE", "STOP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+VIEWER = {
+    "APPEND",
+    "APPENDS",
+    "BINFLOAT",
+    "BINGET",
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "BINPUT",
+    "BINUNICODE",
+    "DICT",
+    "EMPTY_DICT",
+    "EMPTY_LIST",
+    "EMPTY_TUPLE",
+    "FRAME",
+    "LIST",
+    "LONG1",
+    "LONG_BINGET",
+    "LONG_BINPUT",
+    "MARK",
+    "MEMOIZE",
+    "NEWFALSE",
+    "NEWTRUE",
+    "NONE",
+    "PROTO",
+    "SETITEM",
+    "SETITEMS",
+    "SHORT_BINUNICODE",
+    "STOP",
+    "TUPLE",
+    "TUPLE1",
+    "TUPLE2",
+    "TUPLE3",
+}
 
 
 def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
     _, (one,) = recorded(config, monkeypatch)
-    stack = [{"filename": f"{place}/stepscope/model/transformer.py", "line": 24, "name": "forward"}
-             for place in ("/home/someone/lib", "/home/someone/site-packages")]
+    stack = [
+        {"filename": f"{place}/stepscope/model/transformer.py", "line": 24, "name": "forward"}
+        for place in ("/home/someone/lib", "/home/someone/site-packages")
+    ]
     stack += [{"filename": "/tmp/ipykernel_1/2.py", "line": 1, "name": "<module>"}]
     for entry in one.snapshot["device_traces"][0]:
-        entry |= {"frames": [dict(frame) for frame in stack], "addr": entry["addr"] + 2**46,
-                  "time_us": 1.75e15, "stream": 0, "user_metadata": "/home/someone"}
+        entry |= {
+            "frames": [dict(frame) for frame in stack],
+            "addr": entry["addr"] + 2**46,
+            "time_us": 1.75e15,
+            "stream": 0,
+            "user_metadata": "/home/someone",
+        }
     content = memory_snapshot.portable(one.snapshot)
     assert {opcode.name for opcode, *_ in pickletools.genops(content)} <= VIEWER
     assert b"someone" not in content and b"ipykernel" not in content
-    kept, frames = pickle.loads(content), [{"filename": "stepscope/model/transformer.py", "line": 24, "name": "forward"}] * 2
+    kept, frames = (
+        pickle.loads(content),
+        [{"filename": "stepscope/model/transformer.py", "line": 24, "name": "forward"}] * 2,
+    )
     for entry, original in zip(kept["device_traces"][0], one.snapshot["device_traces"][0], strict=True):
         assert entry == original | {"frames": frames, "user_metadata": ""}
     assert len({id(entry["frames"]) for entry in kept["device_traces"][0]}) == 1
@@ -545,29 +794,43 @@ def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(
 def test_the_last_modes_snapshot_is_kept_where_that_is_asked_for(monkeypatch, tmp_path, keep):
     monkeypatch.chdir(tmp_path)
     with stand_in(monkeypatch):
-        names = cells_of(config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep), "part = ", recordable=True)
+        names = cells_of(
+            config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep),
+            "part = ",
+            recordable=True,
+        )
     kept = [path.read_bytes() for path in tmp_path.iterdir()]
     assert kept == [memory_snapshot.portable(names["recordings"][-1].snapshot)] * keep
 
 
 def test_places_are_the_projects():
-    frames = [{"filename": "/a/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"},
-              {"filename": "/somewhere/lib/stepscope/model/ranges.py", "line": 2, "name": "call"},
-              {"filename": "/somewhere/lib/stepscope/model/transformer.py", "line": 103, "name": "forward"}]
-    adamw = [{"filename": "/a/site-packages/torch/optim/adamw.py", "line": 7, "name": "step"},
-             {"filename": "/somewhere/lib/stepscope/model/training_step.py", "line": 9, "name": "__call__"}]
-    trace = [{"action": "alloc", "addr": 1, "size": 8, "frames": frames},
-             {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
-             {"action": "alloc", "addr": 3, "size": 4, "frames": adamw},
-             {"action": "segment_free", "addr": 1, "size": 9}, {"action": "free_requested", "addr": 9, "size": 9},
-             {"action": "free_requested", "addr": 1, "size": 8}]
+    frames = [
+        {"filename": "/a/site-packages/torch/nn/modules/linear.py", "line": 1, "name": "forward"},
+        {"filename": "/somewhere/lib/stepscope/model/ranges.py", "line": 2, "name": "call"},
+        {"filename": "/somewhere/lib/stepscope/model/transformer.py", "line": 103, "name": "forward"},
+    ]
+    adamw = [
+        {"filename": "/a/site-packages/torch/optim/adamw.py", "line": 7, "name": "step"},
+        {"filename": "/somewhere/lib/stepscope/model/training_step.py", "line": 9, "name": "__call__"},
+    ]
+    trace = [
+        {"action": "alloc", "addr": 1, "size": 8, "frames": frames},
+        {"action": "alloc", "addr": 2, "size": 4, "frames": frames[:1]},
+        {"action": "alloc", "addr": 3, "size": 4, "frames": adamw},
+        {"action": "segment_free", "addr": 1, "size": 9},
+        {"action": "free_requested", "addr": 9, "size": 9},
+        {"action": "free_requested", "addr": 1, "size": 8},
+    ]
     table = memory_snapshot.allocations({"device_traces": [trace]})
     assert table["line"].tolist() == ["stepscope/model/transformer.py:103", "", "torch/optim/adamw.py:7"]
     assert table["freed_at"].tolist() == [4, np.inf, np.inf] and table["allocated_at"].tolist() == [0, 1, 2]
-    assert history.source("stepscope/model/transformer.py:1").startswith('"""') and not history.source("torch/optim/adamw.py:7")
+    assert history.source("stepscope/model/transformer.py:1").startswith('"""') and not history.source(
+        "torch/optim/adamw.py:7"
+    )
 
 
 # -- tables --------------------------------------------------------------------------------------------------
+
 
 def test_tables_pass_their_schemas_and_keys_are_unique(monkeypatch):
     config = config_of(SHAPES[0])

@@ -1,4 +1,5 @@
 """The model against independent ones: parameter counts, numerics, FLOPs, and what its operations move."""
+
 import threading
 from contextlib import contextmanager
 from functools import partial, partialmethod
@@ -17,10 +18,23 @@ from stepscope.model.flops import forward_flops, parameter_count, step_flops
 from stepscope.model.training_step import build_step
 from stepscope.model.transformer import Attention, RMSNorm, TransformerLM
 
-HANDOUT = {"small": 128_625_408, "medium": 423_183_360, "large": 969_411_840, "xl": 1_998_235_200,
-           "2.7B": 3_406_809_600}
-SHAPE = {"d_model": 48, "d_ff": 80, "num_layers": 3, "num_heads": 4, "vocab_size": 101, "context_length": 24,
-         "batch_size": 3, "device": "cpu"}
+HANDOUT = {
+    "small": 128_625_408,
+    "medium": 423_183_360,
+    "large": 969_411_840,
+    "xl": 1_998_235_200,
+    "2.7B": 3_406_809_600,
+}
+SHAPE = {
+    "d_model": 48,
+    "d_ff": 80,
+    "num_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 101,
+    "context_length": 24,
+    "batch_size": 3,
+    "device": "cpu",
+}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -52,11 +66,13 @@ def wide_model(**fields):
 
 def loss_and_gradients(model, logits, targets):
     loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    return loss, dict(zip(dict(model.named_parameters()),
-                          torch.autograd.grad(loss, list(model.parameters()))))
+    return loss, dict(
+        zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())))
+    )
 
 
 # Parameters
+
 
 @pytest.mark.parametrize("size", SIZES)
 def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
@@ -68,9 +84,16 @@ def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
 
 # Numerics
 
-NAMES = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
-         "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-         "attention": "self_attn", "ffn": "mlp"}
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+    "ffn": "mlp",
+}
 
 
 def in_llama(name):
@@ -85,19 +108,34 @@ def llama_like(model, config, exact):
     attention, MLP, residuals) its.
     """
     with float64():
-        llama = LlamaForCausalLM(LlamaConfig(
-            vocab_size=config["vocab_size"], hidden_size=config["d_model"], intermediate_size=config["d_ff"],
-            num_hidden_layers=config["num_layers"], num_attention_heads=config["num_heads"], rms_norm_eps=1e-5,
-            max_position_embeddings=config["context_length"], tie_word_embeddings=False,
-            attn_implementation="sdpa", bos_token_id=None, eos_token_id=None)).double()
+        llama = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config["vocab_size"],
+                hidden_size=config["d_model"],
+                intermediate_size=config["d_ff"],
+                num_hidden_layers=config["num_layers"],
+                num_attention_heads=config["num_heads"],
+                rms_norm_eps=1e-5,
+                max_position_embeddings=config["context_length"],
+                tie_word_embeddings=False,
+                attn_implementation="sdpa",
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        ).double()
     if exact:
         for path, module in list(llama.named_modules()):
             if type(module).__name__ == "LlamaRMSNorm":
                 parent, _, name = path.rpartition(".")
-                setattr(llama.get_submodule(parent), name,
-                        nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64))
+                setattr(
+                    llama.get_submodule(parent),
+                    name,
+                    nn.RMSNorm(config["d_model"], eps=1e-5, dtype=torch.float64),
+                )
         llama.model.rotary_emb.forward = lambda x, position_ids: complex_tables(config)
-    llama.load_state_dict({in_llama(name): tensor for name, tensor in model.state_dict().items()}, strict=True)
+    llama.load_state_dict(
+        {in_llama(name): tensor for name, tensor in model.state_dict().items()}, strict=True
+    )
     return llama
 
 
@@ -137,12 +175,14 @@ def test_the_step_is_the_librarys_forward_loss_and_adamw():
         functional.cross_entropy(other(step.tokens).logits.flatten(0, 1), step.targets.flatten()).backward()
         adamw.step()
     for name, parameter in step.model.named_parameters():  # three of Adam's steps of 1e-3
-        torch.testing.assert_close(parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4,
-                                   msg=name)
+        torch.testing.assert_close(
+            parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4, msg=name
+        )
 
 
-@pytest.mark.parametrize("dtype, rounding",
-                         [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+@pytest.mark.parametrize(
+    "dtype, rounding", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
+)
 def test_rmsnorm_is_torchs_and_rounds_once(dtype, rounding):
     norm = RMSNorm(48).to(dtype)
     with torch.no_grad():
@@ -160,8 +200,11 @@ def test_softmax_holds_where_exponentials_overflow():
 
 # FLOPs
 
+
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
-@pytest.mark.parametrize("fields", [{}, {"context_length": 1}, {"batch_size": 1, "num_heads": 1, "num_layers": 1}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"context_length": 1}, {"batch_size": 1, "num_heads": 1, "num_layers": 1}]
+)
 def test_flops_are_those_that_torch_counts(mode, fields):
     config = step_config(**SHAPE | fields, mode=mode)
     step = build_step(config)
@@ -195,6 +238,7 @@ def test_flops_by_region_are_those_that_torch_counts(monkeypatch):
 
 # What a step does
 
+
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
 def test_weights_change_in_mode_step_only_and_forward_alone_is_inference(mode):
     step, grads = build_step(step_config(**SHAPE, mode=mode)), []
@@ -207,10 +251,14 @@ def test_weights_change_in_mode_step_only_and_forward_alone_is_inference(mode):
     assert grads == [mode != "forward"] and torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    "precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_precision_is_autocasts_and_weights_stay_fp32(precision, dtype):
     step, seen = build_step(step_config(**SHAPE)).of(precision=precision), []
-    step.model.blocks[0].ffn.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    step.model.blocks[0].ffn.gate_proj.register_forward_hook(
+        lambda module, args, output: seen.append(output.dtype)
+    )
     step()
     assert seen == [dtype] and step.scaler.is_enabled() == (precision == "fp16")
     assert {tensor.dtype for p in step.model.parameters() for tensor in (p, p.grad)} == {torch.float32}
@@ -255,12 +303,15 @@ def test_a_compiled_model_computes_the_same(parts, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch.compiler.reset()
-    plain, compiled = (build_step(step_config(**SHAPE, compile=kind, mode="forward_backward"))
-                       for kind in ("none", parts))
+    plain, compiled = (
+        build_step(step_config(**SHAPE, compile=kind, mode="forward_backward")) for kind in ("none", parts)
+    )
     compiled.model.load_state_dict(plain.model.state_dict())
     for step in (plain, compiled):
         step()
-    for (name, parameter), other in zip(plain.model.named_parameters(), compiled.model.parameters(), strict=True):
+    for (name, parameter), other in zip(
+        plain.model.named_parameters(), compiled.model.parameters(), strict=True
+    ):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
@@ -268,7 +319,11 @@ def test_the_blocks_are_compiled_or_the_model_and_the_loss_with_either(monkeypat
     seen: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, **_: seen.append(type(module).__name__))
     monkeypatch.setattr(torch, "compile", lambda function, **_: (seen.append(function.__name__), function)[1])
-    for parts, expected in (("none", []), ("blocks", ["Block"] * 3 + ["loss", "read_out"]), ("model", ["TransformerLM", "loss"])):
+    for parts, expected in (
+        ("none", []),
+        ("blocks", ["Block"] * 3 + ["loss", "read_out"]),
+        ("model", ["TransformerLM", "loss"]),
+    ):
         seen.clear()
         build_step(step_config(**SHAPE, compile=parts, mode="forward"))
         assert sorted(seen) == expected
@@ -277,7 +332,12 @@ def test_the_blocks_are_compiled_or_the_model_and_the_loss_with_either(monkeypat
 def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
     config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
     asked, own = build_step(config, "forward", "bf16"), build_step(config)
-    assert (asked.mode, asked.precision, own.mode, own.precision) == ("forward", "bf16", "forward_backward", "fp16")
+    assert (asked.mode, asked.precision, own.mode, own.precision) == (
+        "forward",
+        "bf16",
+        "forward_backward",
+        "fp16",
+    )
     assert (own.of(precision="fp32").mode, own.of(mode="step").precision) == ("forward_backward", "fp16")
     for step in (asked, own, own.of(precision="fp32")):
         assert step.scaler.is_enabled() == (step.precision == "fp16")
@@ -304,7 +364,9 @@ class Apart(nn.Module):
 
 def test_backward_bears_a_regions_name_in_what_that_region_made_alone(monkeypatch):
     opened: list[str] = []
-    domain = type("Domain", (), {"push_range": staticmethod(opened.append), "pop_range": staticmethod(lambda: None)})
+    domain = type(
+        "Domain", (), {"push_range": staticmethod(opened.append), "pop_range": staticmethod(lambda: None)}
+    )
     monkeypatch.setattr(ranges, "_domain", domain)
     monkeypatch.setattr(ranges, "_attributes", lambda name: name)
     with ranges.annotated(model := Apart()) as annotation:
@@ -327,6 +389,7 @@ def test_a_profilers_range_ends_what_its_own_thread_began_last_also_after_an_err
 
         def __exit__(self, *error):
             log.append(f"{self.name} ends")
+
     monkeypatch.setattr(torch.profiler, "record_function", Opened)
     with ranges.nvtx_range("a"):
         assert not log, "NVTX's"

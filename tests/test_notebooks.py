@@ -1,4 +1,5 @@
 """Notebooks: what their tags promise, how they are run by papermill alone and by a sweep, and what is kept."""
+
 import io
 import json
 import os
@@ -33,7 +34,9 @@ from stepscope.runs.notebook import Run
 config = from_notebook("benchmark", globals())
 run = Run(config, run_folder, runs)
 """
-PARAMETERS = "\n".join([f"{name} = {value!r}" for name, value in TINY.items()] + ['seed = 0\nrun_folder = ""\nruns = ""'])
+PARAMETERS = "\n".join(
+    [f"{name} = {value!r}" for name, value in TINY.items()] + ['seed = 0\nrun_folder = ""\nruns = ""']
+)
 KEEP = 'run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"answer": 42})'
 SAY = 'run.say("It is **42**.")'
 SLIP = 'raise KeyError("the picture")'
@@ -46,10 +49,22 @@ def cell(source, *tags):
 def write(folder, *cells, study="benchmark"):
     """A notebook of such cells behind parameters and set-up; its path."""
     listed = [cell(PARAMETERS, "parameters"), cell(SET_UP), *cells]
-    content = {"nbformat": 4, "nbformat_minor": 5, "cells": [
-        {"cell_type": "code", "id": uuid.uuid4().hex[:8], "metadata": {"tags": sorted(one.tags)}, "source": one.source,
-         "outputs": [], "execution_count": None} for one in listed],
-        "metadata": {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}}}
+    content = {
+        "nbformat": 4,
+        "nbformat_minor": 5,
+        "cells": [
+            {
+                "cell_type": "code",
+                "id": uuid.uuid4().hex[:8],
+                "metadata": {"tags": sorted(one.tags)},
+                "source": one.source,
+                "outputs": [],
+                "execution_count": None,
+            }
+            for one in listed
+        ],
+        "metadata": {"kernelspec": {"name": "python3", "display_name": "", "language": "python"}},
+    }
     folder.mkdir(exist_ok=True)
     path = folder / f"{study}.ipynb"
     path.write_text(json.dumps(content))
@@ -59,15 +74,18 @@ def write(folder, *cells, study="benchmark"):
 @pytest.fixture
 def run(tmp_path, tiny, monkeypatch):
     """Run such a notebook as a sweep's worker does; its record and its folder."""
+
     def make(*cells, environment=None, **fields):
         monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(write(tmp_path / "own", *cells).parent))
         folder = tmp_path / f"r{uuid.uuid4().hex[:4]}"
         folder.mkdir()
         return make_run(tiny(**fields), folder, environment or {}), folder
+
     return make
 
 
 # What stands in the package's notebooks.
+
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_papermill_tells_every_parameter_with_type_and_help(path):
@@ -77,8 +95,11 @@ def test_papermill_tells_every_parameter_with_type_and_help(path):
 
 @pytest.mark.parametrize("study", studies())
 def test_a_studys_notebooks_have_all_its_fields_as_parameters(study):
-    of_study = [path for path in NOTEBOOKS if f'from_notebook("{study}"' in "".join(
-        cell.source for cell in code_cells(path))]
+    of_study = [
+        path
+        for path in NOTEBOOKS
+        if f'from_notebook("{study}"' in "".join(cell.source for cell in code_cells(path))
+    ]
     found = [{*papermill.inspect_notebook(path)} for path in of_study]
     assert all({"run_folder", "runs"} <= names for names in found)
     assert {*studies()[study].free_fields()} <= {"context_length"}.union(*found)
@@ -91,10 +112,18 @@ def test_cells_are_tagged_for_what_they_do(path):
     assert all("raises-exception" in cell.tags for cell in cells if cell.shows)
 
 
-@pytest.mark.parametrize("source, clocks", [
-    ("start = perf_counter()", 1), ("import time\nstart = time.time()", 1), ("ms = start.elapsed_time(end)", 1),
-    ("def now():\n    return timeit.default_timer()", 1), ("from time import perf_counter", 0),
-    ("time = table['time'].sum()", 0), ("import time\ntime.sleep(1)", 0)])
+@pytest.mark.parametrize(
+    "source, clocks",
+    [
+        ("start = perf_counter()", 1),
+        ("import time\nstart = time.time()", 1),
+        ("ms = start.elapsed_time(end)", 1),
+        ("def now():\n    return timeit.default_timer()", 1),
+        ("from time import perf_counter", 0),
+        ("time = table['time'].sum()", 0),
+        ("import time\ntime.sleep(1)", 0),
+    ],
+)
 def test_a_bare_clock_is_found_outside_a_measuring_cell(source, clocks):
     assert len(bare_clocks([cell(source)])) == clocks
     assert not bare_clocks([cell(source, "measure")])
@@ -109,16 +138,20 @@ def test_a_name_that_leaks_out_of_a_cell_that_shows_is_found():
 
 # The digest of what measured.
 
+
 def test_the_digest_is_of_what_measures(tmp_path):
     def digest(*cells):
         return notebook_source(write(tmp_path, *cells))
+
     clock = cell("ms = 1 * (end() - start)", "measure")
     plain = digest(clock, cell(KEEP))
     assert digest(cell("ms = 2 * (end() - start)", "measure"), cell(KEEP)) != plain
     assert digest(cell(KEEP), clock) != plain
-    for same in [(cell("ms = 1 * (end()   - start)  # the clock", "measure"), cell(KEEP)),
-                 (clock, cell("# prose"), cell(KEEP), cell("draw()", "show", "raises-exception")),
-                 (clock, cell(KEEP, "any"))]:
+    for same in [
+        (cell("ms = 1 * (end()   - start)  # the clock", "measure"), cell(KEEP)),
+        (clock, cell("# prose"), cell(KEEP), cell("draw()", "show", "raises-exception")),
+        (clock, cell(KEEP, "any")),
+    ]:
         assert digest(*same) == plain
     text = (tmp_path / "benchmark.ipynb").read_text()
     (tmp_path / "benchmark.ipynb").write_text(text.replace("context_length = 8", "context_length = 9"))
@@ -134,8 +167,10 @@ def test_by_hand_the_digest_is_the_notebooks_where_only_its_cells_ran(tmp_path):
 
 
 def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
-    before, first, second = (record_of(tiny(seed=seed), software={"notebook_source": source} if source else {})
-                             for seed, source in enumerate(["", "a", "b"]))
+    before, first, second = (
+        record_of(tiny(seed=seed), software={"notebook_source": source} if source else {})
+        for seed, source in enumerate(["", "a", "b"])
+    )
     assert before.measured_by("a") and first.measured_by("a") and not second.measured_by("a")
     assert not of_two_notebooks([before, first, first]) and not of_two_notebooks([before])
     assert "2 different notebooks (a, b)" in of_two_notebooks([before, first, second])[0]
@@ -161,10 +196,16 @@ SHOWS = ("show", "raises-exception")
 def test_a_measuring_cell_has_the_gpu_alone_and_a_slip_in_one_that_shows_costs_nothing(run, tmp_path):
     clock = "from stepscope.gpu_lock import exclusive, require_lock\nrequire_lock()\nwith exclusive():\n    inside = free()\n"
     record, folder = run(
-        cell(LOCKED), cell(f"{clock}import time\ntime.sleep(0.3)", "measure"), cell(SLIP, *SHOWS),
-        cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"inside": inside, "outside": free()})'), cell(SAY),
-        environment={GPU_LOCK: str(tmp_path / "lock")})
-    assert record.status == "ok" and "only shows failed: KeyError: 'the picture'" in record.cause, record.cause
+        cell(LOCKED),
+        cell(f"{clock}import time\ntime.sleep(0.3)", "measure"),
+        cell(SLIP, *SHOWS),
+        cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"inside": inside, "outside": free()})'),
+        cell(SAY),
+        environment={GPU_LOCK: str(tmp_path / "lock")},
+    )
+    assert record.status == "ok" and "only shows failed: KeyError: 'the picture'" in record.cause, (
+        record.cause
+    )
     assert record.results == {"inside": False, "outside": True, "finding": "It is **42**."}
     assert 0.3 <= record.measuring_s < record.duration_s
     assert pd.read_parquet(folder / record.tables["table"].file)["ms"].tolist() == [1.0]
@@ -173,17 +214,21 @@ def test_a_measuring_cell_has_the_gpu_alone_and_a_slip_in_one_that_shows_costs_n
 
 def test_timing_without_the_tag_says_so_and_a_slip_before_it_is_not_the_cause(run, tmp_path):
     clock = "from stepscope.gpu_lock import require_lock\nrequire_lock()"
-    record, _ = run(cell(SLIP, *SHOWS), cell(clock), cell(KEEP), environment={GPU_LOCK: str(tmp_path / "lock")})
+    record, _ = run(
+        cell(SLIP, *SHOWS), cell(clock), cell(KEEP), environment={GPU_LOCK: str(tmp_path / "lock")}
+    )
     assert record.status == "failed" and "needs the tag 'measure'" in record.cause and not record.tables
 
 
 def test_a_changed_copy_is_measured_anew(tmp_path, store, write_sweep):
     def sweep(times, comment="", notebooks=tmp_path / "lab"):
-        write(notebooks, cell(f"ms = {times} * 1.0  # {comment}", "measure"),
-              cell('run.keep({}, {"ms": ms})'))
+        write(
+            notebooks, cell(f"ms = {times} * 1.0  # {comment}", "measure"), cell('run.keep({}, {"ms": ms})')
+        )
         path, said = write_sweep({"study": "benchmark", "fixed": TINY}), io.StringIO()
         run_sweep([path], store, SweepOptions(notebooks=notebooks), Console(file=said))
         return store.records(check_files=True)[0][0], "another notebook" in said.getvalue()
+
     first, told = sweep(1)
     assert first.results == {"ms": 1.0} and not told
     assert sweep(1, "the clock") == (first, False)  # not run again
@@ -193,9 +238,15 @@ def test_a_changed_copy_is_measured_anew(tmp_path, store, write_sweep):
 
 # By hand.
 
+
 def by_papermill(*arguments, cwd):
-    done = subprocess.run([sys.executable, "-m", "papermill", *map(str, arguments)], cwd=cwd, capture_output=True,
-                          text=True, env=os.environ)
+    done = subprocess.run(
+        [sys.executable, "-m", "papermill", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+    )
     return done.returncode, done.stderr
 
 
@@ -221,12 +272,19 @@ def test_every_notebook_refuses_a_wrong_name(path):
 
 
 def test_wrong_names_are_refused_and_a_sweeps_are_not():
-    cells = ["", "batch_size: int = 4", "# Parameters\nbatch_size = 2\nseed = 1\nrun_folder = '.'\n", "from x import y"]
+    cells = [
+        "",
+        "batch_size: int = 4",
+        "# Parameters\nbatch_size = 2\nseed = 1\nrun_folder = '.'\n",
+        "from x import y",
+    ]
     names = {"In": cells, "size": "nano", "context_length": 8, "device": "cpu", "batch_size": 2}
     assert from_notebook("benchmark", names).batch_size == 2
     with pytest.raises(ConfigError, match="context_length: got 'long'"):
         from_notebook("benchmark", names | {"context_length": "long"})
-    with pytest.raises(ConfigError, match="^sizes: no such parameter; size may be meant; known are batch_size"):
+    with pytest.raises(
+        ConfigError, match="^sizes: no such parameter; size may be meant; known are batch_size"
+    ):
         from_notebook("benchmark", names | {"In": [*cells[:2], "# Parameters\nsizes = 'nano'\n"]})
 
 
@@ -250,7 +308,12 @@ def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
     assert store.records() == ([], [])
     run.keep(TABLES, {"answer": torch.tensor(42)}, [tmp_path / "trace.csv"])
     (record,), errors = store.records(check_files=True)
-    assert not errors and record.results == {"answer": 42} and record.machine["load"] >= 0 and set(record.tables) == {"table", "trace.csv"}
+    assert (
+        not errors
+        and record.results == {"answer": 42}
+        and record.machine["load"] >= 0
+        and set(record.tables) == {"table", "trace.csv"}
+    )
     run.say("It is 42.")
     run.keep(TABLES)  # the cell once more
     assert store.records(check_files=True)[0][0].results == {}
@@ -284,6 +347,7 @@ def test_the_smallest_models_have_one_thread_on_a_cpu(by_hand, monkeypatch):
 
 def test_a_folders_name_is_the_projects_wherever_in_it_one_stands(tmp_path, monkeypatch):
     from stepscope.runs import store
+
     (tmp_path / "project" / "lab" / "here").mkdir(parents=True)
     monkeypatch.setattr(store, "PROJECT", tmp_path / "project")
     monkeypatch.chdir(tmp_path / "project" / "lab")
@@ -295,9 +359,11 @@ def test_a_folders_name_is_the_projects_wherever_in_it_one_stands(tmp_path, monk
 
 # In this process.
 
+
 def test_cells_run_in_this_process_with_names_replaced(by_hand):
     def build(config):
         raise StopIteration(config.context_length)
+
     with pytest.raises(StopIteration, match="8"):
         run_cells("benchmark", replaced={"TransformerLM": build}, **TINY | {"context_length": 8})
     names = run_cells("benchmark", until="def timed(", **TINY | {"context_length": 9})
@@ -308,12 +374,14 @@ def test_cells_run_in_this_process_with_names_replaced(by_hand):
 
 # A study of one's own.
 
-OWN = {"__init__.py": '"""A study of a user."""\n',
-       "config.py": "from typing import Literal\nfrom stepscope.config import StepConfig\n"
-                    'class Config(StepConfig):\n    study: Literal["mine"] = "mine"\n    slices: int = 1\n',
-       "tables.py": "from stepscope.report.schemas import measured, tidy, word\n"
-                    'CONFIG = ("size", "context_length", "slices")\n'
-                    'SCHEMAS = {"times": tidy(("phase",), phase=word(), wall_ms=measured())}\n'}
+OWN = {
+    "__init__.py": '"""A study of a user."""\n',
+    "config.py": "from typing import Literal\nfrom stepscope.config import StepConfig\n"
+    'class Config(StepConfig):\n    study: Literal["mine"] = "mine"\n    slices: int = 1\n',
+    "tables.py": "from stepscope.report.schemas import measured, tidy, word\n"
+    'CONFIG = ("size", "context_length", "slices")\n'
+    'SCHEMAS = {"times": tidy(("phase",), phase=word(), wall_ms=measured())}\n',
+}
 
 
 def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, monkeypatch, by_hand):
@@ -321,6 +389,7 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
     from stepscope import studies as package
     from stepscope.report.render import compose
     from stepscope.runs.sweep_file import find_sweeps, load_sweeps
+
     folder = tmp_path / "package" / "mine"
     folder.mkdir(parents=True)
     for name, text in OWN.items():
@@ -331,10 +400,17 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
     try:
         block = {"study": "mine", "fixed": TINY, "axes": {"slices": [1, 2]}}
         configs = load_sweeps([block], "cpu").configs
-        notebook = write(tmp_path / "notebooks", cell("wall_ms = 3.0", "measure"), cell(
-            'run.keep({"times": pd.DataFrame({"phase": ["whole"], "wall_ms": [wall_ms]})})'), study="mine")
-        notebook.write_text(notebook.read_text().replace('from_notebook(\\"benchmark', 'from_notebook(\\"mine').replace(
-            "seed = 0", "seed = 0\\nslices = 1"))
+        notebook = write(
+            tmp_path / "notebooks",
+            cell("wall_ms = 3.0", "measure"),
+            cell('run.keep({"times": pd.DataFrame({"phase": ["whole"], "wall_ms": [wall_ms]})})'),
+            study="mine",
+        )
+        notebook.write_text(
+            notebook.read_text()
+            .replace('from_notebook(\\"benchmark', 'from_notebook(\\"mine')
+            .replace("seed = 0", "seed = 0\\nslices = 1")
+        )
         for config in configs:
             run_cells(notebook, **TINY, slices=config.slices, runs=str(tmp_path / "runs"))
         found = read(Store(tmp_path / "runs"))
@@ -351,22 +427,26 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
 
 # The look.
 
+
 def test_to_import_the_package_changes_no_look_and_a_students_changes_no_picture():
-    code = ("import matplotlib as m; before = dict(m.rcParams)\n"
-            "import importlib, pkgutil, stepscope\n"
-            "for module in pkgutil.walk_packages(stepscope.__path__, 'stepscope.'):\n"
-            "    if '.report' in module.name or module.name.endswith('figures'): importlib.import_module(module.name)\n"
-            "assert dict(m.rcParams) == before, {k for k in before if before[k] != m.rcParams[k]}\n"
-            "from stepscope.report.style import figure, look, svg\n"
-            "@look()\n"
-            "def draw():\n    made, axes = figure('a message'); axes.plot([1, 2]); return made\n"
-            "plain = svg(draw())\n"
-            "m.rcParams.update({'lines.linewidth': 9, 'font.size': 30, 'svg.fonttype': 'path'})\n"
-            "assert svg(draw()) == plain and m.rcParams['font.size'] == 30\n")
+    code = (
+        "import matplotlib as m; before = dict(m.rcParams)\n"
+        "import importlib, pkgutil, stepscope\n"
+        "for module in pkgutil.walk_packages(stepscope.__path__, 'stepscope.'):\n"
+        "    if '.report' in module.name or module.name.endswith('figures'): importlib.import_module(module.name)\n"
+        "assert dict(m.rcParams) == before, {k for k in before if before[k] != m.rcParams[k]}\n"
+        "from stepscope.report.style import figure, look, svg\n"
+        "@look()\n"
+        "def draw():\n    made, axes = figure('a message'); axes.plot([1, 2]); return made\n"
+        "plain = svg(draw())\n"
+        "m.rcParams.update({'lines.linewidth': 9, 'font.size': 30, 'svg.fonttype': 'path'})\n"
+        "assert svg(draw()) == plain and m.rcParams['font.size'] == 30\n"
+    )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_every_figure_of_a_study_has_the_look():
     from stepscope.report.claims import collect
+
     assert not [name for name, function in collect("figure").items() if not hasattr(function, "__wrapped__")]

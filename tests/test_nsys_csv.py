@@ -1,4 +1,5 @@
 """nsys's CSV reports: as several versions write them, and what is refused."""
+
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ DATA = Path(__file__).parent / "data" / "nsys"
 FILES = sorted(DATA.glob("*.csv"))
 HEADER = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n"
 ROWS = '75.0,3000,2,1500.0,"void f<int, 4>(int, float)"\n25.0,1000,1,1000.5,g\n'
-OLD_TRACE = ("Start (ns),Duration (ns),CorrId,GrdX,GrdY,GrdZ,BlkX,BlkY,BlkZ,Reg/Trd,StcSMem (MB),DymSMem (MB),Bytes (MB),"
-             "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, another unit's name
-             '9000,4000,102,160,1,1,256,1,1,32,0.000,0.000,,,,,NVIDIA A10G (0),1,7,"burn(float *, int, int)"\n')
+OLD_TRACE = (
+    "Start (ns),Duration (ns),CorrId,GrdX,GrdY,GrdZ,BlkX,BlkY,BlkZ,Reg/Trd,StcSMem (MB),DymSMem (MB),Bytes (MB),"
+    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, another unit's name
+    '9000,4000,102,160,1,1,256,1,1,32,0.000,0.000,,,,,NVIDIA A10G (0),1,7,"burn(float *, int, int)"\n'
+)
 
 
 def written(tmp_path: Path, text: str, name: str = "a.csv") -> Path:
@@ -26,7 +29,9 @@ def test_each_report_is_told_and_its_times_are_whole_nanoseconds(path):
     table = read_nsys_csv(path)
     assert path.stem.endswith(table.attrs["report"]) and len(table)
     assert set(REPORTS[table.attrs["report"]]) <= set(table)
-    whole = [name for name in table if name.endswith("_ns") and not {"avg", "med", "std"} & set(name.split("_"))]
+    whole = [
+        name for name in table if name.endswith("_ns") and not {"avg", "med", "std"} & set(name.split("_"))
+    ]
     assert whole and (table[whole].dtypes == "int64").all()
 
 
@@ -36,28 +41,48 @@ def test_numbers_are_those_in_the_file():
     assert kernels["avg_ns"].iloc[0] == 47778.2 and kernels["time_percent"].iloc[0] == 15.7
     trace = read_nsys_csv(DATA / "nsys_2026_3_cuda_gpu_trace.csv")
     assert trace["start_ns"].iloc[0] == 1_134_711_990 and trace["bytes_mb"].iloc[0] == 4.194
-    assert trace["throughput_mb_per_s"].iloc[0] == 6337.593 and trace["grd_x"].isna().tolist()[:3] == [True, True, False]
+    assert trace["throughput_mb_per_s"].iloc[0] == 6337.593 and trace["grd_x"].isna().tolist()[:3] == [
+        True,
+        True,
+        False,
+    ]
     assert trace["name"].iloc[2].endswith("float *, unsigned long)") and trace["src_mem_kd"].iloc[2] == ""
     ranges = read_nsys_csv(DATA / "sample_nvtx_gpu_proj_trace.csv")
     assert ranges["num_gpu_ops"].iloc[0] == 530 and ranges["parent_id"].isna().sum() == 1
 
 
 def test_an_older_versions_trace_has_the_same_names(tmp_path):
-    old, new = read_nsys_csv(written(tmp_path, OLD_TRACE)), read_nsys_csv(DATA / "nsys_2026_3_cuda_gpu_trace.csv")
+    old, new = (
+        read_nsys_csv(written(tmp_path, OLD_TRACE)),
+        read_nsys_csv(DATA / "nsys_2026_3_cuda_gpu_trace.csv"),
+    )
     assert old.attrs == new.attrs and set(new) - set(old) == {"green_ctx"} and not set(old) - set(new)
 
 
-@pytest.mark.parametrize("text", [
-    HEADER + ROWS, "\ufeff" + HEADER + ROWS + "\nmore words\n", (HEADER + ROWS).replace("\n", "\r\n"),
-    "Processing [a.sqlite] with [cuda_gpu_kern_sum.py]...\n\n" + HEADER + ROWS,
-    "\nNOTICE: Existing SQLite export found: x.sqlite\n        It is assumed file was previously exported from: x.nsys-rep\n\n"
-    + HEADER + ROWS])
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEADER + ROWS,
+        "\ufeff" + HEADER + ROWS + "\nmore words\n",
+        (HEADER + ROWS).replace("\n", "\r\n"),
+        "Processing [a.sqlite] with [cuda_gpu_kern_sum.py]...\n\n" + HEADER + ROWS,
+        "\nNOTICE: Existing SQLite export found: x.sqlite\n        It is assumed file was previously exported from: x.nsys-rep\n\n"
+        + HEADER
+        + ROWS,
+    ],
+)
 def test_what_stands_around_a_table_is_passed_over(tmp_path, text):
     table = read_nsys_csv(written(tmp_path, text))
-    assert table["total_time_ns"].tolist() == [3000, 1000] and table["name"].iloc[0] == "void f<int, 4>(int, float)"
+    assert (
+        table["total_time_ns"].tolist() == [3000, 1000]
+        and table["name"].iloc[0] == "void f<int, 4>(int, float)"
+    )
 
 
-@pytest.mark.parametrize("unit, factor", [("us", 1e3), ("µs", 1e3), ("usec", 1e3), ("ms", 1e6), ("msec", 1e6), ("s", 1e9), ("sec", 1e9)])
+@pytest.mark.parametrize(
+    "unit, factor",
+    [("us", 1e3), ("µs", 1e3), ("usec", 1e3), ("ms", 1e6), ("msec", 1e6), ("s", 1e9), ("sec", 1e9)],
+)
 def test_other_units_of_time_become_nanoseconds(tmp_path, unit, factor):
     table = read_nsys_csv(written(tmp_path, (HEADER + ROWS).replace("(ns)", f"({unit})")))
     assert table["total_time_ns"].tolist() == [3000 * factor, 1000 * factor]
@@ -76,19 +101,42 @@ def test_nothing_to_show_is_an_empty_table(tmp_path, text):
     assert table.empty and table["total_time_ns"].dtype == "int64" and table["total_time_ns"].sum() == 0
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "found '', expected a report of nsys stats"), ("a,b\n1,2\n", "found 'a,b"), (None, "cannot be read"),
-    ((HEADER + ROWS).replace(",", ";"), "separated by ';'"), (HEADER + ROWS[:30], "EOF inside string"),
-    (HEADER + ROWS + "25.0,10", "the line '25.0,10' is cut off"), (HEADER + ROWS + "1,2,3,4,5,6\n", "Expected 5 fields"),
-    (HEADER + ROWS.replace("3000", "3e9x"), "'3e9x' in its column 'Total Time .ns.', expected whole numbers"),
-    (HEADER + ROWS.replace("3000", '"3,000"'), "'3,000' in its column 'Total Time .ns.', expected whole numbers without separators"),
-    (HEADER + ROWS.replace("3000", "3.5"), "has '3.5' in its column 'Total Time"),
-    (HEADER + ROWS.replace("3000", ""), "has 'nan' in its column 'Total Time"),
-    (HEADER + ROWS.replace("1500.0", '"1500,0"'), "'1500,0' in its column 'Avg .ns.', expected numbers .*decimal point"),
-    (HEADER + ROWS.replace(",2,", ',"2 000",'), "'2 000' in its column 'Instances'"),
-    (HEADER + ROWS.replace("3000", "9" * 30), "in its column 'Total Time"),
-    (HEADER + ROWS + "\n" + HEADER + ROWS, "holds 2 reports .cuda_gpu_kern_sum, cuda_gpu_kern_sum., expected one"),
-    (" Time (%)  Total Time (ns)  Instances  Name\n ---\n 75.0  3,000  2  f\n", "expected a report of nsys stats --format csv")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "found '', expected a report of nsys stats"),
+        ("a,b\n1,2\n", "found 'a,b"),
+        (None, "cannot be read"),
+        ((HEADER + ROWS).replace(",", ";"), "separated by ';'"),
+        (HEADER + ROWS[:30], "EOF inside string"),
+        (HEADER + ROWS + "25.0,10", "the line '25.0,10' is cut off"),
+        (HEADER + ROWS + "1,2,3,4,5,6\n", "Expected 5 fields"),
+        (
+            HEADER + ROWS.replace("3000", "3e9x"),
+            "'3e9x' in its column 'Total Time .ns.', expected whole numbers",
+        ),
+        (
+            HEADER + ROWS.replace("3000", '"3,000"'),
+            "'3,000' in its column 'Total Time .ns.', expected whole numbers without separators",
+        ),
+        (HEADER + ROWS.replace("3000", "3.5"), "has '3.5' in its column 'Total Time"),
+        (HEADER + ROWS.replace("3000", ""), "has 'nan' in its column 'Total Time"),
+        (
+            HEADER + ROWS.replace("1500.0", '"1500,0"'),
+            "'1500,0' in its column 'Avg .ns.', expected numbers .*decimal point",
+        ),
+        (HEADER + ROWS.replace(",2,", ',"2 000",'), "'2 000' in its column 'Instances'"),
+        (HEADER + ROWS.replace("3000", "9" * 30), "in its column 'Total Time"),
+        (
+            HEADER + ROWS + "\n" + HEADER + ROWS,
+            "holds 2 reports .cuda_gpu_kern_sum, cuda_gpu_kern_sum., expected one",
+        ),
+        (
+            " Time (%)  Total Time (ns)  Instances  Name\n ---\n 75.0  3,000  2  f\n",
+            "expected a report of nsys stats --format csv",
+        ),
+    ],
+)
 def test_what_is_no_report_is_refused_in_one_sentence(tmp_path, text, message):
     path = tmp_path / "absent.csv" if text is None else written(tmp_path, text)
     with pytest.raises(TraceError, match=message) as caught:

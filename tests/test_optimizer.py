@@ -1,4 +1,5 @@
 """MasterAdamW as one of torch's optimizers: groups, schedules, clipping, and a resume that is no interruption."""
+
 import copy
 import gc
 import importlib.util
@@ -22,7 +23,8 @@ SCHEDULERS = {
     "cycle": lambda own: lr_scheduler.OneCycleLR(own, 3e-3, total_steps=20),
     "plateau": lambda own: lr_scheduler.ReduceLROnPlateau(own, patience=1),
     "sequence": lambda own: lr_scheduler.SequentialLR(
-        own, [lr_scheduler.LinearLR(own, 0.1, total_iters=5), lr_scheduler.ExponentialLR(own, 0.9)], [5]),
+        own, [lr_scheduler.LinearLR(own, 0.1, total_iters=5), lr_scheduler.ExponentialLR(own, 0.9)], [5]
+    ),
 }
 
 
@@ -32,8 +34,10 @@ def draw_gradients(parameters, generator):
 
 
 def groups_of(model):
-    return [{"params": [model["matrix"]], "weight_decay": 0.1},
-            {"params": [model["vector"]], "lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}]
+    return [
+        {"params": [model["matrix"]], "weight_decay": 0.1},
+        {"params": [model["vector"]], "lr": 2e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0},
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULERS)
@@ -73,7 +77,9 @@ def test_a_rate_that_is_a_tensor_stays_the_callers():
         draw_gradients(model.values(), torch.Generator().manual_seed(0))
         own.step()
         for name, master in own.masters().items():
-            assert torch.equal(master, before[name]) == (wanted == 0), "a rate of 0 changes no weight, another does"
+            assert torch.equal(master, before[name]) == (wanted == 0), (
+                "a rate of 0 changes no weight, another does"
+            )
 
 
 def test_parameters_come_as_a_model_a_list_or_with_names():
@@ -129,8 +135,13 @@ def test_what_it_cannot_do_it_says():
 @pytest.fixture
 def tabled():
     """An optimizer of two groups with the kernels' tables: of FP8 matrices, others, a cube and vectors, in no order."""
-    model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(70, 9), nn.LayerNorm(1000), nn.Linear(64, 192, bias=False),
-                          nn.Conv1d(3, 5, 2, bias=False))
+    model = nn.Sequential(
+        nn.Linear(128, 64, bias=False),
+        nn.Linear(70, 9),
+        nn.LayerNorm(1000),
+        nn.Linear(64, 192, bias=False),
+        nn.Conv1d(3, 5, 2, bias=False),
+    )
     fp8.use_fp8(nn.ModuleList([model[0], model[3]]))
     own = MasterAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}])
     own._make_tables()
@@ -140,11 +151,16 @@ def tabled():
 def test_by_its_tables_a_kernel_comes_to_every_number_once_and_to_its_owner(tabled):
     """As the kernels go: a block of the buffers a program, of FP8 matrices a tile."""
     counts, offsets, groups = tabled.places
-    found = [(owner, program * adamw.BLOCK + torch.arange(adamw.BLOCK)) for program, owner in enumerate(tabled.owners.tolist())]
+    found = [
+        (owner, program * adamw.BLOCK + torch.arange(adamw.BLOCK))
+        for program, owner in enumerate(tabled.owners.tolist())
+    ]
     found = [(owner, at[at - offsets[owner] < counts[owner]]) for owner, at in found]
     for owner, start in zip(tabled.tile_owners.tolist(), tabled.tiles.tolist()):
         width = tabled.widths[owner]
-        down, along = (first + torch.arange(side) for first, side in zip((start // width, start % width), adamw.TILE))
+        down, along = (
+            first + torch.arange(side) for first, side in zip((start // width, start % width), adamw.TILE)
+        )
         assert along[-1] < width
         found.append((owner, (offsets[owner] + down[:, None] * width + along).flatten()))
     owners = torch.full_like(tabled.master, -1, dtype=torch.int64)
@@ -153,14 +169,23 @@ def test_by_its_tables_a_kernel_comes_to_every_number_once_and_to_its_owner(tabl
         owners[at] = owner
     assert all((tabled.view(owners, index) == index).all() for index in range(len(counts)))
     assert (owners >= 0).sum() == counts.sum() and groups.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert tabled.in_fp32.tolist() == [parameter.dtype == torch.float32 for parameter in tabled.parameters] == [0, 0, 1, 1, 1, 0, 1]
+    assert (
+        tabled.in_fp32.tolist()
+        == [parameter.dtype == torch.float32 for parameter in tabled.parameters]
+        == [0, 0, 1, 1, 1, 0, 1]
+    )
 
 
-def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_cannot_read_them(tabled, monkeypatch):
+def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_cannot_read_them(
+    tabled, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     for capturing in (False, False, True):  # noqa: B007
         draw_gradients(tabled.parameters, torch.Generator().manual_seed(0))
-        eager, addresses = tabled.table.clone(), [parameter.grad.data_ptr() for parameter in tabled.parameters]
+        eager, addresses = (
+            tabled.table.clone(),
+            [parameter.grad.data_ptr() for parameter in tabled.parameters],
+        )
         assert tabled._gradients().tolist() == addresses != eager.tolist()
     assert torch.equal(tabled.table, eager), "a graph has a table of its own"
     weight = tabled.parameters[1]
@@ -204,6 +229,7 @@ def trained(moments, seed, saved=None, eight_bits=False):
             own.step()
             scheduler.step()
         return [loss.item(), *(parameter.detach().clone() for parameter in model.parameters())]
+
     return own, scheduler, train
 
 
@@ -249,7 +275,9 @@ def test_weights_that_are_loaded_into_its_model_are_not_undone(eight_bits):
         parameter.grad = torch.ones_like(parameter)
     own.step()
     for name, weight in own.masters().items():
-        assert torch.equal(weight, wanted[name].bfloat16().float() if weight.dim() == 2 else wanted[name]), name
+        assert torch.equal(weight, wanted[name].bfloat16().float() if weight.dim() == 2 else wanted[name]), (
+            name
+        )
     weight = model[0].weight.detach()
     found = fp8.layouts(weight)[0].float() * model[0].weight_scale if eight_bits else weight.float()
     assert (found - wanted["0.weight"]).abs().max() < wanted["0.weight"].abs().max() / 16
@@ -297,10 +325,15 @@ def test_a_state_dict_holds_fp32_masters_and_moments_as_they_are(moments):
     train(0, 3)
     state = own.state_dict()["state"]
     for one, parameter in zip(state.values(), own.parameters):
-        assert one["master"].dtype == torch.float32 and one["exp_avg"].dtype == one["exp_avg_sq"].dtype == moments
+        assert (
+            one["master"].dtype == torch.float32
+            and one["exp_avg"].dtype == one["exp_avg_sq"].dtype == moments
+        )
         assert torch.equal(one["master"].to(parameter.dtype), parameter)
         assert one["step"] == 3
-    assert not torch.equal(state[0]["master"], own.parameters[0].float()), "more digits than the bf16 copy has"
+    assert not torch.equal(state[0]["master"], own.parameters[0].float()), (
+        "more digits than the bf16 copy has"
+    )
 
 
 def test_it_is_loaded_in_place_or_not_at_all():
@@ -312,13 +345,30 @@ def test_it_is_loaded_in_place_or_not_at_all():
     addresses = [place.data_ptr() for place in places]
     moved = own.master.clone()
     torchs = torch.optim.AdamW(nn.Linear(24, 40).parameters()).state_dict()
-    group, = saved["param_groups"]
-    others = {"groups": {**saved, "param_groups": 2 * [group]}, "fewer": {**saved, "param_groups": [{**group, "params": [0, 1, 2]}]},
-              "split": {**saved, "param_groups": [{**group, "params": some} for some in (group["params"][:1], group["params"][1:])]},
-              "turned": {**saved, "state": saved["state"] | {0: {key: one.t() for key, one in saved["state"][0].items()}}},
-              "step": {**saved, "state": {n: {key: one[key] for key in one if key != "step"} for n, one in saved["state"].items()}},
-              "state": {**saved, "state": {0: saved["state"][0]}},
-              "shape": {**saved, "state": saved["state"] | {3: saved["state"][0]}}, "torch's": torchs}
+    (group,) = saved["param_groups"]
+    others = {
+        "groups": {**saved, "param_groups": 2 * [group]},
+        "fewer": {**saved, "param_groups": [{**group, "params": [0, 1, 2]}]},
+        "split": {
+            **saved,
+            "param_groups": [
+                {**group, "params": some} for some in (group["params"][:1], group["params"][1:])
+            ],
+        },
+        "turned": {
+            **saved,
+            "state": saved["state"] | {0: {key: one.t() for key, one in saved["state"][0].items()}},
+        },
+        "step": {
+            **saved,
+            "state": {
+                n: {key: one[key] for key in one if key != "step"} for n, one in saved["state"].items()
+            },
+        },
+        "state": {**saved, "state": {0: saved["state"][0]}},
+        "shape": {**saved, "state": saved["state"] | {3: saved["state"][0]}},
+        "torch's": torchs,
+    }
     for name, other in others.items():
         with pytest.raises(ValueError, match="state dict"):
             own.load_state_dict(other)
@@ -327,7 +377,9 @@ def test_it_is_loaded_in_place_or_not_at_all():
     own.load_state_dict(saved)
     saved["param_groups"][0]["betas"][0] = 0.1
     assert own.param_groups[0]["betas"] == [0.7, 0.8], "a copy"
-    assert own.betas.flatten().tolist() == [0.7, 0.8] and own.decays.item() == 0.3, "also where a captured graph reads them"
+    assert own.betas.flatten().tolist() == [0.7, 0.8] and own.decays.item() == 0.3, (
+        "also where a captured graph reads them"
+    )
     assert own.scalars[0, 3:].tolist() == pytest.approx([0.7, 0.3, 0.8, 0.2, 1e-3])
     assert [place.data_ptr() for place in places] == addresses
     assert own.count == 3 and not torch.equal(own.master, moved)
@@ -353,8 +405,18 @@ def test_the_script_resumes_to_the_bit(moments, monkeypatch, capsys):
     before = torch.get_float32_matmul_precision()
     try:
         spec.loader.exec_module(script)
-        same = script.main(["--width=32", "--hidden=64", "--layers=1", "--heads=2", "--vocabulary=50", "--context=16",
-                            "--steps=40", f"--moments={str(moments).removeprefix('torch.')}"])
+        same = script.main(
+            [
+                "--width=32",
+                "--hidden=64",
+                "--layers=1",
+                "--heads=2",
+                "--vocabulary=50",
+                "--context=16",
+                "--steps=40",
+                f"--moments={str(moments).removeprefix('torch.')}",
+            ]
+        )
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_float32_matmul_precision(before)

@@ -1,4 +1,5 @@
 """The page, in a browser where there is one, and by its markup everywhere."""
+
 import html
 import re
 from html.parser import HTMLParser
@@ -69,22 +70,47 @@ a < b
 
 
 def test_markdown_becomes_a_page_of_its_own():
-    text = page(TEXT, [Section("evidence/nsys.md", "# Profiles\n\n## First part\n\n[back](../writeup.md)\n")],
-                {"busy": drawn()}, "*By* [us](https://c.d)")
+    text = page(
+        TEXT,
+        [Section("evidence/nsys.md", "# Profiles\n\n## First part\n\n[back](../writeup.md)\n")],
+        {"busy": drawn()},
+        "*By* [us](https://c.d)",
+    )
     elements = Elements(text)
     assert not elements.wrong and not elements.open
     tags = [tag for tag, _ in elements.found]
     assert "script" not in tags and "b" not in tags and tags.count("h1") == 1
     links = [attributes["href"] for tag, attributes in elements.found if tag == "a"]
     contents = ["#part-one", "#within-it", "#evidence", "#evidence-nsys"]
-    assert links == [*contents, "#evidence-nsys", "#evidence-nsys-first-part", "https://a.b", "#part-one", "#within-it",
-                     "#evidence-nsys-first-part", "#top", "https://c.d"]
+    assert links == [
+        *contents,
+        "#evidence-nsys",
+        "#evidence-nsys-first-part",
+        "https://a.b",
+        "#part-one",
+        "#within-it",
+        "#evidence-nsys-first-part",
+        "#top",
+        "https://c.d",
+    ]
     anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
-    assert anchors == ["top", "part-one", "within-it", "evidence", "evidence-nsys", "evidence-nsys-first-part"]
-    assert [attributes["aria-label"] for _, attributes in elements.found if attributes.get("class") == "here"] == [
-        "Link to: Part one", "Link to: Within it", "Link to: First part"]
+    assert anchors == [
+        "top",
+        "part-one",
+        "within-it",
+        "evidence",
+        "evidence-nsys",
+        "evidence-nsys-first-part",
+    ]
+    assert [
+        attributes["aria-label"] for _, attributes in elements.found if attributes.get("class") == "here"
+    ] == ["Link to: Part one", "Link to: Within it", "Link to: First part"]
     images = [attributes for tag, attributes in elements.found if tag == "img"]
-    assert len(images) == 1 and images[0]["src"].startswith("data:image/svg+xml,") and images[0]["alt"] == "A message"
+    assert (
+        len(images) == 1
+        and images[0]["src"].startswith("data:image/svg+xml,")
+        and images[0]["alt"] == "A message"
+    )
     assert images[0]["width"] == "576"
     assert not [attributes for _, attributes in elements.found if "style" in attributes]
 
@@ -96,14 +122,27 @@ def test_a_chapters_fold_is_one_of_the_page_and_no_other_text_can_be():
     assert not elements.wrong and not elements.open
     assert "<details><summary>Why so</summary>\n<div>\n<p>Because <strong>of</strong> it.</p>" in text
     assert re.search(r"</table></div>\s*</div></details>\s*<p>After", text)
-    for other in ("A <details><summary>Why</summary>", "<details open><summary>Why</summary>", "> </details>", "* </details>",
-                  escape("</details>"), escape("<details><summary>Why</summary>"), "<details><summary><b>x</b></summary>"):
-        assert "details>" not in re.sub(r"<style>.*?</style>", "", page(f"# T\n\n{other}\n", [], {}), flags=re.DOTALL), other
+    for other in (
+        "A <details><summary>Why</summary>",
+        "<details open><summary>Why</summary>",
+        "> </details>",
+        "* </details>",
+        escape("</details>"),
+        escape("<details><summary>Why</summary>"),
+        "<details><summary><b>x</b></summary>",
+    ):
+        assert "details>" not in re.sub(
+            r"<style>.*?</style>", "", page(f"# T\n\n{other}\n", [], {}), flags=re.DOTALL
+        ), other
 
 
 def test_links_lead_within_the_page_or_to_https():
-    text = page("# T\n\n[a](javascript:alert(1)) [b](data:text/html,x) [c](//host/x) [d](file:///etc/passwd) "
-                "[e](http://host) ![f](https://host/x.png)\n", [], {})
+    text = page(
+        "# T\n\n[a](javascript:alert(1)) [b](data:text/html,x) [c](//host/x) [d](file:///etc/passwd) "
+        "[e](http://host) ![f](https://host/x.png)\n",
+        [],
+        {},
+    )
     for tag, attributes in Elements(text).found:
         if tag == "a":
             assert attributes["href"].startswith(("#", "https://"))
@@ -131,8 +170,16 @@ def test_the_page_is_sound_in_a_browser(chromium, report, size, scheme):
         for summary in opened.query_selector_all("summary"):
             summary.click()
         assert opened.evaluate("document.documentElement.scrollWidth") <= size[0], "it scrolls sideways"
-        assert opened.evaluate("[...document.images].filter(one => !one.complete || !one.naturalWidth).length") == 0
-        assert opened.evaluate("[...document.images].filter(one => one.getBoundingClientRect().right > innerWidth).length") == 0
+        assert (
+            opened.evaluate("[...document.images].filter(one => !one.complete || !one.naturalWidth).length")
+            == 0
+        )
+        assert (
+            opened.evaluate(
+                "[...document.images].filter(one => one.getBoundingClientRect().right > innerWidth).length"
+            )
+            == 0
+        )
         background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
         assert not said, said
@@ -141,8 +188,10 @@ def test_the_page_is_sound_in_a_browser(chromium, report, size, scheme):
 
 def test_tables_fit_a_desktop(chromium, report):
     with shown(chromium, report) as (opened, _):
-        wide = opened.evaluate("[...document.querySelectorAll('main .scroll')].filter("
-                               "one => one.scrollWidth > one.clientWidth + 1).map(one => one.innerText.slice(0, 80))")
+        wide = opened.evaluate(
+            "[...document.querySelectorAll('main .scroll')].filter("
+            "one => one.scrollWidth > one.clientWidth + 1).map(one => one.innerText.slice(0, 80))"
+        )
         assert not wide
 
 
@@ -151,8 +200,14 @@ def wide(report, tmp_path):
     """The report with a table and a line of code that no screen holds."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
-    path.write_text(report.read_text().replace("<main>", '<main><div class="scroll" tabindex="0"><table><tr>' + cells
-                                               + f"</tr></table></div><pre><code>{'word ' * 60}# comment</code></pre>"))
+    path.write_text(
+        report.read_text().replace(
+            "<main>",
+            '<main><div class="scroll" tabindex="0"><table><tr>'
+            + cells
+            + f"</tr></table></div><pre><code>{'word ' * 60}# comment</code></pre>",
+        )
+    )
     return path
 
 
@@ -168,19 +223,31 @@ def test_the_last_column_can_be_reached_and_its_row_keeps_its_name(chromium, wid
 
 def test_a_phone_shows_code_to_its_end(chromium, wide):
     with shown(chromium, wide, PHONE) as (opened, _):
-        assert opened.evaluate("[...document.querySelectorAll('pre')].every(one => one.scrollWidth <= one.clientWidth)")
+        assert opened.evaluate(
+            "[...document.querySelectorAll('pre')].every(one => one.scrollWidth <= one.clientWidth)"
+        )
 
 
 def test_text_has_one_measure_and_wide_tables_its_middle(chromium, report, wide):
     middle = "const middle = one => {const at = one.getBoundingClientRect(); return Math.round(at.left + at.width / 2)};"
     with shown(chromium, report) as (opened, _):
-        widths = opened.evaluate("[...document.querySelectorAll('main > p, main > h2, header > h1, footer > p')].map("
-                                 "one => one.getBoundingClientRect().width)")
+        widths = opened.evaluate(
+            "[...document.querySelectorAll('main > p, main > h2, header > h1, footer > p')].map("
+            "one => one.getBoundingClientRect().width)"
+        )
         assert len({*widths}) == 1
-        assert opened.evaluate(f"(() => {{{middle} return new Set([...document.querySelectorAll("
-                               "'main > p, main > .scroll, main > pre, main > figure')].map(middle)).size})()") == 1
+        assert (
+            opened.evaluate(
+                f"(() => {{{middle} return new Set([...document.querySelectorAll("
+                "'main > p, main > .scroll, main > pre, main > figure')].map(middle)).size})()"
+            )
+            == 1
+        )
     with shown(chromium, wide) as (opened, _):
-        assert opened.evaluate("document.querySelector('.scroll').getBoundingClientRect().width") > 1.4 * widths[0]
+        assert (
+            opened.evaluate("document.querySelector('.scroll').getBoundingClientRect().width")
+            > 1.4 * widths[0]
+        )
 
 
 def test_the_contents_stay_beside_the_text_and_stand_above_it_on_a_phone(chromium, report):
@@ -188,7 +255,12 @@ def test_the_contents_stay_beside_the_text_and_stand_above_it_on_a_phone(chromiu
     with shown(chromium, report) as (opened, _):
         opened.evaluate("document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000)")
         nav, heading, main = opened.evaluate(places)
-        assert nav["top"] >= 0 and nav["bottom"] <= DESKTOP[1] and nav["right"] <= main["left"] and heading["bottom"] < 0
+        assert (
+            nav["top"] >= 0
+            and nav["bottom"] <= DESKTOP[1]
+            and nav["right"] <= main["left"]
+            and heading["bottom"] < 0
+        )
     with shown(chromium, report, PHONE) as (opened, _):
         nav, heading, main = opened.evaluate(places)
         assert heading["bottom"] <= nav["top"] and nav["bottom"] <= main["top"] and nav["bottom"] < PHONE[1]
@@ -206,7 +278,9 @@ def test_the_foot_says_what_it_is_and_how_it_is_cited(report):
     words = html.unescape(re.sub(r"<[^>]+>", "", foot))
     records, _ = Store(reports.RUNS).records()
     assert f"stepscope {__version__}" in words and "NVIDIA H200" in words
-    assert records[0].started_at.date().isoformat() in words and records[0].software["stepscope_source"] in words
+    assert (
+        records[0].started_at.date().isoformat() in words and records[0].software["stepscope_source"] in words
+    )
     citation = load_yaml(Path(str(PROJECT), "CITATION.cff"))
     assert f"{citation['authors'][0]['name']}. {citation['title']}. Version {citation['version']}" in words
     assert "https://github.com/stanford-cs336/" in foot
@@ -215,9 +289,13 @@ def test_the_foot_says_what_it_is_and_how_it_is_cited(report):
 def test_nothing_runs_and_nothing_loads(chromium, report, tmp_path):
     """Even what would have got into the page: its policy refuses it."""
     hostile = tmp_path / "hostile.html"
-    hostile.write_text(report.read_text().replace(
-        "<main>", "<main><script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">"
-                  "<p id=styled style='position:fixed'>x</p>"))
+    hostile.write_text(
+        report.read_text().replace(
+            "<main>",
+            "<main><script>document.title='ran'</script><img src=x onerror=\"document.title='ran'\">"
+            "<p id=styled style='position:fixed'>x</p>",
+        )
+    )
     with shown(chromium, hostile) as (opened, said):
         assert opened.title() != "ran"
         assert opened.evaluate("getComputedStyle(document.getElementById('styled')).position") == "static"
@@ -229,12 +307,16 @@ def test_printed_it_is_light_and_all_of_it(chromium, report):
         opened.emulate_media(media="print")
         assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert opened.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
-        heights = opened.evaluate("[...document.querySelectorAll('details')].map(one => one.getBoundingClientRect().height)")
+        heights = opened.evaluate(
+            "[...document.querySelectorAll('details')].map(one => one.getBoundingClientRect().height)"
+        )
         assert heights and min(heights) > 40, "evidence stays folded"
     with shown(chromium, report, PAPER) as (opened, _):
         opened.emulate_media(media="print")
-        cut = opened.evaluate("[...document.querySelectorAll('table, pre, img')].filter("
-                              "one => one.getBoundingClientRect().right > innerWidth + 1).map(one => one.innerText.slice(0, 80))")
+        cut = opened.evaluate(
+            "[...document.querySelectorAll('table, pre, img')].filter("
+            "one => one.getBoundingClientRect().right > innerWidth + 1).map(one => one.innerText.slice(0, 80))"
+        )
         assert not cut
 
 
@@ -243,7 +325,11 @@ def test_every_link_leads_somewhere(report, tmp_path):
     runs = reports.few(tmp_path / "own runs", 1)
     render(runs, tmp_path / "elsewhere" / "report")
     for place in (report.parent, tmp_path / "elsewhere" / "report"):
-        links = {attributes["href"] for tag, attributes in Elements((place / "writeup.html").read_text()).found if tag == "a"}
+        links = {
+            attributes["href"]
+            for tag, attributes in Elements((place / "writeup.html").read_text()).found
+            if tag == "a"
+        }
         files = {link for link in links if not link.startswith(("#", "https://"))}
         assert len([link for link in files if link.endswith(".ipynb")]) > 5
         assert not [link for link in files if not (place / unquote(link)).is_file()]

@@ -1,5 +1,6 @@
 """The committed report, its claims and what they read, on the reference: all of it is made once, by the check of the
 report, and what another test asks of unchanged tables is answered from that."""
+
 import importlib
 import json
 import re
@@ -28,9 +29,23 @@ from stepscope.studies import STUDIES
 KINDS = claims.KINDS
 RENDERED = reports.IS_REFERENCE and Path(str(PROJECT), "writeup.md").is_file()
 # Of the configuration, the machine, a formula or types alone: no measured number is in them.
-FROM_SHAPES = {"answer_residual", "measured_on", "answer_toy", "answer_models", "profiled", "profiled_contexts",
-               "toy_why", "attention_long_dims", "answer_attention_dims", "snapshot_kept", "peak_of_optimizer", "attention_chosen",
-               "softmax_passes", "predicted_peak", "block_saves_formula"}
+FROM_SHAPES = {
+    "answer_residual",
+    "measured_on",
+    "answer_toy",
+    "answer_models",
+    "profiled",
+    "profiled_contexts",
+    "toy_why",
+    "attention_long_dims",
+    "answer_attention_dims",
+    "snapshot_kept",
+    "peak_of_optimizer",
+    "attention_chosen",
+    "softmax_passes",
+    "predicted_peak",
+    "block_saves_formula",
+}
 
 
 class Reference:
@@ -38,10 +53,19 @@ class Reference:
 
     def __init__(self):
         self.functions = {kind: collect(kind) for kind in KINDS}
-        self.made, self.tables = {}, None  # by kind and name: made, error, and the frames it asked for by their names
+        self.made, self.tables = (
+            {},
+            None,
+        )  # by kind and name: made, error, and the frames it asked for by their names
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(claims, "collect", lambda kind: {
-                name: lambda tables, key=(kind, name): self.answer(key, tables) for name in self.functions[kind]})
+            patch.setattr(
+                claims,
+                "collect",
+                lambda kind: {
+                    name: lambda tables, key=(kind, name): self.answer(key, tables)
+                    for name in self.functions[kind]
+                },
+            )
             patch.setattr(checking, "compose", self._compose)
             self.differs = check(reports.RUNS, Path(str(PROJECT)))
 
@@ -53,7 +77,9 @@ class Reference:
         """What a function makes of tables, from memory where it was asked the same of the same frames."""
         if self.tables is None:
             self.tables = tables  # the report's own
-        if key not in self.made or any(tables.get(name) is not frame for name, frame in self.made[key][2].items()):
+        if key not in self.made or any(
+            tables.get(name) is not frame for name, frame in self.made[key][2].items()
+        ):
             found = self._call(key, Reads(tables))
             if tables is not self.tables:
                 return self._give(*found)
@@ -81,8 +107,10 @@ class Reference:
     def renderer(self, tables):
         """A renderer of other tables; figures whose frames are the same are as they were drawn."""
         renderer = Renderer(tables)
-        renderer.known = {kind: {name: lambda tables, key=(kind, name): self.answer(key, tables) for name in own}
-                          for kind, own in self.functions.items()}
+        renderer.known = {
+            kind: {name: lambda tables, key=(kind, name): self.answer(key, tables) for name in own}
+            for kind, own in self.functions.items()
+        }
         for name in self.functions["figure"]:
             text = self.report.texts.get(f"figures/{name}.svg")
             if text and all(tables.get(one) is self.tables.get(one) for one in self.asked("figure", name)):
@@ -126,14 +154,21 @@ def test_a_report_without_a_gpu_shows_the_reference_as_it_is():
 def test_what_other_machines_are_told_of_the_reference_is_what_it_says(reference):
     """`make reference` writes it before it renders."""
     made, there = json.loads(reference_text(reference.tables)), json.loads(FILE.read_text(encoding="utf-8"))
-    asked = {tag["name"] for page in PAGES for tag in claims.TAG.finditer(page.read_text()) if tag["kind"] == "reference"}
+    asked = {
+        tag["name"]
+        for page in PAGES
+        for tag in claims.TAG.finditer(page.read_text())
+        if tag["kind"] == "reference"
+    }
     assert made == there and asked == there["claims"].keys()
 
 
 def test_nobody_is_told_of_what_was_unsteady(monkeypatch, tmp_path):
     steps = pd.DataFrame({"optimization": ["fp32", "bf16"], "unsteady": ["", "late"]})
     monkeypatch.setattr(writing, "read", lambda _: Read([], {"ladder.steps": steps}))
-    monkeypatch.setattr(writing, "reference_text", lambda tables: " ".join(tables["ladder.steps"]["optimization"]))
+    monkeypatch.setattr(
+        writing, "reference_text", lambda tables: " ".join(tables["ladder.steps"]["optimization"])
+    )
     monkeypatch.setattr(writing, "FILE", tmp_path / "reference.json")
     writing.write_reference(tmp_path)
     assert (tmp_path / "reference.json").read_text() == "fp32"
@@ -142,8 +177,11 @@ def test_nobody_is_told_of_what_was_unsteady(monkeypatch, tmp_path):
 def _told(renderer: Renderer) -> tuple[dict[Path, str], list[str]]:
     """Every page as it is told, and why the rest is not."""
     texts = {page: renderer.chapter(page.read_text(), page.name) for page in PAGES}
-    return texts, [f"{told.kind} {told.name}: {told.why}" for told in renderer.results
-                   if told.why != HOLDS and not told.name.startswith(("cpu_", "beside_reference"))]
+    return texts, [
+        f"{told.kind} {told.name}: {told.why}"
+        for told in renderer.results
+        if told.why != HOLDS and not told.name.startswith(("cpu_", "beside_reference"))
+    ]
 
 
 @pytest.mark.skipif(not reports.IS_REFERENCE, reason="of the reference")
@@ -155,10 +193,16 @@ def test_the_reference_has_the_data_of_all_that_is_said(reference):
     assert not [config.label for config in asked if config.model_dump(mode="json") not in known]
     texts, whys = _told(reference.renderer(reference.tables))
     assert not [why for why in whys if not (why.startswith("claim") and why.endswith(FAILS))]
-    questions = {question: page for page in PAGES if "questions" in page.read_text().partition("\n")[0]
-                 for question in re.findall(r"\*\*.+?\*\*", page.read_text())}
+    questions = {
+        question: page
+        for page in PAGES
+        if "questions" in page.read_text().partition("\n")[0]
+        for question in re.findall(r"\*\*.+?\*\*", page.read_text())
+    }
     assert len(questions) > 25
-    assert not [question for question, page in questions.items() if question not in texts[page]], "without an answer"
+    assert not [question for question, page in questions.items() if question not in texts[page]], (
+        "without an answer"
+    )
 
 
 def test_a_question_that_was_measured_has_a_sentence_whatever_was_found(reference, tmp_path):
@@ -180,7 +224,9 @@ def test_a_question_that_was_measured_has_a_sentence_whatever_was_found(referenc
 @pytest.mark.parametrize("study", STUDIES)
 def test_none_breaks_on_a_study_alone(reference, study):
     """A user's own report has some studies: what is not there is no data, and never an error."""
-    alone = {name: frame for name, frame in reference.tables.items() if name.partition(".")[0] in (study, "runs")}
+    alone = {
+        name: frame for name, frame in reference.tables.items() if name.partition(".")[0] in (study, "runs")
+    }
     renderer = reference.renderer(alone)
     assert len(alone) > 1 and not [why for why in _told(renderer)[1] if "Error" in why]
 
@@ -198,15 +244,37 @@ def _sentences(renderer: Renderer, names: set[str] | None = None) -> dict[str, s
 def _rotated(tables: dict, by: int) -> dict:
     """The same tables with each measured column in the place of one so many before, and rows weighed unequally:
     a column may have no other, or an equal one."""
-    keys = {"size", "context_length", "batch_size", "vocab_size", "repeat", "step", "seed", "sequence", "d_model", "at",
-            "event", "rank", "blocks"}
+    keys = {
+        "size",
+        "context_length",
+        "batch_size",
+        "vocab_size",
+        "repeat",
+        "step",
+        "seed",
+        "sequence",
+        "d_model",
+        "at",
+        "event",
+        "rank",
+        "blocks",
+    }
     changed = {}
     for name, frame in tables.items():
-        columns = [column for column in frame if column not in keys and pd.api.types.is_numeric_dtype(frame[column])
-                   and not pd.api.types.is_bool_dtype(frame[column])]
+        columns = [
+            column
+            for column in frame
+            if column not in keys
+            and pd.api.types.is_numeric_dtype(frame[column])
+            and not pd.api.types.is_bool_dtype(frame[column])
+        ]
         weights = 1 + np.arange(len(frame)) % 7 / 3
-        changed[name] = frame.assign(**{column: frame[other] * weights for column, other in zip(
-            columns, [*columns[by:], *columns[:by]])})
+        changed[name] = frame.assign(
+            **{
+                column: frame[other] * weights
+                for column, other in zip(columns, [*columns[by:], *columns[:by]])
+            }
+        )
     return changed
 
 
@@ -223,8 +291,13 @@ def test_no_claim_stands_when_columns_are_swapped(reference):
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_a_study_declares_the_tables_of_others_that_it_reads(reference, study):
-    asked = {table for kind in KINDS for name, function in reference.functions[kind].items()
-             if function.__module__.split(".")[1:3] == ["studies", study] for table in reference.asked(kind, name)}
+    asked = {
+        table
+        for kind in KINDS
+        for name, function in reference.functions[kind].items()
+        if function.__module__.split(".")[1:3] == ["studies", study]
+        for table in reference.asked(kind, name)
+    }
     read = {table for table in asked if "." in table and not table.startswith(f"{study}.")}
     assert read == set(getattr(importlib.import_module(f"stepscope.studies.{study}.tables"), "READS", ()))
 
@@ -234,7 +307,10 @@ def test_results_that_are_read_as_numbers_are_declared(reference):
     changed = dict(reference.tables)
     for name in [name for name in changed if name.endswith(".results")]:
         module = importlib.import_module(f"stepscope.studies.{name.partition('.')[0]}.tables")
-        others = set(changed[name].select_dtypes("number")) - {*module.CONFIG, *getattr(module, "NUMBERS", ())}
+        others = set(changed[name].select_dtypes("number")) - {
+            *module.CONFIG,
+            *getattr(module, "NUMBERS", ()),
+        }
         changed[name] = changed[name].assign(**dict.fromkeys(others, "some text"))
     before, after = (_told(reference.renderer(tables))[1] for tables in (reference.tables, changed))
     assert before == after

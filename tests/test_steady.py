@@ -1,4 +1,5 @@
 """What cannot be, or does not repeat, is seen; of what was measured again the last counts, and it is in no sentence."""
+
 import sys
 from types import SimpleNamespace
 
@@ -31,17 +32,34 @@ def h200(monkeypatch):
 
 
 def found(captured_ms=(), **row):
-    return measure.unsteady({"wall_ms": 100.0, "gpu_ms": 99.0, "operations": 1000.0, "sm_clock_mhz": FULL_MHZ} | row,
-                            captured_ms)
+    return measure.unsteady(
+        {"wall_ms": 100.0, "gpu_ms": 99.0, "operations": 1000.0, "sm_clock_mhz": FULL_MHZ} | row, captured_ms
+    )
 
 
-@pytest.mark.parametrize("steady_one, odd_one, words", [
-    ({"gpu_ms": 101.9}, {"gpu_ms": 102.5}, "102.5 ms of GPU time in 100 ms"),
-    ({"gpu_ms": 102.9, "sm_clock_mhz": 1700.0}, {"gpu_ms": 103.5, "sm_clock_mhz": 1700.0}, "103.5 ms of GPU time"),
-    ({"replayed_ms": 103.0}, {"replayed_ms": 105.0}, "replayed in 105 ms"),
-    ({"gpu_ms": 1.0, "wall_ms": 9.0, "replayed_ms": 2.9}, {"gpu_ms": 1.0, "wall_ms": 9.0, "replayed_ms": 3.1}, "replayed in 3.1"),
-    ({"captured_ms": [99, 100, 101.9]}, {"captured_ms": [99, 100, 102.1]}, "captured steps of 99 to 102.1 ms"),
-    ({"power_w": 713.0}, {"power_w": 748.0}, "748 W, and the cap is 700")])
+@pytest.mark.parametrize(
+    "steady_one, odd_one, words",
+    [
+        ({"gpu_ms": 101.9}, {"gpu_ms": 102.5}, "102.5 ms of GPU time in 100 ms"),
+        (
+            {"gpu_ms": 102.9, "sm_clock_mhz": 1700.0},
+            {"gpu_ms": 103.5, "sm_clock_mhz": 1700.0},
+            "103.5 ms of GPU time",
+        ),
+        ({"replayed_ms": 103.0}, {"replayed_ms": 105.0}, "replayed in 105 ms"),
+        (
+            {"gpu_ms": 1.0, "wall_ms": 9.0, "replayed_ms": 2.9},
+            {"gpu_ms": 1.0, "wall_ms": 9.0, "replayed_ms": 3.1},
+            "replayed in 3.1",
+        ),
+        (
+            {"captured_ms": [99, 100, 101.9]},
+            {"captured_ms": [99, 100, 102.1]},
+            "captured steps of 99 to 102.1 ms",
+        ),
+        ({"power_w": 713.0}, {"power_w": 748.0}, "748 W, and the cap is 700"),
+    ],
+)
 def test_what_cannot_be_is_told_with_its_numbers(steady_one, odd_one, words):
     assert found(**steady_one) == "" and words in found(**odd_one)
 
@@ -61,24 +79,51 @@ def test_all_that_is_odd_is_said_and_watts_are_held_against_this_gpus_cap(monkey
 
 def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_rows():
     """Each phase takes 10 ms; forward alone in bf16 takes 20, of fp32's forward and backward the last step 30 a phase."""
-    cases = {(precision, mode): {"precision": precision, "mode": mode} for precision in ("bf16", "fp32") for mode in PHASES}
+    cases = {
+        (precision, mode): {"precision": precision, "mode": mode}
+        for precision in ("bf16", "fp32")
+        for mode in PHASES
+    }
     lasting = {("bf16", "forward", number): 20 for number in range(3)} | {("fp32", "forward_backward", 2): 30}
-    operations = pd.DataFrame([
-        {"case": case, "number": number, "phase": phase, "name": "gemm", "family": "other", "start_ns": at * 10**8,
-         "end_ns": at * 10**8 + lasting.get((*case, number), 10) * 10**6}
-        for case in cases for number in range(3) for at, phase in enumerate(PHASES[case[1]])])
-    samples = {case: pd.DataFrame([(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], WHOLE]], columns=clocks.SAMPLE_COLUMNS)
-               for case in cases}
+    operations = pd.DataFrame(
+        [
+            {
+                "case": case,
+                "number": number,
+                "phase": phase,
+                "name": "gemm",
+                "family": "other",
+                "start_ns": at * 10**8,
+                "end_ns": at * 10**8 + lasting.get((*case, number), 10) * 10**6,
+            }
+            for case in cases
+            for number in range(3)
+            for at, phase in enumerate(PHASES[case[1]])
+        ]
+    )
+    samples = {
+        case: pd.DataFrame(
+            [(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], WHOLE]],
+            columns=clocks.SAMPLE_COLUMNS,
+        )
+        for case in cases
+    }
     readings = {case: {"sm_clock_mhz": FULL_MHZ} for case in cases}
-    readings["bf16", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = 90.0  # a step's graph has other kernels
+    readings["bf16", "step"]["replayed_ms"] = readings["fp32", "forward"]["replayed_ms"] = (
+        90.0  # a step's graph has other kernels
+    )
     readings["bf16", "step"]["power_w"] = 900.0
     status = {("fp32", "step"): ("ok", "not captured: why")}
-    found = measure.step_times(cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda")
+    found = measure.step_times(
+        cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda"
+    )
     said = found.groupby(["precision", "mode"])["unsteady"].unique().map(list)
     assert said.map(len).eq(1).all() and {case: words[0] for case, words in said.items() if words[0]} == {
-        ("bf16", "forward"): "forward 20 ms in forward, 10 in step", ("fp32", "forward"): "replayed in 90 ms, of which its operations take 10",
+        ("bf16", "forward"): "forward 20 ms in forward, 10 in step",
+        ("fp32", "forward"): "replayed in 90 ms, of which its operations take 10",
         ("bf16", "step"): "900 W, and the cap is 700; forward 20 ms in forward, 10 in step",
-        ("fp32", "forward_backward"): "captured steps of 30 to 90 ms"}
+        ("fp32", "forward_backward"): "captured steps of 30 to 90 ms",
+    }
     assert {*found.query("precision == 'fp32' and mode == 'step'")["reason"]} == {"not captured: why"}
 
 
@@ -88,20 +133,38 @@ def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
     assert found([99, 99, 99, 120, 99, 99, 99, 99], sm_clock_mhz=1700.0) == "", "its halves' medians"
     assert "captured steps of 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
     assert "captured steps of 99 to 105" in found([98, 100, 104, 106], sm_clock_mhz=1700.0, wall_ms=110)
-    assert "captured steps of 99 to 104" in found([99, 104, 99], sm_clock_mhz=1700.0, wall_ms=110), "too few for halves"
-    assert measure.at_cap({"sm_clock_mhz": 1900.0}) and not measure.at_cap({"sm_clock_mhz": 1950.0}) and not measure.at_cap({})
+    assert "captured steps of 99 to 104" in found([99, 104, 99], sm_clock_mhz=1700.0, wall_ms=110), (
+        "too few for halves"
+    )
+    assert (
+        measure.at_cap({"sm_clock_mhz": 1900.0})
+        and not measure.at_cap({"sm_clock_mhz": 1950.0})
+        and not measure.at_cap({})
+    )
     assert not measure.at_cap({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
 
 
 def times(**gpu_ms):
-    rows = [(mode, phase, gpu_ms.get(f"{mode}_{phase}", 10.0)) for mode in PHASES for phase in [*PHASES[mode], WHOLE]]
+    rows = [
+        (mode, phase, gpu_ms.get(f"{mode}_{phase}", 10.0))
+        for mode in PHASES
+        for phase in [*PHASES[mode], WHOLE]
+    ]
     return pd.DataFrame(rows, columns=["mode", "phase", "gpu_ms"])
 
 
-@pytest.mark.parametrize("odd, modes", [
-    ({}, []), ({"forward_forward": 10.9}, []), ({"forward_forward": 11.5}, ["forward", "step"]),
-    ({"forward_forward": 5.0}, []), ({"forward_backward_backward": 8.0}, ["forward_backward", "step"]),
-    ({"step_forward": 12.0}, ["forward_backward", "step"]), ({"step_optimizer": 99.0}, [])])
+@pytest.mark.parametrize(
+    "odd, modes",
+    [
+        ({}, []),
+        ({"forward_forward": 10.9}, []),
+        ({"forward_forward": 11.5}, ["forward", "step"]),
+        ({"forward_forward": 5.0}, []),
+        ({"forward_backward_backward": 8.0}, ["forward_backward", "step"]),
+        ({"step_forward": 12.0}, ["forward_backward", "step"]),
+        ({"step_optimizer": 99.0}, []),
+    ],
+)
 def test_a_mode_is_what_it_is_within_the_step(odd, modes):
     table = times(**odd)
     said = steady.unlike_inside(table)
@@ -110,22 +173,44 @@ def test_a_mode_is_what_it_is_within_the_step(odd, modes):
 
 
 def rows(walls_ms, enqueue_ms=0.0, warmups=1):
-    return [(step, step < warmups, WHOLE, wall_ms, enqueue_ms) for step, wall_ms in enumerate([5.0] * warmups + [*walls_ms])]
+    return [
+        (step, step < warmups, WHOLE, wall_ms, enqueue_ms)
+        for step, wall_ms in enumerate([5.0] * warmups + [*walls_ms])
+    ]
 
 
-@pytest.mark.parametrize("wall_ms, enqueue_ms, steps", [
-    (50.0, 10.0, 30), (100.0, 10.0, 20), (500.0, 10.0, 10), (1500.0, 10.0, 7), (20.0, 18.0, 100), (150.0, 140.0, 20),
-    (700.0, 690.0, 10)])
+@pytest.mark.parametrize(
+    "wall_ms, enqueue_ms, steps",
+    [
+        (50.0, 10.0, 30),
+        (100.0, 10.0, 20),
+        (500.0, 10.0, 10),
+        (1500.0, 10.0, 7),
+        (20.0, 18.0, 100),
+        (150.0, 140.0, 20),
+        (700.0, 690.0, 10),
+    ],
+)
 def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enqueue_ms, steps):
     """Thirty, or two seconds; a hundred, or three seconds, where the host sets the pace; of long ones what was asked for."""
-    assert not enough(rows([wall_ms] * (steps - 1), enqueue_ms), 7, "cuda") and enough(rows([wall_ms] * steps, enqueue_ms), 7, "cuda")
+    assert not enough(rows([wall_ms] * (steps - 1), enqueue_ms), 7, "cuda") and enough(
+        rows([wall_ms] * steps, enqueue_ms), 7, "cuda"
+    )
     assert not enough(rows([wall_ms] * 6), 7, "cpu") and enough(rows([wall_ms] * 7), 7, "cpu")
     assert not enough(rows([wall_ms] * steps, enqueue_ms), 120, "cuda")
 
 
-@pytest.mark.parametrize("busy, enqueue_ms, gpu_ms, waits", [
-    (0.94, 10.5, 18.4, False), (0.46, 57.0, 30.3, True), (0.96, 99.0, 50.0, False), (0.5, np.nan, np.nan, True),
-    (0.95, 57.0, 30.3, False), (np.nan, 5.0, 1.0, False)])
+@pytest.mark.parametrize(
+    "busy, enqueue_ms, gpu_ms, waits",
+    [
+        (0.94, 10.5, 18.4, False),
+        (0.46, 57.0, 30.3, True),
+        (0.96, 99.0, 50.0, False),
+        (0.5, np.nan, np.nan, True),
+        (0.95, 57.0, 30.3, False),
+        (np.nan, 5.0, 1.0, False),
+    ],
+)
 def test_launch_bound_is_who_waits_for_whom(busy, enqueue_ms, gpu_ms, waits):
     assert launch_bound(busy, enqueue_ms, gpu_ms) is waits
 
@@ -152,7 +237,9 @@ def test_a_gpu_is_idle_when_a_kernel_comes_back_at_once_ten_times(monkeypatch):
 
 @pytest.mark.parametrize("notebook, more", [("benchmark", {}), ("mixed_precision", {"numerics": False})])
 @pytest.mark.parametrize("mode, odd_times, taken", [("step", 1, 2), ("forward", 9, 3)])
-def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(monkeypatch, notebook, more, mode, odd_times, taken):
+def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(
+    monkeypatch, notebook, more, mode, odd_times, taken
+):
     """It is odd so many times. What was measured last is kept, and the first steps of the process as they were."""
     own, captured, count = measure.step_times, [], []
 
@@ -162,6 +249,7 @@ def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(monk
         count.append(found.loc[own_rows & (found["phase"] == WHOLE), "wall_ms"].item())
         captured.append(int((operations["phase"] == "forward").sum()))
         return found.assign(unsteady=np.where(own_rows & (len(count) <= odd_times), "as planted", ""))
+
     monkeypatch.setattr(measure, "step_times", step_times)
     names = run_cells(notebook, **TINY | {"warmup_steps": 1} | more)
     table = names["times"]
@@ -175,7 +263,9 @@ def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(monk
 
 
 @pytest.mark.parametrize("notebook, more", [("benchmark", {}), ("mixed_precision", {"numerics": False})])
-def test_where_a_mode_runs_short_as_it_is_captured_again_nothing_of_either_capture_is_left(monkeypatch, notebook, more):
+def test_where_a_mode_runs_short_as_it_is_captured_again_nothing_of_either_capture_is_left(
+    monkeypatch, notebook, more
+):
     """Each captured step of forward begins, and the first of the second capture ends in it."""
     own, odd, captured, timed = measure.step_times, [True], [], []
 
@@ -194,25 +284,47 @@ def test_where_a_mode_runs_short_as_it_is_captured_again_nothing_of_either_captu
                     raise torch.OutOfMemoryError("no room. Including much")
             timed.extend([case[:-1]] * (type((case or [0])[-1]).__name__ == "Phases"))
             return step(*case)
+
         return wrapped
+
     monkeypatch.setattr(measure, "step_times", step_times)
     names = run_cells(notebook, wrapped={"step": wrap}, **TINY | more)
     whole = names["times"].query("mode == 'forward' and phase == 'whole'").iloc[-1]
-    assert len(captured) == 4 and np.isnan(whole["gpu_ms"]) and whole["wall_ms"] > 0 and "no room" in whole["reason"]
+    assert (
+        len(captured) == 4
+        and np.isnan(whole["gpu_ms"])
+        and whole["wall_ms"] > 0
+        and "no room" in whole["reason"]
+    )
     for mode, samples in names["samples"].items():  # all but forward in fp32 once
         mode = (mode,) if notebook == "benchmark" else mode
-        assert (timed.count(mode) == samples["step"].nunique()) == (mode not in (("forward",), ("fp32", "forward")))
-    again = names["samples"]["forward" if notebook == "benchmark" else ("fp32", "forward")].query("phase == 'whole'")
+        assert (timed.count(mode) == samples["step"].nunique()) == (
+            mode not in (("forward",), ("fp32", "forward"))
+        )
+    again = names["samples"]["forward" if notebook == "benchmark" else ("fp32", "forward")].query(
+        "phase == 'whole'"
+    )
     assert again["warmup"].sum() == (2 if notebook == "benchmark" else 1)
     left = {*names["kernels" if notebook == "benchmark" else "operations"]["case"]}
-    assert len(left) == len(names["ran" if notebook == "benchmark" else "fit"]) - 1 and not left & {"forward", ("fp32", "forward")}
+    assert len(left) == len(names["ran" if notebook == "benchmark" else "fit"]) - 1 and not left & {
+        "forward",
+        ("fp32", "forward"),
+    }
 
 
 def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
-    table = pd.DataFrame({"mode": ["step", "forward"], "precision": "bf16", "phase": WHOLE, "wall_ms": [9.0, 3.0],
-                          "unsteady": ["4 ms of GPU time in 3 ms of wall time", ""]})
+    table = pd.DataFrame(
+        {
+            "mode": ["step", "forward"],
+            "precision": "bf16",
+            "phase": WHOLE,
+            "wall_ms": [9.0, 3.0],
+            "unsteady": ["4 ms of GPU time in 3 ms of wall time", ""],
+        }
+    )
     assert unsteady_rows({"times": table, "other": table[["mode"]]}) == (
-        "bf16 step whole: 4 ms of GPU time in 3 ms of wall time")
+        "bf16 step whole: 4 ms of GPU time in 3 ms of wall time"
+    )
     kept = load.steady({"benchmark.times": table, "runs": table[["mode"]]})
     assert kept["benchmark.times"]["mode"].tolist() == ["forward"] and len(kept["runs"]) == 2
 
@@ -220,12 +332,27 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
 def test_an_unsteady_case_takes_its_own_single_steps_along_and_no_others():
     """Rows of the same run and case in the same study, in tables that have times; each other row differs in one thing."""
     odd = {"run_id": "a", "mode": "step", "precision": "bf16", "optimization": "fp8", "batch_size": 8}
-    others = {"run_id": "b", "mode": "forward", "precision": "fp32", "optimization": "blocks", "batch_size": 4}
-    samples = pd.DataFrame([odd, *(odd | {name: other} for name, other in others.items())]).assign(wall_ms=1.0)
+    others = {
+        "run_id": "b",
+        "mode": "forward",
+        "precision": "fp32",
+        "optimization": "blocks",
+        "batch_size": 4,
+    }
+    samples = pd.DataFrame([odd, *(odd | {name: other} for name, other in others.items())]).assign(
+        wall_ms=1.0
+    )
     times = samples.assign(unsteady=["odd", *[""] * len(others)])
-    tables = {"benchmark.samples": samples, "benchmark.times": times, "benchmark.operations": samples.rename(columns={"wall_ms": "gpu_ms"}),
-              "benchmark.memory": samples.drop(columns="wall_ms"), "benchmark.results": samples[["run_id", "wall_ms"]].assign(unsteady=["step: odd", *[np.nan] * len(others)]),
-              "benchmark_more.samples": samples}
+    tables = {
+        "benchmark.samples": samples,
+        "benchmark.times": times,
+        "benchmark.operations": samples.rename(columns={"wall_ms": "gpu_ms"}),
+        "benchmark.memory": samples.drop(columns="wall_ms"),
+        "benchmark.results": samples[["run_id", "wall_ms"]].assign(
+            unsteady=["step: odd", *[np.nan] * len(others)]
+        ),
+        "benchmark_more.samples": samples,
+    }
     kept = {name: len(table) for name, table in load.steady(tables).items()}
     assert kept == dict(zip(tables, (5, 5, 5, 6, 6, 6)))
     assert load.steady(tables)["benchmark.samples"].index.tolist() == [1, 2, 3, 4, 5]
@@ -236,8 +363,15 @@ def test_of_runs_of_one_key_the_one_that_started_last_stays():
     runs = {"a_late": 3, "early": 1, "other": 0, "same_a": 2, "same_b": 2, "apart": 0}
     schemas = {"times": SimpleNamespace(unique=["mode"]), "peaks": SimpleNamespace(unique=[])}
     module = SimpleNamespace(CONFIG=("size",), SCHEMAS=schemas)
-    times = pd.DataFrame([("early", "small", "step"), ("a_late", "small", "step"), ("other", "xl", "step"), ("apart", "small", "forward")],
-                         columns=["run_id", "size", "mode"])
+    times = pd.DataFrame(
+        [
+            ("early", "small", "step"),
+            ("a_late", "small", "step"),
+            ("other", "xl", "step"),
+            ("apart", "small", "forward"),
+        ],
+        columns=["run_id", "size", "mode"],
+    )
     peaks = pd.DataFrame([("same_b", "xl"), ("same_a", "xl")], columns=["run_id", "size"])
     records = {run: SimpleNamespace(started_at=at) for run, at in runs.items()}
     for order in (1, -1):
@@ -245,8 +379,13 @@ def test_of_runs_of_one_key_the_one_that_started_last_stays():
         assert load._replaced(module, tables, dict([*records.items()][::order])) == {"early", "same_a"}
 
 
-WHICH = {"benchmark.times": ("mode", "step"), "mixed_precision.times": ("mode", "step"), "ladder.steps": ("optimization", "bf16_moments"),
-         "attention.cases": ("implementation", "naive"), "memory.checkpoints": ("checkpoint_policy", "none")}
+WHICH = {
+    "benchmark.times": ("mode", "step"),
+    "mixed_precision.times": ("mode", "step"),
+    "ladder.steps": ("optimization", "bf16_moments"),
+    "attention.cases": ("implementation", "naive"),
+    "memory.checkpoints": ("checkpoint_policy", "none"),
+}
 
 
 @pytest.mark.parametrize("kind", WHICH)
@@ -261,14 +400,22 @@ def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, ca
 
         def plant(frame):
             odd = frame[column] == value
-            return frame.assign(unsteady=np.where(odd, "as planted", ""), gpu_ms=frame["gpu_ms"].where(~odd, 1e6),
-                                wall_ms=frame["wall_ms"].where(~odd, 1e6))
+            return frame.assign(
+                unsteady=np.where(odd, "as planted", ""),
+                gpu_ms=frame["gpu_ms"].where(~odd, 1e6),
+                wall_ms=frame["wall_ms"].where(~odd, 1e6),
+            )
+
         change_table(path, table, plant)
-        change_record(path / "record.json", lambda record: record["results"].update(unsteady="a row: as planted"))
+        change_record(
+            path / "record.json", lambda record: record["results"].update(unsteady="a row: as planted")
+        )
         planted.append(path.name)
     read = load.read(Store(runs))
     assert planted and not read.errors
-    assert sorted(note.split(":")[0] for note in read.notes if "unsteady" in note) == [f"{study}/{run}" for run in planted]
+    assert sorted(note.split(":")[0] for note in read.notes if "unsteady" in note) == [
+        f"{study}/{run}" for run in planted
+    ]
     tables = load.steady(read.tables)
     assert (read.tables[kind]["unsteady"] != "").any() and not (tables[kind][column] == value).any()
     for name, own in tables.items():
@@ -280,7 +427,9 @@ def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, ca
             said = claim(tables) or {}
         except LookupError:
             continue
-        assert not any(isinstance(number, float) and number >= 1e5 and "ms" in field for field, number in said.items()), name
+        assert not any(
+            isinstance(number, float) and number >= 1e5 and "ms" in field for field, number in said.items()
+        ), name
     if kind == "benchmark.times":  # of which a table prints every time
         for name, text in compose(runs, tmp_path).texts.items():
             assert "1,000,000" not in text, name

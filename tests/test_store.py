@@ -1,4 +1,5 @@
 """Runs folders: what is put in place is whole, and only what is whole is believed."""
+
 import hashlib
 import os
 import shutil
@@ -33,7 +34,9 @@ def test_a_committed_run_is_found_again_whole(store, tiny):
     record = store.find(tiny())
     assert record.results == {"a": 1, "b": None, "c": "x"} and record.notebook_sha256
     assert store.find(tiny(seed=1)) is None and store.records() == ([record], [])
-    none = record_of(tiny(), results=dict.fromkeys("abc", float("inf")) | {"b": float("-inf"), "c": float("nan")}).results
+    none = record_of(
+        tiny(), results=dict.fromkeys("abc", float("inf")) | {"b": float("-inf"), "c": float("nan")}
+    ).results
     assert none == dict.fromkeys("abc"), "it is what its file says"
     assert {path.name for path in place.iterdir()} == {"record.json", "notebook.ipynb", "times.parquet"}
     assert not store.partial.exists()
@@ -61,16 +64,28 @@ def test_a_folder_that_cannot_be_read_is_named(tiny, barred):
     assert "cannot be read" in str(errors[0])
 
 
-@pytest.mark.parametrize("alter, words", [
-    (lambda place: (place / "times.parquet").write_bytes(b"another"), "times.parquet: differs from the file"),
-    (lambda place: (place / "times.parquet").unlink(), "times.parquet: the record names this file"),
-    (lambda place: (place / "notebook.ipynb").write_text("x"), "notebook.ipynb: differs"),
-    (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: the record names"),
-    (lambda place: (place / "record.json").unlink(), "record.json: no record in this run folder"),
-    (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
-    (lambda place: place.joinpath("record.json").rename(place / "else") and (place / "record.json").symlink_to("else"), "record.json: cannot be read"),
-    (lambda place: place.rename(place.with_name("other")), "is the record of benchmark/nano"),
-])
+@pytest.mark.parametrize(
+    "alter, words",
+    [
+        (
+            lambda place: (place / "times.parquet").write_bytes(b"another"),
+            "times.parquet: differs from the file",
+        ),
+        (lambda place: (place / "times.parquet").unlink(), "times.parquet: the record names this file"),
+        (lambda place: (place / "notebook.ipynb").write_text("x"), "notebook.ipynb: differs"),
+        (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: the record names"),
+        (lambda place: (place / "record.json").unlink(), "record.json: no record in this run folder"),
+        (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
+        (
+            lambda place: (
+                place.joinpath("record.json").rename(place / "else")
+                and (place / "record.json").symlink_to("else")
+            ),
+            "record.json: cannot be read",
+        ),
+        (lambda place: place.rename(place.with_name("other")), "is the record of benchmark/nano"),
+    ],
+)
 def test_what_was_altered_is_named(store, tiny, alter, words):
     place = committed(store, tiny())
     alter(place)
@@ -84,10 +99,16 @@ def test_what_was_altered_is_named(store, tiny, alter, words):
 def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
     with store.writing(), pytest.raises(StoreBusy, match="another sweep"), store.writing():
         pass
-    code = ("import os, sys; from pathlib import Path; from stepscope.runs.store import Store\n"
-            "with Store(Path(sys.argv[1])).writing(): print('held', flush=True); sys.stdin.read()")
-    with subprocess.Popen([sys.executable, "-c", code, str(store.root)], stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE, text=True) as holder:
+    code = (
+        "import os, sys; from pathlib import Path; from stepscope.runs.store import Store\n"
+        "with Store(Path(sys.argv[1])).writing(): print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(store.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(StoreBusy), store.writing():
             pass
@@ -98,14 +119,17 @@ def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
         assert not store.partial.exists()  # what a killed sweep left is cleared away
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda root: (root / "benchmark").write_text(""), "benchmark: is no folder"),
-    (lambda root: (root / ".partial").write_text(""), ".partial: is no folder"),
-    (lambda root: (root / "benchmark").symlink_to("/tmp"), "benchmark: is a link"),
-    (lambda root: (root / ".partial").symlink_to("/tmp"), ".partial: is a link"),
-    (lambda root: os.mkfifo(root / ".lock"), "no regular file"),
-    (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), "cannot be written to"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda root: (root / "benchmark").write_text(""), "benchmark: is no folder"),
+        (lambda root: (root / ".partial").write_text(""), ".partial: is no folder"),
+        (lambda root: (root / "benchmark").symlink_to("/tmp"), "benchmark: is a link"),
+        (lambda root: (root / ".partial").symlink_to("/tmp"), ".partial: is a link"),
+        (lambda root: os.mkfifo(root / ".lock"), "no regular file"),
+        (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), "cannot be written to"),
+    ],
+)
 def test_a_folder_with_something_else_in_a_runs_place_is_refused(store, make, words):
     store.root.mkdir()
     make(store.root)
@@ -124,7 +148,10 @@ def test_a_root_that_is_a_file_or_too_long_is_refused(tmp_path):
 def test_the_record_is_written_last(store, tiny, monkeypatch):
     """A commit that is cut short anywhere leaves nothing in place."""
     from stepscope.runs import store as module
-    monkeypatch.setattr(module, "write_text_durably", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+
+    monkeypatch.setattr(
+        module, "write_text_durably", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+    )
     with pytest.raises(OSError, match="No space"):
         committed(store, tiny())
     assert not store.folder(tiny()).exists()
@@ -139,6 +166,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     def full(*_):
         raise OSError(28, "No space left")
+
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_text_durably(path, "newest")
@@ -162,14 +190,29 @@ def test_files_are_read_without_leaving_the_folder(tmp_path):
 
 
 def test_the_sources_digest_is_of_what_measures_alone(tmp_path):
-    package = shutil.copytree(PACKAGE, tmp_path / "stepscope", ignore=shutil.ignore_patterns("__pycache__", "notebooks", "*.py[co]"))
+    package = shutil.copytree(
+        PACKAGE, tmp_path / "stepscope", ignore=shutil.ignore_patterns("__pycache__", "notebooks", "*.py[co]")
+    )
     before = source_digest(package)
     assert before == source_digest(PACKAGE)
-    for room in ("report/render.py", "runs/sweep.py", "cli.py", "studies/ladder/claims.py", "studies/nsys/tables.py"):
+    for room in (
+        "report/render.py",
+        "runs/sweep.py",
+        "cli.py",
+        "studies/ladder/claims.py",
+        "studies/nsys/tables.py",
+    ):
         (package / room).write_text((package / room).read_text() + "# another sentence\n")
     assert source_digest(package) == before
-    for room in ("measure/clocks.py", "model/transformer.py", "optimizations/fp8.py", "traces/captured.py", "stats.py",
-                 "studies/ladder/bounds.py", "report/chapters/fast_step.py"):
+    for room in (
+        "measure/clocks.py",
+        "model/transformer.py",
+        "optimizations/fp8.py",
+        "traces/captured.py",
+        "stats.py",
+        "studies/ladder/bounds.py",
+        "report/chapters/fast_step.py",
+    ):
         (package / room).write_text((package / room).read_text() + "# another line\n")
         assert source_digest(package) != before, room
         before = source_digest(package)

@@ -1,4 +1,5 @@
 """Sweeps: each run's end is a record, what is done is not done again, runs that share a GPU take turns."""
+
 import io
 import json
 import os
@@ -44,12 +45,16 @@ HERE = SweepOptions()
 @pytest.fixture
 def sweep(write_sweep, store, faults):
     """Run a sweep over these seeds in this process; its end. What it printed is ``sweep.said``."""
+
     def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
-        console = Console(record=True, width=400, file=io.StringIO(), markup=False, highlight=False, soft_wrap=True)
+        console = Console(
+            record=True, width=400, file=io.StringIO(), markup=False, highlight=False, soft_wrap=True
+        )
         end = run_sweep([path], store, how, console)
         run.said = console.export_text()
         return end
+
     return run
 
 
@@ -58,18 +63,31 @@ def by_seed(store):
 
 
 def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, store, faults):
-    end = sweep([0, RAISES, LACKS_MEMORY, DIES, KILLS_RUN, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2))
+    end = sweep(
+        [0, RAISES, LACKS_MEMORY, DIES, KILLS_RUN, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2)
+    )
     records = by_seed(store)
     assert {seed: record.status for seed, record in records.items()} == {
-        0: "ok", RAISES: "failed", LACKS_MEMORY: "oom", DIES: "failed", KILLS_RUN: "failed", UNFINISHED: "failed",
-        BAD_RESULT: "failed", PATHS: "ok"}
+        0: "ok",
+        RAISES: "failed",
+        LACKS_MEMORY: "oom",
+        DIES: "failed",
+        KILLS_RUN: "failed",
+        UNFINISHED: "failed",
+        BAD_RESULT: "failed",
+        PATHS: "ok",
+    }
     assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
     assert "killed by SIGKILL" in records[KILLS_RUN].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
     assert end.counts == {"ok": 2, "oom": 1, "failed": 5} and not end.left
-    assert re.search(r"\): seed 9(?: \(about|$)", sweep.said, re.MULTILINE)  # markdown, as a terminal shows it
+    assert re.search(
+        r"\): seed 9(?: \(about|$)", sweep.said, re.MULTILINE
+    )  # markdown, as a terminal shows it
     said = [line for line in sweep.said.splitlines() if re.match(r"\d/8 ", line)]
-    assert len(said) == 8 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [True] * 7 + [False]
+    assert len(said) == 8 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [
+        True
+    ] * 7 + [False]
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
 
     before = {path: path.read_bytes() for path in store.root.rglob("record.json")}
@@ -108,8 +126,10 @@ def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
 
 
 def test_what_is_ended_lies_within_the_folder(tmp_path):
-    within, beside = (subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: f"{tmp_path}/{place}"})
-                      for place in ("a/b", "a2"))
+    within, beside = (
+        subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: f"{tmp_path}/{place}"})
+        for place in ("a/b", "a2")
+    )
     try:
         end_marked(tmp_path / "a")
         assert within.wait(30) == -9 and beside.poll() is None
@@ -155,6 +175,7 @@ def test_runs_that_share_a_gpu_take_turns_and_whole_ones_have_it_alone(sweep, st
 
 def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     from stepscope.runs.workers import Assignment, Workers
+
     offer = {"nthreads": 3, "resources": {"GPU_GIB": 80.0}}
     workers = Workers.__new__(Workers)
     workers.offers, workers.running = {"a": offer | {"name": 0}, "b": offer | {"name": 1}}, []
@@ -164,6 +185,7 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
         if place:
             workers.running.append(Assignment(config, None, *place, SimpleNamespace()))
         return place
+
     small = tiny(device="cuda", size="nano")
     large = tiny(device="cuda", size="large", vocab_size=10_000, context_length=512, batch_size=4)  # 38 GiB
     whole = tiny(study="ladder", device="cuda", fill=True)
@@ -190,11 +212,14 @@ def test_memory_is_given_out_and_the_sweeps_order_kept(tiny, gpus):
     assert workers.gpu_gib() == 40
 
 
-@pytest.mark.parametrize("fields, how, words", [
-    ({"device": "cuda"}, HERE, "no GPU here"),
-    ({"precision": "tf32"}, HERE, "no TF32"),
-    ({}, SweepOptions(scheduler="nowhere"), "expected an address"),
-])
+@pytest.mark.parametrize(
+    "fields, how, words",
+    [
+        ({"device": "cuda"}, HERE, "no GPU here"),
+        ({"precision": "tf32"}, HERE, "no TF32"),
+        ({}, SweepOptions(scheduler="nowhere"), "expected an address"),
+    ],
+)
 def test_what_cannot_be_done_is_said_before_a_folder_is_touched(sweep, store, fields, how, words):
     with pytest.raises((SweepError, WorkersError, ValueError), match=words):
         sweep([0], how, **fields)
@@ -224,19 +249,26 @@ def test_a_folders_device_is_what_the_first_record_says_that_says_one(store, tin
 
 def test_what_fails_after_a_signal_is_left_to_be_run(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
-    under_way = sweeping._Sweep(None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), ["SIGTERM"], 0.0)
+    under_way = sweeping._Sweep(
+        None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), ["SIGTERM"], 0.0
+    )
     for config, status in zip(configs, ("failed", "ok")):
-        under_way._collect(SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, status=status))
+        under_way._collect(
+            SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, status=status)
+        )
     assert by_seed(store).keys() == {1} and under_way.end.counts == {"ok": 1}
 
 
 def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
-    under_way = sweeping._Sweep(None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), [], 0.0)
+    under_way = sweeping._Sweep(
+        None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), [], 0.0
+    )
 
     def take(config, name):
         given = SimpleNamespace(config=config, folder=store.folder_in_making())
         under_way._collect(given, record_of(config, machine={"device_name": name}))
+
     take(configs[0], "H200")
     with pytest.raises(WorkersError, match="ran on 'another', and the other runs here on 'H200'"):
         take(configs[1], "another")
@@ -250,7 +282,10 @@ def test_findings_are_plain_in_a_terminal():
 def test_a_run_finds_nothing_that_dasks_nanny_has_set_for_its_workers(monkeypatch, tmp_path, tiny):
     import dask.config
     import distributed  # noqa: F401  whose defaults these are
-    nannys = dask.config.get("distributed.nanny.pre-spawn-environ") | dask.config.get("distributed.nanny.environ")
+
+    nannys = dask.config.get("distributed.nanny.pre-spawn-environ") | dask.config.get(
+        "distributed.nanny.environ"
+    )
     assert "OMP_NUM_THREADS" in nannys
     for name in nannys:
         monkeypatch.setenv(name, "1")
@@ -262,6 +297,7 @@ def test_a_run_finds_nothing_that_dasks_nanny_has_set_for_its_workers(monkeypatc
     def start(command, *, env, **rest):
         environments.append(env)
         raise Started
+
     monkeypatch.setattr(subprocess, "Popen", start)
     for number, own in enumerate(({}, {"OMP_NUM_THREADS": "3"})):
         folder = tmp_path / str(number)
@@ -285,14 +321,29 @@ def test_the_longest_of_a_machines_places_is_replaced_first(monkeypatch, checkou
 def test_a_run_is_given_what_the_assignments_own_step_would_take(tiny):
     large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
     own = StepConfig(**large)
-    assert (own.mode, own.precision, own.attention, own.compile, own.optimizer) == ("step", "fp32", "naive", "none", "foreach")
+    assert (own.mode, own.precision, own.attention, own.compile, own.optimizer) == (
+        "step",
+        "fp32",
+        "naive",
+        "none",
+        "foreach",
+    )
     plain = tiny(**large)
     assert peak_gib(plain) == peak(own).allocated / 2**30
-    for change in ({"attention": "sdpa"}, {"precision": "bf16"}, {"optimizer": "fused"}, {"compile": "blocks"}):
+    for change in (
+        {"attention": "sdpa"},
+        {"precision": "bf16"},
+        {"optimizer": "fused"},
+        {"compile": "blocks"},
+    ):
         changed = tiny(**large | change)
         assert changed != plain and peak_gib(changed) == peak_gib(plain), change
-    assert peak(own.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < peak_gib(plain)  # it would be too little
-    assert needed_gib(plain) > 1.2 * peak_gib(plain) + 2  # what is reserved beyond tensors, and CUDA's context
+    assert peak(own.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < peak_gib(
+        plain
+    )  # it would be too little
+    assert (
+        needed_gib(plain) > 1.2 * peak_gib(plain) + 2
+    )  # what is reserved beyond tensors, and CUDA's context
     assert 2 < needed_gib(tiny(device="cuda")) < 4
 
 
@@ -308,11 +359,16 @@ def test_only_what_this_notebook_has_measured_is_done(store, tiny):
     for config, (status, source) in zip(configs, ends):
         put(store, config, status=status, software={"notebook_source": source} if source else {})
     found = []
-    said = said_by(lambda console: found.append(sweeping._what_is_left(
-        SweepPlan(configs, [tiny(seed=90)]), store, console, {"benchmark": "now"})))
-    end, = found
+    said = said_by(
+        lambda console: found.append(
+            sweeping._what_is_left(SweepPlan(configs, [tiny(seed=90)]), store, console, {"benchmark": "now"})
+        )
+    )
+    (end,) = found
     assert end.counts == {"ok": 2, "oom": 1} and [config.seed for config in end.left] == [2, 3, 4, 6]
-    assert "2 of them another notebook has measured" in said and f"GPU's memory: {tiny(seed=90).label}" in said
+    assert (
+        "2 of them another notebook has measured" in said and f"GPU's memory: {tiny(seed=90).label}" in said
+    )
 
 
 def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, monkeypatch):
@@ -321,14 +377,31 @@ def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, mon
 
     def take(console):
         under_way = sweeping._Sweep(None, store, SweepOptions(), console, SweepEnd(left=configs), [], 400.0)
-        for config, fields in zip(configs, ({"duration_s": 31.0, "measuring_s": 7.0}, {"duration_s": 31.0, "measuring_s": 7.0, "results": {
-                "finding": "**quick**", "unsteady": "it swings"}}, {"status": "oom"}, {"status": "failed", "cause": "it fell"})):
-            under_way._collect(SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, **fields))
+        for config, fields in zip(
+            configs,
+            (
+                {"duration_s": 31.0, "measuring_s": 7.0},
+                {
+                    "duration_s": 31.0,
+                    "measuring_s": 7.0,
+                    "results": {"finding": "**quick**", "unsteady": "it swings"},
+                },
+                {"status": "oom"},
+                {"status": "failed", "cause": "it fell"},
+            ),
+        ):
+            under_way._collect(
+                SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, **fields)
+            )
+
     lines = said_by(take).splitlines()
     # ten minutes for one run, for two, three and four: at that rate the others take forty, fifteen, seven and three
     assert [line.partition("): ")[2] for line in lines] == [
-        "done (about 40 min left)", "quick; unsteady: it swings (about 15 min left)",
-        "does not fit: out of memory (about 7 min left)", "failed: it fell (about 2 min left)"]
+        "done (about 40 min left)",
+        "quick; unsteady: it swings (about 15 min left)",
+        "does not fit: out of memory (about 7 min left)",
+        "failed: it fell (about 2 min left)",
+    ]
     assert [re.search(r"\(([^()]*)\): ", line)[1] for line in lines[:2]] == ["31 s", "7 s measuring"]
     assert [line[:4] for line in lines] == ["1/5 ", "2/5 ", "3/5 ", "4/5 "]
 
@@ -340,27 +413,59 @@ def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
     tell(tmp_path, measuring_s=2.5)
     with (tmp_path / "outcome.jsonl").open("a") as file:
         file.write('{"status": "oom", "resul')
-    assert told(tmp_path) == {"machine": {"cpu_cores": 3}, "status": "ok", "results": {"a": 1, "b": 5}, "measuring_s": 2.5}
+    assert told(tmp_path) == {
+        "machine": {"cpu_cores": 3},
+        "status": "ok",
+        "results": {"a": 1, "b": 5},
+        "measuring_s": 2.5,
+    }
 
 
 def test_a_run_has_measured_as_long_as_its_cells_and_its_own_process_together(tmp_path, monkeypatch):
     def execute(notebook, parameters, folder):
         tell(folder, tables={}, measuring_s=1.5)
         return "ok", None
-    for name, value in (("_execute", execute), ("_end_with_worker", lambda folder: None), ("locked_s", lambda: 2.25)):
+
+    for name, value in (
+        ("_execute", execute),
+        ("_end_with_worker", lambda folder: None),
+        ("locked_s", lambda: 2.25),
+    ):
         monkeypatch.setattr(running, name, value)
     running.main("a.ipynb", "{}", str(tmp_path))
     assert (told(tmp_path)["status"], told(tmp_path)["measuring_s"]) == ("ok", 3.75)
 
 
-@pytest.mark.parametrize("errors, end", [
-    ([("show", "KeyError"), ("", "OutOfMemoryError"), ("measure", "ValueError")], ("oom", "OutOfMemoryError: 1")),
-    ([("", "ValueError"), ("show", "OutOfMemoryError")], ("failed", "ValueError: 0")),
-    ([("show", "OutOfMemoryError"), ("show", "ValueError")], ("ok", "a cell that only shows failed: OutOfMemoryError: 0"))])
+@pytest.mark.parametrize(
+    "errors, end",
+    [
+        (
+            [("show", "KeyError"), ("", "OutOfMemoryError"), ("measure", "ValueError")],
+            ("oom", "OutOfMemoryError: 1"),
+        ),
+        ([("", "ValueError"), ("show", "OutOfMemoryError")], ("failed", "ValueError: 0")),
+        (
+            [("show", "OutOfMemoryError"), ("show", "ValueError")],
+            ("ok", "a cell that only shows failed: OutOfMemoryError: 0"),
+        ),
+    ],
+)
 def test_of_a_notebooks_errors_the_first_that_costs_something_counts(tmp_path, errors, end):
-    cells = [{"cell_type": "code", "source": "", "metadata": {"tags": [tag] if tag else []}, "outputs": [
-        {"output_type": "stream"}, {"output_type": "error", "ename": name, "evalue": str(at)}]} for at, (tag, name) in enumerate(errors)]
-    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ""}, *cells]}))
+    cells = [
+        {
+            "cell_type": "code",
+            "source": "",
+            "metadata": {"tags": [tag] if tag else []},
+            "outputs": [
+                {"output_type": "stream"},
+                {"output_type": "error", "ename": name, "evalue": str(at)},
+            ],
+        }
+        for at, (tag, name) in enumerate(errors)
+    ]
+    (tmp_path / "a.ipynb").write_text(
+        json.dumps({"cells": [{"cell_type": "markdown", "source": ""}, *cells]})
+    )
     assert running._errors(tmp_path / "a.ipynb") == end
 
 
@@ -373,24 +478,43 @@ def test_for_how_long_a_run_was_frozen_is_not_of_its_limit(monkeypatch):
         if now[0] > 170:
             return
         raise subprocess.TimeoutExpired("a", timeout)
+
     process = SimpleNamespace(wait=wait)
-    assert running._wait(process, 30, lambda: False, lambda: 40.0) is None  # 70 s, of which it was frozen for 40
+    assert (
+        running._wait(process, 30, lambda: False, lambda: 40.0) is None
+    )  # 70 s, of which it was frozen for 40
     now[0] = 100.0
-    assert running._wait(process, 30, lambda: False, lambda: 20.0).startswith("no end after 30 s") and now[0] == 160.0
+    assert (
+        running._wait(process, 30, lambda: False, lambda: 20.0).startswith("no end after 30 s")
+        and now[0] == 160.0
+    )
     now[0] = 100.0
     with pytest.raises(Abandoned):
         running._wait(process, None, lambda: now[0] >= 130, lambda: 0.0)
 
 
-@pytest.mark.parametrize("cores, gpus, asked, count, threads, places", [
-    (64, 2, None, 1, 4, 2), (16, 2, None, 1, 2, 2), (6, 2, None, 1, 1, 2), (64, 3, 7, 1, 7, 3), (8, 0, None, 3, 1, 3), (2, 0, None, 5, 1, 2)])
-def test_a_machines_cores_are_shared_out_among_its_gpus(monkeypatch, tmp_path, cores, gpus, asked, count, threads, places):
+@pytest.mark.parametrize(
+    "cores, gpus, asked, count, threads, places",
+    [
+        (64, 2, None, 1, 4, 2),
+        (16, 2, None, 1, 2, 2),
+        (6, 2, None, 1, 1, 2),
+        (64, 3, 7, 1, 7, 3),
+        (8, 0, None, 3, 1, 3),
+        (2, 0, None, 5, 1, 2),
+    ],
+)
+def test_a_machines_cores_are_shared_out_among_its_gpus(
+    monkeypatch, tmp_path, cores, gpus, asked, count, threads, places
+):
     import distributed
+
     made = []
 
     def cluster(**how):
         made.append(how["workers"])
         raise RuntimeError("not here")
+
     monkeypatch.setattr(distributed, "SpecCluster", cluster)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     here = [{"visible": f"GPU-{number}", "gib": 80.0 + number} for number in range(gpus)]
@@ -398,8 +522,12 @@ def test_a_machines_cores_are_shared_out_among_its_gpus(monkeypatch, tmp_path, c
         pass
     options = [one["options"] for one in made[0].values()]
     assert len(options) == places and {one["nthreads"] for one in options} == {threads}
-    assert [one["resources"] for one in options] == ([{"GPU_GIB": gpu["gib"]} for gpu in here] or [{"RUNS": 1}] * places)
-    assert [one.get("env") for one in options] == ([{"CUDA_VISIBLE_DEVICES": gpu["visible"]} for gpu in here] or [None] * places)
+    assert [one["resources"] for one in options] == (
+        [{"GPU_GIB": gpu["gib"]} for gpu in here] or [{"RUNS": 1}] * places
+    )
+    assert [one.get("env") for one in options] == (
+        [{"CUDA_VISIBLE_DEVICES": gpu["visible"]} for gpu in here] or [None] * places
+    )
 
 
 @pytest.mark.parametrize(("named", "visible"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])
@@ -407,7 +535,11 @@ def test_each_gpu_is_told_with_its_own_name_for_cuda_and_its_own_memory(monkeypa
     import torch
 
     from stepscope.runs.machine import print_gpus
-    found = [SimpleNamespace(name="H200", total_memory=141 * 2**30), SimpleNamespace(name="T4", total_memory=15 * 2**30)]
+
+    found = [
+        SimpleNamespace(name="H200", total_memory=141 * 2**30),
+        SimpleNamespace(name="T4", total_memory=15 * 2**30),
+    ]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -415,4 +547,6 @@ def test_each_gpu_is_told_with_its_own_name_for_cuda_and_its_own_memory(monkeypa
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     print_gpus()
     assert json.loads(capsys.readouterr().out) == [
-        {"visible": visible[0], "name": "H200", "gib": 141}, {"visible": visible[1], "name": "T4", "gib": 15}]
+        {"visible": visible[0], "name": "H200", "gib": 141},
+        {"visible": visible[1], "name": "T4", "gib": 15},
+    ]

@@ -1,5 +1,6 @@
 """Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
 takes so long as is asked for, and none of the host's time until somebody waits."""
+
 import math
 import tempfile
 from collections import defaultdict
@@ -76,8 +77,11 @@ class Ranged(Step):
 
     def __init__(self, gpu):
         super().__init__(gpu)
-        self.model = type("Model", (), {"__call__": lambda self, tokens: gpu.work(1.0),
-                                        "loss": lambda self, logits, targets: None})()
+        self.model = type(
+            "Model",
+            (),
+            {"__call__": lambda self, tokens: gpu.work(1.0), "loss": lambda self, logits, targets: None},
+        )()
         self.scaler = SimpleNamespace(scale=lambda loss: SimpleNamespace(backward=lambda: gpu.work(2.0)))
 
 
@@ -96,8 +100,12 @@ def test_a_profiled_processs_plain_step_is_all_of_its_work_and_nothing_before(gp
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_captured_step_and_its_range_end_with_the_gpus_work(gpu, events, monkeypatch, named):
-    ranged = run_cells("nsys", until="profiler_here(", replaced={"nvtx_range": gpu.range}, device="cpu")["ranged"]
-    monkeypatch.setattr(profiled_process, "annotated", lambda model: nullcontext(SimpleNamespace(link_backward=lambda: None)))
+    ranged = run_cells("nsys", until="profiler_here(", replaced={"nvtx_range": gpu.range}, device="cpu")[
+        "ranged"
+    ]
+    monkeypatch.setattr(
+        profiled_process, "annotated", lambda model: nullcontext(SimpleNamespace(link_backward=lambda: None))
+    )
     mode = profiled_process.ProfiledMode(Ranged(gpu), ranged)
     assert [mode.captured(named) for _ in range(2)] == [STEP_MS] * 2
     ranges = [entry for entry in gpu.log if isinstance(entry, tuple)]
@@ -117,18 +125,27 @@ class Inputs:
 
 def attention(gpu):
     """A pass whose forward takes 1 s and backward 2 s."""
+
     def call(*qkv):
         gpu.work(1.0)
-        return SimpleNamespace(backward=lambda gradient: gpu.work(2.0),
-                               untyped_storage=lambda: SimpleNamespace(nbytes=lambda: 7))
+        return SimpleNamespace(
+            backward=lambda gradient: gpu.work(2.0), untyped_storage=lambda: SimpleNamespace(nbytes=lambda: 7)
+        )
+
     return call
 
 
 def attention_cells(gpu, until, replaced=None, **parameters):
     """The names of attention's notebook up to a cell, its waits and, if not told otherwise, its clock that GPU's."""
-    return run_cells("attention", until=until, replaced=replaced or {
-        "default_timer": lambda: gpu.now, "synchronize": gpu.synchronize},
-        device="cpu", sequences=[8], implementations=["math"], **parameters)
+    return run_cells(
+        "attention",
+        until=until,
+        replaced=replaced or {"default_timer": lambda: gpu.now, "synchronize": gpu.synchronize},
+        device="cpu",
+        sequences=[8],
+        implementations=["math"],
+        **parameters,
+    )
 
 
 def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
@@ -139,8 +156,16 @@ def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
 
 
 def test_a_captured_passs_ranges_hold_all_that_their_phase_launched(gpu):
-    names = attention_cells(gpu, "def row_of(", {"synchronize": gpu.synchronize}, warmup_steps=1, timed_steps=1, least_passes=1, captured_passes=2,
-                            cell_seconds=1.0)
+    names = attention_cells(
+        gpu,
+        "def row_of(",
+        {"synchronize": gpu.synchronize},
+        warmup_steps=1,
+        timed_steps=1,
+        least_passes=1,
+        captured_passes=2,
+        cell_seconds=1.0,
+    )
     names |= {"prepare": lambda name, inputs: attention(gpu)}
     names["capture_one"]("math", 8, Inputs(gpu), SimpleNamespace(phases=lambda case, number: gpu.range))
     assert len(gpu.log) == 8 and {left for _, _, left in gpu.log} == {0.0}
@@ -156,8 +181,14 @@ def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypat
 
 
 def test_each_step_of_an_in_process_capture_is_alone(gpu):
-    names = run_cells("benchmark", until="def replay(", replaced={"synchronize": gpu.synchronize}, device="cpu",
-                      warmup_steps=1, timed_steps=1)
+    names = run_cells(
+        "benchmark",
+        until="def replay(",
+        replaced={"synchronize": gpu.synchronize},
+        device="cpu",
+        warmup_steps=1,
+        timed_steps=1,
+    )
     names |= {"zero_grad": gpu.clear, "step": lambda mode, phase: Step(gpu)(phase)}
     names["capture_steps"]("forward_backward", SimpleNamespace(phases=lambda case, number: gpu.range))
     began = [left for name, what, left in gpu.log if name == "forward" and what == "begins"]
@@ -225,8 +256,11 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
     storages = stand_in(monkeypatch)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
     for name, call in (("_record_memory_history", storages.record), ("_snapshot", storages.snapshot)):
-        monkeypatch.setattr(torch.cuda.memory, name, lambda name=name, call=call, **options: (
-            gpu.log.append((name, gpu.left)), call(**options))[1])
+        monkeypatch.setattr(
+            torch.cuda.memory,
+            name,
+            lambda name=name, call=call, **options: (gpu.log.append((name, gpu.left)), call(**options))[1],
+        )
     step = build_step(StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1))
     step.model.register_forward_pre_hook(lambda *_: gpu.work(1.0))
     with storages:
@@ -236,66 +270,125 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
 
 # Cells of notebooks that capture, each executed alone
 
+
 def measuring(gpu, captured, **also):
     config = SimpleNamespace(device="cuda", batches=[], batch_size=1, optimizations=[], baselines=[])
-    return {"Any": Any, "math": math, "pd": pd, "torch": torch, "config": config, "measure": SimpleNamespace(
-        **{name: getattr(measure, name) for name in dir(measure)} | {
-            "capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None})} | also
+    return {
+        "Any": Any,
+        "math": math,
+        "pd": pd,
+        "torch": torch,
+        "config": config,
+        "measure": SimpleNamespace(
+            **{name: getattr(measure, name) for name in dir(measure)}
+            | {"capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None}
+        ),
+    } | also
 
 
 def capture_of_mixed_precision(gpu, captured):
     case = "bf16", "step"
-    executed("mixed_precision", "def capture_one(case", measuring(
-        gpu, captured, adamw=SimpleNamespace(state={1: 2}), clear=gpu.clear, status={}, cases={case: {}}, readings={case: {}},
-        is_long=lambda case: False, step=lambda precision, mode, phase: Step(gpu)(phase)))
+    executed(
+        "mixed_precision",
+        "def capture_one(case",
+        measuring(
+            gpu,
+            captured,
+            adamw=SimpleNamespace(state={1: 2}),
+            clear=gpu.clear,
+            status={},
+            cases={case: {}},
+            readings={case: {}},
+            is_long=lambda case: False,
+            step=lambda precision, mode, phase: Step(gpu)(phase),
+        ),
+    )
     return CLEARING_S  # once all is captured
 
 
 def capture_of_checkpointing(gpu, captured):
-    executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))["capture_one"](Step(gpu), captured)
+    executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))["capture_one"](
+        Step(gpu), captured
+    )
     return 0.0
 
 
 def capture_of_explore(gpu, captured):
-    executed("explore", "build_step(config), measure.synchronizer", measuring(
-        gpu, captured, names=["a", "b"], configs=[SimpleNamespace(device="cuda")] * 2, build_step=lambda config: Step(gpu)))
+    executed(
+        "explore",
+        "build_step(config), measure.synchronizer",
+        measuring(
+            gpu,
+            captured,
+            names=["a", "b"],
+            configs=[SimpleNamespace(device="cuda")] * 2,
+            build_step=lambda config: Step(gpu),
+        ),
+    )
     return 0.0
 
 
-@pytest.mark.parametrize("capture", [capture_of_mixed_precision, capture_of_checkpointing, capture_of_explore])
+@pytest.mark.parametrize(
+    "capture", [capture_of_mixed_precision, capture_of_checkpointing, capture_of_explore]
+)
 def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
-    assert alone(gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost")))
+    assert alone(
+        gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"))
+    )
 
 
 def test_the_ladders_captured_steps_are_over_when_the_capture_is(gpu):
-    names = executed("ladder", "def capture_one(trainer", measuring(
-        gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"), rows={}, at=lambda *_: [], settled=lambda trainer: 1,
-        CAPTURED_S=0.1, BURST_S=0.1, steps_in=lambda *_: 3, HuggingFaceGraphs=None))
+    names = executed(
+        "ladder",
+        "def capture_one(trainer",
+        measuring(
+            gpu,
+            captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"),
+            rows={},
+            at=lambda *_: [],
+            settled=lambda trainer: 1,
+            CAPTURED_S=0.1,
+            BURST_S=0.1,
+            steps_in=lambda *_: 3,
+            HuggingFaceGraphs=None,
+        ),
+    )
     with pytest.raises(RuntimeError, match="lost"):
         names["capture_one"](SimpleNamespace(step=lambda: gpu.work(1.0)), {})
     assert ("whole", "begins", 0.0) in gpu.log and gpu.left == 0.0
 
 
 def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gpu, monkeypatch):
-    names = executed("ladder", "def visit(case", measuring(gpu, None, Unsupported=Unsupported, TraceError=TraceError))
+    names = executed(
+        "ladder", "def visit(case", measuring(gpu, None, Unsupported=Unsupported, TraceError=TraceError)
+    )
     names["rows"][1, 1] = {"status": "ok", "reason": ""}
     names["kinds"][1, 1] = lambda *_: SimpleNamespace(unload=lambda: None)
 
     def lost(*_):
         monkeypatch.setattr(torch.cuda, "synchronize", lost)
         raise torch.AcceleratorError("unspecified launch failure")
+
     with pytest.raises(torch.AcceleratorError):
         names["visit"]((1, 1), lost)
 
 
 def benchmark_takes(names, timed):
-    names |= {"partial": partial, "first_time": True, "samples": {}, "readings": defaultdict(dict), "timed": timed}
+    names |= {
+        "partial": partial,
+        "first_time": True,
+        "samples": {},
+        "readings": defaultdict(dict),
+        "timed": timed,
+    }
     return partial(executed("benchmark", "def take(mode", names)["take"], "forward", 1)
 
 
 def mixed_precision_times(names, timed):
     names |= {"partial": partial, "cases": {}}
-    return partial(executed("mixed_precision", "def time_one(case", names)["time_one"], ("bf16", "forward"), 1)
+    return partial(
+        executed("mixed_precision", "def time_one(case", names)["time_one"], ("bf16", "forward"), 1
+    )
 
 
 def checkpointing_times(names, timed):
@@ -306,42 +399,96 @@ def checkpointing_times(names, timed):
 def the_ladder_times(names, timed):
     names["adamw"].state.clear()  # each change's optimizer is its own
     names |= {"settled": lambda trainer: 1.0, "stretch": lambda *_: dict(timed()), "on_gpu": False}
-    return partial(executed("ladder", "def time_one(trainer", names)["time_one"], SimpleNamespace(step=1, plain_step=1, name="fp32"), {})
+    return partial(
+        executed("ladder", "def time_one(trainer", names)["time_one"],
+        SimpleNamespace(step=1, plain_step=1, name="fp32"),
+        {},
+    )
 
 
-@pytest.mark.parametrize("notebook", [benchmark_takes, mixed_precision_times, checkpointing_times, the_ladder_times])
+@pytest.mark.parametrize(
+    "notebook", [benchmark_takes, mixed_precision_times, checkpointing_times, the_ladder_times]
+)
 def test_a_modes_peak_of_memory_is_of_its_own_steps(notebook):
     """What is held beside them, such as the moments of another mode, is gone when peaks begin anew."""
     log, state = [], {"moments": 1}
-    names = measuring(None, None, status={"step": "oom"}, step=print, zero_grad=lambda: None, clear=None, adamw=SimpleNamespace(state=state))
-    names["config"] = SimpleNamespace(device="cpu", compile="none", warmup_steps=1, timed_steps=1, training_steps=0)
+    names = measuring(
+        None,
+        None,
+        status={"step": "oom"},
+        step=print,
+        zero_grad=lambda: None,
+        clear=None,
+        adamw=SimpleNamespace(state=state),
+    )
+    names["config"] = SimpleNamespace(
+        device="cpu", compile="none", warmup_steps=1, timed_steps=1, training_steps=0
+    )
 
     def timed(*_, **__):
         log.append("timed")
         return pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
+
     vars(names["measure"]).update(
-        time_steps=timed, forget_peaks=lambda device: log.append("forgotten" if not state else "moments are there"),
-        peak_memory=lambda device: log.append("read") or {})
+        time_steps=timed,
+        forget_peaks=lambda device: log.append("forgotten" if not state else "moments are there"),
+        peak_memory=lambda device: log.append("read") or {},
+    )
     notebook(names, timed)()
     assert log == ["forgotten", "timed", "read"]
 
 
 @pytest.mark.parametrize("lasted_ms, tries", [((130, 100, 101), 1), ((100, 100, 110), measure.TRIES)])
 def test_of_nsyss_captured_steps_the_first_whose_regions_are_named_is_not_compared(gpu, lasted_ms, tries):
-    rows = pd.DataFrame({"step": range(3), "phase": pd.Categorical(["forward"] * 3), "process": 7, "device": 0,
-                         "start_ns": range(0, 3 * 10**9, 10**9), "duration_ns": [ms * 10**6 for ms in lasted_ms]})
-    ranges = pd.DataFrame({"role": "step", "process": 7, "name": "step", "step": range(3), "start_ns": 0, "end_ns": 1})
-    captured = SimpleNamespace(file="a file", inside=["forward"] * 3, modes={"forward": {"plain_ms": [140.0], "clock": {}}})
+    rows = pd.DataFrame(
+        {
+            "step": range(3),
+            "phase": pd.Categorical(["forward"] * 3),
+            "process": 7,
+            "device": 0,
+            "start_ns": range(0, 3 * 10**9, 10**9),
+            "duration_ns": [ms * 10**6 for ms in lasted_ms],
+        }
+    )
+    ranges = pd.DataFrame(
+        {"role": "step", "process": 7, "name": "step", "step": range(3), "start_ns": 0, "end_ns": 1}
+    )
+    captured = SimpleNamespace(
+        file="a file", inside=["forward"] * 3, modes={"forward": {"plain_ms": [140.0], "clock": {}}}
+    )
     profiled = []
-    names = executed("nsys", "def odd_modes(", measuring(
-        gpu, None, tempfile=tempfile, Path=Path, tool="nsys", phase_clocks=phase_clocks,
-        profiled=lambda folder: profiled.append(folder) or captured, read=lambda *_: (rows, ranges, None, {})))
+    names = executed(
+        "nsys",
+        "def odd_modes(",
+        measuring(
+            gpu,
+            None,
+            tempfile=tempfile,
+            Path=Path,
+            tool="nsys",
+            phase_clocks=phase_clocks,
+            profiled=lambda folder: profiled.append(folder) or captured,
+            read=lambda *_: (rows, ranges, None, {}),
+        ),
+    )
     assert len(profiled) == tries and bool(names["odd"]) == (tries > 1)
 
 
 def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):
     shown = []
-    executed("benchmark", "wrong_ms", {
-        "samples": {"step": None}, "status": {}, "zero_grad": gpu.clear, "synchronize": gpu.synchronize, "default_timer": lambda: gpu.now,
-        "step": Step(gpu), "display": shown.append, "brief": lambda frame: frame, "pd": pd})
+    executed(
+        "benchmark",
+        "wrong_ms",
+        {
+            "samples": {"step": None},
+            "status": {},
+            "zero_grad": gpu.clear,
+            "synchronize": gpu.synchronize,
+            "default_timer": lambda: gpu.now,
+            "step": Step(gpu),
+            "display": shown.append,
+            "brief": lambda frame: frame,
+            "pd": pd,
+        },
+    )
     assert shown[0]["wall_ms"].tolist() == [2 * LAUNCH_S * 1e3, STEP_MS]

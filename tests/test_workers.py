@@ -1,4 +1,5 @@
 """Workers of a scheduler that is somebody's: the same sweep, ended and continued in the same way."""
+
 import json
 import os
 import signal
@@ -22,8 +23,18 @@ class Cluster:
     def __init__(self, folder, environment):
         self.folder, self.environment, self.started = folder, os.environ | QUIET | environment, []
         self.file = folder / "scheduler.json"
-        self.scheduler = self._start("scheduler", "--scheduler-file", self.file, "--host", "127.0.0.1", "--port", "0",
-                                     "--no-dashboard", "--protocol", "tls" if environment else "tcp")
+        self.scheduler = self._start(
+            "scheduler",
+            "--scheduler-file",
+            self.file,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--no-dashboard",
+            "--protocol",
+            "tls" if environment else "tcp",
+        )
         deadline = time.monotonic() + 60
         while not self.file.exists() or not self.file.read_text().endswith("}"):
             assert time.monotonic() < deadline
@@ -33,13 +44,30 @@ class Cluster:
     def _start(self, *arguments):
         command = [sys.executable, "-m", "dask", *map(str, arguments)]
         with (self.folder / "dask.log").open("a") as log:
-            self.started.append(subprocess.Popen(command, env=self.environment, cwd=self.folder, stdout=log,
-                                                 stderr=log, start_new_session=True))
+            self.started.append(
+                subprocess.Popen(
+                    command,
+                    env=self.environment,
+                    cwd=self.folder,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
         return self.started[-1]
 
     def worker(self, resources="RUNS=1", threads=1):
-        return self._start("worker", self.address, "--nthreads", threads, "--no-dashboard", "--resources",
-                           resources, "--local-directory", self.folder)
+        return self._start(
+            "worker",
+            self.address,
+            "--nthreads",
+            threads,
+            "--no-dashboard",
+            "--resources",
+            resources,
+            "--local-directory",
+            self.folder,
+        )
 
     def close(self):
         for process in reversed(self.started):
@@ -61,6 +89,7 @@ def cluster(tmp_path, faults):  # faults: workers are to find these notebooks, t
         folder.mkdir()
         made.append(Cluster(folder, environment))
         return made[-1]
+
     yield make
     for each in made:
         each.close()
@@ -71,6 +100,7 @@ def sweep(program, write_sweep, store):
     def start(cluster, seeds, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
         return program("sweep", path, "--runs", store.root, "--scheduler", cluster.address)
+
     return start
 
 
@@ -128,10 +158,15 @@ def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, s
 
 
 @pytest.mark.trials
-def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(cluster, sweep, store, tmp_path, monkeypatch):
+def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(
+    cluster, sweep, store, tmp_path, monkeypatch
+):
     security, tls = Security.temporary(), "DASK_DISTRIBUTED__COMM__TLS__"
     files = {"CA_FILE": "tls_ca_file"} | {
-        f"{role}__{part}": f"tls_client_{part.lower()}" for role in ("SCHEDULER", "WORKER", "CLIENT") for part in ("CERT", "KEY")}
+        f"{role}__{part}": f"tls_client_{part.lower()}"
+        for role in ("SCHEDULER", "WORKER", "CLIENT")
+        for part in ("CERT", "KEY")
+    }
     for name in files.values():
         (tmp_path / name).write_text(getattr(security, name))
     environment = {f"{tls}{option}": str(tmp_path / name) for option, name in files.items()}
@@ -156,8 +191,12 @@ def test_local_workers_listen_on_the_loopback_alone_and_end_with_the_sweep(tmp_p
         assert visible == {"3", "GPU-ab"}
         here = psutil.Process()
         family = [here, *here.children(recursive=True)]
-        listens = {connection.laddr.ip for process in family for connection in process.net_connections("inet")
-                   if connection.status == psutil.CONN_LISTEN}
+        listens = {
+            connection.laddr.ip
+            for process in family
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        }
         assert listens == {"127.0.0.1"}
         pids = set(client.run(os.getpid).values())
     assert all(ended(pid) for pid in pids)

@@ -1,5 +1,6 @@
 """mypy over the package, bench, the tests and the cells of the notebooks: ``python tests/typecheck.py``; or over
 files."""
+
 import re
 import sys
 import tempfile
@@ -14,9 +15,12 @@ ROOT = Path(__file__).parents[1]
 def code_of(notebook: Path) -> list[tuple[str, str]]:
     """Each line of its code cells, with its place as ruff names it: ``path:cell 3:1``."""
     cells = nbformat.read(notebook, as_version=4).cells
-    return [(f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
-            for number, cell in enumerate(cells, 1) if cell.cell_type == "code"
-            for at, line in enumerate(cell.source.splitlines(), 1)]
+    return [
+        (f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
+        for number, cell in enumerate(cells, 1)
+        if cell.cell_type == "code"
+        for at, line in enumerate(cell.source.splitlines(), 1)
+    ]
 
 
 def typecheck(files: list[str]) -> tuple[str, int]:

@@ -1,4 +1,5 @@
 """Where every millisecond and megabyte of a Transformer's training step goes, answered from measurements."""
+
 from pathlib import Path
 
 __version__ = "0.2.0"

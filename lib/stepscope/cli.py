@@ -1,4 +1,5 @@
 """The command line: a thin layer over the functions a notebook would call."""
+
 import errno
 import math
 import os
@@ -23,14 +24,19 @@ if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
-                  pretty_exceptions_enable=False, help="""
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="""
 Measure where a Transformer's training step spends its time and memory, and render what was measured.
 
 [bold]report[/] measures this machine and renders its report. [bold]sweep[/] runs what a sweep file asks
 for, one notebook execution a run, into a runs folder; [bold]render[/] makes the report of one. What was
 interrupted is continued by giving the same command again.
-""")
+""",
+)
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
 LASTING = "90s|20m|1h"
@@ -59,25 +65,84 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-RunsOption = Annotated[Path | None, typer.Option("--runs", parser=_folder, metavar="PATH", help=(
-    "Runs folder."), show_default="runs/local-<this machine's device>")]
-OutOption = Annotated[Path | None, typer.Option("--out", parser=_folder, metavar="PATH", help=(
-    "Where the report is."), show_default="the runs folder")]
-BudgetOption = Annotated[float | None, typer.Option("--time-budget", parser=_seconds, metavar=LASTING, help=(
-    "Start no run after this time, and say what is left."))]
-WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help=(
-    "So many GPUs; without a GPU, so many runs side by side."), show_default="all GPUs, or 1")]
-SharedOption = Annotated[int | None, typer.Option("--runs-per-gpu", min=1, max=16, metavar="N", help=(
-    "So many runs share a GPU, of which one measures at a time."), show_default="one for 4 cores, at most 4")]
-SchedulerOption = Annotated[str | None, typer.Option("--scheduler", metavar="tcp://HOST:PORT", help=(
-    "Give runs to the workers of this Dask scheduler instead."))]
-TimeoutOption = Annotated[float | None, typer.Option(
-    "--timeout", parser=_some_seconds, metavar=LASTING,
-    help="Kill a run's processes after this time; it has then failed.")]
-EditionOption = Annotated[int | None, typer.Option("--edition", metavar="2025|2026", help=(
-    "Whose names of sizes: xl is another model in each."), show_default="2025")]
-ShapeOption = Annotated[str | None, typer.Option("--shape", metavar="D_MODEL/D_FF/LAYERS/HEADS", help=(
-    "A shape of your own, in place of a size."))]
+RunsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--runs",
+        parser=_folder,
+        metavar="PATH",
+        help=("Runs folder."),
+        show_default="runs/local-<this machine's device>",
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", parser=_folder, metavar="PATH", help=("Where the report is."), show_default="the runs folder"
+    ),
+]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option(
+        "--time-budget",
+        parser=_seconds,
+        metavar=LASTING,
+        help=("Start no run after this time, and say what is left."),
+    ),
+]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        metavar="N",
+        help=("So many GPUs; without a GPU, so many runs side by side."),
+        show_default="all GPUs, or 1",
+    ),
+]
+SharedOption = Annotated[
+    int | None,
+    typer.Option(
+        "--runs-per-gpu",
+        min=1,
+        max=16,
+        metavar="N",
+        help=("So many runs share a GPU, of which one measures at a time."),
+        show_default="one for 4 cores, at most 4",
+    ),
+]
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--scheduler",
+        metavar="tcp://HOST:PORT",
+        help=("Give runs to the workers of this Dask scheduler instead."),
+    ),
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        parser=_some_seconds,
+        metavar=LASTING,
+        help="Kill a run's processes after this time; it has then failed.",
+    ),
+]
+EditionOption = Annotated[
+    int | None,
+    typer.Option(
+        "--edition",
+        metavar="2025|2026",
+        help=("Whose names of sizes: xl is another model in each."),
+        show_default="2025",
+    ),
+]
+ShapeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--shape", metavar="D_MODEL/D_FF/LAYERS/HEADS", help=("A shape of your own, in place of a size.")
+    ),
+]
 BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.")]
 VocabOption = Annotated[int, typer.Option("--vocab", help="Tokens of the vocabulary.")]
 
@@ -89,8 +154,12 @@ def _say_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True,
-                                                  help="Print the version and exit.")] = False) -> None:
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
     pass
 
 
@@ -110,13 +179,18 @@ def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
     """Run sweeps, and say how they ended; the exit status."""
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import run_sweep
+
     end = run_sweep(sources, Store(runs), options, console)
     counts = end.counts
-    console.print(f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
-                  f" records are in {runs}")
+    console.print(
+        f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
+        f" records are in {runs}"
+    )
     if end.left:
-        console.print(f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with"
-                      f" {end.left[0].label}. Go on by giving the same command again")
+        console.print(
+            f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with"
+            f" {end.left[0].label}. Go on by giving the same command again"
+        )
         return EXIT_LEFT
     return EXIT_FAILED if counts["failed"] else 0
 
@@ -143,12 +217,29 @@ def _program() -> str:
 
 @app.command()
 def sweep(
-    sweeps: Annotated[list[str], typer.Argument(help=(
-        "Sweep files (YAML), or what ships: reference, tour and 2026 on a GPU, cpu without one, a study."))],
-    runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
-    runs_per_gpu: SharedOption = None, scheduler: SchedulerOption = None, timeout: TimeoutOption = None,
-    notebooks: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help=(
-        "Run this folder's notebooks, such as your copies in lab."), show_default="the package's")] = None,
+    sweeps: Annotated[
+        list[str],
+        typer.Argument(
+            help=(
+                "Sweep files (YAML), or what ships: reference, tour and 2026 on a GPU, cpu without one, a study."
+            )
+        ),
+    ],
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
+    workers: WorkersOption = None,
+    runs_per_gpu: SharedOption = None,
+    scheduler: SchedulerOption = None,
+    timeout: TimeoutOption = None,
+    notebooks: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help=("Run this folder's notebooks, such as your copies in lab."),
+            show_default="the package's",
+        ),
+    ] = None,
 ) -> None:
     """Run sweeps: all that is asked for and has no valid record yet.
 
@@ -157,6 +248,7 @@ def sweep(
     """
     from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, said_before
+
     paths = [path for name in sweeps for path in find_sweeps(name)]
     _require_gpu(sweeps, scheduler)
     for path in paths:
@@ -169,19 +261,27 @@ def _require_gpu(names: list[str], scheduler: str | None) -> None:
     """What ships is for a GPU, but for what is named cpu."""
     shipped = [name for name in names if name != "cpu" and not Path(name).is_file()]
     if shipped and not scheduler and not gpus_here():
-        raise StepscopeError(f"{shipped[0]}: its models need a CUDA GPU, and there is none here; the same"
-                             " studies over tiny models are called cpu")
+        raise StepscopeError(
+            f"{shipped[0]}: its models need a CUDA GPU, and there is none here; the same"
+            " studies over tiny models are called cpu"
+        )
 
 
 @app.command()
-def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: WorkersOption = None,
-           runs_per_gpu: SharedOption = None, timeout: TimeoutOption = None) -> None:
+def report(
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
+    workers: WorkersOption = None,
+    runs_per_gpu: SharedOption = None,
+    timeout: TimeoutOption = None,
+) -> None:
     """Measure this machine and render its report: on a GPU a tour of all studies, on a CPU tiny models.
 
     What a run found is printed when it is done. The same as sweep tour (or sweep cpu) and render.
     """
     from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, said_before
+
     console.print("Looking at this machine.")
     paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
@@ -192,15 +292,20 @@ def report(runs: RunsOption = None, time_budget: BudgetOption = None, workers: W
 @app.command()
 def ladder(
     size: Annotated[str | None, typer.Argument(help="A named size; or give --shape.")] = None,
-    edition: EditionOption = None, shape: ShapeOption = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context length; may be given more than once.",
-                                                      show_default="512, or 64 on a CPU")] = None,
-    batch: BatchOption = 4, vocab: VocabOption = 10_000,
-    runs: RunsOption = None, time_budget: BudgetOption = None,
+    edition: EditionOption = None,
+    shape: ShapeOption = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Context length; may be given more than once.", show_default="512, or 64 on a CPU"),
+    ] = None,
+    batch: BatchOption = 4,
+    vocab: VocabOption = 10_000,
+    runs: RunsOption = None,
+    time_budget: BudgetOption = None,
 ) -> None:
-    """How fast a model's step can be made here, one change at a time: a sweep of the ladder, then the report.
-    """
+    """How fast a model's step can be made here, one change at a time: a sweep of the ladder, then the report."""
     from stepscope.runs.sweep import SweepOptions
+
     contexts = context or [512 if gpus_here() else 64]
     fixed = _shape_asked(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
     block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
@@ -210,6 +315,7 @@ def ladder(
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
     """A size's or a shape's fields, by the name in records."""
     from stepscope.config import Dimensions, size_of
+
     if (size is None) == (shape is None):
         raise StepscopeError("size: give a size, such as small, or --shape; one of them, not both")
     if shape is None:
@@ -224,8 +330,12 @@ def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> di
 @app.command("list")
 def list_runs(
     runs: RunsOption = None,
-    where: Annotated[list[str] | None, typer.Option(
-        metavar="FIELD=VALUE", help="Only these, e.g. status=failed; may be given more than once.")] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE", help="Only these, e.g. status=failed; may be given more than once."
+        ),
+    ] = None,
 ) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
@@ -234,18 +344,22 @@ def list_runs(
     """
     from stepscope.runs.record import named_unsteady, of_two_notebooks
     from stepscope.runs.store import Store
+
     folder = _local_runs(runs, reading=True)
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
     records, errors = Store(folder).records(check_files=True)
-    found = [(record, record.config | {"status": record.status, "run_id": record.run_id})
-             for record in records]
+    found = [
+        (record, record.config | {"status": record.status, "run_id": record.run_id}) for record in records
+    ]
     known = sorted({name for _, fields in found for name in fields})
     for text in where or []:
         name, equals, value = text.partition("=")
         if not equals or (known and name not in known):
-            raise StepscopeError(f"--where: got {text!r:.80}, but expected FIELD=VALUE, where a field is one"
-                                 f" of {', '.join(known)}")
+            raise StepscopeError(
+                f"--where: got {text!r:.80}, but expected FIELD=VALUE, where a field is one"
+                f" of {', '.join(known)}"
+            )
         found = [(record, fields) for record, fields in found if str(fields.get(name)) == value]
     columns = ("study", "run", "what", "status", "seconds", "notebook", "cause")
     rows = [_row(record, folder) for record, _ in found]
@@ -267,18 +381,30 @@ def list_runs(
 def _row(record: "Record", folder: Path) -> tuple[str, ...]:
     from stepscope.config import configure
     from stepscope.runs.record import LOG
+
     cause = one_line(record.cause or "", 300)
     if (folder / record.study / record.run_id / LOG).is_file():
         cause += f" (see {record.study}/{record.run_id}/{LOG})"
     what = configure(**record.config).label.removeprefix(f"{record.study} ")
-    return (record.study, record.run_id, what, record.status, f"{record.duration_s:.0f}",
-            record.notebook_source or "", cause)
+    return (
+        record.study,
+        record.run_id,
+        what,
+        record.status,
+        f"{record.duration_s:.0f}",
+        record.notebook_source or "",
+        cause,
+    )
 
 
 @app.command()
-def render(runs: RunsOption = None, out: OutOption = None,
-           unsaid: Annotated[bool, typer.Option("--unsaid", help=(
-               "Name every claim, table and figure that is left out, and why."))] = False) -> None:
+def render(
+    runs: RunsOption = None,
+    out: OutOption = None,
+    unsaid: Annotated[
+        bool, typer.Option("--unsaid", help=("Name every claim, table and figure that is left out, and why."))
+    ] = False,
+) -> None:
     """Render a runs folder: writeup.md, writeup.html (self-contained), evidence and figures."""
     folder = _local_runs(runs, reading=True)
     _render(folder, out or folder, unsaid)
@@ -288,6 +414,7 @@ def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
     """The report of a runs folder: its files, and what is not said in it."""
     console.print("Making the report: reading the runs, drawing its pictures.")
     from stepscope.report.render import render
+
     rendered = render(folder, out)
     for error in rendered.errors:
         console.print(f"left out: {error}")
@@ -308,6 +435,7 @@ def check(runs: RunsOption = None, out: OutOption = None) -> None:
     from stepscope.report.check import check
     from stepscope.runs.record import named_unsteady
     from stepscope.runs.store import Store
+
     folder = _local_runs(runs, reading=True)
     differences = check(folder, out or folder)
     for line in differences + named_unsteady(Store(folder).records()[0]):
@@ -319,15 +447,24 @@ def check(runs: RunsOption = None, out: OutOption = None) -> None:
 
 @app.command()
 def fit(
-    size: Annotated[str | None, typer.Argument(
-        help="A named size; or give --shape. Without either: the handout's whole grid.")] = None,
-    edition: EditionOption = None, shape: ShapeOption = None,
-    context: Annotated[int | None, typer.Option(
-        help="Context length.", show_default="512; of the grid 128 to 1,024")] = None,
-    batch: BatchOption = 4, vocab: VocabOption = 10_000,
-    memory: Annotated[float | None, typer.Option(
-        help="GPU memory in GiB: the MiB of nvidia-smi over 1,024, not the GB of a data sheet.",
-        show_default="this machine's GPU's, else 80")] = None,
+    size: Annotated[
+        str | None,
+        typer.Argument(help="A named size; or give --shape. Without either: the handout's whole grid."),
+    ] = None,
+    edition: EditionOption = None,
+    shape: ShapeOption = None,
+    context: Annotated[
+        int | None, typer.Option(help="Context length.", show_default="512; of the grid 128 to 1,024")
+    ] = None,
+    batch: BatchOption = 4,
+    vocab: VocabOption = 10_000,
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            help="GPU memory in GiB: the MiB of nvidia-smi over 1,024, not the GB of a data sheet.",
+            show_default="this machine's GPU's, else 80",
+        ),
+    ] = None,
 ) -> None:
     """Say before running what fits into a GPU's memory: peaks by formula, largest context, batch and size."""
     if memory is not None and not 0 < memory < math.inf:
@@ -335,10 +472,17 @@ def fit(
     from stepscope.config import configure
     from stepscope.model.fit import RESERVED
     from stepscope.report.fit_table import fit_table, grid_tables
+
     whole = size is None and shape is None
     asked = _shape_asked("small" if whole else size, edition, shape)
-    config = configure("benchmark", **asked, context_length=512 if context is None else context,
-                       batch_size=batch, vocab_size=vocab, device="cpu").step(device="cuda", mode="step")
+    config = configure(
+        "benchmark",
+        **asked,
+        context_length=512 if context is None else context,
+        batch_size=batch,
+        vocab_size=vocab,
+        device="cpu",
+    ).step(device="cuda", mode="step")
     if memory is None:
         memory = min((gpu["gib"] for gpu in gpus_here()), default=80.0)
     told = memory, edition or 2025
@@ -348,17 +492,27 @@ def fit(
 
 @app.command()
 def profile(
-    file: Annotated[Path, typer.Argument(
-        help="nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; also .gz.")],
-    step: Annotated[str | None, typer.Option(
-        help="The name of the ranges that are steps, without numbers.")] = None,
-    phase: Annotated[list[str] | None, typer.Option(
-        help="A phase and the name of its ranges, as forward=NAME, or a pattern, as forward=*(F); may be said"
-             " again.")] = None,
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; also .gz."
+        ),
+    ],
+    step: Annotated[
+        str | None, typer.Option(help="The name of the ranges that are steps, without numbers.")
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A phase and the name of its ranges, as forward=NAME, or a pattern, as forward=*(F); may be said"
+            " again."
+        ),
+    ] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
     csv: Annotated[Path | None, typer.Option(help="Where the operations go, one a line.")] = None,
-    form: Annotated[str, typer.Option("--format", metavar="text|json|markdown",
-                                      help="How it is said.")] = "text",
+    form: Annotated[
+        str, typer.Option("--format", metavar="text|json|markdown", help="How it is said.")
+    ] = "text",
 ) -> None:
     """Say what a capture tells: a step on the GPU, its kernels, why it waits, communication, and what to do.
 
@@ -368,6 +522,7 @@ def profile(
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
     from stepscope.captures.verdict import FORMATS, phases_of, rendered
     from stepscope.captures.verdict import profile as profiled
+
     if form not in FORMATS:
         raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
     try:
@@ -382,6 +537,7 @@ def doctor() -> None:
     """Say what this machine offers for measuring, and what is missing."""
     from stepscope.config import device_here
     from stepscope.measure.rates import launch_rate
+
     device = device_here("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}
     if rate := launch_rate(device):
@@ -397,14 +553,19 @@ def doctor() -> None:
 def _nsys_words() -> str:
     """Which nsys there is and whether it is whole; what to do where it is not."""
     from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
+
     nsys = find_nsys()
     if nsys is None:
-        return ("none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
-                " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package"
-                " nsight-systems-cli.")
+        return (
+            "none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
+            " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package"
+            " nsight-systems-cli."
+        )
     if missing := missing_libraries(nsys):
-        return (f"version {nsys_version(nsys)}, incomplete: its importer lacks {', '.join(missing)}, so it"
-                " captures but makes no reports; profiles are torch.profiler's.")
+        return (
+            f"version {nsys_version(nsys)}, incomplete: its importer lacks {', '.join(missing)}, so it"
+            " captures but makes no reports; profiles are torch.profiler's."
+        )
     return f"version {nsys_version(nsys)}"
 
 

@@ -4,6 +4,7 @@
 A study subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. All that a run
 depends on is a field, so that the run id, made from the fields, names it completely.
 """
+
 import ast
 import difflib
 import functools
@@ -80,6 +81,7 @@ def device_here(asked: Any) -> Any:
     """``auto`` becomes the device this machine has; anything else is left for the field's type to judge."""
     if asked == "auto":
         import torch  # not above: Dask's workers configure runs as well, and start sooner without it
+
         return "cuda" if torch.cuda.is_available() else "cpu"
     return asked
 
@@ -123,8 +125,11 @@ class RunConfig(BaseModel):
     @classmethod
     def free_fields(cls) -> list[str]:
         """The fields that can have more than one value: the parameters of the study's notebook."""
-        return [name for name, field in cls.model_fields.items()
-                if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1]
+        return [
+            name
+            for name, field in cls.model_fields.items()
+            if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1
+        ]
 
     @classmethod
     def notebook_for(cls, fields: Mapping[str, Any]) -> str:
@@ -152,8 +157,11 @@ class RunConfig(BaseModel):
     def _named(self) -> list[str]:
         """Shape, context, and of mode and precision those that are free to choose in this study."""
         free = [name for name in ("mode", "precision") if name in self.free_fields()]
-        return [self.shape.replace(" ", "-"), f"ctx{self.context_length}",
-                *(getattr(self, name) for name in free)]
+        return [
+            self.shape.replace(" ", "-"),
+            f"ctx{self.context_length}",
+            *(getattr(self, name) for name in free),
+        ]
 
     @property
     def run_id(self) -> str:
@@ -166,8 +174,12 @@ class RunConfig(BaseModel):
         its default."""
         said = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
         others = self.model_dump(exclude_defaults=True, exclude=said)
-        return ", ".join([" ".join([self.study, *self._named()]),
-                          *(f"{name} {_value(value)}" for name, value in others.items())])
+        return ", ".join(
+            [
+                " ".join([self.study, *self._named()]),
+                *(f"{name} {_value(value)}" for name, value in others.items()),
+            ]
+        )
 
 
 def _value(value: Any) -> str:
@@ -204,8 +216,10 @@ class StepConfig(RunConfig):
         named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
         for field, number in named.items():
             if values.setdefault(field, number) != number:
-                raise ValueError(f"{field}: got {shown(values[field])}, but size {size!r} has {number};"
-                                 " leave one of them out")
+                raise ValueError(
+                    f"{field}: got {shown(values[field])}, but size {size!r} has {number};"
+                    " leave one of them out"
+                )
         dimensions = tuple(values.get(field) for field in Dimensions._fields)
         values["size"] = next((name for name, known in SIZES.items() if known == dimensions), "custom")
         return values
@@ -215,8 +229,10 @@ class StepConfig(RunConfig):
         if self.d_model % self.num_heads:
             raise ValueError(f"num_heads: got {self.num_heads}, but it must divide d_model = {self.d_model}")
         if (self.d_model // self.num_heads) % 2:
-            raise ValueError(f"num_heads: got {self.num_heads}, but RoPE turns pairs, so d_model / num_heads"
-                             f" = {self.d_model // self.num_heads} must be even")
+            raise ValueError(
+                f"num_heads: got {self.num_heads}, but RoPE turns pairs, so d_model / num_heads"
+                f" = {self.d_model // self.num_heads} must be even"
+            )
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
@@ -339,13 +355,17 @@ def require_device(config: RunConfig) -> None:
     """
     if config.device == "cuda":
         import torch
+
         if not torch.cuda.is_available():
-            raise ConfigError(f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
-                              " 'cpu' and 'auto' are possible")
+            raise ConfigError(
+                f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
+                " 'cpu' and 'auto' are possible"
+            )
         capability = torch.cuda.get_device_capability()
         if config.precision in ("tf32", "bf16") and capability < (8, 0):
             has = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
-            raise ConfigError(f"precision: got {config.precision!r}, but {has} and it needs 8.0;"
-                              " fp32 and fp16 are possible")
+            raise ConfigError(
+                f"precision: got {config.precision!r}, but {has} and it needs 8.0; fp32 and fp16 are possible"
+            )
     elif config.precision == "tf32":
         raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")

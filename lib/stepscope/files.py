@@ -3,6 +3,7 @@
 A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes
 into, devices. :func:`open_within` is how every file of a run is read.
 """
+
 import errno
 import os
 import stat

@@ -11,6 +11,7 @@ process that measures, however that dies, and then it thaws. It listens to no si
 What of a run's time was spent frozen stands in a ledger beside the lock (:func:`frozen_s`). Nothing but the
 standard library is imported here: the program starts in a tenth of a second.
 """
+
 import fcntl
 import functools
 import os
@@ -102,8 +103,14 @@ class Freezer:
     def __init__(self, lock: str, run: str):
         # Without what marks a run's processes: they are killed with the run, and this one has to thaw first.
         own = {name: value for name, value in os.environ.items() if name not in (LOCK, RUN)}
-        self.program = subprocess.Popen([sys.executable, "-I", "-S", __file__, lock, run], env=own, cwd="/",
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self.program = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, lock, run],
+            env=own,
+            cwd="/",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
 
     def ask(self, what: str) -> bool:
         """Whether it has done it: somebody may have killed it."""
@@ -122,8 +129,7 @@ def _freezer(lock: str, run: str) -> Freezer:
 
 @contextmanager
 def others_frozen(lock: str) -> Iterator[None]:
-    """Freeze all other runs that share the lock, which this process holds. A process of no run freezes none.
-    """
+    """Freeze all other runs that share the lock, which this process holds. A process of no run freezes none."""
     run = os.environ.get(RUN)
     if not run:
         yield

@@ -8,6 +8,7 @@ is closed on exec. Nothing here imports torch: the process that executes a noteb
 It does so for each cell that is tagged ``measure`` (:mod:`stepscope.runs.run`): meanwhile the file that
 ``$STEPSCOPE_GPU_HELD`` names is there, by which the notebook's kernel, and what it starts, see it.
 """
+
 import os
 import threading
 import time
@@ -72,8 +73,10 @@ def require_lock() -> None:
         NotExclusive: runs share the GPU, and this is in no exclusive section.
     """
     if os.environ.get(GPU_LOCK) and not lock_held():
-        raise NotExclusive("this would be timed or captured while another run uses the GPU: the cell that"
-                           " measures needs the tag 'measure'")
+        raise NotExclusive(
+            "this would be timed or captured while another run uses the GPU: the cell that"
+            " measures needs the tag 'measure'"
+        )
 
 
 def locked_s() -> float:

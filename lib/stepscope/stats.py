@@ -1,4 +1,5 @@
 """What is said of samples, and the thresholds by which reports tell a difference from none."""
+
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -40,8 +41,13 @@ def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     if not len(samples):
         return dict.fromkeys(("median", "std", "q1", "q3", "min"), np.nan)
     q1, median, q3 = np.percentile(samples, [25, 50, 75])
-    return {"median": float(median), "std": float(samples.std(ddof=1)) if len(samples) > 1 else np.nan,
-            "q1": float(q1), "q3": float(q3), "min": float(samples.min())}
+    return {
+        "median": float(median),
+        "std": float(samples.std(ddof=1)) if len(samples) > 1 else np.nan,
+        "q1": float(q1),
+        "q3": float(q3),
+        "min": float(samples.min()),
+    }
 
 
 def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan) -> bool:

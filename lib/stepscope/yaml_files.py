@@ -1,4 +1,5 @@
 """YAML files that people write or are sent: read as plain data (YAML 1.2), or refused in one sentence."""
+
 import errno
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,16 @@ from stepscope import StepscopeError
 LARGEST = 2**20  # bytes
 # What is raised by opening and decoding; by constructors, of numbers, dates and tagged values that are none;
 # and of what is nested too deeply.
-UNREADABLE = (OSError, YAMLError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError,
-              RecursionError)
+UNREADABLE = (
+    OSError,
+    YAMLError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class YamlFileError(StepscopeError, ValueError):

@@ -4,6 +4,7 @@
 sums a GPU's steps; ``causes`` says what the host did in its pauses; ``advice`` ranks what would leave the
 step; ``verdict`` says it all. A comparison of two captures would stand beside ``verdict``, on two accounts.
 """
+
 from pathlib import Path
 
 # A toy Transformer (4 blocks, fp32), five steps on one H200, nsys 2025.3.1.

@@ -4,6 +4,7 @@ wall = compute + exposed copies and communication + idle, by unions of intervals
 in which nothing else runs. What is told of a step is told of the median one (of an even number of steps of
 the two in the middle), so that all of it adds up and no outlier is in it.
 """
+
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)  # of fp32: so it is TF32
 RATED = 0.5  # of the matmuls' time: where shapes are known of less, their rate is none of the whole
-FAR = 1.25   # times the median, or the median times: a step that far away is an outlier
+FAR = 1.25  # times the median, or the median times: a step that far away is an outlier
 STARTED = 2  # times busier after a start-up than in it
-MANY = 100   # operations: of fewer no start-up is told
+MANY = 100  # operations: of fewer no start-up is told
 
 
 @dataclass
@@ -92,8 +93,12 @@ class Device:
     def working(self) -> pd.DataFrame:
         """As ``placed``, with what was launched before the first step and may run on in it; ``place``: of an
         operation in ``placed``, -1 of what was launched before."""
-        rows = pd.concat([self._placed(self.before).assign(place=-1),
-                          self.placed.assign(place=np.arange(len(self.placed)))])
+        rows = pd.concat(
+            [
+                self._placed(self.before).assign(place=-1),
+                self.placed.assign(place=np.arange(len(self.placed))),
+            ]
+        )
         return rows.sort_values("start_ns", kind="stable")
 
     @cached_property
@@ -104,10 +109,11 @@ class Device:
         found = []
         for begin, end in self.windows:
             first, last = np.searchsorted(reach, begin, "right"), np.searchsorted(starts, end)
-            cut = rows.iloc[int(first):int(last)]
+            cut = rows.iloc[int(first) : int(last)]
             cut = cut[cut["end_ns"] > begin]
-            found.append(cut.assign(start_ns=cut["start_ns"].clip(begin, end),
-                                    end_ns=cut["end_ns"].clip(begin, end)))
+            found.append(
+                cut.assign(start_ns=cut["start_ns"].clip(begin, end), end_ns=cut["end_ns"].clip(begin, end))
+            )
         return found
 
     @cached_property
@@ -117,15 +123,22 @@ class Device:
         for (begin, end), rows in zip(self.windows, self.pieces):
             compute, busy = covered(rows[rows["part"] == "compute"]), covered(rows)
             local = covered(rows[rows["part"] != COMMUNICATION])
-            found.append({"wall": end - begin, "compute": compute, "exposed copies": local - compute,
-                          "exposed communication": busy - local, "idle": end - begin - busy})
+            found.append(
+                {
+                    "wall": end - begin,
+                    "compute": compute,
+                    "exposed copies": local - compute,
+                    "exposed communication": busy - local,
+                    "idle": end - begin - busy,
+                }
+            )
         return pd.DataFrame(found) / 1e6
 
     @cached_property
     def middle(self) -> list[int]:
         """The median step, or the two in the middle."""
         order = np.argsort(self.accounts["wall"].to_numpy(), kind="stable")
-        return sorted(order[(len(order) - 1) // 2:len(order) // 2 + 1].tolist())
+        return sorted(order[(len(order) - 1) // 2 : len(order) // 2 + 1].tolist())
 
     @cached_property
     def median(self) -> pd.Series:
@@ -183,10 +196,14 @@ class Device:
         launched = (rows["launch_start_ns"] + rows["launch_duration_ns"]).to_numpy("int64", na_value=-NEVER)
         found = []
         for begin, end in self.windows[self.middle]:
-            gap = pd.DataFrame({"begin": begins.clip(begin, end),
-                                "end": np.append(starts, end).clip(begin, end),
-                                "next": np.append(rows["place"], -1),
-                                "launched": np.append(launched, NEVER)})
+            gap = pd.DataFrame(
+                {
+                    "begin": begins.clip(begin, end),
+                    "end": np.append(starts, end).clip(begin, end),
+                    "next": np.append(rows["place"], -1),
+                    "launched": np.append(launched, NEVER),
+                }
+            )
             gap = gap[gap["end"] > gap["begin"]]
             found.append(gap.assign(head=gap["begin"] == begin, late=gap.pop("launched") > gap["begin"]))
         return pd.concat(found, ignore_index=True).assign(ms=lambda gap: (gap["end"] - gap["begin"]) / 1e6)
@@ -211,7 +228,7 @@ class Device:
         busy_before = (passed - idle)[1:] / np.maximum(passed[1:], 1)
         busy_after = (left - (idle[-1] - idle))[1:] / np.maximum(left[1:], 1)
         fits = (busy_after > STARTED * busy_before) & (passed[1:] > 0.5 * (end - begin))
-        fits[-MANY // 2:] = False  # steady work is more than a last burst
+        fits[-MANY // 2 :] = False  # steady work is more than a last burst
         # Where the two parts differ most, each by how long it is (Otsu's threshold).
         apart = np.where(fits, passed[1:] * left[1:] * (busy_after - busy_before) ** 2.0, 0)
         return float(passed[1:][apart.argmax()]) / 1e6 if fits.any() else 0.0
@@ -225,10 +242,11 @@ class Device:
         cores = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
         rows = rows.assign(dtype=rows["dtype"].mask(cores, "tf32"), flops=rows["flops"].where(first, 0))
         found = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
-        rates = pd.DataFrame({"ms": self.a_step(found["duration_ns"]),
-                              "tflops": found["flops"] / found["duration_ns"] / 1e3})
+        rates = pd.DataFrame(
+            {"ms": self.a_step(found["duration_ns"]), "tflops": found["flops"] / found["duration_ns"] / 1e3}
+        )
         whole = self.summed(self.operations, "family").get(MATMUL, 0)
-        return rates.sort_values("ms", ascending=False)[:None if rates["ms"].sum() >= RATED * whole else 0]
+        return rates.sort_values("ms", ascending=False)[: None if rates["ms"].sum() >= RATED * whole else 0]
 
     @cached_property
     def generated(self) -> pd.DataFrame:
@@ -242,8 +260,13 @@ class Device:
         """By name, in order of their time: count and ms a step, and the share of all operations' time."""
         found = self.operations.groupby("name", observed=True)["duration_ns"].agg(["size", "sum"])
         found = found.sort_values("sum", ascending=False)
-        return pd.DataFrame({"count": found["size"] / len(self.middle), "ms": self.a_step(found["sum"]),
-                             "share": found["sum"] / max(1, found["sum"].sum())})
+        return pd.DataFrame(
+            {
+                "count": found["size"] / len(self.middle),
+                "ms": self.a_step(found["sum"]),
+                "share": found["sum"] / max(1, found["sum"].sum()),
+            }
+        )
 
     @cached_property
     def sheet(self) -> dict[str, Any]:
@@ -255,8 +278,12 @@ def devices(capture: Capture) -> Iterator[Device]:
     groups = capture.operations.groupby(["device", "process"])
     several = len(groups) > capture.operations["device"].nunique()
     for (device, process), rows in groups:
-        yield Device(capture, int(device), f"GPU {device}" + f", process {process}" * several,
-                     rows.reset_index(drop=True))
+        yield Device(
+            capture,
+            int(device),
+            f"GPU {device}" + f", process {process}" * several,
+            rows.reset_index(drop=True),
+        )
 
 
 def covered(rows: pd.DataFrame) -> float:

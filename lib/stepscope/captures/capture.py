@@ -4,6 +4,7 @@ Steps and phases are found by the names that people give ranges; what autograd's
 backward, and what made the nodes that it runs is forward. Operations that were launched before the capture,
 or before its first step, are left out and counted.
 """
+
 import fnmatch
 import re
 from collections.abc import Callable, Mapping
@@ -43,15 +44,32 @@ STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
 CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
 PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
 # What people call a phase, in any case; beside these words a name may have only those of FILL.
-PHASE_WORDS = {word: phase for phase, words in {
-    "forward": "forward fwd", "loss": "loss criterion", "backward": "backward bwd backprop",
-    "optimizer": "optimizer optim opt adamw adam sgd"}.items() for word in words.split()}
+PHASE_WORDS = {
+    word: phase
+    for phase, words in {
+        "forward": "forward fwd",
+        "loss": "loss criterion",
+        "backward": "backward bwd backprop",
+        "optimizer": "optimizer optim opt adamw adam sgd",
+    }.items()
+    for word in words.split()
+}
 FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
-DTYPES = {"float": ("fp32", 4), "double": ("fp64", 8), "c10::BFloat16": ("bf16", 2), "c10::Half": ("fp16", 2),
-          "long": ("int64", 8), "long int": ("int64", 8), "int": ("int32", 4), "short": ("int16", 2),
-          "bool": ("bool", 1), "unsigned char": ("uint8", 1), "signed char": ("int8", 1)}
+DTYPES = {
+    "float": ("fp32", 4),
+    "double": ("fp64", 8),
+    "c10::BFloat16": ("bf16", 2),
+    "c10::Half": ("fp16", 2),
+    "long": ("int64", 8),
+    "long int": ("int64", 8),
+    "int": ("int32", 4),
+    "short": ("int16", 2),
+    "bool": ("bool", 1),
+    "unsigned char": ("uint8", 1),
+    "signed char": ("int8", 1),
+}
 
 
 @dataclass
@@ -87,8 +105,9 @@ class Capture:
         return len(self.before)
 
 
-def load_capture(path: Path | str, step: str | None = None,
-                 phases: Mapping[str, str] | None = None) -> Capture:
+def load_capture(
+    path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
+) -> Capture:
     """Read a capture: nsys's ``.sqlite`` or ``.nsys-rep`` where nsys is installed, torch.profiler's ``.json``
     from CUDA or ROCm, or nsys's report cuda_gpu_trace as ``.csv``; gzipped or not.
 
@@ -103,13 +122,16 @@ def load_capture(path: Path | str, step: str | None = None,
     """
     found = load_capture_or_sums(path, step, phases)
     if not isinstance(found, Capture):
-        raise TraceError(f"{path}: is nsys's report {KERNELS}, which sums kernels, expected a capture with"
-                         " their times, such as its report cuda_gpu_trace")
+        raise TraceError(
+            f"{path}: is nsys's report {KERNELS}, which sums kernels, expected a capture with"
+            " their times, such as its report cuda_gpu_trace"
+        )
     return found
 
 
-def load_capture_or_sums(path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
-                         ) -> Capture | pd.DataFrame:
+def load_capture_or_sums(
+    path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
+) -> Capture | pd.DataFrame:
     """As load_capture; of nsys's report cuda_gpu_kern_sum its table (see ``read_nsys_csv``)."""
     path = Path(path)
     with readable(path) as (kind, file):
@@ -170,20 +192,28 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty:
         only = f", only {len(operators):,} operators of the CPU" if len(operators) else ""
-        raise TraceError(f"{path}: holds no GPU work{only},"
-                         " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])")
+        raise TraceError(
+            f"{path}: holds no GPU work{only},"
+            " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])"
+        )
     records, external = records_of(path, events, work)
     records.operations = _shaped(records.operations, trace, external)
     own = matching(operators["name"], AUTOGRAD.match)
-    return records, Autograd(ranges_of(operators[own]), ranges_of(operators[
-        ~own & (operators["sequence"] >= 0)])), host_of(events)
+    return (
+        records,
+        Autograd(ranges_of(operators[own]), ranges_of(operators[~own & (operators["sequence"] >= 0)])),
+        host_of(events),
+    )
 
 
 def _header(header: dict[str, Any]) -> tuple[dict[int, str], tuple[int, int] | None]:
     """What a trace says of the GPUs' names by id, and of its rank and their number."""
     devices, ranks = header.get("deviceProperties"), header.get("distributedInfo")
-    gpus = {one["id"]: str(one.get("name")) for one in (devices if isinstance(devices, list) else ())
-            if isinstance(one, dict) and isinstance(one.get("id"), int)}
+    gpus = {
+        one["id"]: str(one.get("name"))
+        for one in (devices if isinstance(devices, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("id"), int)
+    }
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
     return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
@@ -196,16 +226,22 @@ def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.
     found = [known.get(key, (-1, "", -1)) for key in ids.tolist()]
     flops, dtype, size = (np.array(column)[codes] for column in zip(*found))
     return operations.assign(
-        flops=flops.astype(float), dtype=dtype, operator=np.where((flops >= 0) | (size >= 0), external, -1),
-        bytes=operations["bytes"].where(operations["bytes"] >= 0, size.astype(np.int64)))
+        flops=flops.astype(float),
+        dtype=dtype,
+        operator=np.where((flops >= 0) | (size >= 0), external, -1),
+        bytes=operations["bytes"].where(operations["bytes"] >= 0, size.astype(np.int64)),
+    )
 
 
 def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
     """FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1: not
     told."""
     try:
-        tensors = [(shape, DTYPES.get(kind, ("fp8" if "Float8" in kind else kind, 1))) for shape, kind in
-                   zip(shapes, types) if shape and kind not in ("Scalar", "ScalarList", "")]
+        tensors = [
+            (shape, DTYPES.get(kind, ("fp8" if "Float8" in kind else kind, 1)))
+            for shape, kind in zip(shapes, types)
+            if shape and kind not in ("Scalar", "ScalarList", "")
+        ]
         if not MATMULS.match(name):
             return -1, "", sum(int(np.prod(shape)) * kind[1] for shape, kind in tensors)
         first = 1 if name in ("aten::addmm", "aten::baddbmm") else 0
@@ -234,8 +270,13 @@ def phase_of(name: str) -> str | None:
     return found.pop() if whole and len(found) == 1 else None
 
 
-def _attributed(records: Records, autograd: Autograd, host: pd.DataFrame, step: str | None,
-                phases: Mapping[str, str] | None) -> Capture:
+def _attributed(
+    records: Records,
+    autograd: Autograd,
+    host: pd.DataFrame,
+    step: str | None,
+    phases: Mapping[str, str] | None,
+) -> Capture:
     """Each operation in the step, phase and ranges that were open in its process when it was launched."""
     operations, process = records.operations, records.process
     join_launches(records)
@@ -246,11 +287,15 @@ def _attributed(records: Records, autograd: Autograd, host: pd.DataFrame, step: 
     others = ranges.drop(index=steps.index)
     others["phase"] = _phase_names(records.path, others, ranges, phases)
     own = others[others["phase"] != ""]
-    others = others[(others["phase"] == "") & ~matching(others["name"], OPERATOR_RANGE.search)
-                  & ~matching(others["name"], LIBRARY_RANGE.search)].astype({"name": str})
+    others = others[
+        (others["phase"] == "")
+        & ~matching(others["name"], OPERATOR_RANGE.search)
+        & ~matching(others["name"], LIBRARY_RANGE.search)
+    ].astype({"name": str})
 
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
         return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
+
     number, phase = at_launch(steps, "step", -1), at_launch(own, "phase", OUTSIDE)
     told = len(autograd.backward) > 0 and not (own["phase"] == "backward").any()
     if told:
@@ -262,18 +307,29 @@ def _attributed(records: Records, autograd: Autograd, host: pd.DataFrame, step: 
     before = _before(operations["start_ns"], process, launch, steps)
     outer, inner = _nested_names(others, process, launch)
     table = operations.assign(
-        step=number, range=pd.Categorical(outer), inner_range=pd.Categorical(inner),
-        phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]))
+        step=number,
+        range=pd.Categorical(outer),
+        inner_range=pd.Categorical(inner),
+        phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]),
+    )
     names = steps.drop_duplicates("step")["name"].astype(str).tolist()
     key, host_key = (rows["key"].to_numpy("int64") for rows in (steps, host))
     within = steps[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
     host = host.assign(process=host_key >> 24 & 0xFFFFFF, thread=host_key & 0xFFFFFF).drop(columns="key")
-    return Capture(records.path, table[~before].reset_index(drop=True), names,
-                   table[before].reset_index(drop=True), within.reset_index(drop=True), host, told)
+    return Capture(
+        records.path,
+        table[~before].reset_index(drop=True),
+        names,
+        table[before].reset_index(drop=True),
+        within.reset_index(drop=True),
+        host,
+        told,
+    )
 
 
-def _nested_names(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
-                  ) -> tuple[np.ndarray, np.ndarray]:
+def _nested_names(
+    ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
     outer = inner = np.full(len(launch), "", object)
     for level in range(LEVELS):
@@ -296,8 +352,9 @@ def _of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
     return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]
 
 
-def _made_nodes(autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
-                ) -> np.ndarray:
+def _made_nodes(
+    autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
+) -> np.ndarray:
     """Which operations an operator launched whose node runs backward later in the same step."""
     operators, nodes = _by_process(autograd.operators), _by_process(autograd.backward)
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
@@ -305,20 +362,27 @@ def _made_nodes(autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, la
     def keyed(rows: pd.DataFrame) -> pd.DataFrame:
         within = _within(steps, rows["process"].to_numpy(), rows["start_ns"].to_numpy())
         return rows.assign(step=steps["step"].reindex(within, fill_value=-1).to_numpy())
+
     last = keyed(nodes).groupby(["process", "step", "sequence"])["start_ns"].max().rename("node_ns")
     found = keyed(operators).join(last, on=["process", "step", "sequence"])
     return _within(found[found["node_ns"] > found["end_ns"]], process, launch) >= 0
 
 
-def _forward(step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, made: np.ndarray
-             ) -> np.ndarray:
+def _forward(
+    step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, made: np.ndarray
+) -> np.ndarray:
     """Where only autograd tells phases: forward is what a step launches before its first backward operation;
     after that only what made nodes of a later backward, and what lies between two such."""
     order = np.lexsort((launch, step, process))
-    rows = pd.DataFrame({"group": pd.factorize(pd.Series(process * 1_000_003 + step))[0],
-                         "mark": np.where(phase == "backward", "backward", np.where(
-                             (phase == OUTSIDE) & made, "forward", None)),
-                         "phase": phase})[["group", "mark", "phase"]].iloc[order]
+    rows = pd.DataFrame(
+        {
+            "group": pd.factorize(pd.Series(process * 1_000_003 + step))[0],
+            "mark": np.where(
+                phase == "backward", "backward", np.where((phase == OUTSIDE) & made, "forward", None)
+            ),
+            "phase": phase,
+        }
+    )[["group", "mark", "phase"]].iloc[order]
     groups = rows.groupby("group")["mark"]
     earlier, later = groups.ffill(), groups.bfill()
     ahead = later.notna() & (earlier.isna() | (earlier == "forward"))
@@ -355,15 +419,20 @@ def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.
     return found
 
 
-def _phase_names(path: str, rows: pd.DataFrame, ranges: pd.DataFrame,
-                 phases: Mapping[str, str] | None) -> np.ndarray:
+def _phase_names(
+    path: str, rows: pd.DataFrame, ranges: pd.DataFrame, phases: Mapping[str, str] | None
+) -> np.ndarray:
     """The phase that each row's name says, or is said to say; "" for none."""
     said = phases or {}
     known = ranges["name"].cat.categories if len(ranges) else []
     if lacking := [asked for asked in said if not any(_is_named(name, asked) for name in known)]:
         raise _no_range(path, ", ".join(sorted(lacking)), ranges)
-    return _of_each(rows["name"], lambda name: next(
-        (phase for asked, phase in said.items() if _is_named(name, asked)), phase_of(name) or ""))
+    return _of_each(
+        rows["name"],
+        lambda name: next(
+            (phase for asked, phase in said.items() if _is_named(name, asked)), phase_of(name) or ""
+        ),
+    )
 
 
 def _is_named(name: str, asked: str) -> bool:
@@ -376,11 +445,16 @@ def _is_named(name: str, asked: str) -> bool:
 def _no_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
     """That there is no such range; the names there are, those with the most time first."""
     rows = ranges[~matching(ranges["name"], OPERATOR_RANGE.search)]
-    summed = rows.assign(time=rows["end_ns"] - rows["start_ns"]).groupby("plain").agg(
-        time=("time", "sum"), name=("name", "first"), count=("time", "size")).nlargest(8, "time")
+    summed = (
+        rows.assign(time=rows["end_ns"] - rows["start_ns"])
+        .groupby("plain")
+        .agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
+        .nlargest(8, "time")
+    )
     known = ", ".join(f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"]))
-    return TraceError(f"{path}: no range is named {name}, expected one of"
-                      f" {known or 'none: the capture has no ranges'}")
+    return TraceError(
+        f"{path}: no range is named {name}, expected one of {known or 'none: the capture has no ranges'}"
+    )
 
 
 def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:

@@ -8,6 +8,7 @@ waited by itself ("device"). Else that thread was late, because it
   without that call, and pauses up to so much are the call's ("sync");
 - was busy launching ("launch").
 """
+
 import re
 
 import numpy as np
@@ -17,13 +18,17 @@ from stepscope.captures.account import Device
 from stepscope.captures.capture import phase_of
 from stepscope.traces.attribution import enclosing
 
-SYNCHRONIZES = re.compile(r"Synchronize|cudaMemcpy(?:2D|3D)?$|hip(?:Memcpy|MemcpyWithStream)$"
-                          r"|cuMemcpy\w*(?<!Async)(?:_v2)?$")
-LONG_NS = 200_000   # between two launches a host that launches takes less
-MOST = 2_000        # pauses that are looked into, the longest; the rest is launching
+SYNCHRONIZES = re.compile(
+    r"Synchronize|cudaMemcpy(?:2D|3D)?$|hip(?:Memcpy|MemcpyWithStream)$"
+    r"|cuMemcpy\w*(?<!Async)(?:_v2)?$"
+)
+LONG_NS = 200_000  # between two launches a host that launches takes less
+MOST = 2_000  # pauses that are looked into, the longest; the rest is launching
 # Frames and operators that say nothing of what a program does.
-LIBRARY = re.compile(r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
-                     r"|selectors|functools)\.py|^nn\.Module|^autograd::|^ProfilerStep|^PyTorch Profiler")
+LIBRARY = re.compile(
+    r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
+    r"|selectors|functools)\.py|^nn\.Module|^autograd::|^ProfilerStep|^PyTorch Profiler"
+)
 COLUMNS = ["cause", "call", "where", "event", "begin", "end", "ms", "head", "next"]
 
 
@@ -59,17 +64,32 @@ def _explain(one: Device, gaps: pd.DataFrame, late: pd.Index, host: pd.DataFrame
     quiet = _launch_nothing(one, host)
     for at, event, call, length in zip(late, doing, waited, end - begin):
         name = str(host.at[event, "name"]) if event >= 0 else ""
-        other = event >= 0 and length >= LONG_NS and not SYNCHRONIZES.search(name) and (
-            quiet[event] or kinds[event] == "call"
-            or (kinds[event] == "range" and ends[event] - starts[event] < 2 * length))
+        other = (
+            event >= 0
+            and length >= LONG_NS
+            and not SYNCHRONIZES.search(name)
+            and (
+                quiet[event]
+                or kinds[event] == "call"
+                or (kinds[event] == "range" and ends[event] - starts[event] < 2 * length)
+            )
+        )
         if other and not _generic(one, kinds[event], name):
             named = name if kinds[event] == "call" else ""
             gaps.loc[at, ["cause", "call", "where", "event"]] = (
-                "call" if named else "host", named, _where(host, event, parents), event)
+                "call" if named else "host",
+                named,
+                _where(host, event, parents),
+                event,
+            )
         elif call >= 0 and left.setdefault(call, int(ends[call] - starts[call])) * 2 >= length:
             left[call] -= length
-            gaps.loc[at, ["cause", "call", "where", "event"]] = "sync", str(host.at[call, "name"]), _where(
-                host, call, parents), call
+            gaps.loc[at, ["cause", "call", "where", "event"]] = (
+                "sync",
+                str(host.at[call, "name"]),
+                _where(host, call, parents),
+                call,
+            )
         elif event >= 0 and length >= LONG_NS:
             gaps.loc[at, "where"] = _where(host, event, parents)
 
@@ -88,8 +108,11 @@ def _launch_nothing(one: Device, host: pd.DataFrame) -> np.ndarray:
 
 def _generic(one: Device, kind: str, name: str) -> bool:
     """Whether something on the host says no more than that it is a step, a phase or autograd's."""
-    return name in one.capture.steps or (kind == "range" and phase_of(name) is not None) or (
-        kind == "operator" and LIBRARY.search(name) is not None)
+    return (
+        name in one.capture.steps
+        or (kind == "range" and phase_of(name) is not None)
+        or (kind == "operator" and LIBRARY.search(name) is not None)
+    )
 
 
 def _last_sync(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
@@ -104,8 +127,9 @@ def _last_sync(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -> np.n
     return found
 
 
-def _longest(host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
-             ) -> tuple[np.ndarray, np.ndarray]:
+def _longest(
+    host: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The innermost event on each thread that fills at least half of each interval (it is open in its
     middle); -1 for none. And each event's parent."""
     keys, starts, ends = (host[name].to_numpy("int64") for name in ("thread", "start_ns", "end_ns"))
@@ -146,8 +170,9 @@ def waits(found: pd.DataFrame, steps: int) -> pd.DataFrame:
     ms; the most first."""
     place = found["where"].where(found["cause"].isin(["sync", "call", "host"]), "")
     groups = found.assign(where=place).groupby(["cause", "call", "where"], sort=False)
-    rows = groups.agg(ms=("ms", "sum"), pauses=("ms", "size"), events=("event", "nunique"),
-                      longest_ms=("ms", "max")).reset_index()
+    rows = groups.agg(
+        ms=("ms", "sum"), pauses=("ms", "size"), events=("event", "nunique"), longest_ms=("ms", "max")
+    ).reset_index()
     several = rows["cause"].isin(["sync", "call", "host"])
     rows["count"] = rows.pop("events").where(several, rows.pop("pauses")) / steps
     return rows.assign(ms=rows["ms"] / steps).sort_values("ms", ascending=False, ignore_index=True)

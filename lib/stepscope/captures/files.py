@@ -1,4 +1,5 @@
 """What kind of capture a file is, and one that can be read: itself, or made from it."""
+
 import gzip
 import shutil
 import tempfile
@@ -11,8 +12,9 @@ from stepscope.traces.nsys_csv import report_of
 from stepscope.traces.nsys_tool import export_capture, find_nsys
 from stepscope.traces.torch_trace import opened
 
-EXPECTED = ("expected nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats, also"
-            " gzipped")
+EXPECTED = (
+    "expected nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats, also gzipped"
+)
 HEAD = 8192  # bytes: a report of nsys stats has its headings within them
 
 
@@ -59,10 +61,13 @@ def _recognized(path: Path, made: Path) -> tuple[str, Path]:
 def _export(path: Path, made: Path) -> None:
     nsys = find_nsys()
     if nsys is None:
-        raise TraceError(f"{path}: is nsys's own report, and nsys is not installed here; expected its export:"
-                         f" run 'nsys export --type sqlite {path.name}' where nsys is")
+        raise TraceError(
+            f"{path}: is nsys's own report, and nsys is not installed here; expected its export:"
+            f" run 'nsys export --type sqlite {path.name}' where nsys is"
+        )
     try:
         export_capture(nsys, path, made)
     except (OSError, RuntimeError) as error:
-        raise TraceError(f"{path}: {' '.join(str(error).split())}, expected a report that nsys can"
-                         " export") from None
+        raise TraceError(
+            f"{path}: {' '.join(str(error).split())}, expected a report that nsys can export"
+        ) from None

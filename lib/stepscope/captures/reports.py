@@ -1,5 +1,6 @@
 """nsys's CSV reports as captures: cuda_gpu_trace is all of the GPU's side, cuda_gpu_kern_sum sums of
 kernels."""
+
 import re
 from pathlib import Path
 
@@ -29,8 +30,9 @@ def read_report(file: Path) -> pd.DataFrame:
     if table.empty:
         raise TraceError(f"{file}: holds no GPU work, expected a report of a program that runs kernels")
     if report not in (TRACE, KERNELS):
-        raise TraceError(f"{file}: is nsys's report {report}, expected {TRACE}, or {KERNELS} for kernels"
-                         " alone")
+        raise TraceError(
+            f"{file}: is nsys's report {report}, expected {TRACE}, or {KERNELS} for kernels alone"
+        )
     return table
 
 
@@ -42,15 +44,35 @@ def operations_of_report(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, s
     gpus = {int(found[2]): found[1] for found in known if found}
     number = table["device"].str.extract(DEVICE)[1].fillna(0).astype(int)
     name = pd.Categorical(table["name"])
-    kind = np.where(table["name"].str.contains("memset"), "memset",
-                    np.where(table["name"].str.startswith("[CUDA memcpy"), "memcpy", "kernel"))
+    kind = np.where(
+        table["name"].str.contains("memset"),
+        "memset",
+        np.where(table["name"].str.startswith("[CUDA memcpy"), "memcpy", "kernel"),
+    )
     size = (table["bytes_mb"] * 1e6).round().fillna(-1) if "bytes_mb" in table else -1
     none = pd.arrays.IntegerArray(np.zeros(len(table), np.int64), np.full(len(table), True))
-    return pd.DataFrame({
-        "kind": pd.Categorical(kind, KINDS), "name": name, "family": families(name), "device": number,
-        "start_ns": table["start_ns"], "duration_ns": table["duration_ns"], "stream": table["strm"],
-        "correlation_id": table["corr_id"], "row": np.arange(len(table)), "bytes": size,
-        "flops": -1.0, "dtype": "", "operator": -1, "launch_start_ns": none, "launch_duration_ns": none,
-        "process": 0, "thread": -1, "step": -1, "range": pd.Categorical([""] * len(table)),
-        "inner_range": pd.Categorical([""] * len(table)),
-        "phase": pd.Categorical([OUTSIDE] * len(table), [*PHASE_NAMES, OUTSIDE])}), gpus
+    return pd.DataFrame(
+        {
+            "kind": pd.Categorical(kind, KINDS),
+            "name": name,
+            "family": families(name),
+            "device": number,
+            "start_ns": table["start_ns"],
+            "duration_ns": table["duration_ns"],
+            "stream": table["strm"],
+            "correlation_id": table["corr_id"],
+            "row": np.arange(len(table)),
+            "bytes": size,
+            "flops": -1.0,
+            "dtype": "",
+            "operator": -1,
+            "launch_start_ns": none,
+            "launch_duration_ns": none,
+            "process": 0,
+            "thread": -1,
+            "step": -1,
+            "range": pd.Categorical([""] * len(table)),
+            "inner_range": pd.Categorical([""] * len(table)),
+            "phase": pd.Categorical([OUTSIDE] * len(table), [*PHASE_NAMES, OUTSIDE]),
+        }
+    ), gpus

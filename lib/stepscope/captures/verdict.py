@@ -1,4 +1,5 @@
 """What anybody's capture says: a line a fact, with its numbers. ``stepscope profile FILE`` prints it."""
+
 import json
 import re
 import textwrap
@@ -21,15 +22,17 @@ from stepscope.traces.families import MATMUL, families
 from stepscope.traces.kernel_names import short_names, words
 
 FORMATS = ("text", "json", "markdown")
-FEW = 5        # operations: of fewer it is not told what bounds them
+FEW = 5  # operations: of fewer it is not told what bounds them
 SEEN = 0.0005  # of the step: less is not mentioned
-TOP = 5        # kernels that are named
-SAID = 4       # ranges, or causes of pauses, that are named
-SHOWN = 60     # characters of a name
+TOP = 5  # kernels that are named
+SAID = 4  # ranges, or causes of pauses, that are named
+SHOWN = 60  # characters of a name
 MOST_WORK = 0.9  # of all of it: a range that holds so much is no phase
 RATE_BYTES = 1e8  # moved by generated kernels: of less a rate says nothing, it fits into caches
-COLLECTIVE = re.compile(r"reduce ?scatter|all ?gather|all ?reduce|all ?to ?all|send ?recv|broadcast|dispatch"
-                        r"|combine|barrier")  # of a name's words
+COLLECTIVE = re.compile(
+    r"reduce ?scatter|all ?gather|all ?reduce|all ?to ?all|send ?recv|broadcast|dispatch"
+    r"|combine|barrier"
+)  # of a name's words
 BOUNDS = {"sync": "sync-bound", "call": "host-bound", "host": "host-bound", "launch": "launch-bound"}
 
 
@@ -42,8 +45,13 @@ class Line:
     values: dict[str, Any] = field(default_factory=dict)
 
 
-def profile(path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None,
-            device: int | None = None, csv: Path | str | None = None) -> list[Line]:
+def profile(
+    path: Path | str,
+    step: str | None = None,
+    phases: Mapping[str, str] | None = None,
+    device: int | None = None,
+    csv: Path | str | None = None,
+) -> list[Line]:
     """What a capture says, a line a fact; the first is what it is a capture of.
 
     Args:
@@ -65,8 +73,10 @@ def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
     """As profile, of a capture that is loaded."""
     gpus = list(devices(capture))
     if not gpus:
-        raise TraceError(f"{capture.path}: all {capture.left_out:,} operations were launched before"
-                         f" {'its first step' if capture.steps else 'the capture'}, expected some within")
+        raise TraceError(
+            f"{capture.path}: all {capture.left_out:,} operations were launched before"
+            f" {'its first step' if capture.steps else 'the capture'}, expected some within"
+        )
     asked = [one for one in gpus if device is None or one.number == device]
     if not asked:
         numbers = ", ".join(str(number) for number in sorted({one.number for one in gpus}))
@@ -76,9 +86,22 @@ def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
     causes = waits(found, len(most.middle))
     alone = "step on GPU" if capture.steps else "on GPU"
     accounts = [_account(alone if len(gpus) == 1 else one.name, one) for one in gpus]
-    lines = [_header(most, len(gpus)), *accounts, _outliers(most), _start(most, found), _phases(most),
-             _families(most), *_top(most.kernels), _bound(most, found, causes), _causes(most, causes),
-             _communication(most), _matmuls(most), _generated(most), *_advice(most, causes), _not_told(most)]
+    lines = [
+        _header(most, len(gpus)),
+        *accounts,
+        _outliers(most),
+        _start(most, found),
+        _phases(most),
+        _families(most),
+        *_top(most.kernels),
+        _bound(most, found, causes),
+        _causes(most, causes),
+        _communication(most),
+        _matmuls(most),
+        _generated(most),
+        *_advice(most, causes),
+        _not_told(most),
+    ]
     return [line for line in lines if line.text]
 
 
@@ -120,8 +143,10 @@ def phases_of(said: Sequence[str]) -> dict[str, str] | None:
     for text in said:
         phase, _, name = text.partition("=")
         if not phase or not name:
-            raise TraceError(f"--phase: got {clean(text)!r}, expected forward=NAME, with the name of a range"
-                             " or a pattern such as *(F)")
+            raise TraceError(
+                f"--phase: got {clean(text)!r}, expected forward=NAME, with the name of a range"
+                " or a pattern such as *(F)"
+            )
         found[name] = phase
     return found or None
 
@@ -135,17 +160,26 @@ def _header(one: Device, gpus: int) -> Line:
     parts.append(several if gpus > 1 else name or "a GPU without a name")
     names = " to ".join(dict.fromkeys(clean(name) for name in (capture.steps[:1] + capture.steps[-1:])))
     steps = f"{_counted(capture.steps, 'step')} ({names})" if names else "no steps found: all of it is one"
-    operations = int(((one.placed["start_ns"] >= one.windows[0, 0]) & (
-        one.placed["start_ns"] < one.windows[-1, 1])).sum())
+    operations = int(
+        ((one.placed["start_ns"] >= one.windows[0, 0]) & (one.placed["start_ns"] < one.windows[-1, 1])).sum()
+    )
     text = ", ".join(parts) + f"; {steps}; {operations:,} operation{'s' * (operations != 1)}"
     if len(one.before):
         lasted = number(one.before["duration_ns"].sum() / 1e6, "ms")
         text += f"; {len(one.before):,} ({lasted}) launched before are left out"
     if after := int((one.placed["start_ns"] >= one.windows[-1, 1]).sum()):
         text += f"; {after:,} after the last step are left out"
-    return Line("capture", text, {
-        "gpu": name, "gpus": gpus, "steps": len(capture.steps), "operations": operations,
-        "launched_before": len(one.before)})
+    return Line(
+        "capture",
+        text,
+        {
+            "gpu": name,
+            "gpus": gpus,
+            "steps": len(capture.steps),
+            "operations": operations,
+            "launched_before": len(one.before),
+        },
+    )
 
 
 def _counted(things: Sized, word: str) -> str:
@@ -157,9 +191,14 @@ def _account(label: str, one: Device) -> Line:
     each = " ".join(digits(wall, "ms") for wall in walls.head(8)) + " ..." * (len(walls) > 8)
     told = (median >= SEEN * median["wall"]) | median.index.isin(["compute", "idle"])
     several = f" (median of {each})" * (len(walls) > 1)
-    return Line(label, f"{number(median['wall'], 'ms')}{several}: {_listed(median[told].drop('wall'))}", {
-        **{f"{name.replace(' ', '_')}_ms": value for name, value in median.items()},
-        "steps_ms": walls.tolist()})
+    return Line(
+        label,
+        f"{number(median['wall'], 'ms')}{several}: {_listed(median[told].drop('wall'))}",
+        {
+            **{f"{name.replace(' ', '_')}_ms": value for name, value in median.items()},
+            "steps_ms": walls.tolist(),
+        },
+    )
 
 
 def _outliers(one: Device) -> Line:
@@ -169,8 +208,7 @@ def _outliers(one: Device) -> Line:
         more = (one.accounts.iloc[place] - one.median).drop("wall")
         part = str(more.abs().idxmax())
         name = clean(names[place]) if place < len(names) else str(place)
-        found.append(f"{name} {number(one.accounts['wall'].iloc[place], 'ms')}"
-                     f" ({part} {more[part]:+.3g})")
+        found.append(f"{name} {number(one.accounts['wall'].iloc[place], 'ms')} ({part} {more[part]:+.3g})")
     more_text = f" and {len(one.outliers) - SAID} more" * (len(one.outliers) > SAID)
     return Line("outliers", ", ".join(found) + more_text, {"count": len(one.outliers)})
 
@@ -181,8 +219,12 @@ def _start(one: Device, found: pd.DataFrame) -> Line:
     wall = one.median["wall"]
     if one.started_ms:
         share = number(one.started_ms / wall, "%")
-        return Line("start-up", f"{number(one.started_ms, 'ms')} ({share}) pass before the GPU has steady"
-                    " work: this is a start more than a step", {"started_ms": one.started_ms})
+        return Line(
+            "start-up",
+            f"{number(one.started_ms, 'ms')} ({share}) pass before the GPU has steady"
+            " work: this is a start more than a step",
+            {"started_ms": one.started_ms},
+        )
     head = found[found["head"] & (found["ms"] > 0)]
     ms = head["ms"].sum() / len(one.middle)
     if not one.capture.steps or head.empty or ms < (1 - LAUNCH_BOUND) * wall:
@@ -190,8 +232,11 @@ def _start(one: Device, found: pd.DataFrame) -> Line:
     longest = head.loc[head["ms"].idxmax()]
     place = f", in {clean(longest['where'])}" * bool(longest["where"])
     share = number(ms / wall, "%")
-    return Line("before", f"the first operation of a step the GPU waits {number(ms, 'ms')} ({share}){place}",
-                {"before_ms": ms, "where": longest["where"]})
+    return Line(
+        "before",
+        f"the first operation of a step the GPU waits {number(ms, 'ms')} ({share}){place}",
+        {"before_ms": ms, "where": longest["where"]},
+    )
 
 
 def _phases(one: Device) -> Line:
@@ -223,7 +268,7 @@ def _ranges(one: Device, least: float) -> str:
             break
     else:
         return ""
-    return _listed(found.head(SAID).rename(index=lambda name: f"{name[:SHOWN - 2]!r}"))
+    return _listed(found.head(SAID).rename(index=lambda name: f"{name[: SHOWN - 2]!r}"))
 
 
 def _listed(found: pd.Series, between: str = ", ") -> str:
@@ -245,11 +290,15 @@ def _top(kernels: pd.DataFrame) -> list[Line]:
     time."""
     top = kernels.head(TOP)
     shown = short_names([str(name) for name in top.index], SHOWN)
-    return [Line("" if place else "kernels",
-                 f"{_count(row['count'])} x {clean(shown[str(name)])}: {number(row['ms'], 'ms')}"
-                 f" ({number(row['share'], '%')})",
-                 {"kernel": str(name), "count": row["count"], "ms": row["ms"], "share": row["share"]})
-            for place, (name, row) in enumerate(top.iterrows())]
+    return [
+        Line(
+            "" if place else "kernels",
+            f"{_count(row['count'])} x {clean(shown[str(name)])}: {number(row['ms'], 'ms')}"
+            f" ({number(row['share'], '%')})",
+            {"kernel": str(name), "count": row["count"], "ms": row["ms"], "share": row["share"]},
+        )
+        for place, (name, row) in enumerate(top.iterrows())
+    ]
 
 
 def _count(value: float) -> str:
@@ -277,12 +326,16 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
     worst, each = late.loc[late["ms"].idxmax()], " a step" * bool(one.capture.steps)
     name = one.placed["name"].iloc[int(worst["next"])] if worst["next"] >= 0 else "the step's end"
     place = f", in {clean(worst['where'])}" * bool(worst["where"])
-    return Line(label, (
-        f"the GPU waits {number(waiting, 'ms')}{each} ({number(waiting / wall, '%')}) for"
-        f" {'launches' if label == 'launch-bound' else 'the host'},"
-        f" {len(one.operations) / len(one.middle):,.0f} operations{each}; longest gap"
-        f" {_gap(worst['ms'])} before {clean(short_names([str(name)], SHOWN)[str(name)])}{place}"),
-        values)
+    return Line(
+        label,
+        (
+            f"the GPU waits {number(waiting, 'ms')}{each} ({number(waiting / wall, '%')}) for"
+            f" {'launches' if label == 'launch-bound' else 'the host'},"
+            f" {len(one.operations) / len(one.middle):,.0f} operations{each}; longest gap"
+            f" {_gap(worst['ms'])} before {clean(short_names([str(name)], SHOWN)[str(name)])}{place}"
+        ),
+        values,
+    )
 
 
 def _gap(ms: float) -> str:
@@ -300,9 +353,13 @@ def _causes(one: Device, causes: pd.DataFrame) -> Line:
 
 def _cause(row: pd.Series) -> str:
     place = f" in {clean(row['where'])}" * bool(row["where"])
-    return {"sync": f"the host after {_count(row['count'])} x {clean(row['call'])}{place}:",
-            "call": f"{clean(row['call'])}{place}:", "host": f"{clean(row['where'])}:",
-            "launch": "launches:", "device": "what is launched:"}[row["cause"]]
+    return {
+        "sync": f"the host after {_count(row['count'])} x {clean(row['call'])}{place}:",
+        "call": f"{clean(row['call'])}{place}:",
+        "host": f"{clean(row['where'])}:",
+        "launch": "launches:",
+        "device": "what is launched:",
+    }[row["cause"]]
 
 
 def _collective(name: str) -> str:
@@ -327,8 +384,9 @@ def _communication(one: Device) -> Line:
     if exposed:
         reason = _reason(one)
         text += f", as it runs {reason}" * bool(reason and exposed > 0.5 * whole)
-        kinds = one.exposed(one.running["name"].astype(str).where(communicates).map(
-            _collective, na_action="ignore"))
+        kinds = one.exposed(
+            one.running["name"].astype(str).where(communicates).map(_collective, na_action="ignore")
+        )
         text += f"; exposed: {_listed(kinds[kinds >= 0.05 * exposed])}"
         phases = one.exposed(one.running["phase"].astype(str).where(communicates))
         if phases.iloc[0] > 0.5 * exposed and phases.index[0] != OUTSIDE:
@@ -366,8 +424,13 @@ def _advice(one: Device, causes: pd.DataFrame) -> list[Line]:
     lines = []
     for place, (ms, what) in enumerate(found, start=1):
         saved = f"{number(ms, 'ms')} ({number(ms / one.median['wall'], '%')})"
-        lines.append(Line("" if place > 1 else "to do", f"{place}. {clean(what, 3 * SHOWN)}: at most {saved}",
-                          {"what": what, "at_most_ms": ms}))
+        lines.append(
+            Line(
+                "" if place > 1 else "to do",
+                f"{place}. {clean(what, 3 * SHOWN)}: at most {saved}",
+                {"what": what, "at_most_ms": ms},
+            )
+        )
     return lines
 
 
@@ -376,8 +439,15 @@ def _not_told(one: Device) -> Line:
     if capture.rank and capture.rank[1] > 1:
         said.append("other ranks")
     if (rows["family"] == MATMUL).any() and one.matmuls.empty:
-        said.append("matmul rates (" + ("shapes are recorded of too few" if capture.shapes else
-                                        "torch.profiler's record_shapes=True tells them") + ")")
+        said.append(
+            "matmul rates ("
+            + (
+                "shapes are recorded of too few"
+                if capture.shapes
+                else "torch.profiler's record_shapes=True tells them"
+            )
+            + ")"
+        )
     if 0 < (unknown := int(rows["launch_start_ns"].isna().sum())) < len(rows):
         said.append(f"who launched {unknown:,} operations")
     return Line("not told", ", ".join([*said, "clocks", "the step without profiler"]))
@@ -387,18 +457,33 @@ def _of_sums(table: pd.DataFrame) -> list[Line]:
     """What nsys's sums of kernels tell."""
     name = table["name"].astype("category")
     whole = table["total_time_ns"].sum()
-    kernels = pd.DataFrame({"count": table["instances"], "ms": table["total_time_ns"] / 1e6,
-                            "share": table["total_time_ns"] / max(1, whole)}).set_index(name)
+    kernels = pd.DataFrame(
+        {
+            "count": table["instances"],
+            "ms": table["total_time_ns"] / 1e6,
+            "share": table["total_time_ns"] / max(1, whole),
+        }
+    ).set_index(name)
     family = (table["total_time_ns"] / 1e6).groupby(families(name.array)).sum().sort_values(ascending=False)
     found = family.rename(index=str)[family > 0]
-    text = (f"sums of {_counted(table, 'kernel')}, all of the capture; {table['instances'].sum():,} launches"
-            f" of {number(whole / 1e6, 'ms')}")
-    return [Line("capture", text, {"kernels": len(table), "launches": int(table["instances"].sum()),
-                                   "kernel_ms": whole / 1e6}),
-            Line("family", _listed(found, " | "), {f"{name}_ms": ms for name, ms in found.items()}),
-            *_top(kernels.sort_values("ms", ascending=False)),
-            Line("not told", "steps, phases, pauses, copies, communication beside compute: nsys's report"
-                             " cuda_gpu_trace or its export has more")]
+    text = (
+        f"sums of {_counted(table, 'kernel')}, all of the capture; {table['instances'].sum():,} launches"
+        f" of {number(whole / 1e6, 'ms')}"
+    )
+    return [
+        Line(
+            "capture",
+            text,
+            {"kernels": len(table), "launches": int(table["instances"].sum()), "kernel_ms": whole / 1e6},
+        ),
+        Line("family", _listed(found, " | "), {f"{name}_ms": ms for name, ms in found.items()}),
+        *_top(kernels.sort_values("ms", ascending=False)),
+        Line(
+            "not told",
+            "steps, phases, pauses, copies, communication beside compute: nsys's report"
+            " cuda_gpu_trace or its export has more",
+        ),
+    ]
 
 
 def clean(name: object, most: int = SHOWN) -> str:

@@ -26,6 +26,7 @@
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
 """
+
 from stepscope.measure.clocks import (
     Phases,
     back_to_back,

@@ -6,6 +6,7 @@
   that no phase waits for another. On a CPU, where nothing is asynchronous, it is the host's.
 * Enqueue time is how long the host took to hand a phase to the GPU.
 """
+
 from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 from timeit import default_timer
@@ -110,7 +111,7 @@ class Phases:
         """Each phase's name, time and enqueue time in ms, once the device has been waited for. The next phase
         begins anew."""
         enqueue_ms = [(end - start) * 1e3 for start, end in pairwise(self.host)]
-        marks = self.events[:len(self.host)]
+        marks = self.events[: len(self.host)]
         self.host = []
         times_ms = [first.elapsed_time(second) for first, second in pairwise(marks)] or enqueue_ms
         return list(zip(self.names, times_ms, enqueue_ms))
@@ -123,7 +124,7 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
     synchronize()  # the device has nothing left to do
     phases.start()
     started = phases.host[0]
-    step(phases)   # a GPU is only given its work here
+    step(phases)  # a GPU is only given its work here
     synchronize()  # here it is waited for
     wall_ms = (default_timer() - started) * 1e3
     parts = phases.ms()
@@ -143,8 +144,11 @@ def enough(rows: Sequence[tuple], least: int, device: str) -> bool:
     Args:
         rows: of :data:`SAMPLE_COLUMNS`, as far as there are.
     """
-    steps = [(wall_ms, enqueue_ms) for _, warmup, phase, wall_ms, enqueue_ms in rows
-             if phase == WHOLE and not warmup]
+    steps = [
+        (wall_ms, enqueue_ms)
+        for _, warmup, phase, wall_ms, enqueue_ms in rows
+        if phase == WHOLE and not warmup
+    ]
     walls_ms, enqueued_ms = (sum(times) for times in zip(*steps)) if steps else (0, 0)
     if device == "cpu" or len(steps) < least or walls_ms > LONG_MS * len(steps):
         return len(steps) >= least
@@ -153,9 +157,17 @@ def enough(rows: Sequence[tuple], least: int, device: str) -> bool:
     return len(steps) >= wanted or (len(steps) >= FEWEST and walls_ms >= seconds * 1e3)
 
 
-def time_steps(step: Callable[[Phases], Any], steps: int, warmups: int, device: str, *,
-               before: Callable[[], object] = nothing, after: Callable[[], object] = nothing,
-               at_least_s: float = 0.0, until_enough: bool = False) -> pd.DataFrame:
+def time_steps(
+    step: Callable[[Phases], Any],
+    steps: int,
+    warmups: int,
+    device: str,
+    *,
+    before: Callable[[], object] = nothing,
+    after: Callable[[], object] = nothing,
+    at_least_s: float = 0.0,
+    until_enough: bool = False,
+) -> pd.DataFrame:
     """Run ``warmups`` steps and then ``steps``, one by one, and more until these have lasted ``at_least_s``;
     a row for each phase of each, and for the whole, in :data:`SAMPLE_COLUMNS`.
 
@@ -170,8 +182,11 @@ def time_steps(step: Callable[[Phases], Any], steps: int, warmups: int, device: 
     phases, lasted_ms = Phases(device), 0.0
     rows: list[tuple] = []
     for index in count():
-        if index >= warmups + steps and lasted_ms >= at_least_s * 1e3 and (
-                not until_enough or enough(rows, steps, device)):
+        if (
+            index >= warmups + steps
+            and lasted_ms >= at_least_s * 1e3
+            and (not until_enough or enough(rows, steps, device))
+        ):
             break
         with out_of_memory_names(f"running step {index}"):
             before()
@@ -200,8 +215,9 @@ def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float
     return [ms for _, ms, _ in phases.ms()]
 
 
-def keep_up(step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = nothing
-            ) -> int:
+def keep_up(
+    step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = nothing
+) -> int:
     """Run the step again and again, each waited for, until ``seconds`` have passed; how many there were."""
     synchronize, steps, started = synchronizer(device), 0, default_timer()
     while steps == 0 or default_timer() - started < seconds:

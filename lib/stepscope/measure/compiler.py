@@ -1,4 +1,5 @@
 """What torch.compile is told once: where its code is kept, and for how many shapes it may compile."""
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from timeit import default_timer
@@ -11,6 +12,7 @@ from stepscope.measure.clocks import synchronizer
 def fresh_compiler_cache() -> AbstractContextManager:
     """What is compiled within is compiled in full, whatever an earlier run has left."""
     from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+
     return fresh_cache()
 
 

@@ -1,4 +1,5 @@
 """A step as one CUDA graph: what it takes without its launches."""
+
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,9 +46,16 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
     return replay
 
 
-def replay(step: Callable[[], Any], device: str, *, optimizer: Any = None, scaler: Any = None,
-           clear: Callable[[], object] = nothing, replays: int = 5, at_least_s: float = 0.4
-           ) -> tuple[list[float], str]:
+def replay(
+    step: Callable[[], Any],
+    device: str,
+    *,
+    optimizer: Any = None,
+    scaler: Any = None,
+    clear: Callable[[], object] = nothing,
+    replays: int = 5,
+    at_least_s: float = 0.4,
+) -> tuple[list[float], str]:
     """Wall times of the step replayed as a CUDA graph, in ms: of so many replays at least, and until they
     have lasted ``at_least_s``; or none, and why not.
 

@@ -1,4 +1,5 @@
 """What a measurement does when memory runs out: it notes so, frees what can be freed, and others go on."""
+
 import re
 import traceback
 import warnings
@@ -37,8 +38,13 @@ class out_of_memory:
             GPU cannot be used any more.
     """
 
-    def __init__(self, status: dict[Any, tuple[str, str]], case: Hashable, doing: str = "",
-                 or_unsupported: bool = False):
+    def __init__(
+        self,
+        status: dict[Any, tuple[str, str]],
+        case: Hashable,
+        doing: str = "",
+        or_unsupported: bool = False,
+    ):
         self.status, self.case, self.doing, self.or_unsupported = status, case, doing, or_unsupported
         self.warned: list[warnings.WarningMessage] | None = None
         self.words = ""  # of the error, whole
@@ -83,8 +89,9 @@ def refusal(error: Exception, warned: Sequence[warnings.WarningMessage]) -> str:
     """
     if "No available kernel" in str(error):
         said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
-        words = " ".join(dict.fromkeys(text for text in said if not re.search(
-            "not used because|runtime disabled", text)))
+        words = " ".join(
+            dict.fromkeys(text for text in said if not re.search("not used because|runtime disabled", text))
+        )
         if words:
             error = RuntimeError(words)
     return error_text(error)[:200]
@@ -93,9 +100,11 @@ def refusal(error: Exception, warned: Sequence[warnings.WarningMessage]) -> str:
 def asked_and_allocated(words: str) -> dict[str, Any]:
     """What was asked for (``asked_gib``) and what this process had allocated by then (``allocated_gib``), in
     GiB, from the words of torch's error; nan, and no ``reason``, where they do not say."""
+
     def gib(pattern: str) -> float:
         found = re.search(pattern, words)
         return float(found[1]) * {"GiB": 1, "MiB": 2**-10}[found[2]] if found else float("nan")
+
     asked, allocated = gib(r"allocate ([\d.]+) ([GM]iB)"), gib(r"([\d.]+) ([GM]iB) is allocated by PyTorch")
     reason = {"reason": f"asked for {asked:.4g} GiB with {allocated:.4g} GiB allocated"}
     return {"asked_gib": asked, "allocated_gib": allocated} | (reason if asked == asked else {})

@@ -1,4 +1,5 @@
 """What the allocator counts, and what autograd keeps."""
+
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,8 +25,10 @@ def peak_memory(device: str) -> dict[str, float]:
     CPU, whose allocator counts nothing."""
     if device != "cuda":
         return {}
-    return {"peak_gib": torch.cuda.max_memory_allocated() / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+    return {
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+        "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+    }
 
 
 def device_bytes(device: str) -> float:
@@ -56,8 +59,9 @@ def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, lis
     return output, list(saved.values())
 
 
-def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, own: int,
-                device: str) -> dict[str, float]:
+def pass_memory(
+    call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, own: int, device: str
+) -> dict[str, float]:
     """One forward and backward for its memory, in bytes; ``own`` is what of it is in use before.
 
     ``saved``: what forward makes and keeps for backward, the output not counted; ``in_use``: before backward,
@@ -73,8 +77,9 @@ def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient:
     if device != "cuda":
         output, kept = saved_for_backward(call, *inputs)
         there = {x.untyped_storage().data_ptr() for x in (*inputs, output)}
-        saved = storage_bytes([x for x in kept if x.dtype != torch.bool
-                               and x.untyped_storage().data_ptr() not in there])
+        saved = storage_bytes(
+            [x for x in kept if x.dtype != torch.bool and x.untyped_storage().data_ptr() not in there]
+        )
         return {"saved": saved, "in_use": own + storage_bytes(output) + saved}
     synchronize = synchronizer(device)
     synchronize()
@@ -85,6 +90,9 @@ def pass_memory(call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient:
     after, forward_peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
     output.backward(gradient)
     synchronize()
-    return {"saved": after - before - storage_bytes(output), "in_use": after - before + own,
-            "forward": forward_peak - before + own,
-            "backward": torch.cuda.max_memory_allocated() - before + own}
+    return {
+        "saved": after - before - storage_bytes(output),
+        "in_use": after - before + own,
+        "forward": forward_peak - before + own,
+        "backward": torch.cuda.max_memory_allocated() - before + own,
+    }

@@ -2,6 +2,7 @@
 
 The history itself is read by :mod:`stepscope.traces.memory_snapshot`.
 """
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,10 +32,16 @@ class AllocatorCounts(NamedTuple):
 
 def allocator_counts() -> AllocatorCounts:
     stats = torch.cuda.memory_stats_as_nested_dict()
-    number, most = stats["allocation"]["all"], {name: stats[f"{name}_bytes"]["all"]
-                                                for name in ("requested", "allocated", "reserved")}
-    return AllocatorCounts(number["allocated"], number["freed"], most["requested"]["current"],
-                  *(most[name]["peak"] for name in most))
+    number, most = (
+        stats["allocation"]["all"],
+        {name: stats[f"{name}_bytes"]["all"] for name in ("requested", "allocated", "reserved")},
+    )
+    return AllocatorCounts(
+        number["allocated"],
+        number["freed"],
+        most["requested"]["current"],
+        *(most[name]["peak"] for name in most),
+    )
 
 
 @dataclass
@@ -112,10 +119,14 @@ def addresses(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 def living(step: Step) -> dict[str, int]:
     """Bytes of the step's own tensors by kind, between two steps."""
     states = step.optimizer.state.values() if step.mode == "step" else ()
-    moments = (t for state in states for t in state.values()
-               if torch.is_tensor(t) and t.device.type == step.device)
-    of = {"weights": step.model.parameters(), "optimizer state": moments,
-          "other": (step.tokens, step.targets, *step.model.buffers())}
+    moments = (
+        t for state in states for t in state.values() if torch.is_tensor(t) and t.device.type == step.device
+    )
+    of = {
+        "weights": step.model.parameters(),
+        "optimizer state": moments,
+        "other": (step.tokens, step.targets, *step.model.buffers()),
+    }
     return {kind: sum(addresses(tensors).values()) for kind, tensors in of.items()}
 
 
@@ -147,5 +158,13 @@ def record_memory_history(step: Step, warmups: int = 1) -> MemoryHistory:
     requested = allocator_counts().requested
     torch._C._cuda_clearCublasWorkspaces()  # so that what is freed here is known to be one
     before["workspaces"] = requested - allocator_counts().requested
-    return MemoryHistory(step.mode, step.precision, before, start, recorder.phases, recorder.regions,
-                     recorder.gradients, snapshot)
+    return MemoryHistory(
+        step.mode,
+        step.precision,
+        before,
+        start,
+        recorder.phases,
+        recorder.regions,
+        recorder.gradients,
+        snapshot,
+    )

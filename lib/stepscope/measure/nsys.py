@@ -1,4 +1,5 @@
 """The modes of a step under Nsight Systems, or torch.profiler, in a process of their own."""
+
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,5 +55,9 @@ def captured_modes(folder: Path, by_nsys: bool, said: str) -> ProfiledModes:
         file = next(iter(folder.glob("capture*.nsys-rep")), None) if by_nsys else folder / TRACE
         if file is None or not file.exists():
             raise NsysError(f"no report was made of the capture; the profiler said: {said}")
-    return ProfiledModes(file, outcome["modes"], outcome["inside"],
-                         {name: outcome[name] for name in ("waited_s", "exclusive_s")})
+    return ProfiledModes(
+        file,
+        outcome["modes"],
+        outcome["inside"],
+        {name: outcome[name] for name in ("waited_s", "exclusive_s")},
+    )

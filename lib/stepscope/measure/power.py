@@ -4,6 +4,7 @@ Nothing runs beside steps that are timed: their readings are taken between them,
 they are over too soon for the energy counter, which is brought up to date about ten times a second, the same
 step is kept up for a while, and a thread reads meanwhile.
 """
+
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -129,16 +130,20 @@ class Power:
         CPU."""
         if not self.on_gpu:
             return {}
-        seen = self.readings[-steps - 1:]  # from the reading before the first of them
+        seen = self.readings[-steps - 1 :]  # from the reading before the first of them
         seconds, watts = seen[-1].at_s - seen[0].at_s, power_w(seen)
         if seconds < COUNTED_S:
             watts = float("nan")
-        return {"sm_clock_mhz": median_clock(self.readings[-steps:]), "power_w": watts,
-                "step_j": watts * seconds / (len(seen) - 1) if len(seen) > 1 else float("nan")}
+        return {
+            "sm_clock_mhz": median_clock(self.readings[-steps:]),
+            "power_w": watts,
+            "step_j": watts * seconds / (len(seen) - 1) if len(seen) > 1 else float("nan"),
+        }
 
 
-def kept_up_power(step: Callable[[], object], device: str, before: Callable[[], object] = nothing
-                  ) -> dict[str, float]:
+def kept_up_power(
+    step: Callable[[], object], device: str, before: Callable[[], object] = nothing
+) -> dict[str, float]:
     """``power_w`` and ``step_j`` of a short step, run again and again for :data:`KEPT_UP_S`; empty on a
     CPU."""
     if device != "cuda":

@@ -9,6 +9,7 @@ At the end forward is replayed as a CUDA graph, where it can be: what kernels ar
 
 It holds the GPU lock while it builds, times and captures. Nothing is timed after the capture.
 """
+
 import gc
 import json
 import runpy
@@ -34,9 +35,9 @@ from stepscope.measure.profiler import profiled
 from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.model.training_step import Step, build_step, prepare, release
 
-WARM_MS, MOST_WARM = 300, 10   # of short steps, so many ms after the first, and so many at most
+WARM_MS, MOST_WARM = 300, 10  # of short steps, so many ms after the first, and so many at most
 PLAIN_STEPS_MS, PLAIN_STEPS = 1500, 10  # at least: ten of forward, of other modes as many as last so long
-CAPTURED, LONG_MS = 3, 500     # captured steps beside the named one; two of long ones
+CAPTURED, LONG_MS = 3, 500  # captured steps beside the named one; two of long ones
 
 Ranged = Callable[[Step, Annotation | None, Callable[[], None]], None]
 
@@ -62,8 +63,7 @@ CAPTURES = {"nsys": nsys_capture, "torch": torch_capture}
 
 @dataclass
 class ProfiledMode:
-    """One mode's steps on the model that all modes share: the wall times of plain ones and of captured ones.
-    """
+    """One mode's steps on the model that all modes share: the wall times of plain ones and of captured ones."""
 
     step: Step
     ranged: Ranged
@@ -75,8 +75,9 @@ class ProfiledMode:
 
     def plain(self, least: int, until_enough: bool) -> pd.DataFrame:
         """Steps as they are, by the host's clock: the rows of them as wholes."""
-        samples = time_steps(self.step, least, 0, self.step.device, before=self.step.clear_gradients,
-                             until_enough=until_enough)
+        samples = time_steps(
+            self.step, least, 0, self.step.device, before=self.step.clear_gradients, until_enough=until_enough
+        )
         return samples[samples["phase"] == WHOLE]
 
     def captured(self, named: bool) -> float:
@@ -84,8 +85,10 @@ class ProfiledMode:
         self.step.clear_gradients()
         synchronize = synchronizer(self.step.device)
         with annotated(self.step.model) if named else nullcontext() as annotation:
-            *_, (_, wall_ms, _) = time_step(lambda phases: self.ranged(self.step, annotation, synchronize),
-                                            Phases(self.step.device, expected=0))
+            *_, (_, wall_ms, _) = time_step(
+                lambda phases: self.ranged(self.step, annotation, synchronize),
+                Phases(self.step.device, expected=0),
+            )
             return wall_ms
 
     def try_part(self, part: Callable[["ProfiledMode"], None]) -> None:
@@ -149,10 +152,20 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
         forward = modes["forward"].step
         with nvtx_range(REPLAY):
             replay(forward, forward.device, clear=forward.clear_gradients, replays=1, at_least_s=0)
-    return {"inside": inside, "modes": {
-        name: {"status": "oom" if mode.reason else "ok", "reason": mode.reason, "plain_ms": mode.plain_ms,
-               "enqueue_ms": mode.enqueue_ms, "captured_ms": mode.captured_ms, "clock": mode.clock}
-        for name, mode in modes.items()}}
+    return {
+        "inside": inside,
+        "modes": {
+            name: {
+                "status": "oom" if mode.reason else "ok",
+                "reason": mode.reason,
+                "plain_ms": mode.plain_ms,
+                "enqueue_ms": mode.enqueue_ms,
+                "captured_ms": mode.captured_ms,
+                "clock": mode.clock,
+            }
+            for name, mode in modes.items()
+        },
+    }
 
 
 def main(tool: str, folder: Path, config: StepConfig) -> None:
@@ -167,17 +180,25 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
             began = default_timer()
             failed: dict[Hashable, tuple[str, str]] = {}
             with out_of_memory(failed, "weights"):  # the step is no variable here, so that it is freed
-                outcome = profile(build_step(config), ranged,
-                                  lambda: opened.enter_context(CAPTURES[tool](folder / TRACE)))
+                outcome = profile(
+                    build_step(config), ranged, lambda: opened.enter_context(CAPTURES[tool](folder / TRACE))
+                )
             if failed:
-                oom = {"status": "oom", "reason": failed["weights"][1], "plain_ms": [], "enqueue_ms": [],
-                       "captured_ms": [], "clock": {}}
+                oom = {
+                    "status": "oom",
+                    "reason": failed["weights"][1],
+                    "plain_ms": [],
+                    "enqueue_ms": [],
+                    "captured_ms": [],
+                    "clock": {},
+                }
                 outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}
             gc.collect()
             release(config.device)
             ended = default_timer()
-        write_text_durably(folder / OUTCOME, json.dumps(
-            outcome | {"waited_s": began - asked, "exclusive_s": ended - began}))
+        write_text_durably(
+            folder / OUTCOME, json.dumps(outcome | {"waited_s": began - asked, "exclusive_s": ended - began})
+        )
 
 
 if __name__ == "__main__":

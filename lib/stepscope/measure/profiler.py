@@ -3,6 +3,7 @@
 Under the profiler a launch takes longer, a kernel does not; and launches stay longer afterwards. So all that
 is timed by the host is timed before anything is captured.
 """
+
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

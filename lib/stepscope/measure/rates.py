@@ -1,5 +1,6 @@
 """What this device and its host can do at most, measured and by its data sheet, and what share of it times
 amount to."""
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
 
 def median_ms(device: str, work: Callable[[], object]) -> float:
     """How long the device takes for ``work``: the median of :data:`REPEATS` after :data:`WARMUPS`."""
+
     def step(phase: Phases) -> None:
         with phase("work"):
             work()
@@ -80,19 +82,32 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
         tflops: of a large matmul by precision, as :func:`ceilings` measured it in this run.
     """
     flops = phase_flops(config)
-    work = pd.Series([step_flops(config, row.mode) if row.phase == WHOLE else flops[row.phase]
-                      for row in times.itertuples()], index=times.index, dtype=float).replace(0, float("nan"))
+    work = pd.Series(
+        [
+            step_flops(config, row.mode) if row.phase == WHOLE else flops[row.phase]
+            for row in times.itertuples()
+        ],
+        index=times.index,
+        dtype=float,
+    ).replace(0, float("nan"))
     rate = work / times["wall_ms"] / 1e9
-    sheet = times["precision"].map({name: sheet_tflops(name, config.device)
-                                    for name in times["precision"].unique()}).astype(float)
+    sheet = (
+        times["precision"]
+        .map({name: sheet_tflops(name, config.device) for name in times["precision"].unique()})
+        .astype(float)
+    )
     clock = times.groupby(["mode", "precision"])["sm_clock_mhz"].transform("max")
-    of_sheet = times["precision"].map({name: sheet_clock_mhz(name, config.device)
-                                       for name in times["precision"].unique()})
+    of_sheet = times["precision"].map(
+        {name: sheet_clock_mhz(name, config.device) for name in times["precision"].unique()}
+    )
     tokens = config.batch_size * config.context_length
     return times.assign(
-        tflops=rate, mfu=rate / sheet, mfu_measured=rate / times["precision"].map(tflops).astype(float),
+        tflops=rate,
+        mfu=rate / sheet,
+        mfu_measured=rate / times["precision"].map(tflops).astype(float),
         mfu_at_clock=rate / (sheet * clock / of_sheet),
-        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE))
+        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE),
+    )
 
 
 def launch_rate(device: str) -> tuple[float, float] | None:

@@ -4,6 +4,7 @@ GPU time is of captured steps and wall time of plain ones, so that the one can e
 more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the case is
 measured again, and what stays so says ``unsteady`` with its numbers, and is in no claim.
 """
+
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ from stepscope.measure.power import highest_clock_mhz, power_limit_w
 from stepscope.stats import AT_CAP, MOST_BUSY, MOST_BUSY_AT_CAP
 
 TRIES = 3  # of a case, in all
-REPLAYED, A_LAUNCH_MS = 1.05, 2e-3   # a graph's wall time over its kernels': gaps of up to 2 µs each
+REPLAYED, A_LAUNCH_MS = 1.05, 2e-3  # a graph's wall time over its kernels': gaps of up to 2 µs each
 REPEATS, A_MOMENT_MS = 1.03, 0.05  # captured steps, longest over shortest; what a clock's ticks can make
 INSIDE = 1.10  # a phase by itself, over the same within the step
 OVER_LIMIT = 1.02  # power over the cap
@@ -39,8 +40,9 @@ def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str
         captured_ms: the GPU time of each captured step; of a stretch at the power cap, where the clock
             swings, its two halves' medians are compared.
     """
-    wall, gpu, replayed, power = (row.get(name, np.nan) for name in
-                                  ("wall_ms", "gpu_ms", "replayed_ms", "power_w"))
+    wall, gpu, replayed, power = (
+        row.get(name, np.nan) for name in ("wall_ms", "gpu_ms", "replayed_ms", "power_w")
+    )
     capped, found = at_cap(row), []
     if gpu > wall * (MOST_BUSY_AT_CAP if capped else MOST_BUSY) and gpu - wall > A_MOMENT_MS:
         found.append(f"{gpu:.4g} ms of GPU time in {wall:.4g} ms of wall time")

@@ -3,6 +3,7 @@
 All that is timed by the host is timed first, of all cases; then all are captured, and then replayed
 (:mod:`stepscope.measure.profiler` says why).
 """
+
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -16,19 +17,45 @@ from stepscope.stats import location
 from stepscope.traces.captured import by_name, gpu_time, gpu_time_ms, quickest_step, whole_steps
 
 KEYS = ["mode", "precision"]
-TIME_COLUMNS = [*KEYS, "phase", "steps", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms",
-                "enqueue_ms", "gpu_ms", "operations", "busy", "replayed_ms", "replay_reason", "peak_gib",
-                "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "compile_s", "status", "reason",
-                "unsteady"]
+TIME_COLUMNS = [
+    *KEYS,
+    "phase",
+    "steps",
+    "wall_ms",
+    "wall_std_ms",
+    "wall_q1_ms",
+    "wall_q3_ms",
+    "wall_min_ms",
+    "enqueue_ms",
+    "gpu_ms",
+    "operations",
+    "busy",
+    "replayed_ms",
+    "replay_reason",
+    "peak_gib",
+    "reserved_gib",
+    "sm_clock_mhz",
+    "power_w",
+    "step_j",
+    "compile_s",
+    "status",
+    "reason",
+    "unsteady",
+]
 TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason", "unsteady"]
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
 UNTIMED = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
 
-def step_times(cases: Mapping[Any, Mapping[str, str]], samples: Mapping[Any, pd.DataFrame],
-               operations: pd.DataFrame, readings: Mapping[Any, Mapping[str, Any]],
-               status: Mapping[Any, tuple[str, str]], reason: str = "", device: str = "cpu"
-               ) -> pd.DataFrame:
+def step_times(
+    cases: Mapping[Any, Mapping[str, str]],
+    samples: Mapping[Any, pd.DataFrame],
+    operations: pd.DataFrame,
+    readings: Mapping[Any, Mapping[str, Any]],
+    status: Mapping[Any, tuple[str, str]],
+    reason: str = "",
+    device: str = "cpu",
+) -> pd.DataFrame:
     """The table of times of what was measured step by step: a row a case and phase and one of its whole, in
     :data:`TIME_COLUMNS`; of a case that did not fit only that.
 
@@ -75,13 +102,22 @@ def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> lis
     rows = []
     for phase in [*PHASES[mode], WHOLE]:
         own = plain[plain["phase"] == phase]
-        wall = {f"wall{'' if name == 'median' else f'_{name}'}_ms": value
-                for name, value in location(own["wall_ms"]).items()} | {"steps": float(len(own))}
+        wall = {
+            f"wall{'' if name == 'median' else f'_{name}'}_ms": value
+            for name, value in location(own["wall_ms"]).items()
+        } | {"steps": float(len(own))}
         gpu = dict.fromkeys(("gpu_ms", "operations"), np.nan)
         if quickest is not None:
             gpu = gpu_time(quickest if phase == WHOLE else quickest[quickest["phase"] == phase])
-        rows.append({"phase": phase, **wall, "enqueue_ms": own["enqueue_ms"].median(), **gpu,
-                     "busy": gpu["gpu_ms"] / wall["wall_ms"]})
+        rows.append(
+            {
+                "phase": phase,
+                **wall,
+                "enqueue_ms": own["enqueue_ms"].median(),
+                **gpu,
+                "busy": gpu["gpu_ms"] / wall["wall_ms"],
+            }
+        )
     return rows
 
 
@@ -90,8 +126,11 @@ def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.Da
     :data:`OPERATION_COLUMNS`."""
     of_cases = {name: _of_case(operations, name) for name in cases}
     found = [by_name(quickest_step(own)).assign(**cases[name]) for name, own in of_cases.items() if len(own)]
-    return pd.concat(found, ignore_index=True)[OPERATION_COLUMNS] if found else pd.DataFrame(
-        columns=OPERATION_COLUMNS)
+    return (
+        pd.concat(found, ignore_index=True)[OPERATION_COLUMNS]
+        if found
+        else pd.DataFrame(columns=OPERATION_COLUMNS)
+    )
 
 
 def _of_case(operations: pd.DataFrame, name: Hashable) -> pd.DataFrame:

@@ -1,4 +1,5 @@
 """What fits into a GPU's memory, by the formulas of accounting: ``stepscope fit`` answers at once."""
+
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -41,14 +42,20 @@ STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
     "the same, each block checkpointed": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
     "the ladder's last (bf16 weights and moments, fp32 masters)": ({}, last_step_bytes),
 }
-WRITTEN = {"precision": "fp32", "attention": "naive", "optimizer": "foreach", "compile": "none",
-           "device": "cuda"}  # the step as the assignment has one write it
+WRITTEN = {
+    "precision": "fp32",
+    "attention": "naive",
+    "optimizer": "foreach",
+    "compile": "none",
+    "device": "cuda",
+}  # the step as the assignment has one write it
 # What no formula here counts, in words: how much it is depends on the step, and the ladder measures it.
 RESERVED = (
     "Peaks are of tensors; the allocator reserves more than that. Where a step is replayed as a CUDA graph,"
     " as the ladder's last is, it reserves more again: the graph's pool keeps the memory of all tensors of a"
     " step for itself, beside what the steps before the capture left cached. The ladder measures peak and"
-    " reserved of every change.")
+    " reserved of every change."
+)
 
 
 class Fit(NamedTuple):
@@ -87,19 +94,28 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
     for name, (fields, bytes_of) in STEPS.items():
         own = config.model_copy(update=WRITTEN | fields)
         needed = bytes_of(own)
-        context, batch = (greatest(field, own, bytes_of, memory)
-                          for field in ("context_length", "batch_size"))
+        context, batch = (
+            greatest(field, own, bytes_of, memory) for field in ("context_length", "batch_size")
+        )
         rows.append(Fit(name, needed / GIB, _fits(needed, memory), context, batch, *sizes[name]))
     return rows
 
 
-def largest_sizes(config: StepConfig, contexts: Sequence[int], memory_gib: float,
-                  edition: int = 2025) -> dict[str, list[str]]:
+def largest_sizes(
+    config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025
+) -> dict[str, list[str]]:
     """By :data:`STEPS` the largest of the handout's sizes that fits, at each context; "none": not even the
     smallest does. Arguments as in :func:`grid`."""
+
     def at(context: int, fields: dict[str, str], bytes_of: Callable[[StepConfig], int]) -> str:
-        return next((name for name, size in reversed(EDITIONS[edition].items())
-                     if bytes_of(_sized(config, size, context, fields)) <= memory_gib * GIB), "none")
+        return next(
+            (
+                name
+                for name, size in reversed(EDITIONS[edition].items())
+                if bytes_of(_sized(config, size, context, fields)) <= memory_gib * GIB
+            ),
+            "none",
+        )
 
     return {name: [at(context, *step) for context in contexts] for name, step in STEPS.items()}
 
@@ -123,7 +139,8 @@ def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition
 def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] | None = None) -> StepConfig:
     """The plain step of a size at a context, with other fields."""
     return config.model_copy(
-        update=WRITTEN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {}))
+        update=WRITTEN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {})
+    )
 
 
 def _fits(needed: float, memory: float) -> str:
@@ -133,5 +150,6 @@ def _fits(needed: float, memory: float) -> str:
 def greatest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:
     """The greatest number in a field, of those that it may have, whose step takes at most so many bytes; 0 if
     1 does not fit. What is larger needs more."""
-    return bisect_right(range(1, 2**24), memory,
-                        key=lambda number: bytes_of(config.model_copy(update={field: number})))
+    return bisect_right(
+        range(1, 2**24), memory, key=lambda number: bytes_of(config.model_copy(update={field: number}))
+    )

@@ -4,6 +4,7 @@ The convention is that of ``torch.utils.flop_counter`` and of the PaLM paper's a
 other pointwise work are left out, and the whole T x T square of attention is counted, since naive attention
 computes it.
 """
+
 from stepscope.config import PHASES, StepConfig
 
 
@@ -19,10 +20,16 @@ def forward_flops(config: StepConfig) -> dict[str, int]:
     tokens = config.batch_size * config.context_length
     project = 2 * tokens * config.d_model**2
     pairs = 2 * tokens * config.context_length * config.d_model
-    per_layer = {"attention.qkv": 3 * project, "attention.scores": pairs, "attention.value": pairs,
-                 "attention.output": project, "ffn": 3 * 2 * tokens * config.d_model * config.d_ff}
-    return ({region: config.num_layers * flops for region, flops in per_layer.items()}
-            | {"head": 2 * tokens * config.d_model * config.vocab_size})
+    per_layer = {
+        "attention.qkv": 3 * project,
+        "attention.scores": pairs,
+        "attention.value": pairs,
+        "attention.output": project,
+        "ffn": 3 * 2 * tokens * config.d_model * config.d_ff,
+    }
+    return {region: config.num_layers * flops for region, flops in per_layer.items()} | {
+        "head": 2 * tokens * config.d_model * config.vocab_size
+    }
 
 
 def phase_flops(config: StepConfig) -> dict[str, int]:

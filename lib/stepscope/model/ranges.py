@@ -3,6 +3,7 @@
 ``@region("ffn")`` only writes the name on a method. Nothing wraps the method until :func:`annotated` asks for
 it, so that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
 """
+
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -44,9 +45,11 @@ def use_ranges(ranges: Any) -> None:
 
 def region(name: str) -> Callable:
     """Name a method as one region of the model; the method itself is returned unchanged."""
+
     def mark(method: Callable) -> Callable:
         setattr(method, "region", name)  # noqa: B010
         return method
+
     return mark
 
 
@@ -78,7 +81,7 @@ class Annotation:
     def __init__(self) -> None:
         # (first, end) of each region's numbers; inner regions before outer
         self.made: list[tuple[int, int, str]] = []
-        self.output: Any = None                     # of the region that ended last
+        self.output: Any = None  # of the region that ended last
 
     def link_backward(self) -> None:
         """Between forward and backward: hang on each autograd node an NVTX range of the region that made
@@ -120,6 +123,7 @@ def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
             pop()
         made.append((first, number(), name))
         return output
+
     return call
 
 

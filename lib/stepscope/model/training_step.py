@@ -3,6 +3,7 @@
 The studies benchmark, nsys, mixed_precision and memory run this one; the ladder's, of which each optimization
 changes a part, is :class:`stepscope.optimizations.trainer.Trainer`. Nothing here is timed.
 """
+
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ class Step:
     model: TransformerLM
     optimizer: Any  # torch.optim.AdamW; None where it was built for a mode that does not use one
     scaler: torch.amp.GradScaler
-    tokens: Tensor   # (B, T) int64
+    tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
     mode: str = "step"
     precision: str = "fp32"
@@ -39,15 +40,17 @@ class Step:
     def of(self, mode: str | None = None, precision: str | None = None) -> "Step":
         """The same model, optimizer and batch in another mode or precision."""
         precision = precision or self.precision
-        return dataclasses.replace(self, mode=mode or self.mode, precision=precision,
-                                   scaler=grad_scaler(precision, self.device))
+        return dataclasses.replace(
+            self, mode=mode or self.mode, precision=precision, scaler=grad_scaler(precision, self.device)
+        )
 
     def clear_gradients(self) -> None:
         """Not part of the step, and called before its clocks start: freeing is the allocator's work."""
         self.model.zero_grad(set_to_none=True)
 
-    def __call__(self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
-                 ) -> Tensor | None:
+    def __call__(
+        self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
+    ) -> Tensor | None:
         """Run one step; each phase inside ``phase(name)``. Work is enqueued only: the caller synchronises.
         Returns the loss, None of a forward alone."""
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
@@ -84,6 +87,7 @@ def grad_scaler(precision: str, device: str) -> torch.amp.GradScaler:
 def prepare(device: str) -> None:
     """What takes seconds once in a process and needs no lock: the GPU's context, and what AdamW imports."""
     from torch import _dynamo  # noqa: F401  not above: who builds no optimizer need not wait for it
+
     torch.zeros(1, device=device)
 
 
@@ -104,12 +108,14 @@ def build_step(config: StepConfig, mode: str | None = None, precision: str | Non
     with out_of_memory_names("building the model"):
         with torch.device(config.device):
             model = TransformerLM(config)
-            tokens, targets = torch.randint(config.vocab_size,
-                                            (2, config.batch_size, config.context_length)).unbind()
+            tokens, targets = torch.randint(
+                config.vocab_size, (2, config.batch_size, config.context_length)
+            ).unbind()
         optimizer = None  # making one imports torch._dynamo, seconds that the other modes need not spend
         if mode == "step":
-            optimizer = torch.optim.AdamW(model.parameters(), fused=config.optimizer == "fused",
-                                          foreach=config.optimizer == "foreach")
+            optimizer = torch.optim.AdamW(
+                model.parameters(), fused=config.optimizer == "fused", foreach=config.optimizer == "foreach"
+            )
     compile_parts(model, config.compile)
     scaler = grad_scaler(precision, config.device)
     return Step(config, model, optimizer, scaler, tokens, targets, mode, precision)
@@ -123,6 +129,7 @@ def compile_parts(model: TransformerLM, parts: str) -> None:
     if parts == "none":
         return
     from torch._inductor import config as inductor  # not above: it imports the compiler
+
     inductor.cpp.enable_kernel_profile = True  # torch.profiler sees a CPU's compiled loops, too
     if parts == "blocks":
         for block in model.blocks:

@@ -2,6 +2,7 @@
 
 Shapes in comments: B batch, T context length, C d_model, H heads, D = C / H, F d_ff, V vocabulary.
 """
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -43,8 +44,9 @@ class Attention(nn.Module):
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
         self.num_heads, self.kind = num_heads, kind
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(d_model, d_model, bias=False)
-                                                              for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(d_model, d_model, bias=False) for _ in range(4)
+        )
 
     @region("attention")
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, future: Tensor) -> Tensor:
@@ -57,8 +59,10 @@ class Attention(nn.Module):
 
     @region("attention.qkv")
     def qkv(self, x: Tensor) -> list[Tensor]:  # (B, T, C) -> three of (B, H, T, D)
-        return [project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-                for project in (self.q_proj, self.k_proj, self.v_proj)]
+        return [
+            project(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        ]
 
     @region("attention.rope")
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
@@ -140,8 +144,10 @@ class TransformerLM(nn.Module):
     def __init__(self, config: StepConfig):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config.d_model, config.d_ff, config.num_heads, config.attention)
-                                    for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(config.d_model, config.d_ff, config.num_heads, config.attention)
+            for _ in range(config.num_layers)
+        )
         self.final_norm = RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         cos, sin = rope_tables(config.context_length, config.d_model // config.num_heads)

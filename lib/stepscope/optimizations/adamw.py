@@ -20,6 +20,7 @@ backward makes, wherever these lie; the kernel finds them in a table of their ad
 for that arithmetic shows: there division and root are the GPU's approximate ones, off by an ulp or two of a
 change that is itself a small part of the weight.
 """
+
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,7 +54,8 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
 
 def update_(
-        master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None) -> None:
+    master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None
+) -> None:
     """The plain formula (Loshchilov & Hutter 2019, algorithm 2), each operation rounded to fp32 by itself.
 
     Args:
@@ -106,8 +108,23 @@ if HAS_TRITON:
         return weight
 
     @triton.jit
-    def adamw_kernel(master, m, v, low, scalars, step, gradients, in_fp32, counts, offsets, groups, owners,
-                     exact: tl.constexpr, block: tl.constexpr, aligned: tl.constexpr):
+    def adamw_kernel(
+        master,
+        m,
+        v,
+        low,
+        scalars,
+        step,
+        gradients,
+        in_fp32,
+        counts,
+        offsets,
+        groups,
+        owners,
+        exact: tl.constexpr,
+        block: tl.constexpr,
+        aligned: tl.constexpr,
+    ):
         """A block of the flat buffers, whose place a program knows without looking it up. ``gradients`` has
         the address of each parameter's."""
         program = tl.program_id(0)
@@ -119,19 +136,45 @@ if HAS_TRITON:
         address = tl.load(gradients + owner)
         if tl.load(in_fp32 + owner) != 0:
             gradient = tl.load(
-                tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + within, mask=inside, other=0.0)
+                tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16) + within, mask=inside, other=0.0
+            )
         else:
             gradient = tl.load(
                 tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16) + within, mask=inside, other=0.0
             ).to(tl.float32)
-        weight = _update(start + tl.arange(0, block), master, m, v, gradient,
-                         scalars + tl.load(groups + owner) * FIELDS, step, exact)
+        weight = _update(
+            start + tl.arange(0, block),
+            master,
+            m,
+            v,
+            gradient,
+            scalars + tl.load(groups + owner) * FIELDS,
+            step,
+            exact,
+        )
         tl.store(low + start + tl.arange(0, block), weight.to(tl.bfloat16))
 
     @triton.jit
-    def adamw_fp8_kernel(master, m, v, low, scalars, step, gradients, widths, counts, offsets, groups, owners,
-                         starts, scales, largest, exact: tl.constexpr, rows: tl.constexpr,
-                         columns: tl.constexpr):
+    def adamw_fp8_kernel(
+        master,
+        m,
+        v,
+        low,
+        scalars,
+        step,
+        gradients,
+        widths,
+        counts,
+        offsets,
+        groups,
+        owners,
+        starts,
+        scales,
+        largest,
+        exact: tl.constexpr,
+        rows: tl.constexpr,
+        columns: tl.constexpr,
+    ):
         """A tile of a matrix whose two FP8 layouts are written where its bf16 weight would lie."""
         program = tl.program_id(0)
         owner = tl.load(owners + program)
@@ -142,9 +185,18 @@ if HAS_TRITON:
         down, along = top + tl.arange(0, rows), left + tl.arange(0, columns)
         within = down[:, None] * width + along[None, :]
         gradient = tl.load(
-            tl.multiple_of(tl.load(gradients + owner).to(tl.pointer_type(tl.bfloat16)), 16) + within)
-        weight = _update(offset + within, master, m, v, gradient.to(tl.float32),
-                         scalars + tl.load(groups + owner) * FIELDS, step, exact)
+            tl.multiple_of(tl.load(gradients + owner).to(tl.pointer_type(tl.bfloat16)), 16) + within
+        )
+        weight = _update(
+            offset + within,
+            master,
+            m,
+            v,
+            gradient.to(tl.float32),
+            scalars + tl.load(groups + owner) * FIELDS,
+            step,
+            exact,
+        )
         most = tl.max(tl.abs(weight))
         tl.atomic_max(largest + owner, most, mask=most > tl.load(largest + owner))  # few are larger
         scale = tl.load(scales + owner)

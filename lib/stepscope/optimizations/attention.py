@@ -2,6 +2,7 @@
 
 Shapes in comments: B batch, T sequence, d head dimension. There is one head, so the tensors are (B, 1, T, d).
 """
+
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -27,7 +28,8 @@ class Inputs:
         shape, dtype = (config.batch_size, 1, sequence, config.d_model), AUTOCAST_DTYPES.get(config.precision)
         self.sequence = sequence
         self.q, self.k, self.v, self.gradient = (
-            torch.randn(shape, generator=generator, device=config.device, dtype=dtype) for _ in range(4))
+            torch.randn(shape, generator=generator, device=config.device, dtype=dtype) for _ in range(4)
+        )
         for x in (self.q, self.k, self.v):
             x.requires_grad_()
 

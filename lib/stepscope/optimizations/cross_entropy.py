@@ -3,6 +3,7 @@
 Each chunk's gradients are made right after its logits, as in Liger Kernel's fused linear cross-entropy (Hsu
 et al. 2024), so that backward has nothing left to recompute.
 """
+
 from typing import Any
 
 import torch

@@ -60,6 +60,7 @@ the arithmetic can be tried anywhere.
 
 Shapes in comments: M tokens, K inputs and N outputs of a layer.
 """
+
 from typing import Any
 
 import torch
@@ -107,8 +108,9 @@ def matmul(a: Tensor, b8: Tensor, b_scale: Tensor, ones: Tensor, fast: bool) -> 
     scale = a_scale * b_scale  # the kernel has a scale a row for each factor; b's are then ones
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
-    return torch._scaled_mm(a8, b8.t(), scale_a=scale, scale_b=ones[:, : len(b8)], out_dtype=a.dtype,
-                            use_fast_accum=fast)
+    return torch._scaled_mm(
+        a8, b8.t(), scale_a=scale, scale_b=ones[:, : len(b8)], out_dtype=a.dtype, use_fast_accum=fast
+    )
 
 
 class Fp8Matmul(torch.autograd.Function):

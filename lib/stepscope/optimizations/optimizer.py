@@ -40,6 +40,7 @@ gradients along, and writes them to its own table in each replay. Eager steps an
 turns. The learning rate is a tensor on the GPU that the graph reads, so a scheduler goes on as it does
 for eager steps. The other fields are as at the capture.
 """
+
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -79,9 +80,16 @@ class MasterAdamW(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
-    def __init__(self, params: nn.Module | Iterable[Any], lr: float | Tensor = 1e-3,
-                 moments: torch.dtype = torch.float32, *, betas: tuple[float, float] = BETAS,
-                 eps: float = EPS, weight_decay: float = WEIGHT_DECAY):
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        moments: torch.dtype = torch.float32,
+        *,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS,
+        weight_decay: float = WEIGHT_DECAY,
+    ):
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments: got {moments}, but they are torch.float32 or torch.bfloat16")
         if isinstance(params, nn.Module):
@@ -91,7 +99,8 @@ class MasterAdamW(torch.optim.Optimizer):
             model.register_load_state_dict_post_hook(lambda *_: (own := take()) and own())
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.parameters: list[nn.Parameter] = [
-            parameter for group in self.param_groups for parameter in group["params"]]
+            parameter for group in self.param_groups for parameter in group["params"]
+        ]
         names = [name for group in self.param_groups for name in group.get("param_names", ())]
         self.named = dict(zip(names or map(str, range(len(self.parameters))), self.parameters))
         if len(self.named) < len(self.parameters):
@@ -121,8 +130,11 @@ class MasterAdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
             parameter.data = self.view(self.low if parameter.dim() == 2 else self.master, index)
-            self.state[parameter] = {"step": self.count, "exp_avg": self.view(self.m, index),
-                                     "exp_avg_sq": self.view(self.v, index)}
+            self.state[parameter] = {
+                "step": self.count,
+                "exp_avg": self.view(self.m, index),
+                "exp_avg_sq": self.view(self.v, index),
+            }
             if index in self.in_fp8:
                 parameter.fp8_scale.data = self.state[parameter]["scale"] = self.scales[index]
 
@@ -145,7 +157,8 @@ class MasterAdamW(torch.optim.Optimizer):
         in_fp32 = [parameter.dtype == torch.float32 for parameter in self.parameters]
         numbers = in_fp32, [shape[-1] for shape in self.shapes], self.counts, self.offsets, self.group_of
         self.in_fp32, self.widths, *self.places = (
-            torch.tensor(each, dtype=torch.int64, device=self.device) for each in numbers)
+            torch.tensor(each, dtype=torch.int64, device=self.device) for each in numbers
+        )
         flat = [index for index in range(len(self.counts)) if index not in self.in_fp8]
         tiles = [self._tiles(index) for index in self.in_fp8]
         self.owners = self._owners(flat, [-(-self.counts[index] // adamw.BLOCK) for index in flat])
@@ -168,8 +181,9 @@ class MasterAdamW(torch.optim.Optimizer):
         height, width = self.shapes[index]
         if height % 64 or width % 64:
             raise ValueError(f"FP8 weights have sides that are multiples of 64, got {height} x {width}")
-        tops, lefts = (torch.arange(0, side, step, device="cpu")
-                       for side, step in zip((height, width), adamw.TILE))
+        tops, lefts = (
+            torch.arange(0, side, step, device="cpu") for side, step in zip((height, width), adamw.TILE)
+        )
         return (tops[:, None] * width + lefts).flatten()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -220,7 +234,8 @@ class MasterAdamW(torch.optim.Optimizer):
         found = super().state_dict()
         masters = self.masters().values()
         found["state"] = {
-            index: {**found["state"][index], "master": master} for index, master in enumerate(masters)}
+            index: {**found["state"][index], "master": master} for index, master in enumerate(masters)
+        }
         return found
 
     @torch.no_grad()
@@ -268,8 +283,10 @@ class MasterAdamW(torch.optim.Optimizer):
         for rate, group in zip(self.rates.unbind(), self.param_groups):
             given = group["lr"]
             if not isinstance(given, Tensor):
-                raise TypeError(f'group["lr"] was replaced by {given}, which a captured graph would not see: '
-                                'write group["lr"].fill_(...)')
+                raise TypeError(
+                    f'group["lr"] was replaced by {given}, which a captured graph would not see: '
+                    'write group["lr"].fill_(...)'
+                )
             if given.data_ptr() != rate.data_ptr():  # the caller's own
                 rate.copy_(given)
 
@@ -326,12 +343,30 @@ class MasterAdamW(torch.optim.Optimizer):
         # Each operation is rounded by itself, as in the formula: nothing is fused.
         if len(self.owners):
             adamw.adamw_kernel[(len(self.owners),)](
-                *buffers, self.in_fp32, *self.places, self.owners, exact, adamw.BLOCK,
-                math.gcd(16, *self.counts), num_warps=2 if exact else 4, enable_fp_fusion=False)
+                *buffers,
+                self.in_fp32,
+                *self.places,
+                self.owners,
+                exact,
+                adamw.BLOCK,
+                math.gcd(16, *self.counts),
+                num_warps=2 if exact else 4,
+                enable_fp_fusion=False,
+            )
         if self.in_fp8:
             adamw.adamw_fp8_kernel[(len(self.tiles),)](
-                *buffers, self.widths, *self.places, self.tile_owners, self.tiles, self.scales, self.largest,
-                exact, *adamw.TILE, num_warps=8, enable_fp_fusion=False)
+                *buffers,
+                self.widths,
+                *self.places,
+                self.tile_owners,
+                self.tiles,
+                self.scales,
+                self.largest,
+                exact,
+                *adamw.TILE,
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
 
     def _gradients(self) -> Tensor:
         """The table of the gradients' addresses for this step's kernel."""
@@ -339,8 +374,10 @@ class MasterAdamW(torch.optim.Optimizer):
         addresses = [gradient.data_ptr() for gradient in gradients]
         for name, gradient, address in zip(self.named, gradients, addresses):
             if not gradient.is_contiguous() or address % 16:
-                raise RuntimeError(f"{name}: the gradient is not contiguous from a multiple of 16 bytes on,"
-                                   " and the optimizer's kernel reads it as it lies")
+                raise RuntimeError(
+                    f"{name}: the gradient is not contiguous from a multiple of 16 bytes on,"
+                    " and the optimizer's kernel reads it as it lies"
+                )
         if torch.cuda.is_current_stream_capturing():
             # The graph's own table, written by its kernels, whose arguments the addresses are: a copy from
             # the host would read memory that has to stay as it is for as long as the graph lives.

@@ -6,6 +6,7 @@ hold them for all at once.
 
 Shapes in comments: B batch, T context length, C d_model, V vocabulary.
 """
+
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -77,8 +78,9 @@ class Trainer(ABC):
     compiles: ClassVar[bool] = False  # the first call of its loss compiles it
     baseline: ClassVar[bool] = False  # somebody else's model
 
-    def __init__(self, config: StepConfig, programs: dict[Any, Program] | None = None,
-                 batch: int | None = None):
+    def __init__(
+        self, config: StepConfig, programs: dict[Any, Program] | None = None, batch: int | None = None
+    ):
         self.config, self.batch = config, batch or config.batch_size
         if reason := self.lacks(config.device):
             raise Unsupported(reason)
@@ -130,12 +132,16 @@ class Trainer(ABC):
     def _load(self) -> None:
         for name, parameter in self.named.items():
             parameter.data = torch.empty(
-                self.program.shapes[name], dtype=parameter.dtype, device=parameter.device)
+                self.program.shapes[name], dtype=parameter.dtype, device=parameter.device
+            )
         self.optimizer = self.adamw(self.named.values())
         generator = torch.Generator(self.config.device).manual_seed(self.config.seed)
-        self.tokens, self.targets = torch.randint(self.config.vocab_size,
-                                                  (2, self.batch, self.config.context_length),
-                                                  generator=generator, device=self.config.device).unbind()
+        self.tokens, self.targets = torch.randint(
+            self.config.vocab_size,
+            (2, self.batch, self.config.context_length),
+            generator=generator,
+            device=self.config.device,
+        ).unbind()
         self.step: Callable[[], Tensor] = self.plain_step
         self.reset(self.config.seed)
 

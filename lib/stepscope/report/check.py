@@ -1,4 +1,5 @@
 """Is a report what its records say? Text is compared by the byte, pictures by what they show."""
+
 import re
 from pathlib import Path
 
@@ -41,4 +42,5 @@ def alike(old: str, new: str) -> bool:
         return False
     tags = [re.split(r"(-?\d+(?:\.\d+)?)", "".join(part[1::2])) for part in pieces]
     return tags[0][::2] == tags[1][::2] and all(
-        abs(float(a) - float(b)) <= NEARLY for a, b in zip(tags[0][1::2], tags[1][1::2]))
+        abs(float(a) - float(b)) <= NEARLY for a, b in zip(tags[0][1::2], tags[1][1::2])
+    )

@@ -11,6 +11,7 @@ LookupError where there is no data. ``reference`` has the same claim's numbers o
 its GPU as ``on``. What is not said vanishes, and the paragraph, fold and section that then
 say nothing. A fold is shown by its words until a reader opens it: on GitHub, too, as ``<details>``.
 """
+
 import importlib
 import inspect
 import re
@@ -76,10 +77,17 @@ def collect(kind: str) -> dict[str, Callable]:
     if kind == "reference":
         return {name: lambda _, name=name: shipped()["claims"][name] for name in collect("claim")}
     for module in _modules({"claim": "claims", "figure": "figures", "table": "tables"}[kind]):
-        own = getattr(module, "PRINTED", {}) if kind == "table" else {
-            name: function for name, function in inspect.getmembers(module, inspect.isfunction)
-            if not name.startswith("_") and function.__module__ == module.__name__
-            and [*inspect.signature(function).parameters] == ["tables"]}
+        own = (
+            getattr(module, "PRINTED", {})
+            if kind == "table"
+            else {
+                name: function
+                for name, function in inspect.getmembers(module, inspect.isfunction)
+                if not name.startswith("_")
+                and function.__module__ == module.__name__
+                and [*inspect.signature(function).parameters] == ["tables"]
+            }
+        )
         if doubled := sorted(found.keys() & own.keys()):
             other = found[doubled[0]].__module__
             raise ChapterError(f"{module.__name__}: {other} has a {kind} called {', '.join(doubled)}, too")
@@ -125,15 +133,17 @@ class Renderer:
         for tag in TAG.finditer(text):
             at = f"{chapter}, line {text.count(chr(10), 0, tag.start()) + 1}"
             kind, name = tag["kind"], tag["name"]
-            between = text[place:tag.start()]
+            between = text[place : tag.start()]
             if kind in [f"end{sentence}" for sentence in SENTENCES]:
                 if opened is None or kind != f"end{opened[0]}":
                     raise ChapterError(f"{at}: {kind} without a {kind.removeprefix('end')}")
                 yield self._claim(*opened, between, at)
                 opened = None
             elif kind not in (*self.known, "fold", "endfold") or not (name or kind == "endfold"):
-                raise ChapterError(f"{at}: {tag[0]} is no tag; they are claim, endclaim, reference, "
-                                   "endreference, table, figure, fold and endfold")
+                raise ChapterError(
+                    f"{at}: {tag[0]} is no tag; they are claim, endclaim, reference, "
+                    "endreference, table, figure, fold and endfold"
+                )
             elif opened is not None:
                 raise ChapterError(f"{at}: {' '.join(opened)} is not closed before {tag[0]}")
             elif "fold" in kind:

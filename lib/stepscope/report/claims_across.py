@@ -1,4 +1,5 @@
 """Claims of no study or of several: each gives one sentence's numbers where it holds, else None."""
+
 import pandas as pd
 
 from stepscope.config import WHOLE, StepConfig
@@ -31,8 +32,11 @@ def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
     """The benchmark's run with the most parameters at the longest context, among those that are most like the
     plain program in fp32, and its times of a full step by phase."""
     runs = tables["benchmark.results"]
-    plain = sum(having(runs[name], value).astype(int)
-                for name, value in (PLAIN | {"precision": "fp32"}).items() if name in runs)
+    plain = sum(
+        having(runs[name], value).astype(int)
+        for name, value in (PLAIN | {"precision": "fp32"}).items()
+        if name in runs
+    )
     order = ["plain", "parameters", "context_length"]
     run = runs.assign(plain=plain).sort_values(order, kind="stable").iloc[-1]
     return run, select(tables["benchmark.times"], run_id=run["run_id"], mode="step").set_index("phase")
@@ -41,26 +45,46 @@ def _largest_here(tables: Tables) -> tuple[pd.Series, pd.DataFrame]:
 def cpu_step(tables: Tables) -> Claim:
     run, phases = _largest_here(tables)
     cpu = tables["runs"].set_index(["study", "run_id"]).loc[("benchmark", run["run_id"])]
-    return {"size": run["size"], "parameters": run["parameters"], "context": run["context_length"],
-            "batch": run["batch_size"], "vocabulary": run["vocab_size"], "precision": run["precision"],
-            "attention": run["attention"], "compiled": run["compile"], "optimizer": run["optimizer"],
-            "wall": phases.loc[WHOLE, "wall_ms"], "cpu": str(cpu["device"])}
+    return {
+        "size": run["size"],
+        "parameters": run["parameters"],
+        "context": run["context_length"],
+        "batch": run["batch_size"],
+        "vocabulary": run["vocab_size"],
+        "precision": run["precision"],
+        "attention": run["attention"],
+        "compiled": run["compile"],
+        "optimizer": run["optimizer"],
+        "wall": phases.loc[WHOLE, "wall_ms"],
+        "cpu": str(cpu["device"]),
+    }
 
 
 def cpu_phases(tables: Tables) -> Claim:
     _, phases = _largest_here(tables)
-    return {phase: phases.loc[phase, "wall_ms"] / phases.loc[WHOLE, "wall_ms"]
-            for phase in ("forward", "backward", "optimizer")}
+    return {
+        phase: phases.loc[phase, "wall_ms"] / phases.loc[WHOLE, "wall_ms"]
+        for phase in ("forward", "backward", "optimizer")
+    }
 
 
 def gradients_off(tables: Tables) -> Claim:
     """How far the largest size's first gradient is from fp32's at most; FP8, which is told apart, is not
     meant."""
-    rows = select(tables["ladder.steps"], SHAPE, optimization=lambda names: ~names.isin(["fp32", "fp8"]),
-                  gradient_error=pd.Series.notna, size=largest, context_length=reference)
+    rows = select(
+        tables["ladder.steps"],
+        SHAPE,
+        optimization=lambda names: ~names.isin(["fp32", "fp8"]),
+        gradient_error=pd.Series.notna,
+        size=largest,
+        context_length=reference,
+    )
     worst = rows.loc[rows["gradient_error"].idxmax()]
-    return {"size": worst["size"], "most": worst["gradient_error"],
-            "optimization": LADDER_NAMES[worst["optimization"]]}
+    return {
+        "size": worst["size"],
+        "most": worst["gradient_error"],
+        "optimization": LADDER_NAMES[worst["optimization"]],
+    }
 
 
 def compile_apart(tables: Tables) -> Claim:
@@ -113,8 +137,13 @@ def two_processes(tables: Tables) -> Claim:
     """One and the same launch-bound step as the ladder and mixed_precision measured it, each in a
     process of its own: the one whose medians are furthest apart, with both enqueue and GPU times."""
     key = ["size", "context_length", "batch_size", "vocab_size", "precision"]
-    rungs = select(tables["ladder.steps"], SHAPE, optimization=["tf32", "bf16"], context_length=reference,
-                   wall_ms=pd.Series.notna)
+    rungs = select(
+        tables["ladder.steps"],
+        SHAPE,
+        optimization=["tf32", "bf16"],
+        context_length=reference,
+        wall_ms=pd.Series.notna,
+    )
     plain = select(tables["mixed_precision.times"], PLAIN, mode="step", phase=WHOLE, wall_ms=pd.Series.notna)
     rungs, plain = (rows[launch_bound_rows(rows)] for rows in (rungs, plain))
     both = rungs.assign(precision=rungs["optimization"]).merge(plain, on=key, suffixes=("", "_other"))
@@ -124,10 +153,17 @@ def two_processes(tables: Tables) -> Claim:
         return None
     at = apart.idxmax()
     row = both.loc[at]
-    return {"precision": PRECISION_NAMES[row["precision"]], "size": row["size"],
-            "context": int(row["context_length"]), "ladder": row["wall_ms"], "waited": row["wall_ms_other"],
-            "ladder_host": row["enqueue_ms"], "waited_host": row["enqueue_ms_other"],
-            "ladder_gpu": row["gpu_ms"], "waited_gpu": row["gpu_ms_other"]}
+    return {
+        "precision": PRECISION_NAMES[row["precision"]],
+        "size": row["size"],
+        "context": int(row["context_length"]),
+        "ladder": row["wall_ms"],
+        "waited": row["wall_ms_other"],
+        "ladder_host": row["enqueue_ms"],
+        "waited_host": row["enqueue_ms_other"],
+        "ladder_gpu": row["gpu_ms"],
+        "waited_gpu": row["gpu_ms_other"],
+    }
 
 
 def _divisions(tables: Tables, study: str, **of: object) -> pd.DataFrame:
@@ -144,16 +180,25 @@ def division_slower(tables: Tables) -> Claim:
     cases = (("benchmark", "fp32"), ("mixed_precision", "fp32"), ("mixed_precision", "bf16"))
     before, after, low = (
         _divisions(tables, study, mode="step", precision=precision).groupby([*ORDER])["gpu_ms"].sum()
-        for study, precision in cases)
+        for study, precision in cases
+    )
     steps = select(tables["mixed_precision.times"], PLAIN, mode="step", phase=WHOLE)
     shape = (after - before).idxmax()
     bf16 = select(steps, precision="bf16", **dict(zip(ORDER, shape))).iloc[0]
-    if after[shape] < 1.1 * before[shape] or bf16["busy"] < 1.01 or (
-            bf16["sm_clock_mhz"] < steps["sm_clock_mhz"].max()):
+    if (
+        after[shape] < 1.1 * before[shape]
+        or bf16["busy"] < 1.01
+        or (bf16["sm_clock_mhz"] < steps["sm_clock_mhz"].max())
+    ):
         return None
-    return {"size": bf16["size"], "context": int(bf16["context_length"]), "before": before[shape],
-            "after": after[shape], "share": (low[shape] - before[shape]) / bf16["gpu_ms"],
-            "over": bf16["busy"] - 1}
+    return {
+        "size": bf16["size"],
+        "context": int(bf16["context_length"]),
+        "before": before[shape],
+        "after": after[shape],
+        "share": (low[shape] - before[shape]) / bf16["gpu_ms"],
+        "over": bf16["busy"] - 1,
+    }
 
 
 def nsys_division(tables: Tables) -> Claim:
@@ -171,25 +216,42 @@ def nsys_division(tables: Tables) -> Claim:
 def reserved_most(tables: Tables) -> Claim:
     """The uncompiled step that reserves most beyond its peak, of the chapter on memory and of the ladder."""
     peaks = select(tables["memory.peaks"], phase="whole", status="ok", expandable_segments=False)
-    rungs = select(tables["ladder.steps"], status="ok", optimization=[*RUNGS[:RUNGS.index("blocks")]])
-    rows = pd.concat([peaks.assign(what=peaks["mode"].map(MODES)),
-                      rungs.assign(what=rungs["optimization"].map(LADDER_NAMES))], ignore_index=True)
+    rungs = select(tables["ladder.steps"], status="ok", optimization=[*RUNGS[: RUNGS.index("blocks")]])
+    rows = pd.concat(
+        [
+            peaks.assign(what=peaks["mode"].map(MODES)),
+            rungs.assign(what=rungs["optimization"].map(LADDER_NAMES)),
+        ],
+        ignore_index=True,
+    )
     more = rows["reserved_gib"] / rows["peak_gib"] - 1
     row = rows.loc[more.idxmax()]
-    return {"most": more.max(), "what": row["what"], "size": row["size"],
-            "context": int(row["context_length"])}
+    return {
+        "most": more.max(),
+        "what": row["what"],
+        "size": row["size"],
+        "context": int(row["context_length"]),
+    }
 
 
 # What a machine without a GPU can say
+
 
 def predicted_peak(tables: Tables) -> Claim:
     """The handout's largest size, by formula: no table is needed."""
     config = predicted()
     top = peak(config)
-    return {"size": config.size, "parameters": parameter_count(config), "context": config.context_length,
-            "batch": config.batch_size, "peak": top.allocated / GIB, "phase": top.phase,
-            "weights": top.kinds["weights"] / GIB, "state": top.kinds["optimizer state"] / GIB,
-            "saved": top.kinds["saved for backward"] / GIB}
+    return {
+        "size": config.size,
+        "parameters": parameter_count(config),
+        "context": config.context_length,
+        "batch": config.batch_size,
+        "peak": top.allocated / GIB,
+        "phase": top.phase,
+        "weights": top.kinds["weights"] / GIB,
+        "state": top.kinds["optimizer state"] / GIB,
+        "saved": top.kinds["saved for backward"] / GIB,
+    }
 
 
 def block_saves_formula(tables: Tables) -> Claim:
@@ -204,12 +266,24 @@ def block_saves_formula(tables: Tables) -> Claim:
 
 def cpu_attention(tables: Tables) -> Claim:
     """Naive attention beside the fastest kernel that stores no T x T, at the longest sequence on a CPU."""
-    rows = select(tables["attention.passes"], status="ok", device_gib=pd.Series.isna, wall_ms=pd.Series.notna,
-                  sequence=max).set_index("implementation")
+    rows = select(
+        tables["attention.passes"],
+        status="ok",
+        device_gib=pd.Series.isna,
+        wall_ms=pd.Series.notna,
+        sequence=max,
+    ).set_index("implementation")
     others = rows.drop(index=[*SQUARES], errors="ignore").sort_values("wall_ms")
     naive, fused = rows.loc["naive"], others.iloc[0]
     if fused["saved_mib"] > 0.1 * naive["saved_mib"] or fused["wall_ms"] > naive["wall_ms"]:
         return None
-    return {"sequence": int(naive["sequence"]), "d": int(naive["d_model"]), "batch": int(naive["batch_size"]),
-            "precision": naive["precision"], "naive": naive["wall_ms"], "best": fused["wall_ms"],
-            "naive_saved": naive["saved_mib"] * 1024, "saved": fused["saved_mib"] * 1024}
+    return {
+        "sequence": int(naive["sequence"]),
+        "d": int(naive["d_model"]),
+        "batch": int(naive["batch_size"]),
+        "precision": naive["precision"],
+        "naive": naive["wall_ms"],
+        "best": fused["wall_ms"],
+        "naive_saved": naive["saved_mib"] * 1024,
+        "saved": fused["saved_mib"] * 1024,
+    }

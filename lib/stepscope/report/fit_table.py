@@ -1,4 +1,5 @@
 """What fits into a GPU's memory, as a terminal shows it; the numbers are :mod:`stepscope.model.fit`'s."""
+
 from typing import Any
 
 from rich import box
@@ -12,14 +13,23 @@ LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justif
 
 def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
     """One shape by steps: whether each fits, and the largest that does."""
-    title = (f"{config.shape}, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
-             f" {config.vocab_size:,}: a training step in {memory_gib:.4g} GiB")
+    title = (
+        f"{config.shape}, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
+        f" {config.vocab_size:,}: a training step in {memory_gib:.4g} GiB"
+    )
     numbers = [Column(words, justify="right") for words in ("largest\ncontext", "largest\nbatch")]
-    table = Table("step", Column("peak,\nGiB", justify="right"), "fits", *numbers, "largest\nsize",
-                  title=title, **LOOK)
+    table = Table(
+        "step", Column("peak,\nGiB", justify="right"), "fits", *numbers, "largest\nsize", title=title, **LOOK
+    )
     for row in fit(config, memory_gib, edition):
-        table.add_row(row.step, f"{row.peak_gib:.2f}", row.fits, f"{row.largest_context:,}",
-                      f"{row.largest_batch:,}", row.largest_size)
+        table.add_row(
+            row.step,
+            f"{row.peak_gib:.2f}",
+            row.fits,
+            f"{row.largest_context:,}",
+            f"{row.largest_batch:,}",
+            row.largest_size,
+        )
     return table
 
 
@@ -30,16 +40,21 @@ def grid_tables(config: StepConfig, context: int | None, memory_gib: float, edit
     def columns() -> list[Column]:
         return [Column(f"context\n{context:,}", justify="right") for context in contexts]
 
-    title = (f"Peaks in GiB, batch {config.batch_size:,}, vocabulary {config.vocab_size:,}, in"
-             f" {memory_gib:.4g} GiB")
+    title = (
+        f"Peaks in GiB, batch {config.batch_size:,}, vocabulary {config.vocab_size:,}, in"
+        f" {memory_gib:.4g} GiB"
+    )
     peaks = Table("size", "plain, fp32", *columns(), title=title, **LOOK)
     cells = grid(config, contexts, memory_gib, edition)
     for first in range(0, len(cells), len(contexts)):
-        row = cells[first:first + len(contexts)]
+        row = cells[first : first + len(contexts)]
         size = "" if first and cells[first - 1].size == row[0].size else row[0].size
-        peaks.add_row(size, row[0].mode.replace("_", " + "),
-                      *(f"{'' if cell.fits == 'yes' else cell.fits} {cell.peak_gib:.2f}" for cell in row),
-                      end_section=row[0].mode == "step")
+        peaks.add_row(
+            size,
+            row[0].mode.replace("_", " + "),
+            *(f"{'' if cell.fits == 'yes' else cell.fits} {cell.peak_gib:.2f}" for cell in row),
+            end_section=row[0].mode == "step",
+        )
     largest = Table("the largest size that fits, by step", *columns(), **LOOK)
     for step, sizes in largest_sizes(config, contexts, memory_gib, edition).items():
         largest.add_row(step, *sizes)

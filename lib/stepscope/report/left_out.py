@@ -1,4 +1,5 @@
 """What a report leaves out, in a reader's words: for want of which runs, and what could not be made."""
+
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -22,7 +23,8 @@ TOPICS = {
     ("claim", "answer_mixed_memory"): "memory's peaks in bf16",
     ("table", "checkpoint_settings"): "checkpoints",
     ("table", "reach_10b"): "10B on one GPU",
-    ("table", "repeats"): "how well times repeat in other processes"}
+    ("table", "repeats"): "how well times repeat in other processes",
+}
 
 
 def not_measured(pages: Pages, records: list[Record]) -> list[str]:
@@ -31,9 +33,11 @@ def not_measured(pages: Pages, records: list[Record]) -> list[str]:
     ran = {record.study for record in records}
     lacking = {(one.kind, one.name) for own in pages.values() for one in own if one.why == NO_DATA}
     there = sizes(records)
-    return [f"the size{'s' * (len(others) > 1)} {listed(others)}" for others in [
-        [size for size in EDITIONS[2025] if size not in there]] if there and others] + [
-        words for tag, words in TOPICS.items() if tag in lacking and study_of(*tag) in ran]
+    return [
+        f"the size{'s' * (len(others) > 1)} {listed(others)}"
+        for others in [[size for size in EDITIONS[2025] if size not in there]]
+        if there and others
+    ] + [words for tag, words in TOPICS.items() if tag in lacking and study_of(*tag) in ran]
 
 
 def sizes(records: list[Record]) -> list[str]:
@@ -53,13 +57,17 @@ def left_out(pages: Pages, records: list[Record]) -> list[str]:
 def _not_run(pages: Pages, records: list[Record], on_cpu: bool) -> Iterator[str]:
     """The studies without a run, and of which pages that is some or all."""
     ran = {record.study for record in records}
-    lacking = {title: {study_of(one.kind, one.name) for one in told if one.why == NO_DATA} - {None} - ran
-               for title, told in pages.items()}
+    lacking = {
+        title: {study_of(one.kind, one.name) for one in told if one.why == NO_DATA} - {None} - ran
+        for title, told in pages.items()
+    }
     if titles := [title for title, missing in lacking.items() if missing]:
         names = [name for name in studies.STUDIES if name in set.union(*lacking.values())]
         sweeps = "cpu" if on_cpu else " ".join(names)
-        yield (f"left out, whole or in part: {_some(titles)}. No run of {', '.join(names)} is here:"
-               f" stepscope sweep {sweeps}")
+        yield (
+            f"left out, whole or in part: {_some(titles)}. No run of {', '.join(names)} is here:"
+            f" stepscope sweep {sweeps}"
+        )
 
 
 def _some(names: Iterable[str], most: int = 6, by: str = "; ") -> str:
@@ -69,8 +77,9 @@ def _some(names: Iterable[str], most: int = 6, by: str = "; ") -> str:
 
 def _broken(pages: Pages) -> Iterator[str]:
     """How many sentences, tables and pictures could not be made, by page."""
-    count = {title: sum(one.why not in (HOLDS, NO_DATA, FAILS) for one in told)
-             for title, told in pages.items()}
+    count = {
+        title: sum(one.why not in (HOLDS, NO_DATA, FAILS) for one in told) for title, told in pages.items()
+    }
     if found := [f"{number} of {title}" for title, number in count.items() if number]:
         yield f"left out, what could not be made: {_some(found)}"
 
@@ -89,8 +98,11 @@ def _known(kind: str) -> dict[str, str]:
 def differing(configs: list[dict]) -> list[str]:
     """The fields in which configurations of one study differ; a size's name stands for its dimensions, and
     sequences for the longest of them."""
-    names = [name for name in (configs[0] if configs else {})
-             if len({str(config.get(name)) for config in configs}) > 1]
+    names = [
+        name
+        for name in (configs[0] if configs else {})
+        if len({str(config.get(name)) for config in configs}) > 1
+    ]
     if all(config.get("size", "custom") != "custom" for config in configs):
         names = [name for name in names if name not in DIMENSIONS]
     return [name for name in names if not (name == "context_length" and "sequences" in names)]

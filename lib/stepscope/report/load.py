@@ -3,6 +3,7 @@
 What is wrong in a run is said in one sentence, and that run is left out; nothing of a folder ends in a
 traceback.
 """
+
 import importlib
 import sys
 import time
@@ -115,12 +116,16 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
             del raw[run]
             found.errors.append(f"{name}/{run}: its table {table} cannot be used: {why}")
     usable = {record.run_id: record for record in records if record.run_id in raw}
-    joined = {table: _configured(module, frame[frame["run_id"].isin([*usable])], usable)
-              for table, frame in typed.items() if len(frame)}
+    joined = {
+        table: _configured(module, frame[frame["run_id"].isin([*usable])], usable)
+        for table, frame in typed.items()
+        if len(frame)
+    }
     joined = {table: frame for table, frame in joined.items() if len(frame)}
     older = _replaced(module, joined, usable)
-    tables = {table: frame[~frame["run_id"].isin(older)].reset_index(drop=True)
-              for table, frame in joined.items()}
+    tables = {
+        table: frame[~frame["run_id"].isin(older)].reset_index(drop=True) for table, frame in joined.items()
+    }
     if tables and hasattr(module, "tables"):
         try:
             tables |= module.tables(tables)
@@ -128,8 +133,11 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
             found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
     found.replaced += [record for run, record in usable.items() if run in older]
     newest = [record for run, record in usable.items() if run not in older]
-    results = [_config(module, record) | {"run_id": record.run_id} | record.results
-               for record in newest if record.done]
+    results = [
+        _config(module, record) | {"run_id": record.run_id} | record.results
+        for record in newest
+        if record.done
+    ]
     if results:
         tables["results"] = pd.DataFrame(results)
     found.tables |= {f"{name}.{table}": frame for table, frame in tables.items()}
@@ -140,10 +148,14 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
     """The tables of one run that was done."""
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
-            raise TableError(f"{record.study}/{record.run_id}: its result {name} is {shown(value)}, expected"
-                             " a number")
-    found = {table: _file(store, record, table) for table in module.SCHEMAS
-             if record.done and table in record.tables}
+            raise TableError(
+                f"{record.study}/{record.run_id}: its result {name} is {shown(value)}, expected a number"
+            )
+    found = {
+        table: _file(store, record, table)
+        for table in module.SCHEMAS
+        if record.done and table in record.tables
+    }
     if record.status == "ok" and not found:
         raise TableError(f"{record.study}/{record.run_id}: the run was done, and its record names no table")
     return found
@@ -170,8 +182,12 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
     """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
     cannot be used: all at once, and one by one where that fails."""
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
-        by_run = pa.DataFrameSchema(schema.columns | {"run_id": pa.Column()}, strict=schema.strict,
-                                    checks=schema.checks, unique=["run_id", *schema.unique])
+        by_run = pa.DataFrameSchema(
+            schema.columns | {"run_id": pa.Column()},
+            strict=schema.strict,
+            checks=schema.checks,
+            unique=["run_id", *schema.unique],
+        )
         with suppress(Exception):  # pandera's own, and what its checks meet in odd types
             return by_run.validate(_together(frames)), {}
     fit, wrong = {}, {}
@@ -187,13 +203,17 @@ def steady(tables: Tables) -> Tables:
     """The same without what a run has marked as unsteady: of that nothing is said, drawn or tabled but its
     name. Nor of its single steps and its kernels, in the other tables with times of the same run and case."""
     # A run's results repeat in one cell what its rows say, and are no case that was timed.
-    marked = {name: table for name, table in tables.items()
-              if "unsteady" in table and not name.endswith(".results")}
+    marked = {
+        name: table for name, table in tables.items() if "unsteady" in table and not name.endswith(".results")
+    }
     kept = {}
     for name, table in tables.items():
         study = name.partition(".")[0]
-        odd = [own[own["unsteady"] != ""] for other, own in marked.items()
-               if other.partition(".")[0] == study and "run_id" in own]
+        odd = [
+            own[own["unsteady"] != ""]
+            for other, own in marked.items()
+            if other.partition(".")[0] == study and "run_id" in own
+        ]
         for rows in [] if name in marked or not {*TIMED} & {*table} else odd:
             keys = [key for key in ("run_id", *CASES) if key in rows and key in table]
             if len(rows) and len(keys) > 1 and "run_id" in keys:
@@ -219,9 +239,11 @@ def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
         case = cases.iloc[0]
         value = case["failure_case"]
         value = shown(value.item() if hasattr(value, "item") else value)
-        wrong = {"column_in_schema": f"column {value} is not expected",
-                 "column_in_dataframe": f"column {value} is missing",
-                 "multiple_fields_uniqueness": "its key is not unique"}
+        wrong = {
+            "column_in_schema": f"column {value} is not expected",
+            "column_in_dataframe": f"column {value} is missing",
+            "multiple_fields_uniqueness": "its key is not unique",
+        }
         check, column = str(case["check"]), shown(case["column"])
         return wrong.get(check, f"column {column}: {check} fails for {value}")
     except Exception as error:  # noqa: BLE001 of odd types
@@ -237,8 +259,10 @@ def _config(module: ModuleType, record: Record) -> dict:
     """The columns of a run's configuration; a shape without a name is named by its dimensions."""
     config = {name: record.config[name] for name in module.CONFIG}
     if config.get("size") == "custom":
-        config["size"] = " ".join(f"{letter}{record.config[name]}" for letter, name in zip(
-            "dflh", ("d_model", "d_ff", "num_layers", "num_heads")))
+        config["size"] = " ".join(
+            f"{letter}{record.config[name]}"
+            for letter, name in zip("dflh", ("d_model", "d_ff", "num_layers", "num_heads"))
+        )
     return config
 
 
@@ -252,23 +276,42 @@ def _configured(module: ModuleType, frame: pd.DataFrame, records: dict[str, Reco
 def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) -> set[str]:
     """Of runs that say something of the same key the older ones."""
     older: set[str] = set()
-    age = {run: place for place, run in enumerate(
-        sorted(records, key=lambda run: (records[run].started_at, run), reverse=True))}
+    age = {
+        run: place
+        for place, run in enumerate(
+            sorted(records, key=lambda run: (records[run].started_at, run), reverse=True)
+        )
+    }
     for table, frame in tables.items():
         key = (*module.CONFIG, *module.SCHEMAS[table].unique)
         newest_first = frame[["run_id", *key]].sort_values(
-            "run_id", key=lambda runs: runs.map(age), kind="stable")
+            "run_id", key=lambda runs: runs.map(age), kind="stable"
+        )
         older |= set(newest_first["run_id"][newest_first.duplicated(list(key))])
     return older
 
 
 def _runs(records: list[Record]) -> pd.DataFrame:
     def plain(values: Mapping[str, object], prefix: str = "") -> dict:
-        return {f"{prefix}{name}": value for name, value in values.items()
-                if isinstance(value, str | int | float)}
+        return {
+            f"{prefix}{name}": value for name, value in values.items() if isinstance(value, str | int | float)
+        }
 
-    return pd.DataFrame([
-        {"study": record.study, "run_id": record.run_id, "status": record.status, "cause": record.cause or "",
-         "seconds": record.duration_s, "measuring_s": record.measuring_s, "started_at": record.started_at,
-         **{name: record.software.get(name) for name in SOFTWARE}, **plain(record.machine, "machine_"),
-         **plain(record.config), "device": record.machine.get("device_name", "")} for record in records])
+    return pd.DataFrame(
+        [
+            {
+                "study": record.study,
+                "run_id": record.run_id,
+                "status": record.status,
+                "cause": record.cause or "",
+                "seconds": record.duration_s,
+                "measuring_s": record.measuring_s,
+                "started_at": record.started_at,
+                **{name: record.software.get(name) for name in SOFTWARE},
+                **plain(record.machine, "machine_"),
+                **plain(record.config),
+                "device": record.machine.get("device_name", ""),
+            }
+            for record in records
+        ]
+    )

@@ -2,6 +2,7 @@
 
 Pictures are inside, evidence is folded, and its policy lets nothing run or load.
 """
+
 import base64
 import hashlib
 import html
@@ -57,19 +58,28 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
         place = evidence if "/" in section.path else contents
         place.append(f'<li><a href="#{section.anchor}">{summary}</a></li>')
         # A browser opens a fold for a link to what is within it, not for one to the fold itself.
-        folded.append(f'<details><summary>{summary}</summary>\n<div id="{section.anchor}">\n'
-                      f"{_linked(writer.html(rest, section))}</div></details>")
+        folded.append(
+            f'<details><summary>{summary}</summary>\n<div id="{section.anchor}">\n'
+            f"{_linked(writer.html(rest, section))}</div></details>"
+        )
     if evidence:
         contents.append(f'<li><a href="#evidence">Evidence</a><ul>{"".join(evidence)}</ul></li>')
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=_plain(heading) or "Report", style=style, digest=digest, heading=heading,
-        contents="\n".join(contents), body=_linked(body), folded="\n".join(folded), foot=writer.html(foot))
+        title=_plain(heading) or "Report",
+        style=style,
+        digest=digest,
+        heading=heading,
+        contents="\n".join(contents),
+        body=_linked(body),
+        folded="\n".join(folded),
+        foot=writer.html(foot),
+    )
 
 
 def _parted(written: str) -> tuple[str, str]:
     """The page's heading, if it begins with one, and the rest."""
     found = re.match(r"<h1[^>]*>.*?</h1>", written)
-    return (found[0], written[found.end():]) if found else ("", written)
+    return (found[0], written[found.end() :]) if found else ("", written)
 
 
 def _contents(written: str) -> list[str]:
@@ -81,15 +91,22 @@ def _contents(written: str) -> list[str]:
             chapters.append((link, []))
         elif chapters:
             chapters[-1][1].append(f"<li>{link}</li>")
-    return [f"<li>{link}<ul>{''.join(parts)}</ul></li>" if parts else f"<li>{link}</li>"
-            for link, parts in chapters]
+    return [
+        f"<li>{link}<ul>{''.join(parts)}</ul></li>" if parts else f"<li>{link}</li>"
+        for link, parts in chapters
+    ]
 
 
 def _linked(written: str) -> str:
     """Chapters and their parts with a link to themselves behind the heading."""
-    return re.sub(r'(<h([23]) id="([^"]+)">)(.*?)</h\2>', lambda found: (
-        f'{found[1]}{found[4]} <a class="here" href="#{found[3]}" aria-label="Link to: {_plain(found[4])}">'
-        f"#</a></h{found[2]}>"), written)
+    return re.sub(
+        r'(<h([23]) id="([^"]+)">)(.*?)</h\2>',
+        lambda found: (
+            f'{found[1]}{found[4]} <a class="here" href="#{found[3]}" aria-label="Link to: {_plain(found[4])}">'
+            f"#</a></h{found[2]}>"
+        ),
+        written,
+    )
 
 
 def _fold(paragraph: list[Token]) -> None:
@@ -123,7 +140,7 @@ class _Writer:
         tokens = self.markdown.parse(text)
         for place, token in enumerate(tokens):
             if token.type == "paragraph_open" and not token.level:
-                _fold(tokens[place:place + 3])
+                _fold(tokens[place : place + 3])
             if token.type == "heading_open":  # its address is GitHub's
                 words = re.sub(r"[^\w\s-]", "", tokens[place + 1].content.lower()).replace(" ", "-")
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
@@ -134,7 +151,7 @@ class _Writer:
         made = str(self.markdown.renderer.render(tokens, self.markdown.options, {}))
         made = re.sub(r"<p>(<img [^>]*>)</p>", r"<figure>\1</figure>", made)
         made = made.replace("<th ", '<th scope="col" ').replace("<th>", '<th scope="col">')
-        made = made.replace("<pre>", "<pre tabindex=\"0\">")
+        made = made.replace("<pre>", '<pre tabindex="0">')
         table = '<div class="scroll" role="group" aria-label="table" tabindex="0"><table>'
         return made.replace("<table>", table).replace("</table>", "</table></div>")
 
@@ -146,8 +163,12 @@ class _Writer:
             drawn = self.figures.get(name[1], "") if name else ""
             points = [re.search(rf'<svg[^>]* {side}="([\d.]+)pt"', drawn) for side in ("width", "height")]
             width, height = (round(float(found[1]) * 4 / 3) if found else 0 for found in points)
-            token.attrs = {"src": f"data:image/svg+xml,{quote(drawn.strip(), safe=SAFE)}", "alt": "",
-                           "width": width, "height": height}
+            token.attrs = {
+                "src": f"data:image/svg+xml,{quote(drawn.strip(), safe=SAFE)}",
+                "alt": "",
+                "width": width,
+                "height": height,
+            }
         return token
 
     def _href(self, link: str, folder: str) -> str:

@@ -1,4 +1,5 @@
 """Make chapters/reference.json of the reference's records, before a release: a wheel has no records."""
+
 import json
 from pathlib import Path
 
@@ -20,8 +21,12 @@ def reference_text(tables: Tables) -> str:
         if (numbers := claims[name](tables)) is not None:
             found[name] = numbers | {"on": device.removeprefix("NVIDIA ")}
     rows = key_numbers(tables).to_dict("records")
-    return json.dumps(plain({"device": device, "claims": found, "key_numbers": rows}), indent=1,
-                      ensure_ascii=False) + "\n"
+    return (
+        json.dumps(
+            plain({"device": device, "claims": found, "key_numbers": rows}), indent=1, ensure_ascii=False
+        )
+        + "\n"
+    )
 
 
 def write_reference(runs: Path | str) -> None:

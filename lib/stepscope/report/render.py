@@ -2,6 +2,7 @@
 
 All of it is text and made before anything is written; then each file is put in its place whole.
 """
+
 import os
 import re
 import shlex
@@ -120,9 +121,15 @@ def compose(runs: Path, out: Path) -> Report:
 
     chapters = sorted((WITHOUT_GPU if without_gpu else CHAPTERS).glob("[0-9][0-9]-*.md"))
     main = {path: _with_code(told(path)) for path in chapters}
-    others = {} if without_gpu else {"answers-2026.md": told(CHAPTERS / "2026.md")} | {
-        f"evidence/{path.name}": told(path, "../figures")
-        for path in sorted((CHAPTERS / "evidence").glob("*.md"))}
+    others = (
+        {}
+        if without_gpu
+        else {"answers-2026.md": told(CHAPTERS / "2026.md")}
+        | {
+            f"evidence/{path.name}": told(path, "../figures")
+            for path in sorted((CHAPTERS / "evidence").glob("*.md"))
+        }
+    )
     pages = {name: text for name, text in others.items() if text}
     pages["evidence/runs.md"] = _runs_page(found, _relative(runs, out / "evidence"))
     missing = [path for path, text in main.items() if not text and [*_studies(path)]]
@@ -139,8 +146,11 @@ def compose(runs: Path, out: Path) -> Report:
         figures[REFERENCE] = _source(CHAPTERS / f"{REFERENCE}.svg")
     sections = [Section(name, text) for name, text in pages.items()]
     html = page(writeup, sections, figures, _foot(found.records))
-    report.texts = {"writeup.md": writeup, "writeup.html": html} | pages | {
-        f"figures/{name}.svg": text for name, text in figures.items()}
+    report.texts = (
+        {"writeup.md": writeup, "writeup.html": html}
+        | pages
+        | {f"figures/{name}.svg": text for name, text in figures.items()}
+    )
     report.texts |= _readme(out, report.first)
     report.left_out = left_out(report.pages, found.records)
     return report
@@ -148,16 +158,19 @@ def compose(runs: Path, out: Path) -> Report:
 
 def _foot(records: list[Record]) -> str:
     """Of what the page is, and how it is cited; the dates are the runs'."""
+
     def some(values: Iterable[object]) -> str:
         found = sorted({str(value) for value in values if value})
         return escape(", ".join([*found[:3], *[f"and {len(found) - 3} more"] * (len(found) > 3)])) or NONE
 
     days = sorted(record.started_at.date().isoformat() for record in records)
     return _source(FOOT).format(
-        runs="1 run" if len(records) == 1 else f"{len(records):,} runs", version=__version__,
+        runs="1 run" if len(records) == 1 else f"{len(records):,} runs",
+        version=__version__,
         devices=some(record.machine.get("device_name") for record in records),
         dates=" to ".join(dict.fromkeys([days[0], days[-1]])),
-        sources=some(record.software.get("stepscope_source") for record in records))
+        sources=some(record.software.get("stepscope_source") for record in records),
+    )
 
 
 def _relative(runs: Path, folder: Path) -> str:
@@ -170,9 +183,11 @@ def _source(path: Path) -> str:
 
 def _with_code(text: str) -> str:
     """Fenced blocks named by a file have the part of it between its lines ``# <name>`` and ``# </name>``."""
+
     def code(block: re.Match) -> str:
         _, _, part = _source(CHAPTERS / f"{block[1]}.py").partition(f"# <{block[1].replace('_', ' ')}>\n")
         return f"```python\n{part.partition('# </')[0].strip()}\n```"
+
     return re.sub(r"^```python (\w+)\n(?:```)?$", code, text, flags=re.MULTILINE)
 
 
@@ -185,9 +200,11 @@ def _of_what(rest: list[str], records: list[Record], place: str) -> str:
     named = [size if whole or len(own) > 1 else f"{size} ({min(own)} alone)" for size, own in ran.items()]
     of = f"A tour of {len(there)}" if len(there) > 1 else "One"
     of = f"{of} of the handout's {all_of_them} sizes, {listed(named)}. " * (0 < len(there) < all_of_them)
-    return (f"> {of}It leaves out {'; '.join(rest)}. In this report's folder,"
-            f" `{_command('sweep', ['reference'], place)}` measures the rest, and"
-            f" `{_command('render', [], place)}` tells it.\n")
+    return (
+        f"> {of}It leaves out {'; '.join(rest)}. In this report's folder,"
+        f" `{_command('sweep', ['reference'], place)}` measures the rest, and"
+        f" `{_command('render', [], place)}` tells it.\n"
+    )
 
 
 def _command(name: str, arguments: list[str], place: str) -> str:
@@ -228,9 +245,14 @@ def _runs_page(found: Read, folder: str) -> str:
             row[-1] += ", replaced by a newer one" * (record in found.replaced)
         headings = [name.replace("_", " ") for name in fields]
         text += f"\n## {study.replace('_', ' ').capitalize()}\n\n"
-        text += "".join(f"| {' | '.join(row)} |\n" for row in [
-            ["run", *headings, "what it found", "time", "outcome"],
-            [":--", *[":--"] * len(headings), ":--", "--:", ":--"], *rows])
+        text += "".join(
+            f"| {' | '.join(row)} |\n"
+            for row in [
+                ["run", *headings, "what it found", "time", "outcome"],
+                [":--", *[":--"] * len(headings), ":--", "--:", ":--"],
+                *rows,
+            ]
+        )
     left = "".join(f"* {escape(error)}\n" for error in found.errors)
     return text + (f"\n## Left out\n\n{left}" if left else "")
 
@@ -245,8 +267,13 @@ def _run_row(record: Record, fields: list[str], folder: str) -> list[str]:
     if unsteady := record.results.get("unsteady"):
         outcome += f"; unsteady, and in no sentence: {escape(str(unsteady))}"
     link = f"[{record.run_id}]({folder}/{record.run_id}/{NOTEBOOK})"
-    return [link if record.notebook_sha256 else record.run_id, *config,
-            escape(finding), number(record.duration_s, "s"), outcome]
+    return [
+        link if record.notebook_sha256 else record.run_id,
+        *config,
+        escape(finding),
+        number(record.duration_s, "s"),
+        outcome,
+    ]
 
 
 def _readme(out: Path, first: str) -> dict[str, str]:

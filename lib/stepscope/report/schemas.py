@@ -3,6 +3,7 @@
 Numbers are finite and at least 0, and empty where nothing was measured. Types are brought about where the
 values allow it, since a column without any value has none in Parquet.
 """
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import pandera.pandas as pa
 from stepscope.config import PHASES, PRECISIONS
 
 Tables = dict[str, pd.DataFrame]  # by "<study>.<table>", over all runs; of one study by its tables' names
-Claim = dict[str, Any] | None     # the numbers of a sentence; None where it does not hold
+Claim = dict[str, Any] | None  # the numbers of a sentence; None where it does not hold
 
 MOST = 1e15  # of any measure in its unit: more is no measurement
 
@@ -35,12 +36,41 @@ def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
 STATUSES = ("ok", "oom", "unsupported", "failed")
 WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *PHASES["step"])}
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
-TIMES: dict[str, Any] = WITHIN | {
-    name: measured() for name in (
-        "steps", "wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "gpu_ms",
-        "operations", "busy", "replayed_ms", "peak_gib", "reserved_gib", "sm_clock_mhz", "power_w", "step_j",
-        "compile_s", "tflops", "mfu", "mfu_measured", "mfu_at_clock", "tokens_per_s")} | {
-    "replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
+TIMES: dict[str, Any] = (
+    WITHIN
+    | {
+        name: measured()
+        for name in (
+            "steps",
+            "wall_ms",
+            "wall_std_ms",
+            "wall_q1_ms",
+            "wall_q3_ms",
+            "wall_min_ms",
+            "enqueue_ms",
+            "gpu_ms",
+            "operations",
+            "busy",
+            "replayed_ms",
+            "peak_gib",
+            "reserved_gib",
+            "sm_clock_mhz",
+            "power_w",
+            "step_j",
+            "compile_s",
+            "tflops",
+            "mfu",
+            "mfu_measured",
+            "mfu_at_clock",
+            "tokens_per_s",
+        )
+    }
+    | {"replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
+)
 OPERATIONS: dict[str, Any] = WITHIN | {
-    "name": word(), "family": word(), "count": measured(), "gpu_ms": measured()}
+    "name": word(),
+    "family": word(),
+    "count": measured(),
+    "gpu_ms": measured(),
+}
 PRECISION: dict[str, Any] = {"precision": word(*PRECISIONS)}

@@ -1,4 +1,5 @@
 """Which rows of a table over all runs are compared: one program, one batch, sizes in order, one context."""
+
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -40,12 +41,18 @@ def preferred(value: object) -> Callable[[pd.Series], Any]:
 
 # The batch and vocabulary that most rows have, and in these the plain program.
 SHAPE: dict[str, Any] = {"batch_size": most_common, "vocab_size": most_common}
-PLAIN: dict[str, Any] = SHAPE | {"attention": "naive", "compile": "none", "optimizer": "foreach", "repeat": 0,
-                                 "expandable_segments": False}
+PLAIN: dict[str, Any] = SHAPE | {
+    "attention": "naive",
+    "compile": "none",
+    "optimizer": "foreach",
+    "repeat": 0,
+    "expandable_segments": False,
+}
 
 
-def select(rows: pd.DataFrame, program: Mapping[str, Any] = MappingProxyType({}), /, **wanted: object
-           ) -> pd.DataFrame:
+def select(
+    rows: pd.DataFrame, program: Mapping[str, Any] = MappingProxyType({}), /, **wanted: object
+) -> pd.DataFrame:
     """The rows of a program (:data:`PLAIN`; of its columns those that the table has) whose columns have these
     values, which may replace the program's; the smallest size, the shortest context first.
 
@@ -62,8 +69,13 @@ def select(rows: pd.DataFrame, program: Mapping[str, Any] = MappingProxyType({})
     if rows.empty:
         raise LookupError(f"no row has {', '.join(conditions)} as asked for")
     order = [name for name in ORDER if name in rows]
-    return rows.sort_values(order, kind="stable", key=lambda values: (
-        _ranks(values) if values.name == "size" else values)) if order else rows
+    return (
+        rows.sort_values(
+            order, kind="stable", key=lambda values: _ranks(values) if values.name == "size" else values
+        )
+        if order
+        else rows
+    )
 
 
 def having(values: pd.Series, wanted: object) -> pd.Series:
@@ -78,12 +90,14 @@ def _ranks(sizes: pd.Series) -> pd.Series:
     return sizes.astype(str).map(RANKS)
 
 
-def by_size(rows: pd.DataFrame, columns: str, values: str, names: dict[str, str] | None = None
-            ) -> pd.DataFrame:
+def by_size(
+    rows: pd.DataFrame, columns: str, values: str, names: dict[str, str] | None = None
+) -> pd.DataFrame:
     """A row a size, in the order in which they come; a column a context ("1,024") or another key, those of
     ``names`` in that order and by these names."""
     found = rows.pivot(index="size", columns=columns, values=values).loc[rows["size"].unique()]
     if names:
         found = found[[name for name in names if name in found]].rename(columns=names)
     return found.rename(columns=lambda name: name if isinstance(name, str) else f"{name:,}").rename_axis(
-        columns=None)
+        columns=None
+    )

@@ -1,5 +1,6 @@
 """What the shipped reference found, for reports of other machines: chapters/reference.json, which
 :mod:`stepscope.report.reference` makes of its records."""
+
 import json
 from functools import cache
 from pathlib import Path

@@ -3,6 +3,7 @@
 A figure is one SVG for light and dark: its colours are variables that the reader's scheme sets, its text is
 text. It is 432 points wide, so that 11 points are 9 pixels on a phone of 390.
 """
+
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,23 +25,73 @@ WIDTH = 6.0  # inches
 TEXT = 11  # points, the least there is
 INK, MUTED, GRID, FILL, PAPER = "#1b1f24", "#59636e", "#d5dae0", "#c3cad3", "#ffffff"
 BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (  # read as text on paper (4.5:1), all but the sky
-    "#0067a8", "#b84a00", "#007a5e", "#a8467f", "#8a6100", "#3f8fc4", "#b3261e")
+    "#0067a8",
+    "#b84a00",
+    "#007a5e",
+    "#a8467f",
+    "#8a6100",
+    "#3f8fc4",
+    "#b3261e",
+)
 DARK = {
-    INK: "#e6e9ed", MUTED: "#a3adb8", GRID: "#353c45", FILL: "#525b66", PAPER: "#14181d", BLUE: "#58b0f0",
-    ORANGE: "#ff9650", GREEN: "#35cba5", PINK: "#ea94c5", AMBER: "#e6b53c", SKY: "#a5d5f7", RED: "#ff8a80"}
-SIZE_COLORS = {"small": SKY, "medium": GREEN, "large": AMBER, "xl": ORANGE, "2.7B": BLUE, "10B": PINK,
-               "nano": SKY, "micro": GREEN, "tiny": BLUE}
+    INK: "#e6e9ed",
+    MUTED: "#a3adb8",
+    GRID: "#353c45",
+    FILL: "#525b66",
+    PAPER: "#14181d",
+    BLUE: "#58b0f0",
+    ORANGE: "#ff9650",
+    GREEN: "#35cba5",
+    PINK: "#ea94c5",
+    AMBER: "#e6b53c",
+    SKY: "#a5d5f7",
+    RED: "#ff8a80",
+}
+SIZE_COLORS = {
+    "small": SKY,
+    "medium": GREEN,
+    "large": AMBER,
+    "xl": ORANGE,
+    "2.7B": BLUE,
+    "10B": PINK,
+    "nano": SKY,
+    "micro": GREEN,
+    "tiny": BLUE,
+}
 PRECISION_COLORS = {"fp32": INK, "tf32": AMBER, "bf16": BLUE, "fp16": GREEN}
 PHASE_COLORS = {"forward": BLUE, "loss": INK, "backward": ORANGE, "optimizer": GREEN}
 STYLE = {
-    "figure.constrained_layout.use": True, "font.family": "DejaVu Sans", "font.size": TEXT, "text.color": INK,
-    "axes.titlesize": TEXT, "axes.labelsize": TEXT, "axes.labelcolor": INK, "axes.edgecolor": MUTED,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True,
-    "axes.formatter.useoffset": False, "grid.color": GRID, "grid.linewidth": 0.6, "xtick.labelsize": TEXT,
-    "ytick.labelsize": TEXT, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK, "legend.fontsize": TEXT, "legend.frameon": False, "figure.facecolor": PAPER,
-    "axes.facecolor": PAPER, "savefig.facecolor": PAPER, "lines.linewidth": 2, "lines.markersize": 5,
-    "svg.fonttype": "none", "svg.hashsalt": "stepscope"}
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",
+    "font.size": TEXT,
+    "text.color": INK,
+    "axes.titlesize": TEXT,
+    "axes.labelsize": TEXT,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.formatter.useoffset": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.labelsize": TEXT,
+    "ytick.labelsize": TEXT,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.fontsize": TEXT,
+    "legend.frameon": False,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "lines.linewidth": 2,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "stepscope",
+}
 
 
 @contextmanager
@@ -67,8 +118,9 @@ class Picture(Figure):
 
 
 @look()
-def figure(message: str, height: float = 3.2, rows: int = 1, columns: int = 1,
-           **subplots: Any) -> tuple[Picture, Any]:
+def figure(
+    message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
+) -> tuple[Picture, Any]:
     """A figure whose title is its message, wrapped to its width, and its axes (as of ``Figure.subplots``)."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
@@ -87,19 +139,32 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(out)
 
 
-def lines(axes: Axes, rows: pd.DataFrame, x: str, y: str, hue: str, colors: Mapping[str, str]
-          ) -> dict[str, tuple[float, float]]:
+def lines(
+    axes: Axes, rows: pd.DataFrame, x: str, y: str, hue: str, colors: Mapping[str, str]
+) -> dict[str, tuple[float, float]]:
     """A line of markers for each value of ``hue``; where each ends, as :func:`label_ends` takes it."""
     palette = {name: colors.get(name, INK) for name in rows[hue].unique()}
-    sns.lineplot(rows, x=x, y=y, hue=hue, palette=palette, estimator=None, marker="o", markeredgewidth=0,
-                 legend=False, ax=axes)
+    sns.lineplot(
+        rows,
+        x=x,
+        y=y,
+        hue=hue,
+        palette=palette,
+        estimator=None,
+        marker="o",
+        markeredgewidth=0,
+        legend=False,
+        ax=axes,
+    )
     last = rows.sort_values(x).drop_duplicates(hue, keep="last")
     return {name: (at, value) for name, at, value in zip(last[hue], last[x], last[y])}
 
 
-def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str],
-               gap: float = 1.25) -> None:
+def label_ends(
+    axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str], gap: float = 1.25
+) -> None:
     """Name lines at their right ends, (x, y) each, kept apart by ``gap`` lines of text: no legend."""
+
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
@@ -114,13 +179,25 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapp
             if short > 1e-4:
                 at[low], at[low + 1] = at[low] - short / 2, at[low + 1] + short / 2
     for name, y in zip(order, at):
-        axes.annotate(name, (place_of(ends[name])[0], y), xycoords="axes fraction", xytext=(6, 0),
-                      textcoords="offset points", va="center", color=colors.get(name, INK),
-                      annotation_clip=False)
+        axes.annotate(
+            name,
+            (place_of(ends[name])[0], y),
+            xycoords="axes fraction",
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=colors.get(name, INK),
+            annotation_clip=False,
+        )
 
 
-def stacked_bars(axes: Axes, parts: pd.DataFrame, colors: Mapping[str, str],
-                 text: Callable[[str, int], str] | None = None, least: float = 0.09) -> None:
+def stacked_bars(
+    axes: Axes,
+    parts: pd.DataFrame,
+    colors: Mapping[str, str],
+    text: Callable[[str, int], str] | None = None,
+    least: float = 0.09,
+) -> None:
     """A horizontal bar a row, from the top down, a part a column; columns without a colour are "other".
 
     Args:
@@ -133,12 +210,26 @@ def stacked_bars(axes: Axes, parts: pd.DataFrame, colors: Mapping[str, str],
         label = "other" if seen and name in others[-1:] else "_"
         if name in colors and parts[name].max() > 0.003 * parts.sum(axis=1).max():  # wide enough to be seen
             label = name
-        axes.barh(places, parts[name], left=left, height=0.66, color=colors.get(name, FILL), edgecolor=PAPER,
-                  linewidth=0.5, label=label)
+        axes.barh(
+            places,
+            parts[name],
+            left=left,
+            height=0.66,
+            color=colors.get(name, FILL),
+            edgecolor=PAPER,
+            linewidth=0.5,
+            label=label,
+        )
         for place, width in enumerate(parts[name]):
             if text and width > least:
-                axes.text(left[place] + width / 2, place, text(name, place), ha="center", va="center",
-                          color=PAPER if name in colors else INK)
+                axes.text(
+                    left[place] + width / 2,
+                    place,
+                    text(name, place),
+                    ha="center",
+                    va="center",
+                    color=PAPER if name in colors else INK,
+                )
         left += parts[name].to_numpy()
     axes.set_yticks(places, list(parts.index))
     axes.invert_yaxis()
@@ -152,8 +243,13 @@ def without_axis(axes: Axes) -> None:
     axes.tick_params(left=False, bottom=False, labelbottom=False)
 
 
-def bars(axes: Axes, labels: Sequence[str], values: Sequence[float], texts: Sequence[str],
-         colors: str | Sequence[str] = BLUE) -> None:
+def bars(
+    axes: Axes,
+    labels: Sequence[str],
+    values: Sequence[float],
+    texts: Sequence[str],
+    colors: str | Sequence[str] = BLUE,
+) -> None:
     """Horizontal bars from the top down, each with its number at its end; no axis is needed."""
     places = range(len(values))
     axes.barh(places, values, color=colors, height=0.66)
@@ -170,8 +266,9 @@ def plain_ticks(drawn: Figure) -> None:
     for axis in (axis for axes in drawn.axes for axis in (axes.xaxis, axes.yaxis)):
         if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
             axis.set_major_locator(LogLocator(numticks=6))
-            axis.set_major_formatter(FuncFormatter(
-                lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+            axis.set_major_formatter(
+                FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+            )
             axis.set_minor_formatter(NullFormatter())
 
 
@@ -184,7 +281,7 @@ def svg(drawn: Figure) -> str:
     out = io.StringIO()
     FigureCanvasSVG(drawn).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     text = out.getvalue()
-    text = text[text.index("<svg"):]
+    text = text[text.index("<svg") :]
     text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<defs/>", "", text, flags=re.DOTALL)
 
     def shorter(tag: re.Match) -> str:

@@ -2,6 +2,7 @@
 
 A column's unit is the end of its heading: "wall, ms". A share of 0.742 is 74%.
 """
+
 import math
 import re
 import unicodedata
@@ -17,16 +18,38 @@ NONE = "–"
 MOST_ROWS = 15
 MOST_TEXT = 200  # characters of a text that a record brought
 # What follows a number in words. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
-UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {unit: f" {unit}" for unit in (
-    "ms", "µs", "s", "min", "h", "GiB", "MiB", "KiB", "B", "MHz", "W", "J", "TFLOP/s", "TB/s", "GB/s",
-    "tokens/s", "kWh", "nats")}
+UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
+    unit: f" {unit}"
+    for unit in (
+        "ms",
+        "µs",
+        "s",
+        "min",
+        "h",
+        "GiB",
+        "MiB",
+        "KiB",
+        "B",
+        "MHz",
+        "W",
+        "J",
+        "TFLOP/s",
+        "TB/s",
+        "GB/s",
+        "tokens/s",
+        "kWh",
+        "nats",
+    )
+}
 LEAST_PERCENT = 0.001  # of what is not zero
 IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
-SUFFIXES = {"us": "µs"} | {unit.lower(): unit for unit in (
-    "ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")}  # of columns' names
+SUFFIXES = {"us": "µs"} | {
+    unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
+}  # of columns' names
 # Columns of runs' tables whose unit is not in their name: shares, and counts that may have none.
 UNSAID = dict.fromkeys(("busy", "share", "mfu", "mfu_measured", "mfu_at_clock"), "%") | dict.fromkeys(
-    ("operations", "count", "passes", "steps", "launches", "kernels"), "n")
+    ("operations", "count", "passes", "steps", "launches", "kernels"), "n"
+)
 WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", "mfu": "MFU"}
 
 
@@ -107,30 +130,33 @@ class Shown:
 
 def escape(text: object) -> str:
     """Text of a record as markdown that shows it on one line and does nothing: no markup, link or address."""
-    cut = str(text)[:MOST_TEXT + 1]
+    cut = str(text)[: MOST_TEXT + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
     if len(line) > MOST_TEXT:
         line = f"{line[:MOST_TEXT]}…"
     line = re.sub(r"([\\`*_\[\]<>|&~$])", r"\\\1", line)
-    line = re.sub(r"^([-+#=]|\d+(?=[.)]( |$)))", lambda start: (
-        start[1][:-1] + f"&#{ord(start[1][-1])};" if start[1][0].isdigit() else f"\\{start[1]}"), line)
+    line = re.sub(
+        r"^([-+#=]|\d+(?=[.)]( |$)))",
+        lambda start: start[1][:-1] + f"&#{ord(start[1][-1])};" if start[1][0].isdigit() else f"\\{start[1]}",
+        line,
+    )
     addresses = r"(?i):(?=//)|@(?=\w)|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)"
     return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # a word joiner, which shows as nothing
 
 
 def listed(words: Sequence[str]) -> str:
-    """"a", "a and b", "a, b and c"."""
+    """ "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def all_of(count: int, noun: str) -> str:
-    """"the one profile", "both profiles", "all 22 profiles"."""
+    """ "the one profile", "both profiles", "all 22 profiles"."""
     return {1: f"the one {noun}", 2: f"both {_plural(noun)}"}.get(count, f"all {count:,} {_plural(noun)}")
 
 
 def some_of(some: int, count: int, noun: str) -> str:
-    """"none of the 2 profiles", "both profiles", "12 of the 22 profiles"."""
+    """ "none of the 2 profiles", "both profiles", "12 of the 22 profiles"."""
     return all_of(count, noun) if some == count else f"{some or 'none'} of the {count:,} {_plural(noun)}"
 
 
@@ -140,6 +166,7 @@ def _plural(noun: str) -> str:
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
     """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
+
     def heading(name: Any) -> Any:
         if not isinstance(name, str) or ", " in name:
             return name
@@ -148,11 +175,17 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
             return WORDS.get(name, name.replace("_", " "))
         words = words.replace("_", " ")
         return f"{WORDS.get(words, words)}, {SUFFIXES[unit]}" if words else SUFFIXES[unit]
+
     return frame.rename(columns=heading)
 
 
-def table(frame: pd.DataFrame, unit: str = "", bold: tuple[str, ...] | None = None, rows: int = MOST_ROWS,
-          note: str = "") -> pd.DataFrame:
+def table(
+    frame: pd.DataFrame,
+    unit: str = "",
+    bold: tuple[str, ...] | None = None,
+    rows: int = MOST_ROWS,
+    note: str = "",
+) -> pd.DataFrame:
     """What a printed table's function returns: the frame, with how it is printed.
 
     Args:
@@ -202,8 +235,11 @@ def _is_bool(value: Any) -> bool:
 def _embolden(columns: list[list[str]], numeric: list[int], which: str, along: str) -> None:
     """Mark the least or greatest number shown of each row or column; none where all are the same."""
     count = len(columns[0])
-    lines = ([[(place, row) for place in numeric] for row in range(count)] if along == "row"
-             else [[(place, row) for row in range(count)] for place in numeric])
+    lines = (
+        [[(place, row) for place in numeric] for row in range(count)]
+        if along == "row"
+        else [[(place, row) for row in range(count)] for place in numeric]
+    )
     for line in lines:
         at = {(place, row): columns[place][row] for place, row in line if columns[place][row] != NONE}
         values = {key: _read(text) for key, text in at.items()}
@@ -223,8 +259,16 @@ def markdown(frame: pd.DataFrame) -> str:
     headings, columns, units = _cells(frame.head(how["rows"]), how["unit"])
     if how["bold"] and columns:
         which, along, *only = how["bold"]
-        _embolden(columns, [place for place, unit in enumerate(units) if unit != "text"
-                            and (not only or frame.columns[place] in only)], which, along)
+        _embolden(
+            columns,
+            [
+                place
+                for place, unit in enumerate(units)
+                if unit != "text" and (not only or frame.columns[place] in only)
+            ],
+            which,
+            along,
+        )
     left = [unit == "text" for unit in units]
     lines = [headings, [":--" if text else "--:" for text in left], *map(list, zip(*columns))]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -233,9 +277,11 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def quartiles(rows: pd.DataFrame) -> pd.Series:
-    """"58.3 to 58.6" of each row's ``wall_q1_ms`` and ``wall_q3_ms``, None of what did not run."""
-    texts = [None if missing(low) else f"{digits(low, 'ms')} to {digits(high, 'ms')}"
-             for low, high in zip(rows["wall_q1_ms"], rows["wall_q3_ms"])]
+    """ "58.3 to 58.6" of each row's ``wall_q1_ms`` and ``wall_q3_ms``, None of what did not run."""
+    texts = [
+        None if missing(low) else f"{digits(low, 'ms')} to {digits(high, 'ms')}"
+        for low, high in zip(rows["wall_q1_ms"], rows["wall_q3_ms"])
+    ]
     return pd.Series(texts, rows.index, dtype=object)
 
 
@@ -250,7 +296,7 @@ def wall_cell(row: Mapping[str, Any]) -> str:
 
 
 def counted(counts: pd.Series) -> str:
-    """"10", or "10 to 100", of counts; "some" where none is known."""
+    """ "10", or "10 to 100", of counts; "some" where none is known."""
     known = counts.dropna()
     ends = dict.fromkeys(digits(end, "n") for end in (known.min(), known.max())) if len(known) else ["some"]
     return " to ".join(ends)
@@ -260,10 +306,12 @@ def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataF
     """A notebook's table, printed as the report's are: some columns, headings with units, three significant
     digits, shares in percent, counts whole, no index."""
     rows = frame[list(columns)] if columns is not None else frame
-    said = {name: f"{WORDS.get(name, name).replace('_', ' ')}, {UNSAID[name]}"
-            for name in rows if name in UNSAID}
+    said = {
+        name: f"{WORDS.get(name, name).replace('_', ' ')}, {UNSAID[name]}" for name in rows if name in UNSAID
+    }
     rows = headed(rows.rename(columns=said))
     headings, cells, _ = _cells(rows.reset_index() if any(rows.index.names) else rows, "")
     plain = [[re.sub(r"\\(.)", r"\1", cell) for cell in column] for column in cells]
-    return pd.DataFrame(dict(zip((re.sub(r"\\(.)", r"\1", name) for name in headings), plain)),
-                        index=[""] * len(frame))
+    return pd.DataFrame(
+        dict(zip((re.sub(r"\\(.)", r"\1", name) for name in headings), plain)), index=[""] * len(frame)
+    )

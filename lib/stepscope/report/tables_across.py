@@ -1,4 +1,5 @@
 """Tables of several studies."""
+
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -19,36 +20,62 @@ FEWEST = 4  # key numbers, from which on a machine is compared
 
 def _rate(tables: Tables, name: str, column: str, what: str, unit: str, **wanted: object) -> Iterator[dict]:
     """The fastest of all runs: what disturbs one only slows it."""
-    yield {"what": what, "shape": "", "unit": unit, "value": select(
-        tables[name], **wanted, **{column: pd.Series.notna})[column].max()}
+    yield {
+        "what": what,
+        "shape": "",
+        "unit": unit,
+        "value": select(tables[name], **wanted, **{column: pd.Series.notna})[column].max(),
+    }
 
 
 def _launch(tables: Tables) -> Iterator[dict]:
     """Wall time a kernel in the fastest steps of a model whose work on the GPU is tiny."""
-    rows = select(tables["benchmark.times"], batch_size=1, context_length=lambda length: length <= 16,
-                  phase=WHOLE, mode="step")
+    rows = select(
+        tables["benchmark.times"],
+        batch_size=1,
+        context_length=lambda length: length <= 16,
+        phase=WHOLE,
+        mode="step",
+    )
     row = rows[launch_bound_rows(rows)].iloc[[0]]
-    yield _row(row.iloc[0], "a launch, in a step of {size} that waits", "us",
-               (row["wall_min_ms"] / row["operations"]).iloc[0] * 1e3)
+    yield _row(
+        row.iloc[0],
+        "a launch, in a step of {size} that waits",
+        "us",
+        (row["wall_min_ms"] / row["operations"]).iloc[0] * 1e3,
+    )
 
 
 def _gpu_bound(tables: Tables) -> Iterator[dict]:
-    for _, row in select(tables["benchmark.times"], PLAIN, precision="fp32", context_length=reference,
-                         mode="step", phase=WHOLE, gpu_ms=pd.Series.notna).iterrows():
+    for _, row in select(
+        tables["benchmark.times"],
+        PLAIN,
+        precision="fp32",
+        context_length=reference,
+        mode="step",
+        phase=WHOLE,
+        gpu_ms=pd.Series.notna,
+    ).iterrows():
         yield _row(row, "{size}'s fp32 step, GPU time", "ms", row["gpu_ms"])
 
 
 def _waiting(tables: Tables) -> Iterator[dict]:
     """The step that waits for launches most."""
-    rows = select(tables["mixed_precision.times"], PLAIN, precision="bf16", context_length=min, mode="step",
-                  phase=WHOLE)
+    rows = select(
+        tables["mixed_precision.times"], PLAIN, precision="bf16", context_length=min, mode="step", phase=WHOLE
+    )
     for _, row in rows[launch_bound_rows(rows)].head(1).iterrows():
         yield _row(row, "{size}'s bf16 step, which waits for launches", "ms", row["wall_min_ms"])
 
 
 def _last(tables: Tables) -> Iterator[dict]:
-    for _, row in select(tables["ladder.steps"], SHAPE, optimization=RUNGS[-1], context_length=reference,
-                         wall_ms=pd.Series.notna).iterrows():
+    for _, row in select(
+        tables["ladder.steps"],
+        SHAPE,
+        optimization=RUNGS[-1],
+        context_length=reference,
+        wall_ms=pd.Series.notna,
+    ).iterrows():
         yield _row(row, "{size}'s step with all changes", "ms", row["wall_ms"])
 
 
@@ -60,12 +87,18 @@ def _row(row: pd.Series, what: str, unit: str, value: float) -> dict[str, Any]:
 
 NUMBERS: list[Callable[[Tables], Iterator[dict]]] = [
     lambda tables: _rate(tables, "ladder.results", "matmul_bf16", "a large bf16 matmul", "TFLOP/s"),
-    lambda tables: _rate(tables, "ladder.results", "kept_up_tflops", "one bf16 matmul after another",
-                         "TFLOP/s"),
-    lambda tables: _rate(tables, "benchmark.results", "matmul_tflops", "a large fp32 matmul", "TFLOP/s",
-                         precision="fp32"),
+    lambda tables: _rate(
+        tables, "ladder.results", "kept_up_tflops", "one bf16 matmul after another", "TFLOP/s"
+    ),
+    lambda tables: _rate(
+        tables, "benchmark.results", "matmul_tflops", "a large fp32 matmul", "TFLOP/s", precision="fp32"
+    ),
     lambda tables: _rate(tables, "benchmark.results", "copy_tb_s", "a large copy", "TB/s"),
-    _launch, _gpu_bound, _waiting, _last]
+    _launch,
+    _gpu_bound,
+    _waiting,
+    _last,
+]
 
 
 def key_numbers(tables: Tables) -> pd.DataFrame:
@@ -98,10 +131,21 @@ def with_reference(tables: Tables) -> pd.DataFrame:
 def beside_reference(tables: Tables) -> pd.DataFrame:
     """The key numbers beside the reference's."""
     rows = with_reference(tables)
-    texts = {name: [number(*pair) for pair in zip(rows[name], rows["unit"])]
-             for name in ("value", "value_there")}
-    return table(pd.DataFrame({"what": rows["what"], "of": rows["shape"], "here": texts["value"],
-                               "the reference": texts["value_there"], "speed, %": rows["speed"]}), rows=40)
+    texts = {
+        name: [number(*pair) for pair in zip(rows[name], rows["unit"])] for name in ("value", "value_there")
+    }
+    return table(
+        pd.DataFrame(
+            {
+                "what": rows["what"],
+                "of": rows["shape"],
+                "here": texts["value"],
+                "the reference": texts["value_there"],
+                "speed, %": rows["speed"],
+            }
+        ),
+        rows=40,
+    )
 
 
 PRINTED = {"beside_reference": beside_reference}

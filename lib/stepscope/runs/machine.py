@@ -1,4 +1,5 @@
 """What a measurement was taken on: the machine and its software. No host name, no address, no path."""
+
 import functools
 import hashlib
 import json
@@ -15,24 +16,41 @@ import stepscope
 
 # What a number depends on: the rooms that measure and what they stand on. No sweep, no report, but the script
 # that the report hands out, which the ladder measures.
-MEASURING = ("config.py", "freezer.py", "gpu_lock.py", "stats.py", "model", "measure", "optimizations",
-             "traces", "studies", "report/chapters/fast_step.py")
+MEASURING = (
+    "config.py",
+    "freezer.py",
+    "gpu_lock.py",
+    "stats.py",
+    "model",
+    "measure",
+    "optimizations",
+    "traces",
+    "studies",
+    "report/chapters/fast_step.py",
+)
 OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
-PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy",
-            "transformers")
+PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 
 
 def machine(device: str) -> dict[str, Any]:
     """The hardware: GPU (if ``device`` is one), processor, memory."""
-    cpu = {"cpu": _cpu_name(), "cpu_cores": len(os.sched_getaffinity(0)),
-           "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)}
+    cpu = {
+        "cpu": _cpu_name(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
     import torch  # here and below, not above: the command line starts sooner without it
+
     gpu = torch.cuda.get_device_properties(0)
-    return {"device_name": gpu.name, "gpu_memory_gib": round(gpu.total_memory / 2**30, 2),
-            "multiprocessors": gpu.multi_processor_count, "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "l2_cache_mib": round(gpu.L2_cache_size / 2**20)} | cpu
+    return {
+        "device_name": gpu.name,
+        "gpu_memory_gib": round(gpu.total_memory / 2**30, 2),
+        "multiprocessors": gpu.multi_processor_count,
+        "compute_capability": f"{gpu.major}.{gpu.minor}",
+        "l2_cache_mib": round(gpu.L2_cache_size / 2**20),
+    } | cpu
 
 
 def _cpu_name() -> str:
@@ -49,6 +67,7 @@ def software() -> dict[str, str | int | None]:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     import torch
+
     versions["torch"] = torch.__version__
     if torch.version.cuda:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
@@ -69,6 +88,7 @@ def source_digest(package: Path) -> str:
 
 def _driver() -> str | None:
     import pynvml
+
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         return pynvml.nvmlSystemGetDriverVersion()
@@ -83,6 +103,7 @@ def gpus_here() -> list[dict[str, Any]]:
     Asked of a process of its own, so that this one has no CUDA context and has not waited for torch's import.
     """
     import pynvml
+
     try:
         pynvml.nvmlInit()  # without a driver there is nothing to wait for
     except pynvml.NVMLError:
@@ -94,9 +115,16 @@ def gpus_here() -> list[dict[str, Any]]:
 
 def print_gpus() -> None:
     import torch
+
     count = torch.cuda.device_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [name.strip() for name in named.split(",")] if named else [str(index) for index in range(count)]
     properties = [torch.cuda.get_device_properties(index) for index in range(count)]
-    print(json.dumps([{"visible": name, "name": gpu.name, "gib": gpu.total_memory / 2**30}
-                      for name, gpu in zip(visible, properties)]))
+    print(
+        json.dumps(
+            [
+                {"visible": name, "name": gpu.name, "gib": gpu.total_memory / 2**30}
+                for name, gpu in zip(visible, properties)
+            ]
+        )
+    )

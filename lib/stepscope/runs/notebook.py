@@ -1,4 +1,5 @@
 """The notebook's side of a run: say what it runs on, keep what was measured, say what was found."""
+
 import hashlib
 import os
 import shutil
@@ -23,8 +24,17 @@ from stepscope.runs.run import notebook_of
 from stepscope.runs.source import source_by_hand
 from stepscope.runs.store import Store, runs_folder
 
-WHICH = ("precision", "mode", "optimization", "batch_size", "implementation", "sequence", "phase", "blocks",
-         "checkpoint_policy")  # columns that say which row it is
+WHICH = (
+    "precision",
+    "mode",
+    "optimization",
+    "batch_size",
+    "implementation",
+    "sequence",
+    "phase",
+    "blocks",
+    "checkpoint_policy",
+)  # columns that say which row it is
 # Up to here a step's operators on a CPU are over before threads have found each other; where the cores are
 # busy, threads wait for each other 35 times as long as one takes.
 ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}
@@ -61,8 +71,10 @@ class Run:
             with self.store.writing():  # says now what else it would say when all is measured
                 there = self.store.device_name()
             if there and there != on:
-                raise ConfigError(f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
-                                  " name another folder")
+                raise ConfigError(
+                    f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
+                    " name another folder"
+                )
         if self.folder and (shell := get_ipython()):
             shell.events.register("pre_run_cell", self._alone)
         if self.folder:  # what runs out of memory later has still said on what
@@ -70,8 +82,12 @@ class Run:
         said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
         display(Markdown("; ".join(said)))
 
-    def keep(self, tables: Mapping[str, pd.DataFrame], results: Mapping[str, Any] | None = None,
-             files: Sequence[str | Path] = ()) -> None:
+    def keep(
+        self,
+        tables: Mapping[str, pd.DataFrame],
+        results: Mapping[str, Any] | None = None,
+        files: Sequence[str | Path] = (),
+    ) -> None:
         """Keep what was measured, right after it was: what fails later in a cell that shows costs none of it.
 
         Args:
@@ -85,8 +101,12 @@ class Run:
         named = {"unsteady": words} if (words := unsteady_rows(tables)) else {}
         self.outcome |= {"results": plain(named | dict(results or {})), "measuring_s": round(locked_s(), 3)}
         if self.folder:
-            tell(self.folder, tables=_write(tables, files, self.folder), results=self.outcome["results"],
-                 measuring_s=self.outcome["measuring_s"])
+            tell(
+                self.folder,
+                tables=_write(tables, files, self.folder),
+                results=self.outcome["results"],
+                measuring_s=self.outcome["measuring_s"],
+            )
         if self.store:
             with self.store.writing():
                 folder = self.store.folder_in_making()
@@ -113,8 +133,12 @@ class Run:
         shell = get_ipython()
         executed = shell.user_ns["In"] if shell else []
         source = source_by_hand(executed, notebook_of(self.config)) if executed else None
-        own = {"started_at": self.started_at, "duration_s": round(time.monotonic() - self.began, 3),
-               "software": self.outcome["software"] | {"notebook_source": source}, "status": "ok"}
+        own = {
+            "started_at": self.started_at,
+            "duration_s": round(time.monotonic() - self.began, 3),
+            "software": self.outcome["software"] | {"notebook_source": source},
+            "status": "ok",
+        }
         try:
             return Record.of(self.config, **self.outcome | own)
         except ValidationError as error:

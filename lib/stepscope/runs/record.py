@@ -2,6 +2,7 @@
 
 :func:`read_record` alone decides that: every command leaves out the same records, and names them.
 """
+
 import hashlib
 import json
 import math
@@ -54,8 +55,10 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=10**9)]
 Digest = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
 Moment = Annotated[
-    AwareDatetime, Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(2200, 1, 1, tzinfo=UTC)),
-    AfterValidator(lambda moment: moment.astimezone(UTC))]
+    AwareDatetime,
+    Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(2200, 1, 1, tzinfo=UTC)),
+    AfterValidator(lambda moment: moment.astimezone(UTC)),
+]
 Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_not_finite)]
 
 
@@ -131,8 +134,11 @@ class Record(BaseModel):
 
 def named_unsteady(records: list[Record]) -> list[str]:
     """A sentence a run that has something that cannot be, or does not repeat: what, and how."""
-    return [f"{record.study}/{record.run_id}: unsteady, and in no sentence: {words}"
-            for record in records if (words := record.results.get("unsteady"))]
+    return [
+        f"{record.study}/{record.run_id}: unsteady, and in no sentence: {words}"
+        for record in records
+        if (words := record.results.get("unsteady"))
+    ]
 
 
 def of_two_notebooks(records: Iterable[Record]) -> list[str]:
@@ -143,8 +149,12 @@ def of_two_notebooks(records: Iterable[Record]) -> list[str]:
             config = studies().get(record.study, RunConfig)
             name = config.notebook_for({"study": record.study} | record.config)
             sources.setdefault(name, set()).add(record.notebook_source)
-    return [f"{name}: its runs were measured by {len(own)} different notebooks ({', '.join(sorted(own))});"
-            " what differs may be the notebooks" for name, own in sources.items() if len(own) > 1]
+    return [
+        f"{name}: its runs were measured by {len(own)} different notebooks ({', '.join(sorted(own))});"
+        " what differs may be the notebooks"
+        for name, own in sources.items()
+        if len(own) > 1
+    ]
 
 
 def plain(said: Any) -> Any:

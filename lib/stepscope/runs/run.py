@@ -7,6 +7,7 @@ A run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``)
 all it starts: kernel, nsys, compile workers. They bear the run's folder in their environment, by which they
 are found and killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
 """
+
 import json
 import logging
 import os
@@ -55,8 +56,13 @@ class Abandoned(StepscopeError, RuntimeError):
     """Whoever asked for a run is gone; its processes were ended."""
 
 
-def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeout_s: float | None = None,
-             abandoned: Callable[[], bool] = lambda: False) -> Record:
+def make_run(
+    config: RunConfig,
+    folder: Path,
+    environment: dict[str, str],
+    timeout_s: float | None = None,
+    abandoned: Callable[[], bool] = lambda: False,
+) -> Record:
     """Run one configuration in ``folder``, which is empty, and wait for its end, which is in the record: ok,
     oom (a result) or failed (with its cause).
 
@@ -71,20 +77,44 @@ def make_run(config: RunConfig, folder: Path, environment: dict[str, str], timeo
     started_at, started = datetime.now(UTC), time.monotonic()
     temporary = folder / TEMPORARY
     temporary.mkdir()
-    environment = {name: value for name, value in os.environ.items() if name not in DASKS} | ENVIRONMENT | {
-        MARK: str(folder), "TMPDIR": str(temporary), "IPYTHONDIR": str(temporary),
-        # compilers' caches are each run's own: nobody waits for a lock of one that is frozen
-        "TRITON_CACHE_DIR": str(temporary / "triton"), "CUDA_CACHE_PATH": str(temporary / "cuda"),
-        "JUPYTER_RUNTIME_DIR": str(temporary), HELD: str(temporary / "held")} | environment
+    environment = (
+        {name: value for name, value in os.environ.items() if name not in DASKS}
+        | ENVIRONMENT
+        | {
+            MARK: str(folder),
+            "TMPDIR": str(temporary),
+            "IPYTHONDIR": str(temporary),
+            # compilers' caches are each run's own: nobody waits for a lock of one that is frozen
+            "TRITON_CACHE_DIR": str(temporary / "triton"),
+            "CUDA_CACHE_PATH": str(temporary / "cuda"),
+            "JUPYTER_RUNTIME_DIR": str(temporary),
+            HELD: str(temporary / "held"),
+        }
+        | environment
+    )
     lock = environment.get(GPU_LOCK, "")
-    command = [sys.executable, "-P", "-m", "stepscope.runs.run", str(notebook_of(config, environment)),
-               json.dumps(parameters_of(config)), str(folder)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "stepscope.runs.run",
+        str(notebook_of(config, environment)),
+        json.dumps(parameters_of(config)),
+        str(folder),
+    ]
     with (folder / LOG).open("wb") as log:
         # A pipe from here is its standard input: it ends when this process does, and so does the run.
         # A run begins between two others' measurements, or its start would be beside one.
         with none_measures(lock) if lock else nullcontext():
-            process = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE,
-                                       stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         frozen = partial(frozen_s, started, lock, str(folder))
         try:
             reason = _wait(process, timeout_s, abandoned, frozen)
@@ -122,8 +152,12 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
     return parameters
 
 
-def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool],
-          frozen: Callable[[], float]) -> str | None:
+def _wait(
+    process: subprocess.Popen,
+    timeout_s: float | None,
+    abandoned: Callable[[], bool],
+    frozen: Callable[[], float],
+) -> str | None:
     """Wait for its end, or for a reason to end it. For how long it was ``frozen`` is no time of its own."""
     began = time.monotonic()
     while True:
@@ -166,14 +200,21 @@ def _cleaned(value: Any, folder: Path) -> Any:
 
 def without_machine(text: str, folder: Path) -> str:
     """A text without paths and name of this machine: notebooks are read, and committed, elsewhere."""
-    places = {str(folder / TEMPORARY): "<tmp>", str(folder): "<run>", sys.prefix: "<python>",
-              sys.base_prefix: "<python>", str(Path.home()): "~", tempfile.gettempdir(): "<tmp>",
-              os.uname().nodename: "<host>"}
+    places = {
+        str(folder / TEMPORARY): "<tmp>",
+        str(folder): "<run>",
+        sys.prefix: "<python>",
+        sys.base_prefix: "<python>",
+        str(Path.home()): "~",
+        tempfile.gettempdir(): "<tmp>",
+        os.uname().nodename: "<host>",
+    }
     if PROJECT:
         places[str(PROJECT)] = "."
     home = f"{Path.home()}/"  # tracebacks write it as a tilde
-    places |= {f"~/{place.removeprefix(home)}": name
-               for place, name in places.items() if place.startswith(home)}
+    places |= {
+        f"~/{place.removeprefix(home)}": name for place, name in places.items() if place.startswith(home)
+    }
     for place, name in sorted(places.items(), key=lambda item: -len(item[0])):
         if len(place) > 3:
             text = text.replace(place, name)
@@ -203,6 +244,7 @@ def end_marked(folder: Path) -> None:
 
 
 # What follows goes on in the run's own process.
+
 
 def main(notebook: str, parameters: str, place: str) -> None:
     folder = Path(place)
@@ -265,9 +307,19 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     cells = _MeasuringCells(folder / TEMPORARY / "held")
     try:
         papermill.execute_notebook(
-            notebook, folder / NOTEBOOK, parameters | {"run_folder": "."}, kernel_name="python3", cwd=".",
-            progress_bar=False, record_timing=False, kernel_manager_class=Kernel, on_cell_execute=cells.begin,
-            on_cell_executed=cells.end, start_timeout=PATIENCE_S, iopub_timeout=PATIENCE_S)
+            notebook,
+            folder / NOTEBOOK,
+            parameters | {"run_folder": "."},
+            kernel_name="python3",
+            cwd=".",
+            progress_bar=False,
+            record_timing=False,
+            kernel_manager_class=Kernel,
+            on_cell_execute=cells.begin,
+            on_cell_executed=cells.end,
+            start_timeout=PATIENCE_S,
+            iopub_timeout=PATIENCE_S,
+        )
     except PapermillExecutionError:
         return _errors(folder / NOTEBOOK)
     except DeadKernelError:

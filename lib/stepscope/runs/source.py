@@ -3,6 +3,7 @@
 A notebook's cells have tags. ``parameters`` are defaults and ``show`` is what only shows; all other code
 decides what is measured, and is in the digest.
 """
+
 import ast
 import hashlib
 import json
@@ -41,9 +42,15 @@ def code_cells(notebook: Path) -> list[Cell]:
     content = json.loads(notebook.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
         raise ValueError(f"{notebook}: is no notebook")
-    return [Cell("".join(cell["source"]), frozenset(cell.get("metadata", {}).get("tags", [])),
-                 [output for output in cell.get("outputs", []) if output["output_type"] == "error"])
-            for cell in content["cells"] if cell["cell_type"] == "code"]
+    return [
+        Cell(
+            "".join(cell["source"]),
+            frozenset(cell.get("metadata", {}).get("tags", [])),
+            [output for output in cell.get("outputs", []) if output["output_type"] == "error"],
+        )
+        for cell in content["cells"]
+        if cell["cell_type"] == "code"
+    ]
 
 
 def notebook_source(notebook: Path) -> str:

@@ -4,6 +4,7 @@ A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``n
 tables. A run is made in ``.partial/`` and renamed into its place when its record is written and synced, so
 what stands in place is whole, whenever and however a sweep ended.
 """
+
 import fcntl
 import hashlib
 import os
@@ -61,9 +62,11 @@ class Store:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise StoreBusy(f"{self.root}: another sweep is writing here (fuser {self.root}/.lock says"
-                                " which process); wait for it, stop it, or choose another --runs"
-                                " folder") from None
+                raise StoreBusy(
+                    f"{self.root}: another sweep is writing here (fuser {self.root}/.lock says"
+                    " which process); wait for it, stop it, or choose another --runs"
+                    " folder"
+                ) from None
             shutil.rmtree(self.partial, ignore_errors=True)
             try:
                 yield
@@ -79,8 +82,9 @@ class Store:
                 if entry.is_symlink() and entry.is_dir():
                     raise StoreError(f"{entry.path}: is a link; remove it, or choose another --runs folder")
                 if entry.name in (*studies(), self.partial.name) and not entry.is_dir():
-                    raise StoreError(f"{entry.path}: is no folder; remove it, or choose another --runs"
-                                     " folder")
+                    raise StoreError(
+                        f"{entry.path}: is no folder; remove it, or choose another --runs folder"
+                    )
             if not path.is_symlink():
                 with suppress(FileExistsError):
                     path.touch(exist_ok=False)

@@ -2,6 +2,7 @@
 
 To resume one is to give the same command again: what is done is skipped, what failed is tried again.
 """
+
 import hashlib
 import os
 import re
@@ -88,7 +89,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
             plan = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
             _require(plan.configs, workers.devices(), store, None)
         else:
-            gpus = gpus_here()[:options.workers]
+            gpus = gpus_here()[: options.workers]
             device, name = ("cuda", gpus[0]["name"]) if gpus else ("cpu", machine("cpu")["device_name"])
             plan = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
             _require(plan.configs, [device, "cpu"], store, name)
@@ -99,7 +100,8 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                 if not options.scheduler:
                     _name_semaphores(store.root)
                     client = closing.enter_context(
-                        local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu))
+                        local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu)
+                    )
                     workers = Workers(client, options.timeout_s, options.notebooks)
                 turns = ", which share a GPU: one measures at a time" * (end.left[0].device == "cuda")
                 console.print(f"{len(end.left)} runs to do{turns}; Dask's dashboard: {client.dashboard_link}")
@@ -164,16 +166,22 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
     """
     for config in configs:
         if config.device not in devices:
-            raise WorkersError(f"device: got {config.device!r} ({config.label}), but there is no"
-                               f" {'GPU' if config.device == 'cuda' else 'worker for a CPU'} here")
+            raise WorkersError(
+                f"device: got {config.device!r} ({config.label}), but there is no"
+                f" {'GPU' if config.device == 'cuda' else 'worker for a CPU'} here"
+            )
         if config.device == "cpu":
             require_device(config)
     if len({config.device for config in configs}) > 1:
-        raise SweepError("the sweep asks for runs on a GPU and on a CPU, and a runs folder holds one"
-                         " device's; make it two sweeps, each with its --runs folder")
+        raise SweepError(
+            "the sweep asks for runs on a GPU and on a CPU, and a runs folder holds one"
+            " device's; make it two sweeps, each with its --runs folder"
+        )
     if name and (there := store.device_name()) and there != name:
-        raise SweepError(f"{store.root}: holds runs of {there!r}, and this sweep's are of {name!r};"
-                         " choose another --runs folder")
+        raise SweepError(
+            f"{store.root}: holds runs of {there!r}, and this sweep's are of {name!r};"
+            " choose another --runs folder"
+        )
 
 
 def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
@@ -226,8 +234,16 @@ def plain(markdown: str) -> str:
 class _Sweep:
     """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
 
-    def __init__(self, workers: Workers, store: Store, options: SweepOptions, console: Console,
-                 end: SweepEnd, signals: list[str], began: float):
+    def __init__(
+        self,
+        workers: Workers,
+        store: Store,
+        options: SweepOptions,
+        console: Console,
+        end: SweepEnd,
+        signals: list[str],
+        began: float,
+    ):
         self.workers, self.store, self.options, self.console = workers, store, options, console
         self.end, self.signals, self.began = end, signals, began
         self.asked = {_name(config): config for config in end.left}
@@ -281,26 +297,33 @@ class _Sweep:
                 self.console.print(f"{result}; once more: {config.label}")
                 return
             folder = self.store.folder_in_making()
-            result = Record.of(config, status="failed", cause=str(result), started_at=datetime.now(UTC),
-                               duration_s=0)
+            result = Record.of(
+                config, status="failed", cause=str(result), started_at=datetime.now(UTC), duration_s=0
+            )
         device = result.machine.get("device_name")
         if device and device != (self.device_name or device):
-            raise WorkersError(f"{config.label} ran on {device!r}, and the other runs here on"
-                               f" {self.device_name!r}; choose another --runs folder")
+            raise WorkersError(
+                f"{config.label} ran on {device!r}, and the other runs here on"
+                f" {self.device_name!r}; choose another --runs folder"
+            )
         self.device_name = self.device_name or device
         self.store.commit(folder, result)
         self.end.counts[result.status] += 1
         self.done.add(_name(config))
         unsteady = f"unsteady: {result.results['unsteady']}" if result.results.get("unsteady") else None
         said = [str(result.results.get("finding") or "done"), *filter(None, [unsteady, result.cause])]
-        found = {"ok": "; ".join(said), "oom": "does not fit: out of memory",
-                 "failed": f"failed: {result.cause}"}[result.status]
+        found = {
+            "ok": "; ".join(said),
+            "oom": "does not fit: out of memory",
+            "failed": f"failed: {result.cause}",
+        }[result.status]
         # On a GPU others are waited for, which is not this run's time.
         took = f"{result.duration_s:.0f} s"
         if config.device == "cuda":
             took = f"{result.measuring_s:.0f} s measuring"
-        self.console.print(f"{len(self.done)}/{len(self.asked)} {config.label} ({took}): {plain(found)}"
-                           f"{self._about_left()}")
+        self.console.print(
+            f"{len(self.done)}/{len(self.asked)} {config.label} ({took}): {plain(found)}{self._about_left()}"
+        )
 
     def _about_left(self) -> str:
         """How long it may still take, at the rate of the runs so far."""

@@ -1,4 +1,5 @@
 """Sweep files: YAML that becomes configurations."""
+
 import itertools
 import math
 from collections import Counter
@@ -25,7 +26,7 @@ from stepscope.config import (
 from stepscope.model.accounting import peak
 from stepscope.yaml_files import load_yaml
 
-ACROSS = PACKAGE / "sweeps"    # of several studies
+ACROSS = PACKAGE / "sweeps"  # of several studies
 STUDIES = PACKAGE / "studies"  # of one study each
 LARGEST = "LARGEST"  # as a size: the largest that is predicted to fit
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
@@ -86,8 +87,10 @@ def find_sweeps(name: str) -> list[Path]:
     with suppress(OSError):  # a name too long
         if (path := Path(name)).is_file():
             return [path]
-    raise SweepError(f"{name:.200}: is no file, and none of the sweeps that ship with stepscope, which are"
-                     f" {', '.join(shipped)}")
+    raise SweepError(
+        f"{name:.200}: is no file, and none of the sweeps that ship with stepscope, which are"
+        f" {', '.join(shipped)}"
+    )
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:
@@ -114,8 +117,10 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
                     skip = asked.skip_too_large and gpu_gib and least_gib(config) > gpu_gib
                     group = too_large if skip else found
                     if group.setdefault((config.study, config.run_id), config) != config:
-                        raise SweepError(f"two of its configurations have the run id {config.run_id};"
-                                         " put them into different runs folders")
+                        raise SweepError(
+                            f"two of its configurations have the run id {config.run_id};"
+                            " put them into different runs folders"
+                        )
             except (ConfigError, SweepError, ValidationError) as error:
                 what = worded(error, Block) if isinstance(error, ValidationError) else error
                 place = "" if isinstance(source, dict) else f"{source}, block {number}: "
@@ -139,8 +144,9 @@ def peak_gib(config: RunConfig) -> float:
     """Predicted peak of a run's step as the assignment writes it, in fp32; 0 where a run is of no step."""
     if not isinstance(config, StepConfig):
         return 0.0
-    step = config.step(mode="step", precision="fp32", attention="naive", compile="none",
-                       optimizer="foreach", device="cuda")
+    step = config.step(
+        mode="step", precision="fp32", attention="naive", compile="none", optimizer="foreach", device="cuda"
+    )
     return peak(step).allocated / 2**30
 
 
@@ -166,9 +172,11 @@ def needed_gib(config: RunConfig) -> float:
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
     """Of the handout's sizes the largest whose step is predicted to fit; without a GPU, the smallest."""
+
     def fits(size: str) -> bool:
-        config = configure("benchmark", size=size, context_length=fields.get("context_length", 512),
-                           device="cpu")
+        config = configure(
+            "benchmark", size=size, context_length=fields.get("context_length", 512), device="cpu"
+        )
         return peak_gib(config) <= MOST_USED * (gpu_gib or 0.0)
 
     sizes = list(EDITIONS[2025])

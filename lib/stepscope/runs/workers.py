@@ -9,6 +9,7 @@ It is the sweep that places runs, and looks after them each half second: Dask's 
 worker has, not what is free there, so that a run would wait at one worker while another has room;
 ``priority=`` orders what waits at one worker; ``as_completed`` waits on when a signal has been noted.
 """
+
 import os
 import re
 import signal
@@ -30,8 +31,10 @@ from stepscope.runs.run import DASKS, NOTEBOOKS, end_marked, make_run
 RESOURCE = {"cuda": "GPU_GIB", "cpu": "RUNS"}  # by device: what a worker must offer
 MOST_A_GPU, CORES_A_RUN = 4, 4  # so many runs share a GPU where each has so many cores
 ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5  # waited for a scheduler's answer, its first worker, a close
-START = ("dask worker ADDRESS --nthreads 4 --resources GPU_GIB=139 (or, without a GPU, --nthreads 1"
-         " --resources RUNS=1)")
+START = (
+    "dask worker ADDRESS --nthreads 4 --resources GPU_GIB=139 (or, without a GPU, --nthreads 1"
+    " --resources RUNS=1)"
+)
 
 
 class WorkersError(StepscopeError, RuntimeError):
@@ -84,13 +87,22 @@ class Workers:
 
     def devices(self) -> list[str]:
         """``cuda``, ``cpu``: what some worker offers, the GPU first."""
-        return [device for device, resource in RESOURCE.items()
-                if any(resource in worker["resources"] for worker in self.offers.values())]
+        return [
+            device
+            for device, resource in RESOURCE.items()
+            if any(resource in worker["resources"] for worker in self.offers.values())
+        ]
 
     def gpu_gib(self) -> float | None:
         """Memory of the smallest GPU."""
-        return min((worker["resources"]["GPU_GIB"] for worker in self.offers.values()
-                    if "GPU_GIB" in worker["resources"]), default=None)
+        return min(
+            (
+                worker["resources"]["GPU_GIB"]
+                for worker in self.offers.values()
+                if "GPU_GIB" in worker["resources"]
+            ),
+            default=None,
+        )
 
     def busy(self) -> bool:
         """Whether no worker has a thread to spare."""
@@ -110,9 +122,15 @@ class Workers:
 
     def submit(self, config: RunConfig, folder: Path, address: str, takes: float) -> None:
         task = config, str(folder), self.timeout_s, self.environment
-        future = self.client.submit(work, *task, key=f"{config.study}-{config.run_id}-{folder.name}",
-                                    workers=[address], resources={RESOURCE[config.device]: takes},
-                                    retries=0, pure=False)
+        future = self.client.submit(
+            work,
+            *task,
+            key=f"{config.study}-{config.run_id}-{folder.name}",
+            workers=[address],
+            resources={RESOURCE[config.device]: takes},
+            retries=0,
+            pure=False,
+        )
         self.running.append(Assignment(config, folder, address, takes, future))
 
     def wait(self) -> list[tuple[Assignment, Record | Exception]]:
@@ -152,6 +170,7 @@ def workers_of(client: Any) -> dict[str, dict]:
 def work(config: RunConfig, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
     """What a worker's thread does: make one run in its folder, and give back its record as JSON."""
     from distributed import Status, get_worker
+
     worker = get_worker()
     key = worker.get_current_task()
 
@@ -162,8 +181,12 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
         return state is None or state.state == "cancelled" or not lives
 
     if not Path(folder).is_dir():
-        raise FileNotFoundError(2, f"worker {worker.name} does not see it; the runs folder has to be on a"
-                                   " file system that all share", folder)
+        raise FileNotFoundError(
+            2,
+            f"worker {worker.name} does not see it; the runs folder has to be on a"
+            " file system that all share",
+            folder,
+        )
     has_gpu = "GPU_GIB" in worker.state.total_resources
     shared = {GPU_LOCK: str(Path(worker.local_directory) / "gpu-lock")} if has_gpu else {}
     record = make_run(config, Path(folder), environment | shared, timeout_s, abandoned)
@@ -171,8 +194,9 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
 
 
 @contextmanager
-def local_workers(gpus: list[dict], count: int, scratch: Path,
-                  runs_a_gpu: int | None = None) -> Iterator[Any]:
+def local_workers(
+    gpus: list[dict], count: int, scratch: Path, runs_a_gpu: int | None = None
+) -> Iterator[Any]:
     """A client of workers of this machine: one for each GPU; without any, so many, each with its part of the
     cores. They end with this process, however it does.
 
@@ -186,27 +210,43 @@ def local_workers(gpus: list[dict], count: int, scratch: Path,
     """
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
+
     cores = len(os.sched_getaffinity(0)) // max(len(gpus), 1)
     threads = runs_a_gpu or min(max(cores // CORES_A_RUN, 1), MOST_A_GPU)
-    offers = [{"nthreads": threads, "resources": {"GPU_GIB": gpu["gib"]},
-               "env": {"CUDA_VISIBLE_DEVICES": gpu["visible"]}} for gpu in gpus]
+    offers = [
+        {
+            "nthreads": threads,
+            "resources": {"GPU_GIB": gpu["gib"]},
+            "env": {"CUDA_VISIBLE_DEVICES": gpu["visible"]},
+        }
+        for gpu in gpus
+    ]
     offers = offers or [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(min(count, cores))]
     # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a
     # key of this moment keeps out the machine's other users. The dashboard answers its own pages, and none of
     # another origin.
     security = Security.temporary()
-    loopback = {"host": "127.0.0.1", "protocol": "tls://", "security": security,
-                "dashboard_address": "127.0.0.1:0"}
+    loopback = {
+        "host": "127.0.0.1",
+        "protocol": "tls://",
+        "security": security,
+        "dashboard_address": "127.0.0.1:0",
+    }
     own = loopback | {"memory_limit": 0, "local_directory": str(scratch), "silence_logs": "CRITICAL"}
-    settings = {"temporary-directory": str(scratch), "distributed.worker.profile.enabled": False,
-                "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": []}
+    settings = {
+        "temporary-directory": str(scratch),
+        "distributed.worker.profile.enabled": False,
+        "distributed.scheduler.dashboard.bokeh-application.allow_websocket_origin": [],
+    }
     cluster = None
     try:
         with dask.config.set(settings), _interrupts_blocked():
-            cluster = SpecCluster(scheduler={"cls": Scheduler, "options": loopback | {"dashboard": True}},
-                                  workers={index: {"cls": Nanny, "options": own | offer}
-                                           for index, offer in enumerate(offers)},
-                                  security=security, silence_logs="CRITICAL")
+            cluster = SpecCluster(
+                scheduler={"cls": Scheduler, "options": loopback | {"dashboard": True}},
+                workers={index: {"cls": Nanny, "options": own | offer} for index, offer in enumerate(offers)},
+                security=security,
+                silence_logs="CRITICAL",
+            )
             client = Client(cluster, set_as_default=False)
             client.wait_for_workers(len(offers), timeout=WORKERS_S)
     except Exception as error:  # noqa: BLE001 of many types: of the worker's process, its nanny, the connection to it
@@ -251,9 +291,11 @@ def joined_workers(address: str, asked: list[str]) -> Iterator[Any]:
         WorkersError: it does not answer, or has no worker that offers what runs take.
     """
     from distributed import Client
+
     if not re.fullmatch(r"[a-z]+://[^/\s]+:\d+", address):
-        raise WorkersError(f"--scheduler: got {address!r:.100}, but expected an address such as"
-                           " tcp://10.0.0.1:8786")
+        raise WorkersError(
+            f"--scheduler: got {address!r:.100}, but expected an address such as tcp://10.0.0.1:8786"
+        )
     try:
         client = Client(address, set_as_default=False, timeout=ANSWER_S)
     except Exception as error:  # noqa: BLE001 of many types: no such host, no answer, no certificate

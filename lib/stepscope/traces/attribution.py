@@ -37,6 +37,7 @@ count an operation twice: both are errors, never a guess. That nothing is lost i
 (:mod:`stepscope.traces.conservation`): phases, regions and steps each sum to the capture, to the
 nanosecond.
 """
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,9 +52,9 @@ OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 KINDS = ("kernel", "memcpy", "memset")
 PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and the rest is its process's key
 NEVER = np.iinfo(np.int64).max
-LATEST = 2**62       # ns: of two times within it, the difference fits into 64 bits
+LATEST = 2**62  # ns: of two times within it, the difference fits into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
-SHORT_NS = 5_000     # of what the host does, less explains no pause of a GPU
+SHORT_NS = 5_000  # of what the host does, less explains no pause of a GPU
 
 
 class TraceError(StepscopeError, ValueError):
@@ -152,12 +153,15 @@ def _check_span(records: Records) -> None:
     threads = len(pd.unique(np.concatenate([launches[0], ranges["key"], records.process])))
     first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
     if len(times) and threads * (last - first + 2) > NEVER:
-        raise TraceError(f"{records.path}: {threads} threads have times from {first} to {last} ns, expected"
-                         " so short a capture that the times of all, one after the other, fit into 64 bits")
+        raise TraceError(
+            f"{records.path}: {threads} threads have times from {first} to {last} ns, expected"
+            " so short a capture that the times of all, one after the other, fit into 64 bits"
+        )
 
 
-def _open_range(path: str, ranges: pd.DataFrame, role: str, process: np.ndarray,
-                time_ns: np.ndarray) -> np.ndarray:
+def _open_range(
+    path: str, ranges: pd.DataFrame, role: str, process: np.ndarray, time_ns: np.ndarray
+) -> np.ndarray:
     """The row of the phase or step that is open in the process at that time, on whatever thread; -1 for none.
 
     Raises:
@@ -171,7 +175,8 @@ def _open_range(path: str, ranges: pd.DataFrame, role: str, process: np.ndarray,
         inner, outer = (ranges.loc[rows[i]] for i in (within[0], parent[within[0]]))
         raise ConservationError(
             f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another")
+            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
+        )
     return np.append(rows, -1)[found]
 
 
@@ -185,8 +190,10 @@ def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray)
     innermost, parent, _ = enclosing(range_key, starts, ends, key, time_ns)
     crossing = np.append(ends, NEVER)[parent] < ends
     if crossing.any():
-        raise TraceError(f"{path}: range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
-                         " began in, expected the ranges of a thread to nest")
+        raise TraceError(
+            f"{path}: range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
+            " began in, expected the ranges of a thread to nest"
+        )
     steps = ranges.loc[ranges["role"] == "step"]
     number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
     number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
@@ -194,8 +201,9 @@ def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray)
     return innermost
 
 
-def enclosing(keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: np.ndarray,
-              points: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def enclosing(
+    keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: np.ndarray, points: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The innermost interval [start, end) around each point, among the intervals of the point's key.
 
     Args:
@@ -243,7 +251,7 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
     _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
     # Correlation ids are unique in a process; an operation without one (-1) finds nothing.
     key = codes << 32 | np.concatenate([launches[1], correlation])
-    key, wanted = key[: launches.shape[1]], key[launches.shape[1]:]
+    key, wanted = key[: launches.shape[1]], key[launches.shape[1] :]
     # where a runtime call made a driver call under the same id: the outer one
     order = np.lexsort((launches[2], key))
     at = np.searchsorted(key[order], wanted)

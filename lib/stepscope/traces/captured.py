@@ -2,6 +2,7 @@
 
 A captured phase's range is named ``stepscope/<case>/<step>/<phase>``, where the case is a number.
 """
+
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +43,17 @@ def captured_operations(trace: Path) -> pd.DataFrame:
     open_range = np.searchsorted(ranges["start_ns"], launched, side="right") - 1
     inside = (open_range >= 0) & (launched < ranges["end_ns"].to_numpy()[open_range])
     opened = ranges["name"].astype(str).str.split("/", expand=True).iloc[open_range].reset_index(drop=True)
-    table = pd.DataFrame({"case": opened[1].astype(int), "number": opened[2].astype(int), "phase": opened[3],
-                          "name": found["name"].astype(str), "family": found["family"].astype(str),
-                          "start_ns": found["start_ns"],
-                          "end_ns": found["start_ns"] + found["duration_ns"]})
+    table = pd.DataFrame(
+        {
+            "case": opened[1].astype(int),
+            "number": opened[2].astype(int),
+            "phase": opened[3],
+            "name": found["name"].astype(str),
+            "family": found["family"].astype(str),
+            "start_ns": found["start_ns"],
+            "end_ns": found["start_ns"] + found["duration_ns"],
+        }
+    )
     return table[inside].reset_index(drop=True)
 
 

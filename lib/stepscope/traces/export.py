@@ -3,6 +3,7 @@
 Reads the event-level export (`nsys export --type sqlite`); :mod:`stepscope.traces.attribution` says which
 phase, region and step each operation is of.
 """
+
 import json
 import re
 import sqlite3
@@ -76,14 +77,25 @@ def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Re
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
-            raise TraceError(f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
-                             f" program that runs some{_diagnosis(connection)}")
+            raise TraceError(
+                f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
+                f" program that runs some{_diagnosis(connection)}"
+            )
         if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
-            raise TraceError(f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
-                             " their kernels (nsys profile --cuda-graph-trace=node)")
-        events, calls = pool.submit(_events, path), pool.submit(
-            _integers, path, LAUNCHES, ["globalTid", "correlationId", "start", "end"],
-            "correlationId IS NOT NULL")
+            raise TraceError(
+                f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
+                " their kernels (nsys profile --cuda-graph-trace=node)"
+            )
+        events, calls = (
+            pool.submit(_events, path),
+            pool.submit(
+                _integers,
+                path,
+                LAUNCHES,
+                ["globalTid", "correlationId", "start", "end"],
+                "correlationId IS NOT NULL",
+            ),
+        )
         operations, process = _operations(path, connection)
         launches = calls.result()
         ranges = _ranges(*events.result(), connection, domains, capture_end=launches[3].max(initial=0) + 1)
@@ -97,8 +109,10 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
         TraceError: as load_trace.
     """
     with _reading(path) as connection:
-        rows = [next(iter(_rows(connection, table, ["count(*)", "coalesce(sum(end - start), 0)"])), (0, 0))
-                for table in ACTIVITIES.values()]
+        rows = [
+            next(iter(_rows(connection, table, ["count(*)", "coalesce(sum(end - start), 0)"])), (0, 0))
+            for table in ACTIVITIES.values()
+        ]
     return pd.DataFrame(rows, index=pd.Index(ACTIVITIES, name="kind"), columns=["operations", "duration_ns"])
 
 
@@ -115,11 +129,21 @@ def waiting_calls(path: Path | str) -> pd.DataFrame:
     launches; empty where the export names none."""
     with _reading(path) as connection:
         columns = {row[1] for row in connection.execute(f"PRAGMA table_info({LAUNCHES})")}
-        rows = _rows(connection, LAUNCHES, [
-            f"(SELECT value FROM {STRINGS} WHERE id = nameId)", "globalTid", "start", '"end"'],
-            f'"end" - start >= {SHORT_NS}') if "nameId" in columns else ()
-        found = [(re.sub(r"_(v\d+|ptsz)+$", "", str(name)), *times) for name, *times in rows
-                 if "Launch" not in str(name) or times[2] - times[1] >= SLOW_LAUNCH_NS]
+        rows = (
+            _rows(
+                connection,
+                LAUNCHES,
+                [f"(SELECT value FROM {STRINGS} WHERE id = nameId)", "globalTid", "start", '"end"'],
+                f'"end" - start >= {SHORT_NS}',
+            )
+            if "nameId" in columns
+            else ()
+        )
+        found = [
+            (re.sub(r"_(v\d+|ptsz)+$", "", str(name)), *times)
+            for name, *times in rows
+            if "Launch" not in str(name) or times[2] - times[1] >= SLOW_LAUNCH_NS
+        ]
     return pd.DataFrame(found, columns=["name", "key", "start_ns", "end_ns"]).assign(kind="call")
 
 
@@ -135,20 +159,29 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     try:
         with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             for (view,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'"):
-                if view in (*ACTIVITIES.values(), LAUNCHES, GRAPHS, NVTX, STRINGS, COPY_KINDS, DIAGNOSTICS,
-                            GPUS):
+                if view in (
+                    *ACTIVITIES.values(),
+                    LAUNCHES,
+                    GRAPHS,
+                    NVTX,
+                    STRINGS,
+                    COPY_KINDS,
+                    DIAGNOSTICS,
+                    GPUS,
+                ):
                     raise TraceError(f"{path}: {view} is a view, expected a table")
             yield connection
     except (sqlite3.Error, adbc_driver_manager.Error, pa.ArrowException, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {' '.join(str(error).split())}, expected the sqlite export of a capture"
-                         " (nsys export --type sqlite)") from error
+        raise TraceError(
+            f"{path}: {' '.join(str(error).split())}, expected the sqlite export of a capture"
+            " (nsys export --type sqlite)"
+        ) from error
 
 
 def _diagnosis(connection: sqlite3.Connection) -> str:
     """What nsys itself says of a capture without kernels, for an error's end."""
     rows = _rows(connection, DIAGNOSTICS, ["severity", "text"], "text IS NOT NULL")
-    said = sorted({(-severity, one_line(text, 200)) for severity, text in rows
-                   if isinstance(severity, int)})
+    said = sorted({(-severity, one_line(text, 200)) for severity, text in rows if isinstance(severity, int)})
     return "; nsys says: " + " ".join(text for _, text in said[:2]) if said else ""
 
 
@@ -157,19 +190,24 @@ def _uri(path: Path | str) -> str:
 
 
 def _has(connection: sqlite3.Connection, table: str) -> bool:
-    return bool(connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?",
-                                   [table]).fetchall())
+    return bool(
+        connection.execute(
+            "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", [table]
+        ).fetchall()
+    )
 
 
-def _rows(connection: sqlite3.Connection, table: str, columns: Sequence[str],
-          where: str = "1") -> Iterable[tuple]:
+def _rows(
+    connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
+) -> Iterable[tuple]:
     """Rows in the order of the table; none where the capture lacks the table, as when there was no such
     event.
     """
     if not _has(connection, table):
         return ()
-    return connection.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY"
-                              f" {table}.rowid")
+    return connection.execute(
+        f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid"
+    )
 
 
 def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
@@ -183,8 +221,10 @@ def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> 
         try:
             found = cursor.fetch_arrow_table().combine_chunks()
         except OSError as error:  # how the driver says that a later row has another type than the first ones
-            raise TraceError(f"{path}: {table} has values of several types in one column ({error}), expected"
-                             " one type in each") from None
+            raise TraceError(
+                f"{path}: {table} has values of several types in one column ({error}), expected"
+                " one type in each"
+            ) from None
     return found if len(found) else None
 
 
@@ -204,21 +244,28 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
     values = {}
     for name, column in zip(found.column_names, found.columns):
         if not pa.types.is_int64(column.type):
-            raise TraceError(f"{path}: {table} has {column.type} values in its column {name}, expected"
-                             " integers")
+            raise TraceError(
+                f"{path}: {table} has {column.type} values in its column {name}, expected integers"
+            )
         if column.null_count and name in NEEDED:
-            raise TraceError(f"{path}: {table} has no value in column {name} of {column.null_count} rows,"
-                             " expected one in each")
+            raise TraceError(
+                f"{path}: {table} has no value in column {name} of {column.null_count} rows,"
+                " expected one in each"
+            )
         values[name] = column.fill_null(-1).to_numpy()
         least, most = LIMITS.get(name, (None, None))
         if least is not None and (wrong := (values[name] < least) | (values[name] >= most)).any():
-            raise TraceError(f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name},"
-                             f" expected {least} to {most}")
+            raise TraceError(
+                f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name},"
+                f" expected {least} to {most}"
+            )
     backward = values["end"] < values["start"] if "end" in values else np.zeros(0, bool)
     if backward.any():
         row = backward.argmax()
-        raise TraceError(f"{path}: {table} has a row that ends at {values['end'][row]} ns and starts at"
-                         f" {values['start'][row]} ns, expected no end before its start")
+        raise TraceError(
+            f"{path}: {table} has a row that ends at {values['end'][row]} ns and starts at"
+            f" {values['start'][row]} ns, expected no end before its start"
+        )
     return np.stack(list(values.values()))
 
 
@@ -231,8 +278,9 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
     for code, (kind, table) in enumerate(ACTIVITIES.items()):
         columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         size = "coalesce(bytes, -1) AS bytes" if "bytes" in columns else "-1 AS bytes"
-        *values, name_id = _integers(path, table, ["rowid AS row", *_OPERATION, size,
-                                                   f"{name_ids[kind]} AS name"])
+        *values, name_id = _integers(
+            path, table, ["rowid AS row", *_OPERATION, size, f"{name_ids[kind]} AS name"]
+        )
         ids, index = np.unique(name_id, return_inverse=True)
         labels = {"kernel": _strings(connection, ids), "memcpy": copies, "memset": {0: "[CUDA memset]"}}[kind]
         texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
@@ -242,17 +290,28 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
     parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
     kinds, name_codes, row, start, end, device, stream, correlation, process, size = parts
     name = pd.Categorical.from_codes(name_codes, list(names))
-    return pd.DataFrame({
-        "kind": pd.Categorical.from_codes(kinds, KINDS), "name": name, "family": families(name),
-        "start_ns": start, "duration_ns": end - start, "device": device, "stream": stream,
-        "correlation_id": correlation, "row": row, "bytes": size,
-    }), process
+    return pd.DataFrame(
+        {
+            "kind": pd.Categorical.from_codes(kinds, KINDS),
+            "name": name,
+            "family": families(name),
+            "start_ns": start,
+            "duration_ns": end - start,
+            "device": device,
+            "stream": stream,
+            "correlation_id": correlation,
+            "row": row,
+            "bytes": size,
+        }
+    ), process
 
 
 def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
     """The strings with these ids."""
-    query = (f"SELECT id, CAST(value AS TEXT) FROM {STRINGS} WHERE value IS NOT NULL"
-             " AND id IN (SELECT value FROM json_each(?))")
+    query = (
+        f"SELECT id, CAST(value AS TEXT) FROM {STRINGS} WHERE value IS NOT NULL"
+        " AND id IN (SELECT value FROM json_each(?))"
+    )
     return dict(connection.execute(query, [json.dumps(ids.tolist())]))
 
 
@@ -260,8 +319,14 @@ def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
     """All push/pop ranges, (5, n): start, end, whether still open (its end is then its start), globalTid,
     domain; and their names.
     """
-    columns = ["start", 'coalesce("end", start) AS "end"', '"end" IS NULL AS open', "globalTid",
-               "coalesce(domainId, 0) AS domainId", f"{RANGE_NAME} AS name"]
+    columns = [
+        "start",
+        'coalesce("end", start) AS "end"',
+        '"end" IS NULL AS open',
+        "globalTid",
+        "coalesce(domainId, 0) AS domainId",
+        f"{RANGE_NAME} AS name",
+    ]
     found = _arrow(path, NVTX, columns, f"eventType = {PUSH_POP}")
     if found is None:
         return np.zeros((len(columns) - 1, 0), np.int64), pa.array([], pa.string()).dictionary_encode()
@@ -269,14 +334,23 @@ def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
     return _checked(path, NVTX, found.drop_columns(["name"])), names
 
 
-def _ranges(events: np.ndarray, names: pa.DictionaryArray, connection: sqlite3.Connection,
-            domains: Sequence[str] | None, capture_end: int) -> pd.DataFrame:
+def _ranges(
+    events: np.ndarray,
+    names: pa.DictionaryArray,
+    connection: sqlite3.Connection,
+    domains: Sequence[str] | None,
+    capture_end: int,
+) -> pd.DataFrame:
     """The ranges of Records; one that is still open ends with the capture."""
     start, end, still_open, thread, domain = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
     keep = np.full(len(start), True)
-    domain_names = {(tid & PROCESS, i): n for tid, i, n in _rows(
-        connection, NVTX, ["globalTid", "domainId", RANGE_NAME], f"eventType = {DOMAIN_CREATE}")}
+    domain_names = {
+        (tid & PROCESS, i): n
+        for tid, i, n in _rows(
+            connection, NVTX, ["globalTid", "domainId", RANGE_NAME], f"eventType = {DOMAIN_CREATE}"
+        )
+    }
     for process in np.unique(thread & PROCESS).tolist():
         for i in np.unique(domain).tolist():
             if domains is not None and domain_names.get((process, i), "") not in domains:
@@ -284,5 +358,6 @@ def _ranges(events: np.ndarray, names: pa.DictionaryArray, connection: sqlite3.C
     order = np.lexsort((-end, start, thread))
     order = order[keep[order]]
     name = pd.Categorical.from_codes(np.asarray(names.indices)[order], names.dictionary.to_pylist())
-    return pd.DataFrame({"name": name, "start_ns": start[order], "end_ns": end[order],
-                         **thread_columns(thread[order])})
+    return pd.DataFrame(
+        {"name": name, "start_ns": start[order], "end_ns": end[order], **thread_columns(thread[order])}
+    )

@@ -1,4 +1,5 @@
 """Names of GPU kernels: what a name is made of, and a short name to show for it."""
+
 import itertools
 import re
 from collections.abc import Iterable
@@ -40,7 +41,7 @@ def split(name: str) -> Parts:
             if depth == 0 and char == ">":
                 templates.append(name[start:at])
         elif depth == 0 and char == " ":
-            if re.match(r"[A-Za-z_]", name[at + 1:]) and path:  # what stood before is the type it returns
+            if re.match(r"[A-Za-z_]", name[at + 1 :]) and path:  # what stood before is the type it returns
                 path, templates = "", []
         elif depth == 0:
             path += char
@@ -100,7 +101,8 @@ def identifiers(template: str) -> list[str]:
 _DULL = re.compile(
     r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator(_call)?|at|native|ul|c10"
     r"|cuda|cutlass|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?"
-    r"|binary_internal|T\d+")
+    r"|binary_internal|T\d+"
+)
 
 
 def short_name(name: str) -> str:
@@ -137,4 +139,4 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
 
 def _cut(text: str, width: int) -> str:
     """At most `width` characters, without the middle: what tells names apart stands at their ends."""
-    return text if len(text) <= width else f"{text[:width // 2]}…{text[width // 2 - width + 1:]}"
+    return text if len(text) <= width else f"{text[: width // 2]}…{text[width // 2 - width + 1 :]}"

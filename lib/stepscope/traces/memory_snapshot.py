@@ -2,6 +2,7 @@
 
 The history comes from this process (``torch.cuda.memory._snapshot()``); no pickle is ever read.
 """
+
 import pickle
 import pickletools
 import re
@@ -12,7 +13,8 @@ import pandas as pd
 COLUMNS = ["size", "address", "allocated_at", "freed_at", "line"]
 # The part of a path that says where in which project a file is, wherever that is installed.
 PLACE = re.compile(
-    r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$")
+    r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$"
+)
 RANGES = "stepscope/model/ranges.py"  # calls the model's methods, and makes nothing
 
 
@@ -72,8 +74,10 @@ def portable(snapshot: dict) -> bytes:
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: stack(held) if key == "frames" and isinstance(held, list) else clean(held)
-                    for key, held in value.items()}
+            return {
+                key: stack(held) if key == "frames" and isinstance(held, list) else clean(held)
+                for key, held in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return type(value)(clean(one) for one in value)
         return "" if isinstance(value, str) and value.startswith("/") else value

@@ -4,6 +4,7 @@ nsys writes a table for people: units stand in headings and change with ``--time
 notices come before it where output was redirected, and a report with nothing to show is one sentence. Columns
 here are nsys's own headings in snake case with their unit: ``Total Time (ns)`` is ``total_time_ns``.
 """
+
 import csv
 import re
 from io import StringIO
@@ -22,12 +23,36 @@ REPORTS = {
     "cuda_gpu_kern_sum": ("total_time_ns", "instances", "name"),
     "cuda_api_sum": ("total_time_ns", "num_calls", "name"),
     "cuda_gpu_mem_time_sum": ("total_time_ns", "operation"),
-    "nvtx_pushpop_sum": ("total_time_ns", "instances", "range")}
-NANOSECONDS = {"ns": 1, "nsec": 1, "us": 1_000, "μs": 1_000, "µs": 1_000, "usec": 1_000, "ms": 1_000_000,
-               "msec": 1_000_000, "s": 1_000_000_000, "sec": 1_000_000_000}
+    "nvtx_pushpop_sum": ("total_time_ns", "instances", "range"),
+}
+NANOSECONDS = {
+    "ns": 1,
+    "nsec": 1,
+    "us": 1_000,
+    "μs": 1_000,
+    "µs": 1_000,
+    "usec": 1_000,
+    "ms": 1_000_000,
+    "msec": 1_000_000,
+    "s": 1_000_000_000,
+    "sec": 1_000_000_000,
+}
 OTHER_UNITS = {"%": "percent", "MB/s": "mb_per_s", "MBps": "mb_per_s", "GB/s": "gb_per_s"}
-TEXTS = {"name", "kernel_name", "range", "nvtx_range", "operation", "style", "device",
-         "range_stack", "src_mem_kd", "dst_mem_kd", "grid_xyz", "block_xyz", "api_name"}
+TEXTS = {
+    "name",
+    "kernel_name",
+    "range",
+    "nvtx_range",
+    "operation",
+    "style",
+    "device",
+    "range_stack",
+    "src_mem_kd",
+    "dst_mem_kd",
+    "grid_xyz",
+    "block_xyz",
+    "api_name",
+}
 WHOLE = re.compile(r"start|duration|total|min|max")  # times that nsys counts; the rest are means
 COUNTS = {"instances", "count", "num_calls", "kern_inst", "num_gpu_ops"}
 EXPECTED = "expected a report of nsys stats --format csv"
@@ -66,20 +91,29 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
         return _without_table(text, Path(path))
     if len(headings) > 1:
         names = ", ".join(name for _, name in headings)
-        raise TraceError(f"{path}: holds {len(headings)} reports ({names}), expected one (nsys stats --output"
-                         " FILE writes a file for each)")
-    (first, report), = headings
+        raise TraceError(
+            f"{path}: holds {len(headings)} reports ({names}), expected one (nsys stats --output"
+            " FILE writes a file for each)"
+        )
+    ((first, report),) = headings
     end = next((at for at in range(first + 1, len(lines)) if not lines[at].strip()), len(lines))
     texts = {heading: str for heading in next(csv.reader([lines[first]])) if name_of(heading) in TEXTS}
     try:
-        table = pd.read_csv(StringIO("\n".join(lines[first:end])), dtype=texts, keep_default_na=False,
-                            na_values=[""], index_col=False)
+        table = pd.read_csv(
+            StringIO("\n".join(lines[first:end])),
+            dtype=texts,
+            keep_default_na=False,
+            na_values=[""],
+            index_col=False,
+        )
     except (ValueError, OverflowError) as error:  # pandas' own errors of a file's form are ValueErrors
         raise TraceError(f"{path}: {' '.join(str(error).split())}, {EXPECTED}") from None
     if (lacking := table.iloc[:, -1].isna()).any():  # nsys leaves no last column empty
         line = lines[first + 1 + int(lacking.argmax())]
-        raise TraceError(f"{path}: the line {line[:80]!r} is cut off, expected a value under each of"
-                         f" {table.shape[1]} headings")
+        raise TraceError(
+            f"{path}: the line {line[:80]!r} is cut off, expected a value under each of"
+            f" {table.shape[1]} headings"
+        )
     table = pd.DataFrame({name_of(heading): _typed(heading, table[heading], path) for heading in table})
     table.attrs["report"] = report
     return table
@@ -106,8 +140,12 @@ def _without_table(text: str, path: Path) -> pd.DataFrame:
         why = " (its columns are separated by ';', as a spreadsheet writes them)" if ";" in text[:200] else ""
         raise TraceError(f"{path}: found {text.strip()[:80]!r}{why}, {EXPECTED}, one of {', '.join(REPORTS)}")
     report = next((name for name in REPORTS if path.stem.endswith(name)), None)
-    table = pd.DataFrame({name: pd.Series(dtype="int64" if name.endswith("_ns") else str)
-                          for name in REPORTS.get(report or "", ())})
+    table = pd.DataFrame(
+        {
+            name: pd.Series(dtype="int64" if name.endswith("_ns") else str)
+            for name in REPORTS.get(report or "", ())
+        }
+    )
     table.attrs["report"] = report
     return table
 
@@ -123,12 +161,17 @@ def _typed(heading: str, column: pd.Series, path: Path | str) -> pd.Series:
     numeric = column.dtype.kind in "if"
     broken = numeric and whole and factor == 1 and (column.isna() | (column % 1 != 0)).any()
     if broken or (not numeric and len(column) and (unit or name in COUNTS)):
-        wrong = column[column.isna() | (column % 1 != 0)] if numeric else column[
-            pd.to_numeric(column, errors="coerce").isna() & column.notna()]
+        wrong = (
+            column[column.isna() | (column % 1 != 0)]
+            if numeric
+            else column[pd.to_numeric(column, errors="coerce").isna() & column.notna()]
+        )
         found = str(wrong.iloc[0])[:40] if len(wrong) else "more than 64 bits"
-        raise TraceError(f"{path}: has {found!r} in its column {heading.strip()!r}, expected"
-                         f" {'whole ' * whole}numbers without separators of thousands and with a decimal"
-                         " point (LC_ALL=C nsys stats --format csv)")
+        raise TraceError(
+            f"{path}: has {found!r} in its column {heading.strip()!r}, expected"
+            f" {'whole ' * whole}numbers without separators of thousands and with a decimal"
+            " point (LC_ALL=C nsys stats --format csv)"
+        )
     if not numeric:
         return column if len(column) else column.astype("int64" if whole else float)
     if whole:

@@ -1,4 +1,5 @@
 """Nsight Systems as a program: where it is, whether it is whole, and what it makes of a capture. No torch."""
+
 import os
 import shutil
 import subprocess
@@ -6,9 +7,13 @@ from pathlib import Path
 
 from stepscope import StepscopeError
 
-PLACES = ("/opt/nvidia/nsight-systems/*/bin/nsys", "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
-          "/usr/local/cuda*/bin/nsys", "/usr/local/bin/nsys",
-          "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys")
+PLACES = (
+    "/opt/nvidia/nsight-systems/*/bin/nsys",
+    "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
+    "/usr/local/cuda*/bin/nsys",
+    "/usr/local/bin/nsys",
+    "/opt/nvidia/nsight-compute/*/host/target-linux-x64/nsys",
+)
 
 
 class NsysError(StepscopeError, RuntimeError):
@@ -29,8 +34,11 @@ def find_nsys() -> Path | None:
 
 def nsys_version(nsys: Path) -> str:
     """What ``nsys --version`` says of itself."""
-    return subprocess.run([nsys, "--version"], capture_output=True, text=True,
-                          check=True).stdout.strip().rpartition(" ")[2]
+    return (
+        subprocess.run([nsys, "--version"], capture_output=True, text=True, check=True)
+        .stdout.strip()
+        .rpartition(" ")[2]
+    )
 
 
 def missing_libraries(nsys: Path) -> list[str]:
@@ -47,8 +55,12 @@ def missing_libraries(nsys: Path) -> list[str]:
     missing = set()
     for host in ("host-linux-*", "linux-desktop-*"):
         for program in real.parent.parent.glob(f"{host}/QdstrmImporter"):
-            listed = subprocess.run(["ldd", program], capture_output=True, text=True,
-                                    env=os.environ | {"LD_LIBRARY_PATH": str(program.parent)}).stdout
+            listed = subprocess.run(
+                ["ldd", program],
+                capture_output=True,
+                text=True,
+                env=os.environ | {"LD_LIBRARY_PATH": str(program.parent)},
+            ).stdout
             missing |= {line.split()[0] for line in listed.splitlines() if line.endswith("not found")}
     return sorted(missing)
 
@@ -73,8 +85,16 @@ def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str
     """
     # A copy: nsys does not say whether it leaves alone what it reads.
     copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))
-    said = output_of(nsys, "stats", "--format=csv", "--output", export.with_name("stats"),
-                "--report", ",".join(reports), copy)
+    said = output_of(
+        nsys,
+        "stats",
+        "--format=csv",
+        "--output",
+        export.with_name("stats"),
+        "--report",
+        ",".join(reports),
+        copy,
+    )
     made = {name: export.with_name(f"stats_{name}.csv") for name in reports}
     if not any(path.exists() for path in made.values()):
         raise NsysError(f"nsys stats made nothing of {export.name}; it said: {said}")
@@ -83,5 +103,6 @@ def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str
 
 def output_of(*command: str | Path) -> str:
     """The end of what a command says."""
-    return subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, errors="replace").stdout[-2000:]
+    return subprocess.run(
+        [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ).stdout[-2000:]

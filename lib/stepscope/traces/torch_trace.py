@@ -4,6 +4,7 @@ On a GPU kernels come from CUPTI, as nsys's do, or from ROCm's tracer. Of this p
 which has no kernels, the operators that do work stand in their place, each for its self time and launched
 by itself.
 """
+
 import gzip
 import json
 import re
@@ -37,7 +38,8 @@ from stepscope.traces.families import families
 NO_WORK = re.compile(
     r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types|expand|t$"
     r"|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense|unflatten|flatten"
-    r"|reshape$|chunk$|split|item$)")
+    r"|reshape$|chunk$|split|item$)"
+)
 PROCESS_KEY = 1 << 48 | 7 << 24
 # The categories of events that are read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
@@ -45,11 +47,27 @@ LAUNCHES, OPERATOR, RANGE = ("cuda_runtime", "cuda_driver"), "cpu_op", "user_ann
 FRAME = "python_function"  # with_stack=True; those that last are kept
 CATEGORIES = [*WORK, *LAUNCHES, OPERATOR, RANGE, FRAME]
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
-COLUMNS = ("cat", "name", "tid", "start", "end", "correlation", "device", "stream", "bytes", "external",
-           "sequence")
+COLUMNS = (
+    "cat",
+    "name",
+    "tid",
+    "start",
+    "end",
+    "correlation",
+    "device",
+    "stream",
+    "bytes",
+    "external",
+    "sequence",
+)
 # What a host event is to who looks for why a GPU waits, by its category.
-HOST_KINDS = {"cuda_runtime": "call", "cuda_driver": "call", OPERATOR: "operator", RANGE: "range",
-              FRAME: "frame"}
+HOST_KINDS = {
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+    OPERATOR: "operator",
+    RANGE: "range",
+    FRAME: "frame",
+}
 EXPECTED = "expected torch.profiler's trace: JSON with a list traceEvents of events"
 
 
@@ -80,8 +98,12 @@ def own_records(path: Path) -> Records:
     events = read_trace(path).events
     found = events[events["cat"].isin([*WORK])]
     if found.empty:
-        found = own_times(events[(events["cat"] == OPERATOR) & matching(events["name"], lambda name: (
-            name.startswith("aten::") and not NO_WORK.match(name)))])
+        found = own_times(
+            events[
+                (events["cat"] == OPERATOR)
+                & matching(events["name"], lambda name: name.startswith("aten::") and not NO_WORK.match(name))
+            ]
+        )
     return records_of(str(path), events, found, matching(events["name"], lambda name: "#" not in name))[0]
 
 
@@ -104,8 +126,9 @@ def own_times(operators: pd.DataFrame) -> pd.DataFrame:
     return operators.assign(start=begins, end=begins + own)
 
 
-def records_of(path: str, events: pd.DataFrame, work: pd.DataFrame,
-               ranges: np.ndarray | bool = True) -> tuple[Records, np.ndarray]:
+def records_of(
+    path: str, events: pd.DataFrame, work: pd.DataFrame, ranges: np.ndarray | bool = True
+) -> tuple[Records, np.ndarray]:
     """Records of a trace, and of each operation "External id" of the call that launched it, else its own.
 
     Args:
@@ -118,14 +141,23 @@ def records_of(path: str, events: pd.DataFrame, work: pd.DataFrame,
     if (work["cat"] == OPERATOR).any():
         calls = work = work.assign(correlation=np.arange(len(work)))
     name = work["name"].cat.remove_unused_categories()
-    operations = pd.DataFrame({
-        "kind": pd.Categorical(work["cat"].map(lambda cat: WORK.get(cat, "kernel")), KINDS),
-        "name": name, "family": families(name.array),
-        "start_ns": work["start"], "duration_ns": work["end"] - work["start"], "device": work["device"],
-        "stream": work["stream"], "correlation_id": work["correlation"], "row": np.arange(len(work)),
-        "bytes": work["bytes"]}).reset_index(drop=True)
-    launches = np.stack([_key(calls), *(calls[column].to_numpy() for column in (
-        "correlation", "start", "end"))])
+    operations = pd.DataFrame(
+        {
+            "kind": pd.Categorical(work["cat"].map(lambda cat: WORK.get(cat, "kernel")), KINDS),
+            "name": name,
+            "family": families(name.array),
+            "start_ns": work["start"],
+            "duration_ns": work["end"] - work["start"],
+            "device": work["device"],
+            "stream": work["stream"],
+            "correlation_id": work["correlation"],
+            "row": np.arange(len(work)),
+            "bytes": work["bytes"],
+        }
+    ).reset_index(drop=True)
+    launches = np.stack(
+        [_key(calls), *(calls[column].to_numpy() for column in ("correlation", "start", "end"))]
+    )
     process = np.full(len(work), PROCESS_KEY)
     launch = find_launches(process, operations["correlation_id"].to_numpy(), launches)
     of_call = np.append(calls["external"].to_numpy(), -1)[launch]
@@ -136,19 +168,33 @@ def records_of(path: str, events: pd.DataFrame, work: pd.DataFrame,
 
 def ranges_of(events: pd.DataFrame) -> pd.DataFrame:
     """The ranges of Records that these events are."""
-    rows = events.assign(key=_key(events)).sort_values(["key", "start", "end"], ignore_index=True,
-                                                       ascending=[True, True, False])
-    return pd.DataFrame({"name": rows["name"].cat.remove_unused_categories(), "start_ns": rows["start"],
-                         "end_ns": rows["end"], "sequence": rows["sequence"],
-                         **thread_columns(rows["key"].to_numpy())})
+    rows = events.assign(key=_key(events)).sort_values(
+        ["key", "start", "end"], ignore_index=True, ascending=[True, True, False]
+    )
+    return pd.DataFrame(
+        {
+            "name": rows["name"].cat.remove_unused_categories(),
+            "start_ns": rows["start"],
+            "end_ns": rows["end"],
+            "sequence": rows["sequence"],
+            **thread_columns(rows["key"].to_numpy()),
+        }
+    )
 
 
 def host_of(events: pd.DataFrame) -> pd.DataFrame:
     """The events of the host that last (kind, name, key of the thread, start_ns, end_ns): calls of the
     driver, operators, ranges and Python frames."""
     rows = events[events["cat"].isin(HOST_KINDS) & (events["end"] - events["start"] >= SHORT_NS)]
-    return pd.DataFrame({"kind": rows["cat"].map(HOST_KINDS).astype("category"), "name": rows["name"],
-                         "key": _key(rows), "start_ns": rows["start"], "end_ns": rows["end"]})
+    return pd.DataFrame(
+        {
+            "kind": rows["cat"].map(HOST_KINDS).astype("category"),
+            "name": rows["name"],
+            "key": _key(rows),
+            "start_ns": rows["start"],
+            "end_ns": rows["end"],
+        }
+    )
 
 
 def _key(events: pd.DataFrame) -> np.ndarray:
@@ -207,13 +253,23 @@ class _Reader:
                 return None
             name = found["name"] if type(found.get("name")) is str else str(found.get("name"))
             names, threads = self.names, self.threads
-            row = (code, names.setdefault(name, len(names)),
-                   threads.setdefault(str(found.get("tid")), len(threads)),
-                   start, start + duration, correlation, device, stream, size, external, sequence)
+            row = (
+                code,
+                names.setdefault(name, len(names)),
+                threads.setdefault(str(found.get("tid")), len(threads)),
+                start,
+                start + duration,
+                correlation,
+                device,
+                stream,
+                size,
+                external,
+                sequence,
+            )
             try:
                 self.values.extend(row)
             except TypeError:  # a part of it is in the array by now
-                del self.values[len(self.values) // len(COLUMNS) * len(COLUMNS):]
+                del self.values[len(self.values) // len(COLUMNS) * len(COLUMNS) :]
                 self.values.extend(map(_id, row))
             if self.strict and not fits(np.array([row[:5] + tuple(map(_id, row[5:]))])).all():
                 raise ValueError
@@ -230,9 +286,16 @@ def fits(numbers: np.ndarray) -> np.ndarray:
     """Which rows of COLUMNS have times and ids that can be used."""
     _, _, _, start, end, correlation, device, stream, _, external, sequence = numbers.T
     least = np.minimum(np.minimum(correlation, stream), external)
-    return ((start <= end) & (start > -LATEST) & (end < LATEST) & (least >= -1) & (device >= 0)
-            & (np.maximum(correlation, device) < CORRELATIONS) & (np.maximum(stream, external) < LATEST)
-            & (abs(sequence) < LATEST))
+    return (
+        (start <= end)
+        & (start > -LATEST)
+        & (end < LATEST)
+        & (least >= -1)
+        & (device >= 0)
+        & (np.maximum(correlation, device) < CORRELATIONS)
+        & (np.maximum(stream, external) < LATEST)
+        & (abs(sequence) < LATEST)
+    )
 
 
 def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
@@ -275,11 +338,13 @@ def _id(value: Any) -> int:
 
 def _complaint(path: Path, event: dict, args: dict) -> str:
     said = {key: f"{event.get(key)!r:.40}" for key in ("ts", "dur")} | {
-        key: f"{args[key]!r:.40}" for key in ("correlation", "device", "stream", "External id")
-        if key in args}
+        key: f"{args[key]!r:.40}" for key in ("correlation", "device", "stream", "External id") if key in args
+    }
     found = ", ".join(f"{key} {value}" for key, value in said.items())
-    return (f"{path}: the event {str(event.get('name'))[:80]!r} has {found},"
-            " expected times in microseconds, no negative duration, and whole numbers as ids")
+    return (
+        f"{path}: the event {str(event.get('name'))[:80]!r} has {found},"
+        " expected times in microseconds, no negative duration, and whole numbers as ids"
+    )
 
 
 @contextmanager

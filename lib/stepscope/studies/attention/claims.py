@@ -1,4 +1,5 @@
 """The numbers of each sentence about attention alone: where the sentence holds, None where it does not."""
+
 import pandas as pd
 
 from stepscope.config import SIZES
@@ -22,8 +23,9 @@ from stepscope.traces.families import MATMUL
 
 def _at(tables: Tables, precision: str = "bf16", sequence: int = GRID_ENDS, d: int = HEAD) -> pd.DataFrame:
     """Passes at one point of the grid that were timed, by implementation, the fastest first."""
-    rows = select(tables["attention.passes"], precision=precision, sequence=sequence, d_model=d,
-                  gpu_ms=pd.Series.notna)
+    rows = select(
+        tables["attention.passes"], precision=precision, sequence=sequence, d_model=d, gpu_ms=pd.Series.notna
+    )
     return rows.sort_values("gpu_ms").set_index("implementation")
 
 
@@ -38,12 +40,12 @@ def _by_dimension(tables: Tables, precision: str) -> dict[int, pd.DataFrame]:
 
 
 def _dims(rows: dict) -> str:
-    """"d 16 to 128", or "d 64"."""
+    """ "d 16 to 128", or "d 64"."""
     return f"d {min(rows)} to {max(rows)}" if len(rows) > 1 else f"d {min(rows)}"
 
 
 def _gains(low: float, high: float) -> str:
-    """"1.15x to 1.87x", or one of them where they are shown alike."""
+    """ "1.15x to 1.87x", or one of them where they are shown alike."""
     low_text, high_text = number(low, "x"), number(high, "x")
     return low_text if low_text == high_text else f"{low_text} to {high_text}"
 
@@ -60,8 +62,14 @@ def _walls(tables: Tables, precision: str, name: str) -> pd.DataFrame:
 
 def _of_handout(rows: pd.DataFrame, precision: str, name: str) -> pd.DataFrame:
     """One implementation's rows at one d, at the handout's sequences on a GPU."""
-    return select(rows, precision=precision, d_model=HEAD, device_gib=pd.Series.notna, implementation=name,
-                  sequence=within_grid)
+    return select(
+        rows,
+        precision=precision,
+        d_model=HEAD,
+        device_gib=pd.Series.notna,
+        implementation=name,
+        sequence=within_grid,
+    )
 
 
 def attention_gain(tables: Tables) -> Claim:
@@ -69,9 +77,15 @@ def attention_gain(tables: Tables) -> Claim:
     naive, best = rows.loc["naive"], rows.iloc[0]
     if best.name in SQUARES:
         return None
-    return {"sequence": GRID_ENDS, "d": HEAD, "naive": naive["gpu_ms"], "best": best["gpu_ms"],
-            "kernel": LABELS[best.name], "gain": naive["gpu_ms"] / best["gpu_ms"],
-            "wall_gain": naive["wall_ms"] / best["wall_ms"]}
+    return {
+        "sequence": GRID_ENDS,
+        "d": HEAD,
+        "naive": naive["gpu_ms"],
+        "best": best["gpu_ms"],
+        "kernel": LABELS[best.name],
+        "gain": naive["gpu_ms"] / best["gpu_ms"],
+        "wall_gain": naive["wall_ms"] / best["wall_ms"],
+    }
 
 
 def attention_saved(tables: Tables) -> Claim:
@@ -88,8 +102,12 @@ def attention_kernel(tables: Tables) -> Claim:
     by_dimension = _by_dimension(tables, "bf16")
     gains = [times["gpu_ms"].iloc[1] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
     if {times.index[0] for times in by_dimension.values()} == {"cudnn"} and min(gains) > 1 + SAME:
-        return {"best": LABELS["cudnn"], "gains": _gains(min(gains), max(gains)), "dims": _dims(by_dimension),
-                "sequence": GRID_ENDS}
+        return {
+            "best": LABELS["cudnn"],
+            "gains": _gains(min(gains), max(gains)),
+            "dims": _dims(by_dimension),
+            "sequence": GRID_ENDS,
+        }
     return None
 
 
@@ -101,8 +119,12 @@ def attention_fp32(tables: Tables) -> Claim:
     gains = [times.loc["naive", "gpu_ms"] / times["gpu_ms"].iloc[0] for times in by_dimension.values()]
     if set(half_only["status"]) != {"unsupported"} or len(best) > 1 or best & SQUARES.keys():
         return None
-    return {"best": LABELS[best.pop()], "gains": _gains(min(gains), max(gains)), "dims": _dims(by_dimension),
-            "sequence": GRID_ENDS}
+    return {
+        "best": LABELS[best.pop()],
+        "gains": _gains(min(gains), max(gains)),
+        "dims": _dims(by_dimension),
+        "sequence": GRID_ENDS,
+    }
 
 
 def attention_flex(tables: Tables) -> Claim:
@@ -117,8 +139,9 @@ def attention_compiled(tables: Tables) -> Claim:
     """Compiled, naive attention is faster for each d, and still saves T x T matrices."""
     found: dict = {"sequence": GRID_ENDS}
     for precision in ("fp32", "bf16"):
-        by_dimension = {d: times for d, times in _by_dimension(tables, precision).items()
-                        if "compiled" in times.index}
+        by_dimension = {
+            d: times for d, times in _by_dimension(tables, precision).items() if "compiled" in times.index
+        }
         if not by_dimension:
             return None
         pairs = [(times.loc["naive"], times.loc["compiled"]) for times in by_dimension.values()]
@@ -131,14 +154,24 @@ def attention_compiled(tables: Tables) -> Claim:
 
 def one_softmax(tables: Tables) -> Claim:
     """One block's softmax and its two matmuls in forward, of the largest size that was profiled in fp32."""
-    rows = select(tables["nsys.operations"], PLAIN, precision="fp32", mode="forward", size=largest,
-                  context_length=reference)
+    rows = select(
+        tables["nsys.operations"],
+        PLAIN,
+        precision="fp32",
+        mode="forward",
+        size=largest,
+        context_length=reference,
+    )
     size, context = rows[["size", "context_length"]].iloc[0]
     matmuls = select(rows, region=["attention.scores", "attention.value"], family=MATMUL)
     softmax = select(rows, region="attention.softmax")
     each = SIZES[size].num_layers * 1e6
-    return {"size": size, "context": context, "softmax": softmax["total_ns"].sum() / each,
-            "matmuls": matmuls["total_ns"].sum() / each}
+    return {
+        "size": size,
+        "context": context,
+        "softmax": softmax["total_ns"].sum() / each,
+        "matmuls": matmuls["total_ns"].sum() / each,
+    }
 
 
 def attention_checked(tables: Tables) -> Claim:
@@ -156,8 +189,13 @@ def attention_formula(tables: Tables) -> Claim:
     relative_error = (rows["peak_mib"] / rows["predicted_mib"] - 1).abs()
     stored = relative_error[rows["implementation"].isin(list(SQUARES))]
     if stored.max() < 0.01:
-        return {"sequence": 4096, "cases": len(rows), "stored": len(stored), "error": stored.max(),
-                "most": relative_error.max()}
+        return {
+            "sequence": 4096,
+            "cases": len(rows),
+            "stored": len(stored),
+            "error": stored.max(),
+            "most": relative_error.max(),
+        }
     return None
 
 
@@ -165,8 +203,13 @@ def attention_passes(tables: Tables) -> Claim:
     """How many passes a time is of."""
     passes = select(tables["attention.cases"], wall_ms=pd.Series.notna)["passes"]
     most, least = int(passes.max()), int(passes.min())
-    return {"most": most, "cases": len(passes), "fewer": int((passes < most).sum()), "least": least,
-            "leasts": int((passes == least).sum())}
+    return {
+        "most": most,
+        "cases": len(passes),
+        "fewer": int((passes < most).sum()),
+        "least": least,
+        "leasts": int((passes == least).sum()),
+    }
 
 
 def answer_attention_times(tables: Tables) -> Claim:
@@ -174,8 +217,15 @@ def answer_attention_times(tables: Tables) -> Claim:
     walls = _walls(tables, precision, "naive")
     row, sequence = walls.iloc[-1], int(walls.index[-1])
     at = select(passes, precision=precision, implementation="naive", sequence=sequence, d_model=HEAD).iloc[0]
-    return {"batch": int(at["batch_size"]), "d": HEAD, "sequence": sequence, "precision": precision,
-            "forward": row["forward"], "backward": row["backward"], "in_use": at["in_use_mib"] / 1024}
+    return {
+        "batch": int(at["batch_size"]),
+        "d": HEAD,
+        "sequence": sequence,
+        "precision": precision,
+        "forward": row["forward"],
+        "backward": row["backward"],
+        "in_use": at["in_use_mib"] / 1024,
+    }
 
 
 def answer_attention_dims(tables: Tables) -> Claim:
@@ -192,9 +242,14 @@ def answer_attention_fits(tables: Tables) -> Claim:
     if (rows["status"] == "oom").any():
         return None
     most = rows.loc[rows["peak_mib"].idxmax()]
-    return {"sequence": int(rows["sequence"].max()), "most": most["peak_mib"] / 1024,
-            "name": LABELS[most["implementation"]], "precision": PRECISION_NAMES[most["precision"]],
-            "d": int(most["d_model"]), "memory": gpu_memory_gib(tables)}
+    return {
+        "sequence": int(rows["sequence"].max()),
+        "most": most["peak_mib"] / 1024,
+        "name": LABELS[most["implementation"]],
+        "precision": PRECISION_NAMES[most["precision"]],
+        "d": int(most["d_model"]),
+        "memory": gpu_memory_gib(tables),
+    }
 
 
 def answer_attention_oom(tables: Tables) -> Claim:
@@ -204,10 +259,16 @@ def answer_attention_oom(tables: Tables) -> Claim:
     need, square = sum(parts.values()), parts["T x T matrices"] / SQUARES["naive"]
     if need <= row["device_gib"]:
         return None
-    return {"precision": PRECISION_NAMES[row["precision"]], "d": int(row["d_model"]),
-            "sequence": int(row["sequence"]), "outcome": outcome(tables, row),
-            "allocated": int(row["allocated_gib"] // square), "squares": SQUARES["naive"], "square": square,
-            "need": need}
+    return {
+        "precision": PRECISION_NAMES[row["precision"]],
+        "d": int(row["d_model"]),
+        "sequence": int(row["sequence"]),
+        "outcome": outcome(tables, row),
+        "allocated": int(row["allocated_gib"] // square),
+        "squares": SQUARES["naive"],
+        "square": square,
+        "need": need,
+    }
 
 
 def answer_attention_growth(tables: Tables) -> Claim:
@@ -215,8 +276,14 @@ def answer_attention_growth(tables: Tables) -> Claim:
     there."""
     saved = _saved(tables, "naive")
     short, long = saved.index[-1] // 4, saved.index[-1]
-    return {"short": saved[short] / 1024, "short_sequence": int(short), "long": saved[long] / 1024,
-            "long_sequence": int(long), "times": saved[long] / saved[short], "precision": _precision(tables)}
+    return {
+        "short": saved[short] / 1024,
+        "short_sequence": int(short),
+        "long": saved[long] / 1024,
+        "long_sequence": int(long),
+        "times": saved[long] / saved[short],
+        "precision": _precision(tables),
+    }
 
 
 def attention_linear(tables: Tables) -> Claim:
@@ -231,8 +298,14 @@ def attention_linear(tables: Tables) -> Claim:
 
 def _precision(tables: Tables) -> str:
     """fp32, as the handout asks, where naive attention was measured in it, else bf16."""
-    return str(select(tables["attention.passes"], implementation="naive", precision=["fp32", "bf16"],
-                      device_gib=pd.Series.notna)["precision"].max())
+    return str(
+        select(
+            tables["attention.passes"],
+            implementation="naive",
+            precision=["fp32", "bf16"],
+            device_gib=pd.Series.notna,
+        )["precision"].max()
+    )
 
 
 def _saved(tables: Tables, name: str) -> pd.Series:
@@ -249,8 +322,11 @@ def answer_attention_compiled(tables: Tables) -> Claim:
     for precision in ("fp32", "bf16"):
         naive, compiled = (_walls(tables, precision, name) for name in ("naive", "compiled"))
         found["sequence"] = int(naive.index[-1])
-        found |= {f"{precision}_{phase}{way}": walls.iloc[-1][phase] for phase in ("forward", "backward")
-                  for way, walls in (("", naive), ("_compiled", compiled))}
+        found |= {
+            f"{precision}_{phase}{way}": walls.iloc[-1][phase]
+            for phase in ("forward", "backward")
+            for way, walls in (("", naive), ("_compiled", compiled))
+        }
     return found
 
 
@@ -264,7 +340,8 @@ def answer_attention_half(tables: Tables) -> Claim:
     for way, name in (("", "naive"), ("_compiled", "compiled")):
         walls = _walls(tables, precision, name)
         found |= {"sequence": int(walls.index[-1])} | {
-            f"{phase}{way}": walls.iloc[-1][phase] for phase in ("forward", "backward")}
+            f"{phase}{way}": walls.iloc[-1][phase] for phase in ("forward", "backward")
+        }
     return found
 
 
@@ -280,8 +357,10 @@ def answer_attention_tf32(tables: Tables) -> Claim:
 def attention_tf32_compiled(tables: Tables) -> Claim:
     """The same compiled, in GPU time, at the longest sequence at which neither was disturbed."""
     rows = select(tables["attention.passes"], gpu_ms=pd.Series.notna)
-    both = {precision: _of_handout(rows, precision, "compiled").set_index("sequence")["gpu_ms"]
-            for precision in ("fp32", "tf32")}
+    both = {
+        precision: _of_handout(rows, precision, "compiled").set_index("sequence")["gpu_ms"]
+        for precision in ("fp32", "tf32")
+    }
     longest = pd.DataFrame(both).dropna().sort_index().iloc[-1]
     return {"sequence": int(longest.name), **longest}
 
@@ -299,10 +378,22 @@ def answer_attention_long(tables: Tables) -> Claim:
     best, cases = _at(tables, "bf16", 65536).iloc[0], _long(tables)
     out = [LABELS[name] for name in cases[cases["asked_gib"].notna()].index.unique()]
     walls = cases.loc[[best.name]].set_index("phase")["wall_ms"]
-    return {"sequence": 65536, "d": HEAD, "matrix": best["batch_size"] * 65536**2 * 2 / 2**30,
-            "memory": gpu_memory_gib(tables), "out": " and ".join(out), "kernel": LABELS[best.name],
-            "forward": walls["forward"], "backward": walls["backward"], "saved": best["saved_mib"],
-            "in_use": best["in_use_mib"]} if out else None
+    return (
+        {
+            "sequence": 65536,
+            "d": HEAD,
+            "matrix": best["batch_size"] * 65536**2 * 2 / 2**30,
+            "memory": gpu_memory_gib(tables),
+            "out": " and ".join(out),
+            "kernel": LABELS[best.name],
+            "forward": walls["forward"],
+            "backward": walls["backward"],
+            "saved": best["saved_mib"],
+            "in_use": best["in_use_mib"],
+        }
+        if out
+        else None
+    )
 
 
 def attention_long_unrun(tables: Tables) -> Claim:
@@ -318,7 +409,8 @@ def attention_long_unrun(tables: Tables) -> Claim:
 def _long(tables: Tables, name: str = "cases") -> pd.DataFrame:
     """A table's rows of 2026's longest sequence in bf16, by implementation."""
     return select(tables[f"attention.{name}"], sequence=65536, precision="bf16", d_model=HEAD).set_index(
-        "implementation")
+        "implementation"
+    )
 
 
 def answer_attention_long_fp32(tables: Tables) -> Claim:
@@ -336,6 +428,7 @@ def attention_long_dims(tables: Tables) -> Claim:
 
 # The assignment's questions: why, and what is said where no other sentence holds
 
+
 def answer_attention_out(tables: Tables) -> Claim:
     """Where something of the handout's sequences ran out of memory, whatever it was: the shortest."""
     rows = select(tables["attention.passes"], device_gib=pd.Series.notna, sequence=within_grid)
@@ -343,9 +436,14 @@ def answer_attention_out(tables: Tables) -> Claim:
     if out.empty:
         return None
     first = out.iloc[0]
-    return {"out": len(out), "cases": len(rows), "sequence": int(first["sequence"]),
-            "name": LABELS[first["implementation"]], "precision": PRECISION_NAMES[first["precision"]],
-            "d": int(first["d_model"])}
+    return {
+        "out": len(out),
+        "cases": len(rows),
+        "sequence": int(first["sequence"]),
+        "name": LABELS[first["implementation"]],
+        "precision": PRECISION_NAMES[first["precision"]],
+        "d": int(first["d_model"]),
+    }
 
 
 def attention_growth_why(tables: Tables) -> Claim:
@@ -357,5 +455,11 @@ def attention_growth_why(tables: Tables) -> Claim:
     matrix, row = each * batch * sequence**2 / 2**20, 4 * batch * sequence / 2**20
     if abs(naive[sequence] / (2 * matrix) - 1) > 0.01 or abs(fused[sequence] / row - 1) > 0.01:
         return None
-    return {"batch": batch, "sequence": sequence, "bytes": each, "matrix": matrix / 1024,
-            "saved": naive[sequence] / 1024, "row": row}
+    return {
+        "batch": batch,
+        "sequence": sequence,
+        "bytes": each,
+        "matrix": matrix / 1024,
+        "saved": naive[sequence] / 1024,
+        "row": row,
+    }

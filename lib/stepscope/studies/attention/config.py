@@ -1,4 +1,5 @@
 """What a run of the attention study has."""
+
 import math
 from typing import Any, Literal, get_args
 
@@ -32,7 +33,7 @@ class Config(RunConfig):
     implementations: list[Implementation] = Field(list(get_args(Implementation)), min_length=1, max_length=7)
     # A case (implementation and sequence) that would take longer is timed fewer times,
     cell_seconds: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
-    least_passes: Steps = 3        # but so often at least
+    least_passes: Steps = 3  # but so often at least
     captured_passes: int = Field(3, ge=1, le=100)  # whose kernels are read, for their GPU time
 
     @property

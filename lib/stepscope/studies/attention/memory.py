@@ -1,4 +1,5 @@
 """Memory of a pass of attention: as the allocator counts it, and by closed formula."""
+
 # T x T matrices a batch element in use at the peak, which is in backward. Naive: the scores' exponentials and
 # the weights, which forward saves, the weights' gradient and three more that softmax's backward makes of it.
 # SDPA's math computes in fp32 whatever it is given; what Inductor keeps of the compiled one was measured.

@@ -1,4 +1,5 @@
 """The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
+
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -14,20 +15,55 @@ from stepscope.studies.attention.memory import peak_parts
 
 CONFIG = ("d_model", "precision", "batch_size")
 CASE = ("implementation", "sequence")
-KEY = {"implementation": word(*IMPLEMENTATIONS),
-       "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True)}
-MEASURES = ("wall_ms", "wall_std_ms", "wall_q1_ms", "wall_q3_ms", "wall_min_ms", "sm_clock_mhz", "passes",
-            "gpu_ms", "operations", "saved_mib", "in_use_mib", "peak_mib", "asked_gib", "allocated_gib",
-            "device_gib")
+KEY = {
+    "implementation": word(*IMPLEMENTATIONS),
+    "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True),
+}
+MEASURES = (
+    "wall_ms",
+    "wall_std_ms",
+    "wall_q1_ms",
+    "wall_q3_ms",
+    "wall_min_ms",
+    "sm_clock_mhz",
+    "passes",
+    "gpu_ms",
+    "operations",
+    "saved_mib",
+    "in_use_mib",
+    "peak_mib",
+    "asked_gib",
+    "allocated_gib",
+    "device_gib",
+)
 READS = ("nsys.operations",)  # of other studies
 SCHEMAS = {
-    "cases": tidy((*CASE, "phase"), **KEY, phase=word(*PASSES), status=word(*STATUSES), reason=word(),
-                  kernel=word(), unsteady=word(), **{name: measured() for name in MEASURES}),
-    "checks": tidy(CASE, **KEY, **{f"{quantity}_error": measured() for quantity in QUANTITIES},
-                   allowed_error=measured(nullable=False)),
+    "cases": tidy(
+        (*CASE, "phase"),
+        **KEY,
+        phase=word(*PASSES),
+        status=word(*STATUSES),
+        reason=word(),
+        kernel=word(),
+        unsteady=word(),
+        **{name: measured() for name in MEASURES},
+    ),
+    "checks": tidy(
+        CASE,
+        **KEY,
+        **{f"{quantity}_error": measured() for quantity in QUANTITIES},
+        allowed_error=measured(nullable=False),
+    ),
 }
-LABELS = {"naive": "naive", "compiled": "compiled", "flash": "flash", "efficient": "memory-efficient",
-          "cudnn": "cuDNN", "math": "math", "flex": "FlexAttention"}
+LABELS = {
+    "naive": "naive",
+    "compiled": "compiled",
+    "flash": "flash",
+    "efficient": "memory-efficient",
+    "cudnn": "cuDNN",
+    "math": "math",
+    "flex": "FlexAttention",
+}
 HEAD = 64  # what sentences and tables are about, where it was measured
 USUAL = {"d_model": preferred(HEAD), "precision": preferred("bf16")}
 GRID_ENDS = max(Config.model_fields["sequences"].default)  # the longest of the handout's sequences
@@ -117,8 +153,11 @@ def _points(cases: pd.DataFrame) -> pd.DataFrame:
     cases = cases.assign(precision=pd.Categorical(cases["precision"], order, ordered=True))
     busy = cases["gpu_ms"] / cases["wall_ms"]
     cases = cases.assign(text=[wall_cell(row) for row in cases.assign(busy=busy).to_dict("records")])
-    pivoted = cases.pivot(index=["precision", "d_model", "sequence"], columns=["implementation", "phase"],
-                       values=["text", "in_use_mib", "passes"]).sort_index()
+    pivoted = cases.pivot(
+        index=["precision", "d_model", "sequence"],
+        columns=["implementation", "phase"],
+        values=["text", "in_use_mib", "passes"],
+    ).sort_index()
     found = {}
     for name in ("naive", "compiled"):
         found |= {f"{name} {phase}, ms": pivoted.get(("text", name, phase)) for phase in PASSES}
@@ -131,20 +170,31 @@ def _points(cases: pd.DataFrame) -> pd.DataFrame:
 
 def attention_long(tables: Tables) -> pd.DataFrame:
     """2026: beyond the handout's sequences, forward and backward apart, by wall time, and what ran out."""
-    cases = select(tables["attention.cases"], sequence=lambda sequence: ~within_grid(sequence),
-                   status=lambda status: status != "unsupported")
+    cases = select(
+        tables["attention.cases"],
+        sequence=lambda sequence: ~within_grid(sequence),
+        status=lambda status: status != "unsupported",
+    )
     key = ["precision", "d_model", "sequence", "implementation"]
     forward, backward = (cases[cases["phase"] == phase].set_index(key) for phase in PASSES)
     passes = tables["attention.passes"].set_index(key)
-    made = pd.DataFrame({
-        "forward, ms": forward["wall_ms"], "quartiles of forward, ms": quartiles(forward),
-        "backward, ms": backward["wall_ms"], "quartiles of backward, ms": quartiles(backward),
-        "GPU time of both, ms": passes["gpu_ms"].reindex(forward.index),
-        "in use before backward, MiB": backward["in_use_mib"], "passes, n": backward["passes"],
-        "ran out": [outcome(tables, row) for row in backward.reset_index().to_dict("records")]})
+    made = pd.DataFrame(
+        {
+            "forward, ms": forward["wall_ms"],
+            "quartiles of forward, ms": quartiles(forward),
+            "backward, ms": backward["wall_ms"],
+            "quartiles of backward, ms": quartiles(backward),
+            "GPU time of both, ms": passes["gpu_ms"].reindex(forward.index),
+            "in use before backward, MiB": backward["in_use_mib"],
+            "passes, n": backward["passes"],
+            "ran out": [outcome(tables, row) for row in backward.reset_index().to_dict("records")],
+        }
+    )
     made = made.reset_index().rename(columns={"d_model": "d"})
-    made["implementation"], made["precision"] = made["implementation"].map(LABELS), made["precision"].map(
-        PRECISION_NAMES)
+    made["implementation"], made["precision"] = (
+        made["implementation"].map(LABELS),
+        made["precision"].map(PRECISION_NAMES),
+    )
     batch = cases["batch_size"].iloc[0]
     return table(made, rows=40, note=f"Wall time, median and quartiles (batch {batch}, causal).")
 
@@ -189,21 +239,30 @@ def attention_precisions(tables: Tables) -> pd.DataFrame:
     times = times.reindex([name for name in IMPLEMENTATIONS if name in times.index]).rename(index=LABELS)
     times = times[[name for name in PRECISION_NAMES if name in times]].rename(columns=PRECISION_NAMES)
     at = f"sequence {rows['sequence'].iloc[0]:,}, d {rows['d_model'].iloc[0]}"
-    return table(times.rename_axis(columns=None), "ms", ("min", "column"),
-                 note=f"GPU time of forward and backward, ms, {at}. –: it does not run so, was not measured,"
-                      " or its steps differed.")
+    return table(
+        times.rename_axis(columns=None),
+        "ms",
+        ("min", "column"),
+        note=f"GPU time of forward and backward, ms, {at}. –: it does not run so, was not measured,"
+        " or its steps differed.",
+    )
 
 
 def attention_account(tables: Tables) -> pd.DataFrame:
     """The bytes of the shortest sequence that ran out of memory: by formula, and as recorded."""
     row, parts = first_out_of_memory(tables)
-    parts = parts | {"together, by formula": sum(parts.values()),
-                     "recorded when it ran out: allocated": row["allocated_gib"],
-                     "recorded when it ran out: asked for": row["asked_gib"]}
+    parts = parts | {
+        "together, by formula": sum(parts.values()),
+        "recorded when it ran out: allocated": row["allocated_gib"],
+        "recorded when it ran out: asked for": row["asked_gib"],
+    }
     frame = pd.DataFrame({"part": parts.keys(), "GiB": parts.values()})
-    return table(frame, note=f"Naive attention, {PRECISION_NAMES[row['precision']]}, batch"
-                             f" {row['batch_size']}, d {row['d_model']}, {row['sequence']:,} positions, on"
-                             f" {number(gpu_memory_gib(tables), 'GiB')}.")
+    return table(
+        frame,
+        note=f"Naive attention, {PRECISION_NAMES[row['precision']]}, batch"
+        f" {row['batch_size']}, d {row['d_model']}, {row['sequence']:,} positions, on"
+        f" {number(gpu_memory_gib(tables), 'GiB')}.",
+    )
 
 
 def gpu_memory_gib(tables: Tables) -> float:
@@ -238,10 +297,23 @@ def attention_checks(tables: Tables) -> pd.DataFrame:
     pivoted.loc["allowed"] = checks.groupby("precision")["allowed_error"].first()
     pivoted = pivoted.reindex([name for name in (*IMPLEMENTATIONS, "allowed") if name in pivoted.index])
     printed = pivoted.map(lambda value: None if pd.isna(value) else f"{value:.1e}")
-    return table(printed.rename(index=LABELS, columns=PRECISION_NAMES).rename_axis(columns=None),
-                 note=f"Largest of {len(checks):,} cells, each checked before it was timed.")
+    return table(
+        printed.rename(index=LABELS, columns=PRECISION_NAMES).rename_axis(columns=None),
+        note=f"Largest of {len(checks):,} cells, each checked before it was timed.",
+    )
 
 
-PRINTED: dict[str, Callable[[Tables], pd.DataFrame]] = {one.__name__: one for one in (
-    attention_times, attention_memory, handout_attention, attention_grid, attention_long, attention_compiled,
-    attention_precisions, attention_account, attention_checks)}
+PRINTED: dict[str, Callable[[Tables], pd.DataFrame]] = {
+    one.__name__: one
+    for one in (
+        attention_times,
+        attention_memory,
+        handout_attention,
+        attention_grid,
+        attention_long,
+        attention_compiled,
+        attention_precisions,
+        attention_account,
+        attention_checks,
+    )
+}

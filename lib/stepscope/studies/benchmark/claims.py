@@ -1,5 +1,6 @@
 """What the benchmark can say: each function gives the numbers of one sentence where it holds, None where not;
 a LookupError where nothing measured it."""
+
 from typing import Any
 
 import pandas as pd
@@ -43,6 +44,7 @@ from stepscope.traces.families import MATMUL
 
 # Where the time goes
 
+
 def phases_fp32(tables: Tables) -> Claim:
     """The largest size's phases."""
     rows = phase_times(tables)
@@ -74,8 +76,12 @@ def matmul_share(tables: Tables) -> Claim:
     share = matmul / rows.groupby("size", sort=False)["gpu_ms"].sum()
     if len(share) < 2 or share.iloc[-1] <= max(share.iloc[0], 0.5):
         return None
-    return {"small": share.index[0], "small_share": share.iloc[0], "large": share.index[-1],
-            "large_share": share.iloc[-1]}
+    return {
+        "small": share.index[0],
+        "small_share": share.iloc[0],
+        "large": share.index[-1],
+        "large_share": share.iloc[-1],
+    }
 
 
 def matmul_rate(tables: Tables) -> Claim:
@@ -87,6 +93,7 @@ def matmul_rate(tables: Tables) -> Claim:
 
 # The assignment's questions: what is said in any case
 
+
 def answer_models(tables: Tables) -> Claim:
     """What all shapes have in common, and how many steps warm up and at least are timed of each."""
     row = steps(tables).iloc[0]
@@ -94,8 +101,13 @@ def answer_models(tables: Tables) -> Claim:
     own = select(samples, **row[["size", "context_length"]])
     warmups = own.groupby("mode")["warmup"].sum()
     timed = select(samples, mode="step", warmup=False).groupby(["size", "context_length"]).size()
-    return {"batch": int(row["batch_size"]), "vocabulary": int(row["vocab_size"]),
-            "warmups": int(warmups["step"]), "more": int(warmups["forward"]), "timed": int(timed.min())}
+    return {
+        "batch": int(row["batch_size"]),
+        "vocabulary": int(row["vocab_size"]),
+        "warmups": int(warmups["step"]),
+        "more": int(warmups["forward"]),
+        "timed": int(timed.min()),
+    }
 
 
 def answer_times(tables: Tables) -> Claim:
@@ -104,9 +116,16 @@ def answer_times(tables: Tables) -> Claim:
     row = means.rename(columns=lambda name: name.removesuffix(" mean")).iloc[-1]
     samples = plain(tables, "samples", phase=WHOLE, size=row.name, context_length=context(tables))
     warmups = int(samples["warmup"].sum())
-    return {"size": row.name, "context": context(tables), "forward": row["forward"],
-            "backward": row["backward"], "both": row["forward + backward"], "step": row["full step"],
-            "warmups": warmups, "timed": min(len(samples) - warmups, TEN)}
+    return {
+        "size": row.name,
+        "context": context(tables),
+        "forward": row["forward"],
+        "backward": row["backward"],
+        "both": row["forward + backward"],
+        "step": row["full step"],
+        "warmups": warmups,
+        "timed": min(len(samples) - warmups, TEN),
+    }
 
 
 def answer_std(tables: Tables) -> Claim:
@@ -117,12 +136,21 @@ def answer_std(tables: Tables) -> Claim:
     shapes = rows[["size", "context_length", "repeat"]].drop_duplicates()
     again = int((shapes["repeat"] > shapes["repeat"].min()).sum())
     first = len(shapes) - again
-    of = [f"{first} shape{'s' * (first > 1)}",
-          *[f"and {again} repeats of some in other processes"] * bool(again),
-          f"in {rows['mode'].nunique()} modes"]
-    return {"cases": len(rows), "of": (", " if again else " ").join(of),
-            "process": int(worst["repeat"]) + 1, "median": varies.median(), "worst": varies.iloc[-1],
-            "size": worst["size"], "context": int(worst["context_length"]), "mode": MODES[worst["mode"]]}
+    of = [
+        f"{first} shape{'s' * (first > 1)}",
+        *[f"and {again} repeats of some in other processes"] * bool(again),
+        f"in {rows['mode'].nunique()} modes",
+    ]
+    return {
+        "cases": len(rows),
+        "of": (", " if again else " ").join(of),
+        "process": int(worst["repeat"]) + 1,
+        "median": varies.median(),
+        "worst": varies.iloc[-1],
+        "size": worst["size"],
+        "context": int(worst["context_length"]),
+        "mode": MODES[worst["mode"]],
+    }
 
 
 def std_where(tables: Tables) -> Claim:
@@ -138,8 +166,13 @@ def processes_differ(tables: Tables) -> Claim:
     row = repeated(tables).sort_values("wall").iloc[-1]
     if row["wall"] < 1 + (LEAST_HOST_GAIN if row["waits"] else SAME_WALL):
         return None
-    return {"size": row["size"], "context": int(row["context_length"]), "low": row["wall_min"],
-            "high": row["wall_max"], "processes": int(row["processes"])}
+    return {
+        "size": row["size"],
+        "context": int(row["context_length"]),
+        "low": row["wall_min"],
+        "high": row["wall_max"],
+        "processes": int(row["processes"]),
+    }
 
 
 def answer_warmup(tables: Tables) -> Claim:
@@ -148,8 +181,15 @@ def answer_warmup(tables: Tables) -> Claim:
     size = rows["size"].iloc[0]
     found = warm_up(rows[rows["size"] == size]).set_index("warmups")
     cold, warm = found.iloc[0], found.iloc[-1]
-    return {"size": size, "context": context(tables), "first": cold["first_ms"], "cold": cold["mean_ms"],
-            "cold_std": cold["std_ms"], "warm": warm["mean_ms"], "warm_std": warm["std_ms"]}
+    return {
+        "size": size,
+        "context": context(tables),
+        "first": cold["first_ms"],
+        "cold": cold["mean_ms"],
+        "cold_std": cold["std_ms"],
+        "warm": warm["mean_ms"],
+        "warm_std": warm["std_ms"],
+    }
 
 
 def warmup_where(tables: Tables) -> Claim:
@@ -166,21 +206,31 @@ def warmup_few(tables: Tables) -> Claim:
     if second.empty:
         return None
     worst = rows.loc[second.idxmax()]
-    return {"processes": len(rows), "context": context(tables), "second": len(second), "third": len(third),
-            "size": second.idxmax()[0], "second_ms": worst["second"], "later_ms": worst["later"]}
+    return {
+        "processes": len(rows),
+        "context": context(tables),
+        "second": len(second),
+        "third": len(third),
+        "size": second.idxmax()[0],
+        "second_ms": worst["second"],
+        "later_ms": worst["later"],
+    }
 
 
 def warmup_cpu(tables: Tables) -> Claim:
-    """Why the second step of that process is slower: most of it is in forward, which takes longer to enqueue.
-    """
+    """Why the second step of that process is slower: most of it is in forward, which takes longer to enqueue."""
     rows = process_starts(tables)
     second = _late(rows, "second")
     if second.empty:
         return None
     worst = rows.loc[second.idxmax()]
     over, forward = worst["second"] - worst["later"], worst["forward_second"] - worst["forward_later"]
-    found = {"over": over, "forward": forward, "enqueue": worst["forward_enqueue_second"],
-             "later_enqueue": worst["forward_enqueue_later"]}
+    found = {
+        "over": over,
+        "forward": forward,
+        "enqueue": worst["forward_enqueue_second"],
+        "later_enqueue": worst["forward_enqueue_later"],
+    }
     return found if forward > over / 2 and found["enqueue"] > found["later_enqueue"] else None
 
 
@@ -205,24 +255,40 @@ def _steady(starts: pd.DataFrame) -> pd.Series:
 
 # When the GPU waits for launches
 
+
 def launch_bound_forward(tables: Tables) -> Claim:
     """The smallest size's forward at the shortest context: the fastest pass."""
     rows = low_steps(tables, mode="forward")
     row, wall = rows.iloc[0], rows["wall_min_ms"].iloc[0]
     if not launch_bound_rows(rows).iloc[0]:
         return None
-    return {"size": row["size"], "context": int(row["context_length"]), "operations": int(row["operations"]),
-            "gpu": row["gpu_ms"], "wall": wall, "idle": 1 - row["gpu_ms"] / wall,
-            "launch": wall / row["operations"] * 1e3,
-            "kernel": row["gpu_ms"] / row["operations"] * 1e3}
+    return {
+        "size": row["size"],
+        "context": int(row["context_length"]),
+        "operations": int(row["operations"]),
+        "gpu": row["gpu_ms"],
+        "wall": wall,
+        "idle": 1 - row["gpu_ms"] / wall,
+        "launch": wall / row["operations"] * 1e3,
+        "kernel": row["gpu_ms"] / row["operations"] * 1e3,
+    }
 
 
 def launch_bound_where(tables: Tables) -> Claim:
     """How many sizes' full steps are launch-bound at the shortest and at the longest context."""
     found = waiting(tables)
     (short, short_count), (long, long_count) = found.sum().items()
-    return {"short": int(short_count), "long": int(long_count), "sizes": len(found), "short_context": short,
-            "long_context": long} if short_count > long_count else None
+    return (
+        {
+            "short": int(short_count),
+            "long": int(long_count),
+            "sizes": len(found),
+            "short_context": short,
+            "long_context": long,
+        }
+        if short_count > long_count
+        else None
+    )
 
 
 def replay_alone(tables: Tables) -> Claim:
@@ -236,24 +302,42 @@ def replay_alone(tables: Tables) -> Claim:
 
 def launch_rate(tables: Tables) -> Claim:
     """Microseconds a launch in the fastest and in the median step of a run whose GPU work is tiny."""
-    rows = select(tables["benchmark.times"], batch_size=1, context_length=lambda length: length <= 16,
-                  phase=WHOLE, mode="step", busy=pd.Series.notna)
+    rows = select(
+        tables["benchmark.times"],
+        batch_size=1,
+        context_length=lambda length: length <= 16,
+        phase=WHOLE,
+        mode="step",
+        busy=pd.Series.notna,
+    )
     run = select(rows[launch_bound_rows(rows)]).iloc[0]
-    own = select(tables["benchmark.samples"], mode="step", phase=WHOLE, warmup=False,
-                 **{name: run[name] for name in CONFIG})
+    own = select(
+        tables["benchmark.samples"],
+        mode="step",
+        phase=WHOLE,
+        warmup=False,
+        **{name: run[name] for name in CONFIG},
+    )
     found = own["wall_ms"] / run["operations"] * 1e3
     return {"low": found.min(), "high": found.median(), "steps": len(found)}
 
 
 # Compiling
 
+
 def compile_kernels(tables: Tables) -> Claim:
     """The smallest size's forward and backward: what is fused."""
     row = other_than_matmuls(tables).iloc[0]
     if row["count"] >= row["count_eager"] or row["gpu_ms"] >= row["gpu_ms_eager"] * (1 - SAME):
         return None
-    return {"size": row.name, "context": context(tables), "before": round(row["count_eager"]),
-            "after": round(row["count"]), "before_ms": row["gpu_ms_eager"], "after_ms": row["gpu_ms"]}
+    return {
+        "size": row.name,
+        "context": context(tables),
+        "before": round(row["count_eager"]),
+        "after": round(row["count"]),
+        "before_ms": row["gpu_ms_eager"],
+        "after_ms": row["gpu_ms"],
+    }
 
 
 def compile_gain(tables: Tables) -> Claim:
@@ -274,23 +358,37 @@ def compile_memory(tables: Tables) -> Claim:
 
 def compile_cost(tables: Tables) -> Claim:
     """Blocks compile in about the same time whatever their number; the whole model takes longer."""
-    blocks, model = (compiled_with_eager(tables, parts).dropna(subset=["compile_s"])
-                     for parts in ("blocks", "model"))
+    blocks, model = (
+        compiled_with_eager(tables, parts).dropna(subset=["compile_s"]) for parts in ("blocks", "model")
+    )
     size = [size for size in blocks.index if size in model.index][-1]
     if blocks["compile_s"].max() > 1.5 * blocks["compile_s"].min() or (
-            blocks["compile_s"].max() > model.loc[size, "compile_s"]):
+        blocks["compile_s"].max() > model.loc[size, "compile_s"]
+    ):
         return None
-    return {"low": blocks["compile_s"].min(), "high": blocks["compile_s"].max(), "sizes": len(blocks),
-            "precision": blocks.loc[size, "precision"], "size": size, "own": blocks.loc[size, "compile_s"],
-            "model": model.loc[size, "compile_s"], "model_precision": model.loc[size, "precision"]}
+    return {
+        "low": blocks["compile_s"].min(),
+        "high": blocks["compile_s"].max(),
+        "sizes": len(blocks),
+        "precision": blocks.loc[size, "precision"],
+        "size": size,
+        "own": blocks.loc[size, "compile_s"],
+        "model": model.loc[size, "compile_s"],
+        "model_precision": model.loc[size, "precision"],
+    }
 
 
 def compile_then(tables: Tables) -> Claim:
     """What compiling leaves alone: the largest size's AdamW, where the GPU sets the pace."""
     rows = compiled_with_eager(tables, "blocks").dropna(subset=["gpu_ms"])
     step = rows.iloc[-1]
-    adamw = plain(tables, compile="blocks", precision=step["precision"], phase="optimizer",
-                  context_length=context(tables)).set_index("size")["gpu_ms"]
+    adamw = plain(
+        tables,
+        compile="blocks",
+        precision=step["precision"],
+        phase="optimizer",
+        context_length=context(tables),
+    ).set_index("size")["gpu_ms"]
     share = adamw[step.name] / step["gpu_ms"]
     waits = launch_bound_rows(rows).iloc[-1]
     return {"size": step.name, "share": share} if share > LEAST_SHARE and not waits else None
@@ -304,8 +402,13 @@ def blocks_or_model(tables: Tables) -> Claim:
     blocks, whole = rows.loc[size], model.loc[size]
     if not launch_bound_rows(rows).iloc[0] or not wall_gain(blocks, whole) > 1:
         return None
-    return {"size": size, "blocks": blocks["wall_min_ms"], "model": whole["wall_min_ms"],
-            "blocks_s": blocks["compile_s"], "model_s": whole["compile_s"]}
+    return {
+        "size": size,
+        "blocks": blocks["wall_min_ms"],
+        "model": whole["wall_min_ms"],
+        "blocks_s": blocks["compile_s"],
+        "model_s": whole["compile_s"],
+    }
 
 
 def answer_compiled(tables: Tables) -> Claim:
@@ -313,8 +416,11 @@ def answer_compiled(tables: Tables) -> Claim:
     found: dict[str, Any] = {"context": context(tables)}
     for mode in PHASES:
         rows = compiled_with_eager(tables, "model", mode).dropna(subset=["gain"])
-        found |= {"precision": rows["precision"].iloc[0], f"{mode}_low": rows["gain"].min(),
-                  f"{mode}_high": rows["gain"].max()}
+        found |= {
+            "precision": rows["precision"].iloc[0],
+            f"{mode}_low": rows["gain"].min(),
+            f"{mode}_high": rows["gain"].max(),
+        }
     return found
 
 
@@ -334,8 +440,13 @@ def compiled_slower(tables: Tables) -> Claim:
     if rows.empty or rows["gain"].iloc[0] < 1 + SAME:
         return None
     row = rows.iloc[0]
-    return {"size": row.name, "before": row["wall_ms_eager"], "after": row["wall_ms"],
-            "std": row["wall_std_ms"], "busy": row["busy"]}
+    return {
+        "size": row.name,
+        "before": row["wall_ms_eager"],
+        "after": row["wall_ms"],
+        "std": row["wall_std_ms"],
+        "busy": row["busy"],
+    }
 
 
 def compiled_trend(tables: Tables) -> Claim:
@@ -344,18 +455,26 @@ def compiled_trend(tables: Tables) -> Claim:
     if len(gains[-1]) < 2 or not all(gain.is_monotonic_decreasing for gain in gains):
         return None
     step = compiled_with_eager(tables, "model", "step")["gain"].dropna()
-    return {"small": step.index[0], "small_gain": step.iloc[0], "large": step.index[-1],
-            "large_gain": step.iloc[-1]}
+    return {
+        "small": step.index[0],
+        "small_gain": step.iloc[0],
+        "large": step.index[-1],
+        "large_gain": step.iloc[-1],
+    }
 
 
 # How far to trust it
+
 
 def repeats(tables: Tables) -> Claim:
     """GPU time repeats within what counts as the same, and better than wall time."""
     rows = repeated(tables)
     gpu, wall = rows["gpu"].max() - 1, rows["wall"].max() - 1
-    return {"processes": int(rows["processes"].min()), "shapes": len(rows), "gpu": gpu,
-            "wall": wall} if gpu < min(wall, SAME) else None
+    return (
+        {"processes": int(rows["processes"].min()), "shapes": len(rows), "gpu": gpu, "wall": wall}
+        if gpu < min(wall, SAME)
+        else None
+    )
 
 
 def repeats_paced(tables: Tables) -> Claim:
@@ -371,11 +490,15 @@ def processes_least(tables: Tables) -> Claim:
     most: their median steps, and their fastest."""
     rows = repeated(tables)
     waits = rows[rows["waits_all"]]
-    return {"shapes": len(waits), "median": waits["wall"].max(),
-            "fastest": waits["fastest"].max()} if len(waits) > 1 else None
+    return (
+        {"shapes": len(waits), "median": waits["wall"].max(), "fastest": waits["fastest"].max()}
+        if len(waits) > 1
+        else None
+    )
 
 
 # The assignment's questions: why
+
 
 def warmup_sum(tables: Tables) -> Claim:
     """The mean and deviation of ten steps, of which the first takes longer and nine are alike."""
@@ -406,10 +529,18 @@ def answer_flops(tables: Tables) -> Claim:
     weights = shape.num_layers * block + vocab * shape.d_model
     matmuls = 6 * tokens * weights
     scores = 12 * tokens * context(tables) * shape.d_model * shape.num_layers
-    return {"size": size, "context": context(tables), "tokens": tokens, "flops": 6, "weights": float(weights),
-            "matmuls": f"{matmuls / 1e12:.1f}", "scores": f"{scores / 1e12:.1f}",
-            "together": f"{(matmuls + scores) / 1e12:.1f}", "gpu": row["gpu_ms"],
-            "rate": (matmuls + scores) / row["gpu_ms"] / 1e9}
+    return {
+        "size": size,
+        "context": context(tables),
+        "tokens": tokens,
+        "flops": 6,
+        "weights": float(weights),
+        "matmuls": f"{matmuls / 1e12:.1f}",
+        "scores": f"{scores / 1e12:.1f}",
+        "together": f"{(matmuls + scores) / 1e12:.1f}",
+        "gpu": row["gpu_ms"],
+        "rate": (matmuls + scores) / row["gpu_ms"] / 1e9,
+    }
 
 
 def flops_share(tables: Tables) -> Claim:
@@ -420,5 +551,10 @@ def flops_share(tables: Tables) -> Claim:
     low = on_gpu(steps(tables, precision="bf16", context_length=context(tables), size=row.name)).iloc[-1]
     high, less = (one["mfu"] * one["wall_ms"] / one["gpu_ms"] for one in (row, low))  # by GPU time
     gain = row["gpu_ms"] / low["gpu_ms"]
-    return {"fp32": high, "measured": share * high / row["mfu"], "bf16": less, "gain": gain,
-            "peaks": gain * high / less}
+    return {
+        "fp32": high,
+        "measured": share * high / row["mfu"],
+        "bf16": less,
+        "gain": gain,
+        "peaks": gain * high / less,
+    }

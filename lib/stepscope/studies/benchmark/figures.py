@@ -1,4 +1,5 @@
 """Figures of the benchmarking study."""
+
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import PercentFormatter
@@ -23,13 +24,21 @@ def phases(tables: Tables) -> style.Picture:
     """Each size's full fp32 step in GPU time, a part a phase, as shares."""
     times = phase_times(tables)
     share = times.div(times.sum(axis=1), axis=0)
+
     def ends(part: pd.Series) -> str:
         return " to ".join(dict.fromkeys(number(share, "%") for share in (part.min(), part.max())))
 
-    drawn, axes = style.figure(f"Forward and backward are {ends(share['forward'] + share['backward'])} of an"
-                               f" fp32 step's GPU time, AdamW is {ends(share['optimizer'])}", 3.1)
-    style.stacked_bars(axes, share[[*style.PHASE_COLORS]], style.PHASE_COLORS,
-                       lambda phase, place: number(times[phase].iloc[place], "ms"))
+    drawn, axes = style.figure(
+        f"Forward and backward are {ends(share['forward'] + share['backward'])} of an"
+        f" fp32 step's GPU time, AdamW is {ends(share['optimizer'])}",
+        3.1,
+    )
+    style.stacked_bars(
+        axes,
+        share[[*style.PHASE_COLORS]],
+        style.PHASE_COLORS,
+        lambda phase, place: number(times[phase].iloc[place], "ms"),
+    )
     style.without_axis(axes)
     axes.set_xlabel(f"share of the step's GPU time, context {context(tables):,}")
     drawn.legend(loc="outside lower center", ncols=4)
@@ -49,8 +58,14 @@ def busy(tables: Tables) -> style.Picture:
     last = style.lines(axes, rows, "context_length", "busy", "size", style.SIZE_COLORS)
     hollow = rows[~launch_bound_rows(rows)]
     axes.scatter(hollow["context_length"], hollow["busy"], color=style.PAPER, s=9, zorder=4)
-    axes.annotate("hollow: GPU-bound", (short, LAUNCH_BOUND), xytext=(0, 3),
-                  textcoords="offset points", color=style.MUTED, va="bottom")
+    axes.annotate(
+        "hollow: GPU-bound",
+        (short, LAUNCH_BOUND),
+        xytext=(0, 3),
+        textcoords="offset points",
+        color=style.MUTED,
+        va="bottom",
+    )
     contexts = sorted(rows["context_length"].unique())
     axes.hlines(LAUNCH_BOUND, contexts[0], contexts[-1], color=style.MUTED, linewidth=1, linestyle="--")
     axes.set_xscale("log", base=2)
@@ -67,9 +82,11 @@ def compile_kernels(tables: Tables) -> style.Picture:
     """What is no matmul in forward and backward, before and after compiling blocks: GPU time by size."""
     rows, precision = other_than_matmuls(tables), compiled_with_eager(tables, "blocks")["precision"].iloc[0]
     last = rows.iloc[-1]
-    drawn, axes = style.figure(f"Compiling takes {last.name}'s kernels that are no matmuls from"
-                               f" {number(last['gpu_ms_eager'], 'ms')} to {number(last['gpu_ms'], 'ms')}",
-                               1.0 + 0.7 * len(rows))
+    drawn, axes = style.figure(
+        f"Compiling takes {last.name}'s kernels that are no matmuls from"
+        f" {number(last['gpu_ms_eager'], 'ms')} to {number(last['gpu_ms'], 'ms')}",
+        1.0 + 0.7 * len(rows),
+    )
     labels, values, texts = [], [], []
     for size, row in rows.iterrows():
         for words, which in (("eager", "_eager"), ("compiled", "")):

@@ -15,6 +15,7 @@ gradients first). They last milliseconds, at the highest clock: bursts, whose ra
 large matmul keeps up, once its power has reached the cap and the clock has fallen, is a reference and no
 bound: a step draws less, at a higher clock, and its own matmuls can beat it.
 """
+
 import math
 
 import torch
@@ -53,14 +54,16 @@ def fp8_ceiling(device: str) -> dict[str, float]:
     (a, a_scale), (b, b_scale) = (fp8.scaled(matrix) for matrix in torch.randn(2, size, size, device=device))
 
     def multiply() -> torch.Tensor:
-        return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16,
-                                use_fast_accum=True)
+        return torch._scaled_mm(
+            a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
 
     return {"matmul_fp8": 2 * size**3 / median_ms(device, multiply) / 1e9}
 
 
 def lower_bound(
-        config: StepConfig, precision: str, moments: str, ceilings: dict[str, float]) -> dict[str, float]:
+    config: StepConfig, precision: str, moments: str, ceilings: dict[str, float]
+) -> dict[str, float]:
     """``matmul_ms``, ``moved_ms`` and their sum ``bound_ms``.
 
     Args:
@@ -92,5 +95,8 @@ def kept_up(device: str) -> dict[str, float]:
     back_to_back(multiply, device, matmuls)
     with PowerMonitor() as monitor:
         times = back_to_back(multiply, device, matmuls)
-    return {"kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
-            "kept_up_clock_mhz": monitor.sm_clock_mhz, "kept_up_power_w": monitor.power_w}
+    return {
+        "kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
+        "kept_up_clock_mhz": monitor.sm_clock_mhz,
+        "kept_up_power_w": monitor.power_w,
+    }

@@ -1,4 +1,5 @@
 """Is our optimizer AdamW, and do bf16 moments move? Tried on the device that is measured, in the same run."""
+
 import math
 
 import numpy as np
@@ -8,8 +9,10 @@ from torch import Tensor, nn
 from stepscope.optimizations.adamw import GOLDEN, MIX1, MIX2, hashed, stochastic_round
 from stepscope.optimizations.optimizer import BETAS, EPS, WEIGHT_DECAY, MasterAdamW
 
-SHAPES = {"matrix": (130, 70),
-          "vector": (130,)}  # neither fills its last block; a matrix is bf16, a vector fp32
+SHAPES = {
+    "matrix": (130, 70),
+    "vector": (130,),
+}  # neither fills its last block; a matrix is bf16, a vector fp32
 RATE = 1e-3
 FORMULA_STEPS = 5
 FALLING_STEPS, FALLING = 2000, 4096  # steps, numbers
@@ -31,8 +34,9 @@ def stochastic_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
     return (bits & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def numpy_adamw(weight: np.ndarray, gradients: list[np.ndarray],
-                first: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def numpy_adamw(
+    weight: np.ndarray, gradients: list[np.ndarray], first: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, each operation rounded to fp32 by itself: the
     last weights and both moments.
 
@@ -67,7 +71,8 @@ def stepped(device: str, steps: int, moments: torch.dtype) -> tuple[MasterAdamW,
     generator = torch.Generator().manual_seed(1)
     drawn = {
         name: [
-            torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype) for _ in range(steps)]
+            torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype) for _ in range(steps)
+        ]
         for name, parameter in own.named.items()
     }
     for step in range(steps):
@@ -89,8 +94,11 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
         there, m, v = (torch.from_numpy(numbers).to(device) for numbers in found)
         parameter, master = own.named[name], own.masters()[name]
         tolerance = (0 if exact else APPROXIMATE) * (there.abs() + FORMULA_STEPS * RATE)
-        pairs = [(own.state[parameter]["exp_avg"], m), (own.state[parameter]["exp_avg_sq"], v),
-                 (parameter.detach(), master.to(parameter.dtype))]
+        pairs = [
+            (own.state[parameter]["exp_avg"], m),
+            (own.state[parameter]["exp_avg_sq"], v),
+            (parameter.detach(), master.to(parameter.dtype)),
+        ]
         unequal += int(((master - there).abs() > tolerance).sum())
         unequal += sum(int((mine != other).sum()) for mine, other in pairs)
         compared += 4 * master.numel()
@@ -108,13 +116,20 @@ def falling_moment() -> dict[str, float]:
         exact = exact * BETAS[1] + squared
         chance = stochastic_round(chance * BETAS[1] + squared, bits).float()
         nearest = (nearest * BETAS[1] + squared).bfloat16().float()
-    return {"v_fp32": exact.mean().item(), "v_stochastic": chance.mean().item(),
-            "v_nearest": nearest.mean().item()}
+    return {
+        "v_fp32": exact.mean().item(),
+        "v_stochastic": chance.mean().item(),
+        "v_nearest": nearest.mean().item(),
+    }
 
 
 def check_optimizer(device: str) -> dict[str, float]:
     """All of the above: results of a run."""
     compared, unequal = against_formula(device, torch.float32)
     low_compared, low_unequal = against_formula(device, torch.bfloat16)
-    return {"compared": compared, "unequal": unequal, "low_compared": low_compared,
-            "low_unequal": low_unequal} | falling_moment()
+    return {
+        "compared": compared,
+        "unequal": unequal,
+        "low_compared": low_compared,
+        "low_unequal": low_unequal,
+    } | falling_moment()

@@ -1,4 +1,5 @@
 """The numbers of each sentence about the ladder: where the sentence holds, None where it does not."""
+
 import pandas as pd
 
 from stepscope.report.schemas import Claim, Tables
@@ -40,8 +41,13 @@ from stepscope.studies.ladder.rows import (
 from stepscope.studies.ladder.tables import NAMES
 
 HOW = dict(zip(FAIR, ("compiled", "compiled and in one CUDA graph")))
-SHORT = {"sdpa": "fused attention", "blocks": "compiled blocks", "cuda_graph": "the CUDA graph",
-         "bf16_weights": "bf16 weights", "bf16_moments": "bf16 moments"}
+SHORT = {
+    "sdpa": "fused attention",
+    "blocks": "compiled blocks",
+    "cuda_graph": "the CUDA graph",
+    "bf16_weights": "bf16 weights",
+    "bf16_moments": "bf16 moments",
+}
 
 
 def headline(tables: Tables) -> Claim:
@@ -71,8 +77,13 @@ def first_bound(tables: Tables) -> Claim:
     shape, rows = largest_ladder(tables)
     last = bounds(tables, rows.loc[[LAST]]).iloc[0]
     rates = ceilings(tables, last["run_id"])
-    found = {"bound": last["bound_ms"], "size": shape.size, "runs": rates.runs, "low": rates.least,
-             "high": rates.matmul}
+    found = {
+        "bound": last["bound_ms"],
+        "size": shape.size,
+        "runs": rates.runs,
+        "low": rates.least,
+        "high": rates.matmul,
+    }
     return found if last["bound_ms"] < last["wall_ms"] else None
 
 
@@ -105,11 +116,14 @@ def rung_graph(tables: Tables) -> Claim:
 def rung_context(tables: Tables) -> Claim:
     """At the longest context fused attention gains more than at the reference's, and bf16 weights less, at
     every size of both; and what all optimizations give there in wall time."""
-    short, long = ({shape.size: rows for shape, rows in found.items()}
-                   for found in (at_context(tables), at_longest(tables)))
+    short, long = (
+        {shape.size: rows for shape, rows in found.items()}
+        for found in (at_context(tables), at_longest(tables))
+    )
     for size in short.keys() & long.keys():
-        attention, weights = ([gain(rows[size], rung) or 1 for rows in (short, long)]
-                              for rung in ("sdpa", "bf16_weights"))
+        attention, weights = (
+            [gain(rows[size], rung) or 1 for rows in (short, long)] for rung in ("sdpa", "bf16_weights")
+        )
         if attention[0] >= attention[1] or weights[0] <= weights[1]:
             return None
     together = pd.Series([all_of_them(rows, "wall_ms") for rows in long.values()]).dropna()
@@ -155,8 +169,18 @@ def cost_billion(tables: Tables) -> Claim:
     rows = two_batches(tables)
     batch, most = rows["batch_size"].astype(int)
     (hours, most_hours), (kwh, most_kwh) = (cost_of(rows)[name] for name in ("billion_h", "billion_kwh"))
-    return {"batch": batch, "hours": hours, "kwh": kwh, "most": most, "most_hours": most_hours,
-            "most_kwh": most_kwh} if pd.notna([kwh, most_kwh]).all() else None
+    return (
+        {
+            "batch": batch,
+            "hours": hours,
+            "kwh": kwh,
+            "most": most,
+            "most_hours": most_hours,
+            "most_kwh": most_kwh,
+        }
+        if pd.notna([kwh, most_kwh]).all()
+        else None
+    )
 
 
 def baseline_mask(tables: Tables) -> Claim:
@@ -171,8 +195,14 @@ def baseline_mask(tables: Tables) -> Claim:
     low, without = rows["attention"].min(), rows["without"]
     if not (cudnn and masked and low >= 1 + LEAST_GAIN and len(rows) == len(with_baseline(tables))):
         return None
-    found = {"ladders": len(rows), "low": low, "high": rows["attention"].max(), "least": without.min(),
-             "most": without.max(), "kernel": min(masks["name"], key=len)}
+    found = {
+        "ladders": len(rows),
+        "low": low,
+        "high": rows["attention"].max(),
+        "least": without.min(),
+        "most": without.max(),
+        "kernel": min(masks["name"], key=len),
+    }
     return found if (without - 1).abs().max() < 0.05 else None
 
 
@@ -202,17 +232,35 @@ def larger_batch(tables: Tables) -> Claim:
     (_, compared), (_, most) = two_batches(tables).iterrows()
     more = most["tokens_per_s"] / compared["tokens_per_s"]
     how = ", the loss in chunks" if most["optimization"] == FILLED else ""
-    return {"size": compared["size"], "batch": int(compared["batch_size"]),
-            "tokens": compared["tokens_per_s"], "most": int(most["batch_size"]),
-            "most_tokens": most["tokens_per_s"], "how": how, "more": more} if more > 1 + LEAST_GAIN else None
+    return (
+        {
+            "size": compared["size"],
+            "batch": int(compared["batch_size"]),
+            "tokens": compared["tokens_per_s"],
+            "most": int(most["batch_size"]),
+            "most_tokens": most["tokens_per_s"],
+            "how": how,
+            "more": more,
+        }
+        if more > 1 + LEAST_GAIN
+        else None
+    )
 
 
 def graph_small(tables: Tables) -> Claim:
     """The CUDA graph over compiled blocks at the smallest size, where these wait for launches."""
     shape, rows = smallest_ladder(tables)
     found, waits = faster(rows, "cuda_graph", "blocks"), launch_bound_rows(rows)["blocks"]
-    return {"size": shape.size, "gain": found, "before": rows.loc["blocks", "wall_min_ms"],
-            "after": rows.loc["cuda_graph", "wall_ms"]} if waits and found > 1.5 else None
+    return (
+        {
+            "size": shape.size,
+            "gain": found,
+            "before": rows.loc["blocks", "wall_min_ms"],
+            "after": rows.loc["cuda_graph", "wall_ms"],
+        }
+        if waits and found > 1.5
+        else None
+    )
 
 
 def graph_large(tables: Tables) -> Claim:
@@ -239,8 +287,17 @@ def reserved_last(tables: Tables) -> Claim:
         return None
     row = rows.loc[over.idxmax()]
     more = row["reserved_gib"] > 1.2 * row["peak_gib"]
-    return {"optimization": NAMES[row["optimization"]], "size": row["size"], "context": row["context_length"],
-            "peak": row["peak_gib"], "reserved": row["reserved_gib"]} if more else None
+    return (
+        {
+            "optimization": NAMES[row["optimization"]],
+            "size": row["size"],
+            "context": row["context_length"],
+            "peak": row["peak_gib"],
+            "reserved": row["reserved_gib"],
+        }
+        if more
+        else None
+    )
 
 
 def repeats_cap(tables: Tables) -> Claim:
@@ -256,9 +313,14 @@ def clock_apart(tables: Tables) -> Claim:
     for shape, rows in ladders(tables).items():
         own = timed(rows, ["blocks", "cuda_graph"])
         if len(own) == 2 and own["operations"].nunique() == 1 and draws_cap(tables, own)["cuda_graph"]:
-            found.append({"size": shape.size, "context": shape.context_length,
-                          "operations": int(own["operations"].iloc[0]),
-                          "longer": own["gpu_ms"].iloc[1] / own["gpu_ms"].iloc[0] - 1})
+            found.append(
+                {
+                    "size": shape.size,
+                    "context": shape.context_length,
+                    "operations": int(own["operations"].iloc[0]),
+                    "longer": own["gpu_ms"].iloc[1] / own["gpu_ms"].iloc[0] - 1,
+                }
+            )
     most = max(found, key=lambda one: one["longer"], default=None)
     return most if most and most["longer"] > LEAST_GAIN else None
 
@@ -292,11 +354,21 @@ def filled(tables: Tables) -> Claim:
     row = rows.sort_values("mfu").iloc[-1]
     rates = ceilings(tables, str(row.get("run_id", "")))
     rate, sheet = rates.kept_up, tables["ladder.results"]["sheet_bf16"].dropna().iloc[0]
-    return {"size": row["size"], "batch": int(row["batch_size"]), "tokens": row["tokens_per_s"],
-            "mfu": row["mfu"], "at_clock": row["mfu_at_clock"], "clock": row["sm_clock_mhz"],
-            "power": row["power_w"], "peak": row["peak_gib"], "reserved": row["reserved_gib"],
-            "matmul": rate, "share": rate / sheet, "matmul_clock": rates.kept_up_mhz,
-            "of_it": row["mfu"] * sheet / rate}
+    return {
+        "size": row["size"],
+        "batch": int(row["batch_size"]),
+        "tokens": row["tokens_per_s"],
+        "mfu": row["mfu"],
+        "at_clock": row["mfu_at_clock"],
+        "clock": row["sm_clock_mhz"],
+        "power": row["power_w"],
+        "peak": row["peak_gib"],
+        "reserved": row["reserved_gib"],
+        "matmul": rate,
+        "share": rate / sheet,
+        "matmul_clock": rates.kept_up_mhz,
+        "of_it": row["mfu"] * sheet / rate,
+    }
 
 
 def power(tables: Tables) -> Claim:
@@ -306,9 +378,20 @@ def power(tables: Tables) -> Claim:
     full = own["sm_clock_mhz"].max()
     at_cap = draws_cap(tables, own) & (own["sm_clock_mhz"] < AT_CAP * full)
     clocks = own["sm_clock_mhz"][at_cap[::-1].cummin()[::-1]]
-    return {"size": shape.size, "context": shape.context_length, "first": NAMES[clocks.index[0]],
-            "last": NAMES[clocks.index[-1]], "full": full, "low": clocks.min(),
-            "high": clocks.max(), "cap": power_cap_w(tables)} if len(clocks) > 1 else None
+    return (
+        {
+            "size": shape.size,
+            "context": shape.context_length,
+            "first": NAMES[clocks.index[0]],
+            "last": NAMES[clocks.index[-1]],
+            "full": full,
+            "low": clocks.min(),
+            "high": clocks.max(),
+            "cap": power_cap_w(tables),
+        }
+        if len(clocks) > 1
+        else None
+    )
 
 
 def power_read(tables: Tables) -> Claim:
@@ -316,8 +399,11 @@ def power_read(tables: Tables) -> Claim:
     found = tables["ladder.results"].dropna(subset="kept_up_power_w")
     watts, clock = found["kept_up_power_w"], found["kept_up_clock_mhz"].median()
     under = watts.max() < power_cap_w(tables)
-    return {"runs": len(found), "low": watts.min(), "high": watts.max(),
-            "clock": clock} if len(found) > 1 and under else None
+    return (
+        {"runs": len(found), "low": watts.min(), "high": watts.max(), "clock": clock}
+        if len(found) > 1 and under
+        else None
+    )
 
 
 def chunked_memory(tables: Tables) -> Claim:
@@ -326,8 +412,11 @@ def chunked_memory(tables: Tables) -> Claim:
     plain, chunked = rows.loc[LAST], rows.loc["chunked"]
     saved, slower = plain["peak_gib"] - chunked["peak_gib"], faster(rows, LAST, "chunked") - 1
     cost = f"take {number(slower, '%')} longer" if slower > LEAST_GAIN else "take about as long"
-    return {"vocabulary": shape.vocab_size, "saved": saved, "peak": plain["peak_gib"],
-            "cost": cost} if saved > 0 else None
+    return (
+        {"vocabulary": shape.vocab_size, "saved": saved, "peak": plain["peak_gib"], "cost": cost}
+        if saved > 0
+        else None
+    )
 
 
 def first_from(tables: Tables) -> Claim:
@@ -336,12 +425,20 @@ def first_from(tables: Tables) -> Claim:
     shape, rows = largest_ladder(tables)
     own = select(tables["ladder.results"], size=shape.size, vocab_size=shape.vocab_size)
     start, last = rows.loc["fused"], rows.loc[LAST]
-    found = {"size": shape.size, "parameters": float(own["parameters"].iloc[0]),
-             "context": shape.context_length, "batch": shape.batch_size, "start": start["wall_ms"],
-             "last": last["wall_ms"], "left": start["wall_ms"] / last["wall_ms"],
-             "gpu": start["gpu_ms"] / last["gpu_ms"], "tokens": last["tokens_per_s"], "mfu": last["mfu"],
-             "least": int(min(start["steps"], last["steps"])),
-             "most": int(max(start["steps"], last["steps"]))}
+    found = {
+        "size": shape.size,
+        "parameters": float(own["parameters"].iloc[0]),
+        "context": shape.context_length,
+        "batch": shape.batch_size,
+        "start": start["wall_ms"],
+        "last": last["wall_ms"],
+        "left": start["wall_ms"] / last["wall_ms"],
+        "gpu": start["gpu_ms"] / last["gpu_ms"],
+        "tokens": last["tokens_per_s"],
+        "mfu": last["mfu"],
+        "least": int(min(start["steps"], last["steps"])),
+        "most": int(max(start["steps"], last["steps"])),
+    }
     return found if found["left"] > 1 + LEAST_GAIN else None
 
 
@@ -367,5 +464,8 @@ def few_steps(tables: Tables) -> Claim:
     rows = tables["ladder.steps"].dropna(subset=["wall_ms", "wall_std_ms"])
     few = rows[rows["steps"] <= 3]
     spread = few["wall_std_ms"] / few["wall_ms"]
-    return {"few": len(few), "all": len(rows), "median": spread.median(), "most": spread.max()} if len(
-        few) else None
+    return (
+        {"few": len(few), "all": len(rows), "median": spread.median(), "most": spread.max()}
+        if len(few)
+        else None
+    )

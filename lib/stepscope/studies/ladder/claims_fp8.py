@@ -1,4 +1,5 @@
 """What FP8 gains and what it is off by: claims."""
+
 from stepscope.report.schemas import Claim, Tables
 from stepscope.report.shapes import select
 from stepscope.report.tables import listed
@@ -13,7 +14,8 @@ def fp8_small_batch(tables: Tables) -> Claim:
     row = first.loc[first["bf16_ms"].idxmax()]
     own = select(tables["ladder.kernels"], row[PLACE])
     times = own.assign(matmul=own["family"] == "matrix multiply").pivot_table(
-        index="matmul", columns="optimization", values="gpu_ms", aggfunc="sum")
+        index="matmul", columns="optimization", values="gpu_ms", aggfunc="sum"
+    )
     more = times["fp8"] - times[LAST]
     found = {"size": row["size"], "batch": int(row["batch_size"]), "saved": -more[True], "added": more[False]}
     return found if row["gain"] < 1 + LEAST_GAIN and 0 < found["saved"] < found["added"] else None
@@ -23,15 +25,27 @@ def fp8_pays(tables: Tables) -> Claim:
     """The sizes at which FP8 clearly gains at every batch, and how much."""
     found = by_batch(tables)
     own = found[found["size"].isin(pays_at(found))]
-    return {"sizes": listed(pays_at(found)), "low": own["gain"].min(), "high": own["gain"].max(),
-            "least": own["tokens"].min(), "most": own["tokens"].max()} if len(own) else None
+    return (
+        {
+            "sizes": listed(pays_at(found)),
+            "low": own["gain"].min(),
+            "high": own["gain"].max(),
+            "least": own["tokens"].min(),
+            "most": own["tokens"].max(),
+        }
+        if len(own)
+        else None
+    )
 
 
 def fp8_vain(tables: Tables) -> Claim:
     """Where others gain, the largest size of those at which FP8 gains nothing clear at any batch of two."""
     found = by_batch(tables)
-    vain = [(size, own) for size, own in found.groupby("size", sort=False)
-            if len(own) > 1 and not own["clear"].any()]
+    vain = [
+        (size, own)
+        for size, own in found.groupby("size", sort=False)
+        if len(own) > 1 and not own["clear"].any()
+    ]
     if not vain or not pays_at(found):
         return None
     size, own = vain[-1]
@@ -42,8 +56,13 @@ def fp8_gradient(tables: Tables) -> Claim:
     """How far FP8's gradient is from fp32's, beside bf16's, at the largest size that has both: of weights as
     drawn, and of trained ones, where it is far less."""
     size, drawn, trained = errors_by_size(tables)[-1]
-    found = {"size": size, "fp8": drawn["fp8"], "bf16": drawn[LAST], "trained_fp8": trained["fp8"],
-             "trained_bf16": trained[LAST]}
+    found = {
+        "size": size,
+        "fp8": drawn["fp8"],
+        "bf16": drawn[LAST],
+        "trained_fp8": trained["fp8"],
+        "trained_bf16": trained[LAST],
+    }
     return found if drawn["fp8"] > max(2 * drawn[LAST], 4 * trained["fp8"]) else None
 
 
@@ -60,8 +79,11 @@ def fp8_training(tables: Tables) -> Claim:
     curves = tables["ladder.curves"]
     own = select(curves, batch_size=select(curves, optimization="fp8")["batch_size"].max())
     losses = own.pivot_table(index="step", columns="optimization", values="loss")
-    found = {"steps": len(losses), "batch": int(own["batch_size"].iloc[0]),
-             "most": (losses["fp8"] / losses[LAST] - 1).abs().max()}
+    found = {
+        "steps": len(losses),
+        "batch": int(own["batch_size"].iloc[0]),
+        "most": (losses["fp8"] / losses[LAST] - 1).abs().max(),
+    }
     return found if found["most"] < 0.05 else None
 
 

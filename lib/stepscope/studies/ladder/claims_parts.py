@@ -1,4 +1,5 @@
 """Where the last step's milliseconds go, and what holds it: claims."""
+
 from stepscope.report.schemas import Claim, Tables
 from stepscope.stats import AT_CAP, LEAST_GAIN
 from stepscope.studies.ladder.parts import (
@@ -29,8 +30,15 @@ def last_largest(tables: Tables) -> Claim:
     """Of what the largest size's last step takes over its bound, the largest part."""
     shape, parts, _ = last_step(tables)
     part, over = parts["over"].idxmax(), parts["over"].sum()
-    found = {"size": shape.size, "wall": parts["ms"].sum(), "bound": parts["bound_ms"].sum(), "over": over,
-             "part": part, "most": parts.loc[part, "over"], "share": parts.loc[part, "over"] / over}
+    found = {
+        "size": shape.size,
+        "wall": parts["ms"].sum(),
+        "bound": parts["bound_ms"].sum(),
+        "over": over,
+        "part": part,
+        "most": parts.loc[part, "over"],
+        "share": parts.loc[part, "over"] / over,
+    }
     return found if over > 0 else None
 
 
@@ -38,8 +46,12 @@ def last_rates(tables: Tables) -> Claim:
     """What the last step's matmuls and AdamW reach, and of what: no more than a burst of each."""
     _, parts, rates = last_step(tables)
     matmuls, bytes_ = parts.loc[MATMULS, "tflops"], parts.loc[ADAMW, "tb_s"]
-    found = {"matmuls": matmuls, "of_matmul": matmuls / rates.matmul, "adamw": bytes_,
-             "of_copy": bytes_ / rates.copy}
+    found = {
+        "matmuls": matmuls,
+        "of_matmul": matmuls / rates.matmul,
+        "adamw": bytes_,
+        "of_copy": bytes_ / rates.copy,
+    }
     return found if max(found["of_matmul"], found["of_copy"]) <= 1 else None
 
 
@@ -52,8 +64,12 @@ def last_attention(tables: Tables) -> Claim:
         return None
     longer, rows = longest[shape.size]
     long, _ = parts_of(tables, longer, rows)
-    found = {"context": shape.context_length, "rate": own.loc[ATTENTION, "tflops"],
-             "longer": longer.context_length, "long_rate": long.loc[ATTENTION, "tflops"]}
+    found = {
+        "context": shape.context_length,
+        "rate": own.loc[ATTENTION, "tflops"],
+        "longer": longer.context_length,
+        "long_rate": long.loc[ATTENTION, "tflops"],
+    }
     return found if found["long_rate"] > 1.2 * found["rate"] else None
 
 
@@ -76,8 +92,11 @@ def last_kept_up(tables: Tables) -> Claim:
     _, parts, rates = last_step(tables)
     took, kept_up = parts.loc[MATMULS, "ms"], parts.loc[MATMULS, "bound_ms"] * rates.matmul / rates.kept_up
     held = last_power(tables) and took < (1 + LEAST_GAIN) * kept_up
-    return {"rate": rates.kept_up, "clock": rates.kept_up_mhz, "kept_up": kept_up,
-            "matmuls": took} if held else None
+    return (
+        {"rate": rates.kept_up, "clock": rates.kept_up_mhz, "kept_up": kept_up, "matmuls": took}
+        if held
+        else None
+    )
 
 
 def last_joules(tables: Tables) -> Claim:
@@ -89,8 +108,17 @@ def last_joules(tables: Tables) -> Claim:
     own = own.assign(joules=own["power_w"] * own["wall_ms"] / 1e3)  # of the median step, as costs are
     first, last = own.iloc[0], own.iloc[-1]
     joules, wall = (1 - last[name] / first[name] for name in ("joules", "wall_ms"))
-    return {"first": NAMES[own.index[0]], "before_j": first["joules"], "after_j": last["joules"],
-            "joules": joules, "wall": wall} if wall > LEAST_GAIN and abs(joules - wall) < LEAST_GAIN else None
+    return (
+        {
+            "first": NAMES[own.index[0]],
+            "before_j": first["joules"],
+            "after_j": last["joules"],
+            "joules": joules,
+            "wall": wall,
+        }
+        if wall > LEAST_GAIN and abs(joules - wall) < LEAST_GAIN
+        else None
+    )
 
 
 def roofline_wall(tables: Tables) -> Claim:

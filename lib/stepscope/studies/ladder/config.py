@@ -1,4 +1,5 @@
 """What a run of the ladder has: which changes it measures, and what it measures beside them."""
+
 import math
 from typing import Annotated, Literal, get_args
 
@@ -7,8 +8,18 @@ from pydantic import Field, field_validator
 from stepscope.config import StepConfig
 
 Rung = Literal[
-    "fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments",
-    "chunked", "fp8"]
+    "fp32",
+    "tf32",
+    "bf16",
+    "sdpa",
+    "fused",
+    "blocks",
+    "cuda_graph",
+    "bf16_weights",
+    "bf16_moments",
+    "chunked",
+    "fp8",
+]
 # In their order, each one change on the last.
 RUNGS: tuple[Rung, ...] = get_args(Rung)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
@@ -19,7 +30,8 @@ FILLED = "filled"  # the last with the chunked loss, at the batch that fills the
 LEFT_OUT: tuple[Rung, ...] = ("sdpa", "blocks", "cuda_graph", "bf16_weights", "bf16_moments")
 WITHOUT = tuple(f"without_{change}" for change in LEFT_OUT)
 Baseline = Literal[
-    "hugging_face", "hugging_face_graphs", "hugging_face_causal", "hugging_face_captured", "fast_step"]
+    "hugging_face", "hugging_face_graphs", "hugging_face_causal", "hugging_face_captured", "fast_step"
+]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 AS_IT_COMES = BASELINES[:2]  # Hugging Face's, in its two modes
 FAIR = BASELINES[2:4]  # without a mask; the latter as one CUDA graph, as ours is
@@ -27,9 +39,29 @@ SCRIPT = BASELINES[4]
 
 # Columns of the table of steps, one row a change and batch.
 MEASURES = (
-    "steps", "wall_ms", "wall_std_ms", "gpu_ms", "operations", "busy", "replayed_ms", "peak_gib",
-    "reserved_gib", "sm_clock_mhz", "power_w", "step_j", "tokens_per_s", "mfu", "mfu_measured",
-    "mfu_at_clock", "loss_error", "gradient_error", "compile_s", "matmul_ms", "moved_ms", "bound_ms")
+    "steps",
+    "wall_ms",
+    "wall_std_ms",
+    "gpu_ms",
+    "operations",
+    "busy",
+    "replayed_ms",
+    "peak_gib",
+    "reserved_gib",
+    "sm_clock_mhz",
+    "power_w",
+    "step_j",
+    "tokens_per_s",
+    "mfu",
+    "mfu_measured",
+    "mfu_at_clock",
+    "loss_error",
+    "gradient_error",
+    "compile_s",
+    "matmul_ms",
+    "moved_ms",
+    "bound_ms",
+)
 # and how the steps spread, who waits for whom, and how far a trained model's gradient is off
 ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
 
@@ -57,8 +89,10 @@ class Config(StepConfig):
     @classmethod
     def can_be_left_out(cls, asked: list[Rung]) -> list[Rung]:
         if wrong := [change for change in asked if change not in LEFT_OUT]:
-            raise ValueError(f"without: got {', '.join(wrong)}, but what can be left out of the last step is"
-                             f" {', '.join(LEFT_OUT)}; its matmuls are bf16, and its AdamW is one kernel")
+            raise ValueError(
+                f"without: got {', '.join(wrong)}, but what can be left out of the last step is"
+                f" {', '.join(LEFT_OUT)}; its matmuls are bf16, and its AdamW is one kernel"
+            )
         return asked
 
     @property

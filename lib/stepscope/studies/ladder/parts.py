@@ -1,5 +1,6 @@
 """Where the last milliseconds go: a step's kernels by what they do, each beside the least that it needs, and
 how many FLOPs and bytes that is. FLOPs and bytes are formulas'; milliseconds are the kernels'."""
+
 import math
 
 import pandas as pd
@@ -21,9 +22,18 @@ from stepscope.studies.ladder.rows import (
 )
 
 MATMULS, ADAMW, ATTENTION, REST, GAPS = (
-    "matmuls", "AdamW", "attention", "casts, copies, rest", "between kernels")
-PARTS = {"matrix multiply": MATMULS, "optimizer": ADAMW, "compiler-generated": "generated kernels",
-         "fused attention": ATTENTION}
+    "matmuls",
+    "AdamW",
+    "attention",
+    "casts, copies, rest",
+    "between kernels",
+)
+PARTS = {
+    "matrix multiply": MATMULS,
+    "optimizer": ADAMW,
+    "compiler-generated": "generated kernels",
+    "fused attention": ATTENTION,
+}
 ORDER = (*PARTS.values(), REST, GAPS)
 SQUARES = ("attention.scores", "attention.value")
 # Operations that AdamW needs for a number, square root and division as one each: 3 for the first moment, 4
@@ -71,8 +81,12 @@ def needed(tables: Tables, shape: Shape, row: pd.Series) -> pd.DataFrame:
     forward, flops = forward_flops(config), row["matmul_ms"] * rates.matmul * 1e9
     square = 3 * sum(forward[region] for region in SQUARES)
     causal = square * (config.context_length + 1) / (2 * config.context_length)
-    found = pd.DataFrame({"flops": {MATMULS: flops - causal, ADAMW: math.nan, ATTENTION: causal},
-                          "bytes": {MATMULS: math.nan, ADAMW: row["moved_ms"] * rates.copy * 1e9}})
+    found = pd.DataFrame(
+        {
+            "flops": {MATMULS: flops - causal, ADAMW: math.nan, ATTENTION: causal},
+            "bytes": {MATMULS: math.nan, ADAMW: row["moved_ms"] * rates.copy * 1e9},
+        }
+    )
     milliseconds = found["flops"] / rates.matmul / 1e9
     return found.assign(bound_ms=milliseconds.fillna(found["bytes"] / rates.copy / 1e9))
 
@@ -102,8 +116,11 @@ def parts_of(tables: Tables, shape: Shape, rows: pd.DataFrame) -> tuple[pd.DataF
     own[GAPS] = row["wall_ms"] - own.sum()
     found = pd.DataFrame({"ms": own}).join(least).reindex(ORDER)
     found["ms"], found["bound_ms"] = found["ms"].fillna(0), found["bound_ms"].fillna(0)
-    found = found.assign(over=found["ms"] - found["bound_ms"], tflops=found["flops"] / found["ms"] / 1e9,
-                         tb_s=found["bytes"] / found["ms"] / 1e9)
+    found = found.assign(
+        over=found["ms"] - found["bound_ms"],
+        tflops=found["flops"] / found["ms"] / 1e9,
+        tb_s=found["bytes"] / found["ms"] / 1e9,
+    )
     return found, ceilings(tables, str(row.get("run_id", "")))
 
 
@@ -112,8 +129,10 @@ def matmul_bytes(config: StepConfig, width: int, attention: bool) -> float:
     and twice in backward, ``width`` bytes a number; with attention's two, of T x T, where it is naive."""
     tokens, d, f = config.batch_size * config.context_length, config.d_model, config.d_ff
     layer = [(d, d)] * 4 + [(d, f)] * 3
-    numbers = sum(tokens * (rows + columns) + rows * columns
-                  for rows, columns in [*layer * config.num_layers, (d, config.vocab_size)])
+    numbers = sum(
+        tokens * (rows + columns) + rows * columns
+        for rows, columns in [*layer * config.num_layers, (d, config.vocab_size)]
+    )
     if attention:
         square = config.batch_size * config.num_heads * config.context_length**2
         numbers += 2 * config.num_layers * (square + 2 * tokens * d)
@@ -156,12 +175,14 @@ def roofline(tables: Tables) -> tuple[Shape, pd.DataFrame]:
         square = config.batch_size * config.num_heads * config.context_length**2 * naive
         numbers, operations = (
             config.num_layers * (tokens * (of_d * config.d_model + of_f * config.d_ff) + squares * square)
-            for (of_d, of_f), squares in ((STREAMED, SQUARE), (STREAMED_FLOPS, SQUARE_FLOPS)))
+            for (of_d, of_f), squares in ((STREAMED, SQUARE), (STREAMED_FLOPS, SQUARE_FLOPS))
+        )
         between = ms.drop([MATMULS, ADAMW, ATTENTION], errors="ignore").sum()
         found.append((rung, "between matmuls", operations, numbers * width, between))
     points = pd.DataFrame(found, columns=["step", "part", "flops", "bytes", "ms"])
-    return shape, points.assign(intensity=points["flops"] / points["bytes"],
-                                tflops=points["flops"] / points["ms"] / 1e9)
+    return shape, points.assign(
+        intensity=points["flops"] / points["bytes"], tflops=points["flops"] / points["ms"] / 1e9
+    )
 
 
 def launch_wall(tables: Tables) -> tuple[str, int, float, float]:

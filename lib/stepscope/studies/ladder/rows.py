@@ -1,4 +1,5 @@
 """Which rows of the ladder's tables sentences and pictures speak of, and what follows from them."""
+
 import math
 from collections.abc import Sequence
 from itertools import combinations
@@ -15,7 +16,7 @@ from stepscope.studies.ladder.config import AS_IT_COMES, FAIR, FILLED, LEFT_OUT,
 
 PLACE = [*ORDER]
 LAST = RUNGS[-1]
-CAPTURED = RUNGS[RUNGS.index("cuda_graph"):]  # the graph, and what comes after it
+CAPTURED = RUNGS[RUNGS.index("cuda_graph") :]  # the graph, and what comes after it
 
 
 class Shape(NamedTuple):
@@ -46,8 +47,11 @@ def at_context(tables: Tables, context: int | None = None) -> dict[Shape, pd.Dat
     found = ladders(tables)
     shapes = pd.DataFrame([*found])
     context, vocab = context or reference(shapes["context_length"]), shapes["vocab_size"].min()
-    return {shape: rows for shape, rows in found.items()
-            if (shape.context_length, shape.vocab_size) == (context, vocab)}
+    return {
+        shape: rows
+        for shape, rows in found.items()
+        if (shape.context_length, shape.vocab_size) == (context, vocab)
+    }
 
 
 def at_longest(tables: Tables) -> dict[Shape, pd.DataFrame]:
@@ -166,8 +170,14 @@ def bounds(tables: Tables, rows: pd.DataFrame) -> pd.DataFrame:
         rates = ceilings(tables, str(run_id))
         matmul = part["matmul_ms"] * own.loc[run_id, "matmul_bf16"] / rates.matmul
         moved = part["moved_ms"] * own.loc[run_id, "copy"] / rates.copy
-        made.append(part.assign(matmul_ms=matmul, moved_ms=moved, bound_ms=matmul + moved,
-                                reference_ms=matmul * rates.matmul / rates.kept_up + moved))
+        made.append(
+            part.assign(
+                matmul_ms=matmul,
+                moved_ms=moved,
+                bound_ms=matmul + moved,
+                reference_ms=matmul * rates.matmul / rates.kept_up + moved,
+            )
+        )
     return pd.concat(made).reindex(rows.index) if made else rows
 
 
@@ -190,7 +200,7 @@ def draws_cap(tables: Tables, rows: pd.DataFrame) -> pd.Series:
 
 
 def rates_said(rates: Ceilings) -> str:
-    """"777 TFLOP/s, the fastest of 13 runs (the slowest 708)"."""
+    """ "777 TFLOP/s, the fastest of 13 runs (the slowest 708)"."""
     many = f", the fastest of {rates.runs} runs (the slowest {digits(rates.least)})"
     return number(rates.matmul, "TFLOP/s") + many * (rates.runs > 1)
 
@@ -264,19 +274,31 @@ def with_baseline(tables: Tables, modes: Sequence[str] = AS_IT_COMES) -> pd.Data
         if {LAST, "cuda_graph"} - {*own.index} or own.index.isin(modes).sum() == 0:
             continue
         baseline = timed(rows, modes)["wall_ms"].idxmin()
-        found = shape._asdict() | {"baseline": baseline, "faster": faster(own, LAST, baseline),
-                                   "same_faster": faster(own, "cuda_graph", baseline)}
+        found = shape._asdict() | {
+            "baseline": baseline,
+            "faster": faster(own, LAST, baseline),
+            "same_faster": faster(own, "cuda_graph", baseline),
+        }
         own = own.assign(quartiles=quartiles(own))
         for name, rung in {"ours": LAST, "fp32": "cuda_graph", "baseline": baseline}.items():
             row = own.loc[rung]
-            found |= {f"{name}_ms": row["wall_ms"], f"{name}_quartiles": row["quartiles"],
-                      f"{name}_clock": row["sm_clock_mhz"], f"{name}_steps": row["steps"],
-                      f"{name}_gpu_ms": row["gpu_ms"]}
+            found |= {
+                f"{name}_ms": row["wall_ms"],
+                f"{name}_quartiles": row["quartiles"],
+                f"{name}_clock": row["sm_clock_mhz"],
+                f"{name}_steps": row["steps"],
+                f"{name}_gpu_ms": row["gpu_ms"],
+            }
         attention = kernels.merge(pd.DataFrame([shape._asdict() | {"family": "fused attention"}]))
         fp32, other = (attention[attention["optimization"] == rung] for rung in ("cuda_graph", baseline))
-        compared.append(found | {
-            "fp32_attention_ms": fp32["gpu_ms"].sum(), "baseline_attention_ms": other["gpu_ms"].sum(),
-            "same_kernels": len(fp32) > 0 and {*fp32["name"]} == {*other["name"]}})
+        compared.append(
+            found
+            | {
+                "fp32_attention_ms": fp32["gpu_ms"].sum(),
+                "baseline_attention_ms": other["gpu_ms"].sum(),
+                "same_kernels": len(fp32) > 0 and {*fp32["name"]} == {*other["name"]},
+            }
+        )
     if not compared:
         raise LookupError("no baseline")
     return pd.DataFrame(compared)
@@ -298,9 +320,11 @@ def baseline_attention(tables: Tables) -> pd.DataFrame:
     """
     rows = select(with_baseline(tables, AS_IT_COMES[1:]), same_kernels=True, baseline_gpu_ms=pd.Series.notna)
     more = rows["baseline_attention_ms"] - rows["fp32_attention_ms"]
-    return rows.assign(whole=rows["baseline_gpu_ms"] / rows["fp32_gpu_ms"],
-                       attention=rows["baseline_attention_ms"] / rows["fp32_attention_ms"],
-                       without=(rows["baseline_gpu_ms"] - more) / rows["fp32_gpu_ms"])
+    return rows.assign(
+        whole=rows["baseline_gpu_ms"] / rows["fp32_gpu_ms"],
+        attention=rows["baseline_attention_ms"] / rows["fp32_attention_ms"],
+        without=(rows["baseline_gpu_ms"] - more) / rows["fp32_gpu_ms"],
+    )
 
 
 def launch_us(tables: Tables) -> pd.Series:
@@ -318,8 +342,13 @@ def by_tokens(tables: Tables, rungs: Sequence[str]) -> dict[Shape, pd.Series]:
         LookupError: none was, with more of the rungs than FP8.
     """
     compared, found = next(iter(at_context(tables))), {}
-    own = select(tables["ladder.steps"], context_length=compared.context_length,
-                 vocab_size=compared.vocab_size, optimization=[*RUNGS, "fp8"], wall_ms=pd.Series.notna)
+    own = select(
+        tables["ladder.steps"],
+        context_length=compared.context_length,
+        vocab_size=compared.vocab_size,
+        optimization=[*RUNGS, "fp8"],
+        wall_ms=pd.Series.notna,
+    )
     for place, rows in own.groupby(PLACE, sort=False):
         rows = rows.set_index("optimization")
         gains = {rung: gain(rows, rung) for rung in rungs if rung != "fp8"}
@@ -352,8 +381,14 @@ def costs(tables: Tables) -> pd.DataFrame:
 def cost_of(rows: pd.DataFrame) -> pd.DataFrame:
     """Of steps with ``tokens_per_s`` and ``power_w`` the columns of :func:`costs`."""
     rate, each = rows["tokens_per_s"], rows["power_w"] / rows["tokens_per_s"]
-    return pd.DataFrame({"tokens_per_s": rate, "thousand_j": 1e3 * each, "billion_h": 1e9 / rate / 3600,
-                         "billion_kwh": 1e9 * each / 3.6e6})
+    return pd.DataFrame(
+        {
+            "tokens_per_s": rate,
+            "thousand_j": 1e3 * each,
+            "billion_h": 1e9 / rate / 3600,
+            "billion_kwh": 1e9 * each / 3.6e6,
+        }
+    )
 
 
 def without(tables: Tables) -> dict[Shape, pd.Series]:
@@ -368,8 +403,11 @@ def without(tables: Tables) -> dict[Shape, pd.Series]:
         own, ratios = timed(rows, [LAST, *WITHOUT]), {}
         for name, rung in zip(WITHOUT, LEFT_OUT):
             if {name, LAST} <= {*own.index}:
-                ratio = (faster(own, LAST, name) if rung == "cuda_graph"
-                         else own.loc[name, "gpu_ms"] / own.loc[LAST, "gpu_ms"])
+                ratio = (
+                    faster(own, LAST, name)
+                    if rung == "cuda_graph"
+                    else own.loc[name, "gpu_ms"] / own.loc[LAST, "gpu_ms"]
+                )
                 ratios[rung] = ratio if abs(ratio - 1) >= LEAST_GAIN else math.nan
         if ratios:
             found[shape] = pd.Series(ratios, dtype=float)
@@ -381,8 +419,14 @@ def without(tables: Tables) -> dict[Shape, pd.Series]:
 def two_batches(tables: Tables) -> pd.DataFrame:
     """The largest size's last step at the batch at which steps are compared, and at the largest measured."""
     shape, _ = largest_ladder(tables)
-    own = select(tables["ladder.steps"], size=shape.size, context_length=shape.context_length,
-                 vocab_size=shape.vocab_size, optimization=[LAST, FILLED], wall_ms=pd.Series.notna)
+    own = select(
+        tables["ladder.steps"],
+        size=shape.size,
+        context_length=shape.context_length,
+        vocab_size=shape.vocab_size,
+        optimization=[LAST, FILLED],
+        wall_ms=pd.Series.notna,
+    )
     compared = own["batch_size"].eq(shape.batch_size) & own["optimization"].eq(LAST)
     return own.loc[[compared.idxmax(), own["batch_size"].idxmax()]]
 
@@ -416,7 +460,7 @@ def made_to_fit(tables: Tables) -> dict[Shape, str]:
     for place, rows in select(tables["ladder.steps"], optimization=[*RUNGS]).groupby(PLACE, sort=False):
         status = rows.set_index("optimization")["status"].reindex([*RUNGS]).dropna()
         fits = status.index[status == "ok"]
-        if len(fits) and fits[0] != status.index[0] and (status[:fits[0]].iloc[:-1] == "oom").all():
+        if len(fits) and fits[0] != status.index[0] and (status[: fits[0]].iloc[:-1] == "oom").all():
             found[Shape(*place)] = fits[0]
     if not found:
         raise LookupError("every shape fitted with its first rung, or with none")

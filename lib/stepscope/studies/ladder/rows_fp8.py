@@ -1,4 +1,5 @@
 """Which rows of the ladder's tables tell of FP8, and what follows from them."""
+
 from typing import Any
 
 import pandas as pd
@@ -28,19 +29,28 @@ def by_batch(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: none has.
     """
-    low, eight = (select(tables["ladder.steps"], optimization=name, wall_ms=pd.Series.notna)
-                  for name in (LAST, "fp8"))
+    low, eight = (
+        select(tables["ladder.steps"], optimization=name, wall_ms=pd.Series.notna) for name in (LAST, "fp8")
+    )
     both = select(low.merge(eight, on=PLACE, suffixes=("", "_fp8")))
     other = both.filter(like="_fp8").rename(columns=lambda name: name.removesuffix("_fp8"))
     wall = both["wall_ms"] - other["wall_ms"]
     spread = pd.concat([spread_ms(both), spread_ms(other)], axis=1).max(axis=1)
     gains = both["gpu_ms"] / both["gpu_ms_fp8"]
     return both[PLACE].assign(
-        tokens=both["batch_size"] * both["context_length"], bf16_ms=both["wall_ms"],
-        fp8_ms=both["wall_ms_fp8"], bf16_steps=both["steps"], fp8_steps=both["steps_fp8"],
-        bf16_clock=both["sm_clock_mhz"], fp8_clock=both["sm_clock_mhz_fp8"],
-        bf16_quartiles=quartiles(both), fp8_quartiles=quartiles(other),
-        gain=gains, clear=(gains >= 1 + LEAST_GAIN) & (wall > spread), bf16_mfu=both["mfu"])
+        tokens=both["batch_size"] * both["context_length"],
+        bf16_ms=both["wall_ms"],
+        fp8_ms=both["wall_ms_fp8"],
+        bf16_steps=both["steps"],
+        fp8_steps=both["steps_fp8"],
+        bf16_clock=both["sm_clock_mhz"],
+        fp8_clock=both["sm_clock_mhz_fp8"],
+        bf16_quartiles=quartiles(both),
+        fp8_quartiles=quartiles(other),
+        gain=gains,
+        clear=(gains >= 1 + LEAST_GAIN) & (wall > spread),
+        bf16_mfu=both["mfu"],
+    )
 
 
 def pays_at(found: pd.DataFrame) -> list[str]:
@@ -62,8 +72,13 @@ def fp8_losses(tables: Tables) -> tuple[list[str], dict[str, Any]]:
         if {"fp8", LAST} <= {*own["optimization"]} and select(own, optimization=LAST)["seed"].nunique() > 1:
             shifts, size = shifts_of(own, LAST), Shape(*place).size
             apart = seeds_apart(shifts[LAST])
-            found[size] = {"size": size, "steps": len(shifts), "fp8": loss_shift(shifts, LAST)[0]["fp8"],
-                           "low": min(apart), "high": max(apart)}
+            found[size] = {
+                "size": size,
+                "steps": len(shifts),
+                "fp8": loss_shift(shifts, LAST)[0]["fp8"],
+                "low": min(apart),
+                "high": max(apart),
+            }
     if not found:
         raise LookupError("FP8 was not trained beside seeds of bf16")
     return [*found], max(found.values(), key=lambda one: one["fp8"] / one["high"])
@@ -76,8 +91,10 @@ def errors_by_size(tables: Tables) -> list[tuple[str, pd.Series, pd.Series]]:
         LookupError: none has both.
     """
     columns = ["gradient_error", "trained_gradient_error"]
-    measured = [(shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
-                for shape, rows in ladders(tables).items()]
+    measured = [
+        (shape, timed(rows, [LAST, "fp8"]).reindex(columns=columns).dropna())
+        for shape, rows in ladders(tables).items()
+    ]
     found = [(shape.size, *(off[name] for name in columns)) for shape, off in measured if len(off) == 2]
     if not found:
         raise LookupError("no gradient of FP8 and of bf16 of one size")

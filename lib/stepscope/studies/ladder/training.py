@@ -1,5 +1,6 @@
 """Is it still the same training? Every optimization from the same weights over the same text
 (:mod:`stepscope.model.text`), beside three seeds of the first."""
+
 import pandas as pd
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
     """
     if config.vocab_size < 256:
         raise ConfigError(
-            f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least")
+            f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least"
+        )
     batches = text_batches(config.training_steps, trainer.batch, config.context_length)
     frames = []
     for seed in range(config.seed, config.seed + (SEEDS if name == config.optimizations[0] else 1)):

@@ -1,4 +1,5 @@
 """The memory study's claims: the numbers of one sentence where it holds, None where it does not."""
+
 import pandas as pd
 
 from stepscope.config import SIZES
@@ -35,8 +36,12 @@ def peak_parts(tables: Tables) -> Claim:
     row = _peak(tables, "step")
     if not begins_backward(row) or row["saved_for_backward_gib"] < row["weights_gib"]:
         return None
-    return _shape(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
-                          "state": row["optimizer_state_gib"], "saved": row["saved_for_backward_gib"]}
+    return _shape(row) | {
+        "peak": row["peak_gib"],
+        "weights": row["weights_gib"],
+        "state": row["optimizer_state_gib"],
+        "saved": row["saved_for_backward_gib"],
+    }
 
 
 def peak_of_optimizer(tables: Tables) -> Claim:
@@ -54,8 +59,10 @@ def peak_of_optimizer(tables: Tables) -> Claim:
 
 def peak_foreach(tables: Tables) -> Claim:
     """What the default AdamW takes beside its state, and the fused one does not."""
-    foreach, fused = (_peak(tables, "step", "optimizer", **fields)["temporaries_gib"]
-                      for fields in ({}, {"attention": "sdpa", "optimizer": "fused"}))
+    foreach, fused = (
+        _peak(tables, "step", "optimizer", **fields)["temporaries_gib"]
+        for fields in ({}, {"attention": "sdpa", "optimizer": "fused"})
+    )
     return {"temporary": foreach} if fused < SAME * foreach else None
 
 
@@ -70,8 +77,14 @@ def checkpoint_gain(tables: Tables) -> Claim:
     some = groups.iloc[len(groups) // 2]
     if less < SAME or more < SAME or not groups["peak_gib"].is_monotonic_increasing:
         return None
-    return _shape(one) | {"attention": one["attention"], "less": less, "more": more, "one": one["peak_gib"],
-                          "group": some["peak_gib"], "blocks": int(some["blocks_per_checkpoint"])}
+    return _shape(one) | {
+        "attention": one["attention"],
+        "less": less,
+        "more": more,
+        "one": one["peak_gib"],
+        "group": some["peak_gib"],
+        "blocks": int(some["blocks_per_checkpoint"]),
+    }
 
 
 def checkpoint_best(tables: Tables) -> Claim:
@@ -84,8 +97,13 @@ def checkpoint_best(tables: Tables) -> Claim:
     fits = rows.loc["none", "status"] != "oom"
     if fits or blocks[0] != 1 or peaks != sorted(peaks) or peaks[1] < (1 + SAME) * peaks[0]:
         return None
-    return _shape(some.iloc[0]) | {"least": peaks[0], "next": peaks[1], "next_blocks": blocks[1],
-                                   "most": peaks[-1], "most_blocks": blocks[-1]}
+    return _shape(some.iloc[0]) | {
+        "least": peaks[0],
+        "next": peaks[1],
+        "next_blocks": blocks[1],
+        "most": peaks[-1],
+        "most_blocks": blocks[-1],
+    }
 
 
 def checkpoint_least(tables: Tables) -> Claim:
@@ -107,8 +125,11 @@ def memory_formula(tables: Tables) -> Claim:
         return None
     forward, exact = f"({(rows['mode'] == 'forward').sum()} of them forward alone)", int((beyond == 0).sum())
     modes = all_of(len(rows), "recorded mode")
-    how = (f"to within {number(beyond.max(), 'B')}: of {modes} {forward}, and to the byte in {exact}"
-           if exact < len(rows) else f"to the byte, in {modes} {forward}")
+    how = (
+        f"to within {number(beyond.max(), 'B')}: of {modes} {forward}, and to the byte in {exact}"
+        if exact < len(rows)
+        else f"to the byte, in {modes} {forward}"
+    )
     return {"how": how, "most": int(beyond.max()), "steps": len(rows), "exact": exact}
 
 
@@ -126,8 +147,14 @@ def peak_reserved(tables: Tables) -> Claim:
 def graph_reserved(tables: Tables) -> Claim:
     """What the largest size's step as a CUDA graph reserves, at the context at which sizes are compared, and
     how much of it the graph adds to the same step without one."""
-    rows = select(tables["ladder.steps"], SHAPE, status="ok", optimization=["blocks", "cuda_graph"],
-                  size=largest, context_length=reference).set_index("optimization")
+    rows = select(
+        tables["ladder.steps"],
+        SHAPE,
+        status="ok",
+        optimization=["blocks", "cuda_graph"],
+        size=largest,
+        context_length=reference,
+    ).set_index("optimization")
     row, added = rows.loc["cuda_graph"], rows["reserved_gib"]["cuda_graph"] - rows["reserved_gib"]["blocks"]
     found = {"reserved": row["reserved_gib"], "peak": row["peak_gib"], "added": added}
     return _shape(row) | found if row["reserved_gib"] > (1 + SAME) * row["peak_gib"] and added > 0 else None
@@ -137,8 +164,11 @@ def answer_timeline_forward(tables: Tables) -> Claim:
     """(a): forward alone saves nothing, so that it holds little beside its weights."""
     row = _peak(tables, "forward", "forward")
     share = row["weights_gib"] / row["peak_gib"]
-    found = _shape(row) | {"peak": row["peak_gib"], "weights": row["weights_gib"],
-                           "temporaries": row["temporaries_gib"]}
+    found = _shape(row) | {
+        "peak": row["peak_gib"],
+        "weights": row["weights_gib"],
+        "temporaries": row["temporaries_gib"],
+    }
     return found if share > 0.9 and row["saved_for_backward_gib"] == 0 else None
 
 
@@ -178,19 +208,27 @@ def peaks_out(tables: Tables) -> Claim:
 
 def peaks_rounding(tables: Tables) -> Claim:
     """(b): a longer context that needs less, though its tensors need no less: the allocator rounds less."""
-    rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="whole", status="ok", precision="fp32",
-                  size=largest).sort_values("context_length")
+    rows = select(
+        tables["memory.peaks"], PLAIN, mode="step", phase="whole", status="ok", precision="fp32", size=largest
+    ).sort_values("context_length")
     short, long = rows.iloc[0], rows.iloc[1]
     if short["peak_gib"] <= long["peak_gib"] or short["requested_gib"] > long["requested_gib"]:
         return None
-    return {"short": short["context_length"], "long": long["context_length"],
-            "short_rounding": short["rounding_gib"], "long_rounding": long["rounding_gib"]}
+    return {
+        "short": short["context_length"],
+        "long": long["context_length"],
+        "short_rounding": short["rounding_gib"],
+        "long_rounding": long["rounding_gib"],
+    }
 
 
 def answer_mixed_memory(tables: Tables) -> Claim:
     """(c): forward's and the full step's peak in both precisions."""
-    found = {f"{mode}_{precision}": _peak(tables, mode, precision=precision)["peak_gib"]
-             for mode in ("forward", "step") for precision in ("fp32", "bf16")}
+    found = {
+        f"{mode}_{precision}": _peak(tables, mode, precision=precision)["peak_gib"]
+        for mode in ("forward", "step")
+        for precision in ("fp32", "bf16")
+    }
     return _shape(_peak(tables, "step")) | found
 
 
@@ -199,12 +237,18 @@ def mixed_memory_why(tables: Tables) -> Claim:
     backward than the copies and AdamW's temporaries, now the peak, leave of it."""
     low, high = (_peak(tables, "step", "backward", precision=precision) for precision in ("bf16", "fp32"))
     forward = _peak(tables, "forward", precision="bf16")["peak_gib"] / _peak(tables, "forward")["peak_gib"]
-    if (forward < 1 + SAME or low["autocast_weight_cache_gib"] == 0
-            or _peak(tables, "step", precision="bf16")["peak_in"] != "optimizer"):
+    if (
+        forward < 1 + SAME
+        or low["autocast_weight_cache_gib"] == 0
+        or _peak(tables, "step", precision="bf16")["peak_in"] != "optimizer"
+    ):
         return None
-    return {"copies": low["autocast_weight_cache_gib"], "high": high["saved_for_backward_gib"],
-            "low": low["saved_for_backward_gib"],
-            "temporaries": _peak(tables, "step", "optimizer", precision="bf16")["temporaries_gib"]}
+    return {
+        "copies": low["autocast_weight_cache_gib"],
+        "high": high["saved_for_backward_gib"],
+        "low": low["saved_for_backward_gib"],
+        "temporaries": _peak(tables, "step", "optimizer", precision="bf16")["temporaries_gib"],
+    }
 
 
 def mixed_memory_long(tables: Tables) -> Claim:
@@ -220,8 +264,11 @@ def answer_residual(tables: Tables) -> Claim:
     """(d): one tensor of the residual stream, derived."""
     row = usual(tables["memory.peaks"], phase="whole").iloc[0]
     width = SIZES[row["size"]].d_model
-    return _shape(row) | {"batch": row["batch_size"], "d_model": width,
-                          "mib": row["batch_size"] * row["context_length"] * width * 4 / MIB}
+    return _shape(row) | {
+        "batch": row["batch_size"],
+        "d_model": width,
+        "mib": row["batch_size"] * row["context_length"] * width * 4 / MIB,
+    }
 
 
 def answer_largest(tables: Tables) -> Claim:
@@ -230,27 +277,47 @@ def answer_largest(tables: Tables) -> Claim:
     most, first = rows[rows["mib"] == rows["mib"].max()], rows.sort_values("rank").iloc[0]
     shape, context = SIZES[first["size"]], first["context_length"]
     squares, count = 4 * first["batch_size"] * shape.num_heads * context**2 / MIB, int(most["count"].sum())
-    if (not most["region"].str.startswith("attention.").all() or first["mib"] != squares
-            or count % shape.num_layers):
+    if (
+        not most["region"].str.startswith("attention.").all()
+        or first["mib"] != squares
+        or count % shape.num_layers
+    ):
         return None
-    return {"mib": squares, "count": count, "each": count // shape.num_layers, "blocks": shape.num_layers,
-            "batch": first["batch_size"], "heads": shape.num_heads, "context": context}
+    return {
+        "mib": squares,
+        "count": count,
+        "each": count // shape.num_layers,
+        "blocks": shape.num_layers,
+        "batch": first["batch_size"],
+        "heads": shape.num_heads,
+        "context": context,
+    }
 
 
 def answer_largest_other(tables: Tables) -> Claim:
     """(e): the largest allocation of forward where it is another."""
     rows, _ = _allocated(tables, "allocated in forward")
     first = rows.sort_values("rank").iloc[0]
-    return None if answer_largest(tables) else {
-        "mib": first["mib"], "count": f"{first['count']:,.0f} times" if first["count"] > 1 else "once",
-        "region": first["region"], "line": first["line"]}
+    return (
+        None
+        if answer_largest(tables)
+        else {
+            "mib": first["mib"],
+            "count": f"{first['count']:,.0f} times" if first["count"] > 1 else "once",
+            "region": first["region"],
+            "line": first["line"],
+        }
+    )
 
 
 def block_saves(tables: Tables) -> Claim:
     """2026 (f): what one block saves for backward, and how much of it the five largest places make."""
     rows, sums = _allocated(tables, "saved by a block")
-    return _shape(rows.iloc[0]) | {"saved": sums.sum(), "tensors": int(rows["count"].sum()),
-                                   "five": sums.nlargest(5).sum() / sums.sum()}
+    return _shape(rows.iloc[0]) | {
+        "saved": sums.sum(),
+        "tensors": int(rows["count"].sum()),
+        "five": sums.nlargest(5).sum() / sums.sum(),
+    }
 
 
 def block_gradients(tables: Tables) -> Claim:
@@ -258,8 +325,12 @@ def block_gradients(tables: Tables) -> Claim:
     rows, sums = _allocated(tables, "gradients of a block")
     parameters = _in_block(rows["size"].iloc[0])
     saved = _allocated(tables, "saved by a block")[1].sum() / sums.sum()
-    return {"gradients": sums.sum(), "parameters": parameters, "expected": 4 * parameters / MIB,
-            "saved": saved}
+    return {
+        "gradients": sums.sum(),
+        "parameters": parameters,
+        "expected": 4 * parameters / MIB,
+        "saved": saved,
+    }
 
 
 def _in_block(size: str) -> int:
@@ -272,8 +343,11 @@ def nested_least(tables: Tables) -> Claim:
     """2026: the checkpoint policy that needs least over the most blocks."""
     rows = nested(tables)
     least = rows.loc[select(rows, blocks=max)["beyond_gib"].idxmin()]
-    return {"policy": least["checkpoint_policy"], "blocks": int(least["blocks"]),
-            "beyond": least["beyond_gib"]}
+    return {
+        "policy": least["checkpoint_policy"],
+        "blocks": int(least["blocks"]),
+        "beyond": least["beyond_gib"],
+    }
 
 
 def nested_start(tables: Tables) -> Claim:
@@ -283,8 +357,13 @@ def nested_start(tables: Tables) -> Claim:
     runs = many["blocks"] + many["blocks"] * (many["blocks"] + 1) / 2
     if many["beyond_gib"] > 1.1 * few["beyond_gib"] or many["block_runs"] != runs:
         return None
-    return {"few": few["blocks"], "many": many["blocks"], "few_gib": few["beyond_gib"],
-            "many_gib": many["beyond_gib"], "runs": int(runs)}
+    return {
+        "few": few["blocks"],
+        "many": many["blocks"],
+        "few_gib": few["beyond_gib"],
+        "many_gib": many["beyond_gib"],
+        "runs": int(runs),
+    }
 
 
 def answer_10b(tables: Tables) -> Claim:
@@ -304,23 +383,42 @@ def reach_10b_best(tables: Tables) -> Claim:
     both = select(rows, mode="forward_backward", context_length=longest["forward_backward"])
     if (both["checkpoint_policy"] == "none").any():
         return None
-    return {"forward": int(longest["forward"]), "both": int(longest["forward_backward"]),
-            "peak": both["peak_gib"].min()}
+    return {
+        "forward": int(longest["forward"]),
+        "both": int(longest["forward_backward"]),
+        "peak": both["peak_gib"].min(),
+    }
 
 
 # The assignment's questions: why
 
+
 def adamw_sum(tables: Tables) -> Claim:
     """The peak of PyTorch's default AdamW is five times the weights, at each context the same."""
-    rows = select(tables["memory.peaks"], PLAIN, mode="step", phase="optimizer", precision="fp32",
-                  status="ok", size=largest)
+    rows = select(
+        tables["memory.peaks"],
+        PLAIN,
+        mode="step",
+        phase="optimizer",
+        precision="fp32",
+        status="ok",
+        size=largest,
+    )
     parts = rows[["gradients_gib", "optimizer_state_gib", "temporaries_gib"]].div(rows["weights_gib"], axis=0)
-    if len(rows) < 2 or (parts.max() / [1, 2, 1] - 1).abs().max() > SAME or (
-            parts.min() / [1, 2, 1] - 1).abs().max() > SAME:
+    if (
+        len(rows) < 2
+        or (parts.max() / [1, 2, 1] - 1).abs().max() > SAME
+        or (parts.min() / [1, 2, 1] - 1).abs().max() > SAME
+    ):
         return None
     each = rows["weights_gib"].iloc[0]
-    return {"size": rows["size"].iloc[0], "parts": 5, "each": each, "together": 5 * each,
-            "contexts": len(rows)}
+    return {
+        "size": rows["size"].iloc[0],
+        "parts": 5,
+        "each": each,
+        "together": 5 * each,
+        "contexts": len(rows),
+    }
 
 
 def mixed_memory_sum(tables: Tables) -> Claim:
@@ -328,9 +426,13 @@ def mixed_memory_sum(tables: Tables) -> Claim:
     more."""
     low, high = (_peak(tables, "step", "backward", precision=precision) for precision in ("bf16", "fp32"))
     adamw = _peak(tables, "step", "optimizer", precision="bf16")["peak_gib"]
-    found = {"less": high["saved_for_backward_gib"] - low["saved_for_backward_gib"],
-             "copies": low["autocast_weight_cache_gib"], "high": high["peak_gib"], "low": low["peak_gib"],
-             "adamw": adamw}
+    found = {
+        "less": high["saved_for_backward_gib"] - low["saved_for_backward_gib"],
+        "copies": low["autocast_weight_cache_gib"],
+        "high": high["peak_gib"],
+        "low": low["peak_gib"],
+        "adamw": adamw,
+    }
     return found if high["peak_gib"] > adamw > low["peak_gib"] and found["less"] > found["copies"] else None
 
 
@@ -338,5 +440,8 @@ def peak_without_gradients(tables: Tables) -> Claim:
     """Where the plain step peaks, at the begin of backward, nearly no gradient is there yet."""
     row = _peak(tables, "step")
     gradients = row["weights_gib"]
-    return {"gradients": gradients, "share": row["gradients_gib"] / gradients} if (
-        begins_backward(row) and row["gradients_gib"] < 0.1 * gradients) else None
+    return (
+        {"gradients": gradients, "share": row["gradients_gib"] / gradients}
+        if (begins_backward(row) and row["gradients_gib"] < 0.1 * gradients)
+        else None
+    )

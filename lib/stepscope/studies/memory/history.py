@@ -1,5 +1,6 @@
 """From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's
 peak."""
+
 import linecache
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,14 +19,18 @@ from stepscope.studies.memory.tables import LIVE, column, typed
 from stepscope.traces.memory_snapshot import allocations
 
 POINTS = 2000  # of a timeline, at most
-LARGEST = 12   # groups of allocations that are kept
+LARGEST = 12  # groups of allocations that are kept
 
 
 def predicted(config: Config, mode: str) -> dict:
     """What stands in a mode's row before anything is measured: the prediction."""
     top = peak(config, mode)
-    return {"mode": mode, "phase": "whole", "predicted_gib": top.allocated / GIB,
-            "predicted_requested_gib": top.requested / GIB}
+    return {
+        "mode": mode,
+        "phase": "whole",
+        "predicted_gib": top.allocated / GIB,
+        "predicted_requested_gib": top.requested / GIB,
+    }
 
 
 def classified(recording: MemoryHistory, config: Config) -> pd.DataFrame:
@@ -74,18 +79,26 @@ def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
 
 def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     """Name autocast's copies of weights."""
-    size_of = {"attention.qkv": 2 * config.d_model**2, "attention.output": 2 * config.d_model**2,
-               "ffn": 2 * config.d_model * config.d_ff, "head": 2 * config.d_model * config.vocab_size}
+    size_of = {
+        "attention.qkv": 2 * config.d_model**2,
+        "attention.output": 2 * config.d_model**2,
+        "ffn": 2 * config.d_model * config.d_ff,
+        "head": 2 * config.d_model * config.vocab_size,
+    }
     forward = table["phase"] == "forward"
     # without a backward they live until autocast ends, after the last allocation of forward
-    lasting = (table["freed_at"] > table.loc[forward, "allocated_at"].max() if mode == "forward"
-               else table["kind"] == "saved for backward")
+    lasting = (
+        table["freed_at"] > table.loc[forward, "allocated_at"].max()
+        if mode == "forward"
+        else table["kind"] == "saved for backward"
+    )
     cached = forward & (table["size"] == table["region"].map(size_of)) & lasting
     table.loc[cached, "kind"] = "autocast weight cache"
 
 
-def _regions(order: Iterable[int], phases: Iterable[str], regions: list[tuple[int, str | None]],
-             layers: int) -> tuple[list[str], list[float]]:
+def _regions(
+    order: Iterable[int], phases: Iterable[str], regions: list[tuple[int, str | None]], layers: int
+) -> tuple[list[str], list[float]]:
     """Region and layer of each allocation. Blocks are counted as they open, in backward by the two sums that
     each ends in."""
     names: list[str] = []
@@ -115,18 +128,26 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
     """That the history is whole: what it says at each phase's end and peak is what the allocator counted."""
     known, live = sum(recording.before.values()), live_bytes(table, _ends(recording)[-1]).sum(axis=0)
     if known != recording.start.requested:
-        raise StepscopeError(f"{recording.mode}: weights, optimizer state, batch and workspaces are {known:,}"
-                             f" bytes, but the allocator says {recording.start.requested:,}")
+        raise StepscopeError(
+            f"{recording.mode}: weights, optimizer state, batch and workspaces are {known:,}"
+            f" bytes, but the allocator says {recording.start.requested:,}"
+        )
     for (phase, begin, end), at in zip(recording.phases, _ends(recording), strict=True):
         first = begin.events - recording.start.events
-        told = {"ends with {:,} bytes": (known + live[at], end.requested),
-                "peaks at {:,} bytes": (known + live[first:at + 1].max(), end.peak_requested),
-                "has {:,} allocations": ((table["allocated_at"] < at).sum(),
-                                         end.allocations - recording.start.allocations)}
+        told = {
+            "ends with {:,} bytes": (known + live[at], end.requested),
+            "peaks at {:,} bytes": (known + live[first : at + 1].max(), end.peak_requested),
+            "has {:,} allocations": (
+                (table["allocated_at"] < at).sum(),
+                end.allocations - recording.start.allocations,
+            ),
+        }
         for what, (ours, theirs) in told.items():
             if ours != theirs:
-                raise StepscopeError(f"{recording.mode}, by the end of {phase}: the history"
-                                     f" {what.format(ours)}, but the allocator says {theirs:,}")
+                raise StepscopeError(
+                    f"{recording.mode}, by the end of {phase}: the history"
+                    f" {what.format(ours)}, but the allocator says {theirs:,}"
+                )
 
 
 def live_bytes(table: pd.DataFrame, end: int = 0) -> np.ndarray:
@@ -154,15 +175,26 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
     reserved, rows = max(end.peak_reserved for _, _, end in recording.phases) / GIB, []
     for (phase, begin, _), (_, _, end), last in zip(recording.phases, recording.phases, _ends(recording)):
         first = begin.events - recording.start.events
-        event = first + int(live[:, first:last + 1].sum(axis=0).argmax())
+        event = first + int(live[:, first : last + 1].sum(axis=0).argmax())
         by_kind = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
         made = table[table["allocated_at"] == event - 1]
         what = made.iloc[0] if len(made) else NOTHING
-        rows.append({"mode": recording.mode, "phase": phase, "peak_gib": end.peak_allocated / GIB,
-                     "requested_gib": end.peak_requested / GIB, "reserved_gib": end.peak_reserved / GIB,
-                     **by_kind, column("rounding"): (end.peak_allocated - end.peak_requested) / GIB,
-                     "peak_in": phase, "layer": what["layer"], "region": what["region"], "line": what["line"],
-                     "allocation_gib": what["size"] / GIB})
+        rows.append(
+            {
+                "mode": recording.mode,
+                "phase": phase,
+                "peak_gib": end.peak_allocated / GIB,
+                "requested_gib": end.peak_requested / GIB,
+                "reserved_gib": end.peak_reserved / GIB,
+                **by_kind,
+                column("rounding"): (end.peak_allocated - end.peak_requested) / GIB,
+                "peak_in": phase,
+                "layer": what["layer"],
+                "region": what["region"],
+                "line": what["line"],
+                "allocation_gib": what["size"] / GIB,
+            }
+        )
     top = max(rows, key=lambda row: row["peak_gib"])
     return [*rows, top | predicted(config, recording.mode) | {"reserved_gib": reserved}]
 
@@ -171,13 +203,24 @@ def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
     """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind;
     at most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
     base = np.array([[recording.before.get(kind, 0)] for kind in LIVE])
-    live = (live_bytes(table)[:, :_ends(recording)[-1] + 1] + base) / GIB
+    live = (live_bytes(table)[:, : _ends(recording)[-1] + 1] + base) / GIB
     total, stretch = live.sum(axis=0), -(-live.shape[1] // (POINTS // 2))
-    events = sorted({first + int(pick(total[first:first + stretch]))
-                     for first in range(0, len(total), stretch) for pick in (np.argmin, np.argmax)})
+    events = sorted(
+        {
+            first + int(pick(total[first : first + stretch]))
+            for first in range(0, len(total), stretch)
+            for pick in (np.argmin, np.argmax)
+        }
+    )
     phases = _phase_of(np.array(events) - 1, recording)
-    return pd.DataFrame({"mode": recording.mode, "event": events, "phase": phases,
-                         **{column(kind): live[row, events] for row, kind in enumerate(LIVE)}})
+    return pd.DataFrame(
+        {
+            "mode": recording.mode,
+            "event": events,
+            "phase": phases,
+            **{column(kind): live[row, events] for row, kind in enumerate(LIVE)},
+        }
+    )
 
 
 def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
@@ -185,8 +228,12 @@ def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
     ``allocations``, with their ``count``; the first has most of ``order`` (of these, or their ``sum``)."""
     rows = table.groupby(["line", "region", "tensor", "size"], sort=False).size().reset_index(name="count")
     rows = rows.assign(sum=rows["size"] * rows["count"]).sort_values(order, ascending=False, kind="stable")
-    return typed("allocations", rows.assign(what=what, rank=range(1, len(rows) + 1), mib=rows["size"] / MIB,
-                                            source=rows["line"].map(source)))
+    return typed(
+        "allocations",
+        rows.assign(
+            what=what, rank=range(1, len(rows) + 1), mib=rows["size"] / MIB, source=rows["line"].map(source)
+        ),
+    )
 
 
 def source(line: str) -> str:
@@ -223,5 +270,8 @@ def tables(config: Config, recordings: list[MemoryHistory]) -> dict[str, pd.Data
         if recording.mode == "forward":
             made = grouped("allocated in forward", table.assign(tensor=""), ["size", "count"])
             lines.append(made.head(LARGEST))
-    return {"peaks": typed("peaks", pd.DataFrame(rows)), "allocations": typed("allocations", *lines),
-            "timeline": typed("timeline", *times)}
+    return {
+        "peaks": typed("peaks", pd.DataFrame(rows)),
+        "allocations": typed("allocations", *lines),
+        "timeline": typed("timeline", *times),
+    }

@@ -10,6 +10,7 @@ O(log N) for O(N log N) (Chen et al. 2016, arXiv:1604.06174). Where running agai
 a single kept input, from which every block is reached anew: O(1) kept, O(N²) runs (the end of what Griewank &
 Walther's revolve trades, 2000, doi:10.1145/347837.347846).
 """
+
 from collections.abc import Callable
 from math import ceil, sqrt
 from typing import Any
@@ -75,8 +76,10 @@ def saved_bytes(policy: Policy, stream: int, saved: int, below: int | None = Non
     where it is in no other."""
     below = stream if below is None else below
     # The first part's input is the policy's own, which is kept already.
-    sizes = [saved if isinstance(part, int) else stream * (place > 0)
-             for place, part in enumerate(policy)]
-    inside = [saved_bytes(part, stream, saved, below + sum(sizes[:place + 1]))
-              for place, part in enumerate(policy) if not isinstance(part, int)]
+    sizes = [saved if isinstance(part, int) else stream * (place > 0) for place, part in enumerate(policy)]
+    inside = [
+        saved_bytes(part, stream, saved, below + sum(sizes[: place + 1]))
+        for place, part in enumerate(policy)
+        if not isinstance(part, int)
+    ]
     return max(below + sum(sizes), *inside, 0)

@@ -1,4 +1,5 @@
 """The memory study's tables, and those that chapters print."""
+
 from contextlib import suppress
 from itertools import product
 
@@ -21,8 +22,16 @@ from stepscope.report.shapes import (
 from stepscope.report.tables import counted, headed, table
 from stepscope.studies.memory.config import Config
 
-CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer",
-          "expandable_segments")
+CONFIG = (
+    "size",
+    "context_length",
+    "batch_size",
+    "vocab_size",
+    "precision",
+    "attention",
+    "optimizer",
+    "expandable_segments",
+)
 WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": word(*STATUSES), "reason": word()}
 FEW = 3  # steps from which on a median leaves out one that was disturbed
@@ -38,22 +47,71 @@ def column(kind: str) -> str:
 WHOLE = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
 READS = ("ladder.steps",)  # of other studies
 SCHEMAS = {
-    "peaks": tidy(("mode", "phase"), **WITHIN, **OUTCOME, **{name: measured() for name in (
-        "peak_gib", "requested_gib", "reserved_gib", "predicted_gib", "predicted_requested_gib", "layer",
-        "allocation_gib", *map(column, KINDS))}, peak_in=word("", *PHASES["step"]), region=word(),
-        line=word()),
-    "allocations": tidy(("what", "rank"), what=word(*WHAT), rank=WHOLE, line=word(), source=word(),
-                        region=word(), tensor=word(), mib=measured(nullable=False), count=WHOLE),
-    "timeline": tidy(("mode", "event"), mode=word(*PHASES), event=WHOLE, phase=word(*PHASES["step"]),
-                     **{column(kind): measured(nullable=False) for kind in LIVE}),
-    "checkpoints": tidy(
-        ("mode", "blocks", "checkpoint_policy"), mode=word(*PHASES), blocks=WHOLE, checkpoint_policy=word(),
+    "peaks": tidy(
+        ("mode", "phase"),
+        **WITHIN,
         **OUTCOME,
-        **{name: measured() for name in (
-            "blocks_per_checkpoint", "steps", "wall_ms", "wall_std_ms", "gpu_ms", "busy", "peak_gib",
-            "reserved_gib", "predicted_gib", "state_gib", "block_runs", "expected_runs",
-            "expected_saved_gib")},
-        unsteady=word()),
+        **{
+            name: measured()
+            for name in (
+                "peak_gib",
+                "requested_gib",
+                "reserved_gib",
+                "predicted_gib",
+                "predicted_requested_gib",
+                "layer",
+                "allocation_gib",
+                *map(column, KINDS),
+            )
+        },
+        peak_in=word("", *PHASES["step"]),
+        region=word(),
+        line=word(),
+    ),
+    "allocations": tidy(
+        ("what", "rank"),
+        what=word(*WHAT),
+        rank=WHOLE,
+        line=word(),
+        source=word(),
+        region=word(),
+        tensor=word(),
+        mib=measured(nullable=False),
+        count=WHOLE,
+    ),
+    "timeline": tidy(
+        ("mode", "event"),
+        mode=word(*PHASES),
+        event=WHOLE,
+        phase=word(*PHASES["step"]),
+        **{column(kind): measured(nullable=False) for kind in LIVE},
+    ),
+    "checkpoints": tidy(
+        ("mode", "blocks", "checkpoint_policy"),
+        mode=word(*PHASES),
+        blocks=WHOLE,
+        checkpoint_policy=word(),
+        **OUTCOME,
+        **{
+            name: measured()
+            for name in (
+                "blocks_per_checkpoint",
+                "steps",
+                "wall_ms",
+                "wall_std_ms",
+                "gpu_ms",
+                "busy",
+                "peak_gib",
+                "reserved_gib",
+                "predicted_gib",
+                "state_gib",
+                "block_runs",
+                "expected_runs",
+                "expected_saved_gib",
+            )
+        },
+        unsteady=word(),
+    ),
 }
 
 
@@ -105,8 +163,9 @@ def one_level(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: it was not measured.
     """
-    rows = select(tables["memory.checkpoints"], mode="forward_backward",
-                  blocks_per_checkpoint=pd.Series.notna)
+    rows = select(
+        tables["memory.checkpoints"], mode="forward_backward", blocks_per_checkpoint=pd.Series.notna
+    )
     settings = rows.groupby("size")["checkpoint_policy"].transform("nunique")  # 10B has two
     rows = select(rows[settings == settings.max()], size=largest)
     return select(rows.sort_values("blocks_per_checkpoint", key=lambda numbers: numbers.replace(0, 1e9)))
@@ -118,18 +177,29 @@ def nested(tables: Tables) -> pd.DataFrame:
     Raises:
         LookupError: none was measured.
     """
-    rows = select(tables["memory.checkpoints"], mode="forward_backward", status="ok",
-                  expected_saved_gib=pd.Series.notna)
+    rows = select(
+        tables["memory.checkpoints"], mode="forward_backward", status="ok", expected_saved_gib=pd.Series.notna
+    )
     return rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"])
 
 
 # -- what chapters print -------------------------------------------------------------------------------------
 
 HEADINGS = {
-    "context_length": "context", "gpu_ms": "GPU time, ms", "blocks_per_checkpoint": "blocks a checkpoint",
-    "expected_saved_gib": "kept by formula, GiB", "beyond_gib": "beyond weights and gradients, GiB",
-    "block_runs": "blocks run, n", "mib": "each, MiB", "share": "of all, %", "line": "made by",
-    "source": "code", "beyond": "requested beyond formula, B", "less": "less, %", "wall_std_ms": "std, ms"}
+    "context_length": "context",
+    "gpu_ms": "GPU time, ms",
+    "blocks_per_checkpoint": "blocks a checkpoint",
+    "expected_saved_gib": "kept by formula, GiB",
+    "beyond_gib": "beyond weights and gradients, GiB",
+    "block_runs": "blocks run, n",
+    "mib": "each, MiB",
+    "share": "of all, %",
+    "line": "made by",
+    "source": "code",
+    "beyond": "requested beyond formula, B",
+    "less": "less, %",
+    "wall_std_ms": "std, ms",
+}
 
 
 def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
@@ -143,8 +213,13 @@ def handout_peaks(tables: Tables) -> pd.DataFrame:
     pivoted = pivoted[[key for key in product(MODES, ("fp32", "bf16")) if key in pivoted]]
     pivoted.columns = [f"{MODES[mode]}, {precision}" for mode, precision in pivoted.columns]
     out = " –: out of memory." if (rows["status"] == "oom").any() else ""
-    return table(pivoted.rename_axis("context"), unit="GiB", note=(
-        f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"))
+    return table(
+        pivoted.rename_axis("context"),
+        unit="GiB",
+        note=(
+            f"Peak of allocated memory in GiB, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}.{out}"
+        ),
+    )
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
@@ -161,11 +236,23 @@ def stage_peaks(tables: Tables) -> pd.DataFrame:
     stages = rows.pivot(index=["context_length", "precision"], columns="phase", values="peak_gib")
     whole = select(rows, phase="whole").set_index(["context_length", "precision"])
     made = stages[[name for name in ("forward", "loss", "backward", "optimizer") if name in stages]]
-    made = made.rename(columns=lambda name: f"{name}, GiB").assign(
-        **{"peak in": whole["peak_in"], "rounding, GiB": whole["rounding_gib"],
-           "reserved, GiB": whole["reserved_gib"]}).sort_index(level=[1, 0], ascending=[False, True])
-    return table(made.reset_index().rename(columns={"context_length": "context"}), note=(
-        f"Peaks of the full step's stages, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}."))
+    made = (
+        made.rename(columns=lambda name: f"{name}, GiB")
+        .assign(
+            **{
+                "peak in": whole["peak_in"],
+                "rounding, GiB": whole["rounding_gib"],
+                "reserved, GiB": whole["reserved_gib"],
+            }
+        )
+        .sort_index(level=[1, 0], ascending=[False, True])
+    )
+    return table(
+        made.reset_index().rename(columns={"context_length": "context"}),
+        note=(
+            f"Peaks of the full step's stages, {rows['size'].iloc[0]}, batch {rows['batch_size'].iloc[0]}."
+        ),
+    )
 
 
 def largest_allocations(tables: Tables) -> pd.DataFrame:
@@ -190,32 +277,64 @@ def less_memory(tables: Tables) -> pd.DataFrame | None:
         ("bf16 autocast", "full step, fp32", "peak_gib", {}, low),
         ("fused attention and AdamW", "full step, fp32", "peak_gib", {}, fused),
         ("fused attention and AdamW", "full step, bf16", "peak_gib", low, low | fused),
-        ("expandable segments", "reserved, full step, bf16", "reserved_gib", low,
-         low | {"expandable_segments": True})]
+        (
+            "expandable segments",
+            "reserved, full step, bf16",
+            "reserved_gib",
+            low,
+            low | {"expandable_segments": True},
+        ),
+    ]
     rows = []
     for optimization, of, name, without, with_it in optimizations:
         with suppress(LookupError):
-            before, after = (usual(tables["memory.peaks"], mode="step", phase="whole", **fields).iloc[0]
-                             for fields in (without, with_it))
-            rows.append((optimization, before["size"], of, before["context_length"], before[name],
-                         after[name]))
+            before, after = (
+                usual(tables["memory.peaks"], mode="step", phase="whole", **fields).iloc[0]
+                for fields in (without, with_it)
+            )
+            rows.append(
+                (optimization, before["size"], of, before["context_length"], before[name], after[name])
+            )
     with suppress(LookupError):
         steps = select(tables["ladder.steps"], SHAPE, status="ok", size=largest, context_length=reference)
         peaks = steps.set_index("optimization")["peak_gib"]
         size, context = steps[["size", "context_length"]].iloc[0]
         if not any(row[0].startswith("fused") for row in rows):
-            rows.append(("fused attention and AdamW", size, "full step, bf16", context,
-                         *peaks[["bf16", "fused"]]))
-        rows.append(("compiled blocks", size, "full step, bf16, fused attention and AdamW", context,
-                     *peaks[["fused", "blocks"]]))
-        rows.append(("bf16 moments", size, "the same as a CUDA graph, with bf16 weights", context,
-                     *peaks[["bf16_weights", "bf16_moments"]]))
+            rows.append(
+                ("fused attention and AdamW", size, "full step, bf16", context, *peaks[["bf16", "fused"]])
+            )
+        rows.append(
+            (
+                "compiled blocks",
+                size,
+                "full step, bf16, fused attention and AdamW",
+                context,
+                *peaks[["fused", "blocks"]],
+            )
+        )
+        rows.append(
+            (
+                "bf16 moments",
+                size,
+                "the same as a CUDA graph, with bf16 weights",
+                context,
+                *peaks[["bf16_weights", "bf16_moments"]],
+            )
+        )
     with suppress(LookupError):
         settings = one_level(tables)
         context = settings["context_length"].min()
         peaks = select(settings, context_length=context).set_index("checkpoint_policy")["peak_gib"]
-        rows.append(("a checkpoint around each block", settings["size"].iloc[0], "forward and backward, bf16",
-                     context, peaks["none"], peaks["every 1"]))
+        rows.append(
+            (
+                "a checkpoint around each block",
+                settings["size"].iloc[0],
+                "forward and backward, bf16",
+                context,
+                peaks["none"],
+                peaks["every 1"],
+            )
+        )
     found = pd.DataFrame(rows, columns=["change", "size", "of", "context", "before_gib", "after_gib"])
     found["less"] = 1 - found["after_gib"] / found["before_gib"]
     return table(_headed(found, *found)) if rows else None
@@ -225,8 +344,18 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
     """Time and peak by blocks a checkpoint, at each context."""
     rows = one_level(tables)
     blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
-    printed = _headed(rows.assign(blocks_per_checkpoint=blocks), "context_length", "blocks_per_checkpoint",
-                    "peak_gib", "predicted_gib", "reserved_gib", "gpu_ms", "wall_ms", "wall_std_ms", "status")
+    printed = _headed(
+        rows.assign(blocks_per_checkpoint=blocks),
+        "context_length",
+        "blocks_per_checkpoint",
+        "peak_gib",
+        "predicted_gib",
+        "reserved_gib",
+        "gpu_ms",
+        "wall_ms",
+        "wall_std_ms",
+        "status",
+    )
     return table(printed.dropna(axis="columns", how="all"), note=_measured(tables, rows))
 
 
@@ -234,8 +363,12 @@ def nested_checkpoints(tables: Tables) -> pd.DataFrame:
     """Checkpoint policies over the fewest and the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
-    return table(_headed(rows, "blocks", "checkpoint_policy", "expected_saved_gib", "beyond_gib",
-                         "block_runs", "gpu_ms"), note=_measured(tables, rows))
+    return table(
+        _headed(
+            rows, "blocks", "checkpoint_policy", "expected_saved_gib", "beyond_gib", "block_runs", "gpu_ms"
+        ),
+        note=_measured(tables, rows),
+    )
 
 
 def reach_10b(tables: Tables) -> pd.DataFrame:
@@ -244,8 +377,20 @@ def reach_10b(tables: Tables) -> pd.DataFrame:
     note = _measured(tables, rows)
     rows = rows.assign(mode=rows["mode"].map(MODES), checkpoints=rows["checkpoint_policy"])
     rows = rows.sort_values("context_length", kind="stable")
-    return table(_headed(rows, "mode", "checkpoints", "context_length", "status", "peak_gib", "predicted_gib",
-                         "reserved_gib", "gpu_ms"), note=note)
+    return table(
+        _headed(
+            rows,
+            "mode",
+            "checkpoints",
+            "context_length",
+            "status",
+            "peak_gib",
+            "predicted_gib",
+            "reserved_gib",
+            "gpu_ms",
+        ),
+        note=note,
+    )
 
 
 def _measured(tables: Tables, rows: pd.DataFrame) -> str:
@@ -269,21 +414,40 @@ def formula_peaks(tables: Tables) -> pd.DataFrame:
     beyond = (rows["requested_gib"] - rows["predicted_requested_gib"]) * GIB
     rows = rows.assign(beyond=beyond.round().astype(int), mode=rows["mode"].map(MODES))
     rows = rows.sort_values(["beyond", "peak_gib"], key=abs, ascending=False)
-    return table(_headed(rows, "size", "context_length", "mode", "precision", "attention",
-                         "expandable_segments", "peak_gib", "predicted_gib", "beyond", "reserved_gib"),
-                 rows=40, note=(
-                     "Predicted: what is requested by formula, and what rounding adds to tensors made one"
-                     " after another in fresh memory, which is more than where memory is used again."))
+    return table(
+        _headed(
+            rows,
+            "size",
+            "context_length",
+            "mode",
+            "precision",
+            "attention",
+            "expandable_segments",
+            "peak_gib",
+            "predicted_gib",
+            "beyond",
+            "reserved_gib",
+        ),
+        rows=40,
+        note=(
+            "Predicted: what is requested by formula, and what rounding adds to tensors made one"
+            " after another in fresh memory, which is more than where memory is used again."
+        ),
+    )
 
 
 def predicted_kinds(tables: Tables) -> pd.DataFrame:
     """By formula what the handout's largest size holds at its step's peak, by kind: as the assignment writes
     it, with what makes it faster, and with that a checkpoint around each block."""
     plain, *fast = STEPS
-    tops = {plain: peak(predicted()), fast[0]: peak(predicted(**FAST)),
-            fast[1]: peak(predicted(**FAST), blocks_per_checkpoint=1)}
-    rows = pd.DataFrame({name: {kind: size / GIB for kind, size in top.kinds.items()}
-                         for name, top in tops.items()})
+    tops = {
+        plain: peak(predicted()),
+        fast[0]: peak(predicted(**FAST)),
+        fast[1]: peak(predicted(**FAST), blocks_per_checkpoint=1),
+    }
+    rows = pd.DataFrame(
+        {name: {kind: size / GIB for kind, size in top.kinds.items()} for name, top in tops.items()}
+    )
     rows = rows[rows.gt(0.005).any(axis=1)]
     rows.loc["all"] = rows.sum()
     return table(rows.rename_axis("held at the peak, GiB"), unit="GiB", note=_of_predicted(predicted()))
@@ -292,17 +456,35 @@ def predicted_kinds(tables: Tables) -> pd.DataFrame:
 def predicted_sizes(tables: Tables) -> pd.DataFrame:
     """By formula the peaks of the handout's sizes: as the assignment writes the step, and with what needs
     less."""
-    rows = {size: {name: bytes_of(predicted(size, **fields)) / GIB
-                   for name, (fields, bytes_of) in STEPS.items()} for size in EDITIONS[2025]}
+    rows = {
+        size: {name: bytes_of(predicted(size, **fields)) / GIB for name, (fields, bytes_of) in STEPS.items()}
+        for size in EDITIONS[2025]
+    }
     found = pd.DataFrame.from_dict(rows, orient="index").rename_axis("peak, GiB")
     return table(found, unit="GiB", note=_of_predicted(predicted()))
 
 
 def _of_predicted(config: StepConfig) -> str:
-    return (f"Predicted, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
-            f" {config.vocab_size:,}; the allocator reserves some more.")
+    return (
+        f"Predicted, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
+        f" {config.vocab_size:,}; the allocator reserves some more."
+    )
 
 
-PRINTED = {one.__name__: one for one in (
-    handout_peaks, stage_peaks, peak_by_kind, largest_allocations, less_memory, checkpoint_settings,
-    nested_checkpoints, saved_by_block, reach_10b, formula_peaks, predicted_kinds, predicted_sizes)}
+PRINTED = {
+    one.__name__: one
+    for one in (
+        handout_peaks,
+        stage_peaks,
+        peak_by_kind,
+        largest_allocations,
+        less_memory,
+        checkpoint_settings,
+        nested_checkpoints,
+        saved_by_block,
+        reach_10b,
+        formula_peaks,
+        predicted_kinds,
+        predicted_sizes,
+    )
+}

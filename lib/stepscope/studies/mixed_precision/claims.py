@@ -1,4 +1,5 @@
 """What the mixed-precision study can say: each function gives the numbers of one sentence where it holds."""
+
 import math
 
 from stepscope.report.schemas import Claim, Tables
@@ -15,8 +16,13 @@ from stepscope.studies.mixed_precision.tables import (
     with_fp32,
 )
 
-SUMS = {"fp32": "fp32 into fp32", "fp16": "fp16 into fp16", "mixed": "fp16 into fp32",
-        "cast": "fp16 cast to fp32, into fp32", "bf16": "bf16 into bf16"}
+SUMS = {
+    "fp32": "fp32 into fp32",
+    "fp16": "fp16 into fp16",
+    "mixed": "fp16 into fp32",
+    "cast": "fp16 cast to fp32, into fp32",
+    "bf16": "bf16 into bf16",
+}
 
 
 def _gain(tables: Tables, precision: str) -> Claim:
@@ -24,8 +30,13 @@ def _gain(tables: Tables, precision: str) -> Claim:
     found = gains(tables, precision)
     if len(found) < 2 or min(found.iloc[0], found.iloc[-1]) <= 1 + SAME:
         return None
-    return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
-            "large_gain": found.iloc[-1], "context": context(tables)}
+    return {
+        "small": str(found.index[0]),
+        "small_gain": found.iloc[0],
+        "large": str(found.index[-1]),
+        "large_gain": found.iloc[-1],
+        "context": context(tables),
+    }
 
 
 def tensor_cores(tables: Tables) -> Claim:
@@ -52,8 +63,13 @@ def answer_trend(tables: Tables) -> Claim:
     found = gains(tables, "bf16")
     if len(found) < 2:
         raise LookupError("one size has no trend")
-    return {"small": str(found.index[0]), "small_gain": found.iloc[0], "large": str(found.index[-1]),
-            "large_gain": found.iloc[-1], "context": context(tables)}
+    return {
+        "small": str(found.index[0]),
+        "small_gain": found.iloc[0],
+        "large": str(found.index[-1]),
+        "large_gain": found.iloc[-1],
+        "context": context(tables),
+    }
 
 
 def trend_why(tables: Tables) -> Claim:
@@ -67,8 +83,12 @@ def precision_why(tables: Tables) -> Claim:
     found = trend(tables).iloc[-1]
     step, slower = kinds(tables, str(found.name)), 1 / found["remainder"]
     if found["matmul"] > 2 and slower > 1 + SAME:
-        return {"size": found.name, "matmul": found["matmul"], "remainder": slower,
-                "casts": step.loc["cast", "bf16"] / step["bf16"].sum()}
+        return {
+            "size": found.name,
+            "matmul": found["matmul"],
+            "remainder": slower,
+            "casts": step.loc["cast", "bf16"] / step["bf16"].sum(),
+        }
     return None
 
 
@@ -137,8 +157,12 @@ def answer_norm(tables: Tables) -> Claim:
     relative_error = error["variance by a running sum"]["bf16", 1.0]
     small = [scale for scale, share in lost["squares"]["fp16"].items() if share > LOST and scale < 1]
     if overflow and small and (lost.loc["bf16"] < LOST).all(axis=None) and relative_error > 0.05:
-        return {"overflow": int(min(overflow)), "underflow": f"{max(small):g}", "terms": FEATURES,
-                "error": relative_error}
+        return {
+            "overflow": int(min(overflow)),
+            "underflow": f"{max(small):g}",
+            "terms": FEATURES,
+            "error": relative_error,
+        }
     return None
 
 
@@ -159,6 +183,7 @@ def losses(tables: Tables) -> Claim:
 
 
 # The assignment's questions: why, and what is said where the first sentence does not hold
+
 
 def sums_half_step(tables: Tables) -> Claim:
     """bf16 has eight digits: from 4 on its numbers are 1/32 apart, of which half is more than the term."""

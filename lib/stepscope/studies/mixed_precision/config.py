@@ -1,4 +1,5 @@
 """What a run of the mixed-precision study has."""
+
 from typing import Literal
 
 from pydantic import Field

@@ -1,4 +1,5 @@
 """Figures of the mixed-precision study."""
+
 from matplotlib.ticker import NullLocator
 
 from stepscope.report import style
@@ -35,11 +36,17 @@ def norms(tables: Tables) -> style.Picture:
     low, high = [at for at in broken if at < 1], [at for at in broken if at >= 1]
     says = [f"of {max(low):g} and less"] if low else []
     says += [f"of {min(high):,.0f} and more"] if high else []
-    made, axes = style.figure(f"In fp16 LayerNorm breaks {'at deviations ' * bool(says)}"
-                              f"{' and '.join(says) or 'nowhere'}, in bf16 it only rounds")
+    made, axes = style.figure(
+        f"In fp16 LayerNorm breaks {'at deviations ' * bool(says)}"
+        f"{' and '.join(says) or 'nowhere'}, in bf16 it only rounds"
+    )
     of_both = error.loc[["fp16", "bf16"]].rename("value").rename_axis(["precision", "scale"]).reset_index()
     ends = style.lines(axes, of_both.dropna(), "scale", "value", "precision", style.PRECISION_COLORS)
-    axes.set(xscale="log", yscale="log", xlabel="standard deviation of the inputs",
-             ylabel="output's relative error")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="standard deviation of the inputs",
+        ylabel="output's relative error",
+    )
     style.label_ends(axes, ends, style.PRECISION_COLORS)
     return made

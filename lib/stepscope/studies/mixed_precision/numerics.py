@@ -6,6 +6,7 @@ place on an experiment's axis (a scale, a step; 0 where it has none), and what w
 (``value``) or a type's name (``dtype``). Of ``norm error`` it is the median relative error, where a value
 that is inf or NaN counts as 1; of ``norm lost`` the share of values that are inf or NaN, or wrongly 0.
 """
+
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ def table(rows: Sequence[tuple]) -> pd.DataFrame:
 
 # A norm
 
+
 def running_sum(x: Tensor) -> Tensor:
     """(rows, features) to (rows, 1): one term after another, each partial sum in the type of ``x``."""
     total = torch.zeros_like(x[..., 0])
@@ -49,6 +51,7 @@ def error_and_lost(value: Tensor, true: Tensor) -> tuple[float, float]:
 
 
 # Gradients
+
 
 def gradients(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
     """The first step's gradients of the run's model in each precision on the same weights and batch, fp16's
@@ -90,15 +93,23 @@ def _norm(tensors: list[Tensor]) -> float:
 
 # Training
 
+
 def training(config: StepConfig, precisions: Sequence[str]) -> Iterator[tuple]:
     """The loss over :data:`STEPS` steps of the run's model with at most :data:`LAYERS` layers on the same
     text: fp32 from three seeds, the others from the first."""
     context = min(config.context_length, CONTEXT)
     batches = text_batches(STEPS, config.batch_size, context).to(config.device)
     for precision, seed in [*(("fp32", seed) for seed in range(SEEDS)), *((name, 0) for name in precisions)]:
-        step = build_step(config.step(mode="step", precision=precision, seed=config.seed + seed,
-                                      num_layers=min(config.num_layers, LAYERS), context_length=context,
-                                      vocab_size=BYTES))
+        step = build_step(
+            config.step(
+                mode="step",
+                precision=precision,
+                seed=config.seed + seed,
+                num_layers=min(config.num_layers, LAYERS),
+                context_length=context,
+                vocab_size=BYTES,
+            )
+        )
         case = f"fp32, seed {seed}" if precision == "fp32" else precision
         losses = []
         for batch in batches:

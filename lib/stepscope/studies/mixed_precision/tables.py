@@ -1,4 +1,5 @@
 """The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
+
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -18,12 +19,23 @@ READS = ("benchmark.operations", "benchmark.results", "benchmark.times")  # of o
 SCHEMAS = {
     "times": tidy(CASE, **PRECISION, **TIMES),
     "operations": tidy((*CASE, "name"), **PRECISION, **OPERATIONS),
-    "numerics": tidy(NUMBER, experiment=word(), case=word(), quantity=word(), at=measured(nullable=False),
-                     value=measured(least=-1e6), dtype=word()),
+    "numerics": tidy(
+        NUMBER,
+        experiment=word(),
+        case=word(),
+        quantity=word(),
+        at=measured(nullable=False),
+        value=measured(least=-1e6),
+        dtype=word(),
+    ),
 }
 # A column's heading, and the mode and phase that it is of.
-PARTS = {"forward": ("forward_backward", "forward"), "backward": ("forward_backward", "backward"),
-         "forward + backward": ("forward_backward", WHOLE), "full step": ("step", WHOLE)}
+PARTS = {
+    "forward": ("forward_backward", "forward"),
+    "backward": ("forward_backward", "backward"),
+    "forward + backward": ("forward_backward", WHOLE),
+    "full step": ("step", WHOLE),
+}
 
 
 # fp32 beside the others
@@ -82,8 +94,11 @@ def context(tables: Tables) -> int:
 
 def gains(tables: Tables, precision: str) -> pd.Series:
     """A precision's speedup of the full step in GPU time at the reference context, by size."""
-    return with_fp32(tables, context_length=reference, precision=precision, mode="step").set_index(
-        "size")["gain"].dropna()
+    return (
+        with_fp32(tables, context_length=reference, precision=precision, mode="step")
+        .set_index("size")["gain"]
+        .dropna()
+    )
 
 
 def kinds(tables: Tables, size: str) -> pd.DataFrame:
@@ -92,8 +107,7 @@ def kinds(tables: Tables, size: str) -> pd.DataFrame:
     found = {}
     every = {"fp32": fp32(tables, "operations", OWN), "bf16": low_precision(tables, "operations")}
     for precision, own in every.items():
-        rows = select(own, precision=precision, size=size, mode="step",
-                      context_length=context(tables))
+        rows = select(own, precision=precision, size=size, mode="step", context_length=context(tables))
         family = rows["family"].astype(str).replace(MATMUL, "matmul").mask(is_cast(rows["name"]), "cast")
         found[precision] = rows.groupby(family)["gpu_ms"].sum()
     return pd.DataFrame(found).fillna(0.0).sort_values("fp32", ascending=False)
@@ -106,13 +120,16 @@ def trend(tables: Tables) -> pd.DataFrame:
     for size, gain in gains(tables, "bf16").items():
         step = kinds(tables, str(size))
         matmul, remainder = step.loc["matmul"], step.drop("matmul").sum()
-        faster = {"matmul": matmul["fp32"] / matmul["bf16"],
-                  "remainder": remainder["fp32"] / remainder["bf16"]}
+        faster = {
+            "matmul": matmul["fp32"] / matmul["bf16"],
+            "remainder": remainder["fp32"] / remainder["bf16"],
+        }
         rows[size] = {"share": matmul["fp32"] / step["fp32"].sum(), "step": gain} | faster
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("size")
 
 
 # What a run found of numbers
+
 
 def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     """One experiment's rows (see ``numerics``), of the first shape that has it.
@@ -140,6 +157,7 @@ def loss_shift(tables: Tables) -> pd.Series:
 
 # Printed
 
+
 def precision_times(tables: Tables) -> pd.DataFrame:
     """GPU time of whole modes in fp32 and bf16 at the reference context: a column a size."""
     rows, found = with_fp32(tables, context_length=reference, precision="bf16"), {}
@@ -147,8 +165,11 @@ def precision_times(tables: Tables) -> pd.DataFrame:
         own = rows[rows["mode"] == mode].set_index("size")
         found |= {f"{words}, fp32": own["gpu_ms_fp32"], f"{words}, bf16": own["gpu_ms"]}
     made = pd.DataFrame(found).reindex(rows["size"].unique()).T.rename_axis(index="mode", columns=None)
-    return table(made, "ms", note=(
-        f"GPU time in ms, of one process a size, context {rows['context_length'].iloc[0]:,}."))
+    return table(
+        made,
+        "ms",
+        note=(f"GPU time in ms, of one process a size, context {rows['context_length'].iloc[0]:,}."),
+    )
 
 
 def precision_walls(tables: Tables) -> pd.DataFrame:
@@ -156,17 +177,24 @@ def precision_walls(tables: Tables) -> pd.DataFrame:
     rows = select(walls(tables), precision=["fp32", "bf16"], context_length=reference)
     steps = counted(rows.loc[rows["phase"] == WHOLE, "steps"])
     made = _spread(rows).drop(columns=["context", "tokens/s", "peak, GiB", "reserved, GiB"])
-    return table(made, note=(
-        f"Wall time, median (quartiles) of {steps} steps, context {context(tables):,}. Forward and backward"
-        " are phases of forward + backward."))
+    return table(
+        made,
+        note=(
+            f"Wall time, median (quartiles) of {steps} steps, context {context(tables):,}. Forward and backward"
+            " are phases of forward + backward."
+        ),
+    )
 
 
 def precision_shapes(tables: Tables) -> pd.DataFrame:
     """The same of every shape and precision, with what the full step makes and holds."""
     rows = walls(tables)
     steps = counted(rows.loc[rows["phase"] == WHOLE, "steps"])
-    return table(_spread(rows), rows=100, note=(
-        f"Wall time, median (quartiles) of {steps} steps; tokens and memory are the full step's."))
+    return table(
+        _spread(rows),
+        rows=100,
+        note=(f"Wall time, median (quartiles) of {steps} steps; tokens and memory are the full step's."),
+    )
 
 
 def walls(tables: Tables) -> pd.DataFrame:
@@ -191,8 +219,10 @@ def _spread(rows: pd.DataFrame) -> pd.DataFrame:
         times = {f"{words}, ms": wall_cell(rows_of.get(case, {})) for words, case in PARTS.items()}
         step = own[(own["mode"] == "step") & (own["phase"] == WHOLE)].iloc[0]
         found[size, context, PRECISION_NAMES[precision]] = times | {
-            "tokens/s": step["tokens_per_s"], "peak, GiB": step["peak_gib"],
-            "reserved, GiB": step["reserved_gib"]}
+            "tokens/s": step["tokens_per_s"],
+            "peak, GiB": step["peak_gib"],
+            "reserved, GiB": step["reserved_gib"],
+        }
     made = pd.DataFrame.from_dict(found, orient="index")
     return made.rename_axis(["size", "context", "precision"]).reset_index()
 
@@ -210,21 +240,33 @@ def precision_kinds(tables: Tables) -> pd.DataFrame:
     found["speedup, x"] = (found["fp32"] / found["bf16"]).where(found["fp32"] > 0)
     found = found.rename({"elementwise": "elementwise, softmax's too"}).rename_axis(f"{size}, kernels")
     made = found.reset_index()
-    return table(made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}), note=(
-        f"GPU time of the full step, context {context(tables):,}."))
+    return table(
+        made.rename(columns={"fp32": "fp32, ms", "bf16": "bf16, ms"}),
+        note=(f"GPU time of the full step, context {context(tables):,}."),
+    )
 
 
 def precision_trend(tables: Tables) -> pd.DataFrame:
-    columns = {"share": "matmuls' share of fp32, %", "matmul": "matmuls faster, x",
-               "remainder": "all else faster, x", "step": "step faster, x"}
+    columns = {
+        "share": "matmuls' share of fp32, %",
+        "matmul": "matmuls faster, x",
+        "remainder": "all else faster, x",
+        "step": "step faster, x",
+    }
     return table(trend(tables)[list(columns)].rename(columns=columns).reset_index())
 
 
 def sums(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
-    return table(pd.DataFrame({"sum": found["result"].map("{:.4f}".format),
-                               "off by storing 0.01": found["storing"].map("{:.2g}".format),
-                               "off by adding": found["adding"].map("{:.2g}".format)}))
+    return table(
+        pd.DataFrame(
+            {
+                "sum": found["result"].map("{:.4f}".format),
+                "off by storing 0.01": found["storing"].map("{:.2g}".format),
+                "off by adding": found["adding"].map("{:.2g}".format),
+            }
+        )
+    )
 
 
 def toy(tables: Tables) -> pd.DataFrame:
@@ -252,15 +294,25 @@ def _ends(scales: pd.Index) -> str:
 
 def gradients(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
-    return table(found.rename(index=PRECISION_NAMES, columns={
-        "zero": "share that becomes 0, %", "norm off": "norm off by, %", "loss off": "loss off by, %"}))
+    return table(
+        found.rename(
+            index=PRECISION_NAMES,
+            columns={
+                "zero": "share that becomes 0, %",
+                "norm off": "norm off by, %",
+                "loss off": "loss off by, %",
+            },
+        )
+    )
 
 
 def training(tables: Tables) -> pd.DataFrame:
     shift = loss_shift(tables).sort_values().rename(index=PRECISION_NAMES).rename_axis("trained in")
     steps = numbers(tables, "training")["at"].nunique()
-    return table(shift.to_frame("loss off from fp32's, mean"), note=(
-        f"Mean distance over the last {steps // 4} of {steps} steps."))
+    return table(
+        shift.to_frame("loss off from fp32's, mean"),
+        note=(f"Mean distance over the last {steps // 4} of {steps} steps."),
+    )
 
 
 def reading(times: pd.DataFrame, device: str) -> str:
@@ -282,6 +334,19 @@ def reading(times: pd.DataFrame, device: str) -> str:
     return f"{said} In fp32 it takes {number(exact['wall_ms'], 'ms')}: bf16 has {ratio} its speed."
 
 
-PRINTED = {printed.__name__: printed for printed in (
-    precision_sizes, precision_times, precision_walls, precision_shapes, precision_kinds, precision_trend,
-    sums, toy, norm_parts, gradients, training)}
+PRINTED = {
+    printed.__name__: printed
+    for printed in (
+        precision_sizes,
+        precision_times,
+        precision_walls,
+        precision_shapes,
+        precision_kinds,
+        precision_trend,
+        sums,
+        toy,
+        norm_parts,
+        gradients,
+        training,
+    )
+}

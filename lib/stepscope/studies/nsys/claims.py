@@ -1,5 +1,6 @@
 """What the profiles say: of each sentence its numbers, where it holds; None where it does not; a LookupError
 where there are no such profiles."""
+
 import pandas as pd
 
 from stepscope.config import EDITIONS, SIZES, WHOLE
@@ -55,15 +56,25 @@ def forward_slower_under_nsys(tables: Tables) -> Claim:
     if 2 * slower <= len(rows):
         return None
     row = rows.loc[(rows["projected_ms"] / rows["plain_ms"]).idxmax()]
-    return {"of": len(rows), "slower": slower, "size": row["size"], "context": int(row["context_length"]),
-            "wall": row["plain_ms"], "nsys": row["projected_ms"]}
+    return {
+        "of": len(rows),
+        "slower": slower,
+        "size": row["size"],
+        "context": int(row["context_length"]),
+        "wall": row["plain_ms"],
+        "nsys": row["projected_ms"],
+    }
 
 
 def forward_total(tables: Tables) -> Claim:
     """(a) The largest size at the reference context."""
     row = select(forward_clocks(tables), context_length=reference).iloc[-1]
-    return {"size": row["size"], "context": int(row["context_length"]), "gpu": row["projected_ms"],
-            "wall": row["plain_ms"]}
+    return {
+        "size": row["size"],
+        "context": int(row["context_length"]),
+        "gpu": row["projected_ms"],
+        "wall": row["plain_ms"],
+    }
 
 
 def profiled(tables: Tables) -> Claim:
@@ -84,9 +95,13 @@ def profiled_contexts(tables: Tables) -> Claim:
     if small == large:
         return None
     name = in_2026.get(large, large)
-    return {"small": small, "large": large if name == large else f"{name} ({large})",
-            "contexts": f"contexts {contexts.min():,} to {contexts.max():,}" if contexts.nunique() > 1 else
-            f"context {contexts.max():,}"}
+    return {
+        "small": small,
+        "large": large if name == large else f"{name} ({large})",
+        "contexts": f"contexts {contexts.min():,} to {contexts.max():,}"
+        if contexts.nunique() > 1
+        else f"context {contexts.max():,}",
+    }
 
 
 def longer_would_fit(tables: Tables) -> Claim:
@@ -94,8 +109,15 @@ def longer_would_fit(tables: Tables) -> Claim:
     square of the context, doubled, is four times the memory."""
     rows = profiles(tables, "operations")
     size, context = rows["size"].iloc[0], int(rows["context_length"].max())
-    peak = select(tables["benchmark.times"], PLAIN, size=size, context_length=context, precision="fp32",
-                  mode="step", phase=WHOLE)["peak_gib"].iloc[0]
+    peak = select(
+        tables["benchmark.times"],
+        PLAIN,
+        size=size,
+        context_length=context,
+        precision="fp32",
+        mode="step",
+        phase=WHOLE,
+    )["peak_gib"].iloc[0]
     gpu = tables["runs"]["machine_gpu_memory_gib"].min()
     return {"size": size, "context": context, "peak": peak, "memory": gpu} if 4 * peak < gpu else None
 
@@ -114,10 +136,18 @@ def first_kernel_named(tables: Tables) -> Claim:
     row = first.loc[(size, reference(rows["context_length"]))]
     own = rows[(rows["size"] == size) & (rows["name"] == row["name"])].groupby("region")["count"].sum()
     layers = SIZES[size].num_layers
-    launches = [f"{count // layers} x {layers} layers in {region}" if count % layers == 0 else
-                f"{count} in {region}" for region, count in own.sort_values(ascending=False).items()]
-    return {"size": size, "context": reference(rows["context_length"]), "kernel": short_name(row["name"]),
-            "launches": int(row["count"]), "where": ", ".join(launches), "share": row["share"]}
+    launches = [
+        f"{count // layers} x {layers} layers in {region}" if count % layers == 0 else f"{count} in {region}"
+        for region, count in own.sort_values(ascending=False).items()
+    ]
+    return {
+        "size": size,
+        "context": reference(rows["context_length"]),
+        "kernel": short_name(row["name"]),
+        "launches": int(row["count"]),
+        "where": ", ".join(launches),
+        "share": row["share"],
+    }
 
 
 def first_kernel_stays(tables: Tables) -> Claim:
@@ -127,10 +157,19 @@ def first_kernel_stays(tables: Tables) -> Claim:
     common = forward.join(both.add_suffix("_both"), how="inner")
     same = common["name"] == common["name_both"]
     size = same.index[-1][0]
-    contexts = [f"{context:,}" for context in same.index[same].get_level_values(1)[
-        same.index[same].get_level_values(0) == size]]
-    return {"same": some_of(int(same.sum()), len(common), "profile"), "size": size,
-            "contexts": f"at {listed(contexts)}" if contexts else "at no context"} if same.any() else None
+    contexts = [
+        f"{context:,}"
+        for context in same.index[same].get_level_values(1)[same.index[same].get_level_values(0) == size]
+    ]
+    return (
+        {
+            "same": some_of(int(same.sum()), len(common), "profile"),
+            "size": size,
+            "contexts": f"at {listed(contexts)}" if contexts else "at no context",
+        }
+        if same.any()
+        else None
+    )
 
 
 def first_kernel_changes(tables: Tables) -> Claim:
@@ -147,9 +186,13 @@ def remainder_of_forward(tables: Tables) -> Claim:
     rows = select(shares(tables, "forward").reset_index(), context_length=reference).set_index("size")
     remainder = 1 - rows[MATMUL]
     if len(remainder) > 1 and remainder.is_monotonic_decreasing:
-        return {"small": remainder.index[0], "large": remainder.index[-1],
-                "context": int(rows["context_length"].iloc[0]), "small_remainder": remainder.iloc[0],
-                "large_remainder": remainder.iloc[-1]}
+        return {
+            "small": remainder.index[0],
+            "large": remainder.index[-1],
+            "context": int(rows["context_length"].iloc[0]),
+            "small_remainder": remainder.iloc[0],
+            "large_remainder": remainder.iloc[-1],
+        }
     return None
 
 
@@ -167,8 +210,13 @@ def softmax_grows(tables: Tables) -> Claim:
     rows = shares(tables, "forward")[ATTENTION_SOFTMAX]
     own = rows[rows.index.get_level_values("size") == rows.index[0][0]].droplevel("size").sort_index()
     if len(own) > 1 and own.is_monotonic_increasing:
-        return {"size": rows.index[0][0], "short": int(own.index[0]), "long": int(own.index[-1]),
-                "short_share": own.iloc[0], "long_share": own.iloc[-1]}
+        return {
+            "size": rows.index[0][0],
+            "short": int(own.index[0]),
+            "long": int(own.index[-1]),
+            "short_share": own.iloc[0],
+            "long_share": own.iloc[-1],
+        }
     return None
 
 
@@ -188,9 +236,16 @@ def _in_step(tables: Tables) -> list[dict]:
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
     context = reference(forward.reset_index()["context_length"])
     forward, step = (frame.xs(context, level="context_length") for frame in (forward, step))
-    return [{"size": size, "context": context, "forward": forward.loc[size, MATMUL],
-             "step": step.loc[size, MATMUL], "adamw": step.loc[size, "optimizer"]}
-            for size in step.index[[0, -1]]]
+    return [
+        {
+            "size": size,
+            "context": context,
+            "forward": forward.loc[size, MATMUL],
+            "step": step.loc[size, MATMUL],
+            "adamw": step.loc[size, "optimizer"],
+        }
+        for size in step.index[[0, -1]]
+    ]
 
 
 def others_in_step(tables: Tables) -> Claim:
@@ -199,8 +254,15 @@ def others_in_step(tables: Tables) -> Claim:
     forward, step = (shares(tables, mode) for mode in ("forward", "step"))
     row = (step.index[0][0], reference(step.reset_index()["context_length"]))
     others = step.loc[row].drop([MATMUL, "optimizer"]).nlargest(2).index
-    named = {f"{which}_{name}": value for which, family in zip(("first", "second"), others) for name, value in
-             {"family": family, "forward": forward.loc[row, family], "step": step.loc[row, family]}.items()}
+    named = {
+        f"{which}_{name}": value
+        for which, family in zip(("first", "second"), others)
+        for name, value in {
+            "family": family,
+            "forward": forward.loc[row, family],
+            "step": step.loc[row, family],
+        }.items()
+    }
     return {"size": row[0]} | named
 
 
@@ -210,8 +272,13 @@ def optimizer_share(tables: Tables) -> Claim:
     pivoted = rows.pivot_table(index="context_length", columns="phase", values="total_ns", aggfunc="sum")
     part = pivoted["optimizer"] / pivoted.sum(axis=1)
     if len(part) > 1 and part.is_monotonic_decreasing:
-        return {"size": rows["size"].iloc[0], "short": int(part.index[0]), "long": int(part.index[-1]),
-                "short_share": part.iloc[0], "long_share": part.iloc[-1]}
+        return {
+            "size": rows["size"].iloc[0],
+            "short": int(part.index[0]),
+            "long": int(part.index[-1]),
+            "short_share": part.iloc[0],
+            "long_share": part.iloc[-1],
+        }
     return None
 
 
@@ -223,8 +290,14 @@ def _softmax(tables: Tables) -> pd.Series:
 def softmax_flops(tables: Tables) -> Claim:
     """(e) FLOPs and time of softmax and of both matmuls, the smallest size at the reference context."""
     row = _softmax(tables)
-    return {"size": row["size"], "context": row["context_length"], "matmul_flops": row["matmul_flops"],
-            "softmax_flops": row["softmax_flops"], "times": row["times"], "flops": row["flops"]}
+    return {
+        "size": row["size"],
+        "context": row["context_length"],
+        "matmul_flops": row["matmul_flops"],
+        "softmax_flops": row["softmax_flops"],
+        "times": row["times"],
+        "flops": row["flops"],
+    }
 
 
 def softmax_bytes(tables: Tables) -> Claim:
@@ -234,18 +307,27 @@ def softmax_bytes(tables: Tables) -> Claim:
     bytes_moved = 8 * 4 * row["softmax_flops"] / 5
     copy = runs["copy_tb_s"].max()  # of all runs: what disturbs a burst only slows it
     rate = runs.loc[runs["precision"] == "fp32", "matmul_tflops"].max()
-    return {"bytes": bytes_moved, "copy": copy, "copy_ms": bytes_moved / copy / 1e9,
-            "softmax_ms": row["softmax_ms"],
-            "rate": rate, "rate_ms": 2 * row["matmul_flops"] / rate / 1e9,
-            "matmul_ms": row["scores_ms"] + row["values_ms"]}
+    return {
+        "bytes": bytes_moved,
+        "copy": copy,
+        "copy_ms": bytes_moved / copy / 1e9,
+        "softmax_ms": row["softmax_ms"],
+        "rate": rate,
+        "rate_ms": 2 * row["matmul_flops"] / rate / 1e9,
+        "matmul_ms": row["scores_ms"] + row["values_ms"],
+    }
 
 
 def softmax_over_flops(tables: Tables) -> Claim:
     """Softmax's time over the matmuls' is several times its FLOPs over theirs, everywhere."""
     rows, row = softmax_and_matmuls(tables), _softmax(tables)
     if (rows["times"] / rows["flops"]).min() > 2:
-        return {"size": row["size"], "context": row["context_length"], "times": row["times"],
-                "flops": row["flops"]}
+        return {
+            "size": row["size"],
+            "context": row["context_length"],
+            "times": row["times"],
+            "flops": row["flops"],
+        }
     return None
 
 
@@ -265,12 +347,16 @@ def nsys_in_bf16(tables: Tables) -> Claim:
 
 # The assignment's questions: why, and what is said where the first sentence does not hold
 
+
 def first_kernel_other(tables: Tables) -> Claim:
     """(b) Where it is no matmul in every profile: in how many it is, and what leads in the others."""
     first = first_kernels(tables, "forward")["family"]
     others = first[first != MATMUL]
-    return {"profiles": len(first), "matmuls": len(first) - len(others),
-            "family": others.mode().iloc[0]} if len(others) else None
+    return (
+        {"profiles": len(first), "matmuls": len(first) - len(others), "family": others.mode().iloc[0]}
+        if len(others)
+        else None
+    )
 
 
 def first_kernel_count(tables: Tables) -> Claim:
@@ -282,11 +368,19 @@ def first_kernel_count(tables: Tables) -> Claim:
     layers = SIZES[size].num_layers
     if named["where"] != f"3 x {layers} layers in ffn, 1 in head":
         return None
-    each = [f"{int(first[one])} = {int(first[one]) // SIZES[one].num_layers} x {SIZES[one].num_layers}"
-            + (f" + {rest}" if (rest := int(first[one]) % SIZES[one].num_layers) else "") + f" in {one}"
-            for one in others]
-    return {"launches": named["launches"], "each": 3, "layers": layers, "size": size,
-            "others": ", ".join(each)}
+    each = [
+        f"{int(first[one])} = {int(first[one]) // SIZES[one].num_layers} x {SIZES[one].num_layers}"
+        + (f" + {rest}" if (rest := int(first[one]) % SIZES[one].num_layers) else "")
+        + f" in {one}"
+        for one in others
+    ]
+    return {
+        "launches": named["launches"],
+        "each": 3,
+        "layers": layers,
+        "size": size,
+        "others": ", ".join(each),
+    }
 
 
 def first_kernel_reads(tables: Tables) -> Claim:
@@ -320,6 +414,11 @@ def softmax_passes(tables: Tables) -> Claim:
     row = _softmax(tables)
     shape, batch = SIZES[row["size"]], profiles(tables, "operations")["batch_size"].iloc[0]
     matrix = 4 * int(batch) * shape.num_heads * int(row["context_length"]) ** 2
-    return {"batch": int(batch), "heads": shape.num_heads, "context": int(row["context_length"]),
-            "matrix": f"{matrix / 1e6:.1f} MB", "layers": shape.num_layers,
-            "together": f"{8 * matrix * shape.num_layers / 1e9:.2f} GB"}
+    return {
+        "batch": int(batch),
+        "heads": shape.num_heads,
+        "context": int(row["context_length"]),
+        "matrix": f"{matrix / 1e6:.1f} MB",
+        "layers": shape.num_layers,
+        "together": f"{8 * matrix * shape.num_layers / 1e9:.2f} GB",
+    }

@@ -1,4 +1,5 @@
 """What a run of the profiling study has."""
+
 from typing import Literal
 
 from stepscope.config import StepConfig

@@ -1,4 +1,5 @@
 """Figures of the profiling study; None where there is nothing to draw."""
+
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,9 +13,15 @@ from stepscope.stats import launch_bound, union
 from stepscope.studies.nsys.tables import REPLAYED, by_family, profiles
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
-COLORS = {MATMUL: style.BLUE, "fused attention": style.SKY, ATTENTION_SOFTMAX: style.PINK,
-          "elementwise": style.AMBER, "optimizer": style.GREEN, "copy and cast": style.ORANGE,
-          "reduction and norm": style.RED}
+COLORS = {
+    MATMUL: style.BLUE,
+    "fused attention": style.SKY,
+    ATTENTION_SOFTMAX: style.PINK,
+    "elementwise": style.AMBER,
+    "optimizer": style.GREEN,
+    "copy and cast": style.ORANGE,
+    "reduction and norm": style.RED,
+}
 LANE_NS = 1_000_000  # of the timeline that is drawn
 
 
@@ -56,8 +63,11 @@ def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> 
     elif not on_cpu and launch_bound(busy["forward"], *_who_waits_ms(found["forward"])):
         message += ", and waits for launches"
     drawn, axes = style.figure(message, 1.7 + 0.35 * len(found))
-    host = timeline[(timeline["mode"] == "forward") & (timeline["launch_ns"] < LANE_NS)
-                    & (timeline["launch_ns"] + timeline["launch_duration_ns"] > 0)]
+    host = timeline[
+        (timeline["mode"] == "forward")
+        & (timeline["launch_ns"] < LANE_NS)
+        & (timeline["launch_ns"] + timeline["launch_duration_ns"] > 0)
+    ]
     spans = _spans_us(host["launch_ns"], host["launch_duration_ns"])
     axes.broken_barh(spans, (-0.35, 0.7), color=style.MUTED)
     for place, rows in enumerate(found.values(), start=1):
@@ -127,8 +137,9 @@ def kernel_families(tables: Tables) -> Figure | None:
     shares = shares.div(shares.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
     shares = shares.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
     matmuls = [f"{number(shares.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
-    drawn, axes = style.figure(f"Matmuls are {' and '.join(matmuls)}; AdamW has none",
-                               1.6 + 0.34 * len(shares))
+    drawn, axes = style.figure(
+        f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.6 + 0.34 * len(shares)
+    )
     names = [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in shares.index]
     _families(axes, shares.set_axis(names), least=0.07)
     axes.set_xlabel(f"share of the step's GPU time, fp32, context {rows['context_length'].iloc[0]:,}")

@@ -1,4 +1,5 @@
 """The profiling study's tables: what is in a run's files, and what is printed of all runs."""
+
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,15 +26,44 @@ _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
 READS = ("benchmark.results", "benchmark.times", "mixed_precision.times")  # of other studies
 SCHEMAS = {
-    "operations": tidy(OPERATION, mode=_MODE, phase=word(), region=word(), name=word(),
-                       family=pa.Column(str, pa.Check.isin(FAMILIES), coerce=True),
-                       count=pa.Column("int64", pa.Check.ge(1), coerce=True), total_ns=_NS),
-    "clocks": tidy(CLOCK, mode=_MODE, phase=word(), step=pa.Column("int64", pa.Check.ge(0), coerce=True),
-                   captured=pa.Column(bool, coerce=True), **{name: measured() for name in (
-                       "wall_ms", "enqueue_ms", "host_ns", "projected_ns", "operations_ns", "busy_ns",
-                       "operations")}),
-    "timeline": tidy(LANE, mode=word(*PHASES, REPLAYED), family=word(), launch_ns=_ANY_NS,
-                     launch_duration_ns=_NS, start_ns=_ANY_NS, duration_ns=_NS),
+    "operations": tidy(
+        OPERATION,
+        mode=_MODE,
+        phase=word(),
+        region=word(),
+        name=word(),
+        family=pa.Column(str, pa.Check.isin(FAMILIES), coerce=True),
+        count=pa.Column("int64", pa.Check.ge(1), coerce=True),
+        total_ns=_NS,
+    ),
+    "clocks": tidy(
+        CLOCK,
+        mode=_MODE,
+        phase=word(),
+        step=pa.Column("int64", pa.Check.ge(0), coerce=True),
+        captured=pa.Column(bool, coerce=True),
+        **{
+            name: measured()
+            for name in (
+                "wall_ms",
+                "enqueue_ms",
+                "host_ns",
+                "projected_ns",
+                "operations_ns",
+                "busy_ns",
+                "operations",
+            )
+        },
+    ),
+    "timeline": tidy(
+        LANE,
+        mode=word(*PHASES, REPLAYED),
+        family=word(),
+        launch_ns=_ANY_NS,
+        launch_duration_ns=_NS,
+        start_ns=_ANY_NS,
+        duration_ns=_NS,
+    ),
 }
 
 
@@ -47,8 +77,9 @@ def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase"))
     """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family
     of its own (see ``families.detailed_family``)."""
     rows = operations.assign(family=detailed_family(operations), time_ms=operations["total_ns"] / 1e6)
-    pivoted = rows.pivot_table(index=list(by), columns="family", values="time_ms", aggfunc="sum",
-                            sort=False).fillna(0.0)
+    pivoted = rows.pivot_table(
+        index=list(by), columns="family", values="time_ms", aggfunc="sum", sort=False
+    ).fillna(0.0)
     return pivoted[pivoted.sum().sort_values(ascending=False).index]
 
 
@@ -69,8 +100,10 @@ def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) 
 # Over all runs
 
 # What a matmul's short name says that its neighbours in a table do not differ in: types, stages, words.
-_SAME = re.compile(r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+"
-                   r"|warpsize")
+_SAME = re.compile(
+    r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+"
+    r"|warpsize"
+)
 
 
 def readable(names: Iterable[str]) -> dict[str, str]:
@@ -107,8 +140,9 @@ def forward_clocks(tables: Tables) -> pd.DataFrame:
     keys = ["size", "context_length"]
     rows = select(clocks(tables), mode="forward", phase=WHOLE).reset_index(drop=True)
     plain = profiles(tables, "clocks", mode="forward", phase=WHOLE, captured=False).groupby(keys)["wall_ms"]
-    ends = pd.DataFrame({"plain_q1_ms": plain.quantile(0.25), "plain_q3_ms": plain.quantile(0.75),
-                         "passes": plain.size()})
+    ends = pd.DataFrame(
+        {"plain_q1_ms": plain.quantile(0.25), "plain_q3_ms": plain.quantile(0.75), "passes": plain.size()}
+    )
     waits = launch_bound_rows(rows.assign(busy=rows["gpu_ms"] / rows["plain_ms"]))
     slowed = rows["projected_ms"] > (1 + LEAST_HOST_GAIN) * rows["plain_ms"]
     return rows.assign(waits=waits, slowed=slowed).merge(ends.reset_index(), on=keys, how="left")
@@ -149,17 +183,25 @@ def softmax_and_matmuls(tables: Tables) -> pd.DataFrame:
     rows = profiles(tables, "operations", mode="forward")
     keys = [rows["size"], rows["context_length"]]
     matmul = rows["family"] == MATMUL
-    parts = {"scores_ms": matmul & (rows["region"] == "attention.scores"),
-             "softmax_ms": rows["region"] == "attention.softmax",
-             "values_ms": matmul & (rows["region"] == "attention.value")}
-    found = pd.DataFrame({name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6
-                          for name, which in parts.items()})
+    parts = {
+        "scores_ms": matmul & (rows["region"] == "attention.scores"),
+        "softmax_ms": rows["region"] == "attention.softmax",
+        "values_ms": matmul & (rows["region"] == "attention.value"),
+    }
+    found = pd.DataFrame(
+        {
+            name: rows["total_ns"].where(which, 0).groupby(keys, sort=False).sum() / 1e6
+            for name, which in parts.items()
+        }
+    )
     batch, squares = rows["batch_size"].iloc[0], found.index.get_level_values("context_length") ** 2
     sizes = [SIZES[size] for size in found.index.get_level_values("size")]
     found["matmul_flops"] = [2 * batch * size.d_model * size.num_layers for size in sizes] * squares
     found["softmax_flops"] = [5 * batch * size.num_heads * size.num_layers for size in sizes] * squares
-    return found.assign(times=found["softmax_ms"] / (found["scores_ms"] + found["values_ms"]),
-                        flops=found["softmax_flops"] / (2 * found["matmul_flops"]))
+    return found.assign(
+        times=found["softmax_ms"] / (found["scores_ms"] + found["values_ms"]),
+        flops=found["softmax_flops"] / (2 * found["matmul_flops"]),
+    )
 
 
 def with_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
@@ -168,29 +210,42 @@ def with_in_process(tables: Tables, precision: str = "fp32") -> pd.DataFrame:
     keys = ["size", "context_length", "mode", "phase"]
     times = tables["benchmark.times" if precision == "fp32" else "mixed_precision.times"]
     own = select(times, PLAIN, precision=precision)
-    both = clocks(tables, precision)[[*keys, "gpu_ms"]].merge(own[[*keys, "gpu_ms"]], on=keys,
-                                                              suffixes=("", "_in_process"))
+    both = clocks(tables, precision)[[*keys, "gpu_ms"]].merge(
+        own[[*keys, "gpu_ms"]], on=keys, suffixes=("", "_in_process")
+    )
     return both.assign(relative_error=both["gpu_ms"] / both["gpu_ms_in_process"] - 1).dropna()
 
 
 # What is printed
 
+
 def forward_times(tables: Tables) -> pd.DataFrame:
     """(a) One forward pass in ms: wall time without a profiler, and nsys's first to last operation and GPU
     time."""
-    names = {"plain_ms": "wall, without nsys", "plain_q1_ms": "a quarter under",
-             "plain_q3_ms": "a quarter over", "projected_ms": "nsys, first to last",
-             "gpu_ms": "nsys, GPU time"}
+    names = {
+        "plain_ms": "wall, without nsys",
+        "plain_q1_ms": "a quarter under",
+        "plain_q3_ms": "a quarter over",
+        "projected_ms": "nsys, first to last",
+        "gpu_ms": "nsys, GPU time",
+    }
     rows = forward_clocks(tables)
     captured = profiles(tables, "clocks", mode="forward", phase=WHOLE, captured=True)
     of = counted(captured.groupby(["size", "context_length"]).size())
     long = rows.rename(columns=names).melt(
-        ["size", "context_length"], list(names.values()), "forward, ms", "ms")
+        ["size", "context_length"], list(names.values()), "forward, ms", "ms"
+    )
     long["context"] = long["context_length"].map("{:,}".format)
     pivoted = long.pivot_table(index=["size", "forward, ms"], columns="context", values="ms", sort=False)
     order = [(size, name) for size in dict.fromkeys(long["size"]) for name in names.values()]
-    return table(pivoted.reindex(order), unit="ms", rows=150, note=(
-        f"By context: medians of {counted(rows['passes'])} passes without nsys, and of {of} captured ones."))
+    return table(
+        pivoted.reindex(order),
+        unit="ms",
+        rows=150,
+        note=(
+            f"By context: medians of {counted(rows['passes'])} passes without nsys, and of {of} captured ones."
+        ),
+    )
 
 
 def first_kernel(tables: Tables) -> pd.DataFrame:
@@ -198,12 +253,20 @@ def first_kernel(tables: Tables) -> pd.DataFrame:
     forward, both = (first_kernels(tables, mode) for mode in ("forward", "forward_backward"))
     rows = forward.join(both.add_suffix("_both"))
     names = readable([*rows["name"], *rows["name_both"].dropna()])
-    return table(pd.DataFrame({
-        "first in forward": rows["name"].map(names), "launches": rows["count"],
-        "share of forward, %": rows["share"],
-        "first in forward + backward": rows["name_both"].map(names).mask(rows["name_both"] == rows["name"],
-                                                                         "the same"),
-        "share, %": rows["share_both"]}).rename_axis(["size", "context"]), rows=60)
+    return table(
+        pd.DataFrame(
+            {
+                "first in forward": rows["name"].map(names),
+                "launches": rows["count"],
+                "share of forward, %": rows["share"],
+                "first in forward + backward": rows["name_both"]
+                .map(names)
+                .mask(rows["name_both"] == rows["name"], "the same"),
+                "share, %": rows["share_both"],
+            }
+        ).rename_axis(["size", "context"]),
+        rows=60,
+    )
 
 
 def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
@@ -215,10 +278,19 @@ def kernels_by_mode(tables: Tables, count: int = 5) -> pd.DataFrame:
         if largest in rows.index:
             found[words] = rows.loc[[largest]].nlargest(count, "total_ns").reset_index(drop=True)
     rows = pd.concat(found, names=["mode", "place"]).droplevel("place")
-    return table(pd.DataFrame({
-        f"kernel of {largest[0]} at context {largest[1]:,}": rows["name"].map(readable(rows["name"])),
-        "family": rows["family"], "launches": rows["count"], "time, ms": rows["total_ns"] / 1e6,
-        "share, %": rows["share"]}), rows=3 * count, note="fp32; launches and time of one pass or step.")
+    return table(
+        pd.DataFrame(
+            {
+                f"kernel of {largest[0]} at context {largest[1]:,}": rows["name"].map(readable(rows["name"])),
+                "family": rows["family"],
+                "launches": rows["count"],
+                "time, ms": rows["total_ns"] / 1e6,
+                "share, %": rows["share"],
+            }
+        ),
+        rows=3 * count,
+        note="fp32; launches and time of one pass or step.",
+    )
 
 
 def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
@@ -230,10 +302,19 @@ def other_kernels(tables: Tables, count: int = 8) -> pd.DataFrame:
     total, rows = rows["total_ns"].sum(), rows[rows["family"] != MATMUL]
     rows = rows.groupby(["region", "name", "family"])[["count", "total_ns"]].sum().nlargest(count, "total_ns")
     rows = rows.reset_index()
-    return table(pd.DataFrame({
-        "part of the model": rows["region"], "kernel": rows["name"].map(readable(rows["name"])),
-        "family": rows["family"], "launches": rows["count"], "time, ms": rows["total_ns"] / 1e6,
-        "share of forward, %": rows["total_ns"] / total}), note=f"{at}; launches and time of one pass.")
+    return table(
+        pd.DataFrame(
+            {
+                "part of the model": rows["region"],
+                "kernel": rows["name"].map(readable(rows["name"])),
+                "family": rows["family"],
+                "launches": rows["count"],
+                "time, ms": rows["total_ns"] / 1e6,
+                "share of forward, %": rows["total_ns"] / total,
+            }
+        ),
+        note=f"{at}; launches and time of one pass.",
+    )
 
 
 def forward_families(tables: Tables) -> pd.DataFrame:
@@ -246,11 +327,18 @@ def step_families(tables: Tables) -> pd.DataFrame:
     largest size."""
     pivoted = {MODES[mode]: _by_size(shares(tables, mode)) for mode in ("forward", "step")}
     ends = dict.fromkeys(pivoted[MODES["step"]].columns[[0, -1]])
-    found = pd.DataFrame({f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
-                          for size in ends for mode, frame in pivoted.items()})
+    found = pd.DataFrame(
+        {
+            f"{size.removesuffix(', %')}, {mode}, %": frame.get(size)
+            for size in ends
+            for mode, frame in pivoted.items()
+        }
+    )
     context = reference(profiles(tables, "operations")["context_length"])
-    return table(found.sort_values(found.columns[-1], ascending=False),
-                 note=f"Shares of the kernels' time, fp32, context {context:,}.")
+    return table(
+        found.sort_values(found.columns[-1], ascending=False),
+        note=f"Shares of the kernels' time, fp32, context {context:,}.",
+    )
 
 
 def parts_of_model(tables: Tables) -> pd.DataFrame:
@@ -262,8 +350,9 @@ def parts_of_model(tables: Tables) -> pd.DataFrame:
         summed = rows.pivot_table("total_ns", "region", "size", aggfunc="sum", sort=False)
         found[mode] = summed / summed.sum()
     ends = dict.fromkeys(found["step"].columns[[0, -1]])
-    pivoted = pd.DataFrame({f"{size}, {MODES[mode]}, %": frame.get(size)
-                         for size in ends for mode, frame in found.items()})
+    pivoted = pd.DataFrame(
+        {f"{size}, {MODES[mode]}, %": frame.get(size) for size in ends for mode, frame in found.items()}
+    )
     return pivoted.sort_values(pivoted.columns[-1], ascending=False).rename_axis("part of the model")
 
 
@@ -277,13 +366,22 @@ def attention_softmax(tables: Tables) -> pd.DataFrame:
     """(e) Inside attention, of one forward pass at the reference context: FLOPs and time of Q K^T, softmax
     and A V, and softmax's beside the matmuls'."""
     rows = select(softmax_and_matmuls(tables).reset_index(), context_length=reference)
-    return table(pd.DataFrame({
-        "size": rows["size"], "QKᵀ, GFLOP": rows["matmul_flops"] / 1e9,
-        "AV, GFLOP": rows["matmul_flops"] / 1e9, "softmax, GFLOP": rows["softmax_flops"] / 1e9,
-        "QKᵀ, ms": rows["scores_ms"], "AV, ms": rows["values_ms"], "softmax, ms": rows["softmax_ms"],
-        "softmax/matmuls in FLOPs, %": rows["flops"],
-        "in time, %": rows["times"]}).set_index("size"),
-        note=f"All layers of one forward pass, fp32, context {rows['context_length'].iloc[0]:,}.")
+    return table(
+        pd.DataFrame(
+            {
+                "size": rows["size"],
+                "QKᵀ, GFLOP": rows["matmul_flops"] / 1e9,
+                "AV, GFLOP": rows["matmul_flops"] / 1e9,
+                "softmax, GFLOP": rows["softmax_flops"] / 1e9,
+                "QKᵀ, ms": rows["scores_ms"],
+                "AV, ms": rows["values_ms"],
+                "softmax, ms": rows["softmax_ms"],
+                "softmax/matmuls in FLOPs, %": rows["flops"],
+                "in time, %": rows["times"],
+            }
+        ).set_index("size"),
+        note=f"All layers of one forward pass, fp32, context {rows['context_length'].iloc[0]:,}.",
+    )
 
 
 def by_context(tables: Tables) -> pd.DataFrame:
@@ -295,13 +393,22 @@ def by_context(tables: Tables) -> pd.DataFrame:
     ends = ends.isin(ends[[0, -1]])
     clock = forward_clocks(tables).set_index(forward.index.names)
     others = forward.drop(columns=MATMUL)
-    found = pd.DataFrame({
-        "(a) forward: nsys, ms": clock["projected_ms"], "wall, ms": clock["plain_ms"],
-        "(b) first kernel": first["name"].map(readable(first.loc[ends, "name"])), "launches": first["count"],
-        "of forward, %": first["share"], "first over forward + backward": first["name"] == both,
-        "(c) most besides matmuls": others.idxmax(axis=1), "of forward's time, %": others.max(axis=1),
-        "(d) matmuls of forward, %": forward[MATMUL], "of the step, %": step[MATMUL],
-        "(e) softmax over matmuls in time, %": softmax["times"], "in FLOPs, %": softmax["flops"]})
+    found = pd.DataFrame(
+        {
+            "(a) forward: nsys, ms": clock["projected_ms"],
+            "wall, ms": clock["plain_ms"],
+            "(b) first kernel": first["name"].map(readable(first.loc[ends, "name"])),
+            "launches": first["count"],
+            "of forward, %": first["share"],
+            "first over forward + backward": first["name"] == both,
+            "(c) most besides matmuls": others.idxmax(axis=1),
+            "of forward's time, %": others.max(axis=1),
+            "(d) matmuls of forward, %": forward[MATMUL],
+            "of the step, %": step[MATMUL],
+            "(e) softmax over matmuls in time, %": softmax["times"],
+            "in FLOPs, %": softmax["flops"],
+        }
+    )
     return found.reindex(forward.index)[ends].rename_axis(["size", "context"])
 
 
@@ -313,7 +420,8 @@ def nsys_with_in_process(tables: Tables) -> pd.DataFrame:
         with suppress(LookupError):
             rows = select(with_in_process(tables, precision), phase=WHOLE)
             pivoted = rows.assign(relative_error=rows["relative_error"].abs()).pivot_table(
-                index="size", columns="mode", values="relative_error", aggfunc="max", sort=False)
+                index="size", columns="mode", values="relative_error", aggfunc="max", sort=False
+            )
             profiles_of = rows.groupby("size", sort=False).size().rename("profiles")
             found[precision] = pivoted.rename(columns=lambda mode: f"{MODES[mode]}, %").join(profiles_of)
     if not found:
@@ -321,6 +429,18 @@ def nsys_with_in_process(tables: Tables) -> pd.DataFrame:
     return pd.concat(found, names=["precision"])
 
 
-PRINTED = {printed.__name__: printed for printed in (
-    forward_times, first_kernel, kernels_by_mode, other_kernels, parts_of_model, forward_families,
-    step_families, attention_softmax, by_context, nsys_with_in_process)}
+PRINTED = {
+    printed.__name__: printed
+    for printed in (
+        forward_times,
+        first_kernel,
+        kernels_by_mode,
+        other_kernels,
+        parts_of_model,
+        forward_families,
+        step_families,
+        attention_softmax,
+        by_context,
+        nsys_with_in_process,
+    )
+}
