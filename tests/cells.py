@@ -1,6 +1,5 @@
 """What tests do with notebooks: execute their cells in this process, and read what stands in them."""
 
-import ast
 import dis
 import functools
 import linecache
@@ -140,21 +139,6 @@ def step_flops(config: Any) -> float:
         * config.context_length
         * (weights + 2 * config.num_layers * config.context_length * config.d_model)
     )
-
-
-def bare_clocks(cells: list[Cell]) -> list[str]:
-    """Clocks that are read, or bound to a name, in cells without the tag that gives them the GPU to themselves;
-    to import one is not to read it. ``time`` is one as ``time.time`` only: it is the module's name, too."""
-    found = []
-    for number, cell in enumerate(cells, 1):
-        for node in ast.walk(ast.parse(cell.source)) if "measure" not in cell.tags else ():
-            if isinstance(node, ast.Name) and node.id in CLOCKS - {"time"}:
-                found.append(f"cell {number}: {node.id}")
-            elif isinstance(node, ast.Attribute) and (
-                node.attr in CLOCKS - {"time"} or ast.unparse(node) == "time.time"
-            ):
-                found.append(f"cell {number}: {ast.unparse(node)}")
-    return found
 
 
 def leaks(cells: list[Cell]) -> list[str]:

@@ -76,10 +76,8 @@ if seed == {BAD_RESULT}:
 if seed == {PATHS}:
     print(Path.cwd(), sys.prefix, Path.home(), os.uname().nodename, os.environ["TMPDIR"])
 if seed == {TURNS} or 11 <= seed < 20:
-    from stepscope.gpu_lock import exclusive
-    with exclusive():
-        here = faults / ("gpu" + os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-        here.touch(exist_ok=False); time.sleep(0.05); here.unlink()
+    here = faults / ("gpu" + os.environ["CUDA_VISIBLE_DEVICES"])
+    here.touch(exist_ok=False); time.sleep(0.05); here.unlink()
 name = {{"device_name": (faults / "device").read_text()}} if (faults / "device").exists() else {{}}
 (Path(run_folder) / "outcome.jsonl").write_text(json.dumps(
     {{"machine": name, "results": results}} | ({{}} if seed == {UNFINISHED} else {{"tables": {{}}}})) + "\\n")

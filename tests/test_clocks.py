@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import threading
 import time
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -16,9 +15,9 @@ import torch
 
 import cells
 from conftest import TINY
-from stepscope import freezer, gpu_lock, stats
+from stepscope import stats
 from stepscope.config import PHASES, WHOLE, StepConfig
-from stepscope.measure import clocks, compiler, graph, power, profiler, rates
+from stepscope.measure import clocks, compiler, graph, power, rates
 from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.measure.graph import replay
 from stepscope.measure.power import PowerMonitor, Reading, power_w
@@ -166,84 +165,6 @@ def test_beyond_the_shapes_that_may_be_compiled_it_fails():
         assert [len(call(torch.ones(length))) for length in (3, 4)] == [3, 4]
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             call(torch.ones(5))
-
-
-def test_nothing_is_timed_while_another_run_may_use_the_gpu(monkeypatch, tmp_path):
-    monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
-    monkeypatch.delenv(gpu_lock.HELD, raising=False)
-    for what in (Phases("cpu").start, lambda: profiler.profiled([]).__enter__()):
-        with pytest.raises(gpu_lock.NotExclusive):
-            what()
-    with gpu_lock.exclusive():
-        Phases("cpu").start()
-
-
-def test_waiting_for_the_lock_is_no_measuring(monkeypatch, tmp_path):
-    now = [0.0]
-    monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
-    monkeypatch.setattr(gpu_lock, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(
-        freezer, "fcntl", SimpleNamespace(LOCK_EX=2, flock=lambda *_: now.append(now.pop() + 100))
-    )
-    before = gpu_lock.locked_s()
-    assert not gpu_lock.lock_held()
-    with gpu_lock.exclusive(), gpu_lock.exclusive():
-        assert gpu_lock.lock_held()
-        now[0] += 3
-    assert gpu_lock.locked_s() - before == 3 and not gpu_lock.lock_held()
-    with gpu_lock.exclusive():
-        now[0] += 2
-    assert gpu_lock.locked_s() - before == 3 + 2
-
-
-def test_a_section_of_the_process_that_runs_this_one_is_its_own(monkeypatch, tmp_path):
-    order, held = [], tmp_path / "held"
-
-    @contextmanager
-    def taken(name):
-        order.append(name)
-        yield
-
-    monkeypatch.setenv(gpu_lock.GPU_LOCK, str(tmp_path / "lock"))
-    monkeypatch.setenv(gpu_lock.HELD, str(held))
-    monkeypatch.setattr(gpu_lock, "flocked", lambda path, alone: taken(f"locked alone: {alone}"))
-    monkeypatch.setattr(gpu_lock, "others_frozen", lambda path: taken("others frozen"))
-    with gpu_lock.exclusive():
-        assert order == ["locked alone: True", "others frozen"], "nobody else's section is frozen"
-    held.touch()
-    with gpu_lock.exclusive():
-        assert len(order) == 2 and gpu_lock.lock_held()
-    gpu_lock.require_lock()
-    held.unlink()
-    assert not gpu_lock.lock_held()
-
-
-def test_a_process_own_threads_take_turns():
-    order = []
-
-    def other():
-        with gpu_lock.exclusive():
-            order.append("other")
-
-    thread = threading.Thread(target=other)
-    with gpu_lock.exclusive():
-        thread.start()
-        thread.join(0.2)
-        order.append("this")
-    thread.join()
-    assert order == ["this", "other"]
-
-
-def test_a_section_that_an_error_leaves_is_over():
-    with pytest.raises(ZeroDivisionError), gpu_lock.exclusive():
-        1 / 0  # noqa: B018
-    assert not gpu_lock.lock_held()
-
-
-def test_what_a_first_step_stood_frozen_is_not_of_its_compiling(monkeypatch):
-    monkeypatch.setattr(compiler, "default_timer", iter([100.0, 110.0]).__next__)
-    monkeypatch.setattr(compiler, "frozen_s", {100.0: 3.0}.__getitem__)
-    assert compiler.seconds_with_compiling(clocks.nothing, "cpu") == 7
 
 
 # Plain steps
@@ -608,7 +529,7 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
         "time_steps",
         lambda step, steps, warmups, device, before: (
             before(),
-            {(10, 2, True): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups, gpu_lock.lock_held()],
+            {(10, 2): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups],
         )[1],
     )
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
@@ -623,9 +544,7 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
                 (),
                 {
                     "clear_gradients": lambda self: ran.append("cleared"),
-                    "__call__": lambda self, phase: ran.append(
-                        "captured" if gpu_lock.lock_held() else "beside others"
-                    ),
+                    "__call__": lambda self, phase: ran.append("captured"),
                 },
             )()
         ),

@@ -16,8 +16,8 @@ MAX_NODES = 3300  # of the syntax tree, because lines can be packed
 # A module imports what stands above it, or beside it in its own folder.
 LAYERS = [
     ["stepscope"],
-    ["stepscope.files", "stepscope.yaml_files", "stepscope.freezer", "stepscope.stats"],
-    ["stepscope.gpu_lock", "stepscope.data_sheets"],
+    ["stepscope.files", "stepscope.yaml_files", "stepscope.stats"],
+    ["stepscope.data_sheets"],
     ["stepscope.config"],
     ["stepscope.model"],
     ["stepscope.traces"],

@@ -15,11 +15,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from cells import NOTEBOOKS, bare_clocks, leaks, run_cells
+from cells import NOTEBOOKS, leaks, run_cells
 from conftest import TINY, put, record_of
 from stepscope import StepscopeError
 from stepscope.config import ConfigError, configure, from_notebook, studies
-from stepscope.gpu_lock import GPU_LOCK
 from stepscope.report.load import read
 from stepscope.runs.notebook import Run
 from stepscope.runs.record import Record, RecordError, of_two_notebooks
@@ -108,25 +107,8 @@ def test_a_studys_notebooks_have_all_its_fields_as_parameters(study):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_are_tagged_for_what_they_do(path):
     cells = code_cells(path)
-    assert not bare_clocks(cells) and not leaks(cells)
+    assert not leaks(cells)
     assert all("raises-exception" in cell.tags for cell in cells if cell.shows)
-
-
-@pytest.mark.parametrize(
-    "source, clocks",
-    [
-        ("start = perf_counter()", 1),
-        ("import time\nstart = time.time()", 1),
-        ("ms = start.elapsed_time(end)", 1),
-        ("def now():\n    return timeit.default_timer()", 1),
-        ("from time import perf_counter", 0),
-        ("time = table['time'].sum()", 0),
-        ("import time\ntime.sleep(1)", 0),
-    ],
-)
-def test_a_bare_clock_is_found_outside_a_measuring_cell(source, clocks):
-    assert len(bare_clocks([cell(source)])) == clocks
-    assert not bare_clocks([cell(source, "measure")])
 
 
 def test_a_name_that_leaks_out_of_a_cell_that_shows_is_found():
@@ -178,46 +160,21 @@ def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
 
 # Runs of a sweep.
 
-# Looks whether anybody else could take the lock.
-LOCKED = """import fcntl, os
-def free():
-    with open(os.environ["STEPSCOPE_GPU_LOCK"], "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-"""
-
-
 SHOWS = ("show", "raises-exception")
 
 
-def test_a_measuring_cell_has_the_gpu_alone_and_a_slip_in_one_that_shows_costs_nothing(run, tmp_path):
-    clock = "from stepscope.gpu_lock import exclusive, require_lock\nrequire_lock()\nwith exclusive():\n    inside = free()\n"
+def test_error_in_a_cell_that_only_shows_costs_no_measurement(run):
     record, folder = run(
-        cell(LOCKED),
-        cell(f"{clock}import time\ntime.sleep(0.3)", "measure"),
         cell(SLIP, *SHOWS),
-        cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"inside": inside, "outside": free()})'),
+        cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"kept": True})'),
         cell(SAY),
-        environment={GPU_LOCK: str(tmp_path / "lock")},
     )
     assert record.status == "ok" and "only shows failed: KeyError: 'the picture'" in record.cause, (
         record.cause
     )
-    assert record.results == {"inside": False, "outside": True, "finding": "It is **42**."}
-    assert 0.3 <= record.measuring_s < record.duration_s
+    assert record.results == {"kept": True, "finding": "It is **42**."}
     assert pd.read_parquet(folder / record.tables["table"].file)["ms"].tolist() == [1.0]
     assert record.notebook_source == notebook_source(folder / "notebook.ipynb")
-
-
-def test_timing_without_the_tag_says_so_and_a_slip_before_it_is_not_the_cause(run, tmp_path):
-    clock = "from stepscope.gpu_lock import require_lock\nrequire_lock()"
-    record, _ = run(
-        cell(SLIP, *SHOWS), cell(clock), cell(KEEP), environment={GPU_LOCK: str(tmp_path / "lock")}
-    )
-    assert record.status == "failed" and "needs the tag 'measure'" in record.cause and not record.tables
 
 
 def test_a_changed_copy_is_measured_anew(tmp_path, store, write_sweep):

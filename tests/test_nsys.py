@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import tempfile
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,8 +105,6 @@ def capture(tmp_path_factory, reports):
         outcome = {
             "inside": inside,
             "modes": dict.fromkeys(inside, OUTCOME),
-            "waited_s": 0.0,
-            "exclusive_s": 1.0,
         }
         program.write_text(FAKE.format(export=EXPORT, reports=folder, outcome=json.dumps(outcome)))
         program.chmod(0o755)
@@ -182,21 +179,16 @@ def test_the_profiled_process_gets_the_runs_step(tmp_path, nsys):
         "optimizer": "fused",
         "seed": 5,
     }
-    names, asked, locked = (
-        run_cells(
-            "nsys",
-            until="OWN_SUMS =",
-            replaced={"profiler_here": lambda device: ("", nsys)},
-            device="cpu",
-            **fields,
-        ),
-        [],
-        [],
+    names = run_cells(
+        "nsys",
+        until="OWN_SUMS =",
+        replaced={"profiler_here": lambda device: ("", nsys)},
+        device="cpu",
+        **fields,
     )
-    outcome = SimpleNamespace(seconds={"exclusive_s": 7.0, "waited_s": 3.0})
+    asked, outcome = [], SimpleNamespace()
     names |= {
         "captured_modes": lambda *given: asked.append(given) or outcome,
-        "add_locked_s": locked.append,
         "subprocess": SimpleNamespace(
             PIPE=1,
             STDOUT=2,
@@ -205,7 +197,7 @@ def test_the_profiled_process_gets_the_runs_step(tmp_path, nsys):
             ),
         ),
     }
-    assert names["profiled"](tmp_path) is outcome and locked == [7.0]
+    assert names["profiled"](tmp_path) is outcome
     (command, how), found = asked
     assert command[:1] == [nsys or sys.executable] and command[-3:-1] == [
         "nsys" if nsys else "torch",
@@ -740,48 +732,23 @@ def test_every_mode_is_plain_before_any_is_captured_and_long_steps_are_fewer(mon
 
 
 @pytest.mark.parametrize("tool, fits", [("torch", True), ("nsys", False)])
-def test_the_profiled_process_says_how_long_it_waited_and_had_the_gpu(
-    monkeypatch, tmp_path, step, tool, fits
-):
-    order, times, ranges_before = [], iter([10.0, 13.0, 20.0]), step_ranges._domain
+def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, step, tool, fits):
+    ranges_before = step_ranges._domain
 
     def build(config):
-        order.append("built")
         if not fits:
             raise torch.OutOfMemoryError("no room. Including much")
 
-    @contextmanager
-    def exclusive():
-        order.append("locked")
-        yield
-        order.append("free")
-
-    for name, answer in {
-        "default_timer": lambda: order.append("time") or next(times),
-        "wait_until_idle": order.append,
-        "build_step": build,
-        "profile": lambda *_: {"inside": ["step"], "modes": {}},
-        "exclusive": exclusive,
-        "use_ranges": lambda ranges: order.append(type(ranges)),
-    }.items():
-        monkeypatch.setattr(profiled_process, name, answer)
+    monkeypatch.setattr(profiled_process, "build_step", build)
+    monkeypatch.setattr(profiled_process, "profile", lambda *_: {"inside": ["step"], "modes": {}})
+    monkeypatch.setattr(profiled_process, "use_ranges", lambda ranges: None)
     (tmp_path / "ranged.py").write_text("def ranged(): pass")
     profiled_process.main(tool, tmp_path, step.config)
     outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert (outcome["waited_s"], outcome["exclusive_s"]) == (3, 7) and step_ranges._domain is ranges_before
-    assert order == [
-        *[step_ranges.ProfilerRanges] * (tool == "torch"),
-        "time",
-        "locked",
-        "cpu",
-        "time",
-        "built",
-        "time",
-        "free",
-    ]
-    assert outcome["inside"] == ["step"] * fits and {
-        (one["status"], one["reason"]) for one in outcome["modes"].values()
-    } == (set() if fits else {("oom", "no room.")})
+    assert step_ranges._domain is ranges_before
+    reasons = {(mode["status"], mode["reason"]) for mode in outcome["modes"].values()}
+    assert outcome["inside"] == ["step"] * fits
+    assert reasons == (set() if fits else {("oom", "no room.")})
 
 
 def test_nsys_capture_ends_where_the_steps_end_however_they_do(monkeypatch, tmp_path):

@@ -153,7 +153,7 @@ def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, s
     there = cluster()
     there.worker("OTHER=1")
     first = sweep(there, [0])
-    assert first.process.wait(60) == 2 and "offer neither GPU_GIB nor RUNS" in first.said.read_text()
+    assert first.process.wait(60) == 2 and "offer neither GPU nor RUNS" in first.said.read_text()
     assert not store.root.exists()
 
 
@@ -183,12 +183,12 @@ def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(
 
 def test_local_workers_listen_on_the_loopback_alone_and_end_with_the_sweep(tmp_path):
     gpus = [{"visible": "3", "name": "x", "gib": 79.6}, {"visible": "GPU-ab", "name": "x", "gib": 79.6}]
-    with local_workers(gpus, 2, tmp_path / "scratch", runs_a_gpu=2) as client:
+    with local_workers(gpus, 2, tmp_path / "scratch") as client:
         workers = workers_of(client)
-        assert [worker["resources"] for worker in workers.values()] == [{RESOURCE["cuda"]: 79.6}] * 2
+        assert [worker["resources"] for worker in workers.values()] == [{RESOURCE["cuda"]: 2}]
         assert {worker["nthreads"] for worker in workers.values()} == {2}
         visible = set(client.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]).values())
-        assert visible == {"3", "GPU-ab"}
+        assert visible == {"3,GPU-ab"}
         here = psutil.Process()
         family = [here, *here.children(recursive=True)]
         listens = {

@@ -100,17 +100,6 @@ WorkersOption = Annotated[
         show_default="all GPUs, or 1",
     ),
 ]
-SharedOption = Annotated[
-    int | None,
-    typer.Option(
-        "--runs-per-gpu",
-        min=1,
-        max=16,
-        metavar="N",
-        help=("So many runs share a GPU, of which one measures at a time."),
-        show_default="one for 4 cores, at most 4",
-    ),
-]
 SchedulerOption = Annotated[
     str | None,
     typer.Option(
@@ -228,7 +217,6 @@ def sweep(
     runs: RunsOption = None,
     time_budget: BudgetOption = None,
     workers: WorkersOption = None,
-    runs_per_gpu: SharedOption = None,
     scheduler: SchedulerOption = None,
     timeout: TimeoutOption = None,
     notebooks: Annotated[
@@ -253,7 +241,7 @@ def sweep(
     _require_gpu(sweeps, scheduler)
     for path in paths:
         console.print(f"{path.name}: {said_before(path) or 'no word on what it takes'}")
-    options = SweepOptions(workers, runs_per_gpu, scheduler, timeout, time_budget, notebooks)
+    options = SweepOptions(workers, scheduler, timeout, time_budget, notebooks)
     raise typer.Exit(_sweep(paths, _local_runs(runs), options))
 
 
@@ -272,7 +260,6 @@ def report(
     runs: RunsOption = None,
     time_budget: BudgetOption = None,
     workers: WorkersOption = None,
-    runs_per_gpu: SharedOption = None,
     timeout: TimeoutOption = None,
 ) -> None:
     """Measure this machine and render its report: on a GPU a tour of all studies, on a CPU tiny models.
@@ -285,7 +272,7 @@ def report(
     console.print("Looking at this machine.")
     paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
-    options = SweepOptions(workers, runs_per_gpu, None, timeout, time_budget)
+    options = SweepOptions(workers, None, timeout, time_budget)
     _sweep_and_render(paths, _local_runs(runs), options)
 
 

@@ -14,7 +14,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -109,8 +109,6 @@ class RunConfig(BaseModel):
     """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-    # GiB that a run takes of a GPU's memory; None: what its step is predicted to take; all, if it has none.
-    gpu_gib: ClassVar[float | None] = None
 
     study: str
     d_model: int = Field(ge=2, le=2**20)

@@ -15,7 +15,7 @@
     gpu_time_ms, gpu_time, by_name(operations)   what is said of one of them
     unsteady(row, captured_ms), at_cap(row), TRIES   what cannot be, or does not repeat: to be measured again
     replay(step, device, ...)          times of the step as a CUDA graph, or why there are none
-    seconds_with_compiling(step, device)   of a first step, outside of the lock
+    seconds_with_compiling(step, device)   of a first step
     forget_peaks, peak_memory(device)  peak_gib and reserved_gib since then
     saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
     record_memory_history(step)        every allocation of a step

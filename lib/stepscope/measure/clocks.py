@@ -16,7 +16,6 @@ import pandas as pd
 import torch
 
 from stepscope.config import WHOLE
-from stepscope.gpu_lock import require_lock
 from stepscope.model.training_step import out_of_memory_names
 
 # How many timed steps tell their time, on a GPU: medians of 30 steps, or of two seconds of them, repeat
@@ -26,7 +25,6 @@ from stepscope.model.training_step import out_of_memory_names
 # are enough.
 STEPS, STEPS_S, FEWEST, LONG_MS = 30, 2.0, 10, 1000.0
 HOST_STEPS, HOST_STEPS_S, ENQUEUES = 100, 3.0, 0.8
-ALONE, ALONE_S, LONGEST_WAIT_S = 10, 0.3e-3, 10.0
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
 
@@ -37,24 +35,6 @@ def nothing() -> None:
 def synchronizer(device: str) -> Callable[[], None]:
     """What waits until the device has done all that it was given; on a CPU there is nothing to wait for."""
     return torch.get_device_module(device).synchronize
-
-
-def wait_until_idle(device: str) -> None:
-    """Wait until the GPU does nothing for anybody: what a frozen process had given it runs on.
-
-    A kernel that does nothing comes back within :data:`ALONE_S`, some 30 µs, where the GPU is idle, and waits
-    for its time slice, more than a millisecond, where another process's work is on it. It is idle when that
-    holds :data:`ALONE` times in a row; after :data:`LONGEST_WAIT_S` some other program uses the GPU, and is
-    not waited for.
-    """
-    if device != "cuda" or not torch.cuda.is_initialized():
-        return
-    began, alone = default_timer(), 0
-    while alone < ALONE and default_timer() - began < LONGEST_WAIT_S:
-        started = default_timer()
-        torch.cuda._sleep(1)  # a kernel without memory of its own
-        torch.cuda.synchronize()
-        alone = alone + 1 if default_timer() - started < ALONE_S else 0
 
 
 class Phases:
@@ -76,12 +56,7 @@ class Phases:
         self.host: list[float] = []  # the start, and each phase's end
 
     def start(self) -> None:
-        """Begin anew, now. Without it the first phase is the start.
-
-        Raises:
-            NotExclusive: another run may use the GPU.
-        """
-        require_lock()
+        """Begin anew, now. Without it the first phase is the start."""
         self.names: list[str] = []
         self.host = [default_timer()]
         self._mark(0)

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from timeit import default_timer
 from typing import Any
 
-from stepscope.freezer import frozen_s
 from stepscope.measure.clocks import synchronizer
 
 
@@ -26,9 +25,8 @@ def allow_recompiling(shapes: int) -> None:
 
 
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
-    """How long a first step takes that compiles: seconds on the host, in which others may use the GPU; those
-    in which this run was frozen, while another measured, do not count."""
+    """Return how many seconds a first step takes, which compiles."""
     synchronize, began = synchronizer(device), default_timer()
     step()
     synchronize()
-    return default_timer() - began - frozen_s(began)
+    return default_timer() - began

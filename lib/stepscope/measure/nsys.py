@@ -17,14 +17,12 @@ class ProfiledModes:
     """The captured steps of one configuration's modes.
 
     modes: of each its status, reason, wall times plain_ms and captured_ms, the plain ones' enqueue_ms and
-    their clock. inside: the mode of each step in the file. seconds: waited_s for the GPU lock, exclusive_s
-    of it.
+    their clock. inside: the mode of each step in the file.
     """
 
     file: Path | None  # None: nothing was captured
     modes: dict[str, dict]
     inside: list[str]
-    seconds: dict[str, float]
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
@@ -55,9 +53,4 @@ def captured_modes(folder: Path, by_nsys: bool, said: str) -> ProfiledModes:
         file = next(iter(folder.glob("capture*.nsys-rep")), None) if by_nsys else folder / TRACE
         if file is None or not file.exists():
             raise NsysError(f"no report was made of the capture; the profiler said: {said}")
-    return ProfiledModes(
-        file,
-        outcome["modes"],
-        outcome["inside"],
-        {name: outcome[name] for name in ("waited_s", "exclusive_s")},
-    )
+    return ProfiledModes(file, outcome["modes"], outcome["inside"])

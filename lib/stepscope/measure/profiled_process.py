@@ -7,7 +7,7 @@ steps one after another, because a profiler takes seconds to end one. The first 
 its regions named, forward and backward, which costs the host time; the others have only their phases named.
 At the end forward is replayed as a CUDA graph, where it can be: what kernels are without launches.
 
-It holds the GPU lock while it builds, times and captures. Nothing is timed after the capture.
+Nothing is timed after the capture.
 """
 
 import gc
@@ -18,15 +18,13 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from timeit import default_timer
 
 import pandas as pd
 import torch
 
 from stepscope.config import PHASES, WHOLE, StepConfig
 from stepscope.files import write_text_durably
-from stepscope.gpu_lock import exclusive
-from stepscope.measure.clocks import Phases, synchronizer, time_step, time_steps, wait_until_idle
+from stepscope.measure.clocks import Phases, synchronizer, time_step, time_steps
 from stepscope.measure.graph import replay
 from stepscope.measure.guard import out_of_memory
 from stepscope.measure.nsys import OUTCOME, RANGED, REPLAY, TRACE
@@ -174,31 +172,24 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
     ranged = runpy.run_path(str(folder / RANGED))["ranged"]
     prepare(config.device)
     with ExitStack() as opened:
-        asked = default_timer()
-        with exclusive():
-            wait_until_idle(config.device)
-            began = default_timer()
-            failed: dict[Hashable, tuple[str, str]] = {}
-            with out_of_memory(failed, "weights"):  # the step is no variable here, so that it is freed
-                outcome = profile(
-                    build_step(config), ranged, lambda: opened.enter_context(CAPTURES[tool](folder / TRACE))
-                )
-            if failed:
-                oom = {
-                    "status": "oom",
-                    "reason": failed["weights"][1],
-                    "plain_ms": [],
-                    "enqueue_ms": [],
-                    "captured_ms": [],
-                    "clock": {},
-                }
-                outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}
-            gc.collect()
-            release(config.device)
-            ended = default_timer()
-        write_text_durably(
-            folder / OUTCOME, json.dumps(outcome | {"waited_s": began - asked, "exclusive_s": ended - began})
-        )
+        failed: dict[Hashable, tuple[str, str]] = {}
+        with out_of_memory(failed, "weights"):  # the step is no variable here, so that it is freed
+            outcome = profile(
+                build_step(config), ranged, lambda: opened.enter_context(CAPTURES[tool](folder / TRACE))
+            )
+        if failed:
+            oom = {
+                "status": "oom",
+                "reason": failed["weights"][1],
+                "plain_ms": [],
+                "enqueue_ms": [],
+                "captured_ms": [],
+                "clock": {},
+            }
+            outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}
+        gc.collect()
+        release(config.device)
+        write_text_durably(folder / OUTCOME, json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from stepscope.gpu_lock import require_lock
 from stepscope.measure.guard import error_text
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED, RANGE, CaptureError, captured_operations
@@ -25,12 +24,7 @@ from stepscope.traces.captured import CAPTURED, RANGE, CaptureError, captured_op
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[torch.profiler.profile]:
     """``torch.profiler.profile`` (of all activities that there are, where none are named); its advice on
-    several cycles, which torch 2.11 gives for one as well, is not said, every other warning is.
-
-    Raises:
-        NotExclusive: another run may use the GPU.
-    """
-    require_lock()
+    several cycles, which torch 2.11 gives for one as well, is not said, every other warning is."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
         with torch.profiler.profile(activities=activities) as profiler:

@@ -10,7 +10,6 @@ import torch
 
 from stepscope.config import WHOLE, StepConfig
 from stepscope.data_sheets import data_sheet
-from stepscope.gpu_lock import exclusive
 from stepscope.measure import power
 from stepscope.measure.clocks import Phases, synchronizer, time_steps
 from stepscope.measure.profiler import capture
@@ -119,14 +118,13 @@ def launch_rate(device: str) -> tuple[float, float] | None:
     shape: dict[str, Any] = {"size": "small", "batch_size": 1, "context_length": 16}
     step = build_step(StepConfig(device="cuda", **shape))
     synchronize = synchronizer(device)
-    with exclusive():
-        samples = time_steps(step, 10, 2, device, before=step.clear_gradients)
-        with capture(device) as captured:
-            for number in range(3):
-                step.clear_gradients()
-                synchronize()
-                step(captured.phases("step", number))
-                synchronize()
+    samples = time_steps(step, 10, 2, device, before=step.clear_gradients)
+    with capture(device) as captured:
+        for number in range(3):
+            step.clear_gradients()
+            synchronize()
+            step(captured.phases("step", number))
+            synchronize()
     operations = captured.operations
     launches = len(quickest_step(operations)) if len(operations) else float("nan")
     enqueued = samples.loc[(samples["phase"] == WHOLE) & ~samples["warmup"].astype(bool), "enqueue_ms"]

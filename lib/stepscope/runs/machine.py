@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -18,8 +19,6 @@ import stepscope
 # that the report hands out, which the ladder measures.
 MEASURING = (
     "config.py",
-    "freezer.py",
-    "gpu_lock.py",
     "stats.py",
     "model",
     "measure",
@@ -29,6 +28,9 @@ MEASURING = (
     "report/chapters/fast_step.py",
 )
 OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
+# What another process may do with the GPU without being reported: less than an idle CUDA context holds, and
+# what NVML reads of a process that has just ended.
+MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 
 
@@ -93,6 +95,36 @@ def _driver() -> str | None:
         pynvml.nvmlInit()
         return pynvml.nvmlSystemGetDriverVersion()
     return None
+
+
+def foreign_gpu_use() -> str:
+    """Describe what other processes do with this process's first GPU; empty where they do nothing.
+
+    NVML reports a GPU's memory and utilization even where it hides processes, as in a container. A process that
+    has used the GPU itself, such as a notebook that is run again, cannot tell.
+    """
+    import pynvml
+    import torch
+
+    if torch.cuda.memory_reserved():
+        return ""
+    try:
+        pynvml.nvmlInit()
+        uuid = torch.cuda.get_device_properties(0).uuid
+        device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        used_gib = pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2).used / 2**30
+        shares = []
+        for _ in range(3):  # one reading may be of a process that has just ended
+            shares.append(pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
+            time.sleep(0.2)
+    except pynvml.NVMLError:
+        return ""
+    uses = []
+    if used_gib >= MIN_FOREIGN_GIB:
+        uses.append(f"hold {used_gib:.1f} GiB of this GPU's memory")
+    if min(shares) >= MIN_FOREIGN_SHARE:
+        uses.append(f"keep this GPU {min(shares):.0%} busy")
+    return f"other processes {' and '.join(uses)}" if uses else ""
 
 
 @functools.cache

@@ -16,9 +16,7 @@ from IPython.display import Markdown, display
 from pydantic import ValidationError
 
 from stepscope.config import SIZES, ConfigError, RunConfig, require_device, worded
-from stepscope.gpu_lock import lock_held, locked_s
-from stepscope.measure.clocks import wait_until_idle
-from stepscope.runs.machine import machine, software
+from stepscope.runs.machine import foreign_gpu_use, machine, software
 from stepscope.runs.record import Record, RecordError, plain, tell
 from stepscope.runs.run import notebook_of
 from stepscope.runs.source import source_by_hand
@@ -64,8 +62,11 @@ class Run:
         self.store = Store(runs_folder(runs)) if runs and not run_folder else None
         self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
-        if not self.folder:  # nobody kept others still
+        if not self.folder:  # a person may do other things meanwhile
             self.outcome["machine"]["load"] = round(os.getloadavg()[0], 2)
+        shared = foreign_gpu_use() if config.device == "cuda" else ""
+        if shared:
+            self.outcome["machine"]["gpu_shared_with"] = shared
         on = self.outcome["machine"]["device_name"]
         if self.store:
             with self.store.writing():  # says now what else it would say when all is measured
@@ -75,11 +76,10 @@ class Run:
                     f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
                     " name another folder"
                 )
-        if self.folder and (shell := get_ipython()):
-            shell.events.register("pre_run_cell", self._alone)
         if self.folder:  # what runs out of memory later has still said on what
             tell(self.folder, **self.outcome)
         said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
+        said += [f"**{shared}**: its times are not those of a free GPU"] * bool(shared)
         display(Markdown("; ".join(said)))
 
     def keep(
@@ -99,13 +99,12 @@ class Run:
             RecordError: of a run by hand: a result is none of these.
         """
         named = {"unsteady": words} if (words := unsteady_rows(tables)) else {}
-        self.outcome |= {"results": plain(named | dict(results or {})), "measuring_s": round(locked_s(), 3)}
+        self.outcome["results"] = plain(named | dict(results or {}))
         if self.folder:
             tell(
                 self.folder,
                 tables=_write(tables, files, self.folder),
                 results=self.outcome["results"],
-                measuring_s=self.outcome["measuring_s"],
             )
         if self.store:
             with self.store.writing():
@@ -122,11 +121,6 @@ class Run:
             tell(self.folder, results={"finding": sentence})
         if self.store and "tables" in self.outcome:
             self.store.amend(self._record())
-
-    def _alone(self, info: Any) -> None:
-        """Before a cell: if it measures, the others are frozen, and what they had given the GPU runs out."""
-        if lock_held():
-            wait_until_idle(self.config.device)
 
     def _record(self) -> Record:
         """Of a run by hand, which nobody watches: as far as it has come."""

@@ -1,7 +1,6 @@
 """One run: papermill executes the study's notebook in a kernel of its own, and its end becomes a record.
 
-Cells have tags. One tagged ``measure`` runs while this run alone uses the GPU; one tagged ``show`` only
-shows, and its slip costs nothing that was measured.
+A cell tagged ``show`` only shows, and its slip costs nothing that was measured.
 
 A run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a session of its own, with
 all it starts: kernel, nsys, compile workers. They bear the run's folder in their environment, by which they
@@ -19,9 +18,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,13 @@ from pydantic import ValidationError
 
 from stepscope import PACKAGE, PROJECT, StepscopeError
 from stepscope.config import Dimensions, RunConfig, worded
-from stepscope.freezer import RUN as MARK
-from stepscope.freezer import frozen_s, none_measures, thaw_if_none_measures
-from stepscope.gpu_lock import GPU_LOCK, HELD, exclusive, locked_s
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, tell, told
-from stepscope.runs.source import MEASURE, code_cells, notebook_source
+from stepscope.runs.source import code_cells, notebook_source
 
-NOTEBOOKS = "STEPSCOPE_NOTEBOOKS"  # in the environment: another folder of notebooks than the package's
-PATIENCE_S = 600  # for a kernel that lives: with its run, it may be frozen for as long as others measure
+# In the environment: a run's folder, which marks its processes; its cores, by number; and another folder of
+# notebooks than the package's.
+MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
+PATIENCE_S = 600  # for a kernel that lives, on a machine that may be busy
 TEMPORARY = "tmp"  # in the run's folder, until it has ended
 # What a run finds in its environment. Inductor would compile a program to try out each vector instruction
 # that the processor says it has: 5 to 15 s of a process that compiles for a CPU.
@@ -84,15 +81,13 @@ def make_run(
             MARK: str(folder),
             "TMPDIR": str(temporary),
             "IPYTHONDIR": str(temporary),
-            # compilers' caches are each run's own: nobody waits for a lock of one that is frozen
+            # compilers' caches are each run's own, so that each compiles in full
             "TRITON_CACHE_DIR": str(temporary / "triton"),
             "CUDA_CACHE_PATH": str(temporary / "cuda"),
             "JUPYTER_RUNTIME_DIR": str(temporary),
-            HELD: str(temporary / "held"),
         }
         | environment
     )
-    lock = environment.get(GPU_LOCK, "")
     command = [
         sys.executable,
         "-P",
@@ -104,25 +99,20 @@ def make_run(
     ]
     with (folder / LOG).open("wb") as log:
         # A pipe from here is its standard input: it ends when this process does, and so does the run.
-        # A run begins between two others' measurements, or its start would be beside one.
-        with none_measures(lock) if lock else nullcontext():
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        frozen = partial(frozen_s, started, lock, str(folder))
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
         try:
-            reason = _wait(process, timeout_s, abandoned, frozen)
+            reason = _wait(process, timeout_s, abandoned)
         finally:
             end_marked(folder)
             process.wait()
-            if lock:
-                thaw_if_none_measures(lock)
     lasted = {"started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
     outcome = told(folder)
     if reason is None and "status" not in outcome:
@@ -152,13 +142,8 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
     return parameters
 
 
-def _wait(
-    process: subprocess.Popen,
-    timeout_s: float | None,
-    abandoned: Callable[[], bool],
-    frozen: Callable[[], float],
-) -> str | None:
-    """Wait for its end, or for a reason to end it. For how long it was ``frozen`` is no time of its own."""
+def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
+    """Wait for a run's end, or return the reason to end it."""
     began = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -166,7 +151,7 @@ def _wait(
             return None
         if abandoned():
             raise Abandoned("the sweep that asked for this run is gone")
-        if timeout_s is not None and time.monotonic() - began - frozen() > timeout_s:
+        if timeout_s is not None and time.monotonic() - began > timeout_s:
             return f"no end after {timeout_s:g} s, the limit for a run; its processes were ended"
 
 
@@ -250,34 +235,19 @@ def main(notebook: str, parameters: str, place: str) -> None:
     folder = Path(place)
     threading.Thread(target=_end_with_worker, args=[folder], daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # which a worker has blocked
+    if CORES in os.environ:
+        os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
     status, cause = _execute(Path(notebook), json.loads(parameters), folder)
     outcome = told(folder)
     if status == "ok" and "tables" not in outcome:
         status, cause = "failed", "the notebook ran to its end without Run.keep(...)"
-    measuring_s = round(outcome.get("measuring_s", 0.0) + locked_s(), 3)
-    tell(folder, status=status, cause=cause, measuring_s=measuring_s)
+    tell(folder, status=status, cause=cause)
 
 
 def _end_with_worker(folder: Path) -> None:
     sys.stdin.buffer.read()
     end_marked(folder)
     os._exit(1)
-
-
-class _MeasuringCells:
-    """What papermill calls around each cell: one tagged ``measure`` runs in an exclusive section."""
-
-    def __init__(self, held: Path):
-        self.held, self.section = held, ExitStack()
-
-    def begin(self, cell: Any, cell_index: int) -> None:
-        if MEASURE in cell.metadata.get("tags", []):
-            self.section.enter_context(exclusive())
-            self.held.touch()  # by which the kernel sees it
-
-    def end(self, cell: Any, cell_index: int, execute_reply: Any) -> None:
-        self.held.unlink(missing_ok=True)
-        self.section.close()
 
 
 def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[str, str | None]:
@@ -304,7 +274,6 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
             return f"{TEMPORARY}/kernel"
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is the cause
-    cells = _MeasuringCells(folder / TEMPORARY / "held")
     try:
         papermill.execute_notebook(
             notebook,
@@ -315,8 +284,6 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
             progress_bar=False,
             record_timing=False,
             kernel_manager_class=Kernel,
-            on_cell_execute=cells.begin,
-            on_cell_executed=cells.end,
             start_timeout=PATIENCE_S,
             iopub_timeout=PATIENCE_S,
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from stepscope.config import set_by
 
-PARAMETERS, INJECTED, SHOW, MEASURE = "parameters", "injected-parameters", "show", "measure"
+PARAMETERS, INJECTED, SHOW = "parameters", "injected-parameters", "show"
 
 
 class Cell(NamedTuple):

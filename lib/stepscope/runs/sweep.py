@@ -25,7 +25,7 @@ from stepscope.runs.record import Record, RecordError
 from stepscope.runs.run import NOTEBOOKS, end_marked, notebook_of
 from stepscope.runs.source import notebook_source
 from stepscope.runs.store import Store
-from stepscope.runs.sweep_file import SweepError, SweepPlan, load_sweeps, needed_gib
+from stepscope.runs.sweep_file import SweepError, SweepPlan, load_sweeps, peak_gib
 from stepscope.runs.workers import (
     Assignment,
     SchedulerGone,
@@ -44,7 +44,6 @@ class SweepOptions:
 
     Args:
         workers: so many GPUs at most; without a GPU, so many runs side by side, at most one for each core.
-        runs_a_gpu: so many runs share a GPU, of which one measures; None: as many as its cores allow.
         scheduler: address of a Dask scheduler, whose workers are used instead.
         timeout_s: a run's processes are killed after so long, and it has failed.
         time_budget_s: no run is started when the sweep has taken so long.
@@ -52,7 +51,6 @@ class SweepOptions:
     """
 
     workers: int | None = None
-    runs_a_gpu: int | None = None
     scheduler: str | None = None
     timeout_s: float | None = None
     time_budget_s: float | None = None
@@ -100,11 +98,10 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                 if not options.scheduler:
                     _name_semaphores(store.root)
                     client = closing.enter_context(
-                        local_workers(gpus, options.workers or 1, store.partial / "dask", options.runs_a_gpu)
+                        local_workers(gpus, options.workers or 1, store.partial / "dask")
                     )
                     workers = Workers(client, options.timeout_s, options.notebooks)
-                turns = ", which share a GPU: one measures at a time" * (end.left[0].device == "cuda")
-                console.print(f"{len(end.left)} runs to do{turns}; Dask's dashboard: {client.dashboard_link}")
+                console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -247,7 +244,6 @@ class _Sweep:
         self.workers, self.store, self.options, self.console = workers, store, options, console
         self.end, self.signals, self.began = end, signals, began
         self.asked = {_name(config): config for config in end.left}
-        self.gib = {name: needed_gib(config) for name, config in self.asked.items()}
         self.todo = dict(self.asked)
         self.done: set[str] = set()
         self.died: set[str] = set()  # runs whose worker died once
@@ -255,6 +251,9 @@ class _Sweep:
 
     def run(self) -> None:
         """Give out runs and take them back until there is none left, or a reason to stop."""
+        if self.workers.places("cuda") > 1:  # the largest first, so that none of them is alone at the end
+            by_size = sorted(self.asked.items(), key=lambda item: peak_gib(item[1]), reverse=True)
+            self.todo = dict(by_size)
         try:
             while (self.todo or self.workers.running) and not self.signals:
                 self._assign()
@@ -278,9 +277,9 @@ class _Sweep:
                 self.end.stopped_by = "the time budget"
             if self.end.stopped_by or self.signals or self.workers.busy():
                 return
-            if place := self.workers.place(config.device, self.gib[name]):
+            if address := self.workers.place(config.device):
                 del self.todo[name]
-                self.workers.submit(config, self.store.folder_in_making(), *place)
+                self.workers.submit(config, self.store.folder_in_making(), address)
 
     def _collect(self, assignment: Assignment, result: Record | Exception) -> None:
         config, folder = assignment.config, assignment.folder
@@ -317,10 +316,7 @@ class _Sweep:
             "oom": "does not fit: out of memory",
             "failed": f"failed: {result.cause}",
         }[result.status]
-        # On a GPU others are waited for, which is not this run's time.
         took = f"{result.duration_s:.0f} s"
-        if config.device == "cuda":
-            took = f"{result.measuring_s:.0f} s measuring"
         self.console.print(
             f"{len(self.done)}/{len(self.asked)} {config.label} ({took}): {plain(found)}{self._about_left()}"
         )

@@ -30,9 +30,6 @@ ACROSS = PACKAGE / "sweeps"  # of several studies
 STUDIES = PACKAGE / "studies"  # of one study each
 LARGEST = "LARGEST"  # as a size: the largest that is predicted to fit
 MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
-# Of what a step takes as the assignment writes it, in fp32: what the allocator reserves beyond that, and
-# CUDA's context with the kernels that are loaded.
-RESERVED, CONTEXT_GIB = 1.25, 3.0
 MOST_USED = 0.9  # of a GPU's memory, by the largest model's step
 
 
@@ -160,14 +157,6 @@ def least_gib(config: RunConfig) -> float:
     precision = "tf32" if config.precision == "all" else config.precision
     steps = [config.step(mode=mode, precision=precision, compile="none", device="cuda") for mode in modes]
     return min(peak(step, step.mode).allocated for step in steps) / 2**30
-
-
-def needed_gib(config: RunConfig) -> float:
-    """GPU memory that a run is given, of a GPU that has less all of it: what its study says, or what fp32's
-    step, which takes more than any other, is predicted to need. A run of neither has the GPU to itself."""
-    if config.gpu_gib is not None:
-        return config.gpu_gib
-    return peak_gib(config) * RESERVED + CONTEXT_GIB if isinstance(config, StepConfig) else math.inf
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:

@@ -1,18 +1,19 @@
 """Where runs go on: Dask workers, of this machine or of somebody's scheduler, used in one and the same way.
 
-A worker is a GPU, or a part of a machine without one. It has a few threads, each of which can make a run, and
-says as Dask resources what it can give: GiB of its GPU's memory (``GPU_GIB``), or runs on a CPU (``RUNS``).
-The sweep gives each run to a worker with a thread and memory for it; runs that share a GPU measure
-one at a time (:mod:`stepscope.gpu_lock`).
+A worker is a machine with GPUs, or a part of a machine without one. As Dask resources it offers how many GPUs it
+has (``GPU``), or how many runs it makes at a time on its CPU (``RUNS``). A run on a GPU has it to itself, with
+that GPU's share of the machine's cores: whatever runs next to a measurement changes it.
 
-It is the sweep that places runs, and looks after them each half second: Dask's ``resources=`` asks what a
-worker has, not what is free there, so that a run would wait at one worker while another has room;
-``priority=`` orders what waits at one worker; ``as_completed`` waits on when a signal has been noted.
+The sweep places runs, and looks after them each half second: Dask's ``resources=`` asks what a worker has, not
+what is free there, so that a run would wait at one worker while another has a free GPU; ``priority=`` orders what
+waits at one worker; ``as_completed`` waits on when a signal has been noted.
 """
 
 import os
+import queue
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,16 +25,15 @@ from typing import Any
 from stepscope import StepscopeError
 from stepscope.config import RunConfig
 from stepscope.files import one_line
-from stepscope.gpu_lock import GPU_LOCK
+from stepscope.runs.machine import gpus_here
 from stepscope.runs.record import Record
-from stepscope.runs.run import DASKS, NOTEBOOKS, end_marked, make_run
+from stepscope.runs.run import CORES, DASKS, NOTEBOOKS, end_marked, make_run
 
-RESOURCE = {"cuda": "GPU_GIB", "cpu": "RUNS"}  # by device: what a worker must offer
-MOST_A_GPU, CORES_A_RUN = 4, 4  # so many runs share a GPU where each has so many cores
+RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # by device: what a worker must offer
 ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5  # waited for a scheduler's answer, its first worker, a close
 START = (
-    "dask worker ADDRESS --nthreads 4 --resources GPU_GIB=139 (or, without a GPU, --nthreads 1"
-    " --resources RUNS=1)"
+    "dask worker ADDRESS --nthreads 2 --resources GPU=2 on a machine with two GPUs"
+    " (without a GPU, --nthreads 1 --resources RUNS=1)"
 )
 
 
@@ -56,7 +56,6 @@ class Assignment:
     config: RunConfig
     folder: Path
     address: str
-    takes: float  # of the worker's resource
     future: Any
 
 
@@ -94,44 +93,45 @@ class Workers:
         ]
 
     def gpu_gib(self) -> float | None:
-        """Memory of the smallest GPU."""
-        return min(
-            (
-                worker["resources"]["GPU_GIB"]
-                for worker in self.offers.values()
-                if "GPU_GIB" in worker["resources"]
-            ),
-            default=None,
-        )
+        """Memory of the smallest GPU, in GiB."""
+        with_gpus = [address for address, worker in self.offers.items() if "GPU" in worker["resources"]]
+        answers = self.client.run(gpus_here, workers=with_gpus) if with_gpus else {}
+        return min((gpu["gib"] for gpus in answers.values() for gpu in gpus), default=None)
+
+    def places(self, device: str) -> int:
+        """Return how many runs on this device all workers make at a time."""
+        offered = [
+            min(worker["nthreads"], int(worker["resources"].get(RESOURCE[device], 0)))
+            for worker in self.offers.values()
+        ]
+        return sum(offered)
 
     def busy(self) -> bool:
         """Whether no worker has a thread to spare."""
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
 
-    def place(self, device: str, gib: float) -> tuple[str, float] | None:
-        """A worker that has a thread and so much memory for a run now, and what the run takes of it; None:
-        there is none at the moment. Of several, the one with the least to do."""
+    def place(self, device: str) -> str | None:
+        """Return the address of a worker that is free for a run on this device, of several the one with the least
+        to do; None: there is none at the moment."""
         resource, places = RESOURCE[device], []
         for address, worker in self.offers.items():
-            has = worker["resources"].get(resource, 0.0)
-            here = [one.takes for one in self.running if one.address == address]
-            takes = min(gib, has) if device == "cuda" else 1.0
-            if has and len(here) < worker["nthreads"] and takes <= has - sum(here):
-                places.append((len(here), address, takes))
-        return min(places)[1:] if places else None
+            runs = sum(assignment.address == address for assignment in self.running)
+            if runs < min(worker["nthreads"], worker["resources"].get(resource, 0)):
+                places.append((runs, address))
+        return min(places)[1] if places else None
 
-    def submit(self, config: RunConfig, folder: Path, address: str, takes: float) -> None:
+    def submit(self, config: RunConfig, folder: Path, address: str) -> None:
         task = config, str(folder), self.timeout_s, self.environment
         future = self.client.submit(
             work,
             *task,
             key=f"{config.study}-{config.run_id}-{folder.name}",
             workers=[address],
-            resources={RESOURCE[config.device]: takes},
+            resources={RESOURCE[config.device]: 1},
             retries=0,
             pure=False,
         )
-        self.running.append(Assignment(config, folder, address, takes, future))
+        self.running.append(Assignment(config, folder, address, future))
 
     def wait(self) -> list[tuple[Assignment, Record | Exception]]:
         """What has come back within half a second: records, or why there is none."""
@@ -187,23 +187,49 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
             " file system that all share",
             folder,
         )
-    has_gpu = "GPU_GIB" in worker.state.total_resources
-    shared = {GPU_LOCK: str(Path(worker.local_directory) / "gpu-lock")} if has_gpu else {}
-    record = make_run(config, Path(folder), environment | shared, timeout_s, abandoned)
-    return record.model_dump_json()
+    if config.device == "cpu":
+        return make_run(config, Path(folder), environment, timeout_s, abandoned).model_dump_json()
+    with _free_gpu(int(worker.state.total_resources["GPU"])) as gpu:
+        return make_run(config, Path(folder), environment | gpu, timeout_s, abandoned).model_dump_json()
+
+
+_gpus: queue.SimpleQueue = (
+    queue.SimpleQueue()
+)  # the free GPUs of a worker's machine: a run's environment on each
+_gpus_listed = threading.Lock()
+
+
+def _list_gpus(count: int) -> None:
+    """Fill the queue of free GPUs, once in a worker's life."""
+    if _gpus_listed.acquire(blocking=False):
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = named.split(",") if named else [str(index) for index in range(count)]
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(len(cores) // count, 1)
+        for index, name in enumerate(names[:count]):
+            own = cores[index * share : (index + 1) * share] or cores
+            _gpus.put({"CUDA_VISIBLE_DEVICES": name.strip(), CORES: ",".join(map(str, own))})
 
 
 @contextmanager
-def local_workers(
-    gpus: list[dict], count: int, scratch: Path, runs_a_gpu: int | None = None
-) -> Iterator[Any]:
-    """A client of workers of this machine: one for each GPU; without any, so many, each with its part of the
+def _free_gpu(count: int) -> Iterator[dict[str, str]]:
+    """Wait for one of this worker's ``count`` GPUs, and have it with its share of the machine's cores."""
+    _list_gpus(count)
+    gpu = _gpus.get()
+    try:
+        yield gpu
+    finally:
+        _gpus.put(gpu)
+
+
+@contextmanager
+def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
+    """A client of workers of this machine: one for its GPUs; without any, ``count``, each with its part of the
     cores. They end with this process, however it does.
 
     Args:
-        gpus: of :func:`stepscope.runs.machine.gpus_here`.
+        gpus: of :func:`stepscope.runs.machine.gpus_here`, those to use.
         scratch: a folder for Dask's own files.
-        runs_a_gpu: so many runs share a GPU; None: as many as its cores allow.
 
     Raises:
         SchedulerGone: they did not start.
@@ -211,17 +237,18 @@ def local_workers(
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
 
-    cores = len(os.sched_getaffinity(0)) // max(len(gpus), 1)
-    threads = runs_a_gpu or min(max(cores // CORES_A_RUN, 1), MOST_A_GPU)
-    offers = [
-        {
-            "nthreads": threads,
-            "resources": {"GPU_GIB": gpu["gib"]},
-            "env": {"CUDA_VISIBLE_DEVICES": gpu["visible"]},
+    offers: list[dict[str, Any]]
+    if gpus:
+        visible = ",".join(gpu["visible"] for gpu in gpus)
+        offer = {
+            "nthreads": len(gpus),
+            "resources": {"GPU": len(gpus)},
+            "env": {"CUDA_VISIBLE_DEVICES": visible},
         }
-        for gpu in gpus
-    ]
-    offers = offers or [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(min(count, cores))]
+        offers = [offer]
+    else:
+        places = min(count, len(os.sched_getaffinity(0)))
+        offers = [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(places)]
     # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a
     # key of this moment keeps out the machine's other users. The dashboard answers its own pages, and none of
     # another origin.
@@ -306,7 +333,7 @@ def joined_workers(address: str, asked: list[str]) -> Iterator[Any]:
             time.sleep(0.2)
         offered = {resource for worker in workers_of(client).values() for resource in worker["resources"]}
         if not offered & set(RESOURCE.values()) and not asked:
-            has = "its workers offer neither GPU_GIB nor RUNS" if workers_of(client) else "it has no worker"
+            has = "its workers offer neither GPU nor RUNS" if workers_of(client) else "it has no worker"
             raise WorkersError(f"--scheduler: {address}: {has}; start some with: {START}")
         yield client
     finally:

@@ -1,6 +1,5 @@
 """What a run of the attention study has."""
 
-import math
 from typing import Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -35,11 +34,6 @@ class Config(RunConfig):
     cell_seconds: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
     least_passes: Steps = 3  # but so often at least
     captured_passes: int = Field(3, ge=1, le=100)  # whose kernels are read, for their GPU time
-
-    @property
-    def gpu_gib(self) -> float:  # type: ignore[override]
-        """Six T x T matrices in fp32 are 52 GiB at 16,384 positions; beyond, whatever there is."""
-        return 70 if self.context_length <= 16384 else math.inf
 
     @model_validator(mode="before")
     @classmethod

@@ -1,6 +1,5 @@
 """What a run of the ladder has: which changes it measures, and what it measures beside them."""
 
-import math
 from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
@@ -94,8 +93,3 @@ class Config(StepConfig):
                 f" {', '.join(LEFT_OUT)}; its matmuls are bf16, and its AdamW is one kernel"
             )
         return asked
-
-    @property
-    def gpu_gib(self) -> float | None:  # type: ignore[override]
-        """All of a GPU's where batches are large."""
-        return math.inf if self.fill or self.batches else None
