@@ -346,16 +346,19 @@ def test_only_what_this_notebook_has_measured_is_done(store, tiny):
     ends = [("ok", "now"), ("oom", "now"), ("failed", "now"), ("ok", "then"), ("oom", "then"), ("ok", None)]
     for config, (status, source) in zip(configs, ends):
         put(store, config, status=status, software={"notebook_source": source} if source else {})
-    found = []
+    found, plan = [], SweepPlan(configs, [tiny(seed=90)])
+    with pytest.raises(SweepError, match="another version of its notebook measured .*--replace"):
+        sweeping._what_is_left(plan, store, Console(quiet=True), {"benchmark": "now"}, replace=False)
     said = said_by(
         lambda console: found.append(
-            sweeping._what_is_left(SweepPlan(configs, [tiny(seed=90)]), store, console, {"benchmark": "now"})
+            sweeping._what_is_left(plan, store, console, {"benchmark": "now"}, replace=True)
         )
     )
     (end,) = found
     assert end.counts == {"ok": 2, "oom": 1} and [config.seed for config in end.left] == [2, 3, 4, 6]
     assert (
-        "2 of them another notebook has measured" in said and f"GPU's memory: {tiny(seed=90).label}" in said
+        "2 of them were measured by another version" in said
+        and f"GPU's memory: {tiny(seed=90).label}" in said
     )
 
 

@@ -81,6 +81,10 @@ OutOption = Annotated[
         "--out", parser=_folder, metavar="PATH", help=("Where the report is."), show_default="the runs folder"
     ),
 ]
+ReplaceOption = Annotated[
+    bool,
+    typer.Option("--replace", help="Measure again, in place, what another version of a notebook measured."),
+]
 BudgetOption = Annotated[
     float | None,
     typer.Option(
@@ -219,6 +223,7 @@ def sweep(
     workers: WorkersOption = None,
     scheduler: SchedulerOption = None,
     timeout: TimeoutOption = None,
+    replace: ReplaceOption = False,
     notebooks: Annotated[
         Path | None,
         typer.Option(
@@ -241,7 +246,7 @@ def sweep(
     _require_gpu(sweeps, scheduler)
     for path in paths:
         console.print(f"{path.name}: {said_before(path) or 'no word on what it takes'}")
-    options = SweepOptions(workers, scheduler, timeout, time_budget, notebooks)
+    options = SweepOptions(workers, scheduler, timeout, time_budget, notebooks, replace)
     raise typer.Exit(_sweep(paths, _local_runs(runs), options))
 
 
@@ -261,6 +266,7 @@ def report(
     time_budget: BudgetOption = None,
     workers: WorkersOption = None,
     timeout: TimeoutOption = None,
+    replace: ReplaceOption = False,
 ) -> None:
     """Measure this machine and render its report: on a GPU a tour of all studies, on a CPU tiny models.
 
@@ -272,7 +278,7 @@ def report(
     console.print("Looking at this machine.")
     paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
-    options = SweepOptions(workers, None, timeout, time_budget)
+    options = SweepOptions(workers, None, timeout, time_budget, replace=replace)
     _sweep_and_render(paths, _local_runs(runs), options)
 
 

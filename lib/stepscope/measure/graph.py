@@ -31,12 +31,17 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
     before.wait_stream(side)
     torch.cuda.synchronize()
     clear()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, stream=side):  # collects garbage and gives cached memory back first
             output = step()
     except BaseException:
-        torch.cuda.set_stream(before)  # a capture that fails leaves its own current
+        # A capture that fails leaves its own stream current, and the random generator in capture mode: then
+        # whatever torch.compile compiles later fails with "Offset increment outside graph capture".
+        torch.cuda.set_stream(before)
+        generator.graphsafe_set_state(state)
         raise
 
     def replay(_held: object = step) -> Any:  # the graph itself keeps nothing alive of what it reads

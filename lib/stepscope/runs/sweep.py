@@ -48,6 +48,7 @@ class SweepOptions:
         timeout_s: a run's processes are killed after so long, and it has failed.
         time_budget_s: no run is started when the sweep has taken so long.
         notebooks: a folder of notebooks that are run in place of the package's of the same names.
+        replace: measure again, in place, what another version of a notebook measured.
     """
 
     workers: int | None = None
@@ -55,6 +56,7 @@ class SweepOptions:
     timeout_s: float | None = None
     time_budget_s: float | None = None
     notebooks: Path | None = None
+    replace: bool = False
 
 
 @dataclass
@@ -92,7 +94,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
             plan = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
             _require(plan.configs, [device, "cpu"], store, name)
         closing.enter_context(store.writing())
-        end = _what_is_left(plan, store, console, _sources(plan, options))
+        end = _what_is_left(plan, store, console, _sources(plan, options), options.replace)
         if end.left and not signals:
             try:
                 if not options.scheduler:
@@ -198,13 +200,16 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
         raise SweepError(f"{options.notebooks or 'notebooks'}: a notebook there is none ({error})") from None
 
 
-def _what_is_left(plan: SweepPlan, store: Store, console: Console, sources: dict[str, str]) -> SweepEnd:
-    """The sweep's end if nothing were run. A run is done if it has a valid record that this notebook made.
+def _what_is_left(
+    plan: SweepPlan, store: Store, console: Console, sources: dict[str, str], replace: bool
+) -> SweepEnd:
+    """Return the sweep's end if nothing were run. A run is done if it has a valid record of this notebook.
 
     Raises:
-        SweepError: where a run should be there is something that is none.
+        SweepError: where a run should be there is something that is none; or another version of a notebook
+            measured some of the runs, and they are not to be replaced.
     """
-    end, other = SweepEnd(), 0
+    end, others = SweepEnd(), []
     for config in plan.configs:
         try:
             record = store.find(config)
@@ -213,10 +218,19 @@ def _what_is_left(plan: SweepPlan, store: Store, console: Console, sources: dict
         if record and record.done and record.measured_by(sources[config.notebook]):
             end.counts[record.status] += 1
         else:
-            other += bool(record and record.done)
+            if record and record.done:
+                others.append(_name(config))
             end.left.append(config)
-    if other:
-        console.print(f"{other} of them another notebook has measured: measured anew, in the place of those")
+    if others and not replace:
+        named = ", ".join([*others[:3], *[f"{len(others) - 3} more"] * (len(others) > 3)])
+        raise SweepError(
+            f"{store.root}: another version of its notebook measured {named}; give another --runs folder, or"
+            " --replace to measure again and replace what is there"
+        )
+    if others:
+        console.print(
+            f"{len(others)} of them were measured by another version of their notebook, and are replaced"
+        )
     for config in plan.too_large:
         console.print(f"left out, it would not fit into the GPU's memory: {config.label}")
     return end

@@ -1,0 +1,37 @@
+"""What only a GPU can show of steps in CUDA graphs:
+
+python -m pytest tests/test_graph_gpu.py
+"""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stepscope.measure.clocks import nothing
+from stepscope.measure.graph import graph_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+def test_compiling_works_after_a_failed_capture():
+    """PyTorch leaves the random generator in capture mode."""
+    numbers = torch.ones(64, 64, device="cuda")
+
+    def synchronizes():
+        dropped = F.dropout(numbers, 0.5)
+        return dropped * numbers.sum().item()
+
+    with pytest.raises(RuntimeError):
+        graph_of(synchronizes, nothing, warmups=1)
+    compiled = torch.compile(lambda x: F.dropout(x @ x, 0.5).sum())
+    assert torch.isfinite(compiled(numbers))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_random_numbers_of_a_replay_differ_after_a_failed_capture():
+    numbers = torch.ones(64, 64, device="cuda")
+    with pytest.raises(RuntimeError):
+        graph_of(lambda: F.dropout(numbers, 0.5).sum().item(), nothing, warmups=1)
+    replay = graph_of(lambda: F.dropout(numbers, 0.5), nothing, warmups=1)
+    first = replay().clone()
+    assert not torch.equal(first, replay())
