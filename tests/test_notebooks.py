@@ -1,6 +1,5 @@
 """Notebooks: what their tags promise, how they are run by papermill alone and by a sweep, and what is kept."""
 
-import io
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from stepscope.runs.run import make_run
 from stepscope.runs.source import Cell, code_cells, notebook_source, source_by_hand
 from stepscope.runs.store import Store, StoreBusy, runs_folder
 from stepscope.runs.sweep import SweepOptions, run_sweep
+from stepscope.runs.sweep_file import SweepError
 
 SET_UP = """import pandas as pd
 from stepscope.config import from_notebook
@@ -177,20 +177,24 @@ def test_error_in_a_cell_that_only_shows_costs_no_measurement(run):
     assert record.notebook_source == notebook_source(folder / "notebook.ipynb")
 
 
-def test_a_changed_copy_is_measured_anew(tmp_path, store, write_sweep):
-    def sweep(times, comment="", notebooks=tmp_path / "lab"):
-        write(
-            notebooks, cell(f"ms = {times} * 1.0  # {comment}", "measure"), cell('run.keep({}, {"ms": ms})')
-        )
-        path, said = write_sweep({"study": "benchmark", "fixed": TINY}), io.StringIO()
-        run_sweep([path], store, SweepOptions(notebooks=notebooks), Console(file=said))
-        return store.records(check_files=True)[0][0], "another notebook" in said.getvalue()
+def test_changed_notebook_replaces_a_record_only_when_asked(tmp_path, store, write_sweep):
+    notebooks = tmp_path / "lab"
+    path = write_sweep({"study": "benchmark", "fixed": TINY})
 
-    first, told = sweep(1)
-    assert first.results == {"ms": 1.0} and not told
-    assert sweep(1, "the clock") == (first, False)  # not run again
-    doubled, told = sweep(2)
-    assert told and doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
+    def sweep(times, comment="", replace=False):
+        write(notebooks, cell(f"ms = {times} * 1.0  # {comment}"), cell('run.keep({}, {"ms": ms})'))
+        options = SweepOptions(notebooks=notebooks, replace=replace)
+        run_sweep([path], store, options, Console(quiet=True))
+        return store.records(check_files=True)[0][0]
+
+    first = sweep(1)
+    assert first.results == {"ms": 1.0}
+    assert sweep(1, "the clock") == first, "a comment is no other measurement"
+    with pytest.raises(SweepError, match="another version of its notebook measured benchmark/"):
+        sweep(2)
+    assert store.records(check_files=True)[0] == [first]
+    doubled = sweep(2, replace=True)
+    assert doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
 
 
 # By hand.
