@@ -23,6 +23,7 @@
     ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
     sheet_tflops, sheet_clock_mhz(precision, device)   what the data sheet says, and at which SM clock
     step_times, operations_by_name     the tables of a run, of all that
+    Subject(model, batch, loss, optimizer)   what is measured; .reset() frees its gradients
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
 """
@@ -60,6 +61,7 @@ from stepscope.measure.power import (
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap, unsteady
+from stepscope.measure.subject import Subject
 from stepscope.measure.times import operations_by_name, step_times
 from stepscope.model.training_step import autocast, grad_scaler, prepare, release
 from stepscope.traces.captured import (
