@@ -21,9 +21,9 @@ CLOCKS = {"perf_counter", "perf_counter_ns", "default_timer", "monotonic", "time
 
 
 @functools.cache
-def reference(runs: str | Path = "") -> Tables:
+def reference(runs: str | Path = "", quiet: bool = False) -> Tables:
     """What a notebook's ``load`` reads to show beside its own run, read once."""
-    return load(runs)
+    return load(runs, quiet)
 
 
 def run_cells(

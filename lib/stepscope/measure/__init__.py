@@ -23,6 +23,7 @@
     ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
     sheet_tflops, sheet_clock_mhz(precision, device)   what the data sheet says, and at which SM clock
     step_times, operations_by_name     the tables of a run, of all that
+    steps(subject, cases, config)      the whole protocol, for a dictionary of steps
     Subject(model, batch, loss, optimizer)   what is measured; .reset() frees its gradients
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
@@ -59,6 +60,7 @@ from stepscope.measure.power import (
     sm_clock_mhz,
 )
 from stepscope.measure.profiler import capture
+from stepscope.measure.protocol import Results, steps, supported_precisions
 from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap, unsteady
 from stepscope.measure.subject import Subject

@@ -52,11 +52,12 @@ class Read:
     replaced: list[Record] = field(default_factory=list)
 
 
-def load(runs: str | Path = "") -> Tables:
+def load(runs: str | Path = "", quiet: bool = False) -> Tables:
     """All tables of a runs folder, for questions of one's own: ``load()["benchmark.times"]``.
 
     Args:
         runs: the folder, in a checkout seen from there; empty: the committed reference.
+        quiet: print no warnings about runs that were left out.
 
     Each is tidy: one row a key, the configuration of its run in the first columns, units in names. ``runs``
     has a row a run, "<study>.results" what each run found besides tables.
@@ -69,7 +70,7 @@ def load(runs: str | Path = "") -> Tables:
     found = read(Store(runs_folder(runs) if runs else Path(str(PROJECT), "runs", "h200")))
     if not found.records:
         raise RunsError(f"{runs or 'runs/h200'}: {found.errors[0] if found.errors else 'holds no run'}")
-    for words in [*found.errors, *found.notes]:
+    for words in [] if quiet else [*found.errors, *found.notes]:
         print(words, file=sys.stderr)
     return found.tables
 

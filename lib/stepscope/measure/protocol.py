@@ -1,0 +1,406 @@
+"""The measurement protocol: compile, time, profile and replay a dictionary of training steps.
+
+    subject = measure.Subject(model, (tokens, targets), optimizer=adamw)
+    cases = {mode: partial(step, mode) for mode in ("step", "forward_backward", "forward")}
+    results = measure.steps(subject, cases, config)
+    results.times        one row per case and phase
+    results.operations   GPU time by case, phase and kernel
+    results.samples      every timed step
+
+The order matters, because launches stay slower once a profiler has run in a process:
+
+1. Compile every case, if the configuration uses torch.compile.
+2. Time every case: warm-up, then steps until their median is reliable, with peak memory and power.
+3. Profile every case.
+4. Replay forward and the full step as CUDA graphs.
+5. Check the readings. Impossible ones are measured again, at most twice.
+6. Measure the device's ceilings, a large matmul and a copy, for FLOP rates and utilization.
+
+If a case runs out of memory, its row says why, and the other cases continue.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from stepscope.config import PHASES, WHOLE, ConfigError, StepConfig, require_device
+from stepscope.measure.clocks import SAMPLE_COLUMNS, keep_up, synchronizer, time_steps, walls_ms
+from stepscope.measure.compiler import fresh_compiler_cache, seconds_with_compiling
+from stepscope.measure.graph import replay
+from stepscope.measure.guard import error_text, out_of_memory
+from stepscope.measure.memory import forget_peaks, peak_memory
+from stepscope.measure.power import Power, highest_clock_mhz, kept_up_power
+from stepscope.measure.profiler import capture
+from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
+from stepscope.measure.steady import TRIES, at_cap
+from stepscope.measure.subject import Subject
+from stepscope.measure.times import operations_by_name, step_times
+from stepscope.model.training_step import grad_scaler, release
+from stepscope.traces.captured import CAPTURED
+
+Case = Any  # a mode, or a pair (precision, mode)
+Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
+Clock = Callable[[Step, int, int, Callable[[], object]], pd.DataFrame]
+
+LONG_MS = 1000.0  # fewer repetitions suffice for longer steps
+WARMUPS, WARMUPS_IF_LONG = 2, 1  # for every case but the first, which starts in a cold process
+PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
+REPLAYS, REPLAYS_IF_LONG = 5, 3
+REPLAYED_MODES = ("forward", "step")
+SETTLING_S = 0.5  # of a power-limited step, until the clock is what it was while timed
+
+
+@dataclass
+class Results:
+    """The measurements of all cases.
+
+    times: one row per case and phase. A case that failed has one row, with its status and the reason.
+    operations: count and GPU time by case, phase and kernel, from the fastest profiled step.
+    samples: every timed step. The first case keeps the first steps of the process.
+    profiled: every operation of every profiled step, with start and end (columns case, number, ...).
+    ceilings: the highest rates measured on this device, of a large matmul in each precision and of a copy.
+    """
+
+    config: StepConfig
+    times: pd.DataFrame
+    operations: pd.DataFrame
+    samples: pd.DataFrame
+    profiled: pd.DataFrame
+    ceilings: dict[str, float]
+
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """The device's limits in the configuration's precision, for the record; None where unknown."""
+        precision, device = self.config.precision, self.config.device
+        limits = {
+            "matmul_tflops": self.ceilings.get(f"matmul_{precision}", math.nan),
+            "copy_tb_s": self.ceilings.get("copy", math.nan),
+            "sheet_tflops": sheet_tflops(precision, device),
+            "highest_clock_mhz": highest_clock_mhz(),
+        }
+        return {name: None if math.isnan(value) else float(value) for name, value in limits.items()}
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        """The tables that have rows, by name."""
+        tables = {"times": self.times, "operations": self.operations, "samples": self.samples}
+        return {name: table for name, table in tables.items() if len(table)}
+
+
+def steps(
+    subject: Subject,
+    cases: Mapping[Case, Step],
+    config: StepConfig,
+    *,
+    clock: Clock | None = None,
+    unsupported: Mapping[Case, str] | None = None,
+) -> Results:
+    """Measure every case by the protocol above.
+
+    Args:
+        subject: the model, batch and optimizer that the steps use.
+        cases: the steps by mode, or by (precision, mode), in the order in which they are timed. A step takes
+            an optional ``phase``, and wraps each of its phases in ``with phase("forward"):``.
+        clock: a timing loop to use instead of :func:`stepscope.measure.time_steps`. It gets the step, how
+            many warm-up steps and timed steps to run, and a function to call after each step; it returns
+            the columns of ``time_steps``.
+        unsupported: cases that this device lacks, and why; each gets a row.
+
+    Raises:
+        ConfigError: a case is named after no mode.
+
+    If an error or an interrupt ends the call, the exception's ``results`` hold what was measured until then:
+    in a notebook, ``sys.last_value.results``.
+    """
+    for case in cases:
+        if mode_of(case) not in PHASES:
+            raise ConfigError(
+                f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or (precision, mode)"
+            )
+    protocol = Protocol(subject, cases, config, clock)
+    try:
+        protocol.measure()
+    except BaseException as error:
+        protocol.end_early(type(error).__name__)
+        vars(error)["results"] = protocol.results(unsupported or {})
+        error.add_note("sys.last_value.results holds what was measured until then: .times, .samples, ...")
+        raise
+    return protocol.results(unsupported or {})
+
+
+def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
+    """Return the low precisions that this device has, and why it lacks the others.
+
+    A CPU is asked for bf16 only: it has no TF32, and its fp16 is far slower than fp32.
+    """
+    supported, missing = [], {}
+    for precision in ("tf32", "bf16", "fp16") if config.device == "cuda" else ("bf16",):
+        try:
+            require_device(config.step(precision=precision, mode="step"))
+            supported.append(precision)
+        except ConfigError as error:
+            missing[precision] = str(error)
+    return supported, missing
+
+
+@dataclass
+class Protocol:
+    """The state of one :func:`steps` call."""
+
+    subject: Subject
+    cases: Mapping[Case, Step]
+    config: StepConfig
+    clock: Clock | None = None
+    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # of cases that failed
+    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but short of memory later
+    samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
+    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # of the first case
+    readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
+    compile_s: dict[Case, float] = field(default_factory=dict)
+    completed: dict[Case, int] = field(default_factory=dict)  # profiled steps that ended
+    profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=CAPTURED))
+    profiler_error: str = ""
+    ceilings: dict[str, float] = field(default_factory=dict)
+
+    def measure(self) -> None:
+        self.compile_cases()
+        self.time_cases()
+        self.profile_cases(self.remaining)
+        self.replay_cases(self.remaining)
+        self.check_and_repeat()
+        self.measure_ceilings()
+
+    @property
+    def device(self) -> str:
+        return self.config.device
+
+    @property
+    def remaining(self) -> list[Case]:
+        """The cases that have not failed. Those that need the least memory come first."""
+        cases = [case for case in self.cases if case not in self.status]
+        return sorted(cases, key=lambda case: [*PHASES].index(mode_of(case)))
+
+    # Compile
+
+    def compile_cases(self) -> None:
+        """Run each case once, so that nothing is compiled while it is timed."""
+        if self.config.compile == "none":
+            return
+        from torch._dynamo.exc import BackendCompilerFailed  # imported lazily: it loads the compiler
+
+        try:
+            with fresh_compiler_cache():
+                for case in self.cases:
+                    self.compile_case(case)
+        except BackendCompilerFailed as error:
+            self.status = dict.fromkeys(self.cases, ("unsupported", error_text(error)))
+
+    def compile_case(self, case: Case) -> None:
+        failed: dict[Any, tuple[str, str]] = {}  # a case that runs out of memory here may still fit later
+        self.compile_s[case] = math.nan
+        self.subject.reset()
+        with out_of_memory(failed, case):
+            self.compile_s[case] = seconds_with_compiling(self.cases[case], self.device)
+        if failed:
+            self.subject.forget_moments()
+        print(f"{label(case)}: its first step took {self.compile_s[case]:.1f} s")
+
+    # Time
+
+    def time_cases(self) -> None:
+        for case in self.cases:
+            if case in self.status:
+                continue
+            with out_of_memory(self.status, case, f"timing {label(case)}"):
+                self.time_case(case, self.warmups())
+                walls = walls_ms(self.samples[case])
+                print(f"{label(case)}: {walls.median():.4g} ms, the median of {len(walls)} steps")
+            self.tidy(failed=case in self.status)
+        first = next(iter(self.cases), None)
+        self.first_samples = {case: table for case, table in self.samples.items() if case == first}
+
+    def warmups(self) -> int:
+        """Return how many warm-up steps the next case gets."""
+        if not self.samples and not self.status:
+            return self.config.warmup_steps
+        is_any_long = any(self.is_long(case) for case in self.cases)
+        return min(self.config.warmup_steps, WARMUPS_IF_LONG if is_any_long else WARMUPS)
+
+    def time_case(self, case: Case, warmups: int) -> None:
+        step, mode = self.cases[case], mode_of(case)
+        self.subject.reset()
+        if mode != "step":
+            self.subject.forget_moments()  # they don't belong to this mode's memory
+        forget_peaks(self.device)
+        power = Power(self.device)  # read between steps, outside the clock
+        self.samples[case] = self.run_clock(step, warmups, power.read)
+        timed_steps = len(walls_ms(self.samples[case]))
+        readings = peak_memory(self.device) | power.per_step(timed_steps)
+        if mode == "step" and math.isnan(readings.get("power_w", 0)):
+            readings |= kept_up_power(step, self.device, self.subject.reset)
+        self.readings[case] = readings
+
+    def run_clock(self, step: Step, warmups: int, after: Callable[[], object]) -> pd.DataFrame:
+        timed_steps = self.config.timed_steps
+        if self.clock:
+            return self.clock(step, warmups, timed_steps, after)
+        before = self.subject.reset
+        return time_steps(
+            step, timed_steps, warmups, self.device, before=before, after=after, until_enough=True
+        )
+
+    def is_long(self, case: Case) -> bool:
+        return case in self.samples and walls_ms(self.samples[case]).min() > LONG_MS
+
+    # Profile and replay
+
+    def profile_cases(self, cases: Sequence[Case]) -> None:
+        """Profile some cases; their operations replace earlier ones."""
+        self.completed.update(dict.fromkeys(cases, 0))
+        with capture(self.device) as captured:
+            for case in cases:
+                with out_of_memory(self.unprofiled, case, "capturing"):
+                    self.profile_case(case, captured)
+                self.tidy(failed=case in self.unprofiled)
+        operations, self.profiler_error = captured.operations, captured.reason
+        numbered = zip(operations["case"], operations["number"])
+        is_complete = [number < self.completed[case] for case, number in numbered]
+        is_other = [case not in cases for case in self.profiled["case"]]
+        tables = [self.profiled[is_other], operations.loc[is_complete]]
+        kept = [table for table in tables if len(table)]
+        self.profiled = pd.concat(kept, ignore_index=True) if kept else operations.loc[[]]
+
+    def profile_case(self, case: Case, captured: capture) -> None:
+        step, synchronize = self.cases[case], synchronizer(self.device)
+        self.subject.reset()
+        release(self.device)
+        optimizer = self.subject.optimizer
+        if mode_of(case) == "step" and optimizer is not None and not optimizer.state:
+            step()  # makes AdamW's moments
+        if at_cap(self.readings[case]):  # only a sustained run brings back the power-limited clock
+            keep_up(step, self.device, SETTLING_S, self.subject.reset)
+        for number in range(PROFILED_STEPS_IF_LONG if self.is_long(case) else PROFILED_STEPS):
+            self.subject.reset()
+            synchronize()
+            step(captured.phases(case, number))
+            synchronize()
+            self.completed[case] = number + 1  # an unfinished step counts nowhere
+
+    def replay_cases(self, cases: Sequence[Case]) -> None:
+        for case in cases:
+            if mode_of(case) in REPLAYED_MODES:
+                self.replay_case(case)
+
+    def replay_case(self, case: Case) -> None:
+        self.subject.reset()
+        self.subject.forget_moments()
+        precision, mode = self.key(case)
+        replayed_ms, reason = replay(
+            self.cases[case],
+            self.device,
+            scaler=grad_scaler(precision, self.device),
+            clear=self.subject.reset,
+            optimizer=self.subject.optimizer if mode == "step" else None,
+            replays=REPLAYS_IF_LONG if self.is_long(case) else REPLAYS,
+        )
+        if reason:
+            self.readings[case]["replay_reason"] = reason
+        else:
+            self.readings[case]["replayed_ms"] = pd.Series(replayed_ms).median()
+
+    # Check
+
+    def check_and_repeat(self) -> None:
+        """Measure cases with impossible readings again. Whatever stays impossible is marked, not removed."""
+        for _ in range(TRIES - 1):
+            times = self.times()
+            odd = times[times["unsteady"] != ""]
+            odd_keys = {*zip(odd["precision"], odd["mode"])}
+            again = [case for case in self.remaining if self.key(case) in odd_keys]
+            if not again:
+                return
+            print("once more:", odd[["precision", "mode", "unsteady"]].to_string(header=False))
+            for case in again:
+                with out_of_memory(self.unprofiled, case, "measuring again"):
+                    self.time_case(case, min(self.config.warmup_steps, WARMUPS))
+                self.subject.reset()
+            self.profile_cases(again)
+            self.replay_cases(again)
+
+    def times(self) -> pd.DataFrame:
+        outcomes = dict(self.status)
+        for case, (_, reason) in self.unprofiled.items():
+            outcomes[case] = "ok", f"not captured: {reason}"
+        keys = self.keys([*self.cases, *self.status])
+        times = step_times(
+            keys, self.samples, self.profiled, self.readings, outcomes, self.profiler_error, self.device
+        )
+        compile_s = {self.key(case): seconds for case, seconds in self.compile_s.items()}
+        seconds = [compile_s.get(key, math.nan) for key in zip(times["precision"], times["mode"])]
+        by_row = pd.Series(seconds, times.index, dtype=float)
+        return times.assign(compile_s=by_row.where(times["phase"] == WHOLE))
+
+    def measure_ceilings(self) -> None:
+        """Only the weights are in memory now. If the large matmul does not fit as well, rates are unknown."""
+        failed: dict[Any, tuple[str, str]] = {}
+        self.tidy(failed=True)
+        with out_of_memory(failed, "ceilings"):
+            self.ceilings = ceilings(self.device, self.precisions)
+
+    # Helpers
+
+    @property
+    def precisions(self) -> list[str]:
+        return list(dict.fromkeys(self.key(case)[0] for case in self.cases))
+
+    def key(self, case: Case) -> tuple[str, str]:
+        return case if isinstance(case, tuple) else (self.config.precision, str(case))
+
+    def keys(self, cases: Sequence[Case]) -> dict[Case, dict[str, str]]:
+        keys = {case: self.key(case) for case in cases}
+        return {case: {"precision": precision, "mode": mode} for case, (precision, mode) in keys.items()}
+
+    def tidy(self, failed: bool) -> None:
+        """Free memory between cases."""
+        self.subject.reset()
+        if failed:
+            self.subject.forget_moments()
+        release(self.device)
+
+    def end_early(self, reason: str) -> None:
+        """Mark the cases that have not been timed."""
+        for case in self.cases:
+            if case not in self.samples:
+                self.status.setdefault(case, ("failed", f"not measured: {reason}"))
+
+    def results(self, unsupported: Mapping[Case, str]) -> Results:
+        self.status |= {case: ("unsupported", reason) for case, reason in unsupported.items()}
+        rates = {name: self.ceilings.get(f"matmul_{name}", math.nan) for name in self.precisions}
+        times = with_rates(self.times(), self.config, rates)
+        operations = operations_by_name(self.keys([*self.cases]), self.profiled)
+        samples = self.all_samples()
+        if not any(isinstance(case, tuple) for case in self.cases):  # the configuration names the precision
+            times, operations, samples = (
+                table.drop(columns="precision") for table in (times, operations, samples)
+            )
+        return Results(self.config, times, operations, samples, self.profiled, self.ceilings)
+
+    def all_samples(self) -> pd.DataFrame:
+        """Return every timed step; of the first case its first steps, even if it was measured again."""
+        columns = ["mode", "precision", *SAMPLE_COLUMNS]
+        tables = []
+        for case, samples in (self.samples | self.first_samples).items():
+            precision, mode = self.key(case)
+            tables.append(samples.assign(mode=mode, precision=precision)[columns])
+        return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+
+
+def mode_of(case: Case) -> str:
+    return case[-1] if isinstance(case, tuple) else str(case)
+
+
+def label(case: Case) -> str:
+    return " ".join(case) if isinstance(case, tuple) else str(case)
