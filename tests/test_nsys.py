@@ -2,10 +2,11 @@
 here, what it does with nsys as a program, and what its tables say.
 """
 
+import dataclasses
 import json
 import shutil
+import subprocess
 import sys
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +17,17 @@ import torch
 
 from cells import covered_ms, executed, run_cells
 from reports import beside, shuffled, told
-from stepscope import measure
+from stepscope import PACKAGE
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
+from stepscope.measure.nsys import ProfiledModes
 from stepscope.model import ranges as step_ranges
 from stepscope.model.flops import forward_flops
 from stepscope.model.training_step import build_step
 from stepscope.report.tables import markdown, number
 from stepscope.studies.nsys import claims, figures
+from stepscope.studies.nsys import profile as nsys_profile
 from stepscope.studies.nsys import tables as study
 from stepscope.traces import nsys_tool
 from stepscope.traces.attribution import ConservationError
@@ -96,80 +99,87 @@ def reports(tmp_path_factory):
     return folder
 
 
+SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"}
+
+
+def never_run(step, annotation, synchronize):
+    """Take the place of the notebook's step where nsys has left a capture."""
+
+
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Run the notebook's cells where nsys has left the real capture of these steps; the names that they leave."""
+    """Profile where nsys has left the real capture of these steps; ``replaced`` names of the module."""
 
-    def make(inside=("step",) * STEPS, folder=reports, until=None, **replaced):
+    def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
-        outcome = {
-            "inside": inside,
-            "modes": dict.fromkeys(inside, OUTCOME),
-        }
+        outcome = {"inside": inside, "modes": dict.fromkeys(inside, OUTCOME)}
         program.write_text(FAKE.format(export=EXPORT, reports=folder, outcome=json.dumps(outcome)))
         program.chmod(0o755)
-        return run_cells(
-            "nsys",
-            until,
-            {"profiler_here": lambda device: ("nsys 1", program), **replaced},
-            device="cpu",
-            context_length=16,
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            replaced = {"profiler_here": lambda device: ("nsys 1", program)} | replaced
+            for name, value in replaced.items():
+                patch.setattr(nsys_profile, name, value)
+            return nsys_profile.profile_with_nsys(never_run, configure("nsys", **SMALL))
 
     return make
 
 
 @pytest.fixture(scope="module")
-def cells(capture):
+def profile(capture):
     return capture()
 
 
+def tables_of(profile):
+    return {"operations": profile.operations, "clocks": profile.clocks, "timeline": profile.timeline}
+
+
 @pytest.fixture(scope="module")
-def tables(cells):
-    return tables_of(cells)
+def tables(profile):
+    return tables_of(profile)
 
 
-def tables_of(cells):
-    return {"operations": cells["of_step"], "clocks": cells["clocks"], "timeline": cells["timeline"]}
-
-
-def test_the_csv_reports_cut_by_ranges_are_the_account_to_the_nanosecond(cells):
+def test_the_csv_reports_cut_by_ranges_are_the_table_to_the_nanosecond(profile):
     """Backward, too, of which its range's projection has none."""
-    rows, account = cells["rows"], cells["of_step"]
-    assert len(rows) == account["count"].sum() and "nvtx_gpu_proj_trace" in cells["reports"]
-    time = rows.groupby("phase")["duration_ns"].sum()
-    assert time.to_dict() == account.groupby("phase")["total_ns"].sum().to_dict()
-    assert cells["results"]["nsys_ns"] == cells["results"]["operations_ns"]
-    forward = account[(account["phase"] == "forward")].groupby("region")["total_ns"].sum()
-    cut = rows[rows["phase"] == "forward"].groupby("region")["duration_ns"].sum()
+    events, operations = profile.events, profile.operations
+    assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
+    time_ns = events.groupby("phase")["duration_ns"].sum()
+    assert time_ns.to_dict() == operations.groupby("phase")["total_ns"].sum().to_dict()
+    assert profile.results["nsys_ns"] == profile.results["operations_ns"]
+    forward = operations[operations["phase"] == "forward"].groupby("region")["total_ns"].sum()
+    cut = events[events["phase"] == "forward"].groupby("region")["duration_ns"].sum()
     for region in ("attention.softmax", "attention.scores", "attention.value"):
         assert cut[region] == forward[region]
 
 
-def test_each_modes_cut_is_of_its_own_first_step(capture):
-    """The cell that cuts holds it against the account."""
-    names, totals = capture(("step", "forward", "forward")), activity_totals(EXPORT)
-    assert (
-        names["held"]["mode"].tolist() == ["forward", "step"] and (names["held"]["differs by, ns"] == 0).all()
-    )
-    assert (
-        names["results"]["operations"] == totals["operations"].sum()
-        and names["results"]["operations_ns"] == totals["duration_ns"].sum()
-    )
-    assert "unsteady" not in names["results"]
+def test_each_modes_events_are_those_of_its_first_step(capture):
+    profile, totals = capture(("step", "forward", "forward")), activity_totals(EXPORT)
+    check = profile.report_check
+    assert check["mode"].tolist() == ["forward", "step"] and (check["differs by, ns"] == 0).all()
+    assert profile.results["operations"] == totals["operations"].sum()
+    assert profile.results["operations_ns"] == totals["duration_ns"].sum()
+    assert "unsteady" not in profile.results
 
 
-def test_kernels_within_ranges_are_held_against_those_of_the_steps_alone():
+def test_reports_that_differ_from_the_table_are_refused(profile):
+    events = profile.events.assign(duration_ns=profile.events["duration_ns"] + 1)
+    changed = nsys_profile.Profile(profile.config, profile.tool, profile.modes)
+    vars(changed).update(operations=profile.operations, events=events, named_step=profile.named_step)
+    with pytest.raises(ConservationError, match="the CSV reports and the table of operations differ"):
+        changed.report_check  # noqa: B018
+
+
+def test_kernels_within_ranges_are_compared_with_those_of_the_steps_alone():
     operations = pd.DataFrame({"kind": ["kernel", "kernel", "memcpy", "kernel"], "step": [0, 1, 1, -1]})
     by_range = pd.DataFrame(
         {"nvtx_range": [":step", "a:step", ":substep", ":step:forward"], "kern_inst": [3, 4, 100, 1000]}
     )
-    names = executed("nsys", "by_range =", {"reports": {"nvtx_kern_sum": by_range}, "operations": operations})
+    profile = SimpleNamespace(reports={"nvtx_kern_sum": by_range}, trace=operations)
+    names = executed("nsys", "by_range =", {"profile": profile})
     assert (names["in_steps"], names["kernels"]) == (7, 2)
 
 
 @pytest.mark.parametrize("nsys", ["/a/nsys", None])
-def test_the_profiled_process_gets_the_runs_step(tmp_path, nsys):
+def test_the_profiled_process_gets_the_runs_step(monkeypatch, tmp_path, nsys):
     fields = {
         "context_length": 16,
         "vocab_size": 100,
@@ -179,36 +189,27 @@ def test_the_profiled_process_gets_the_runs_step(tmp_path, nsys):
         "optimizer": "fused",
         "seed": 5,
     }
-    names = run_cells(
-        "nsys",
-        until="OWN_SUMS =",
-        replaced={"profiler_here": lambda device: ("", nsys)},
-        device="cpu",
-        **fields,
-    )
-    asked, outcome = [], SimpleNamespace()
-    names |= {
-        "captured_modes": lambda *given: asked.append(given) or outcome,
-        "subprocess": SimpleNamespace(
-            PIPE=1,
-            STDOUT=2,
-            run=lambda command, **how: (
-                asked.append((command, how)) or SimpleNamespace(stdout="what both said")
-            ),
-        ),
-    }
-    assert names["profiled"](tmp_path) is outcome
-    (command, how), found = asked
-    assert command[:1] == [nsys or sys.executable] and command[-3:-1] == [
-        "nsys" if nsys else "torch",
-        str(tmp_path),
-    ]
-    assert (how["stdout"], how["stderr"]) == (1, 2) and found == (
-        tmp_path,
-        nsys is not None,
-        "what both said",
-    )
-    shape = {name: getattr(names["config"], name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
+    config, asked = configure("nsys", size="nano", device="cpu", **fields), []
+
+    def run(command, **options):
+        asked.append((command, options))
+        return SimpleNamespace(stdout="what both said")
+
+    def captured_modes(*given):
+        asked.append(given)
+        return ProfiledModes(None, {}, [])
+
+    monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("", nsys))
+    monkeypatch.setattr(nsys_profile.subprocess, "run", run)
+    monkeypatch.setattr(nsys_profile, "captured_modes", captured_modes)
+    nsys_profile.profile_once(never_run, config, tmp_path)
+    (command, options), given = asked
+    assert command[:1] == [nsys or sys.executable]
+    assert command[-3:-1] == ["nsys" if nsys else "torch", str(tmp_path)]
+    assert (options["stdout"], options["stderr"]) == (subprocess.PIPE, subprocess.STDOUT)
+    assert given == (tmp_path, nsys is not None, "what both said")
+    assert "def never_run(step" in (tmp_path / "ranged.py").read_text()
+    shape = {name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
     assert json.loads(command[-1]).items() >= (fields | shape | {"device": "cpu"}).items()
 
 
@@ -251,7 +252,7 @@ def test_a_disturbed_step_moves_no_clock():
 
 def test_launches_are_drawn_of_a_step_whose_regions_are_not_named(capture):
     """Naming them costs the host time, so that launches would come later than they do."""
-    drawn = capture(("forward",) * STEPS, until="run.keep(")["timeline"]
+    drawn = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
     shown, of_step = (
         {number: [*zip(own["duration_ns"], own["launch_duration_ns"])] for number, own in frame.groupby(by)}
@@ -346,9 +347,8 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
     ],
 )
 def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first_us, last_us):
-    window = executed("nsys", "def window(", {"pd": pd, "captured": SimpleNamespace(file=None)})["window"]
     starts = pd.Series(starts_us) * 1_000
-    drawn = window(
+    drawn = nsys_profile.window(
         pd.DataFrame(
             {
                 "mode": "forward",
@@ -365,8 +365,7 @@ def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first
 
 
 def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
-    window = executed("nsys", "def window(", {"pd": pd, "captured": SimpleNamespace(file=None)})["window"]
-    drawn = window(
+    drawn = nsys_profile.window(
         pd.DataFrame(
             {
                 "mode": "forward",
@@ -393,9 +392,7 @@ def test_the_timeline_has_the_replay_without_what_prepared_it(capture):
 
     def drawn(rows):
         loaded = pd.concat([operations, rows]), ranges
-        return capture(until="run.keep(", load_trace=lambda path: loaded, check_conservation=lambda *_: None)[
-            "timeline"
-        ]
+        return capture(load_trace=lambda path: loaded, check_conservation=lambda *_: None).timeline
 
     timeline = drawn(replayed)
     assert set(timeline["mode"]) == {"replayed"} and 15 <= len(timeline) <= 30
@@ -417,7 +414,8 @@ def here():
 
 @pytest.fixture(scope="module")
 def run_here(here):
-    return tables_of(here), here["results"], here["run"].outcome["results"]["finding"]
+    profile = here["profile"]
+    return tables_of(profile), profile.results, here["run"].outcome["results"]["finding"]
 
 
 def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
@@ -457,62 +455,41 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     }
 
 
-def test_the_account_and_the_clocks_follow_from_the_captured_steps_and_the_plain_ones(here):
-    """Of each mode's four captured steps the first, whose regions are named, is the account, the others are the clocks."""
-    operations = (
-        here["operations"]
-        .assign(end_ns=lambda rows: rows["start_ns"] + rows["duration_ns"])
-        .astype({"name": str, "phase": str})
-    )
-    clocks, account = (
-        here["clocks"].set_index(["mode", "phase", "step"]),
-        here["of_step"].groupby(["mode", "phase", "name"])[["count", "total_ns"]].sum(),
-    )
-    for first, (mode, outcome) in zip((0, 4, 8), here["captured"].modes.items(), strict=True):
-        named = (
-            operations[operations["step"] == first]
-            .groupby(["phase", "name"])["duration_ns"]
-            .agg(count="size", total_ns="sum")
-        )
-        assert account.loc[mode].to_dict("index") == named.to_dict("index")
-        plain, captured = (own.loc[mode] for _, own in clocks.groupby("captured"))
-        assert plain[["wall_ms", "enqueue_ms"]].T.values.tolist() == [
-            outcome["plain_ms"],
-            outcome["enqueue_ms"],
-        ]
+def test_the_table_and_the_clocks_follow_from_the_profiled_and_the_unprofiled_steps(here):
+    """Of each mode's four profiled steps the first, whose regions are named, is in the table, and the others
+    are in the clocks."""
+    profile = here["profile"]
+    ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
+    operations = profile.trace.assign(end_ns=ends_ns).astype({"name": str, "phase": str})
+    clocks = profile.clocks.set_index(["mode", "phase", "step"])
+    table = profile.operations.groupby(["mode", "phase", "name"])[["count", "total_ns"]].sum()
+    for first, (mode, outcome) in zip((0, 4, 8), profile.modes.modes.items(), strict=True):
+        by_name = operations[operations["step"] == first].groupby(["phase", "name"])["duration_ns"]
+        assert table.loc[mode].to_dict("index") == by_name.agg(count="size", total_ns="sum").to_dict("index")
+        plain, captured = (rows.loc[mode] for _, rows in clocks.groupby("captured"))
+        assert plain["wall_ms"].tolist() == outcome["plain_ms"]
+        assert plain["enqueue_ms"].tolist() == outcome["enqueue_ms"]
         assert captured.loc["whole", "wall_ms"].tolist() == outcome["captured_ms"][1:]
         for (phase, step), row in captured.iterrows():
-            own = operations[
-                (operations["step"] == first + 1 + step)
-                & ((operations["phase"] == phase) | (phase == "whole"))
-            ]
-            assert (row["operations"], row["operations_ns"], row["busy_ns"], row["projected_ns"]) == (
-                len(own),
-                own["duration_ns"].sum(),
-                round(1e6 * covered_ms(own)),
-                own["end_ns"].max() - own["start_ns"].min(),
-            )
+            in_phase = (operations["phase"] == phase) | (phase == "whole")
+            rows = operations[(operations["step"] == first + 1 + step) & in_phase]
+            assert row["operations"] == len(rows) and row["operations_ns"] == rows["duration_ns"].sum()
+            assert row["busy_ns"] == round(1e6 * covered_ms(rows))
+            assert row["projected_ns"] == rows["end_ns"].max() - rows["start_ns"].min()
 
 
-def test_what_has_no_region_is_named_after_its_phase_where_that_says_what_it_is(here):
+def test_operations_without_a_region_are_named_after_their_phase():
     phases = ["forward", "backward", "optimizer", "outside"]
-    rows = pd.DataFrame(
-        {"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4, "duration_ns": 1}
-    )
-    captured = SimpleNamespace(file="a capture", inside=["step"], modes={"step": {"status": "ok"}})
-    named = executed(
-        "nsys",
-        "UNNAMED =",
-        here | {"operations": rows, "ranges": pd.DataFrame({"role": ["step"]}), "captured": captured},
-    )["named"]
-    assert (
-        named["region"].tolist()
-        == ["unattributed", "gradient accumulation", "optimizer", "outside"] + ["ffn"] * 4
-    )
+    rows = pd.DataFrame({"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4})
+    modes = ProfiledModes(Path("a capture"), {"step": {"status": "ok"}}, ["step"])
+    named = nsys_profile.Profile(configure("nsys", **SMALL), "", modes, trace=rows).named
+    expected = ["unattributed", "gradient accumulation", "optimizer", "outside"]
+    assert named["region"].tolist() == expected + ["ffn"] * 4
 
 
 def test_what_the_cells_show_and_say_is_of_forwards_account(here):
-    of_step, said, shown = here["of_step"], SimpleNamespace(say=print), []
+    profile, said, shown = here["profile"], SimpleNamespace(say=print), []
+    of_step = profile.operations
     for mode, own in of_step.groupby("mode"):
         shares = own.groupby("family")["total_ns"].sum() / own["total_ns"].sum()
         assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
@@ -521,16 +498,16 @@ def test_what_the_cells_show_and_say_is_of_forwards_account(here):
         of_step[of_step["mode"] == "forward"],
         of_step.query("mode == 'step' and phase != 'optimizer'"),
     )
-    executed("nsys", "most = own.groupby", here | {"display": shown.append, "brief": lambda frame: frame})
+    executed("nsys", "top = rows.groupby", here | {"display": shown.append, "brief": lambda frame: frame})
     for frame, own in zip(shown, (forward, without), strict=True):
         ms = own.groupby("name")["total_ns"].sum().nlargest(3) / 1e6
         assert frame["time, ms"].tolist() == ms.tolist() and frame["share, %"].tolist() == pytest.approx(
             (ms / own["total_ns"].sum() * 1e6).tolist()
         )
     inside = forward[forward["region"].str.startswith("attention.")].groupby("region")["total_ns"].sum() / 1e6
-    assert here["inside_ms"].to_dict() == inside.to_dict()
+    assert here["time_ms"].to_dict() == inside.to_dict()
     plain, captured = (
-        own for _, own in here["clocks"].query("phase == 'whole' and mode == 'forward'").groupby("captured")
+        own for _, own in profile.clocks.query("phase == 'whole' and mode == 'forward'").groupby("captured")
     )
     wall, gpu = plain["wall_ms"].median(), captured["busy_ns"].median() / 1e6
     top = forward.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns").iloc[-1]
@@ -584,9 +561,6 @@ class Recorder:
         self.depth -= 1
 
 
-SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"}
-
-
 @pytest.fixture
 def step():
     return build_step(configure("benchmark", **SMALL))
@@ -594,7 +568,7 @@ def step():
 
 @pytest.fixture
 def ranged():
-    return run_cells("nsys", until="profiler_here(", device="cpu")["ranged"]
+    return run_cells("nsys", until="profile_with_nsys(ranged", device="cpu")["ranged"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -760,66 +734,51 @@ def test_nsys_capture_ends_where_the_steps_end_however_they_do(monkeypatch, tmp_
     assert order == ["start", "stop"]
 
 
-def test_what_cannot_be_is_profiled_again_and_the_named_step_is_no_part_of_it():
-    """At the power cap GPU time may exceed wall time a little more."""
-    at_cap, ms = (
-        {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0},
-        [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44],
-    )
+def test_impossible_modes_are_profiled_again_and_the_named_step_is_not_compared(monkeypatch):
+    """At the power limit GPU time may exceed wall time a little more."""
+    at_cap = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}
+    ms = [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44]
     modes = {
         "forward": {"plain_ms": [10.0, 11.0, 99.0], "clock": {}},
         "forward_backward": {"plain_ms": [30.0, 30.1, 29.0], "clock": at_cap},
         "step": {"plain_ms": [45.0], "clock": {}},
     }
-    captured = SimpleNamespace(
-        file="a file", modes=modes, inside=["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4
-    )
-    steps, folders = (
-        pd.DataFrame({"step": range(11), "phase": "whole", "busy_ns": [1e6 * one for one in ms]}),
-        [],
-    )
-    names = {
-        "profiled": lambda folder: folders.append(folder) or captured,
-        "read": lambda *_: (pd.DataFrame({"step": [-1, 0]}), None, None, {}),
-        "phase_clocks": lambda operations, ranges: steps if operations["step"].tolist() == [0] else None,
-        "tool": "nsys",
-    }
-    names |= {
-        "measure": measure,
-        "pd": pd,
-        "tempfile": tempfile,
-        "Path": Path,
-        "config": SimpleNamespace(device="cuda"),
-    }
-    assert (
-        executed("nsys", "def odd_modes", names)["odd"] == {"step": "captured steps of 40 to 44 ms"}
-        and len({*folders}) == 3
-    )
+    inside = ["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4
+    captured = ProfiledModes(Path("a file"), modes, inside)
+    config = configure("nsys", **SMALL).model_copy(update={"device": "cuda"})
+    steps = pd.DataFrame({"step": range(11), "phase": "whole", "busy_ns": [1e6 * time for time in ms]})
+    folders = []
+
+    def profile_once(ranged, config, folder):
+        folders.append(folder)
+        return nsys_profile.Profile(config, "nsys", captured, trace=pd.DataFrame({"step": [-1, 0]}))
+
+    monkeypatch.setattr(nsys_profile, "profile_once", profile_once)
+    monkeypatch.setattr(nsys_profile, "phase_clocks", lambda operations, ranges: steps)
+    monkeypatch.setattr(nsys_profile.Profile, "check", lambda profile: None)
+
+    def impossible():
+        return nsys_profile.profile_with_nsys(never_run, config).impossible
+
+    assert impossible() == {"step": "captured steps of 40 to 44 ms"} and len({*folders}) == 3
     modes["forward_backward"]["clock"] = {}
     steps.loc[10, "busy_ns"] = 40e6
-    assert [*executed("nsys", "def odd_modes", names)["odd"]] == ["forward_backward"]
+    assert [*impossible()] == ["forward_backward"]
     steps.loc[[5, 6], "busy_ns"] = 30e6
-    assert executed("nsys", "def odd_modes", names)["odd"] == {} and len({*folders}) == 7
+    assert impossible() == {} and len({*folders}) == 7
 
 
-def test_a_mode_that_ran_short_is_in_no_account_and_keeps_its_plain_steps():
-    def captured_modes(*given):
-        captured = nsys_program.captured_modes(*given)
-        captured.modes["forward_backward"] |= {"status": "oom", "reason": "no room"}
-        return captured
-
-    names = run_cells(
-        "nsys", replaced={"captured_modes": captured_modes}, context_length=16, vocab_size=100, device="cpu"
-    )
-    assert {*names["of_step"]["mode"]} == {*names["clocks"].query("captured")["mode"]} == {"forward", "step"}
-    assert {*names["clocks"].query("not captured")["mode"]} == {*PHASES} and names["results"][
-        "forward_backward_reason"
-    ] == "no room"
-    assert names["clocks"].query("captured and mode == 'step' and phase == 'whole'")["step"].tolist() == [
-        0,
-        1,
-        2,
-    ]
+def test_a_mode_that_ran_out_of_memory_is_in_no_table_and_keeps_its_unprofiled_steps(here):
+    modes = here["profile"].modes
+    outcomes = modes.modes | {
+        "forward_backward": modes.modes["forward_backward"] | {"status": "oom", "reason": "no room"}
+    }
+    short = dataclasses.replace(here["profile"], modes=ProfiledModes(modes.file, outcomes, modes.inside))
+    short.check()
+    captured, plain = short.clocks.query("captured"), short.clocks.query("not captured")
+    assert {*short.operations["mode"]} == {*captured["mode"]} == {"forward", "step"}
+    assert {*plain["mode"]} == {*PHASES} and short.results["forward_backward_reason"] == "no room"
+    assert captured.query("mode == 'step' and phase == 'whole'")["step"].tolist() == [0, 1, 2]
 
 
 # nsys as a program
@@ -851,17 +810,13 @@ def test_a_capture_is_held_against_nsys_own_sum(capture, reports, tmp_path):
         (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "it said: quadd crashed"),
     ],
 )
-def test_a_profiler_that_fails_is_quoted(tmp_path, script, message):
+def test_a_profiler_that_fails_is_quoted(monkeypatch, tmp_path, script, message):
     program = tmp_path / "nsys"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
+    monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("nsys 1", program))
     with pytest.raises(NsysError, match=message):
-        run_cells(
-            "nsys",
-            replaced={"profiler_here": lambda device: ("nsys 1", program)},
-            context_length=16,
-            device="cpu",
-        )
+        nsys_profile.profile_with_nsys(never_run, configure("nsys", **SMALL))
     with pytest.raises(NsysError, match=r"nsys export made nothing of a.nsys-rep; it said"):
         nsys_tool.export_capture(program, tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
     with pytest.raises(NsysError, match=r"nsys stats made nothing of step.sqlite"):
@@ -1109,17 +1064,14 @@ def test_attentions_flops_are_those_of_the_formula(loaded):
     assert claims.softmax_flops(loaded)["flops"] == pytest.approx(5 / 256)
 
 
-def test_the_command_that_is_printed_is_the_one_that_runs(cells):
+def test_the_command_that_is_printed_is_the_one_that_runs():
     chapter = (files("stepscope") / "report/chapters/09-questions.md").read_text()
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
-    asked = {word for word in command[: command.index("export")] if word.startswith("--") and "=" in word}
-    flags = {
-        word
-        for word in cells["profiled"].__code__.co_consts
-        for word in (word if isinstance(word, tuple) else [word])
-        if isinstance(word, str) and word.startswith("--") and "=" in word
-    }
-    assert len(flags) > 4 and flags == asked and all(sum in " ".join(command) for sum in cells["OWN_SUMS"])
+    printed = {word for word in command[: command.index("export")] if word.startswith("--") and "=" in word}
+    assert printed == {*nsys_profile.NSYS_OPTIONS}
+    assert all(name in " ".join(command) for name in nsys_profile.NSYS_SUMS)
+    notebook = (PACKAGE / "notebooks" / "nsys.ipynb").read_text()
+    assert all(option in notebook for option in nsys_profile.NSYS_OPTIONS)
 
 
 def test_kernels_that_differ_in_their_tile_alone_are_told_apart():

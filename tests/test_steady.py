@@ -6,10 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
-from cells import run_cells
-from conftest import TINY
 from reports import change_record, change_table, few
 from stepscope import cli, measure
 from stepscope.config import PHASES, WHOLE
@@ -213,83 +210,6 @@ def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enq
 )
 def test_launch_bound_is_who_waits_for_whom(busy, enqueue_ms, gpu_ms, waits):
     assert launch_bound(busy, enqueue_ms, gpu_ms) is waits
-
-
-@pytest.mark.parametrize("notebook, more", [("benchmark", {}), ("mixed_precision", {"numerics": False})])
-@pytest.mark.parametrize("mode, odd_times, taken", [("step", 1, 2), ("forward", 9, 3)])
-def test_an_odd_mode_is_measured_again_at_most_twice_and_the_others_are_not(
-    monkeypatch, notebook, more, mode, odd_times, taken
-):
-    """It is odd so many times. What was measured last is kept, and the first steps of the process as they were."""
-    own, captured, count = measure.step_times, [], []
-
-    def step_times(cases, samples, operations, *given):
-        found = own(cases, samples, operations, *given)
-        own_rows = (found["mode"] == mode) & (found["precision"] == "fp32")
-        count.append(found.loc[own_rows & (found["phase"] == WHOLE), "wall_ms"].item())
-        captured.append(int((operations["phase"] == "forward").sum()))
-        return found.assign(unsteady=np.where(own_rows & (len(count) <= odd_times), "as planted", ""))
-
-    monkeypatch.setattr(measure, "step_times", step_times)
-    names = run_cells(notebook, **TINY | {"warmup_steps": 1} | more)
-    table = names["times"]
-    assert len({*count}) == taken, "it was timed so often"
-    odd = table[table["unsteady"] != ""]
-    assert {*odd["mode"]} == ({mode} if odd_times >= taken else set())
-    assert len({*captured}) == 1, "its kernels took the place of the first ones"
-    if notebook == "benchmark":
-        first = names["tables"]["samples"].query("mode == 'step' and phase == 'whole'")
-        assert first["step"].tolist() == [0, 1, 2] and first["warmup"].tolist() == [True, False, False]
-
-
-@pytest.mark.parametrize("notebook, more", [("benchmark", {}), ("mixed_precision", {"numerics": False})])
-def test_where_a_mode_runs_short_as_it_is_captured_again_nothing_of_either_capture_is_left(
-    monkeypatch, notebook, more
-):
-    """Each captured step of forward begins, and the first of the second capture ends in it."""
-    own, odd, captured, timed = measure.step_times, [True], [], []
-
-    def step_times(*given):
-        found = own(*given)
-        forward = (found["mode"] == "forward") & (found["precision"] == "fp32")
-        return found.assign(unsteady=np.where(forward & (odd.pop() if odd else False), "as planted", ""))
-
-    def wrap(step):
-        def wrapped(*case):
-            if case[:-1] in (("forward",), ("fp32", "forward")) and type(case[-1]).__name__ == "function":
-                captured.append(case)
-                if len(captured) > 3:
-                    with case[-1]("forward"):
-                        torch.ones(2).add(1)
-                    raise torch.OutOfMemoryError("no room. Including much")
-            timed.extend([case[:-1]] * (type((case or [0])[-1]).__name__ == "Phases"))
-            return step(*case)
-
-        return wrapped
-
-    monkeypatch.setattr(measure, "step_times", step_times)
-    names = run_cells(notebook, wrapped={"step": wrap}, **TINY | more)
-    whole = names["times"].query("mode == 'forward' and phase == 'whole'").iloc[-1]
-    assert (
-        len(captured) == 4
-        and np.isnan(whole["gpu_ms"])
-        and whole["wall_ms"] > 0
-        and "no room" in whole["reason"]
-    )
-    for mode, samples in names["samples"].items():  # all but forward in fp32 once
-        mode = (mode,) if notebook == "benchmark" else mode
-        assert (timed.count(mode) == samples["step"].nunique()) == (
-            mode not in (("forward",), ("fp32", "forward"))
-        )
-    again = names["samples"]["forward" if notebook == "benchmark" else ("fp32", "forward")].query(
-        "phase == 'whole'"
-    )
-    assert again["warmup"].sum() == (2 if notebook == "benchmark" else 1)
-    left = {*names["kernels" if notebook == "benchmark" else "operations"]["case"]}
-    assert len(left) == len(names["ran" if notebook == "benchmark" else "fit"]) - 1 and not left & {
-        "forward",
-        ("fp32", "forward"),
-    }
 
 
 def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():

@@ -2,11 +2,8 @@
 takes so long as is asked for, and none of the host's time until somebody waits."""
 
 import math
-import tempfile
-from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,12 +15,11 @@ from cells import executed, run_cells
 from memory_recording import stand_in
 from stepscope import measure
 from stepscope.config import StepConfig
-from stepscope.measure import clocks, compiler, memory_history, profiled_process, rates
+from stepscope.measure import clocks, compiler, memory_history, profiled_process, protocol, rates
 from stepscope.model.training_step import build_step
 from stepscope.optimizations.trainer import Trainer, Unsupported
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
-from stepscope.traces.conservation import phase_clocks
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
 
@@ -100,9 +96,8 @@ def test_a_profiled_processs_plain_step_is_all_of_its_work_and_nothing_before(gp
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_captured_step_and_its_range_end_with_the_gpus_work(gpu, events, monkeypatch, named):
-    ranged = run_cells("nsys", until="profiler_here(", replaced={"nvtx_range": gpu.range}, device="cpu")[
-        "ranged"
-    ]
+    names = run_cells("nsys", "profile_with_nsys(ranged", {"nvtx_range": gpu.range}, device="cpu")
+    ranged = names["ranged"]
     monkeypatch.setattr(
         profiled_process, "annotated", lambda model: nullcontext(SimpleNamespace(link_backward=lambda: None))
     )
@@ -180,19 +175,39 @@ def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypat
     assert {name for name, _ in gpu.log} == {*counters} and {left for _, left in gpu.log} == {0.0}
 
 
-def test_each_step_of_an_in_process_capture_is_alone(gpu):
-    names = run_cells(
-        "benchmark",
-        until="def replay(",
-        replaced={"synchronize": gpu.synchronize},
-        device="cpu",
-        warmup_steps=1,
-        timed_steps=1,
-    )
-    names |= {"zero_grad": gpu.clear, "step": lambda mode, phase: Step(gpu)(phase)}
-    names["capture_steps"]("forward_backward", SimpleNamespace(phases=lambda case, number: gpu.range))
+def protocol_on(gpu):
+    """The protocol with one case, whose step runs on that GPU and whose optimizer has moments."""
+    adamw = SimpleNamespace(state={"moments": 1})
+    subject = SimpleNamespace(reset=gpu.clear, forget_moments=adamw.state.clear, optimizer=adamw)
+    config = StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1)
+    return protocol.Protocol(subject, {"forward_backward": Step(gpu)}, config)
+
+
+def test_each_step_that_the_protocol_profiles_is_alone(gpu, monkeypatch):
+    monkeypatch.setattr(protocol, "synchronizer", lambda device: gpu.synchronize)
+    measurement = protocol_on(gpu)
+    measurement.readings["forward_backward"] = {}
+    captured = SimpleNamespace(phases=lambda case, number: gpu.range)
+    measurement.profile_case("forward_backward", captured)
     began = [left for name, what, left in gpu.log if name == "forward" and what == "begins"]
-    assert began == [0.0] * 3 and gpu.left == 0.0 and names["complete"]["forward_backward"] == 3
+    assert began == [0.0] * 3 and gpu.left == 0.0 and measurement.completed["forward_backward"] == 3
+
+
+def test_a_modes_peak_of_memory_excludes_another_modes_moments(gpu, monkeypatch):
+    log, measurement = [], protocol_on(gpu)
+
+    def timed(*given):
+        log.append("timed")
+        return pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
+
+    def forget_peaks(device):
+        log.append("moments exist" if measurement.subject.optimizer.state else "forgotten")
+
+    measurement.clock = timed
+    monkeypatch.setattr(protocol, "forget_peaks", forget_peaks)
+    monkeypatch.setattr(protocol, "peak_memory", lambda device: log.append("read") or {})
+    measurement.time_case("forward_backward", 1)
+    assert log == ["forgotten", "timed", "read"]
 
 
 class Events:
@@ -286,26 +301,6 @@ def measuring(gpu, captured, **also):
     } | also
 
 
-def capture_of_mixed_precision(gpu, captured):
-    case = "bf16", "step"
-    executed(
-        "mixed_precision",
-        "def capture_one(case",
-        measuring(
-            gpu,
-            captured,
-            adamw=SimpleNamespace(state={1: 2}),
-            clear=gpu.clear,
-            status={},
-            cases={case: {}},
-            readings={case: {}},
-            is_long=lambda case: False,
-            step=lambda precision, mode, phase: Step(gpu)(phase),
-        ),
-    )
-    return CLEARING_S  # once all is captured
-
-
 def capture_of_checkpointing(gpu, captured):
     executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))["capture_one"](
         Step(gpu), captured
@@ -328,9 +323,7 @@ def capture_of_explore(gpu, captured):
     return 0.0
 
 
-@pytest.mark.parametrize(
-    "capture", [capture_of_mixed_precision, capture_of_checkpointing, capture_of_explore]
-)
+@pytest.mark.parametrize("capture", [capture_of_checkpointing, capture_of_explore])
 def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
     assert alone(
         gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"))
@@ -373,24 +366,6 @@ def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gp
         names["visit"]((1, 1), lost)
 
 
-def benchmark_takes(names, timed):
-    names |= {
-        "partial": partial,
-        "first_time": True,
-        "samples": {},
-        "readings": defaultdict(dict),
-        "timed": timed,
-    }
-    return partial(executed("benchmark", "def take(mode", names)["take"], "forward", 1)
-
-
-def mixed_precision_times(names, timed):
-    names |= {"partial": partial, "cases": {}}
-    return partial(
-        executed("mixed_precision", "def time_one(case", names)["time_one"], ("bf16", "forward"), 1
-    )
-
-
 def checkpointing_times(names, timed):
     step = SimpleNamespace(mode="forward", optimizer=names["adamw"], clear_gradients=None)
     return partial(executed("checkpointing", "def time_one(step", names | {"Step": Step})["time_one"], step)
@@ -406,10 +381,8 @@ def the_ladder_times(names, timed):
     )
 
 
-@pytest.mark.parametrize(
-    "notebook", [benchmark_takes, mixed_precision_times, checkpointing_times, the_ladder_times]
-)
-def test_a_modes_peak_of_memory_is_of_its_own_steps(notebook):
+@pytest.mark.parametrize("notebook", [checkpointing_times, the_ladder_times])
+def test_a_notebooks_peak_of_memory_is_of_its_own_steps(notebook):
     """What is held beside them, such as the moments of another mode, is gone when peaks begin anew."""
     log, state = [], {"moments": 1}
     names = measuring(
@@ -438,51 +411,14 @@ def test_a_modes_peak_of_memory_is_of_its_own_steps(notebook):
     assert log == ["forgotten", "timed", "read"]
 
 
-@pytest.mark.parametrize("lasted_ms, tries", [((130, 100, 101), 1), ((100, 100, 110), measure.TRIES)])
-def test_of_nsyss_captured_steps_the_first_whose_regions_are_named_is_not_compared(gpu, lasted_ms, tries):
-    rows = pd.DataFrame(
-        {
-            "step": range(3),
-            "phase": pd.Categorical(["forward"] * 3),
-            "process": 7,
-            "device": 0,
-            "start_ns": range(0, 3 * 10**9, 10**9),
-            "duration_ns": [ms * 10**6 for ms in lasted_ms],
-        }
-    )
-    ranges = pd.DataFrame(
-        {"role": "step", "process": 7, "name": "step", "step": range(3), "start_ns": 0, "end_ns": 1}
-    )
-    captured = SimpleNamespace(
-        file="a file", inside=["forward"] * 3, modes={"forward": {"plain_ms": [140.0], "clock": {}}}
-    )
-    profiled = []
-    names = executed(
-        "nsys",
-        "def odd_modes(",
-        measuring(
-            gpu,
-            None,
-            tempfile=tempfile,
-            Path=Path,
-            tool="nsys",
-            phase_clocks=phase_clocks,
-            profiled=lambda folder: profiled.append(folder) or captured,
-            read=lambda *_: (rows, ranges, None, {}),
-        ),
-    )
-    assert len(profiled) == tries and bool(names["odd"]) == (tries > 1)
-
-
 def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):
     shown = []
     executed(
         "benchmark",
         "wrong_ms",
         {
-            "samples": {"step": None},
-            "status": {},
-            "zero_grad": gpu.clear,
+            "full_steps": [1],
+            "subject": SimpleNamespace(reset=gpu.clear),
             "synchronize": gpu.synchronize,
             "default_timer": lambda: gpu.now,
             "step": Step(gpu),
