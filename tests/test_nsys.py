@@ -112,7 +112,7 @@ def capture(tmp_path_factory, reports):
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
-        outcome = {"inside": inside, "modes": dict.fromkeys(inside, OUTCOME)}
+        outcome = {"inside": inside, "modes": dict.fromkeys(inside, OUTCOME), "learning_rate": 0.0}
         program.write_text(FAKE.format(export=EXPORT, reports=folder, outcome=json.dumps(outcome)))
         program.chmod(0o755)
         with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,7 @@ def test_each_modes_events_are_those_of_its_first_step(capture):
     assert check["mode"].tolist() == ["forward", "step"] and (check["differs by, ns"] == 0).all()
     assert profile.results["operations"] == totals["operations"].sum()
     assert profile.results["operations_ns"] == totals["duration_ns"].sum()
-    assert "unsteady" not in profile.results
+    assert "unsteady" not in profile.results and profile.results["learning_rate"] == 0
 
 
 def test_reports_that_differ_from_the_table_are_refused(profile):
@@ -636,6 +636,15 @@ def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, st
     assert all(weight.grad is None for weight in step.model.parameters())
 
 
+def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
+    before = [weight.clone() for weight in step.model.parameters()]
+    (rate,) = {group["lr"] for group in step.optimizer.param_groups}
+    outcome = profiled_process.profile(step, ranged, lambda: None)
+    assert outcome["learning_rate"] == 0 and outcome["inside"].count("step") == 4
+    assert all(map(torch.equal, before, step.model.parameters()))
+    assert {group["lr"] for group in step.optimizer.param_groups} == {rate} != {0}
+
+
 @pytest.mark.parametrize(
     ("mode", "lasts_ms", "warmups", "steps"),
     [
@@ -714,7 +723,8 @@ def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, s
             raise torch.OutOfMemoryError("no room. Including much")
 
     monkeypatch.setattr(profiled_process, "build_step", build)
-    monkeypatch.setattr(profiled_process, "profile", lambda *_: {"inside": ["step"], "modes": {}})
+    outcome = {"inside": ["step"], "modes": {}, "learning_rate": 0.0}
+    monkeypatch.setattr(profiled_process, "profile", lambda *_: outcome)
     monkeypatch.setattr(profiled_process, "use_ranges", lambda ranges: None)
     (tmp_path / "ranged.py").write_text("def ranged(): pass")
     profiled_process.main(tool, tmp_path, step.config)

@@ -184,6 +184,36 @@ def test_a_notebooks_own_clock_times_every_case_and_its_readings_are_recorded(to
     assert asked == [(7, 9), (2, 9), (2, 9)] and (results.times["wall_ms"] == 42).all()
 
 
+# The learning rate
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+def test_measured_steps_leave_the_weights_as_they_are_and_the_rate_is_restored(toy, rate):
+    group, weight = toy.adamw.param_groups[0], toy.subject.model.weight
+    before, group["lr"] = weight.clone(), rate
+    results = toy.measure()
+    assert results.learning_rate == 0 and torch.equal(weight, before)
+    assert group["lr"] is rate and float(rate) == pytest.approx(0.1)
+    toy.subject.reset()
+    toy.step("step")
+    assert not torch.equal(weight, before)
+
+
+def test_the_rate_is_restored_when_a_call_is_interrupted(toy):
+    def before(case, kind, phase):
+        raise KeyboardInterrupt
+
+    toy.before = before
+    with pytest.raises(KeyboardInterrupt) as raised:
+        toy.measure()
+    assert toy.adamw.param_groups[0]["lr"] == 1e-3 and raised.value.results.learning_rate == 0
+
+
+def test_a_subject_without_an_optimizer_has_no_learning_rate(toy):
+    toy.subject.optimizer = None
+    assert toy.measure(["forward"]).learning_rate is None
+
+
 # The order
 
 

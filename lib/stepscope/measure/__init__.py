@@ -25,6 +25,7 @@
     step_times, operations_by_name     the tables of a run, of all that
     steps(subject, cases, config)      the whole protocol, for a dictionary of steps
     Subject(model, batch, loss, optimizer)   what is measured; .reset() frees its gradients
+    zero_learning_rate(optimizer)      a context in which steps leave the weights as they are
 
 On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
 """
@@ -63,7 +64,7 @@ from stepscope.measure.profiler import capture
 from stepscope.measure.protocol import Results, steps, supported_precisions
 from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap, unsteady
-from stepscope.measure.subject import Subject
+from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
 from stepscope.model.training_step import autocast, grad_scaler, prepare, release
 from stepscope.traces.captured import (

@@ -17,12 +17,14 @@ class ProfiledModes:
     """The captured steps of one configuration's modes.
 
     modes: of each its status, reason, wall times plain_ms and captured_ms, the plain ones' enqueue_ms and
-    their clock. inside: the mode of each step in the file.
+    their clock. inside: the mode of each step in the file. learning_rate: of AdamW meanwhile; None where the
+    weights did not fit.
     """
 
     file: Path | None  # None: nothing was captured
     modes: dict[str, dict]
     inside: list[str]
+    learning_rate: float | None = None
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
@@ -53,4 +55,4 @@ def captured_modes(folder: Path, by_nsys: bool, said: str) -> ProfiledModes:
         file = next(iter(folder.glob("capture*.nsys-rep")), None) if by_nsys else folder / TRACE
         if file is None or not file.exists():
             raise NsysError(f"no report was made of the capture; the profiler said: {said}")
-    return ProfiledModes(file, outcome["modes"], outcome["inside"])
+    return ProfiledModes(file, outcome["modes"], outcome["inside"], outcome["learning_rate"])

@@ -30,6 +30,7 @@ from stepscope.measure.guard import out_of_memory
 from stepscope.measure.nsys import OUTCOME, RANGED, REPLAY, TRACE
 from stepscope.measure.power import highest_clock_mhz, sm_clock_mhz
 from stepscope.measure.profiler import profiled
+from stepscope.measure.subject import learning_rate, zero_learning_rate
 from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.model.training_step import Step, build_step, prepare, release
 
@@ -130,7 +131,8 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
     Returns:
         modes: of each its status, reason, wall times plain_ms, captured_ms (the first is the named step's),
             the plain ones' enqueue_ms and their clock;
-            inside: the mode of each step in the capture, in order.
+            inside: the mode of each step in the capture, in order;
+            learning_rate: of AdamW meanwhile.
     """
     modes = {name: ProfiledMode(step.of(mode=name), ranged) for name in PHASES}
     inside: list[str] = []
@@ -141,17 +143,20 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
             inside.append(mode.step.mode)
             mode.captured_ms.append(mode.captured(named=number == 0))
 
-    for name in reversed(modes):  # the whole step first, which needs the most memory
-        modes[name].try_part(time_plain)
-    if not all(mode.reason for mode in modes.values()):
-        capture()
-        for mode in modes.values():
-            mode.try_part(time_captured)
-        forward = modes["forward"].step
-        with nvtx_range(REPLAY):
-            replay(forward, forward.device, clear=forward.clear_gradients, replays=1, at_least_s=0)
+    with zero_learning_rate(step.optimizer):  # so that all steps run on the same weights
+        for name in reversed(modes):  # the whole step first, which needs the most memory
+            modes[name].try_part(time_plain)
+        if not all(mode.reason for mode in modes.values()):
+            capture()
+            for mode in modes.values():
+                mode.try_part(time_captured)
+            forward = modes["forward"].step
+            with nvtx_range(REPLAY):
+                replay(forward, forward.device, clear=forward.clear_gradients, replays=1, at_least_s=0)
+        rate = learning_rate(step.optimizer)
     return {
         "inside": inside,
+        "learning_rate": rate,
         "modes": {
             name: {
                 "status": "oom" if mode.reason else "ok",
@@ -186,7 +191,7 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
                 "captured_ms": [],
                 "clock": {},
             }
-            outcome = {"inside": [], "modes": dict.fromkeys(PHASES, oom)}
+            outcome = {"inside": [], "learning_rate": None, "modes": dict.fromkeys(PHASES, oom)}
         gc.collect()
         release(config.device)
         write_text_durably(folder / OUTCOME, json.dumps(outcome))

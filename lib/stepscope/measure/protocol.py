@@ -16,7 +16,8 @@ The order matters, because launches stay slower once a profiler has run in a pro
 5. Check the readings. Impossible ones are measured again, at most twice.
 6. Measure the device's ceilings, a large matmul and a copy, for FLOP rates and utilization.
 
-If a case runs out of memory, its row says why, and the other cases continue.
+If a case runs out of memory, its row says why, and the other cases continue. The learning rate is 0
+throughout, so that all steps run on the same weights.
 """
 
 import math
@@ -36,7 +37,7 @@ from stepscope.measure.power import Power, highest_clock_mhz, kept_up_power
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap
-from stepscope.measure.subject import Subject
+from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
 from stepscope.model.training_step import grad_scaler, release
 from stepscope.traces.captured import CAPTURED
@@ -62,6 +63,7 @@ class Results:
     samples: every timed step. The first case keeps the first steps of the process.
     profiled: every operation of every profiled step, with start and end (columns case, number, ...).
     ceilings: the highest rates measured on this device, of a large matmul in each precision and of a copy.
+    learning_rate: of the optimizer while it was measured; None if no step uses one.
     """
 
     config: StepConfig
@@ -70,6 +72,7 @@ class Results:
     samples: pd.DataFrame
     profiled: pd.DataFrame
     ceilings: dict[str, float]
+    learning_rate: float | None
 
     @property
     def limits(self) -> dict[str, float | None]:
@@ -121,14 +124,15 @@ def steps(
                 f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or (precision, mode)"
             )
     protocol = Protocol(subject, cases, config, clock)
-    try:
-        protocol.measure()
-    except BaseException as error:
-        protocol.end_early(type(error).__name__)
-        vars(error)["results"] = protocol.results(unsupported or {})
-        error.add_note("sys.last_value.results holds what was measured until then: .times, .samples, ...")
-        raise
-    return protocol.results(unsupported or {})
+    with zero_learning_rate(subject.optimizer):
+        try:
+            protocol.measure()
+        except BaseException as error:
+            protocol.end_early(type(error).__name__)
+            vars(error)["results"] = protocol.results(unsupported or {})
+            error.add_note("sys.last_value.results holds what was measured until then: .times, .samples, ...")
+            raise
+        return protocol.results(unsupported or {})
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
@@ -386,7 +390,8 @@ class Protocol:
             times, operations, samples = (
                 table.drop(columns="precision") for table in (times, operations, samples)
             )
-        return Results(self.config, times, operations, samples, self.profiled, self.ceilings)
+        rate = learning_rate(self.subject.optimizer)
+        return Results(self.config, times, operations, samples, self.profiled, self.ceilings, rate)
 
     def all_samples(self) -> pd.DataFrame:
         """Return every timed step; of the first case its first steps, even if it was measured again."""

@@ -1,6 +1,7 @@
 """What is measured: a model, a batch, a loss and an optimizer, which the steps of a notebook share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,3 +34,37 @@ class Subject:
         """Free the optimizer's state, which the next full step makes again."""
         if self.optimizer is not None:
             self.optimizer.state.clear()
+
+
+@contextmanager
+def zero_learning_rate(optimizer: Any) -> Iterator[None]:
+    """Set the optimizer's learning rate to 0 while steps are measured, and restore it afterwards.
+
+    The optimizer does all of its work, but the weights don't change. Otherwise a model that trains on one
+    batch over and over becomes slower: its attention gets sharp, and naive softmax then divides denormal
+    numbers. A rate that is a tensor is written in place, because a kernel or a CUDA graph reads it there.
+
+    Args:
+        optimizer: None if no step uses one.
+    """
+    groups = [] if optimizer is None else optimizer.param_groups
+    rates = [float(group["lr"]) for group in groups]
+    try:
+        for group in groups:
+            set_learning_rate(group, 0.0)
+        yield
+    finally:
+        for group, rate in zip(groups, rates):
+            set_learning_rate(group, rate)
+
+
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def learning_rate(optimizer: Any) -> float | None:
+    """Return the rate of the optimizer's first group, for the record; None if no step uses an optimizer."""
+    return None if optimizer is None else float(optimizer.param_groups[0]["lr"])

@@ -202,7 +202,7 @@ class Profile:
     @cached_property
     def results(self) -> dict[str, Any]:
         """What the record keeps besides the tables."""
-        results: dict[str, Any] = {"tool": self.tool}
+        results: dict[str, Any] = {"tool": self.tool, "learning_rate": self.modes.learning_rate}
         if self.impossible:
             results["unsteady"] = str(self.impossible)
         for mode, outcome in self.modes.modes.items():
