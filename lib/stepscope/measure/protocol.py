@@ -123,16 +123,17 @@ def steps(
             raise ConfigError(
                 f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or (precision, mode)"
             )
-    protocol = Protocol(subject, cases, config, clock)
+    status = {case: ("unsupported", reason) for case, reason in (unsupported or {}).items()}
+    protocol = Protocol(subject, cases, config, clock, status)
     with zero_learning_rate(subject.optimizer):
         try:
             protocol.measure()
         except BaseException as error:
             protocol.end_early(type(error).__name__)
-            vars(error)["results"] = protocol.results(unsupported or {})
+            vars(error)["results"] = protocol.results()
             error.add_note("sys.last_value.results holds what was measured until then: .times, .samples, ...")
             raise
-        return protocol.results(unsupported or {})
+        return protocol.results()
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
@@ -158,10 +159,10 @@ class Protocol:
     cases: Mapping[Case, Step]
     config: StepConfig
     clock: Clock | None = None
-    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # of cases that failed
+    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # of cases that have no times
     unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but short of memory later
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
-    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # of the first case
+    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # of the first case only
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
     compile_s: dict[Case, float] = field(default_factory=dict)
     completed: dict[Case, int] = field(default_factory=dict)  # profiled steps that ended
@@ -200,7 +201,7 @@ class Protocol:
                 for case in self.cases:
                     self.compile_case(case)
         except BackendCompilerFailed as error:
-            self.status = dict.fromkeys(self.cases, ("unsupported", error_text(error)))
+            self.status |= dict.fromkeys(self.cases, ("unsupported", error_text(error)))
 
     def compile_case(self, case: Case) -> None:
         failed: dict[Any, tuple[str, str]] = {}  # a case that runs out of memory here may still fit later
@@ -215,23 +216,20 @@ class Protocol:
     # Time
 
     def time_cases(self) -> None:
+        warmups = self.config.warmup_steps
         for case in self.cases:
             if case in self.status:
                 continue
             with out_of_memory(self.status, case, f"timing {label(case)}"):
-                self.time_case(case, self.warmups())
+                self.time_case(case, warmups)
                 walls = walls_ms(self.samples[case])
                 print(f"{label(case)}: {walls.median():.4g} ms, the median of {len(walls)} steps")
             self.tidy(failed=case in self.status)
+            is_any_long = any(map(self.is_long, self.cases))
+            warmups = min(self.config.warmup_steps, WARMUPS_IF_LONG if is_any_long else WARMUPS)
         first = next(iter(self.cases), None)
-        self.first_samples = {case: table for case, table in self.samples.items() if case == first}
-
-    def warmups(self) -> int:
-        """Return how many warm-up steps the next case gets."""
-        if not self.samples and not self.status:
-            return self.config.warmup_steps
-        is_any_long = any(self.is_long(case) for case in self.cases)
-        return min(self.config.warmup_steps, WARMUPS_IF_LONG if is_any_long else WARMUPS)
+        if first in self.samples:
+            self.first_samples = {first: self.samples[first]}
 
     def time_case(self, case: Case, warmups: int) -> None:
         step, mode = self.cases[case], mode_of(case)
@@ -338,14 +336,22 @@ class Protocol:
         outcomes = dict(self.status)
         for case, (_, reason) in self.unprofiled.items():
             outcomes[case] = "ok", f"not captured: {reason}"
-        keys = self.keys([*self.cases, *self.status])
         times = step_times(
-            keys, self.samples, self.profiled, self.readings, outcomes, self.profiler_error, self.device
+            self.keys,
+            self.samples,
+            self.profiled,
+            self.readings,
+            outcomes,
+            self.profiler_error,
+            self.device,
         )
         compile_s = {self.key(case): seconds for case, seconds in self.compile_s.items()}
-        seconds = [compile_s.get(key, math.nan) for key in zip(times["precision"], times["mode"])]
-        by_row = pd.Series(seconds, times.index, dtype=float)
-        return times.assign(compile_s=by_row.where(times["phase"] == WHOLE))
+        rows = zip(times["precision"], times["mode"], times["phase"])
+        seconds = [
+            compile_s.get((precision, mode), math.nan) if phase == WHOLE else math.nan
+            for precision, mode, phase in rows
+        ]
+        return times.assign(compile_s=pd.Series(seconds, times.index, dtype=float))
 
     def measure_ceilings(self) -> None:
         """Only the weights are in memory now. If the large matmul does not fit as well, rates are unknown."""
@@ -363,9 +369,14 @@ class Protocol:
     def key(self, case: Case) -> tuple[str, str]:
         return case if isinstance(case, tuple) else (self.config.precision, str(case))
 
-    def keys(self, cases: Sequence[Case]) -> dict[Case, dict[str, str]]:
-        keys = {case: self.key(case) for case in cases}
-        return {case: {"precision": precision, "mode": mode} for case, (precision, mode) in keys.items()}
+    @property
+    def keys(self) -> dict[Case, dict[str, str]]:
+        """The columns of each case, also of those that the device lacks."""
+        keys = {}
+        for case in [*self.cases, *self.status]:
+            precision, mode = self.key(case)
+            keys[case] = {"precision": precision, "mode": mode}
+        return keys
 
     def tidy(self, failed: bool) -> None:
         """Free memory between cases."""
@@ -380,26 +391,31 @@ class Protocol:
             if case not in self.samples:
                 self.status.setdefault(case, ("failed", f"not measured: {reason}"))
 
-    def results(self, unsupported: Mapping[Case, str]) -> Results:
-        self.status |= {case: ("unsupported", reason) for case, reason in unsupported.items()}
+    def results(self) -> Results:
         rates = {name: self.ceilings.get(f"matmul_{name}", math.nan) for name in self.precisions}
         times = with_rates(self.times(), self.config, rates)
-        operations = operations_by_name(self.keys([*self.cases]), self.profiled)
+        operations = operations_by_name(self.keys, self.profiled)
         samples = self.all_samples()
         if not any(isinstance(case, tuple) for case in self.cases):  # the configuration names the precision
-            times, operations, samples = (
-                table.drop(columns="precision") for table in (times, operations, samples)
-            )
-        rate = learning_rate(self.subject.optimizer)
-        return Results(self.config, times, operations, samples, self.profiled, self.ceilings, rate)
+            times = times.drop(columns="precision")
+            operations = operations.drop(columns="precision")
+            samples = samples.drop(columns="precision")
+        return Results(
+            self.config,
+            times,
+            operations,
+            samples,
+            self.profiled,
+            self.ceilings,
+            learning_rate(self.subject.optimizer),
+        )
 
     def all_samples(self) -> pd.DataFrame:
         """Return every timed step; of the first case its first steps, even if it was measured again."""
-        columns = ["mode", "precision", *SAMPLE_COLUMNS]
-        tables = []
+        columns, tables = ["mode", "precision", *SAMPLE_COLUMNS], []
         for case, samples in (self.samples | self.first_samples).items():
-            precision, mode = self.key(case)
-            tables.append(samples.assign(mode=mode, precision=precision)[columns])
+            table = samples.assign(**self.keys[case])
+            tables.append(table[columns])
         return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
 
 
