@@ -14,12 +14,10 @@
     quickest_step, middle_step, whole_steps(operations)   of captured steps one, or each
     gpu_time_ms, gpu_time, by_name(operations)   what is said of one of them
     unsteady(row, captured_ms), at_cap(row), TRIES   what cannot be, or does not repeat: to be measured again
-    replay(step, device, ...)          times of the step as a CUDA graph, or why there are none
     seconds_with_compiling(step, device)   of a first step
     forget_peaks, peak_memory(device)  peak_gib and reserved_gib since then
     saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
     record_memory_history(step)        every allocation of a step
-    Power(device), .read(), .per_step(steps)   clock, power and energy of the very steps that are timed
     ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
     sheet_tflops, sheet_clock_mhz(precision, device)   what the data sheet says, and at which SM clock
     step_times, operations_by_name     the tables of a run, of all that
@@ -41,7 +39,7 @@ from stepscope.measure.clocks import (
     walls_ms,
 )
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling
-from stepscope.measure.graph import graph_of, replay
+from stepscope.measure.graph import graph_of
 from stepscope.measure.guard import asked_and_allocated, error_text, out_of_memory
 from stepscope.measure.memory import (
     device_bytes,
@@ -53,16 +51,13 @@ from stepscope.measure.memory import (
 )
 from stepscope.measure.memory_history import MemoryHistory, record_memory_history
 from stepscope.measure.power import (
-    Power,
     PowerMonitor,
-    highest_clock_mhz,
-    kept_up_power,
     power_limit_w,
     sm_clock_mhz,
 )
 from stepscope.measure.profiler import capture
 from stepscope.measure.protocol import Results, steps, supported_precisions
-from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops, with_rates
+from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops
 from stepscope.measure.steady import TRIES, at_cap, unsteady
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
