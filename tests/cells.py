@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import json
 import linecache
 import statistics
 import types
@@ -62,6 +63,16 @@ def run_cells(
     if until is not None:
         raise LookupError(f"{path.name} has no cell with {until!r}")
     return names
+
+
+def edited(notebook: str, folder: Path, before: str, after: str) -> Path:
+    """Copy one of the package's notebooks into a folder, with a piece of one cell's code replaced."""
+    content = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())
+    (cell,) = (cell for cell in content["cells"] if before in "".join(cell["source"]))
+    cell["source"] = "".join(cell["source"]).replace(before, after)
+    path = folder / f"{notebook}.ipynb"
+    path.write_text(json.dumps(content))
+    return path
 
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cells import run_cells, step_flops
+from cells import edited, run_cells, step_flops
 from stepscope import measure
 from stepscope.config import WHOLE, ConfigError
 from stepscope.measure import protocol
@@ -87,6 +87,14 @@ def test_sums_are_those_of_exact_arithmetic_rounded_at_each_addition(sums, way, 
     assert sums["result"][way] == float(total)
     assert sums["storing"][way] == float(1000 * term - 10)
     assert sums["adding"][way] == float(total - 1000 * term)
+
+
+def test_a_term_that_every_type_stores_exactly_loses_only_in_adding(tmp_path):
+    path = edited("mixed_precision", tmp_path, "Fraction(1, 100)", "Fraction(1, 128)")
+    rows = run_cells(path, until="class ToyModel", **TINY)["rows"]
+    sums = table(rows).pivot(index="case", columns="quantity", values="value")
+    assert (sums["storing"] == 0).all() and sums["adding"]["bf16 into bf16"] != 0
+    assert sums["adding"]["fp32 into fp32"] == 0
 
 
 # ToyModel
@@ -307,6 +315,17 @@ def test_every_precision_is_measured_on_one_model(model_cells):
         False,
         True,
     ] or not torch.cuda.is_available()
+
+
+def test_without_its_autocast_the_loss_is_in_the_low_type(tmp_path):
+    """As a reader who removes it sees."""
+    loss = 'with phase("loss"), autocast(precision):'
+    path = edited("mixed_precision", tmp_path, loss, 'with phase("loss"):')
+    names = run_cells(path, until="measure.steps(", **TINY | {"numerics": False})
+    loss_of, seen = names["model"].loss, []
+    names["model"].loss = lambda *given: seen.append(loss_of(*given)) or seen[-1]
+    names["step"]("bf16", "forward_backward")
+    assert seen[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,14 @@ def test_the_table_and_the_clocks_follow_from_the_profiled_and_the_unprofiled_st
             assert row["projected_ns"] == rows["end_ns"].max() - rows["start_ns"].min()
 
 
+def test_fused_attention_takes_the_place_of_softmax_and_both_matmuls():
+    names = run_cells("nsys", "by_range =", context_length=16, vocab_size=100, device="cpu", attention="sdpa")
+    assert "softmax" not in names["profile"].operations.query("mode == 'forward'")["family"].tolist()
+    regions = {*names["time_ms"].index}
+    assert "attention.fused" in regions
+    assert not regions & {"attention.scores", "attention.softmax", "attention.value"}
+
+
 def test_operations_without_a_region_are_named_after_their_phase():
     phases = ["forward", "backward", "optimizer", "outside"]
     rows = pd.DataFrame({"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4})
