@@ -1,12 +1,13 @@
 """The ladder: its optimizer and loss against plain formulas, its changes against fp32, its bounds, its run."""
 
+import dataclasses
 import math
 import os
 import sys
-from contextlib import nullcontext
-from itertools import pairwise
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,24 +16,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cells import executed, run_cells, spread, step_flops
+from cells import run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
-from stepscope.measure import back_to_back, fresh_compiler_cache
-from stepscope.measure.clocks import SAMPLE_COLUMNS
+from stepscope.measure import fresh_compiler_cache
 from stepscope.model.fit import last_step_bytes
 from stepscope.model.flops import parameter_count
-from stepscope.model.text import text_batches
-from stepscope.model.transformer import TransformerLM
 from stepscope.optimizations import fp8
 from stepscope.optimizations.adamw import hashed, stochastic_round
 from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW
-from stepscope.optimizations.trainer import Unsupported
+from stepscope.optimizations.transforms import TrainedSubject, Unsupported, apply, launch_eagerly
 from stepscope.report.tables import number
-from stepscope.studies.ladder import bounds, checks, tables, training
-from stepscope.studies.ladder.config import BASELINES, FILLED, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
+from stepscope.studies.ladder.config import FILLED, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.studies.ladder.loop import Case, Ladder, filling_batch
 from stepscope.studies.ladder.training import SEEDS, train
-from stepscope.traces.attribution import TraceError
 from stepscope.traces.captured import CAPTURED
 
 EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
@@ -59,16 +57,16 @@ def config():
     return make
 
 
+@pytest.fixture(scope="module")
+def notebook():
+    """The names of the notebook's cells above the one that measures."""
+    return SimpleNamespace(**run_cells("ladder", until="ladder.measure()", **SHAPE))
+
+
 @pytest.fixture
-def cells(monkeypatch):
-    """The names of the notebook's cells, up to that which measures the first change; without compiling."""
+def uncompiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **options: model)
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
-
-    def make(until="## The lower bound", **fields):
-        return SimpleNamespace(**run_cells("ladder", until=until, **SHAPE | fields))
-
-    return make
 
 
 # -- the optimizer --------------------------------------------------------------------------------------------
@@ -346,123 +344,540 @@ def test_an_fp8_layer_that_nobody_writes_says_so():
     assert layer.bfloat16()(torch.randn(2, 32).bfloat16()).isnan().all()
 
 
-def test_of_trained_weights_the_gradient_is_taken_again(cells, monkeypatch):
-    monkeypatch.setattr(fp8, "has_fp8", lambda device: True)
-    monkeypatch.setattr(
-        "stepscope.model.text.text_batches", lambda steps, *sizes: text_batches(min(steps, 4), *sizes)
+# -- transforms -----------------------------------------------------------------------------------------------
+
+LADDER = RUNGS[1:]  # fp32 is the subject without any
+
+
+def other_model(batch_size):
+    """Return a subject that has nothing of our Transformer."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def batch():
+        x, y = torch.randn(2, batch_size, 16, generator=torch.Generator().manual_seed(0)).unbind()
+        return x, y
+
+    def loss(model, x, y):
+        return functional.mse_loss(model(x), y)
+
+    def adamw(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    return TrainedSubject(model, (), loss, make_batch=batch, make_optimizer=adamw)
+
+
+def state_of(subject):
+    """Return what a transform may change, to compare."""
+    fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
+    dtypes = {name: parameter.dtype for name, parameter in subject.model.named_parameters()}
+    return fields | {"dtypes": dtypes, "modules": [type(module) for module in subject.model.modules()]}
+
+
+def loaded(notebook, names):
+    subject = notebook.transformer(2)
+    apply([getattr(notebook, name) for name in names], subject)
+    subject.load(0)
+    return subject
+
+
+@pytest.mark.parametrize("name", ["sdpa", "blocks", "bf16_weights", "bf16_moments", "chunked"])
+def test_transform_gives_a_reason_and_changes_nothing_when_the_model_is_another(notebook, name):
+    subject = other_model(2)
+    before = state_of(subject)
+    reason = getattr(notebook, name)(subject)
+    assert isinstance(reason, str) and " " in reason
+    assert state_of(subject) == before
+
+
+@pytest.mark.parametrize("name", ["tf32", "cuda_graph", "reduce_overhead", "fp8"])
+def test_transform_gives_a_reason_and_changes_nothing_when_the_device_is_a_cpu(notebook, name):
+    subject = notebook.transformer(2)
+    before = state_of(subject)
+    assert "CPU" in (reason := getattr(notebook, name)(subject)) or "GPU" in reason
+    assert state_of(subject) == before
+
+
+def test_bf16_moments_give_a_reason_when_there_is_no_master_adamw(notebook):
+    subject = notebook.transformer(2)
+    notebook.fused(subject)
+    assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
+
+
+def test_gpu_transforms_apply_when_there_is_a_gpu(notebook, monkeypatch):
+    monkeypatch.setitem(notebook.tf32.__globals__, "on_gpu", True)
+    subject = notebook.transformer(2)
+    assert apply([notebook.tf32, notebook.cuda_graph], subject) == {}
+    assert subject.matmul_precision == "high" and subject.launch is notebook.as_graph
+    assert notebook.fused_adamw(subject.model).defaults["capturable"]
+
+
+def test_blocks_compile_the_embedding_each_block_and_the_loss(notebook, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function))
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(module))
+    subject = notebook.transformer(2)
+    head_loss = subject.model.head_loss
+    assert notebook.blocks(subject) is None and subject.compiles
+    assert compiled == [subject.model.embedding, *subject.model.blocks, head_loss]
+
+
+def test_precision_and_moments_are_those_of_the_last_transforms(notebook):
+    formats = {}
+    for count in range(len(LADDER) + 1):
+        subject = notebook.transformer(2)
+        apply([getattr(notebook, name) for name in LADDER[:count]], subject)
+        formats[RUNGS[count]] = subject.precision, subject.moments
+    assert formats["fp32"] == ("fp32", "fp32") and formats["bf16_weights"] == ("bf16", "fp32")
+    assert formats["bf16_moments"] == ("bf16", "bf16")
+
+
+@pytest.mark.parametrize(
+    "names", [LADDER[:2], LADDER[:3], LADDER[:4], LADDER[:7], LADDER, (*LADDER, "chunked")]
+)
+def test_transforms_give_fp32s_loss_and_gradients_and_train(notebook, uncompiled, names):
+    baseline = loaded(notebook, [])
+    true_loss = baseline.gradients().item()
+    subject = loaded(notebook, names)
+    assert subject.gradients().item() == pytest.approx(true_loss, rel=3e-3)
+    assert subject.parameters.keys() == baseline.parameters.keys()
+    for name, parameter in subject.parameters.items():
+        gradient = baseline.parameters[name].grad
+        assert (parameter.grad.float() - gradient).norm() < 0.03 * gradient.norm(), name
+    losses = [subject.eager_step().item() for _ in range(4)]
+    assert losses[-1] < losses[0] and not subject.eager_step().requires_grad
+
+
+@pytest.mark.parametrize("names", [[], LADDER[:7], LADDER])
+def test_subject_trains_equally_after_drawing_its_weights_again_or_loading(notebook, uncompiled, names):
+    subject = loaded(notebook, names)
+    first = [subject.step().item() for _ in range(3)]
+    subject.draw_weights(0)
+    assert [subject.step().item() for _ in range(3)] == first
+    subject.draw_weights(1)
+    assert [subject.step().item() for _ in range(3)] != first
+    subject.unload()
+    assert not any(parameter.numel() for parameter in subject.model.parameters())
+    assert subject.batch == () and subject.optimizer is None
+    subject.load(0)
+    assert [subject.step().item() for _ in range(3)] == first
+
+
+# -- the loop -------------------------------------------------------------------------------------------------
+
+
+def steps_of(ladder):
+    return ladder.steps.set_index("optimization")
+
+
+def ladder_of(config, build, *transforms, **fields):
+    """Return the loop over some transforms, each under a name that a configuration may have."""
+    return Ladder(
+        config(optimizations=["fp32", *[each.__name__ for each in transforms]], **fields), build, transforms
     )
-    losses, trained_on = training.losses, []
-    monkeypatch.setattr(
-        training, "losses", lambda trainer, text, seed: trained_on.append(text) or losses(trainer, text, seed)
+
+
+def named(name, change):
+    """Return a transform with a name of the ladder."""
+
+    def transform(subject):
+        return change(subject)
+
+    transform.__name__ = name
+    return transform
+
+
+def bf16_autocast(subject):
+    subject.autocast = torch.bfloat16
+
+
+def test_loop_measures_another_model_and_gives_the_reason_of_what_does_not_apply(config, notebook):
+    ladder = ladder_of(config, other_model, named("bf16", bf16_autocast), notebook.sdpa, notebook.fused)
+    ladder.measure()
+    steps = steps_of(ladder)
+    assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "ok", "sdpa": "unsupported", "fused": "ok"}
+    assert steps.loc["sdpa", "reason"] == notebook.sdpa(other_model(2))
+    assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
+    assert (steps["wall_ms"].dropna() > 0).all() and (steps["operations"].dropna() > 0).all()
+
+
+def wrong_attribute(subject):
+    for block in subject.model.blocks:
+        block.attention.implementation = "sdpa"
+
+
+def wrong_field(subject):
+    subject.learning_rate = 1.0
+
+
+@pytest.mark.parametrize("change", [lambda subject: None, wrong_attribute, wrong_field])
+def test_transform_that_changes_nothing_is_refused(config, notebook, change):
+    ladder = ladder_of(config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused)
+    ladder.measure()
+    steps = steps_of(ladder)
+    assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "ok", "sdpa": "failed", "fused": "ok"}
+    assert "changes nothing" in steps.loc["sdpa", "reason"]
+    assert math.isnan(steps.loc["sdpa", "wall_ms"]) and ("sdpa", 2) not in ladder.kernels
+
+
+def test_compiled_step_is_refused_only_when_the_profile_shows_compiled_code(config):
+    ladder = ladder_of(config, other_model, named("blocks", lambda subject: None))
+    before, case = ladder.cases
+    ladder.kernels = dict.fromkeys(
+        [("fp32", 2), ("blocks", 2)], pd.DataFrame({"name": ["gemm"], "count": [3]})
     )
-    with torch.compiler.set_stance("force_eager"):
-        made = cells("def filling_batch", optimizations=["fp32", "bf16_moments", "fp8"], batches=[2, 1])
-    rows = {change: row for (change, batch), row in made.rows.items() if batch == 2}
-    assert made.text.shape[:2] == (4, 2) and torch.equal(*trained_on, made.text[:-1])
-    assert not any("trained_gradient_error" in row for (_, batch), row in made.rows.items() if batch == 1)
-    assert "trained_gradient_error" not in rows["fp32"]
-    assert 0 < rows["bf16_moments"]["trained_gradient_error"] < rows["fp8"]["trained_gradient_error"] < 0.5
-    for name, weight in made.trained.items():
-        assert not torch.equal(weight, torch.ones_like(weight)), f"{name} is not trained"
-    model = TransformerLM(made.config.step())  # the loss of text that no step has seen, and its gradient
-    model.load_state_dict(made.trained, strict=False)
-    loss = functional.cross_entropy(
-        model(made.text[-1][:, :-1]).flatten(0, 1), made.text[-1][:, 1:].flatten()
+    case.compiles = True
+    assert not ladder.is_equal(case, before)
+    ladder.on_gpu = True
+    assert ladder.is_equal(case, before)
+
+
+def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, monkeypatch):
+    def fail(error):
+        def change(subject):
+            def loss(model, x, y):
+                raise error
+
+            subject.loss = loss
+
+        return change
+
+    def profile_only(subject):
+        def launch(subject):
+            if ladder.kernels:
+                raise RuntimeError("no graph for it")
+            return subject.eager_step
+
+        subject.launch = launch
+
+    def mend(subject):
+        subject.loss = other_model(2).loss
+        subject.launch = launch_eagerly
+        subject.make_optimizer = lambda model: torch.optim.SGD(model.parameters())
+
+    ladder = ladder_of(
+        config,
+        other_model,
+        named("tf32", fail(RuntimeError("no kernel at /home/somebody/file.cu for it"))),
+        named("bf16", fail(torch.OutOfMemoryError("short of memory. Including much more"))),
+        named("sdpa", mend),
+        named("fused", profile_only),
     )
-    loss.backward()
-    assert loss.item() == pytest.approx(made.true_gradient[0], rel=1e-5)
-    for name, parameter in model.named_parameters():
-        assert torch.allclose(parameter.grad.flatten(), made.true_gradient[1][name], atol=1e-6), name
+    ladder.measure()
+    steps = steps_of(ladder)
+    status = {"fp32": "ok", "tf32": "failed", "bf16": "oom", "sdpa": "ok", "fused": "ok"}
+    assert steps["status"].to_dict() == status
+    assert steps.loc["tf32", "reason"] == "no kernel at file.cu for it"
+    assert steps.loc["bf16", "reason"] == "while measuring bf16: short of memory."
+    assert steps.loc["fused", "reason"] == "not captured: no graph for it"
+    assert steps.loc["fused", "wall_ms"] > 0 and math.isnan(steps.loc["fused", "gpu_ms"])
 
 
-# -- changes --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
+def test_case_that_does_not_fit_frees_its_memory(config, error):
+    def build(batch_size):
+        subject = other_model(batch_size)
+
+        def adamw(model):
+            raise error
+
+        subject.make_optimizer = adamw
+        subjects.append(subject)
+        return subject
+
+    subjects: list = []
+    ladder = ladder_of(config, build)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            ladder.measure()
+    else:
+        ladder.measure()
+        assert steps_of(ladder)["status"].tolist() == ["oom"]
+    assert not any(parameter.numel() for subject in subjects for parameter in subject.model.parameters())
 
 
-CLASSES = [
-    "Plain",
-    "TF32",
-    "BF16",
-    "SDPA",
-    "Fused",
-    "Blocks",
-    "Graph",
-    "BF16Weights",
-    "BF16Moments",
-    "Chunked",
-    "FP8",
-    "Filled",
-]
-LESSER = ["WithoutSDPA", "WithoutBlocks", "WithoutGraph", "WithoutBF16Weights", "WithoutBF16Moments"]
-PEERS = ["HuggingFace", "HuggingFaceGraphs", "HuggingFaceCausal", "HuggingFaceCaptured", "FastStep"]
-ALL_MADE = "for peer in others:"  # the cell behind those that make classes
-
-
-def test_each_change_is_the_last_and_one_more(cells):
-    made = cells(ALL_MADE, optimizations=["fp32"])
-    classes, lesser, peers = ([getattr(made, name) for name in names] for names in (CLASSES, LESSER, PEERS))
-    assert [kind.name for kind in classes] == [*RUNGS, "chunked", "fp8", FILLED]
-    for before, after in pairwise(classes[: len(RUNGS)]):
-        assert after.__base__ is before
-    last = classes[len(RUNGS) - 1]
-    assert [kind.__base__ for kind in classes[len(RUNGS) :]] == [last, last, made.Chunked]
-    assert [kind.precision for kind in classes] == ["fp32", "tf32", *["bf16"] * 8, "fp8", "bf16"]
-    assert [kind.moments for kind in classes] == ["fp32"] * 8 + ["bf16"] * 4
-    assert [kind.name for kind in lesser] == [*WITHOUT] and {kind.__base__ for kind in lesser} == {last}
-    assert [kind.moments for kind in lesser] == ["bf16"] * 3 + ["fp32"] * 2
-    assert [kind.name for kind in peers] == [*BASELINES]
-    assert {(kind.precision, kind.moments, kind.baseline) for kind in peers} == {("bf16", "fp32", True)}
-
-
-def test_fp32_is_multiplied_as_fp32_in_the_first_step_alone(cells):
-    """And as Hugging Face does it by itself."""
-    made, found = cells(ALL_MADE, optimizations=["fp32"]), {}
-    for on_gpu in (True, False):
-        for name in CLASSES + LESSER + PEERS:
-            kind = getattr(made, name)
-            kind.settings.__globals__["on_gpu"] = on_gpu
-            kind.settings(None)
-            found.setdefault((on_gpu, torch.get_float32_matmul_precision()), []).append(name)
-    torch.set_float32_matmul_precision("highest")
-    assert found == {
-        (True, "highest"): ["Plain", *PEERS[:-1]],
-        (True, "high"): [*CLASSES[1:], *LESSER, "FastStep"],
-        (False, "highest"): [*CLASSES, *LESSER, *PEERS[:-1]],
-        (False, "high"): ["FastStep"],
-    }
-
-
-def test_what_is_left_out_of_the_last_step_is_as_before_that_change(cells):
-    """A class has the methods of the last step, but for those of which the class before the change has others."""
-    made = cells(ALL_MADE, optimizations=["fp32"])
-    parts = (
-        "settings",
-        "attention",
-        "model",
-        "autocast",
-        "head_loss",
-        "compiled",
-        "loss",
-        "adamw",
-        "launched",
+def prepared(notebook, config, **fields):
+    """Return the cases by name, prepared as far as this device has them."""
+    everything = config(optimizations=[*RUNGS, "chunked", "fp8"], without=[*LEFT_OUT], **fields)
+    ladder = Ladder(
+        everything, notebook.transformer, notebook.OPTIMIZATIONS, [notebook.chunked, notebook.fp8]
     )
+    for case in ladder.cases:
+        with suppress(Unsupported):
+            ladder.prepare(case)
+    return ladder, {case.name: case for case in ladder.cases}
 
-    def differ(one, other):
-        return {part for part in parts if getattr(one, part) is not getattr(other, part)}
 
-    left = {kind: differ(kind, made.BF16Moments) for kind in made.lesser}
-    assert [*left.values()] == [
-        {"attention"},
-        {"compiled"},
-        {"launched"},
-        {"model", "autocast", "adamw"},
-        {"adamw"},
+def test_steps_share_compiled_code_unless_model_or_loss_differ(config, notebook):
+    ladder, cases = prepared(notebook, config)
+    groups: dict = {}
+    for name, case in cases.items():
+        if case.subject is not None:
+            groups.setdefault(id(case.subject.model), set()).add(name)
+    assert sorted(groups.values(), key=sorted) == [
+        {"bf16"},
+        {"bf16_weights", "bf16_moments", "without_bf16_moments"},
+        {"blocks", "without_bf16_weights"},
+        {"chunked"},
+        {"fp32"},
+        {"sdpa", "fused"},
+        {"without_blocks"},
+        {"without_sdpa"},
     ]
-    assert not differ(made.WithoutBF16Weights, made.Graph) and not differ(
-        made.WithoutBF16Moments, made.BF16Weights
+    assert len(ladder.programs) == len(groups)
+
+
+def test_without_is_the_list_without_it_and_has_its_reason(config, notebook):
+    _, cases = prepared(notebook, config)
+    assert [name for name in cases if name.startswith("without")] == [*WITHOUT]
+    optimized = [name for name in LADDER if name not in ("tf32", "cuda_graph")]  # on a CPU
+    for name in ("sdpa", "blocks", "bf16_moments"):
+        expected = tuple(each for each in optimized if each != name)
+        assert cases[f"without_{name}"].applied == expected
+    assert cases["without_bf16_weights"].applied == cases["blocks"].applied
+    ladder = Ladder(config(without=["cuda_graph"]), notebook.transformer, notebook.OPTIMIZATIONS)
+    with pytest.raises(Unsupported, match="a CPU has no CUDA graphs"):
+        ladder.prepare(ladder.cases[-1])
+
+
+def test_filling_batch_is_the_largest_that_the_formula_allows(config):
+    shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
+    memory = 140 * 2**30
+    batch = filling_batch(shape, memory)
+    needed, more = (
+        last_step_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
     )
-    for kind, changed in zip(made.lesser, (made.SDPA, made.Blocks, made.Graph)):
-        before = changed.__base__
-        assert all(getattr(kind, part) is getattr(before, part) for part in left[kind])
+    assert batch % 4 == 0 and needed <= 0.92 * memory < more
+
+
+def test_sample_represents_a_large_gradient(monkeypatch):
+    monkeypatch.setattr(numerics, "COMPARED", 10)
+    assert numerics.sampled(torch.arange(95.0)).tolist() == [*range(0, 95, 10)]
+    assert len(numerics.sampled(torch.arange(9.0))) == 9
+    gradients = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
+    subject: Any = SimpleNamespace(
+        parameters={name: SimpleNamespace(grad=gradient) for name, gradient in gradients.items()},
+        shapes={name: gradient.shape for name, gradient in gradients.items()},
+    )
+    truth = {"large": torch.ones(10), "small": gradients["small"]}
+    errors = numerics.relative_errors(subject, 1.0, 2.0, truth)
+    assert errors == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
+
+
+def test_gradients_of_trained_weights_are_compared_when_fp8_is_there(
+    config, notebook, uncompiled, monkeypatch
+):
+    monkeypatch.setattr("stepscope.optimizations.fp8.has_fp8", lambda device: True)
+    monkeypatch.setitem(notebook.fp8.__globals__, "has_fp8", lambda device: True)
+    monkeypatch.setattr(loop, "TRAINED_STEPS", 3)
+    names = ["fp32", "bf16_moments", "fp8"]
+    ladder = Ladder(
+        config(optimizations=names, batches=[2, 1]),
+        notebook.transformer,
+        notebook.OPTIMIZATIONS,
+        [notebook.fp8],
+    )
+    ladder.compare_trained_gradients()
+    errors = {(case.name, case.batch_size): case.row.get("trained_gradient_error") for case in ladder.cases}
+    assert errors["fp32", 2] is None and 0 < errors["bf16_moments", 2] < errors["fp8", 2] < 0.5
+    assert [errors[name, 1] for name in names] == [None] * 3
+
+
+def test_rates_and_bounds_are_of_the_cases_precision_and_moments(config, monkeypatch):
+    sheet = {"fp32": 50.0, "bf16": 1000.0, "fp8": 2000.0}
+    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: sheet[precision])
+    clocks = {"fp32": 2000.0}
+    monkeypatch.setattr(
+        "stepscope.measure.sheet_clock_mhz", lambda precision, device: clocks.get(precision, 1800.0)
+    )
+    ladder = ladder_of(config, other_model)
+    ladder.ceilings = {"matmul_fp32": 40.0, "matmul_bf16": 800.0, "matmul_fp8": 1500.0, "copy": 4.0}
+    rows = []
+    for wall_ms, precision, moments in ((8.0, "fp32", "fp32"), (4.0, "bf16", "fp32"), (1.0, "bf16", "bf16")):
+        case = Case("fp32", 3, other_model)
+        case.precision, case.moments = precision, moments
+        case.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0}
+        rows.append(ladder.rates(case))
+    rates = pd.DataFrame(rows)
+    assert (rates["mfu_at_clock"] / rates["mfu"]).tolist() == pytest.approx([2, 1.8, 1.8])
+    assert (rates["mfu_measured"] / rates["mfu"]).tolist() == pytest.approx([1.25] * 3)
+    assert rates["moved_ms"].div(rates["moved_ms"][0]).tolist() == pytest.approx([1, 1, 20 / 28])
+    flops = rates["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
+    assert flops.tolist() == pytest.approx([1.5 * step_flops(ladder.config)] * 3)
+    assert rates["tokens_per_s"][2] == 3 * ladder.config.context_length * 1e3
+
+
+def test_blocks_get_the_replayed_time_of_the_graph_of_the_same_batch(config):
+    transforms = [named(name, bf16_autocast) for name in ("blocks", "cuda_graph")]
+    ladder = ladder_of(config, other_model, *transforms, batches=[1, 3])
+    walls = {("blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("blocks", 3): 30.0}
+    for case in ladder.cases:
+        if (case.name, case.batch_size) in walls:
+            case.row["wall_ms"] = walls[case.name, case.batch_size]
+    replayed = ladder.steps.set_index(["optimization", "batch_size"])["replayed_ms"].dropna()
+    assert replayed.to_dict() == {("blocks", 1): 8.0}
+
+
+# What only a GPU has: how long it settles, how many steps are timed and profiled
+
+
+@pytest.fixture
+def on_gpu(config, monkeypatch):
+    """A ladder that takes its device for a GPU, and the numbers of steps that it asks for."""
+    ladder, asked = ladder_of(config, other_model, timed_steps=5), []
+    ladder.on_gpu = True
+    walls = {"ms": 100.0}
+
+    def back_to_back(step, device, steps):
+        asked.append(steps)
+        return [walls["ms"]] * steps
+
+    monkeypatch.setattr("stepscope.measure.back_to_back", back_to_back)
+    subject = other_model(2)
+    subject.load(0)
+    return SimpleNamespace(ladder=ladder, asked=asked, walls=walls, subject=subject)
+
+
+@pytest.mark.parametrize(
+    "warmups, is_graph, is_baseline, needed",
+    [(1, False, False, 1), (1, True, False, 3), (1, False, True, 3), (5, True, False, 5)],
+)
+def test_step_warms_up_as_its_launch_needs_and_until_the_clock_settles(
+    on_gpu, warmups, is_graph, is_baseline, needed
+):
+    case = Case("fp32", 2, other_model, is_baseline=is_baseline)
+    on_gpu.ladder.config = on_gpu.ladder.config.model_copy(update={"warmup_steps": warmups})
+    if is_graph:
+        on_gpu.subject.launch = lambda subject: print
+    assert on_gpu.ladder.settle(case, on_gpu.subject) == 100.0
+    assert on_gpu.asked == [needed, 4]
+    assert loop.is_launched(on_gpu.subject) == is_graph
+
+
+@pytest.mark.parametrize(
+    "step_ms, enqueue_ms, steps",
+    [
+        (250.0, 10.0, 10),
+        (20.0, 10.0, 100),
+        (3000.0, 2900.0, 5),
+        (25.0, 20.0, 100),
+        (40.0, 32.0, 75),
+        (2.5, 0.1, 800),
+    ],
+)
+def test_steps_are_timed_until_their_median_is_reliable(on_gpu, monkeypatch, step_ms, enqueue_ms, steps):
+    on_gpu.walls["ms"] = step_ms
+    monkeypatch.setattr(loop, "enqueued", lambda step, device: (enqueue_ms, step_ms))
+    case = Case("fp32", 2, other_model)
+    on_gpu.ladder.time_steps(case, on_gpu.subject)
+    assert case.row["steps"] == steps == on_gpu.asked[-1]
+    assert case.row["enqueue_ms"] == enqueue_ms and case.row["wall_ms"] == step_ms
+
+
+@pytest.mark.parametrize(
+    "step_ms, is_limited, steps",
+    [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)],
+)
+def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_read(
+    on_gpu, monkeypatch, step_ms, is_limited, steps
+):
+    rows = [("step", number, "whole", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
+    profiled, numbers = pd.DataFrame(rows, columns=CAPTURED), []
+
+    def phases(case, number):
+        numbers.append(number)
+        return lambda phase: nullcontext()
+
+    capture = SimpleNamespace(reason="", operations=profiled, phases=phases)
+    monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(capture))
+    monkeypatch.setattr("stepscope.measure.at_cap", lambda row: is_limited)
+    monkeypatch.setattr("stepscope.measure.unsteady", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}")
+    on_gpu.walls["ms"] = step_ms
+    case = Case("fp32", 2, other_model)
+    case.row["wall_ms"] = 10.0
+    on_gpu.ladder.profile_steps(case, on_gpu.subject)
+    assert len(numbers) == steps
+    gpu_ms = 5.0 if is_limited else 4.0
+    assert case.row["unsteady"] == f"{gpu_ms} of [9.0, 4.0, 5.0]" and case.row["busy"] == gpu_ms / 10
+
+
+def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch):
+    transforms = [named(name, bf16_autocast) for name in ("tf32", "bf16")]
+    ladder, visited = ladder_of(config, other_model, *transforms), []
+    fine, mends, stays = ladder.cases
+    mends.row["unsteady"] = stays.row["unsteady"] = "impossible"
+
+    def visit(case, *parts):
+        visited.append((case.name, len(parts)))
+        case.row["unsteady"] = "impossible" if case is stays else ""
+
+    monkeypatch.setattr(ladder, "visit", visit)
+    ladder.repeat_impossible()
+    assert visited == [("tf32", 2), ("bf16", 2), ("bf16", 2)] and not fine.row.get("unsteady")
+
+
+# -- other people's steps -------------------------------------------------------------------------------------
+
+
+def test_llama_has_our_size_and_trains(notebook):
+    pytest.importorskip("transformers")
+    subject = notebook.llama(2)
+    apply([notebook.bf16, notebook.fused], subject)
+    subject.load(0)
+    parameters = sum(parameter.numel() for parameter in subject.parameters.values())
+    assert parameters == parameter_count(notebook.config)
+    losses = [subject.step().item() for _ in range(6)]
+    assert losses[0] == pytest.approx(math.log(300), abs=0.5) and losses[-1] < losses[0]
+
+
+def test_llama_without_its_mask_is_as_causal(notebook, monkeypatch):
+    """Traced as torch.compile traces it: SDPA gets no mask and is_causal, and loss and gradients are the same."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    with_mask, calls, gradients = modeling.create_causal_mask, [], []
+
+    def backend(graph, inputs):
+        nodes = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+        calls.extend((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]) for node in nodes)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", lambda model, mode: torch._dynamo.optimize(backend)(model))
+    for transforms in ([notebook.compiled], [notebook.compiled, notebook.no_mask]):
+        subject = notebook.llama(2)
+        assert apply(transforms, subject) == {}
+        subject.load(0)
+        for parameter in subject.parameters.values():
+            parameter.data.mul_(20)  # so that attention matters
+        gradients.append((subject.gradients().item(), numerics.gradients_of(subject)))
+    assert calls == [(False, False), (True, True)]
+    (masked_loss, masked), (causal_loss, causal) = gradients
+    assert causal_loss == pytest.approx(masked_loss, rel=1e-3)
+    for name, gradient in masked.items():
+        assert (causal[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+    assert modeling.create_causal_mask is with_mask
+    monkeypatch.delattr(modeling, "create_causal_mask")
+    assert "mask" in notebook.no_mask(notebook.llama(2))
+
+
+def test_script_is_measured_as_it_is(notebook, uncompiled, monkeypatch):
+    """Its own make_step gets its own model and the ladder's batch."""
+    make_step, made = notebook.fast_step.make_step, []
+
+    def recorded(*arguments):
+        made.append((arguments, make_step(*arguments)))
+        return made[-1][1]
+
+    monkeypatch.setattr(notebook.fast_step, "make_step", recorded)
+    subject = notebook.script(2)
+    subject.load(0)
+    step = subject.launch(subject)
+    (((model, tokens, targets, rate), (script_step, optimizer)),) = made
+    assert step is script_step and subject.optimizer is optimizer and model is subject.model
+    assert tokens is subject.batch[0] and targets is subject.batch[1]
+    assert rate.item() == pytest.approx(notebook.RATE)
+    losses = [step().item() for _ in range(20)]
+    assert losses[0] == pytest.approx(math.log(300), abs=0.5) and losses[-1] < losses[0]
+
+
+# -- the configuration, bounds --------------------------------------------------------------------------------
 
 
 def test_what_the_last_step_has_not_cannot_be_left_out(config):
@@ -472,448 +887,6 @@ def test_what_the_last_step_has_not_cannot_be_left_out(config):
             ConfigError, match=f"without: got {change}, but what can be left out .* is sdpa, blocks"
         ):
             config(without=["sdpa", change])
-
-
-@pytest.mark.parametrize(
-    "name", ["BF16", "SDPA", "Fused", "Blocks", "BF16Weights", "BF16Moments", "Chunked", LESSER[0]]
-)
-def test_every_change_gives_fp32s_loss_and_gradients(cells, name):
-    cells = cells(ALL_MADE, optimizations=["fp32"])
-    plain = cells.Plain(cells.config)
-    expected_loss = plain.gradients().item()
-    expected = {name: parameter.grad.clone() for name, parameter in plain.named.items()}
-    made = getattr(cells, name)(cells.config)
-    assert made.gradients().item() == pytest.approx(expected_loss, rel=3e-3)
-    assert made.named.keys() == expected.keys()
-    for key, parameter in made.named.items():
-        there = expected[key]
-        assert ((parameter.grad.float() - there).norm() / there.norm()).item() < 0.03, key
-    first, later = made.plain_step().item(), [made.plain_step().item() for _ in range(3)][-1]
-    assert later < first
-
-
-def test_a_change_that_is_timed_in_a_later_cell_keeps_what_compiling_it_found(cells):
-    rows = cells("class Graph(Blocks)", optimizations=["fp32", "blocks"]).rows
-    assert {"gradient_error", "compile_s", "wall_ms"} <= rows["blocks", 2].keys()
-
-
-def test_fused_attention_in_fp32_gives_the_same_to_the_last_digits(cells):
-    cells = cells("time_compiled(Chunked)", optimizations=["fp32"])
-    plain, fused = (
-        cells.Plain(cells.config),
-        type("Fp32", (cells.Plain,), {"attention": cells.SDPA.attention})(cells.config),
-    )
-    assert fused.gradients().item() == pytest.approx(plain.gradients().item(), rel=1e-6)
-    for key, parameter in fused.named.items():
-        there = plain.named[key].grad
-        assert ((parameter.grad - there).norm() / there.norm()).item() < 1e-5, key
-
-
-@pytest.mark.parametrize("name", ["Plain", "BF16Weights", "BF16Moments"])
-def test_a_reset_trains_as_a_fresh_one(cells, name):
-    cells, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
-    kind = getattr(cells, name)
-    made = kind(cells.config, programs)
-    turned = type(
-        "Turned", (kind,), {"weights": lambda trainer: dict(reversed(kind.weights(trainer).items()))}
-    )(cells.config)
-    assert all(torch.equal(weight, turned.weights()[name]) for name, weight in made.weights().items()), (
-        "in whatever order they are"
-    )
-    first = [made.step().item() for _ in range(3)]
-    made.reset(0)
-    assert [made.step().item() for _ in range(3)] == first
-    made.reset(1)
-    assert [made.step().item() for _ in range(3)] != first
-    spent = made.program.compile_s
-    assert not made.step().requires_grad and made.program.compile_s == spent, "the first step's"
-    made.unload()
-    assert not {"step", "optimizer", "tokens", "targets"} & vars(made).keys()
-    assert all(parameter.numel() == 0 for parameter in made.program.model.parameters())
-    again = kind(cells.config, programs)
-    assert len(programs) == 1 and [again.step().item() for _ in range(3)] == first
-    starts = []
-    for seed in (0, 1):
-        again.unload()
-        again = kind(cells.config.model_copy(update={"seed": seed}), programs)
-        starts.append(
-            [
-                again.tokens.clone(),
-                again.targets.clone(),
-                again.weights()["embedding.weight"].detach().clone(),
-            ]
-        )
-    assert not any(map(torch.equal, *starts)), "batch and weights are the seed's"
-
-
-def test_a_step_that_does_not_fit_gives_its_memory_back(cells):
-    def full(trainer, parameters):
-        raise error
-
-    made, programs = cells("time_compiled(Chunked)", optimizations=["fp32"]), {}
-    for error in (torch.OutOfMemoryError("no room"), KeyboardInterrupt()):
-        with pytest.raises(type(error)):
-            type("Full", (made.Plain,), {"adamw": full})(made.config, programs)
-        (program,) = programs.values()
-        assert all(parameter.numel() == 0 for parameter in program.model.parameters())
-
-
-def test_changes_that_differ_in_no_program_share_it(cells, monkeypatch):
-    made, programs, allowed = cells(ALL_MADE, optimizations=["fp32"]), {}, []
-    monkeypatch.setattr("stepscope.optimizations.trainer.allow_recompiling", allowed.append)
-    for kind in (
-        made.SDPA,
-        made.Fused,
-        made.Blocks,
-        type("Again", (made.Blocks,), {}),
-        made.BF16Weights,
-        made.BF16Moments,
-        made.WithoutBF16Weights,
-        made.WithoutBF16Moments,
-    ):
-        kind(made.config, programs).unload()
-    assert len(programs) == 3  # a CUDA graph and bf16 moments need no other program
-    made.SDPA(made.config, programs, batch=3).unload()
-    in_tf32, asked = type("InTF32", (made.SDPA,), {"settings": lambda trainer: asked.append("high")}), []
-    for _ in range(2):
-        in_tf32(made.config, programs).unload()
-    assert asked == ["high"] * 2, "also where the program is there"
-    assert len(programs) == len(allowed) == 5 and min(allowed) > 100, "each shape of all of them is compiled"
-
-
-def test_hugging_faces_step_with_graphs_is_another_program(cells, monkeypatch):
-    pytest.importorskip("transformers")
-    made, asked = cells(ALL_MADE, optimizations=["fp32"]), []
-    monkeypatch.setattr(torch, "compile", lambda model, mode=None: asked.append(mode) or model)
-    monkeypatch.setattr(made.HuggingFaceGraphs, "lacks", classmethod(lambda kind, device: ""))
-    programs = {}
-    for kind in (made.HuggingFace, made.HuggingFaceGraphs, made.HuggingFaceCausal):
-        kind(made.config, programs).unload()
-    assert len(programs) == 3 and asked == [None, "reduce-overhead", None]
-
-
-def test_what_a_cpu_lacks_is_said(cells):
-    made = cells(ALL_MADE, optimizations=["fp32"])
-    for name in ("TF32", "Graph", "FP8", "WithoutGraph", "HuggingFaceCaptured", "HuggingFaceGraphs"):
-        with pytest.raises(Unsupported, match="CPU|GPU"):
-            getattr(made, name)(made.config)
-
-
-def test_hugging_faces_llama_has_our_shape(cells):
-    """Uncompiled: as many parameters, and a loss near the logarithm of the vocabulary."""
-    pytest.importorskip("transformers")
-    cells = cells(ALL_MADE, optimizations=["fp32"])
-    made = cells.HuggingFace(cells.config)
-    assert sum(parameter.numel() for parameter in made.named.values()) == parameter_count(cells.config)
-    first = made.plain_step().item()
-    assert first == pytest.approx(math.log(300), abs=0.5)
-    assert [made.plain_step().item() for _ in range(5)][-1] < first
-
-
-def test_without_its_mask_hugging_faces_llama_is_as_causal(cells, monkeypatch):
-    """Traced as torch.compile traces it: SDPA gets no mask and is_causal, and loss and gradients are the same."""
-    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    made, found, calls, before = cells(ALL_MADE, optimizations=["fp32"]), {}, {}, modeling.create_causal_mask
-
-    def traced(kind):
-        def backend(graph, inputs):
-            calls[kind] = [
-                (node.kwargs["attn_mask"] is None, node.kwargs["is_causal"])
-                for node in graph.graph.nodes
-                if "scaled_dot_product" in str(node.target)
-            ]
-            return graph
-
-        monkeypatch.setattr(torch, "compile", lambda model: torch._dynamo.optimize(backend)(model))
-        trainer = kind(made.config)
-        for parameter in trainer.named.values():
-            parameter.data.mul_(20)  # so that attention matters
-        return trainer.gradients().item(), made.gradients_of(trainer)
-
-    for kind in (made.HuggingFace, made.HuggingFaceCausal):
-        found[kind] = traced(kind)
-    assert [*calls.values()] == [[(False, False)], [(True, True)]]
-    (masked, truth), (causal, gradients) = found.values()
-    assert causal == pytest.approx(masked, rel=1e-3)
-    for name, there in truth.items():
-        assert (gradients[name] - there).norm() <= 0.02 * there.norm(), name
-    assert modeling.create_causal_mask is before
-    monkeypatch.delattr(modeling, "create_causal_mask")
-    with pytest.raises(Unsupported, match="mask"):
-        made.HuggingFaceCausal(made.config)
-
-
-def test_the_script_is_measured_as_it_stands(cells, monkeypatch):
-    """The step that its make_step makes of its model, on the ladder's batch."""
-    made, given = cells(ALL_MADE, optimizations=["fp32"]), []
-    make_step = made.fast_step.make_step
-    monkeypatch.setattr(
-        made.fast_step, "make_step", lambda *of: given.append((of, make_step(*of))) or given[-1][1]
-    )
-    trainer = made.FastStep(made.config)
-    assert sum(parameter.numel() for parameter in trainer.named.values()) == parameter_count(made.config)
-    step = trainer.launched()
-    (((model, tokens, targets, rate), (own, optimizer)),) = given
-    assert step is own and trainer.optimizer is optimizer and isinstance(model, made.fast_step.Model)
-    assert (tokens is trainer.tokens, targets is trainer.targets, rate.item()) == (
-        True,
-        True,
-        pytest.approx(3e-4),
-    )
-    first = step().item()
-    assert first == pytest.approx(math.log(300), abs=0.5) and [step().item() for _ in range(20)][-1] < first
-    trainer.unload()
-    assert all(parameter.numel() == 0 for parameter in model.parameters())
-
-
-# -- clocks, memory, bounds -----------------------------------------------------------------------------------
-
-
-def test_steps_are_timed_one_after_another(cells):
-    made, done = cells("time_cases(Plain)"), []
-    times = back_to_back(lambda: done.append(1), "cpu", 7)
-    assert len(times) == len(done) == 7 and min(times) >= 0
-    assert made.steps_in(0.4, 100) == 4 and made.steps_in(0.4, 1e-3) == 2000
-
-
-@pytest.mark.parametrize("on_gpu, step_ms", [(False, 100), (True, 60)])
-def test_a_step_warms_up_as_often_as_its_kind_needs_and_on_a_gpu_until_the_clock_settles(
-    cells, monkeypatch, on_gpu, step_ms
-):
-    made, done = cells("time_cases(Plain)"), []
-    walls = {"warm": [9e9, 500.0, 100.0], "settle": [50.0, 60.0, 900.0]}
-    monkeypatch.setattr(
-        "stepscope.measure.back_to_back",
-        lambda step, device, steps: done.append((step, steps)) or walls["settle" if done[1:] else "warm"],
-    )
-    names = made.settled.__globals__
-    names["on_gpu"] = on_gpu
-    for warmups, launched, baseline, needed in (
-        (1, "plain", False, 1),
-        (1, "graph", False, 3),
-        (1, "plain", True, 3),
-        (5, "graph", False, 5),
-        (0, "plain", False, 1),
-    ):
-        names["config"] = made.config.model_copy(update={"warmup_steps": warmups})
-        trainer = SimpleNamespace(plain_step="plain", step="an earlier graph", baseline=baseline)
-        trainer.launched = lambda: {"plain": launched, "an earlier graph": "beside it"}[trainer.step]
-        done.clear()
-        assert made.settled(trainer) == step_ms and trainer.step == launched
-        assert done == [(launched, needed), (launched, 4)][: 1 + on_gpu]
-
-
-def test_a_first_pass_steps_the_optimizer_and_leaves_no_gradients_and_what_has_ended_is_visited_no_more(
-    cells, monkeypatch
-):
-    made, log = cells("time_cases(Plain)"), []
-    trainer = SimpleNamespace(
-        gradients=lambda: log.append("gradients") or torch.ones(()),
-        compiles=False,
-        name="its",
-        batch=1,
-        baseline=True,
-        optimizer=SimpleNamespace(step=lambda: log.append("step")),
-        clear_gradients=lambda: log.append("clear"),
-    )
-    made.first_pass(trainer, row := {})
-    assert log == ["gradients", "step", "clear"] and row == {}
-    made.rows["its", 1] = {"status": "oom", "reason": "no room"}
-    made.visit(("its", 1), log.append)
-    assert len(log) == 3 and made.rows["its", 1] == {"status": "oom", "reason": "no room"}
-    monkeypatch.setattr(training, "train", lambda *_: log.append("trained"))
-    made.time_one.__globals__.update(
-        settled=lambda trainer: 1.0,
-        stretch=lambda *_: {},
-        config=made.config.model_copy(update={"training_steps": 2}),
-    )
-    for batch in (1, 2, 2):  # the last is measured again
-        made.time_one(SimpleNamespace(step=1, plain_step=1, name="fp32", batch=batch), {})
-    assert log[3:] == ["trained"]
-
-
-@pytest.mark.parametrize(
-    "step_ms, capped, steps",
-    [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)],
-)
-def test_on_a_gpu_captured_steps_are_as_many_as_it_needs_and_are_compared(
-    cells, monkeypatch, step_ms, capped, steps
-):
-    made, done, rested = cells("programs.clear()", optimizations=["fp32"], timed_steps=2), [], []
-    rows = [
-        ("step", number, "whole", "gemm", "matmul", 0, lasted * 10**6)
-        for number, lasted in enumerate((4, 4, 9))
-    ]
-    captured = SimpleNamespace(
-        reason="",
-        operations=pd.DataFrame(rows, columns=CAPTURED),
-        phases=lambda case, number: lambda phase: nullcontext(),
-    )
-    for name, answer in {
-        "capture": lambda device: nullcontext(captured),
-        "at_cap": lambda row: capped,
-        "back_to_back": lambda step, device, steps: rested.append(steps),
-        "unsteady": lambda row, captured_ms: f"{row['gpu_ms']} of {captured_ms}",
-    }.items():
-        monkeypatch.setattr(f"stepscope.measure.{name}", answer)
-    made.capture_one.__globals__.update(on_gpu=True, settled=lambda trainer: step_ms)
-    made.capture_one(
-        SimpleNamespace(step=lambda: done.append(1)),
-        row := {"optimization": "fp32", "batch_size": 7, "wall_ms": 10.0},
-    )
-    assert (
-        len(done) == steps
-        and row["unsteady"] == "4.0 of [4.0, 4.0, 9.0]"
-        and rested == [math.ceil(1000 / step_ms)] * capped
-    )
-    assert made.kernels["fp32", 7]["batch_size"].tolist() == [7]
-
-
-def test_an_odd_step_is_timed_and_captured_again_at_most_twice_and_the_others_are_not():
-    rows, visited = {(name, 1): {} for name in ("fine", "mends", "stays")}, []
-
-    def visit(case, *parts):
-        visited.append((case[0], len(parts)))
-        rows[case]["unsteady"] = "as planted" * (
-            case[0] == "stays" or (case[0] == "mends" and len(parts) == 1)
-        )
-
-    executed(
-        "ladder",
-        "once more",
-        {
-            "rows": rows,
-            "visit": visit,
-            "say": print,
-            "at": lambda *_: [*rows.setdefault(("peer", 1), {}), ("peer", 1)],
-            "HuggingFaceGraphs": None,
-            "time_one": 1,
-            "first_pass": 1,
-            "config": SimpleNamespace(baselines=[]),
-            "measure": SimpleNamespace(TRIES=3),
-        },
-    )
-    assert visited == [
-        ("fine", 1),
-        ("mends", 1),
-        ("stays", 1),
-        ("peer", 3),
-        ("mends", 2),
-        ("stays", 2),
-        ("stays", 2),
-    ]
-
-
-def test_time_watts_joules_and_clock_are_of_one_stretch(cells, monkeypatch):
-    """On a GPU: as many steps as two seconds hold, ten at least, and where the host sets the pace a hundred, or what three
-    seconds hold; of steps over a second as many as were asked for."""
-    made, done = cells("time_cases(Plain)"), []
-    names, made_monitors = made.time_one.__globals__, []
-
-    class Monitor:
-        sm_clock_mhz, power_w, seconds = 1700.0, 690.0, 2.0
-
-        def __enter__(self):
-            made_monitors.append(len(done))
-            return self
-
-        def __exit__(self, *exception):
-            pass
-
-    names |= {"on_gpu": True, "settled": lambda trainer: 250.0}
-    monkeypatch.setattr("stepscope.measure.PowerMonitor", Monitor)
-    monkeypatch.setattr(
-        "stepscope.measure.back_to_back", lambda step, device, steps: (done.append(steps), [1.0] * steps)[1]
-    )
-    trainer = SimpleNamespace(step=1, plain_step=1, name="bf16", baseline=True, batch=2)
-    for step_ms, enqueue_ms, wall_ms, steps in (
-        (250.0, 10.0, 250.0, 10),
-        (20.0, 10.0, 20.0, 100),
-        (3000.0, 2900.0, 3000.0, 5),
-        (25.0, 20.0, 25.0, 100),
-        (40.0, 32.0, 40.0, 75),
-        (100.0, 80.0, 100.0, 30),
-        (2.5, 0.1, 2.5, 800),
-    ):
-        names |= {
-            "settled": lambda trainer, step_ms=step_ms: step_ms,
-            "enqueued": lambda step, pair=(enqueue_ms, wall_ms): pair,
-        }
-        row: dict = {}
-        made.time_one(trainer, row)
-        assert row["steps"] == steps == done[-1] and row["enqueue_ms"] == enqueue_ms
-        assert (row["power_w"], row["sm_clock_mhz"], row["step_j"]) == (690, 1700, 1380 / steps)
-    assert made_monitors == [*range(7)]  # each began before its steps
-
-
-def test_a_steps_enqueue_and_its_graphs_time_are_medians(cells, monkeypatch):
-    made = cells("time_cases(Plain)")
-    rows = [
-        (index, False, phase, wall / part, enqueue / part)
-        for index, (wall, enqueue) in enumerate(((5.0, 1.0), (50.0, 9.0), (7.0, 2.0)))
-        for phase, part in (("whole step", 2), ("whole", 1))
-    ]
-    monkeypatch.setattr("stepscope.measure.time_steps", lambda *_: pd.DataFrame(rows, columns=SAMPLE_COLUMNS))
-    monkeypatch.setattr("stepscope.measure.graph_of", lambda step, *_: "a graph")
-    monkeypatch.setattr(
-        "stepscope.measure.back_to_back",
-        lambda step, *_: [30.0, 1.0, 5.0] if step == "a graph" else [9.0, 7.0],
-    )
-    made.time_one.__globals__.update(
-        on_gpu=True, settled=lambda trainer: 250.0, stretch=lambda *_: {"wall_ms": 6.0}
-    )
-    found = {}
-    for name, launched in (("fused", 1), ("cuda_graph", "a graph"), ("sdpa", 1)):
-        made.time_one(
-            SimpleNamespace(
-                step=launched, plain_step=1, name=name, baseline=True, batch=2, clear_gradients=None
-            ),
-            row := {},
-        )
-        found[name] = row.get("replayed_ms")
-    assert (
-        found == {"fused": 5, "cuda_graph": 6, "sdpa": None}
-        and row["enqueue_ms"] == 2
-        and made.enqueued(None) == (2, 7)
-    )
-
-
-def test_a_sample_stands_for_a_large_tensor(cells):
-    made = cells("time_cases(Plain)")
-    made.sampled.__globals__["COMPARED"] = 10
-    assert len(made.sampled(torch.arange(95.0))) == 10 and made.sampled(torch.arange(95.0))[1] == 10
-    assert len(made.sampled(torch.arange(9.0))) == 9
-    own = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
-    trainer = SimpleNamespace(
-        named={name: SimpleNamespace(grad=grad) for name, grad in own.items()},
-        program=SimpleNamespace(shapes={name: grad.shape for name, grad in own.items()}),
-    )
-    found = made.relative_errors(trainer, 1.0, 2.0, {"large": torch.ones(10), "small": own["small"]})
-    assert found == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
-
-
-def test_the_batch_that_fills_is_the_largest_that_the_formula_lets(cells, config):
-    made = cells("for case in filled", optimizations=["fp32"])
-    shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
-    made.filling_batch.__globals__["config"] = shape
-    memory = 140 * 2**30
-    batch = made.filling_batch(memory)
-    needed, more = (
-        last_step_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
-    )
-    assert batch % 4 == 0 and needed <= 0.92 * memory < more
-
-
-def test_the_batch_that_fills_is_measured_last(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
-    names = whole(optimizations=["fp32"], fill=True, timed_steps=2)
-    steps = names["tables"]["steps"]
-    assert steps[["optimization", "batch_size", "status"]].values.tolist() == [
-        ["fp32", 2, "ok"],
-        [FILLED, 4, "ok"],
-    ]
-    assert names["kinds"][FILLED, 4] is names["Filled"] and (steps["wall_ms"] > 0).all()
 
 
 @pytest.mark.parametrize("context", [128, 512])
@@ -949,317 +922,79 @@ def test_the_compilers_cache_is_empty_and_gone_afterwards(monkeypatch):
     assert not place.exists()
 
 
-# -- whole runs -----------------------------------------------------------------------------------------------
+# -- the notebook ---------------------------------------------------------------------------------------------
 
 
-def whole(**fields):
+def executed_notebook(**fields):
     names = run_cells("ladder", **SHAPE | fields)
-    for name, frame in names["tables"].items():
-        tables.SCHEMAS[name].validate(frame)
-    return names
+    tables_ = names["ladder"].tables
+    for name, table in tables_.items():
+        tables.SCHEMAS[name].validate(table)
+    return names, tables_
 
 
-def test_a_ladder_without_compiling_on_a_cpu(monkeypatch):
-    stretches = []
-
-    def noted(step, device, steps):
-        found = back_to_back(step, device, steps)
-        stretches.extend([found] * (steps == 3))  # others warm up
-        return found
-
-    monkeypatch.setattr("stepscope.measure.back_to_back", noted)
-    monkeypatch.setattr(
-        "stepscope.measure.sheet_tflops", lambda precision, device: {"bf16": 777.0}.get(precision, math.nan)
-    )
-    monkeypatch.setattr(bounds, "kept_up", lambda device: {"highest": 5.0})
-    monkeypatch.setattr("stepscope.measure.power_limit_w", lambda: 700.0)
-    names = whole(timed_steps=3, warmup_steps=1, training_steps=2)
-    found, results = names["tables"], names["run"].outcome["results"]
-    steps = found["steps"].set_index("optimization")
-    assert list(steps.index) == EAGER and (steps["status"] == "ok").all()
-    assert (
-        steps["compile_s"].isna().all()
-        and [names["first_ms"], names["last_ms"]] == steps["wall_ms"].iloc[[0, -1]].tolist()
-    )
-    assert names["losses"].groupby("kind")["seed"].unique().map(set).to_dict() == {
-        change: {0} for change in EAGER
-    } | {"fp32, another seed": {1, 2}}
-    assert results["sheet_bf16"] == 777 and results["highest"] == 5
-    assert steps.loc["fp32", "gradient_error"] == 0 and 0 < steps.loc["bf16", "gradient_error"] < 0.1
-    assert (steps["tokens_per_s"] * steps["wall_ms"]).round().eq(32_000).all()
-    kernels = found["kernels"]
-    assert set(kernels["optimization"]) == set(EAGER) and {"matrix multiply"} <= set(kernels["family"])
-    config, T, gradients = names["config"], SHAPE["context_length"], {}
+def test_notebook_records_what_it_measured_without_compiling():
+    names, found = executed_notebook(timed_steps=3, warmup_steps=1, training_steps=2)
+    steps, kernels = found["steps"].set_index("optimization"), found["kernels"]
+    results, config = names["run"].outcome["results"], names["config"]
+    assert list(steps.index) == EAGER and (steps["status"] == "ok").all() and steps["compile_s"].isna().all()
     flops = step_flops(config)
-    needed = (
-        flops - 6 * config.batch_size * T * (T - 1) * config.d_model
-    )  # all but what is above the diagonal
-    for change, kind, walls in zip(EAGER, ("Plain", "BF16", "SDPA", "Fused"), stretches, strict=True):
-        row, own, trainer = steps.loc[change], kernels[kernels["optimization"] == change], names[kind](config)
-        loss, expected = (
-            trainer.gradients().item(),
-            spread(walls) | {"steps": 3, "gpu_ms": own["gpu_ms"].sum(), "operations": own["count"].sum()},
+    matmul_rates = steps.index.map({"fp32": "matmul_fp32"}.get).fillna("matmul_bf16").map(results)
+    for column, expected in {
+        "operations": kernels.groupby("optimization")["count"].sum(),
+        "gpu_ms": kernels.groupby("optimization")["gpu_ms"].sum(),
+        "busy": steps["gpu_ms"] / steps["wall_ms"],
+        "tokens_per_s": 32e3 / steps["wall_ms"],
+        "mfu_measured": flops / steps["wall_ms"] / 1e9 / matmul_rates,
+        "moved_ms": pd.Series(28 * results["parameters"] / results["copy"] / 1e9, steps.index),
+    }.items():
+        assert steps[column].to_dict() == pytest.approx(expected.reindex(steps.index).to_dict(), rel=1e-4), (
+            column
         )
-        gradients[change] = torch.cat(
-            [parameter.grad.double().flatten() for parameter in trainer.named.values()]
-        )
-        off = (gradients[change] - gradients["fp32"]).norm() / gradients["fp32"].norm()
-        expected |= {
-            "mfu_measured": flops / expected["wall_ms"] / 1e9 / results[f"matmul_{trainer.precision}"],
-            "gradient_error": off.item(),
-            "busy": expected["gpu_ms"] / expected["wall_ms"],
-            "loss_error": abs(loss / names["reference"][2][0] - 1),
-            "matmul_ms": needed / results["matmul_bf16"] / 1e9,
-            "moved_ms": 28 * results["parameters"] / results["copy"] / 1e9,
-        }
-        assert row[list(expected)].to_dict() == pytest.approx(expected, rel=1e-4, abs=1e-9), change
-    assert f"{number(steps['gradient_error'].max(), '%')} off fp32's at most" in results["finding"]
+    assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
+    assert {"matrix multiply"} <= set(kernels["family"]) and results["compared"] > 0
+    assert f"{number(steps['gradient_error'].max(), '%')} off fp32's" in results["finding"]
     curves = found["curves"]
-    assert curves.groupby("optimization")["seed"].nunique().to_dict() == dict.fromkeys(EAGER, 1) | {
-        "fp32": SEEDS
-    }
+    seeds = curves.groupby("optimization")["seed"].nunique().to_dict()
+    assert seeds == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
-    off = losses.sub(losses["fp32", 0], axis=0).abs().max()
-    assert len(losses) == 2 and 0 < off["fused", 0] < off["fp32", 1] / 10, (
-        "from the same weights over the same text"
-    )
-    assert results["matmul_bf16"] > 0 and results["power_limit_w"] == 700 and results["parameters"] > 0
-    assert (
-        "off fp32's" in results["finding"]
-        and " as fast" not in results["finding"]
-        and results["compared"] > 0
-    )
+    distance = losses.sub(losses["fp32", 0], axis=0).abs().max()
+    assert 0 < distance["fused", 0] < distance["fp32", 1] / 10, "from the same weights over the same text"
 
 
-def test_each_batch_is_measured_at_its_own(config):
-    found = whole(optimizations=["fp32", "sdpa"], batches=[1, 3], timed_steps=2, training_steps=2)["tables"]
-    steps = found["steps"]
-    assert list(zip(steps["optimization"], steps["batch_size"])) == [
-        ("fp32", 1),
-        ("sdpa", 1),
-        ("fp32", 3),
-        ("sdpa", 3),
-    ]
-    assert set(found["curves"]["optimization"]) == {"fp32", "sdpa"}, "trained once, at the largest batch"
-    assert set(found["curves"]["batch_size"]) == {3}
-    assert steps["gradient_error"].isna().all(), (
-        "fp32's gradients are of its own batch, which is none of these"
-    )
-    tokens = steps["tokens_per_s"] * steps["wall_ms"] / 1e3
-    assert tokens.round().tolist() == (config().context_length * steps["batch_size"]).tolist()
-
-
-def test_peers_and_what_is_left_out_stand_below_the_changes(monkeypatch):
-    """At each batch; trained is neither, and transformers need not be there."""
+def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: None)
-    names = whole(
+    _, found = executed_notebook(
         optimizations=["fp32", "bf16_moments"],
         without=["sdpa", "cuda_graph"],
         batches=[1, 2],
+        fill=True,
         timed_steps=2,
         training_steps=2,
         baselines=["hugging_face_causal", "hugging_face_captured", "fast_step"],
     )
-    found = names["tables"]
     steps = found["steps"]
-    compared = steps.loc[steps["gradient_error"].notna(), ["optimization", "batch_size"]].values.tolist()
-    assert compared == [["fp32", 2], ["bf16_moments", 2], ["without_sdpa", 2]], (
-        "somebody else's gradients are of another model"
-    )
-    walls = steps[(steps["batch_size"] == 1) & steps["wall_ms"].notna()].set_index("optimization")["wall_ms"]
-    assert [names["first_ms"], names["last_ms"]] == walls[["fp32", "bf16_moments"]].tolist() and {
-        *names["drawn_steps"]["batch_size"]
-    } == {1}
-    own = [
-        "fp32",
-        "bf16_moments",
-        "without_sdpa",
-        "without_cuda_graph",
-        "hugging_face_causal",
-        "hugging_face_captured",
-        "fast_step",
-    ]
-    assert list(zip(steps["optimization"], steps["batch_size"])) == [
-        (name, batch) for batch in (1, 2) for name in own
-    ]
-    assert steps["status"].tolist() == 2 * [
-        "ok",
-        "ok",
-        "ok",
-        "unsupported",
-        "unsupported",
-        "unsupported",
-        "ok",
-    ]
-    reasons = steps.set_index("optimization")["reason"].iloc[: len(own)]
-    assert (
-        reasons["hugging_face_causal"] == "transformers is not installed"
-        and "no CUDA graphs" in reasons["without_cuda_graph"]
-    )
-    assert steps["replayed_ms"].isna().all() and set(found["curves"]["optimization"]) == {
-        "fp32",
-        "bf16_moments",
+    expected = {"fp32": "ok", "bf16_moments": "ok", "without_sdpa": "ok", "without_cuda_graph": "unsupported"}
+    expected |= dict.fromkeys(["hugging_face_causal", "hugging_face_captured"], "unsupported") | {
+        "fast_step": "ok"
     }
-
-
-def test_rates_and_bounds_are_of_the_own_precision_and_moments(cells, monkeypatch):
-    monkeypatch.setattr(
-        "stepscope.measure.sheet_tflops",
-        lambda precision, device: {"fp32": 50.0, "bf16": 1000.0, "fp8": 2000.0}[precision],
-    )
-    monkeypatch.setattr(
-        "stepscope.measure.sheet_clock_mhz", lambda precision, device: {"fp32": 2000.0}.get(precision, 1800.0)
-    )
-    made = cells("for (name, batch), row in rows.items()")  # the cell of the rates
-    rates = made.rates
-    rates.__globals__.update(
-        ceilings={"matmul_fp32": 40.0, "matmul_bf16": 800.0, "matmul_fp8": 1500.0, "copy": 4.0}
-    )
-    found = pd.DataFrame(
-        [
-            rates(kind, {"batch_size": 3, "wall_ms": wall_ms, "sm_clock_mhz": 1000.0})
-            for kind, wall_ms in ((made.Plain, 8.0), (made.Blocks, 4.0), (made.BF16Moments, 1.0))
-        ]
-    )
-    assert (found["mfu_at_clock"] / found["mfu"]).tolist() == pytest.approx([2, 1.8, 1.8])
-    assert (found["mfu_measured"] / found["mfu"]).tolist() == pytest.approx([1.25] * 3)
-    assert found["moved_ms"].div(found["moved_ms"][0]).tolist() == pytest.approx([1, 1, 20 / 28])
-    flops = found["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
-    assert flops.tolist() == pytest.approx([1.5 * step_flops(made.config)] * 3)
-    one = rates(made.FP8, {"batch_size": 3, "wall_ms": 1.0})
-    assert (
-        one["bound_ms"]
-        == bounds.lower_bound(made.config.step(batch_size=3), "fp8", "bf16", rates.__globals__["ceilings"])[
-            "bound_ms"
-        ]
-    )
-    assert math.isnan(one["mfu_at_clock"]) and one["tokens_per_s"] == 3 * made.config.context_length * 1e3
-    cases = {("blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("blocks", 3): 30.0, ("cuda_graph", 3): 20.0}
-    rows = {
-        case: {"optimization": case[0], "batch_size": case[1], "status": "ok", "reason": "", "wall_ms": ms}
-        for case, ms in cases.items()
-    }
-    rows |= {
-        (name, 5): {"optimization": name, "batch_size": 5, "status": "ok", "reason": ""} | more
-        for name, more in (("blocks", {"wall_ms": 40.0}), ("cuda_graph", {"status": "oom"}))
-    }
-    cases = dict.fromkeys(rows)
-    kinds = {case: made.Blocks if case[0] == "blocks" else made.Graph for case in cases}
-    steps = executed(
-        "ladder",
-        "order = [(name, batch)",
-        vars(made)
-        | {
-            "rows": rows,
-            "kinds": kinds,
-            "batch_sizes": [1, 3, 5],
-            "filled": [],
-            "kernels": {},
-            "run": SimpleNamespace(keep=lambda *_: None),
-            "config": made.config.model_copy(update={"optimizations": ["blocks", "cuda_graph"]}),
-        },
-    )["steps"]
-    assert steps["replayed_ms"].tolist() == pytest.approx(
-        [8, math.nan, 20, math.nan, math.nan, math.nan], nan_ok=True
-    ), "a graph of the same batch"
-    assert steps["tokens_per_s"].tolist() == pytest.approx(
-        [1600, 2000, 1600, 2400, 2000, math.nan], nan_ok=True
-    )
-
-
-@pytest.mark.parametrize("last_ms", [5.0, 20.0])
-def test_the_sentence_is_of_the_changes_at_the_first_batch(config, last_ms):
-    rows = [
-        ("fp32", 2, 10.0),
-        ("tf32", 2, 7.0),
-        ("bf16_moments", 2, last_ms),
-        ("chunked", 2, 1.0),
-        ("hugging_face", 2, 2.0),
-        ("fp32", 1, 0.5),
-        ("cuda_graph", 2, None),
+    rows = [(name, batch, status) for batch in (1, 2) for name, status in expected.items()] + [
+        (FILLED, 4, "ok")
     ]
-    steps, said = (
-        pd.DataFrame(rows, columns=["optimization", "batch_size", "wall_ms"]).assign(
-            gradient_error=[0, 0.03, 0.02, 9, 9, 9, 9]
-        ),
-        [],
-    )
-    for on_gpu in (True, False):
-        executed(
-            "ladder",
-            "ended =",
-            {
-                "steps": steps,
-                "batch_sizes": [2, 1],
-                "RUNGS": RUNGS,
-                "config": config(),
-                "number": number,
-                "on_gpu": on_gpu,
-                "run": SimpleNamespace(say=said.append),
-            },
-        )
-    assert said[0].endswith(
-        f"batch 2: {number(10.0, 'ms')} a step become {number(last_ms, 'ms')}, {number(10 / last_ms, 'x')} as fast"
-    )
-    assert said[1].endswith(
-        f"batch 2: {number(10.0, 'ms')} a step; first gradients are {number(0.03, '%')} off fp32's at most"
-    )
+    assert list(steps[["optimization", "batch_size", "status"]].itertuples(index=False, name=None)) == rows
+    reasons = steps.set_index(["optimization", "batch_size"])["reason"]
+    assert reasons["hugging_face_causal", 1] == "transformers is not installed"
+    assert "no CUDA graphs" in reasons["without_cuda_graph", 2]
+    compared = steps.dropna(subset=["gradient_error"])[["optimization", "batch_size"]].values.tolist()
+    assert compared == [["fp32", 2], ["bf16_moments", 2], ["without_sdpa", 2]]
+    curves = found["curves"]
+    assert set(curves["optimization"]) == {"fp32", "bf16_moments"} and set(curves["batch_size"]) == {2}
+    tokens = steps["tokens_per_s"] * steps["wall_ms"] / 1e3
+    assert tokens.dropna().round().tolist() == (16 * steps["batch_size"])[tokens.notna()].tolist()
 
 
-@pytest.mark.parametrize("clock_mhz, gpu_ms", [(1980.0, 4), (1700.0, 5)])
-def test_of_captured_steps_the_quickest_is_read_and_at_the_power_cap_the_middle_one(
-    cells, monkeypatch, clock_mhz, gpu_ms
-):
-    rows = [
-        ("step", number, "whole", "gemm", "matmul", 0, lasted * 1_000_000)
-        for number, lasted in ((0, 9), (1, 4), (2, 5))
-    ]
-    monkeypatch.setattr("stepscope.measure.steady.highest_clock_mhz", lambda: 1980.0)
-    made = cells("programs.clear()", optimizations=["fp32"], timed_steps=2)
-    captured = SimpleNamespace(reason="", operations=pd.DataFrame(rows, columns=CAPTURED), phases=None)
-    captured.phases = lambda case, number: lambda phase: nullcontext()
-    monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
-    row = {"optimization": "fp32", "batch_size": 2, "wall_ms": 10.0, "sm_clock_mhz": clock_mhz}
-    made.capture_one(made.Plain(made.config), row)
-    assert [row[name] for name in ("gpu_ms", "operations", "busy")] == [gpu_ms, 1, gpu_ms / 10]
-    assert made.kernels["fp32", 2][["count", "gpu_ms"]].values.tolist() == [[1, gpu_ms]]
-
-
-def test_one_that_fails_says_so_and_the_others_go_on(monkeypatch):
-    back_to_back_ = back_to_back
-
-    def refuse(step, device, steps):
-        kind = type(step.__self__).__name__ if hasattr(step, "__self__") else ""
-        if kind == "BF16":
-            raise RuntimeError("no kernel at /home/somebody/file.cu for it")
-        if kind == "SDPA":
-            raise torch.OutOfMemoryError("short of memory. Including much more")
-        return back_to_back_(step, device, steps)
-
-    def unreadable(profiler):
-        raise TraceError("trace.json: has no traceEvents")
-
-    monkeypatch.setattr("stepscope.measure.back_to_back", refuse)
-    monkeypatch.setattr("stepscope.measure.profiler.read", unreadable)
-    found = whole(optimizations=["fp32", "tf32", *EAGER[1:]], timed_steps=2)["tables"]
-    steps = found["steps"].set_index("optimization")
-    assert steps["status"].to_dict() == {
-        "fp32": "ok",
-        "tf32": "unsupported",
-        "bf16": "failed",
-        "sdpa": "oom",
-        "fused": "ok",
-    }
-    assert steps.loc["bf16", "reason"] == "no kernel at file.cu for it"
-    assert steps.loc["sdpa", "reason"] == "while measuring sdpa: short of memory."
-    fused = steps.loc["fused"]
-    assert fused["reason"] == "not captured: trace.json: has no traceEvents" and fused["wall_ms"] > 0
-    assert math.isnan(fused["gpu_ms"]) and "kernels" not in found
-
-
-def test_training_needs_room_for_bytes(cells):
-    made = cells("time_cases(Plain)", vocab_size=100, training_steps=2)
+def test_training_needs_room_for_bytes(config):
+    subject = other_model(2)
+    subject.load(0)
     with pytest.raises(ConfigError, match="256"):
-        train(made.config, made.Plain(made.config), "fp32")
+        train(config(vocab_size=100, training_steps=2), subject, "fp32")

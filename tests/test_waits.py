@@ -17,8 +17,7 @@ from stepscope import measure
 from stepscope.config import StepConfig
 from stepscope.measure import clocks, compiler, memory_history, profiled_process, protocol, rates
 from stepscope.model.training_step import build_step
-from stepscope.optimizations.trainer import Trainer, Unsupported
-from stepscope.traces.attribution import TraceError
+from stepscope.studies.ladder import loop
 from stepscope.traces.captured import CAPTURED
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
@@ -232,16 +231,24 @@ def events(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", type("Event", (Events,), {"gpu": gpu}))
 
 
-def test_a_programs_compile_time_holds_its_first_passs_work(gpu, monkeypatch):
-    monkeypatch.setattr("stepscope.optimizations.trainer.default_timer", lambda: gpu.now)
-    loss = SimpleNamespace(backward=lambda: gpu.work(2.0), detach=lambda: "a loss")
-    program = SimpleNamespace(loss=lambda tokens, targets: gpu.work(1.0) or loss, compile_s=None)
-    parts = dict.fromkeys(Trainer.__abstractmethods__)
-    trainer = object.__new__(type("Compiled", (Trainer,), {"compiles": True} | parts))
-    trainer.program, trainer.config = program, SimpleNamespace(device="cuda")
-    trainer.tokens = trainer.targets = None
-    trainer.clear_gradients = lambda: None
-    assert trainer.gradients() == "a loss" and program.compile_s == 2 * LAUNCH_S + 3.0
+def ladder_case():
+    """A case of the ladder that has a row, and nothing that builds it."""
+    return loop.Case("blocks", 2, build=None)
+
+
+def test_the_ladders_compile_time_holds_the_first_steps_work(gpu, monkeypatch):
+    monkeypatch.setattr(loop, "default_timer", lambda: gpu.now)
+    subject = SimpleNamespace(
+        gradients=lambda: gpu.work(3.0) or torch.ones(()),
+        loss=print,
+        launch=print,
+        compiles=True,
+        reset=gpu.clear,
+        optimizer=SimpleNamespace(step=lambda: gpu.work(5.0), state={}),
+    )
+    ladder = SimpleNamespace(device="cuda", compile_s={}, compare=lambda *_: gpu.work(7.0))
+    loop.Ladder.first_step(ladder, case := ladder_case(), subject)
+    assert case.row["compile_s"] == LAUNCH_S + 3.0
 
 
 def test_the_seconds_of_compiling_hold_the_steps_work(gpu, monkeypatch):
@@ -330,40 +337,40 @@ def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
     )
 
 
-def test_the_ladders_captured_steps_are_over_when_the_capture_is(gpu):
-    names = executed(
-        "ladder",
-        "def capture_one(trainer",
-        measuring(
-            gpu,
-            captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"),
-            rows={},
-            at=lambda *_: [],
-            settled=lambda trainer: 1,
-            CAPTURED_S=0.1,
-            BURST_S=0.1,
-            steps_in=lambda *_: 3,
-            HuggingFaceGraphs=None,
-        ),
-    )
+def test_the_ladders_profiled_steps_are_over_when_the_capture_is(gpu, monkeypatch):
+    captured = captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost")
+    monkeypatch.setattr(measure, "capture", lambda device: nullcontext(captured))
+    ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
     with pytest.raises(RuntimeError, match="lost"):
-        names["capture_one"](SimpleNamespace(step=lambda: gpu.work(1.0)), {})
+        loop.Ladder.profile_steps(ladder, ladder_case(), SimpleNamespace(step=lambda: gpu.work(1.0)))
     assert ("whole", "begins", 0.0) in gpu.log and gpu.left == 0.0
 
 
-def test_what_has_lost_the_device_ends_the_ladders_run_where_it_is_waited_for(gpu, monkeypatch):
-    names = executed(
-        "ladder", "def visit(case", measuring(gpu, None, Unsupported=Unsupported, TraceError=TraceError)
-    )
-    names["rows"][1, 1] = {"status": "ok", "reason": ""}
-    names["kinds"][1, 1] = lambda *_: SimpleNamespace(unload=lambda: None)
+def test_an_error_that_has_lost_the_device_ends_the_ladders_run(gpu, monkeypatch):
+    monkeypatch.setattr(measure, "release", lambda *_, **__: None)
 
     def lost(*_):
         monkeypatch.setattr(torch.cuda, "synchronize", lost)
         raise torch.AcceleratorError("unspecified launch failure")
 
     with pytest.raises(torch.AcceleratorError):
-        names["visit"]((1, 1), lost)
+        loop.Ladder.visit(SimpleNamespace(device="cuda", do_loaded=lost), ladder_case())
+
+
+def test_the_ladders_peak_of_memory_is_of_its_timed_steps(monkeypatch):
+    log = []
+    monkeypatch.setattr(measure, "forget_peaks", lambda device: log.append("forgotten"))
+    monkeypatch.setattr(measure, "peak_memory", lambda device: log.append("read") or {})
+    monkeypatch.setattr(loop, "stretch", lambda *_: log.append("timed") or {})
+    ladder = SimpleNamespace(
+        device="cpu",
+        on_gpu=False,
+        settle=lambda *_: log.append("warmed up"),
+        config=SimpleNamespace(timed_steps=1, training_steps=0),
+        batch_sizes=[2],
+    )
+    loop.Ladder.time_steps(ladder, ladder_case(), SimpleNamespace(step=1))
+    assert log == ["forgotten", "warmed up", "timed", "read"]
 
 
 def checkpointing_times(names, timed):
@@ -371,17 +378,7 @@ def checkpointing_times(names, timed):
     return partial(executed("checkpointing", "def time_one(step", names | {"Step": Step})["time_one"], step)
 
 
-def the_ladder_times(names, timed):
-    names["adamw"].state.clear()  # each change's optimizer is its own
-    names |= {"settled": lambda trainer: 1.0, "stretch": lambda *_: dict(timed()), "on_gpu": False}
-    return partial(
-        executed("ladder", "def time_one(trainer", names)["time_one"],
-        SimpleNamespace(step=1, plain_step=1, name="fp32"),
-        {},
-    )
-
-
-@pytest.mark.parametrize("notebook", [checkpointing_times, the_ladder_times])
+@pytest.mark.parametrize("notebook", [checkpointing_times])
 def test_a_notebooks_peak_of_memory_is_of_its_own_steps(notebook):
     """What is held beside them, such as the moments of another mode, is gone when peaks begin anew."""
     log, state = [], {"moments": 1}

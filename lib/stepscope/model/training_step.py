@@ -1,7 +1,7 @@
 """One training step, plain: forward, loss, backward and torch's AdamW.
 
-The studies benchmark, nsys, mixed_precision and memory run this one; the ladder's, of which each optimization
-changes a part, is :class:`stepscope.optimizations.trainer.Trainer`. Nothing here is timed.
+The studies benchmark, nsys, mixed_precision and memory run this one. The ladder's, of which each optimization
+changes a part, is :class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing here is timed.
 """
 
 import dataclasses

@@ -7,26 +7,31 @@ from torch import Tensor
 
 from stepscope.config import ConfigError
 from stepscope.model.text import text_batches
-from stepscope.optimizations.trainer import Trainer
+from stepscope.optimizations.transforms import TrainedSubject
 from stepscope.studies.ladder.config import Config
 
 SEEDS = 3  # of the first change: what another draw of the weights alone does
 
 
-def losses(trainer: Trainer, batches: Tensor, seed: int) -> list[float]:
-    """The loss of each step from a seed's weights over batches of (B, T + 1) token ids."""
-    trainer.reset(seed)
-    found = []
-    for batch in batches.to(trainer.config.device):
-        trainer.tokens.copy_(batch[:, :-1])
-        trainer.targets.copy_(batch[:, 1:])
-        found.append(trainer.step().clone())
-    return torch.stack(found).float().tolist()
+def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
+    """Train from a seed's weights; return the loss of each step.
+
+    Args:
+        text: token ids, (steps, B, T + 1).
+    """
+    subject.draw_weights(seed)
+    tokens, targets = subject.batch
+    curve = []
+    for batch in text.to(tokens.device):
+        tokens.copy_(batch[:, :-1])
+        targets.copy_(batch[:, 1:])
+        curve.append(subject.step().clone())
+    return torch.stack(curve).float().tolist()
 
 
-def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
-    """Loss curves (change, batch_size, seed, step, loss): the first of a run's changes from three seeds, any
-    other from the first of these.
+def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
+    """Return loss curves (optimization, batch_size, seed, step, loss): the run's first optimization from
+    three seeds, any other from the first of them.
 
     Raises:
         ConfigError: the vocabulary has no room for bytes.
@@ -35,10 +40,13 @@ def train(config: Config, trainer: Trainer, name: str) -> pd.DataFrame:
         raise ConfigError(
             f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least"
         )
-    batches = text_batches(config.training_steps, trainer.batch, config.context_length)
+    batch_size = len(subject.batch[0])
+    text = text_batches(config.training_steps, batch_size, config.context_length)
+    seeds = SEEDS if name == config.optimizations[0] else 1
     frames = []
-    for seed in range(config.seed, config.seed + (SEEDS if name == config.optimizations[0] else 1)):
-        curve = losses(trainer, batches, seed)
-        named = {"optimization": name, "batch_size": trainer.batch, "seed": seed}
-        frames.append(pd.DataFrame(named | {"step": range(len(curve)), "loss": curve}))
-    return pd.concat(frames, ignore_index=True)
+    for seed in range(config.seed, config.seed + seeds):
+        curve = losses(subject, text, seed)
+        frame = pd.DataFrame({"seed": seed, "step": range(len(curve)), "loss": curve})
+        frames.append(frame.assign(optimization=name, batch_size=batch_size))
+    columns = ["optimization", "batch_size", "seed", "step", "loss"]
+    return pd.concat(frames, ignore_index=True)[columns]

@@ -1,0 +1,168 @@
+"""A training step that optimizations change one at a time: a subject, and what a transform of it is.
+
+A transform is a function of a :class:`TrainedSubject`. It changes the subject, or returns the reason why it
+doesn't apply:
+
+    def bf16(subject):
+        subject.autocast, subject.precision = torch.bfloat16, "bf16"
+
+    def blocks(subject):
+        if not hasattr(subject.model, "blocks"):
+            return "the model has no list of blocks"
+        for block in subject.model.blocks:
+            block.compile(dynamic=False)
+        subject.compiles = True
+
+Weights, optimizer and batch are on the device only between :meth:`TrainedSubject.load` and
+:meth:`TrainedSubject.unload`, because a GPU may not hold them for every optimization at once.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepscope import StepscopeError
+from stepscope.measure.subject import Subject
+from stepscope.optimizations.optimizer import MasterAdamW
+
+Step = Callable[[], Tensor]
+
+
+class Unsupported(StepscopeError, RuntimeError):
+    """This device, environment or model lacks what an optimization needs."""
+
+
+def launch_eagerly(subject: "TrainedSubject") -> Step:
+    """Return the step as Python runs it: one launch per kernel."""
+    return subject.eager_step
+
+
+@dataclass
+class TrainedSubject(Subject):
+    """A subject with everything that an optimization of its training step may change.
+
+    make_batch: draws the batch on the device.
+    make_optimizer: makes the optimizer of the loaded model.
+    launch: returns the step to measure, once the model has been called. A step that has no ``loss`` makes its
+        own optimizer here.
+    autocast: the dtype of torch's autocast around forward and loss, or None.
+    matmul_precision: of fp32 matmuls, as ``torch.set_float32_matmul_precision`` takes it.
+    precision, moments: the number formats of matmuls and of AdamW's moments, for FLOP rates and bounds.
+    compiles: the first call compiles.
+    """
+
+    make_batch: Callable[[], tuple[Tensor, ...]] = field(kw_only=True)
+    make_optimizer: Callable[[nn.Module], Any] = field(kw_only=True)
+    launch: Callable[["TrainedSubject"], Step] = field(default=launch_eagerly, kw_only=True)
+    autocast: torch.dtype | None = field(default=None, kw_only=True)
+    matmul_precision: str = field(default="highest", kw_only=True)
+    precision: str = field(default="fp32", kw_only=True)
+    moments: str = field(default="fp32", kw_only=True)
+    compiles: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.parameters = dict(self.model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    def share_program(self, other: "TrainedSubject") -> None:
+        """Take the model and the loss of an equal subject, and with them its compiled code."""
+        self.model, self.loss, self.parameters = other.model, other.loss, other.parameters
+
+    @property
+    def device(self) -> str:
+        return next(iter(self.parameters.values())).device.type
+
+    @torch.no_grad()
+    def load(self, seed: int) -> None:
+        """Put weights drawn from the seed, the optimizer and the batch on the device.
+
+        Raises:
+            torch.OutOfMemoryError: they don't fit.
+        """
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        for name, parameter in self.parameters.items():
+            parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype, device=parameter.device)
+        self.optimizer = self.make_optimizer(self.model)
+        self.batch = self.make_batch()
+        self.step: Step = self.eager_step
+        self.draw_weights(seed)
+
+    def unload(self) -> None:
+        """Free weights, gradients, optimizer and batch. Compiled code stays valid: it reads shapes when it
+        runs."""
+        self.optimizer, self.batch = None, ()
+        self.__dict__.pop("step", None)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the fp32 weights, to read or write: the optimizer's masters, or the model's parameters."""
+        return self.optimizer.masters() if isinstance(self.optimizer, MasterAdamW) else self.parameters
+
+    @torch.no_grad()
+    def draw_weights(self, seed: int) -> None:
+        """Draw the weights from a seed, the same ones for every optimization, and start the optimizer over."""
+        weights = self.weights()
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for name in sorted(weights):
+            weight = weights[name]
+            if weight.dim() == 2:
+                weight.copy_(torch.empty_like(weight).normal_(std=0.02, generator=generator))
+            else:
+                weight.fill_(1)
+        self.restart_optimizer()
+
+    @torch.no_grad()
+    def restart_optimizer(self) -> None:
+        """Continue from the current :meth:`weights` with an optimizer that hasn't stepped yet."""
+        if isinstance(self.optimizer, MasterAdamW):
+            self.optimizer.reset()
+            return
+        for state in self.optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+    def reset(self) -> None:
+        """Free the gradients. ``model.zero_grad()`` walks all modules, which launch-bound steps would feel."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def autocasting(self) -> AbstractContextManager:
+        return torch.autocast(self.device, dtype=self.autocast) if self.autocast else nullcontext()
+
+    def gradients(self) -> Tensor:
+        """Run forward, loss and backward; return the loss, ()."""
+        assert self.loss is not None
+        self.reset()
+        with self.autocasting():
+            loss = self.loss(self.model, *self.batch)
+        loss.backward()  # outside of autocast: it repeats the types of forward
+        return loss.detach()
+
+    def eager_step(self) -> Tensor:
+        loss = self.gradients()
+        self.optimizer.step()
+        return loss
+
+
+Transform = Callable[[TrainedSubject], str | None]
+
+
+def keeps_program(transform: Transform) -> Transform:
+    """Mark a transform that changes neither the model nor its loss, only the optimizer or the launch. Steps
+    that differ in such transforms alone share their compiled code."""
+    setattr(transform, "keeps_program", True)  # noqa: B010
+    return transform
+
+
+def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
+    """Apply transforms in order; return the reasons of those that don't apply, by name."""
+    reasons = {transform.__name__: transform(subject) for transform in transforms}
+    return {name: reason for name, reason in reasons.items() if reason}
