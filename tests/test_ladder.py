@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cells import run_cells, step_flops
+from cells import edited, run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
 from stepscope.measure import fresh_compiler_cache
 from stepscope.model.fit import last_step_bytes
@@ -572,6 +572,17 @@ def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, m
     assert steps.loc["fused", "wall_ms"] > 0 and math.isnan(steps.loc["fused", "gpu_ms"])
 
 
+def test_transform_may_replace_a_part_of_the_model(config):
+    def wider(subject):
+        subject.model[0], subject.model[2] = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    ladder = ladder_of(config, other_model, named("sdpa", wider))
+    ladder.visit(ladder.cases[1], lambda case, subject: subject.gradients())
+    subject = ladder.cases[1].subject
+    assert ladder.cases[1].row["status"] == "ok" and subject.shapes["0.weight"] == (64, 16)
+    assert not any(parameter.numel() for parameter in subject.model.parameters())
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
 def test_case_that_does_not_fit_frees_its_memory(config, error):
     def build(batch_size):
@@ -991,6 +1002,20 @@ def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, 
     assert set(curves["optimization"]) == {"fp32", "bf16_moments"} and set(curves["batch_size"]) == {2}
     tokens = steps["tokens_per_s"] * steps["wall_ms"] / 1e3
     assert tokens.dropna().round().tolist() == (16 * steps["batch_size"])[tokens.notna()].tolist()
+
+
+@pytest.mark.parametrize(
+    "before, after, refused",
+    [
+        ('attention.kind = "sdpa"', 'attention.implementation = "sdpa"', "sdpa"),
+        ("fused=True, capturable", "foreach=True, capturable", "fused"),
+    ],
+)
+def test_notebook_refuses_a_changed_transform_that_changes_nothing(tmp_path, before, after, refused):
+    notebook = edited("ladder", tmp_path, before, after)
+    steps = run_cells(notebook, **SHAPE | {"timed_steps": 2})["steps"].set_index("optimization")
+    assert steps["status"].to_dict() == dict.fromkeys(EAGER, "ok") | {refused: "failed"}
+    assert "changes nothing" in steps.loc[refused, "reason"]
 
 
 def test_training_needs_room_for_bytes(config):

@@ -65,6 +65,10 @@ class TrainedSubject(Subject):
     compiles: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        self.find_parameters()
+
+    def find_parameters(self) -> None:
+        """Note the model's parameters and their shapes. A transform may have replaced some."""
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
 

@@ -241,10 +241,11 @@ class Ladder:
         changing = tuple(each for each in applied if not hasattr(each, "keeps_program"))
         case.applied = tuple(transform.__name__ for transform in applied)
         case.program = case.build, case.batch_size, changing
-        if case.program in self.programs:
-            subject.share_program(self.programs[case.program])
-            gc.collect()  # frees the buffers of the model that was built twice
-        self.programs.setdefault(case.program, subject)
+        program = self.programs.setdefault(case.program, subject)
+        if program is not subject:
+            subject.share_program(program)
+        if program is not subject or case.left_out:
+            gc.collect()  # frees the buffers of a model that was built twice
         case.subject, case.compiles = subject, subject.compiles
         case.precision, case.moments = subject.precision, subject.moments
         return subject
@@ -260,6 +261,7 @@ class Ladder:
         with torch.device(self.device):
             subject = case.build(case.batch_size)
             reasons = apply(transforms, subject)
+        subject.find_parameters()
         subject.unload()
         for transform in needed:
             if transform.__name__ in reasons:
