@@ -32,6 +32,7 @@ LAYERS = [
     ],
     ["stepscope.captures"],
     ["stepscope.studies"],
+    ["stepscope.views", "stepscope.figures"],
     ["stepscope.report"],
     ["stepscope.cli"],
 ]

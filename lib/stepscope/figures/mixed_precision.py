@@ -1,0 +1,1 @@
+"""Figures of the mixed_precision study."""
