@@ -20,7 +20,7 @@ from stepscope import StepscopeError
 from stepscope.config import SIZES
 from stepscope.report.schemas import Tables
 
-MODULES = ("ladder", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
+MODULES = ("ladder", "ladder_parts", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
 # What ends a column's name, and the unit that it means. A column without one is a label, a count or a truth.
 UNITS = {
     "ms": "ms",
