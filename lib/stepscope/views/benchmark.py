@@ -62,6 +62,10 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
         "mode_name",
         "launch_bound",
         "fastest_ms",
+        "fastest_idle_share",
+        "fastest_launch_us",
+        "launch_us",
+        "kernel_us",
         "quartiles",
         "wall_std_share",
         "phase_share",
@@ -77,17 +81,23 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
 def times(data: Views) -> pd.DataFrame:
     """One row per configuration, mode and phase ("total" for the mode as a whole).
 
-    ``fastest_ms`` is the fastest timed step, of launch-bound rows only, since their medians do not repeat.
-    ``wall_std_share`` is the standard deviation over the median. ``phase_share`` is a phase's part of the GPU
-    time of all phases of its mode, ``phase_wall_share`` its part of the total wall time. ``mfu`` (of the data
-    sheet's rate) and ``matmul_rate_share`` (of the fastest large matmul of all runs in that precision) divide
-    FLOPs by wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops`` divide by GPU time.
+    * ``fastest_ms``: the fastest timed step, of launch-bound rows only, since their medians do not repeat;
+      ``fastest_idle_share``: the part of it in which no kernel runs.
+    * ``launch_us`` (of the median step) and ``fastest_launch_us``: wall time per kernel, of launch-bound rows only;
+      ``kernel_us``: GPU time per kernel.
+    * ``wall_std_share``: the standard deviation over the median.
+    * ``phase_share``: a phase's part of the GPU time of all phases of its mode; ``phase_wall_share``: its part of
+      the mode's wall time.
+    * ``mfu`` (of the data sheet's rate) and ``matmul_rate_share`` (of the fastest large matmul of all runs in that
+      precision): FLOPs over wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops``: over GPU time.
     """
     found = both_studies(data, "times")
     on_gpu = found["peak_gib"].notna() | found["power_w"].notna()
     launch_bound = launch_bound_rows(found) & on_gpu
     results = data.table("benchmark.results")
     matmul_tflops = found["precision"].map(results.groupby("precision")["matmul_tflops"].max()).astype(float)
+    fastest_ms = found["wall_min_ms"].where(launch_bound)
+    us_per_kernel = 1e3 / found["operations"]
     stretch = found["wall_ms"] / found["gpu_ms"]
     case = found.groupby(["study", *CONFIG, "mode"], sort=False)
     phase_gpu_ms = found["gpu_ms"].where(found["phase"] != "total")
@@ -96,7 +106,11 @@ def times(data: Views) -> pd.DataFrame:
     return found.assign(
         mode_name=found["mode"].map(MODE_NAMES),
         launch_bound=launch_bound,
-        fastest_ms=found["wall_min_ms"].where(launch_bound),
+        fastest_ms=fastest_ms,
+        fastest_idle_share=1 - found["gpu_ms"] / fastest_ms,
+        fastest_launch_us=fastest_ms * us_per_kernel,
+        launch_us=(found["wall_ms"] * us_per_kernel).where(launch_bound),
+        kernel_us=found["gpu_ms"] * us_per_kernel,
         quartiles=quartiles(found),
         wall_std_share=found["wall_std_ms"] / found["wall_ms"],
         phase_share=phase_gpu_ms / total_gpu_ms,
