@@ -200,7 +200,7 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
-        console.print(f"open {runs / 'writeup.html'} in a browser: one file, which can be copied anywhere")
+        console.print(f"open {runs / 'report.html'} in a browser: one file, which can be copied anywhere")
         own = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
         command = f"ladder {own} --runs runs/local-mine" if gpus_here() else f"fit {own} --memory 80"
         console.print(f"your own model: {_program()} {command}")
@@ -401,48 +401,66 @@ def _row(record: "Record", folder: Path) -> tuple[str, ...]:
 def render(
     runs: RunsOption = None,
     out: OutOption = None,
-    unsaid: Annotated[
-        bool, typer.Option("--unsaid", help=("Name every claim, table and figure that is left out, and why."))
+    writeup: Annotated[
+        bool,
+        typer.Option(
+            "--writeup",
+            help="Render the project's writeup over a full campaign instead; only in a checkout.",
+        ),
     ] = False,
 ) -> None:
-    """Render a runs folder: writeup.md, writeup.html (self-contained), evidence and figures."""
+    """Render a runs folder: report.md, report.html (one file) and figures, next to the reference's numbers.
+
+    With --writeup: writeup.md, writeup.html, evidence and figures, from the templates in writeup/. It lists
+    what is missing if the folder holds less than a full campaign.
+    """
     folder = _local_runs(runs, reading=True)
-    _render(folder, out or folder, unsaid)
+    _render(folder, out or folder, writeup)
 
 
-def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
-    """The report of a runs folder: its files, and what is not said in it."""
-    console.print("Making the report: reading the runs, drawing its pictures.")
-    from stepscope.report.render import render
+def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
+    """Render a runs folder; print the runs that were left out, and the files."""
+    console.print("Rendering: reading the runs, drawing the figures.")
+    from stepscope.report import machine, output, writeup
+    from stepscope.report.load import read
+    from stepscope.runs.store import Store
 
-    rendered = render(folder, out)
-    for error in rendered.errors:
+    found = read(Store(folder))
+    report = writeup.compose(found, out) if is_writeup else machine.compose(found, folder, out)
+    paths = output.write(report, out)
+    for error in report.errors:
         console.print(f"left out: {error}")
-    for line in [*rendered.notes, *rendered.left_out]:
-        console.print(line.replace("stepscope sweep", f"{_program()} sweep --runs {folder}"))
-    for told in rendered.omitted if unsaid else ():
-        console.print(f"not said: {told.kind} {told.name} ({told.why})")
-    if rendered.omitted and not unsaid:
-        console.print("stepscope render --unsaid names all that is left out")
-    for path in rendered.paths:
+    for note in report.notes:
+        console.print(note)
+    for path in paths:
         if path.parent == out:
             print(path)
 
 
 @app.command()
-def check(runs: RunsOption = None, out: OutOption = None) -> None:
-    """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
+def check(
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", parser=_folder, metavar="PATH", help="Runs.", show_default="runs/h200"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", parser=_folder, metavar="PATH", help="Where the writeup is.", show_default="the checkout"
+        ),
+    ] = None,
+) -> None:
+    """Fail if the committed writeup differs from its records: text by a byte, a figure in what it shows."""
     from stepscope.report.check import check
-    from stepscope.runs.record import named_unsteady
-    from stepscope.runs.store import Store
 
-    folder = _local_runs(runs, reading=True)
-    differences = check(folder, out or folder)
-    for line in differences + named_unsteady(Store(folder).records()[0]):
+    project = PROJECT or Path.cwd()
+    folder, place = runs or project / "runs" / "h200", out or project
+    differences = check(folder, place)
+    for line in differences:
         console.print(line)
     if differences:
         raise typer.Exit(EXIT_FAILED)
-    console.print(f"{out or folder}: the report is what the records in {folder} say")
+    console.print(f"{place}: the writeup is what the records in {folder} say")
 
 
 @app.command()

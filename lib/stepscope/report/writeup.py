@@ -1,18 +1,64 @@
 """The writeup: the templates of ``writeup/``, rendered over one full campaign."""
 
-import re
 from collections import ChainMap
 from pathlib import Path
 
-from stepscope import PROJECT
+from stepscope import PROJECT, StepscopeError
 from stepscope.figures import all_figures
 from stepscope.report.document import Document
-from stepscope.report.load import steady
+from stepscope.report.load import Read, steady
+from stepscope.report.output import Report, foot, readme
+from stepscope.report.page import Section, page
 from stepscope.report.schemas import Tables
 from stepscope.views import Views, facts
 
 FOLDER = "writeup"  # in the checkout
-PART = re.compile(r"# </?[\w ]+>\n?")
+EVIDENCE = "evidence/"
+
+
+class NoTemplatesError(StepscopeError):
+    """The writeup's templates are not here."""
+
+
+def templates_folder() -> Path:
+    """Return the folder of the writeup's templates.
+
+    Raises:
+        NoTemplatesError: this is an installed package, or there are none.
+    """
+    folder = PROJECT / FOLDER if PROJECT else None
+    if folder is None or not any(folder.glob("*.md.j2")):
+        raise NoTemplatesError(
+            "--writeup: got no templates, but expected a checkout of the project with writeup/*.md.j2; without"
+            " --writeup, a runs folder's own report is rendered"
+        )
+    return folder
+
+
+def compose(found: Read, out: Path) -> Report:
+    """Return the writeup of one full campaign, as it would be written into ``out``.
+
+    Raises:
+        DocumentError: naming every sentence that does not hold, and the first lookup of each template that fails.
+        NoTemplatesError: there are no templates.
+        OutputError: the README in ``out`` has one mark without the other.
+    """
+    texts, figures = render_templates(templates_folder(), found.tables)
+    chapters = [text for name, text in texts.items() if not name.startswith(EVIDENCE)]
+    pages = {f"{name}.md": text for name, text in texts.items() if name.startswith(EVIDENCE)}
+    links = [f"[{_title(text)}]({name})" for name, text in pages.items()]
+    end = f"---\n\nEvidence, a page a study: {', '.join(links)}.\n"
+    text = "\n".join([*chapters, end])
+    sections = [Section(name, section) for name, section in pages.items()]
+    html = page(text, sections, figures, foot(found.records))
+    drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
+    first = chapters[0].partition("\n")[2]
+    files = {"writeup.md": text, "writeup.html": html} | pages | drawings | readme(out, first)
+    return Report(files, found.errors, found.notes)
+
+
+def _title(text: str) -> str:
+    return text.partition("\n")[0].lstrip("# ")
 
 
 def render_templates(folder: Path, tables: Tables, only: str = "") -> tuple[dict[str, str], dict[str, str]]:

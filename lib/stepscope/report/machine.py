@@ -1,0 +1,340 @@
+"""Your machine next to the reference: a report of any runs folder, tables and figures without claims.
+
+It shows the writeup's views, as far as a folder has them, next to the reference's rows of the same key.
+These come from ``reference.parquet``, so that an installed package has them, too. The templates of ``machine/``
+render in order, once per device.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stepscope import PROJECT
+from stepscope.config import configure
+from stepscope.figures import all_figures
+from stepscope.files import one_line
+from stepscope.report.document import Document, DocumentError, table
+from stepscope.report.load import Read, read, steady
+from stepscope.report.output import OutputError, Report, foot
+from stepscope.report.page import page
+from stepscope.report.tables import NONE, digits, escape, headed, missing, number
+from stepscope.runs.record import NOTEBOOK, Record
+from stepscope.runs.store import Store
+from stepscope.studies import STUDIES
+from stepscope.views import MissingTable, Views, all_views, unit_of, varying
+from stepscope.views.benchmark import MODE_NAMES
+from stepscope.views.ladder import NAMES
+
+FOLDER = Path(__file__).with_name("machine")
+REFERENCE = Path(__file__).with_name("reference.parquet")
+THERE = "_there"  # ends the name of a column of the reference
+MAX_ROWS_OPEN = 30  # a longer table is folded
+MAX_ROWS = 1_000
+MAX_RUNS_OPEN = 15
+RELATIVE_TOLERANCE = 1e-9  # of sums in another order
+# The views that the templates use, and the columns that are shown next to the reference's.
+COMPARED = {
+    "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],
+    "times": ["wall_ms", "gpu_ms", "peak_gib"],
+    "phases": [],
+    "warm_up": ["text"],
+    "kernel_categories": ["share"],
+    "steps": ["wall_ms", "gpu_ms", "speedup"],
+}
+# What a machine reaches: view, column, words and unit; the fastest of all runs.
+RATES = (
+    ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
+    ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
+    ("rates", "fp8_tflops", "large FP8 matmul", "TFLOP/s"),
+    ("rates", "sustained_tflops", "bf16 matmuls for a second, sustained", "TFLOP/s"),
+    ("rates", "sustained_clock_mhz", "SM clock meanwhile", "MHz"),
+    ("rates", "power_limit_w", "power limit", "W"),
+    ("peak_rates", "copy_tb_per_s", "large copy", "TB/s"),
+)
+# How values of a key's fields are printed.
+LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
+
+
+# -- the reference --------------------------------------------------------------------------------------------
+
+
+def reference_views(views: Views) -> dict[str, pd.DataFrame]:
+    """Return what is compared with: by view the key and the compared columns, and ``about`` with one row."""
+    declared = all_views()
+    frames = {}
+    for name, columns in COMPARED.items():
+        if columns:
+            frames[name] = pd.DataFrame(views[name][[*declared[name].key, *columns]])
+    return frames | {"about": about(views.table("runs")), "machine_rates": machine_rates(views)}
+
+
+def machine_rates(views: Views) -> pd.DataFrame:
+    """Return the rates that a machine reaches: ``what`` and, as text with its unit, ``text``."""
+    found = []
+    for name, column, what, unit in RATES:
+        with suppress(MissingTable):
+            view = views[name]
+            fastest = (view[view["precision"] == "fp32"] if "precision" in view else view)[column].max()
+            if not missing(fastest):
+                found.append((what, number(fastest, unit)))
+    return pd.DataFrame(found, columns=["what", "text"])
+
+
+def about(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one row on the runs of one device: its name, the software of the newest, and how many there are."""
+    newest = runs.sort_values("started_at").iloc[[-1]]
+    texts = newest[["device", "torch", "driver"]].astype(object).fillna("")
+    return texts.assign(runs=len(runs)).reset_index(drop=True)
+
+
+def write_reference(runs: Path | str) -> None:
+    """Write the package's ``reference.parquet`` from a folder of runs.
+
+    It has one row and a column per view, which is a list of the view's rows: one file, whose types survive.
+    """
+    frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
+    columns = {}
+    for name, frame in frames.items():
+        rows = pa.Table.from_pandas(frame, preserve_index=False).to_struct_array().combine_chunks()
+        columns[name] = pa.ListArray.from_arrays([0, len(rows)], rows)
+    pq.write_table(pa.table(columns), REFERENCE, compression="zstd")
+
+
+def reference() -> dict[str, pd.DataFrame]:
+    """Return the reference's views, see :func:`reference_views`."""
+    stored = pq.read_table(REFERENCE)
+    frames = {}
+    for name in stored.column_names:
+        rows = stored[name].combine_chunks().flatten()
+        frames[name] = pa.RecordBatch.from_struct_array(rows).to_pandas()
+    return frames
+
+
+def reference_difference(found: Read) -> str:
+    """Return how ``reference.parquet`` differs from what these runs say; empty if it doesn't."""
+    expected, stored = reference_views(Views(steady(found.tables))), reference()
+    for name, frame in expected.items():
+        try:
+            pd.testing.assert_frame_equal(
+                stored[name], frame, check_dtype=False, rtol=RELATIVE_TOLERANCE, atol=0, obj=name
+            )
+        except (AssertionError, KeyError) as error:
+            return f"{REFERENCE.name}: differs from the records ({one_line(error, 300)})"
+    return ""
+
+
+# -- what templates use ---------------------------------------------------------------------------------------
+
+
+def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return a view with the reference's columns, ``wall_ms_there``, where the whole key is the same."""
+    declared = all_views()[name]
+    joined = view
+    if name in there and len(view):
+        others = there[name].rename(columns={column: column + THERE for column in COMPARED[name]})
+        joined = view.merge(others, on=declared.key, how="left", validate="one_to_one")
+    joined.attrs = {"key": declared.key, "config": declared.config}
+    return joined
+
+
+def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
+    """Return the rows that have these values, possibly none. A list means any of its values."""
+    found = view
+    for column, value in values.items():
+        found = found[found[column].isin(value if isinstance(value, list) else [value])]
+    return found
+
+
+def compared(view: pd.DataFrame, *columns: str, device: str) -> str:
+    """Print rows of a view: the fields of the key in which they differ, then columns beside the reference's.
+
+    A field of the configuration that is the same in all rows is named below the table.
+
+    Args:
+        columns: "name" or "name: heading, unit"; one without any value is left out.
+        device: the reference's.
+    """
+    shown = varying(view, view.attrs["key"])
+    for column in columns:
+        name, _, heading = column.partition(": ")
+        heading = heading or _heading(name)
+        shown.append(f"{name}: {heading}")
+        if name + THERE in view:
+            words, comma, unit = heading.rpartition(", ")
+            shown.append(f"{name + THERE}: {words or unit} on {device}{comma}{unit if comma else ''}")
+    labeled = view.assign(
+        **{name: view[name].replace(labels) for name, labels in LABELS.items() if name in view}
+    )
+    printed = table(labeled, *shown, rows=MAX_ROWS, drop_empty=True)
+    if len(view) > MAX_ROWS_OPEN:
+        printed = f"<details><summary>All {len(view):,} rows</summary>\n\n{printed}\n\n</details>"
+    fixed = [name for name in view.attrs["config"] if name in view and name not in shown]
+    words = [f"{name.replace('_', ' ')} {_value(view[name].iloc[0])}" for name in fixed]
+    return f"{printed}\n\nThe same in all rows: {', '.join(words)}." if words else printed
+
+
+def by_case(view: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the rows of each configuration, with its name: "small, context length 512, batch size 4"."""
+    fields = [name for name in view.attrs["key"] if name in (*view.attrs["config"], "batch_size")]
+    for values, own in view.groupby(fields, sort=False):
+        others = zip(fields[1:], values[1:])
+        words = [f"{name.replace('_', ' ')} {_value(value)}" for name, value in others]
+        yield ", ".join([escape(values[0]), *words]), own
+
+
+def _heading(name: str) -> str:
+    """Return a column's heading with its unit: "wall, ms" of wall_ms, "speedup, x" of speedup."""
+    unit = unit_of(name)
+    [heading] = headed(pd.DataFrame(columns=[name]))
+    return heading if ", " in heading or not unit else f"{heading}, {unit}"
+
+
+def _value(value: object) -> str:
+    return escape(value) if isinstance(value, str) else digits(value, "n")
+
+
+def link(out: Path) -> Any:
+    """Return a function that links to a heading of the writeup; without a checkout it names the heading."""
+
+    def why(anchor: str, words: str) -> str:
+        if PROJECT is None:
+            return f"“{words}” in the project's writeup.md"
+        path = os.path.relpath(PROJECT / "writeup.md", out).replace(os.sep, "/")
+        return f"[{words}]({quote(path)}{anchor and f'#{anchor}'})"
+
+    return why
+
+
+# -- the report -----------------------------------------------------------------------------------------------
+
+
+def compose(found: Read, runs: Path, out: Path) -> Report:
+    """Return the report of a folder, as it would be written into ``out``: one part per device.
+
+    Args:
+        found: what was read from ``runs``.
+
+    Raises:
+        OutputError: the folder has no run that can be used.
+    """
+    if not found.records:
+        raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
+    parts = by_device(found, runs)
+    there = reference()
+    serial = itertools.count(1)
+    reference_run = there["about"].iloc[0]
+    there_name = reference_run["device"].removeprefix("NVIDIA ")
+    shared = {"some": some, "by_case": by_case, "why": link(out), "serial": lambda: next(serial)}
+    shared |= {"compared": partial(compared, device=there_name)}
+    shared |= {"reference": reference_run, "there_name": there_name}
+    texts: list[str] = []
+    figures: dict[str, str] = {}
+    errors = [*found.errors]
+    notes = [*found.notes]
+    for device, part in parts.items():
+        names, missing = _names(part, there)
+        names |= {
+            "left_out": left_out(part),
+            "runs_found": _runs(part, runs, out),
+            "on_device": f" ({escape(device)})" if len(parts) > 1 else "",
+        }
+        document = Document(FOLDER, shared | names, all_figures())
+        first, *sections = sorted(FOLDER.glob("*.md.j2"))
+        chosen = sections if texts else [first, *sections]
+        texts += [document.render(path.name) for path in chosen]
+        figures |= document.figures
+        errors += [error for error in part.errors if error not in errors]
+        notes += missing
+        try:
+            document.check()
+        except DocumentError as error:
+            notes.append(f"left out, because it cannot be shown: {one_line(error, 1000)}")
+    text = "".join(texts)
+    html = page(text.replace("writeup.md#", "writeup.html#"), [], figures, foot(found.records))
+    drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
+    return Report({"report.md": text, "report.html": html} | drawings, errors, notes)
+
+
+def by_device(found: Read, runs: Path) -> dict[str, Read]:
+    """Return what a folder holds by the name of the device, since runs of two devices may have one key."""
+    devices = dict.fromkeys(map(device_of, [*found.records, *found.replaced]))
+    if len(devices) == 1:
+        return dict.fromkeys(devices, found)
+    parts = {device: read(Store(runs), partial(is_of, device)) for device in devices}
+    return {device: part for device, part in parts.items() if part.records}
+
+
+def is_of(device: str, record: Record) -> bool:
+    return device_of(record) == device
+
+
+def device_of(record: Record) -> str:
+    return record.machine.get("device_name") or record.config["device"]
+
+
+def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, Any], list[str]]:
+    """Return the names of one device's templates, its views among them, and which views cannot be made.
+
+    A view of a study that has no runs is empty.
+    """
+    views, declared = Views(steady(found.tables)), all_views()
+    names: dict[str, Any] = {}
+    notes = []
+    for name in COMPARED:
+        empty = pd.DataFrame(columns=[*declared[name].key, *declared[name].columns])
+        try:
+            view = views[name]
+        except MissingTable:
+            view = empty
+        except Exception as error:  # noqa: BLE001 of any table that is not there, or is empty
+            notes.append(f"view {name}: cannot be made ({type(error).__name__}: {one_line(error, 200)})")
+            view = empty
+        names[name] = with_reference(name, view, there)
+    rates = machine_rates(views).merge(there["machine_rates"], on="what", how="left", suffixes=("", THERE))
+    names["machine_rates"] = rates
+    names["here"] = about(found.tables["runs"]).iloc[0]
+    names["on_gpu"] = found.records[0].config["device"] != "cpu"
+    return names, notes
+
+
+def _runs(found: Read, runs: Path, out: Path) -> str:
+    """Return what each run found, a list per study; long ones are folded."""
+    folder = quote(os.path.relpath(runs, out).replace(os.sep, "/"))
+    listed = []
+    for study in STUDIES:
+        lines = [_run(record, folder) for record in found.records if record.study == study]
+        title = f"{study.replace('_', ' ')}: {len(lines)} {'run' if len(lines) == 1 else 'runs'}"
+        if len(found.records) > MAX_RUNS_OPEN and lines:
+            lines = [f"<details><summary>{title}</summary>\n", *lines, "\n</details>"]
+        elif lines:
+            lines = [f"**{title}**\n", *lines]
+        listed += ["\n".join(lines)] if lines else []
+    return "\n\n".join(listed)
+
+
+def left_out(found: Read) -> list[str]:
+    """Return a line per run, or part of a run, that no table shows."""
+    replaced = [f"{record.study}/{record.run_id}: replaced by a newer run" for record in found.replaced]
+    return [*found.errors, *found.notes, *replaced]
+
+
+def _run(record: Record, folder: str) -> str:
+    label = configure(**record.config).label.removeprefix(f"{record.study} ")
+    path = f"{folder}/{record.study}/{record.run_id}/{NOTEBOOK}"
+    name = f"[{escape(label)}]({path})" if record.notebook_sha256 else escape(label)
+    finding = escape(str(record.results.get("finding") or NONE).replace("**", ""))
+    return f"* {name}: {finding if record.status == 'ok' else _outcome(record)}"
+
+
+def _outcome(record: Record) -> str:
+    words = {"oom": "out of memory", "failed": "failed"}[record.status]
+    return f"**{words}**" + (f" ({escape(record.cause)})" if record.cause else "")
