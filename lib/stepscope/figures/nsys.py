@@ -1,6 +1,7 @@
 """Figures of the nsys study."""
 
 import pandas as pd
+from matplotlib.axes import Axes
 
 from stepscope.report import style
 from stepscope.report.tables import number
@@ -28,15 +29,17 @@ def kernel_families(title: str, categories: pd.DataFrame) -> style.Picture:
         categories: rows of the view ``profile_categories`` of one mode, one row per size, phase and category.
     """
     rows = categories[categories["phase"].isin([*PHASES])]
-    phase = rows["phase"].map(PHASES)
-    shares = rows.assign(bar=rows["size"] + ": " + phase).pivot(
-        index="bar", columns="kernel_category", values="share"
-    )
-    bars = [f"{size}: {name}" for size in rows["size"].unique() for name in PHASES.values()]
+    bar = rows["size"] + ": " + rows["phase"].map(PHASES)
+    shares = rows.assign(bar=bar).pivot(index="bar", columns="kernel_category", values="share")
     widest_first = shares.sum().sort_values(ascending=False).index
+    bars = [f"{size}: {phase}" for size in rows["size"].unique() for phase in PHASES.values()]
     shares = shares.reindex(index=bars, columns=widest_first).fillna(0.0)
+
+    def text(category: str, place: int) -> str:
+        return number(shares[category].iloc[place], "%")
+
     drawn, axes = style.figure(title, 1.6 + 0.34 * len(shares))
-    style.stacked_bars(axes, shares, COLORS, lambda name, bar: number(shares[name].iloc[bar], "%"), 0.07)
+    style.stacked_bars(axes, shares, COLORS, text, least=0.07)
     style.without_axis(axes)
     axes.set_xlabel("share of the step's GPU time")
     drawn.legend(loc="outside lower center", ncols=3)
@@ -50,23 +53,31 @@ def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
     Args:
         operations: rows of the view ``launch_timeline`` of one configuration.
     """
-    lanes = [mode for mode in LANES if mode in set(operations["mode"])]
+    by_mode = {mode: operations[operations["mode"] == mode] for mode in LANES}
+    lanes = {mode: rows for mode, rows in by_mode.items() if len(rows)}
     drawn, axes = style.figure(title, 1.7 + 0.35 * len(lanes))
-    launched = operations[operations["mode"] == "forward"]
-    axes.broken_barh(_spans(launched, "launch_ns", "launch_duration_ns"), (-0.35, 0.7), color=style.MUTED)
-    for place, mode in enumerate(lanes, start=1):
-        own = operations[operations["mode"] == mode]
-        category = own["kernel_category"].where(own["kernel_category"].isin([*COLORS]), "all else")
-        for name, rows in own.groupby(category):
-            spans = _spans(rows, "start_ns", "duration_ns")
-            axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(name, style.FILL), label=name)
-    axes.set(xlim=(0, DRAWN_NS / 1e3), ylim=(len(lanes) + 0.5, -0.5), xlabel="µs")
-    axes.set_yticks(range(1 + len(lanes)), ["CPU launches", *(LANES[mode] for mode in lanes)])
+    launches = _spans(by_mode["forward"], "launch_ns", "launch_duration_ns")
+    axes.broken_barh(launches, (-0.35, 0.7), color=style.MUTED)
+    for place, rows in enumerate(lanes.values(), start=1):
+        _lane(axes, rows, place)
+    names = ["CPU launches", *(LANES[mode] for mode in lanes)]
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlim=(0, DRAWN_NS / 1e3), ylim=(len(lanes) + 0.5, -0.5))
+    axes.set_xlabel("µs")
     axes.grid(False)
     handles, labels = axes.get_legend_handles_labels()
     by_label = dict(zip(labels, handles))  # one of each
     drawn.legend(by_label.values(), by_label, loc="outside lower center", ncols=3)
     return drawn
+
+
+def _lane(axes: Axes, rows: pd.DataFrame, place: int) -> None:
+    """Draw when operations ran, in their categories' colors."""
+    category = rows["kernel_category"]
+    shown = category.where(category.isin([*COLORS]), "all else")
+    for name, own in rows.groupby(shown):
+        spans = _spans(own, "start_ns", "duration_ns")
+        axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(name, style.FILL), label=name)
 
 
 def _spans(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float, float]]:

@@ -37,9 +37,24 @@ _COMMON = re.compile(
 @view(
     key=[*KEY, "mode", "phase"],
     columns=[
-        *("passes", "wall_ms", "wall_q1_ms", "wall_q3_ms", "enqueue_ms", "launch_bound"),
-        *("profiled_passes", "host_ms", "projected_ms", "gpu_ms", "operations", "named_operations"),
-        *("busy", "conserved", "projected_ratio", "projected_error", "single_error", "slowed"),
+        "passes",
+        "wall_ms",
+        "wall_q1_ms",
+        "wall_q3_ms",
+        "enqueue_ms",
+        "launch_bound",
+        "profiled_passes",
+        "host_ms",
+        "projected_ms",
+        "gpu_ms",
+        "operations",
+        "named_operations",
+        "busy",
+        "conserved",
+        "projected_ratio",
+        "projected_error",
+        "single_error",
+        "slowed",
     ],
     studies=["nsys"],
 )
@@ -62,15 +77,17 @@ def profile_times(data: Views) -> pd.DataFrame:
     named = _and_total(data.table("nsys.operations")).groupby(keys)["count"].sum()
     rows = rows.join(named.rename("named_operations"), on=keys)
     rows["busy"] = rows["gpu_ms"] / rows["wall_ms"]
-    least, most = rows["shortest_ms"] / rows["wall_ms"], rows["longest_ms"] / rows["wall_ms"]
     ratio = rows["projected_ms"] / rows["wall_ms"]
-    same = rows["fewest"].eq(rows["named_operations"]) & rows["operations_most"].eq(rows["named_operations"])
+    shortest_error = (rows["shortest_ms"] / rows["wall_ms"] - 1).abs()
+    longest_error = (rows["longest_ms"] / rows["wall_ms"] - 1).abs()
+    fewest_as_named = rows["operations_min"] == rows["named_operations"]
+    most_as_named = rows["operations_max"] == rows["named_operations"]
     return rows.assign(
         launch_bound=launch_bound_rows(rows),
-        conserved=same,
+        conserved=fewest_as_named & most_as_named,
         projected_ratio=ratio,
         projected_error=(ratio - 1).abs(),
-        single_error=np.maximum((least - 1).abs(), (most - 1).abs()),
+        single_error=np.maximum(shortest_error, longest_error),
         slowed=ratio > 1 + LEAST_HOST_GAIN,
     )
 
@@ -79,6 +96,7 @@ def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Medians, in ms, of the profiled passes, and their extremes."""
     passes = clocks[clocks["captured"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
+    operations = passes["operations"]
     return pd.DataFrame(
         {
             "profiled_passes": passes.size(),
@@ -87,9 +105,9 @@ def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
             "shortest_ms": projected_ms.min() / 1e6,
             "longest_ms": projected_ms.max() / 1e6,
             "gpu_ms": passes["busy_ns"].median() / 1e6,
-            "operations": passes["operations"].median(),
-            "fewest": passes["operations"].min(),
-            "operations_most": passes["operations"].max(),
+            "operations": operations.median(),
+            "operations_min": operations.min(),
+            "operations_max": operations.max(),
         }
     ).reset_index()
 
@@ -117,8 +135,13 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
 @view(
     key=[*KEY, "study", "compile", "repeat", "mode", "phase"],
     columns=[
-        *("gpu_ms", "in_process_gpu_ms", "difference_ms", "gpu_error"),
-        *("division_ms", "in_process_division_ms", "division_difference_ms"),
+        "gpu_ms",
+        "in_process_gpu_ms",
+        "difference_ms",
+        "gpu_error",
+        "division_ms",
+        "in_process_division_ms",
+        "division_difference_ms",
     ],
     studies=["nsys", "benchmark", "mixed_precision"],
 )
@@ -168,8 +191,16 @@ def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Serie
 @view(
     key=[*KEY, "mode", "name"],
     columns=[
-        *("kernel", "full_kernel", "kernel_category", "gpu_ms", "share", "place"),
-        *("launches", "blocks", "per_block", "beyond_blocks"),
+        "kernel",
+        "full_kernel",
+        "kernel_category",
+        "gpu_ms",
+        "share",
+        "place",
+        "launches",
+        "blocks",
+        "per_block",
+        "beyond_blocks",
     ],
     studies=["nsys"],
 )
@@ -276,9 +307,22 @@ def readable(names: Iterable[str]) -> dict[str, str]:
 @view(
     key=KEY,
     columns=[
-        *("scores_ms", "softmax_ms", "values_ms", "matmuls_ms", "time_share", "heads", "layers"),
-        *("matmul_flops", "softmax_flops", "matmul_gflop", "softmax_gflop", "flops_share"),
-        *("matrix_bytes", "softmax_bytes", "matrix_mb", "softmax_gb"),
+        "scores_ms",
+        "softmax_ms",
+        "values_ms",
+        "matmuls_ms",
+        "time_share",
+        "heads",
+        "layers",
+        "matmul_flops",
+        "softmax_flops",
+        "matmul_gflop",
+        "softmax_gflop",
+        "flops_share",
+        "matrix_bytes",
+        "softmax_bytes",
+        "matrix_mb",
+        "softmax_gb",
     ],
     studies=["nsys"],
 )
@@ -346,10 +390,22 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
 @view(
     key=KEY,
     columns=[
-        *("projected_ms", "wall_ms", "kernel", "launches", "share", "stays_first"),
-        *("both_kernel", "both_category", "both_share"),
-        *("other_category", "other_share", "forward_matmul_share", "step_matmul_share", "matmul_ratio"),
-        *("softmax_time_share", "softmax_flops_share"),
+        "projected_ms",
+        "wall_ms",
+        "kernel",
+        "launches",
+        "share",
+        "stays_first",
+        "both_kernel",
+        "both_category",
+        "both_share",
+        "other_category",
+        "other_share",
+        "forward_matmul_share",
+        "step_matmul_share",
+        "matmul_ratio",
+        "softmax_time_share",
+        "softmax_flops_share",
     ],
     studies=["nsys"],
 )
