@@ -83,8 +83,8 @@ def times(data: Views) -> pd.DataFrame:
 
     * ``fastest_ms``: the fastest timed step, of launch-bound rows only, since their medians do not repeat;
       ``fastest_idle_share``: the part of it in which no kernel runs.
-    * ``launch_us`` (of the median step) and ``fastest_launch_us``: wall time per kernel, of launch-bound rows only;
-      ``kernel_us``: GPU time per kernel.
+    * ``launch_us`` (of the median step) and ``fastest_launch_us``: wall time per kernel, of launch-bound rows
+      only; ``kernel_us``: GPU time per kernel.
     * ``wall_std_share``: the standard deviation over the median.
     * ``phase_share``: a phase's part of the GPU time of all phases of its mode; ``phase_wall_share``: its part of
       the mode's wall time.
