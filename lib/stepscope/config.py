@@ -91,6 +91,7 @@ Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
+SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")  # of a size without a name
 MOST_SHOWN = 100  # characters of a wrong value that an error repeats
 
 
@@ -205,6 +206,8 @@ class StepConfig(RunConfig):
     def fill_dimensions(cls, values: Any) -> Any:
         """A size stands for its dimensions, and dimensions that a size has are given its name.
 
+        Tables call a shape without a name by its dimensions, "d512 f2048 l8 h8", which is a size here, too.
+
         ``edition``, which is no field, says which year's handout the size's name is of.
         """
         if not isinstance(values, dict):
@@ -213,7 +216,10 @@ class StepConfig(RunConfig):
         size, edition = values.get("size", "custom"), values.pop("edition", None)
         if size == "custom" and edition is not None:
             raise ValueError(f"edition: got {shown(edition)}, but no size whose name it would tell")
-        named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
+        if unnamed := SHAPE.fullmatch(str(size)):
+            named = Dimensions(*map(int, unnamed.groups()))._asdict()
+        else:
+            named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
         for field, number in named.items():
             if values.setdefault(field, number) != number:
                 raise ValueError(

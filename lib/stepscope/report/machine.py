@@ -7,7 +7,8 @@ render in order, once per device.
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -44,11 +45,26 @@ RELATIVE_TOLERANCE = 1e-9  # of sums in another order
 # The views that the templates use, and the columns that are shown next to the reference's.
 COMPARED = {
     "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],
-    "times": ["wall_ms", "gpu_ms", "peak_gib"],
-    "phases": [],
     "warm_up": ["text"],
+    "times": ["wall_ms", "gpu_ms", "peak_gib"],
+    "phases": ["forward_ms", "backward_ms", "optimizer_ms"],
     "kernel_categories": ["share"],
     "steps": ["wall_ms", "gpu_ms", "speedup"],
+    "parts": ["ms"],
+    "training": ["mean_nats"],
+    "profile_times": ["wall_ms", "gpu_ms", "operations"],
+    "profile_categories": ["share"],
+    "profile_kernels": [],
+    "precision_gains": ["gpu_ms", "gpu_speedup"],
+    "repeated_sums": ["result_text"],
+    "autocast_dtypes": ["dtype"],
+    "rounded_gradients": ["norm_error"],
+    "precision_training": ["final_nats"],
+    "peaks": ["peak_gib"],
+    "allocations": [],
+    "checkpoints": ["peak_gib", "gpu_ms"],
+    "attention": ["wall_ms", "gpu_ms", "saved_mib"],
+    "attention_errors": ["worst"],
 }
 # What a machine reaches: view, column, words and unit; the fastest of all runs.
 RATES = (
@@ -62,6 +78,9 @@ RATES = (
 )
 # How values of a key's fields are printed.
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
+WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
+SELF_SPOKEN = ("size", "precision")  # fields whose values say what they are
+ALWAYS_NAMED = ("size", "context_length", "batch_size", "d_model", "precision")
 
 
 # -- the reference --------------------------------------------------------------------------------------------
@@ -142,7 +161,8 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
     if name in there and len(view):
         others = there[name].rename(columns={column: column + THERE for column in COMPARED[name]})
         joined = view.merge(others, on=declared.key, how="left", validate="one_to_one")
-    joined.attrs = {"key": declared.key, "config": declared.config}
+    named = [field for field in declared.key if field in (*declared.config, "batch_size")]
+    joined.attrs = {"key": declared.key, "named": named}
     return joined
 
 
@@ -154,41 +174,69 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
     return found
 
 
-def compared(view: pd.DataFrame, *columns: str, device: str) -> str:
+def compared(view: pd.DataFrame, *columns: str, device: str, hide: Sequence[str] = ()) -> str:
     """Print rows of a view: the fields of the key in which they differ, then columns beside the reference's.
 
     A field of the configuration that is the same in all rows is named below the table.
 
     Args:
-        columns: "name" or "name: heading, unit"; one without any value is left out.
+        columns: "name" or "name: heading, unit"; one that is empty, or has no value, is left out.
         device: the reference's.
+        hide: fields of the key that a column names.
     """
-    shown = varying(view, view.attrs["key"])
-    for column in columns:
+    fields = [name for name in varying(view, view.attrs["key"]) if name not in hide]
+    shown = [f"{name}: {_words(name)}" for name in fields]
+    for column in filter(None, columns):
         name, _, heading = column.partition(": ")
         heading = heading or _heading(name)
         shown.append(f"{name}: {heading}")
         if name + THERE in view:
-            words, comma, unit = heading.rpartition(", ")
-            shown.append(f"{name + THERE}: {words or unit} on {device}{comma}{unit if comma else ''}")
-    labeled = view.assign(
-        **{name: view[name].replace(labels) for name, labels in LABELS.items() if name in view}
-    )
-    printed = table(labeled, *shown, rows=MAX_ROWS, drop_empty=True)
+            shown.append(f"{name + THERE}: {_heading_there(heading, device)}")
+    labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
+    printed = table(view.assign(**labels), *shown, rows=MAX_ROWS, drop_empty=True)
     if len(view) > MAX_ROWS_OPEN:
         printed = f"<details><summary>All {len(view):,} rows</summary>\n\n{printed}\n\n</details>"
-    fixed = [name for name in view.attrs["config"] if name in view and name not in shown]
-    words = [f"{name.replace('_', ' ')} {_value(view[name].iloc[0])}" for name in fixed]
+    fixed = [name for name in view.attrs["named"] if name in view and name not in fields]
+    words = [f"{_words(name)} {_value(view[name].iloc[0])}" for name in fixed]
     return f"{printed}\n\nThe same in all rows: {', '.join(words)}." if words else printed
 
 
-def by_case(view: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the rows of each configuration, with its name: "small, context length 512, batch size 4"."""
-    fields = [name for name in view.attrs["key"] if name in (*view.attrs["config"], "batch_size")]
-    for values, own in view.groupby(fields, sort=False):
-        others = zip(fields[1:], values[1:])
-        words = [f"{name.replace('_', ' ')} {_value(value)}" for name, value in others]
-        yield ", ".join([escape(values[0]), *words]), own
+def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the rows of each configuration, with its name: "small, context length 512, batch size 4".
+
+    The name has the fields in which the view's rows differ, and a few always.
+
+    Args:
+        within: fields of the configuration in which the rows of one case may differ.
+    """
+    fields = [name for name in view.attrs["named"] if name not in within]
+    spoken = [*ALWAYS_NAMED, *varying(view, fields)]
+    for values, rows in view.groupby(fields, sort=False):
+        named = [(name, value) for name, value in zip(fields, values) if name in spoken]
+        words = [
+            _value(value) if name in SELF_SPOKEN else f"{_words(name)} {_value(value)}"
+            for name, value in named
+        ]
+        rows.attrs = view.attrs | {"named": []}
+        yield ", ".join(words), rows
+
+
+def ordered(view: pd.DataFrame, column: str, ascending: bool = False) -> pd.DataFrame:
+    """Return rows sorted by a column within those that differ in the last field of the key alone."""
+    group = view.groupby(view.attrs["key"][:-1], sort=False, dropna=False).ngroup()
+    values = view[column] if ascending else -view[column]
+    order = pd.DataFrame({"group": group, "value": values}).sort_values(["group", "value"], kind="stable")
+    return view.loc[order.index]
+
+
+def _words(name: str) -> str:
+    return WORDS.get(name, name.replace("_", " "))
+
+
+def _heading_there(heading: str, device: str) -> str:
+    """Return the heading of the reference's column: "wall on H200, ms" of "wall, ms"."""
+    words, comma, unit = heading.rpartition(", ")
+    return f"{words} on {device}, {unit}" if comma else f"{heading} on {device}"
 
 
 def _heading(name: str) -> str:
@@ -233,7 +281,13 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
     serial = itertools.count(1)
     reference_run = there["about"].iloc[0]
     there_name = reference_run["device"].removeprefix("NVIDIA ")
-    shared = {"some": some, "by_case": by_case, "why": link(out), "serial": lambda: next(serial)}
+    shared = {
+        "some": some,
+        "by_case": by_case,
+        "ordered": ordered,
+        "why": link(out),
+        "serial": lambda: next(serial),
+    }
     shared |= {"compared": partial(compared, device=there_name)}
     shared |= {"reference": reference_run, "there_name": there_name}
     texts: list[str] = []
@@ -258,7 +312,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
             document.check()
         except DocumentError as error:
             notes.append(f"left out, because it cannot be shown: {one_line(error, 1000)}")
-    text = "".join(texts)
+    text = re.sub(r"\n{3,}", "\n\n", "".join(texts))
     html = page(text.replace("writeup.md#", "writeup.html#"), [], figures, foot(found.records))
     drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
     return Report({"report.md": text, "report.html": html} | drawings, errors, notes)
