@@ -25,6 +25,7 @@ CASE = [*SETTING, "implementation", "context_length"]
         "quartiles",
         "gpu_ms",
         "gpu_wall_ratio",
+        "sm_clock_mhz",
         "passes",
         "in_use_mib",
         "allocated_gib",
