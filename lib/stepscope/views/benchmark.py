@@ -197,7 +197,7 @@ def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
     columns=["steps", "warmup_steps", "mean_ms", "std_ms", "text"],
     studies=BOTH[:1],
 )
-def ten_steps(data: Views) -> pd.DataFrame:
+def timed_steps(data: Views) -> pd.DataFrame:
     """One row per configuration, mode and phase: mean and standard deviation of the first ten timed steps.
 
     Fewer where fewer were timed (``steps``).
@@ -217,9 +217,9 @@ def ten_steps(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def handout_times(data: Views) -> pd.DataFrame:
-    """One row per configuration: :func:`ten_steps` as "58.5 ± 0.0799" (ms) of forward alone, of backward (inside
+    """One row per configuration: :func:`timed_steps` as "58.5 ± 0.0799" (ms) of forward alone, of backward (inside
     forward + backward), of both and of the full step."""
-    cells = data["ten_steps"].set_index([*CONFIG, "mode", "phase"])["text"]
+    cells = data["timed_steps"].set_index([*CONFIG, "mode", "phase"])["text"]
     parts = {
         "forward": ("forward", "total"),
         "backward": ("forward_backward", "backward"),
@@ -266,7 +266,10 @@ def warm_up(data: Views) -> pd.DataFrame:
         "later_ms",
         "later_enqueue_ms",
         "later_steps",
+        "later_std_share",
         "launch_bound",
+        "first_delay_share",
+        "is_second_enqueued_slowly",
         *[f"{place}_excess_ms" for place in PLACES],
         *[f"{place}_excess_share" for place in PLACES],
         *[f"is_{place}_slow" for place in PLACES],
@@ -277,8 +280,9 @@ def first_steps(data: Views) -> pd.DataFrame:
     """One row per process and phase of its full steps: wall time and enqueue time of the first three, the median
     of the timed ones (``later_ms``), and by how much the first three exceed it.
 
-    A step is slow if it exceeds the median by more than single steps of such a process differ anyway: 1%, or
-    20% if its timed steps are launch-bound.
+    ``first_delay_share`` is the phase's part of the time that the first step loses. A step is slow if it
+    exceeds the median by more than single steps of such a process differ anyway: 1%, or 20% if its timed steps
+    are launch-bound.
     """
     key = [*CONFIG, "phase"]
     found = data["samples"]
@@ -289,7 +293,8 @@ def first_steps(data: Views) -> pd.DataFrame:
         columns |= {f"{name}_ms": at["wall_ms"], f"{name}_enqueue_ms": at["enqueue_ms"]}
     timed = found[~found["warmup"]].groupby(key, sort=False)
     columns |= {"later_ms": timed["wall_ms"].median(), "later_enqueue_ms": timed["enqueue_ms"].median()}
-    made = pd.DataFrame(columns | {"later_steps": timed.size()}).reset_index()
+    columns |= {"later_steps": timed.size(), "later_std_share": timed["wall_ms"].std() / columns["later_ms"]}
+    made = pd.DataFrame(columns).reset_index()
     step = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'total'")
     made = made.merge(step[[*CONFIG, "launch_bound"]], on=[*CONFIG], how="left", validate="many_to_one")
     launch_bound = made["launch_bound"].eq(True)
@@ -299,7 +304,14 @@ def first_steps(data: Views) -> pd.DataFrame:
         made[f"{name}_excess_ms"] = made[f"{name}_ms"] - made["later_ms"]
         made[f"{name}_excess_share"] = made[f"{name}_excess_ms"] / made["later_ms"]
         made[f"is_{name}_slow"] = made[f"{name}_excess_share"] > limit
-    return in_order(made)
+    total = made["first_excess_ms"].where(made["phase"] == "total")
+    delay_ms = total.groupby([made[name] for name in CONFIG]).transform("max")
+    return in_order(
+        made.assign(
+            first_delay_share=made["first_excess_ms"] / delay_ms,
+            is_second_enqueued_slowly=made["second_enqueue_ms"] > made["later_enqueue_ms"],
+        )
+    )
 
 
 WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
