@@ -10,6 +10,7 @@ from itertools import combinations
 import pandas as pd
 
 from stepscope.config import StepConfig
+from stepscope.data_sheets import data_sheet
 from stepscope.model.flops import step_flops
 from stepscope.report.tables import quartiles
 from stepscope.stats import LEAST_GAIN, LEAST_HOST_GAIN, launch_bound_rows, spread_ms
@@ -50,6 +51,7 @@ NAMES = {
     "all": "all of them",
     "all_wall": "all of them, in wall time",
 }
+PRINTED_NAMES = NAMES | {GRAPH: f"{NAMES[GRAPH]}, in wall time"}  # among speedups in GPU time
 RATES = {
     "bf16_tflops": ("matmul_bf16", "max"),
     "slowest_bf16_tflops": ("matmul_bf16", "min"),
@@ -127,6 +129,7 @@ MEASURED = [
 ]
 DERIVED = [
     "name",
+    "case",
     "parameters",
     "tokens",
     "step_flops",
@@ -143,6 +146,7 @@ DERIVED = [
     "billion_tokens_h",
     "billion_tokens_kwh",
     "large_matmul_share",
+    "sustained_matmul_share",
     "at_clock_mfu",
     "matmul_ms",
     "moved_ms",
@@ -165,6 +169,9 @@ def steps(data: Views) -> pd.DataFrame:
     * ``power_limited``: the GPU draws 95% of its power limit or more.
     * ``mean_...`` and what tokens cost: costs are sums over steps, so they follow from the mean step, which is
       the energy counter over the power of the same steps, ``step_j / power_w``. ``wall_ms`` is the median.
+    * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s over the large matmul's, in a
+      burst or sustained; ``at_clock_mfu``: ``mean_mfu`` at the step's SM clock, by the clock of the data sheet's
+      rate. All three are for steps in bf16.
     * ``reference_ms``: matmuls' FLOPs at the large matmul's rate (``matmul_ms``), then the optimizer's bytes at
       the copy's rate (``moved_ms``): a reference, not a bound. ``sustained_reference_ms`` takes the sustained
       matmul rate. Without FP8, whose matmuls have two rates.
@@ -204,7 +211,9 @@ def _measured(data: Views) -> pd.DataFrame:
     launch_bound = launch_bound_rows(rows) & is_gpu
     best_ms = rows.wall_min_ms.where(launch_bound)
     mean_ms = rows.step_j / rows.power_w * 1e3
-    mean_step_share = rows.wall_ms / mean_ms
+    mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
+    achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
+    tensor_mhz = rows.device.map(lambda device: data_sheet(device).get("tensor_mhz"))
     # each run's reference times are at its own rates
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
@@ -212,6 +221,7 @@ def _measured(data: Views) -> pd.DataFrame:
     sustained_ms = matmul_ms * rows.bf16_tflops / rows.sustained_tflops
     return rows.assign(
         name=rows.optimization.map(NAMES),
+        case=rows["size"] + rows.context_length.map(" {:,}".format),
         tokens=tokens,
         step_flops=[float(step_flops(config)) for config in configs],
         quartiles=quartiles(rows),
@@ -222,12 +232,13 @@ def _measured(data: Views) -> pd.DataFrame:
         power_limited=rows.power_w > AT_LIMIT * rows.power_limit_w,
         mean_ms=mean_ms,
         mean_tokens_per_s=tokens / mean_ms * 1e3,
-        mean_mfu=rows.mfu * mean_step_share,
+        mean_mfu=mean_mfu,
         thousand_tokens_j=rows.step_j / tokens * 1e3,
         billion_tokens_h=mean_ms / tokens * 1e9 / 3.6e6,
         billion_tokens_kwh=rows.step_j / tokens * 1e9 / 3.6e6,
-        large_matmul_share=rows.mfu * rows.sheet_bf16_tflops / rows.bf16_tflops,
-        at_clock_mfu=rows.mfu_at_clock,
+        large_matmul_share=achieved_tflops / rows.bf16_tflops,
+        sustained_matmul_share=achieved_tflops / rows.sustained_tflops,
+        at_clock_mfu=mean_mfu * tensor_mhz / rows.sm_clock_mhz,
         matmul_ms=matmul_ms,
         moved_ms=moved_ms,
         reference_ms=matmul_ms + moved_ms,
@@ -269,13 +280,13 @@ def timed(data: Views, names: list[str]) -> pd.DataFrame:
     return rows[rows.optimization.isin(names) & rows.wall_ms.notna()]
 
 
-@view(key=KEY, columns=["name", "tokens", "column", "speedup", "product_ratio"], studies=["ladder"])
+@view(key=KEY, columns=["name", "tokens", "column", "speedup", "product_error"], studies=["ladder"])
 def speedups(data: Views) -> pd.DataFrame:
     """Return a row per case and optimization, as tables print it: its ``speedup`` over the one before.
 
     FP8's is over bf16 moments. ``all`` and ``all_wall`` are bf16 moments over fp32 in GPU and in wall time, the
-    latter empty where fp32's steps differ by over 3%. ``product_ratio`` is the product of a case's printed
-    speedups in GPU time over ``all``. ``column`` names size and tokens: "small, 2,048".
+    latter empty where fp32's steps differ by over 3%. ``product_error`` of ``all`` is how far the product of the
+    case's printed speedups in GPU time is from it. ``column`` names size and tokens: "small, 2,048".
     """
     single = timed(data, [*RUNGS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
@@ -284,17 +295,18 @@ def speedups(data: Views) -> pd.DataFrame:
     last = last[last.fp32_gpu_speedup.notna()]
     in_kernels = single[single.optimization.isin(RUNGS) & (single.optimization != GRAPH)]
     products = in_kernels.groupby(CASE, sort=False).speedup.prod().rename("product").reset_index()
+    product = _same_case(last, products)["product"]
     together = last.assign(
         optimization="all",
         speedup=last.fp32_gpu_speedup,
-        product_ratio=_same_case(last, products)["product"] / last.fp32_gpu_speedup,
+        product_error=(product / last.fp32_gpu_speedup - 1).abs(),
     )
     in_wall_time = last.assign(
         optimization="all_wall", speedup=last.fp32_wall_speedup.mask(is_disturbed.reindex(last.index))
     )
     found = in_order(pd.concat([single, together, in_wall_time], ignore_index=True))
     column = found["size"] + found.tokens.map(", {:,}".format)
-    return found.assign(column=column, name=found.optimization.map(NAMES))
+    return found.assign(column=column, name=found.optimization.map(PRINTED_NAMES))
 
 
 @view(
@@ -320,7 +332,7 @@ def ablations(data: Views) -> pd.DataFrame:
     ratio = rows.gpu_ms / twin.gpu_ms
     return rows.assign(
         optimization=left_out,
-        name=left_out.map(NAMES),
+        name=left_out.map(PRINTED_NAMES),
         column=rows["size"] + rows.context_length.map(" {:,}".format),
         slowdown_ratio=_callable(slowdown),
         repeat_ratio=ratio.combine(1 / ratio, max),
