@@ -19,6 +19,7 @@ from stepscope.views import Views, view
 
 KEY = [*CONFIG]
 TOTAL = "total"
+MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 DRAWN_NS = 1_000_000  # of the timeline
 SCORE_FLOPS = 5  # softmax, for one score: max, subtract, exponentiate, sum, divide
 # Times that a score is read or written by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
@@ -29,6 +30,16 @@ IN_PROCESS = ("benchmark", "mixed_precision")
 _COMMON = re.compile(
     r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+|warpsize"
 )
+
+
+@view(key=KEY, columns=["tool", "same_as_nsys"], studies=["nsys"])
+def profile_runs(data: Views) -> pd.DataFrame:
+    """One row per configuration: the ``tool`` that made its profiles, and whether our sum of all operations is
+    that of the tool's own reports, to the nanosecond (empty where there are no such reports)."""
+    results = data.table("nsys.results")
+    own_ns = results["nsys_ns"]
+    same = (own_ns == results["operations_ns"]).where(own_ns.notna())
+    return results.assign(same_as_nsys=same)
 
 
 # -- times ----------------------------------------------------------------------------------------------------
@@ -135,6 +146,8 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
 @view(
     key=[*KEY, "study", "compile", "repeat", "mode", "phase"],
     columns=[
+        "configuration",
+        "mode_name",
         "gpu_ms",
         "in_process_gpu_ms",
         "difference_ms",
@@ -161,6 +174,8 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
     rows = rows[rows["in_process_gpu_ms"].notna()]
     difference_ms = rows["in_process_gpu_ms"] - rows["gpu_ms"]
     return rows.assign(
+        configuration=rows["size"] + rows["context_length"].map(", {:,}".format),
+        mode_name=rows["mode"].map(MODES),
         difference_ms=difference_ms.abs(),
         gpu_error=(difference_ms / rows["in_process_gpu_ms"]).abs(),
         division_difference_ms=rows["in_process_division_ms"] - rows["division_ms"],
@@ -191,6 +206,7 @@ def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Serie
 @view(
     key=[*KEY, "mode", "name"],
     columns=[
+        "mode_name",
         "kernel",
         "full_kernel",
         "kernel_category",
@@ -214,17 +230,18 @@ def profile_kernels(data: Views) -> pd.DataFrame:
     operations = (
         _operations(data).drop(columns="kernel_category").rename(columns={"of_name": "kernel_category"})
     )
-    groups = operations.groupby([*keys, "name", "kernel_category"], sort=False)
+    groups = operations.groupby([*keys, "mode_name", "name", "kernel_category"], sort=False)
     rows = groups[["launches", "gpu_ms"]].sum().reset_index()
     blocks = rows["size"].map({size: shape.num_layers for size, shape in SIZES.items()})
     times = rows.groupby(keys)["gpu_ms"]
-    return _named(rows).assign(
+    ranked = _named(rows).assign(
         share=rows["gpu_ms"] / times.transform("sum"),
         place=times.rank(ascending=False, method="first").astype(int),
         blocks=blocks,
         per_block=rows["launches"] // blocks,
         beyond_blocks=rows["launches"] % blocks,
     )
+    return _longest_first(ranked, keys)
 
 
 @view(
@@ -241,20 +258,21 @@ def region_kernels(data: Views) -> pd.DataFrame:
     others_ms = rows["gpu_ms"].where(rows["kernel_category"] != MATMUL)
     place = others_ms.groupby([rows[key] for key in keys]).rank(ascending=False, method="first")
     share = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
-    return _named(rows).assign(share=share, place=place.fillna(0).astype(int))
+    return _longest_first(_named(rows).assign(share=share, place=place.fillna(0).astype(int)), keys)
 
 
-@view(key=[*KEY, "mode", "region"], columns=["gpu_ms", "share"], studies=["nsys"])
+@view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
 def model_parts(data: Views) -> pd.DataFrame:
     """One row per profile and part of the model: GPU time of what it launched, and the share of all of it."""
     keys = [*KEY, "mode"]
-    rows = _operations(data).groupby([*keys, "region"], sort=False)["gpu_ms"].sum().reset_index()
-    return rows.assign(share=rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum"))
+    rows = _operations(data).groupby([*keys, "column", "region"], sort=False)["gpu_ms"].sum().reset_index()
+    rows["share"] = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
+    return _longest_first(rows, keys)
 
 
 @view(
     key=[*KEY, "mode", "phase", "kernel_category"],
-    columns=["gpu_ms", "share", "other_place"],
+    columns=["column", "gpu_ms", "share", "other_place"],
     studies=["nsys"],
 )
 def profile_categories(data: Views) -> pd.DataFrame:
@@ -264,23 +282,37 @@ def profile_categories(data: Views) -> pd.DataFrame:
     Attention's softmax is a category of its own, whatever its kernels.
     """
     keys = [*KEY, "mode", "phase"]
-    groups = _and_total(_operations(data)).groupby([*keys, "kernel_category"], sort=False)
+    groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
     rows = groups["gpu_ms"].sum().reset_index()
     total_ms = rows["gpu_ms"].where(rows["phase"] == TOTAL)
     share = rows["gpu_ms"] / total_ms.groupby([rows[key] for key in [*KEY, "mode"]]).transform("sum")
     others_ms = rows["gpu_ms"].where(rows["kernel_category"] != MATMUL)
     place = others_ms.groupby([rows[key] for key in keys]).rank(ascending=False, method="first")
-    return rows.assign(share=share, other_place=place.fillna(0).astype(int))
+    return _longest_first(rows.assign(share=share, other_place=place.fillna(0).astype(int)), keys)
 
 
 def _operations(data: Views) -> pd.DataFrame:
     """The operations of one pass of each profile, by region and kernel.
 
     A kernel's category is ``of_name`` by its name; in ``kernel_category`` attention's softmax is one of its own.
+    ``column`` names size and mode.
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
     category = detailed_family(rows.assign(family=rows["of_name"]))
-    return rows.assign(kernel_category=category, launches=rows["count"], gpu_ms=rows["total_ns"] / 1e6)
+    mode_name = rows["mode"].map(MODES)
+    return rows.assign(
+        kernel_category=category,
+        launches=rows["count"],
+        gpu_ms=rows["total_ns"] / 1e6,
+        mode_name=mode_name,
+        column=rows["size"] + ", " + mode_name,
+    )
+
+
+def _longest_first(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Sort the rows of each group by GPU time; the groups stay in their order."""
+    group = rows.groupby(keys, sort=False).ngroup()
+    return rows.assign(group=group).sort_values(["group", "gpu_ms"], ascending=[True, False], kind="stable")
 
 
 def _named(rows: pd.DataFrame) -> pd.DataFrame:
