@@ -48,7 +48,9 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
         data.table(f"benchmark.{table}")  # raises
     joined = pd.concat(frames, ignore_index=True)
     repeat = joined["repeat"] if "repeat" in joined else pd.Series(0, joined.index)
-    return in_order(joined.assign(repeat=repeat.fillna(0).astype(int)))
+    joined = joined.assign(repeat=repeat.fillna(0).astype(int))
+    by_mode = joined["mode"].map([*MODE_NAMES].index).argsort(kind="stable")
+    return in_order(joined.iloc[by_mode])
 
 
 @view(
