@@ -184,7 +184,5 @@ def _rank(column: pd.Series) -> pd.Series:
 
 def unit_of(column: str) -> str:
     """Return the unit that a column's name ends in; empty for a label, a count or a truth value."""
-    for suffix, unit in UNITS.items():
-        if column == suffix or column.endswith(f"_{suffix}"):
-            return unit
-    return ""
+    endings = [suffix for suffix in UNITS if column == suffix or column.endswith(f"_{suffix}")]
+    return UNITS[max(endings, key=len)] if endings else ""
