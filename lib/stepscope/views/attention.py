@@ -11,6 +11,7 @@ from stepscope.views import Views, view
 
 SETTING = [*CONFIG]
 CASE = [*SETTING, "implementation", "context_length"]
+PART_NAMES = {"rows": "one number per row"}
 
 
 @view(
@@ -188,6 +189,7 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
     key=[*SETTING, "context_length"],
     columns=[
         "precision_name",
+        "setting",
         "compiled_speedup",
         *(
             f"{name}_{what}"
@@ -200,7 +202,7 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
 def compiled_attention(data: Views) -> pd.DataFrame:
     """A row per setting and context length: naive attention next to the same compiled.
 
-    ``naive_forward`` and the like are wall times with quartiles; ``compiled_speedup`` is of GPU time, forward
+    ``setting`` names precision and head dimension. ``naive_forward`` and the like are wall times with quartiles; ``compiled_speedup`` is of GPU time, forward
     and backward.
     """
     frame = data["attention"]
@@ -217,7 +219,7 @@ def compiled_attention(data: Views) -> pd.DataFrame:
         own = own.rename(columns={old: f"{name}_{new}" for old, new in columns.items()})
         own = own.rename(columns={"gpu_speedup": f"{name}_speedup"})
         found = found.merge(own, on=key, validate="one_to_one")
-    return found
+    return found.assign(setting=found["precision_name"] + found["d_model"].map(", d {}".format))
 
 
 @view(
@@ -236,7 +238,10 @@ def attention_parts(data: Views) -> pd.DataFrame:
             )
         )
         parts["total"] = sum(parts.values())
-        rows += [case | {"part": part, "part_gib": size / 2**30} for part, size in parts.items()]
+        rows += [
+            case | {"part": PART_NAMES.get(part, part), "part_gib": size / 2**30}
+            for part, size in parts.items()
+        ]
     return pd.DataFrame(rows)
 
 

@@ -15,6 +15,23 @@ STEP = [*CONFIG]
 KIND_COLUMNS = [column(kind) for kind in KINDS]
 STAGES = ["forward", "loss", "backward", "optimizer"]
 PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048)
+# What each operation of a block saves for backward in fp32 with naive attention, in bytes by the letters of
+# :func:`stepscope.model.accounting.terms`. A tensor that several operations save counts for the first of them.
+OPERATION_FORMULAS = {
+    "second multiplication of SwiGLU (by up_proj's output)": "8G",
+    "attention weights @ v": "4S + 4X",
+    "exponentials of softmax": "4S",
+    "sigmoid of SwiGLU": "4G",
+    "first multiplication of SwiGLU (gate by sigmoid)": "4G",
+    "down_proj": "4G",
+    "norms: input by scale": "8X + 8r",
+    "norms: multiplication by the weight": "8X",
+    "q @ k": "8X",
+    "q_proj, k_proj and v_proj": "4X",
+    "gate_proj and up_proj": "4X",
+    "o_proj": "4X",
+    "division of softmax": "4n",
+}
 TRAINING_BYTES = 16  # a parameter: weight, gradient and AdamW's two moments in fp32
 
 
@@ -167,6 +184,30 @@ def block_memory(data: Views) -> pd.DataFrame:
     return frame.assign(saved_ratio=frame["saved_mib"] / frame["gradients_mib"])
 
 
+@view(
+    key=[*STEP, "operation"],
+    columns=["saved_mib", "saved_share", "rank"],
+    studies=["memory"],
+)
+def block_operations(data: Views) -> pd.DataFrame:
+    """A row per configuration in fp32 with naive attention and operation of a block: what the operation saves
+    for backward, by :data:`OPERATION_FORMULAS`; its share of all that the block saves, and its place by size.
+
+    The records know the line of code that saves a tensor, and a line has several operations.
+    """
+    blocks = data["block_memory"]
+    blocks = blocks[(blocks["precision"] == "fp32") & (blocks["attention"] == "naive")]
+    rows = [
+        {**step, "operation": operation, "saved_mib": value(formula, config) / MIB}
+        for step, config in zip(blocks[[*STEP, "formula_saved_mib"]].to_dict("records"), _configs(blocks))
+        for operation, formula in OPERATION_FORMULAS.items()
+    ]
+    frame = pd.DataFrame(rows)
+    rank = frame.groupby(STEP, sort=False)["saved_mib"].rank(method="first", ascending=False)
+    share = frame["saved_mib"] / frame["formula_saved_mib"]
+    return frame.assign(rank=rank.astype(int), saved_share=share).sort_values("rank", kind="stable")
+
+
 def _five_largest(shares: pd.Series) -> float:
     return shares.nlargest(5).sum()
 
@@ -236,7 +277,7 @@ def checkpoints(data: Views) -> pd.DataFrame:
     a block saves minus its gradients, because the peak is where backward has reached the first checkpoint,
     and the gradients of all other blocks are there.
     """
-    frame = _ordered(data.table("memory.checkpoints"), ["blocks", "mode"])
+    frame = data.table("memory.checkpoints")
     frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib", "expected_runs": "formula_runs"})
     key = [*STEP, "mode", "blocks"]
     without = frame.loc[frame["checkpoint_policy"] == "none", [*key, "peak_gib", "gpu_ms"]]
@@ -259,7 +300,7 @@ def checkpoints(data: Views) -> pd.DataFrame:
         formula_added_gib=added_mib / 1024,
         place=groups.replace(0, float("inf")),
     )
-    return in_order(frame.sort_values("place", kind="stable"))
+    return _ordered(frame.sort_values("place", kind="stable"), ["blocks", "mode"])
 
 
 def _group_text(blocks: float) -> str:
