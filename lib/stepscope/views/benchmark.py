@@ -49,8 +49,8 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
     joined = pd.concat(frames, ignore_index=True)
     repeat = joined["repeat"] if "repeat" in joined else pd.Series(0, joined.index)
     joined = joined.assign(repeat=repeat.fillna(0).astype(int))
-    by_mode = joined["mode"].map([*MODE_NAMES].index).argsort(kind="stable")
-    return in_order(joined.iloc[by_mode])
+    joined = joined.assign(order=joined["mode"].map([*MODE_NAMES].index))
+    return in_order(joined.sort_values(["repeat", "order"], kind="stable"))
 
 
 @view(
@@ -154,7 +154,7 @@ def kernel_categories(data: Views) -> pd.DataFrame:
 def samples(data: Views) -> pd.DataFrame:
     """One row per step (and phase) that the benchmark timed, from the first step of a mode on; ``warmup`` marks
     the steps that the medians leave out."""
-    return data.table("benchmark.samples")
+    return in_order(data.table("benchmark.samples").sort_values("repeat", kind="stable"))
 
 
 @view(
@@ -296,7 +296,7 @@ def first_steps(data: Views) -> pd.DataFrame:
     timed = found[~found["warmup"]].groupby(key, sort=False)
     columns |= {"later_ms": timed["wall_ms"].median(), "later_enqueue_ms": timed["enqueue_ms"].median()}
     columns |= {"later_steps": timed.size(), "later_std_share": timed["wall_ms"].std() / columns["later_ms"]}
-    made = pd.DataFrame(columns).reset_index()
+    made = pd.DataFrame(columns).reset_index().sort_values("repeat", kind="stable")
     step = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'total'")
     made = made.merge(step[[*CONFIG, "launch_bound"]], on=[*CONFIG], how="left", validate="many_to_one")
     launch_bound = made["launch_bound"].eq(True)
