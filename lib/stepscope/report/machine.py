@@ -76,6 +76,7 @@ RATES = (
     ("rates", "power_limit_w", "power limit", "W"),
     ("peak_rates", "copy_tb_per_s", "large copy", "TB/s"),
 )
+FIXED = "The same in all rows: "
 # How values of a key's fields are printed.
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
 WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
@@ -92,7 +93,8 @@ def reference_views(views: Views) -> dict[str, pd.DataFrame]:
     frames = {}
     for name, columns in COMPARED.items():
         if columns:
-            frames[name] = pd.DataFrame(views[name][[*declared[name].key, *columns]])
+            key = declared[name].key
+            frames[name] = pd.DataFrame(views[name][[*key, *columns]]).sort_values(key, ignore_index=True)
     return frames | {"about": about(views.table("runs")), "machine_rates": machine_rates(views)}
 
 
@@ -180,14 +182,13 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
     return found
 
 
-def compared(view: pd.DataFrame, *columns: str, device: str, hide: Sequence[str] = ()) -> str:
+def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
     """Print rows of a view: the fields of the key in which they differ, then columns beside the reference's.
 
     A field of the configuration that is the same in all rows is named below the table.
 
     Args:
         columns: "name" or "name: heading, unit"; one that is empty, or has no value, is left out.
-        device: the reference's.
         hide: fields of the key that a column names.
     """
     fields = [name for name in varying(view, view.attrs["key"]) if name not in hide]
@@ -197,14 +198,14 @@ def compared(view: pd.DataFrame, *columns: str, device: str, hide: Sequence[str]
         heading = heading or _heading(name)
         shown.append(f"{name}: {heading}")
         if name + THERE in view:
-            shown.append(f"{name + THERE}: {_heading_there(heading, device)}")
+            shown.append(f"{name + THERE}: {_heading_there(heading)}")
     labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
     printed = table(view.assign(**labels), *shown, rows=MAX_ROWS, drop_empty=True)
     if len(view) > MAX_ROWS_OPEN:
         printed = f"<details><summary>All {len(view):,} rows</summary>\n\n{printed}\n\n</details>"
     fixed = [name for name in view.attrs["named"] if name in view and name not in fields]
     words = [f"{_words(name)} {_value(view[name].iloc[0])}" for name in fixed]
-    return f"{printed}\n\nThe same in all rows: {', '.join(words)}." if words else printed
+    return f"{printed}\n\n{FIXED}{', '.join(words)}." if words else printed
 
 
 def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -239,10 +240,10 @@ def _words(name: str) -> str:
     return WORDS.get(name, name.replace("_", " "))
 
 
-def _heading_there(heading: str, device: str) -> str:
-    """Return the heading of the reference's column: "wall on H200, ms" of "wall, ms"."""
+def _heading_there(heading: str) -> str:
+    """Return the heading of the reference's column: "wall (reference), ms" of "wall, ms"."""
     words, comma, unit = heading.rpartition(", ")
-    return f"{words} on {device}, {unit}" if comma else f"{heading} on {device}"
+    return f"{words} (reference), {unit}" if comma else f"{heading} (reference)"
 
 
 def _heading(name: str) -> str:
@@ -293,7 +294,6 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
     there = reference()
     serial = itertools.count(1)
     reference_run = there["about"].iloc[0]
-    there_name = reference_run["device"].removeprefix("NVIDIA ")
     shared = {
         "some": some,
         "by_case": by_case,
@@ -301,8 +301,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         "why": link(out),
         "serial": lambda: next(serial),
     }
-    shared |= {"compared": partial(compared, device=there_name)}
-    shared |= {"reference": reference_run, "there_name": there_name}
+    shared |= {"compared": compared, "reference": reference_run}
     texts: list[str] = []
     figures: dict[str, str] = {}
     errors = [*found.errors]
@@ -325,10 +324,25 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
             document.check()
         except DocumentError as error:
             notes.append(f"left out, because it cannot be shown: {one_line(error, 1000)}")
-    text = re.sub(r"\n{3,}", "\n\n", "".join(texts))
+    text = _without_repetition("".join(texts))
     html = page(text.replace("writeup.md", "writeup.html"), [], figures, foot(found.records))
     drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
     return Report({"report.md": text, "report.html": html} | drawings, errors, notes)
+
+
+def _without_repetition(text: str) -> str:
+    """Return a text in which a chapter says only once what is the same in the rows of its tables."""
+    kept: list[str] = []
+    said = ""
+    for line in text.splitlines():
+        is_repeated = line.startswith(FIXED) and line == said
+        if line.startswith(FIXED):
+            said = line
+        elif line.startswith("## "):
+            said = ""
+        if not is_repeated:
+            kept.append(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)) + "\n"
 
 
 def by_device(found: Read, runs: Path) -> dict[str, Read]:
