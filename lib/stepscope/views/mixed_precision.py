@@ -22,6 +22,7 @@ PARTS = {
     "forward_and_backward": ("forward_backward", "total"),
     "full_step": ("step", "total"),
 }
+MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 # The ends of fp16: what is smaller rounds to zero, and what is larger to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
@@ -36,6 +37,7 @@ FINAL = 4  # the last quarter of a training's steps
     key=CASE,
     columns=[
         "name",
+        "mode_name",
         "gpu_ms",
         "fp32_gpu_ms",
         "gpu_speedup",
@@ -80,7 +82,7 @@ def precision_gains(data: Views) -> pd.DataFrame:
         cast_share=kernels["cast"] / kernels_ms,
     )
     joined = joined.reset_index()
-    return joined.assign(name=joined["precision"].map(NAMES))
+    return _ordered(joined.assign(mode_name=joined["mode"].map(MODES)))
 
 
 @view(
@@ -137,10 +139,15 @@ def precision_times(data: Views) -> pd.DataFrame:
     rows = pd.DataFrame({name: texts[part] for name, part in PARTS.items()})
     steps = times[(times["mode"] == "step") & (times["phase"] == "total")].set_index(keys)
     rows = rows.join(steps[["steps", "tokens_per_s", "peak_gib", "reserved_gib"]]).reset_index()
-    rows["name"] = rows["precision"].map(NAMES)
+    return _ordered(rows)
+
+
+def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add the precision's name; sort by size and shape, precision and mode."""
     rank = {precision: place for place, precision in enumerate(NAMES)}
-    by_precision = rows.sort_values("precision", key=lambda names: names.map(rank), kind="stable")
-    return in_order(by_precision)
+    keys = ["rank", "mode"] if "mode" in rows else ["rank"]
+    ranked = rows.assign(name=rows["precision"].map(NAMES), rank=rows["precision"].map(rank))
+    return in_order(ranked.sort_values(keys, kind="stable"))
 
 
 def _cells(times: pd.DataFrame) -> pd.Series:
