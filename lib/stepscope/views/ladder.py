@@ -74,19 +74,22 @@ RATES = {
 }
 
 
-@view(key=["device"], columns=[*RATES], studies=["ladder"], over=SHAPE)
+@view(key=["device"], columns=[*RATES, "sheet_clock_mhz"], studies=["ladder"], over=SHAPE)
 def rates(data: Views) -> pd.DataFrame:
     """Return a row per GPU: what it reaches, over all of the ladder's runs on it.
 
     * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
       milliseconds. The fastest of all runs, because a disturbance only slows such a burst down.
     * ``sustained_...``: one large bf16 matmul after another for a second; medians over the runs.
+    * ``sheet_bf16_tflops``: the data sheet's rate, which is of ``sheet_clock_mhz``.
     * ``..._second_moment``: what a second moment that should fall becomes in bf16, rounded in one of two ways.
     * ``..._numbers``: how many numbers of the optimizer's kernel were compared with numpy's, and how many differ.
     """
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
-    return results.groupby("device", sort=False).agg(**RATES).reset_index()
+    found = results.groupby("device", sort=False).agg(**RATES).reset_index()
+    clocks = [data_sheet(device).get("tensor_mhz") for device in found.device]
+    return found.assign(sheet_clock_mhz=pd.Series(clocks, found.index, dtype=float))
 
 
 def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:
@@ -213,7 +216,6 @@ def _measured(data: Views) -> pd.DataFrame:
     mean_ms = rows.step_j / rows.power_w * 1e3
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
-    tensor_mhz = rows.device.map(lambda device: data_sheet(device).get("tensor_mhz"))
     # each run's reference times are at its own rates
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
@@ -238,7 +240,7 @@ def _measured(data: Views) -> pd.DataFrame:
         billion_tokens_kwh=rows.step_j / tokens * 1e9 / 3.6e6,
         large_matmul_share=achieved_tflops / rows.bf16_tflops,
         sustained_matmul_share=achieved_tflops / rows.sustained_tflops,
-        at_clock_mfu=mean_mfu * tensor_mhz / rows.sm_clock_mhz,
+        at_clock_mfu=mean_mfu * rows.sheet_clock_mhz / rows.sm_clock_mhz,
         matmul_ms=matmul_ms,
         moved_ms=moved_ms,
         reference_ms=matmul_ms + moved_ms,
