@@ -122,20 +122,20 @@ def clear(ratio: float) -> float:
     return ratio if abs(ratio - 1) >= 0.03 else NAN
 
 
-def step_of(case: tuple, optimization: str) -> Row | None:
-    """Return a timed step, if there is one."""
-    step = STEPS.get((*case, optimization))
-    return step if step and step["wall_ms"] > 0 else None
+def step_of(case: tuple, optimization: str) -> Row:
+    """Return a timed step, empty if there is none."""
+    step = STEPS.get((*case, optimization), {})
+    return step if step.get("wall_ms", 0) > 0 else {}
 
 
-def previous_of(case: tuple, optimization: str) -> Row | None:
-    """Return the timed step that an optimization adds to."""
+def previous_of(case: tuple, optimization: str) -> Row:
+    """Return the timed step that an optimization adds to, empty if there is none."""
     if optimization in ("fp8", "chunked"):
         return step_of(case, "bf16_moments")
     if optimization not in LADDER or not step_of(case, optimization):
-        return None
+        return {}
     earlier = [step_of(case, name) for name in LADDER[: LADDER.index(optimization)]]
-    return next((step for step in reversed(earlier) if step), None)
+    return next((step for step in reversed(earlier) if step), {})
 
 
 def speedup_of(case: tuple, optimization: str) -> float:
@@ -194,7 +194,7 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
             "graph": step_of(case, "cuda_graph"),
         }
         for name, other in others.items():
-            is_known = other is not None
+            is_known = bool(other)
             for column in ("wall_ms", "gpu_ms", "operations"):
                 derived[f"{name}_{column}"] = other[column] if is_known else NAN
             derived[f"{name}_gpu_speedup"] = other["gpu_ms"] / step["gpu_ms"] if is_known else NAN
@@ -280,12 +280,12 @@ def expected_baselines() -> Iterator[tuple[tuple, Row]]:
             name: times[*case, name]["fused attention"]
             for name in (optimization, "bf16_moments", "cuda_graph")
         }
-        candidates = {name: step_of(case, name)["wall_ms"] for name in fair if step_of(case, name)}
+        candidates = [step_of(case, name)["wall_ms"] for name in fair if step_of(case, name)]
         names = attention_names((*case, optimization))
         derived = {
             "attention_ms": ms[optimization],
             "without_mask": optimization in fair,
-            "fastest_without_mask": bool(candidates) and min(candidates, key=candidates.get) == optimization,
+            "fastest_without_mask": bool(candidates) and step["wall_ms"] == min(candidates),
             "speedup": clear(wall_speedup(step, ours)),
             "gpu_ratio": step["gpu_ms"] / graph["gpu_ms"],
             "attention_ratio": ms[optimization] / ms["cuda_graph"],
@@ -430,16 +430,16 @@ def expected_roofline() -> Iterator[tuple[tuple, Row]]:
         operations = layers * (tokens * (45 * d + 16 * f) + 12 * square)
         flops = forward_flops(case) if is_naive else dense_flops(case)
         rest = ms["generated kernels"] + ms["casts, copies, rest"]
-        work = {
+        work: dict[str, tuple[float, float, float]] = {
             "matmuls": (3 * flops, 3 * numbers * width, ms["matmuls"]),
             "AdamW": (14 * parameters(case), (28 if is_naive else 20) * parameters(case), ms["AdamW"]),
             "between matmuls": (operations, streamed * width, rest),
         }
         if not is_naive:
             work["attention"] = (causal_flops(case), attention_bytes(case), ms["attention"])
-        for part, (flops, bytes_, value) in work.items():
-            row = {"flops": flops, "bytes": bytes_, "ms": value}
-            yield (*step, part), row | {"intensity": flops / bytes_, "tflops": flops / value / 1e9}
+        for part, (done, bytes_, value) in work.items():
+            row = {"flops": done, "bytes": bytes_, "ms": value}
+            yield (*step, part), row | {"intensity": done / bytes_, "tflops": done / value / 1e9}
 
 
 def expected_rates() -> Iterator[tuple[tuple, Row]]:
