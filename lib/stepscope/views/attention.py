@@ -11,6 +11,8 @@ from stepscope.views import Views, view
 
 SETTING = [*CONFIG]
 CASE = [*SETTING, "implementation", "context_length"]
+ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+PART_ARGUMENTS = ("implementation", "batch_size", "d_model", "context_length", "precision")
 PART_NAMES = {"rows": "one number per row"}
 
 
@@ -28,7 +30,9 @@ PART_NAMES = {"rows": "one number per row"}
         "gpu_wall_ratio",
         "sm_clock_mhz",
         "passes",
+        "saved_mib",
         "in_use_mib",
+        "peak_gib",
         "allocated_gib",
         "asked_gib",
         "device_gib",
@@ -41,7 +45,8 @@ def attention_phases(data: Views) -> pd.DataFrame:
 
     ``wall_text`` is the median with its quartiles. ``gpu_wall_ratio`` is GPU time over wall time.
     ``allocated_gib`` and ``asked_gib`` are what was allocated, and what was requested in vain, when the case ran
-    out of memory; ``out_of_memory`` says so in words.
+    out of memory; ``out_of_memory`` says so in words. ``device_gib`` is the GPU's memory that was free before the
+    run.
     """
     frame = _cases(data)
     texts = [
@@ -51,6 +56,7 @@ def attention_phases(data: Views) -> pd.DataFrame:
         wall_text=texts,
         quartiles=quartiles(frame),
         gpu_wall_ratio=frame["gpu_ms"] / frame["wall_ms"],
+        peak_gib=frame["peak_mib"] / 1024,
         out_of_memory=_outcomes(frame),
     )
 
@@ -145,30 +151,35 @@ def attention(data: Views) -> pd.DataFrame:
     ``formula_error`` is how far the peak is from its prediction. ``square_gib`` is one T x T matrix in the
     setting's precision, ``row_mib`` one fp32 number per row of it.
     """
-    passes = _ordered(data.table("attention.passes").rename(columns={"sequence": "context_length"}))
-    frame = passes.drop(columns=["name", "precision_name"])
+    frame = _ordered(_cases(data).drop_duplicates(CASE))[
+        [*CASE, "name", "precision_name", "status", "device_gib"]
+    ]
     for phase in PASSES:
         frame = frame.merge(_phase_columns(data, phase), on=CASE, how="left", validate="one_to_one")
+    wall_ms = frame["forward_ms"] + frame["backward_ms"]
+    gpu_ms = frame["forward_gpu_ms"] + frame["backward_gpu_ms"]
+    frame = frame.assign(wall_ms=wall_ms, gpu_ms=gpu_ms)
     alike = [*SETTING, "context_length"]
     naive = frame.loc[frame["implementation"] == "naive", [*alike, "wall_ms", "gpu_ms"]]
     frame = frame.merge(naive, on=alike, how="left", suffixes=("", "_naive"), validate="many_to_one")
     by_setting = frame.groupby(alike)["gpu_ms"]
-    frame["rank"] = by_setting.rank(method="first")
-    second = by_setting.transform(_second_smallest)
-    pairs = frame["batch_size"] * frame["context_length"]
-    item_bytes = frame["precision"].map({"bf16": 2, "fp16": 2}).fillna(4)
-    return _ordered(frame).assign(
+    rank = by_setting.rank(method="first")
+    second_ms = by_setting.transform(_second_smallest)
+    sequences = frame["batch_size"] * frame["context_length"]
+    square_bytes = sequences * frame["context_length"] * frame["precision"].map(ITEM_BYTES)
+    predicted_gib = data["attention_parts"].query("part == 'total'").set_index(CASE)["part_gib"]
+    frame["predicted_gib"] = frame[CASE].merge(predicted_gib, left_on=CASE, right_index=True)["part_gib"]
+    return frame.assign(
+        rank=rank,
         wall_speedup=frame["wall_ms_naive"] / frame["wall_ms"],
         gpu_speedup=frame["gpu_ms_naive"] / frame["gpu_ms"],
-        lead_speedup=(second / frame["gpu_ms"]).where(frame["rank"] == 1),
+        lead_speedup=(second_ms / frame["gpu_ms"]).where(rank == 1),
         saved_gib=frame["saved_mib"] / 1024,
         in_use_gib=frame["in_use_mib"] / 1024,
-        peak_gib=frame["peak_mib"] / 1024,
-        predicted_gib=frame["predicted_mib"] / 1024,
-        formula_error=(frame["peak_mib"] / frame["predicted_mib"] - 1).abs(),
+        formula_error=(frame["peak_gib"] / frame["predicted_gib"] - 1).abs(),
         stores_squares=frame["implementation"].isin([*SQUARES]),
-        square_gib=pairs * frame["context_length"] * item_bytes / 2**30,
-        row_mib=4 * pairs / 2**20,
+        square_gib=square_bytes / 2**30,
+        row_mib=4 * sequences / 2**20,
     )
 
 
@@ -177,11 +188,16 @@ def _second_smallest(values: pd.Series) -> float:
 
 
 def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
-    """Return one phase's wall times of each case; backward's have what both phases share, too."""
+    """Return one phase's times of each case; with backward's its number of passes, its memory and its outcome."""
     phases = data["attention_phases"]
     own = phases[phases["phase"] == phase]
-    names = {"wall_ms": f"{phase}_ms", "quartiles": f"{phase}_quartiles", "wall_text": f"{phase}_text"}
-    shared = ["passes", "out_of_memory"] if phase == "backward" else []
+    names = {
+        "wall_ms": f"{phase}_ms",
+        "gpu_ms": f"{phase}_gpu_ms",
+        "quartiles": f"{phase}_quartiles",
+        "wall_text": f"{phase}_text",
+    }
+    shared = ["passes", "saved_mib", "in_use_mib", "peak_gib", "out_of_memory"] if phase == "backward" else []
     return own[[*CASE, *names, *shared]].rename(columns=names)
 
 
@@ -202,8 +218,8 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
 def compiled_attention(data: Views) -> pd.DataFrame:
     """A row per setting and context length: naive attention next to the same compiled.
 
-    ``setting`` names precision and head dimension. ``naive_forward`` and the like are wall times with quartiles; ``compiled_speedup`` is of GPU time, forward
-    and backward.
+    ``setting`` names precision and head dimension. ``naive_forward`` and the like are wall times with quartiles;
+    ``compiled_speedup`` is of GPU time, forward and backward.
     """
     frame = data["attention"]
     key = [*SETTING, "context_length"]
@@ -230,13 +246,9 @@ def compiled_attention(data: Views) -> pd.DataFrame:
 def attention_parts(data: Views) -> pd.DataFrame:
     """A row per case and part of its predicted peak, in GiB; the part "total" is the whole peak."""
     rows = []
-    for case in data["attention"][CASE].to_dict("records"):
-        parts = peak_parts(
-            *(
-                case[name]
-                for name in ("implementation", "batch_size", "d_model", "context_length", "precision")
-            )
-        )
+    for case in _cases(data).drop_duplicates(CASE)[CASE].to_dict("records"):
+        arguments = [case[name] for name in PART_ARGUMENTS]
+        parts = peak_parts(*arguments)
         parts["total"] = sum(parts.values())
         rows += [
             case | {"part": PART_NAMES.get(part, part), "part_gib": size / 2**30}
