@@ -71,40 +71,38 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
         "quartiles",
         "wall_std_share",
         "phase_share",
-        "phase_wall_share",
         "matmul_rate_share",
         "gpu_mfu",
         "gpu_matmul_rate_share",
         "gpu_tflops",
-        "step_flops",
     ],
     studies=BOTH,
 )
 def times(data: Views) -> pd.DataFrame:
     """One row per configuration, mode and phase ("total" for the mode as a whole).
 
+    * ``launch_bound``: :func:`stepscope.stats.launch_bound`; it is the total's that counts, since one phase can
+      wait for launches while the kernels of another are long.
     * ``fastest_ms``: the fastest timed step, of launch-bound rows only, since their medians do not repeat;
       ``fastest_idle_share``: the part of it in which no kernel runs.
     * ``launch_us`` (of the median step) and ``fastest_launch_us``: wall time per kernel, of launch-bound rows
       only; ``kernel_us``: GPU time per kernel.
     * ``wall_std_share``: the standard deviation over the median.
-    * ``phase_share``: a phase's part of the GPU time of all phases of its mode; ``phase_wall_share``: its part of
-      the mode's wall time.
+    * ``phase_share``: a phase's part of the GPU time of all phases of its mode.
     * ``mfu`` (of the data sheet's rate) and ``matmul_rate_share`` (of the fastest large matmul of all runs in that
       precision): FLOPs over wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops``: over GPU time.
     """
     found = both_studies(data, "times")
-    on_gpu = found["peak_gib"].notna() | found["power_w"].notna()
+    case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
+    on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU launches nothing
     launch_bound = launch_bound_rows(found) & on_gpu
     results = data.table("benchmark.results")
     matmul_tflops = found["precision"].map(results.groupby("precision")["matmul_tflops"].max()).astype(float)
     fastest_ms = found["wall_min_ms"].where(launch_bound)
     us_per_kernel = 1e3 / found["operations"]
     stretch = found["wall_ms"] / found["gpu_ms"]
-    case = found.groupby(["study", *CONFIG, "mode"], sort=False)
     phase_gpu_ms = found["gpu_ms"].where(found["phase"] != "total")
-    total_gpu_ms = phase_gpu_ms.groupby(case.ngroup()).transform("sum")
-    total_wall_ms = found["wall_ms"].where(found["phase"] == "total").groupby(case.ngroup()).transform("max")
+    total_gpu_ms = phase_gpu_ms.groupby(case).transform("sum")
     return found.assign(
         mode_name=found["mode"].map(MODE_NAMES),
         launch_bound=launch_bound,
@@ -116,12 +114,10 @@ def times(data: Views) -> pd.DataFrame:
         quartiles=quartiles(found),
         wall_std_share=found["wall_std_ms"] / found["wall_ms"],
         phase_share=phase_gpu_ms / total_gpu_ms,
-        phase_wall_share=found["wall_ms"] / total_wall_ms,
         matmul_rate_share=found["tflops"] / matmul_tflops,
         gpu_mfu=found["mfu"] * stretch,
         gpu_matmul_rate_share=found["tflops"] * stretch / matmul_tflops,
         gpu_tflops=found["tflops"] * stretch,
-        step_flops=found["tflops"] * found["wall_ms"] * 1e9,
     )
 
 
@@ -443,7 +439,6 @@ COMPARED = [
         "compile_s",
         "gpu_speedup",
         "wall_speedup",
-        "fastest_speedup",
         "break_even_steps",
         "other_gpu_ms",
         "other_count",
@@ -478,7 +473,6 @@ def compiled(data: Views) -> pd.DataFrame:
     made = made.assign(
         gpu_speedup=made["eager_gpu_ms"] / made["gpu_ms"],
         wall_speedup=gains,
-        fastest_speedup=made["eager_wall_min_ms"] / made["wall_min_ms"],
         break_even_steps=made["compile_s"] * 1e3 / saved_ms.where(pd.Series(gains) > 1),
     )
     other = _without_matmuls(data["kernel_categories"])
