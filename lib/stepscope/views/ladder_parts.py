@@ -32,8 +32,10 @@ SQUARE, SQUARE_FLOPS = 5, 12
 def causal_flops(config: StepConfig) -> float:
     """Return FLOPs of a step's attention, below the diagonal only."""
     forward = forward_flops(config)
-    square = 3 * (forward["attention.scores"] + forward["attention.value"])
-    return square * (config.context_length + 1) / (2 * config.context_length)
+    square = sum(forward[region] for region in SQUARES)
+    context = config.context_length
+    kept_share = (context + 1) / (2 * context)
+    return 3 * square * kept_share
 
 
 def attention_bytes(config: StepConfig) -> int:
@@ -41,8 +43,9 @@ def attention_bytes(config: StepConfig) -> int:
 
     Queries, keys, values and output, read or written once in forward; they and their gradients in backward.
     """
-    numbers = config.batch_size * config.context_length * config.d_model
-    return 12 * config.num_layers * numbers * 2
+    tokens = config.batch_size * config.context_length
+    numbers = config.num_layers * tokens * config.d_model
+    return 12 * numbers * 2
 
 
 def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
@@ -52,14 +55,27 @@ def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
         width: bytes per number.
         is_naive: whether attention's two matmuls of T x T are among them.
     """
-    tokens, d, f = config.batch_size * config.context_length, config.d_model, config.d_ff
+    tokens = config.batch_size * config.context_length
+    d, f = config.d_model, config.d_ff
     block = [(d, d)] * 4 + [(d, f)] * 3
     matmuls = block * config.num_layers + [(d, config.vocab_size)]
-    numbers = sum(tokens * (rows + columns) + rows * columns for rows, columns in matmuls)
+    factors = sum(rows * columns for rows, columns in matmuls)
+    activations = sum(tokens * (rows + columns) for rows, columns in matmuls)
+    numbers = factors + activations
     if is_naive:
-        square = config.batch_size * config.num_heads * config.context_length**2
-        numbers += 2 * config.num_layers * (square + 2 * tokens * d)
+        per_matmul = _square(config) + 2 * tokens * d
+        numbers += 2 * config.num_layers * per_matmul
     return 3 * numbers * width
+
+
+def _square(config: StepConfig) -> int:
+    """Return how many numbers a layer's matrices of T x T have."""
+    matrices = config.batch_size * config.num_heads
+    return matrices * config.context_length**2
+
+
+def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
+    return amount / ms / 1e9
 
 
 @view(
@@ -93,26 +109,34 @@ def parts(data: Views) -> pd.DataFrame:
     rows = rows.merge(data["steps"][[*KEY, *fields]], on=KEY, how="left", validate="many_to_one")
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     rows = rows.merge(_attention(rows), on=CASE, how="left", validate="many_to_one")
+    is_matmul = rows.part == MATMULS
+    is_update = rows.part == ADAMW
     is_fused = (rows.part == ATTENTION) & (rows.ms > 0)
-    has_fused = is_fused.groupby([rows[name] for name in KEY]).transform("any")
-    all_flops = rows.matmul_ms * rows.bf16_tflops * 1e9
-    dense = all_flops - rows.causal_flops.where(has_fused, 0)
-    flops = dense.where(rows.part == MATMULS, rows.causal_flops.where(is_fused))
-    update_bytes = rows.moved_ms * rows.copy_tb_per_s * 1e9
-    moved = update_bytes.where(rows.part == ADAMW, rows.attention_bytes.where(is_fused))
-    computing_ms = flops / rows.bf16_tflops / 1e9
-    moving_ms = moved / rows.copy_tb_per_s / 1e9
-    is_charged = rows.part.isin([MATMULS, ADAMW]) | is_fused
-    reference_ms = computing_ms.where(rows.part != ADAMW, moving_ms).where(is_charged, 0)
+    steps = [rows[name] for name in KEY]
+    has_fused = is_fused.groupby(steps).transform("any")
+    flops_per_ms = rows.bf16_tflops * 1e9
+    bytes_per_ms = rows.copy_tb_per_s * 1e9
+    fused_flops = rows.causal_flops.where(is_fused)
+    elsewhere = rows.causal_flops.where(has_fused, 0)
+    dense_flops = rows.matmul_ms * flops_per_ms - elsewhere
+    flops = dense_flops.where(is_matmul, fused_flops)
+    fused_bytes = rows.attention_bytes.where(is_fused)
+    update_bytes = rows.moved_ms * bytes_per_ms
+    moved = update_bytes.where(is_update, fused_bytes)
+    computing_ms = flops / flops_per_ms
+    moving_ms = moved / bytes_per_ms
+    has_reference = is_matmul | is_update | is_fused
+    reference_ms = computing_ms.where(~is_update, moving_ms)
+    reference_ms = reference_ms.where(has_reference, 0)
     rows = rows.assign(
         flops=flops,
         bytes=moved,
         reference_ms=reference_ms,
         over_ms=rows.ms - reference_ms,
-        sustained_ms=flops / rows.sustained_tflops / 1e9,
+        sustained_ms=flops / (rows.sustained_tflops * 1e9),
         moved_ms=moving_ms,
-        tflops=flops / rows.ms / 1e9,
-        tb_per_s=moved / rows.ms / 1e9,
+        tflops=_tera_per_s(flops, rows.ms),
+        tb_per_s=_tera_per_s(moved, rows.ms),
     )
     sums = rows.groupby(KEY, sort=False)[["ms", "reference_ms", "over_ms"]]
     total = sums.sum(min_count=len(ORDER) - 1).reset_index().assign(part=TOTAL)
@@ -162,15 +186,20 @@ def roofline(data: Views) -> pd.DataFrame:
     ``intensity`` is FLOPs per byte.
     """
     measured = _milliseconds(data)
-    measured = measured[measured.optimization.isin([FIRST, LAST]) & (measured.part != GAPS)]
-    part = measured.part.where(measured.part.isin([MATMULS, ADAMW, ATTENTION]), BETWEEN)
+    is_end = measured.optimization.isin([FIRST, LAST])
+    measured = measured[is_end & (measured.part != GAPS)]
+    is_named = measured.part.isin([MATMULS, ADAMW, ATTENTION])
+    part = measured.part.where(is_named, BETWEEN)
     measured = measured.groupby([*KEY, part]).ms.sum().reset_index()
     steps = measured[KEY].drop_duplicates()
-    counted = pd.concat([_work(step) for _, step in steps.iterrows()], ignore_index=True)
-    points = counted.merge(measured, on=[*KEY, "part"], how="left", validate="one_to_one")
-    return in_order(
-        points.assign(intensity=points.flops / points.bytes, tflops=points.flops / points.ms / 1e9)
+    work = [_work(step) for _, step in steps.iterrows()]
+    points = pd.concat(work, ignore_index=True)
+    points = points.merge(measured, on=[*KEY, "part"], how="left", validate="one_to_one")
+    points = points.assign(
+        intensity=points.flops / points.bytes,
+        tflops=_tera_per_s(points.flops, points.ms),
     )
+    return in_order(points)
 
 
 def _work(step: pd.Series) -> pd.DataFrame:
@@ -179,25 +208,29 @@ def _work(step: pd.Series) -> pd.DataFrame:
     is_naive = step.optimization == FIRST
     width = 4 if is_naive else 2
     forward = forward_flops(config)
+    fused = () if is_naive else SQUARES
+    multiplied = sum(flops for region, flops in forward.items() if region not in fused)
     parameters = parameter_count(config)
-    dense = [flops for region, flops in forward.items() if is_naive or region not in SQUARES]
-    tokens = config.batch_size * config.context_length
-    square = config.batch_size * config.num_heads * config.context_length**2 * is_naive
-    operations = _per_layer(config, STREAMED_FLOPS, tokens) + SQUARE_FLOPS * square
-    numbers = _per_layer(config, STREAMED, tokens) + SQUARE * square
+    bytes_per_parameter = 28 if is_naive else 20
+    square = _square(config) if is_naive else 0
+    operations = _per_layer(config, STREAMED_FLOPS) + SQUARE_FLOPS * square
+    numbers = _per_layer(config, STREAMED) + SQUARE * square
+    between_bytes = config.num_layers * numbers * width
     work = {
-        MATMULS: (3 * sum(dense), matmul_bytes(config, width, is_naive)),
-        ATTENTION: (causal_flops(config), attention_bytes(config)),
-        ADAMW: (ADAMW_FLOPS * parameters, (28 if is_naive else 20) * parameters),
-        BETWEEN: (config.num_layers * operations, config.num_layers * numbers * width),
+        MATMULS: (3 * multiplied, matmul_bytes(config, width, is_naive)),
+        ADAMW: (ADAMW_FLOPS * parameters, bytes_per_parameter * parameters),
+        BETWEEN: (config.num_layers * operations, between_bytes),
     }
-    if is_naive:
-        del work[ATTENTION]
+    if not is_naive:
+        work[ATTENTION] = (causal_flops(config), attention_bytes(config))
     rows = pd.DataFrame.from_dict(work, orient="index", columns=["flops", "bytes"])
-    return rows.rename_axis("part").reset_index().assign(**step[KEY])
+    rows = rows.rename_axis("part").reset_index()
+    return rows.assign(**step[KEY])
 
 
-def _per_layer(config: StepConfig, numbers: tuple[int, int], tokens: int) -> int:
+def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
     """Return what all tokens take in a layer, by the numbers per d_model and per d_ff."""
     of_model, of_ff = numbers
-    return tokens * (of_model * config.d_model + of_ff * config.d_ff)
+    tokens = config.batch_size * config.context_length
+    per_token = of_model * config.d_model + of_ff * config.d_ff
+    return tokens * per_token
