@@ -10,9 +10,10 @@ import pytest
 
 from stepscope import PROJECT
 from stepscope.report import machine
-from stepscope.report.load import read
+from stepscope.report.load import read, steady
 from stepscope.report.output import OutputError, Report, write
 from stepscope.runs.store import Store
+from stepscope.views import Views
 
 CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, without their notebooks
 H200 = Path(str(PROJECT), "runs", "h200")
@@ -222,14 +223,14 @@ def test_links_lead_to_headings_of_the_writeup():
 
 def test_reference_file_is_small_and_what_the_records_say():
     assert machine.REFERENCE.stat().st_size < 300_000
-    assert machine.reference_difference(read(Store(H200))) == ""
+    assert machine.reference_difference(Views(steady(read(Store(H200)).tables))) == ""
 
 
 def test_difference_of_the_reference_file_is_named(monkeypatch):
     stored = machine.reference()
     stored["steps"].loc[3, "wall_ms"] *= 1.001
     monkeypatch.setattr(machine, "reference", lambda: stored)
-    assert "steps" in machine.reference_difference(read(Store(H200)))
+    assert "steps" in machine.reference_difference(Views(steady(read(Store(H200)).tables)))
 
 
 def test_second_report_removes_the_figures_of_the_first(reports, tmp_path):

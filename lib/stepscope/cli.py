@@ -422,11 +422,15 @@ def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
     """Render a runs folder; print the runs that were left out, and the files."""
     console.print("Rendering: reading the runs, drawing the figures.")
     from stepscope.report import machine, output, writeup
-    from stepscope.report.load import read
+    from stepscope.report.load import read, steady
     from stepscope.runs.store import Store
+    from stepscope.views import Views
 
     found = read(Store(folder))
-    report = writeup.compose(found, out) if is_writeup else machine.compose(found, folder, out)
+    if is_writeup:
+        report = writeup.compose(found, out, Views(steady(found.tables)))
+    else:
+        report = machine.compose(found, folder, out)
     paths = output.write(report, out)
     for error in report.errors:
         console.print(f"left out: {error}")

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from stepscope.files import read_within
 from stepscope.report import machine, writeup
-from stepscope.report.load import read
+from stepscope.report.load import read, steady
 from stepscope.report.output import stale_figures
 from stepscope.runs.store import Store
+from stepscope.views import Views
 
 NEARLY = 0.05  # points, of a drawing's coordinates: another machine's last digit
 MOST_BYTES = 2**28
@@ -22,11 +23,12 @@ def check(runs: Path, out: Path) -> list[str]:
         As :func:`stepscope.report.writeup.compose`.
     """
     found = read(Store(runs))
-    report = writeup.compose(found, out)
+    views = Views(steady(found.tables))
+    report = writeup.compose(found, out, views)
     differences = [f"left out: {error}" for error in report.errors]
     differences += [_compared(out, name, text) for name, text in report.texts.items()]
     differences += [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]
-    differences.append(machine.reference_difference(found))
+    differences.append(machine.reference_difference(views))
     return [*filter(None, differences)]
 
 

@@ -56,18 +56,18 @@ def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
     Raises:
         LookupError: there is no such column, or no such row.
     """
-    found = view
+    chosen = pd.Series(True, view.index)
     for column, value in values.items():
         if column not in view:
             raise LookupError(_no_column(column, view.columns))
         if value is EACH:
             continue
-        before = found
-        wanted = value if isinstance(value, list) else [value]
-        found = found[found[column].isin(wanted)]
-        if found.empty:
-            present = ", ".join(map(repr, dict.fromkeys(before[column].tolist())))
+        before = chosen
+        chosen = before & view[column].isin(value if isinstance(value, list) else [value])
+        if not chosen.any():
+            present = ", ".join(map(repr, dict.fromkeys(view.loc[before, column].tolist())))
             raise LookupError(f"no row has {column}={value!r}; the rows selected so far have {present}")
+    found = view[chosen]
     unnamed = varying(found, [name for name in view.attrs.get("unnamed", []) if name not in values])
     found.attrs = view.attrs | {"unnamed": unnamed}
     return found

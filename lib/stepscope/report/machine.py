@@ -140,9 +140,9 @@ def reference() -> dict[str, pd.DataFrame]:
     return frames
 
 
-def reference_difference(found: Read) -> str:
-    """Return how ``reference.parquet`` differs from what these runs say; empty if it doesn't."""
-    expected, stored = reference_views(Views(steady(found.tables))), reference()
+def reference_difference(views: Views) -> str:
+    """Return how ``reference.parquet`` differs from these views; empty if it doesn't."""
+    expected, stored = reference_views(views), reference()
     for name, frame in expected.items():
         try:
             pd.testing.assert_frame_equal(

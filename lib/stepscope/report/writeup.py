@@ -35,15 +35,19 @@ def templates_folder() -> Path:
     return folder
 
 
-def compose(found: Read, out: Path) -> Report:
+def compose(found: Read, out: Path, views: Views) -> Report:
     """Return the writeup of one full campaign, as it would be written into ``out``.
+
+    Args:
+        found: what was read from the campaign's folder.
+        views: of its steady tables.
 
     Raises:
         DocumentError: naming every sentence that does not hold, and the first lookup of each template that fails.
         NoTemplatesError: there are no templates.
         OutputError: the README in ``out`` has one mark without the other.
     """
-    texts, figures = render_templates(templates_folder(), found.tables)
+    texts, figures = render_views(templates_folder(), views)
     chapters = [text for name, text in texts.items() if not name.startswith(EVIDENCE)]
     pages = {f"{name}.md": text for name, text in texts.items() if name.startswith(EVIDENCE)}
     links = [f"[{_title(text)}]({name})" for name, text in pages.items()]
@@ -74,7 +78,12 @@ def render_templates(folder: Path, tables: Tables, only: str = "") -> tuple[dict
     Raises:
         DocumentError: naming every sentence that does not hold, and the first lookup of each template that fails.
     """
-    names = ChainMap({"code": code}, facts.FACTS, Views(steady(tables)))
+    return render_views(folder, Views(steady(tables)), only)
+
+
+def render_views(folder: Path, views: Views, only: str = "") -> tuple[dict[str, str], dict[str, str]]:
+    """Render all templates over views; see :func:`render_templates`."""
+    names = ChainMap({"code": code}, facts.FACTS, views)
     document = Document(folder, names, all_figures())
     templates = [*sorted(folder.glob("*.md.j2")), *sorted(folder.glob("evidence/*.md.j2"))]
     texts = {}
