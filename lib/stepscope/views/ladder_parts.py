@@ -7,8 +7,12 @@ from stepscope.model.flops import forward_flops, parameter_count
 from stepscope.views import Views, in_order, view
 from stepscope.views.ladder import CASE, FIRST, KEY, LAST, NAMES, config_of, timed
 
-MATMULS, ADAMW, ATTENTION = "matmuls", "AdamW", "attention"
-REST, GAPS, TOTAL = "casts, copies, rest", "between kernels", "the step"
+MATMULS = "matmuls"
+ADAMW = "AdamW"
+ATTENTION = "attention"
+REST = "casts, copies, rest"
+GAPS = "between kernels"
+TOTAL = "the step"
 BETWEEN = "between matmuls"
 PARTS = {
     "matrix multiply": MATMULS,
@@ -24,9 +28,11 @@ ADAMW_FLOPS = 14
 # Numbers per token and layer that must be read or written between matmuls, of d_model and of d_ff: residual and
 # norm 4 twice, RoPE 4, SwiGLU 3; their backward 6 and 5 (they sum three and two gradients), 4, and 5. And
 # operations on them, an exponential or a division as one.
-STREAMED, STREAMED_FLOPS = (27, 8), (45, 16)
+STREAMED = (27, 8)
+STREAMED_FLOPS = (45, 16)
 # The same of T x T, with naive attention: scale, mask and softmax, 2 forward and 3 backward.
-SQUARE, SQUARE_FLOPS = 5, 12
+SQUARE = 5
+SQUARE_FLOPS = 12
 
 
 def causal_flops(config: StepConfig) -> float:
@@ -141,8 +147,9 @@ def parts(data: Views) -> pd.DataFrame:
     sums = rows.groupby(KEY, sort=False)[["ms", "reference_ms", "over_ms"]]
     total = sums.sum(min_count=len(ORDER) - 1).reset_index().assign(part=TOTAL)
     rows = pd.concat([rows, total], ignore_index=True)
-    rows = rows.sort_values("part", key=lambda names: names.map(ORDER.index), kind="stable")
-    return in_order(_by_optimization(rows))
+    rows = _sorted(rows, "part", ORDER)
+    rows = _sorted(rows, "optimization", [*NAMES])
+    return in_order(rows)
 
 
 def _milliseconds(data: Views) -> pd.DataFrame:
@@ -166,9 +173,9 @@ def _attention(rows: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _by_optimization(rows: pd.DataFrame) -> pd.DataFrame:
-    order = [*NAMES]
-    return rows.sort_values("optimization", key=lambda names: names.map(order.index), kind="stable")
+def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
+    """Sort rows by a column's values in a given order."""
+    return rows.sort_values(column, key=lambda values: values.map(order.index), kind="stable")
 
 
 @view(
