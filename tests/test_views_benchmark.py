@@ -436,7 +436,7 @@ def expected_same_steps() -> Rows:
 
 
 def expected_divisions() -> Rows:
-    sums: dict[tuple, float] = Counter()
+    sums: dict[tuple, float] = defaultdict(float)
     for study in ("benchmark", "mixed_precision"):
         for row in dicts(f"{study}.operations"):
             if "DivFunctor" in row["name"]:
@@ -450,8 +450,8 @@ def expected_divisions() -> Rows:
         low = tuple("bf16" if name == "precision" else value for name, value in zip(CONFIG, exact))
         trained = [sums.get(("mixed_precision", *key, mode), NAN) for key in (exact, low)]
         bf16 = TIMES.get(("mixed_precision", *low, mode, "total"), {"gpu_ms": NAN, "busy": NAN})
-        key = [value for name, value in zip(CONFIG, config) if name != "precision"]
-        found[*key, mode] = {
+        without_precision = [value for name, value in zip(CONFIG, config) if name != "precision"]
+        found[*without_precision, mode] = {
             "fp32_ms": fp32_ms,
             "trained_fp32_ms": trained[0],
             "trained_bf16_ms": trained[1],

@@ -40,7 +40,7 @@ def flops_of_step(step: pd.Series) -> dict[str, float]:
         ``tokens``, ``weights`` (in matmuls), and in TFLOP ``weights_tflop``, ``attention_tflop`` and
         ``total_tflop``.
     """
-    shape = {name: int(step[name]) for name in ("context_length", "batch_size", "vocab_size")}
+    shape: dict[str, Any] = {name: int(step[name]) for name in ("context_length", "batch_size", "vocab_size")}
     config = StepConfig(study="benchmark", device="cpu", size=step["size"], **shape)
     forward = forward_flops(config)
     tokens = config.batch_size * config.context_length
