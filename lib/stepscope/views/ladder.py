@@ -223,7 +223,7 @@ def _measured(data: Views) -> pd.DataFrame:
     sustained_ms = matmul_ms * rows.bf16_tflops / rows.sustained_tflops
     return rows.assign(
         name=rows.optimization.map(NAMES),
-        case=rows["size"] + rows.context_length.map(" {:,}".format),
+        case=_with_number(rows["size"], " ", rows.context_length),
         tokens=tokens,
         step_flops=[float(step_flops(config)) for config in configs],
         quartiles=quartiles(rows),
@@ -246,6 +246,10 @@ def _measured(data: Views) -> pd.DataFrame:
         reference_ms=matmul_ms + moved_ms,
         sustained_reference_ms=sustained_ms + moved_ms,
     )
+
+
+def _with_number(words: pd.Series, between: str, numbers: pd.Series) -> pd.Series:
+    return words + between + numbers.map("{:,}".format).astype(str)
 
 
 def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
@@ -307,7 +311,7 @@ def speedups(data: Views) -> pd.DataFrame:
         optimization="all_wall", speedup=last.fp32_wall_speedup.mask(is_disturbed.reindex(last.index))
     )
     found = in_order(pd.concat([single, together, in_wall_time], ignore_index=True))
-    column = found["size"] + found.tokens.map(", {:,}".format)
+    column = _with_number(found["size"], ", ", found.tokens)
     return found.assign(column=column, name=found.optimization.map(PRINTED_NAMES))
 
 
@@ -335,7 +339,7 @@ def ablations(data: Views) -> pd.DataFrame:
     return rows.assign(
         optimization=left_out,
         name=left_out.map(PRINTED_NAMES),
-        column=rows["size"] + rows.context_length.map(" {:,}".format),
+        column=_with_number(rows["size"], " ", rows.context_length),
         slowdown_ratio=_callable(slowdown),
         repeat_ratio=ratio.combine(1 / ratio, max),
         power_limited=rows.power_limited & twin.power_limited.eq(True),
