@@ -81,7 +81,7 @@ def row(view: pd.DataFrame, **values: object) -> pd.Series:
     """
     found = rows(view, **values)
     if len(found) > 1:
-        differ = [name for name in found if found[name].astype(str).nunique() > 1]
+        differ = [name for name in found if found[name].astype(str).nunique(dropna=False) > 1]
         raise LookupError(
             f"{len(found)} rows have {values}, but expected one; they differ in {', '.join(differ[:8])}"
         )
@@ -136,9 +136,10 @@ def table(
     if empty and not drop_empty:
         raise LookupError(f"the table's column {empty[0]!r} is empty")
     shown = shown.drop(columns=empty)
-    shown = shown.rename(columns={name: heading for name, heading in headings.items() if heading})
-    emphasis = ("min", "column", headings.get(bold) or bold) if bold else None
-    return printing.markdown(printing.table(printing.headed(shown), unit, emphasis, rows))
+    place = [*shown].index(bold) if bold else None
+    shown = printing.headed(shown.rename(columns={name: text for name, text in headings.items() if text}))
+    emphasis = None if place is None else ("min", "column", shown.columns[place])
+    return printing.markdown(printing.table(shown, unit, emphasis, rows))
 
 
 def _no_column(name: str, columns: Iterable[object]) -> str:
