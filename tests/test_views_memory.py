@@ -335,8 +335,15 @@ def test_memory_savings_pair_configurations_that_differ_in_the_change_alone():
         if mode == "forward_backward" and policy == "every 1" and blocks == DIMENSIONS[row["size"]][2]:
             without = CHECKPOINTS[(*key[:-1], "none")]
             expected[(*step, "a checkpoint around each block")] = (without["peak_gib"], row["peak_gib"])
+    measures = {"expandable segments": "reserved, full step"}
+    measures |= {"a checkpoint around each block": "peak, forward + backward"}
     pairs = {
-        key: {"before_gib": before, "after_gib": after, "less_share": 1 - after / before}
+        key: {
+            "before_gib": before,
+            "after_gib": after,
+            "less_share": 1 - after / before,
+            "measure": measures.get(key[-1], "peak, full step"),
+        }
         for key, (before, after) in expected.items()
         if not math.isnan(before + after)
     }

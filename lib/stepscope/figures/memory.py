@@ -1,5 +1,7 @@
 """Figures of the memory study."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -70,23 +72,18 @@ def _stack(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
     colors = [KIND_COLORS[kind] for kind in live]
     axis.stackplot(np.arange(len(live)), live.to_numpy().T, colors=colors, step="post", linewidth=0)
     tops = live.cumsum(axis="columns")
+    centered: dict[str, Any] = {"ha": "center", "va": "center", "color": style.PAPER}
     for kind in live:
         heights, top = live[kind].to_numpy(), tops[kind].to_numpy()
-        if heights.max() < MIN_NAMED_SHARE * limit:
+        highest = heights.max()
+        if highest < MIN_NAMED_SHARE * limit:
             continue
-        thick = (heights > 0.5 * heights.max()).nonzero()[0]
+        thick = (heights > 0.5 * highest).nonzero()[0]
+        middle = int(thick.mean())
         if kind == "temporaries":
             _name_spike(axis, int(heights.argmax()), top, kind)
         elif len(thick) > MIN_NAMED_SHARE * len(live):
-            middle = int(thick.mean())
-            axis.text(
-                middle,
-                top[middle] - heights[middle] / 2,
-                kind,
-                ha="center",
-                va="center",
-                color=style.PAPER,
-            )
+            axis.text(middle, top[middle] - heights[middle] / 2, kind, **centered)
 
 
 def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
@@ -106,20 +103,17 @@ def _mark_phases(axis: Axes, phases: pd.Series) -> None:
     starts = phases.ne(phases.shift()).to_numpy().nonzero()[0]
     if len(starts) < 2:
         return
+    at_top: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "va": "bottom"}
     for begin, end in zip(starts, [*starts[1:], len(phases)]):
+        name = phases.iloc[begin]
         is_wide = end - begin > MIN_NAMED_SHARE * len(phases)
-        is_last = end == len(phases)
-        if not is_wide and not is_last:
+        if is_wide:
+            axis.text(begin, 1.0, f" {name}", **at_top)
+        elif end == len(phases):
+            axis.text(end, 1.0, name, ha="right", **at_top)
+        else:
             continue
         axis.axvline(begin, color=style.MUTED, linewidth=0.8, linestyle=":")
-        axis.text(
-            begin if is_wide else end,
-            1.0,
-            f" {phases.iloc[begin]}" if is_wide else phases.iloc[begin],
-            transform=axis.get_xaxis_transform(),
-            ha="left" if is_wide else "right",
-            va="bottom",
-        )
 
 
 def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
@@ -140,21 +134,28 @@ def memory_peak(title: str, sizes: pd.DataFrame, longer: pd.DataFrame) -> style.
             hatched.
     """
     rows = pd.concat([sizes, longer])
-    names = [f"{size}, {length:,}" for size, length in zip(rows["size"], rows["context_length"])]
-    held = rows[[column(kind) for kind in KIND_COLORS]]
-    parts = held.set_axis([*KIND_COLORS], axis="columns").set_axis(names)
-    ends = parts.sum(axis=1).to_numpy()
-    colors = {kind: color for kind, color in KIND_COLORS.items() if parts[kind].max() > 0.01 * ends.max()}
+    names = rows["size"] + rows["context_length"].map(", {:,}".format)
+    columns = [column(kind) for kind in KIND_COLORS]
+    parts = rows[columns].set_axis([*KIND_COLORS], axis="columns").set_axis(names.tolist())
+    ends = parts.sum(axis=1)
+    limit = ends.max()
+    colors = {kind: color for kind, color in KIND_COLORS.items() if parts[kind].max() > 0.01 * limit}
     drawn, axis = style.figure(title, 3.6)
     style.stacked_bars(axis, parts, colors)
-    for place, (end, predicted, runs_out) in enumerate(zip(ends, rows["predicted_gib"], rows["runs_out"])):
-        text = number(predicted, "") + " runs out" * bool(runs_out)
+    hatched: dict[str, Any] = {
+        "color": "none",
+        "edgecolor": style.PAPER,
+        "hatch": "///",
+        "linewidth": 0,
+        "height": 0.66,
+    }
+    for place, (end, row) in enumerate(zip(ends, rows.itertuples())):
+        text = number(row.predicted_gib)
+        if row.runs_out:
+            text = f"{text} runs out"
+            axis.barh([place], [end], **hatched)
         axis.annotate(text, (end, place), xytext=(4, 0), textcoords="offset points", va="center")
-        if runs_out:
-            axis.barh(
-                [place], [end], color="none", edgecolor=style.PAPER, hatch="///", linewidth=0, height=0.66
-            )
-    axis.set_xlim(0, ends.max() * 1.3)
+    axis.set_xlim(0, limit * 1.3)
     axis.set_xlabel("predicted peak of a full step, GiB")
     axis.legend(loc="upper right")
     return drawn

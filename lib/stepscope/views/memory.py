@@ -374,10 +374,10 @@ def _saving(
     pairs = frame[_have(frame, before)].merge(
         changed, on=alike, suffixes=("", "_after"), validate="one_to_one"
     )
-    prefix = "reserved, " if measured == "reserved_gib" else ""
+    measure = "reserved" if measured == "reserved_gib" else "peak"
     return pairs.assign(
         change=change,
-        measure=prefix + pairs["mode_name"],
+        measure=f"{measure}, " + pairs["mode_name"],
         before_gib=pairs[measured],
         after_gib=pairs[f"{measured}_after"],
     ).dropna(subset=["before_gib", "after_gib"])
