@@ -96,8 +96,7 @@ def times(data: Views) -> pd.DataFrame:
     case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
     on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU launches nothing
     launch_bound = launch_bound_rows(found) & on_gpu
-    results = data.table("benchmark.results")
-    matmul_tflops = found["precision"].map(results.groupby("precision")["matmul_tflops"].max()).astype(float)
+    matmul_tflops = found["precision"].map(_matmul_tflops(data)).astype(float)
     fastest_ms = found["wall_min_ms"].where(launch_bound)
     us_per_kernel = 1e3 / found["operations"]
     stretch = found["wall_ms"] / found["gpu_ms"]
@@ -119,6 +118,14 @@ def times(data: Views) -> pd.DataFrame:
         gpu_matmul_rate_share=found["tflops"] * stretch / matmul_tflops,
         gpu_tflops=found["tflops"] * stretch,
     )
+
+
+def _matmul_tflops(data: Views) -> dict[str, float]:
+    """Return the fastest large matmul of the benchmark's runs by precision."""
+    if not data.has("benchmark.results"):
+        return {}
+    results = data.table("benchmark.results")
+    return results.groupby("precision")["matmul_tflops"].max().to_dict()
 
 
 @view(
