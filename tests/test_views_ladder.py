@@ -14,6 +14,7 @@ import pytest
 from stepscope.views import Views
 
 FOLDER = Path(__file__).parents[1] / "runs" / "h200" / "ladder"
+CPU_FOLDER = Path(__file__).parent / "data" / "cpu" / "ladder"
 if not FOLDER.is_dir():
     pytest.skip("no reference runs", allow_module_level=True)
 CASE = ("size", "context_length", "vocab_size", "batch_size")
@@ -40,10 +41,10 @@ Row = dict[str, Any]
 Rows = dict[tuple, Row]
 
 
-def read_runs() -> dict[str, pd.DataFrame]:
-    """Return the tables of all runs, joined, without what a run marks as inconsistent."""
+def read_runs(folder: Path) -> dict[str, pd.DataFrame]:
+    """Return the tables of a folder's runs, joined, without what a run marks as inconsistent."""
     tables = defaultdict(list)
-    for path in sorted(FOLDER.glob("*/record.json")):
+    for path in sorted(folder.glob("*/record.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
         config = {name: record["config"][name] for name in CASE[:3]}
         named = config | {"run_id": record["run_id"]}
@@ -64,8 +65,12 @@ def read_runs() -> dict[str, pd.DataFrame]:
     return joined
 
 
-RAW = read_runs()
-TABLES = {name if name == "runs" else f"ladder.{name}": table for name, table in RAW.items()}
+def named(raw: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    return {name if name == "runs" else f"ladder.{name}": table for name, table in raw.items()}
+
+
+RAW = read_runs(FOLDER)
+TABLES = named(RAW)
 VIEWS = Views(TABLES)
 STEPS: Rows = {
     (*(row[name] for name in CASE), row["optimization"]): row for row in RAW["steps"].to_dict("records")
@@ -518,3 +523,19 @@ def test_views_do_not_depend_on_the_order_of_rows():
         actual = shuffled[name].sort_values(key, ignore_index=True)
         expected = VIEWS[name].sort_values(key, ignore_index=True)
         pd.testing.assert_frame_equal(actual, expected)
+
+
+def test_views_of_a_cpu_run_lack_only_what_a_gpu_measures():
+    raw = read_runs(CPU_FOLDER)
+    for name in ("results", "steps", "kernels", "curves"):
+        raw[name]["size"] = "nano"  # the run's size has no name
+    views = Views(named(raw))
+    rows = {name: len(views[name]) for name in EXPECTED}
+    assert rows["steps"] == len(raw["steps"]) > 0
+    assert rows["loss_curves"] == len(raw["curves"]) > 0
+    assert rows["ablations"] == rows["baselines"] == rows["fp8"] == 0
+    steps = views["steps"]
+    assert not steps.launch_bound.any()
+    assert not steps.power_limited.any()
+    assert steps.mean_ms.isna().all()
+    assert steps.speedup.notna().any()
