@@ -399,7 +399,8 @@ def expected_parts() -> Iterator[tuple[tuple, Row]]:
         flops = {"matmuls": 3 * dense_flops(case) + (0 if is_fused else causal_flops(case))}
         if optimization == "fp8":
             flops["matmuls"] = NAN
-        moved = {"AdamW": (20 if optimization in BF16_MOMENTS else 28) * parameters(case)}
+        width = 20 if optimization in BF16_MOMENTS else 28
+        moved: dict[str, float] = {"AdamW": width * parameters(case)}
         if is_fused:
             flops["attention"], moved["attention"] = causal_flops(case), attention_bytes(case)
         total = {"ms": 0.0, "reference_ms": 0.0, "over_ms": 0.0}

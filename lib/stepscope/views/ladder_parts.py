@@ -223,7 +223,7 @@ def _work(step: pd.Series) -> pd.DataFrame:
     operations = _per_layer(config, STREAMED_FLOPS) + SQUARE_FLOPS * square
     numbers = _per_layer(config, STREAMED) + SQUARE * square
     between_bytes = config.num_layers * numbers * width
-    work = {
+    work: dict[str, tuple[float, float]] = {
         MATMULS: (3 * multiplied, matmul_bytes(config, width, is_naive)),
         ADAMW: (ADAMW_FLOPS * parameters, bytes_per_parameter * parameters),
         BETWEEN: (config.num_layers * operations, between_bytes),
