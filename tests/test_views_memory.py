@@ -303,6 +303,16 @@ def test_checkpoints_are_recomputed():
     assert_same(keyed(VIEWS["checkpoints"], "mode", "blocks", "checkpoint_policy"), expected)
 
 
+def test_size_without_a_name_has_no_formulas():
+    renamed = {f"memory.{name}": RAW[name].assign(size="custom") for name in ("checkpoints", "allocations")}
+    one = {name: rows[rows.run_id == rows.run_id.iloc[-1]] for name, rows in renamed.items()}
+    views = Views(one)
+    assert views["checkpoints"].peak_ratio.notna().any() and views["checkpoints"].best_group.isna().all()
+    assert (
+        views["block_memory"].saved_mib.notna().all() and views["block_memory"].formula_saved_mib.isna().all()
+    )
+
+
 def test_best_group_has_the_least_of_inputs_and_saved_tensors():
     """The square root is where the derivative is zero; compare it with a search."""
     for row in VIEWS["checkpoints"].to_dict("records"):

@@ -1,5 +1,7 @@
 """Views of the memory study: what a step holds at its peaks, what allocated it, and what checkpoints save."""
 
+from collections.abc import Callable
+
 import pandas as pd
 
 from stepscope.config import EDITIONS, SIZES, StepConfig
@@ -32,6 +34,19 @@ OPERATION_FORMULAS = {
     "o_proj": "4X",
     "division of softmax": "4n",
 }
+# Columns that follow from a configuration's dimensions.
+BLOCK_FORMULAS = [
+    "num_layers",
+    "num_heads",
+    "d_model",
+    "d_ff",
+    "block_parameters",
+    "formula_saved_mib",
+    "formula_gradients_mib",
+    "residual_mib",
+    "scores_mib",
+]
+CHECKPOINT_FORMULAS = ["input_mib", "block_saved_mib", "block_gradients_mib"]
 TRAINING_BYTES = 16  # a parameter: weight, gradient and AdamW's two moments in fp32
 
 
@@ -143,20 +158,12 @@ def allocations(data: Views) -> pd.DataFrame:
 @view(
     key=STEP,
     columns=[
-        "num_layers",
-        "num_heads",
-        "d_model",
-        "d_ff",
+        *BLOCK_FORMULAS,
         "saved_mib",
         "saved_tensors",
-        "formula_saved_mib",
         "five_lines_share",
         "gradients_mib",
-        "block_parameters",
-        "formula_gradients_mib",
         "saved_ratio",
-        "residual_mib",
-        "scores_mib",
     ],
     studies=["memory"],
 )
@@ -179,7 +186,7 @@ def block_memory(data: Views) -> pd.DataFrame:
             "gradients_mib": gradients.groupby(STEP, sort=False)["together_gib"].sum() * 1024,
         }
     ).reset_index()
-    expected = pd.DataFrame([_block_by_formula(config) for config in _configs(sums)], sums.index)
+    expected = _by_formula(sums, _block_by_formula, BLOCK_FORMULAS)
     frame = in_order(sums.join(expected))
     return frame.assign(saved_ratio=frame["saved_mib"] / frame["gradients_mib"])
 
@@ -196,7 +203,8 @@ def block_operations(data: Views) -> pd.DataFrame:
     The records know the line of code that saves a tensor, and a line has several operations.
     """
     blocks = data["block_memory"]
-    blocks = blocks[(blocks["precision"] == "fp32") & (blocks["attention"] == "naive")]
+    is_covered = (blocks["precision"] == "fp32") & (blocks["attention"] == "naive")
+    blocks = blocks[is_covered & blocks["formula_saved_mib"].notna()]
     rows = [
         {**step, "operation": operation, "saved_mib": value(formula, config) / MIB}
         for step, config in zip(blocks[[*STEP, "formula_saved_mib"]].to_dict("records"), _configs(blocks))
@@ -229,6 +237,15 @@ def _block_by_formula(config: StepConfig) -> dict[str, float]:
     }
 
 
+def _by_formula(
+    frame: pd.DataFrame, compute: Callable[[StepConfig], dict[str, float]], columns: list[str]
+) -> pd.DataFrame:
+    """Compute columns of each row's configuration; they are empty for a size that has no name."""
+    named = frame[frame["size"].isin([*SIZES])]
+    computed = pd.DataFrame([compute(config) for config in _configs(named)], named.index, columns)
+    return computed.reindex(frame.index)
+
+
 def _configs(frame: pd.DataFrame) -> list[StepConfig]:
     """Return the configuration of each row, as a step on a GPU."""
     fields = [name for name in STEP if name != "expandable_segments"]
@@ -256,9 +273,7 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
         "wall_ms",
         "wall_std_ms",
         "steps",
-        "input_mib",
-        "block_saved_mib",
-        "block_gradients_mib",
+        *CHECKPOINT_FORMULAS,
         "best_group",
         "added_gib",
         "formula_added_gib",
@@ -284,7 +299,7 @@ def checkpoints(data: Views) -> pd.DataFrame:
     frame = frame.merge(without, on=key, how="left", suffixes=("", "_without"), validate="many_to_one")
     single = frame.loc[frame["blocks_per_checkpoint"] == 1, [*key, "peak_gib"]]
     frame = frame.merge(single, on=key, how="left", suffixes=("", "_single"), validate="many_to_one")
-    sizes = pd.DataFrame([_checkpoint_by_formula(config) for config in _configs(frame)], frame.index)
+    sizes = _by_formula(frame, _checkpoint_by_formula, CHECKPOINT_FORMULAS)
     group_squared = frame["blocks"] * sizes["input_mib"] / sizes["block_saved_mib"]
     groups = frame["blocks_per_checkpoint"]
     more_blocks = (groups - 1).where(groups > 1)
