@@ -216,7 +216,7 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
     monkeypatch.setattr(cli, "_render", lambda folder, out: rendered.append(folder))
     code, _, err = run("report", "--runs", store.root)
     assert code == 0 and rendered == [store.root] and "2 done" in err
-    assert str(store.root / "writeup.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
+    assert str(store.root / "report.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
     code, _, err = run("ladder", "nano", "--runs", store.root, "--time-budget", "0s")
     assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # what there is is shown
 
