@@ -456,54 +456,54 @@ COMPARED = [
     studies=BOTH[:1],
 )
 def compiled(data: Views) -> pd.DataFrame:
-    """One row per compiled configuration and mode, next to the same configuration uncompiled (``eager_...``): the
-    benchmark's, or mixed_precision's if the benchmark has none.
+    """One row per compiled configuration and mode that was also measured uncompiled (``eager_...``), by the
+    benchmark, or by mixed_precision if the benchmark did not.
 
     ``wall_speedup`` is :func:`stepscope.stats.wall_gain`: empty where the two differ by less than launch-bound
     times do. ``break_even_steps`` is compile time over what a step then saves, by the fastest steps if one of
     the two is launch-bound. ``other_...`` are the kernels that are no matmuls. ``optimizer_share`` is the
     optimizer's part of the compiled step's GPU time.
     """
-    rows = data["times"].query("phase == 'total' and status == 'ok'")
-    after = rows[(rows["compile"] != "none") & (rows["study"] == "benchmark")]
-    before = rows[rows["compile"] == "none"].sort_values("study", kind="stable")  # the benchmark's first
-    case = [*[name for name in CONFIG if name != "compile"], "mode"]
-    before = before.drop_duplicates(case).rename(columns={"study": "eager_study"})
-    before = before[[*case, *COMPARED, "eager_study"]].rename(
-        columns={name: f"eager_{name}" for name in COMPARED}
-    )
-    made = after.merge(before, on=case, how="inner", validate="many_to_one")
-    gains = [_wall_speedup(row) for _, row in made.iterrows()]
+    made = _beside_eager(data["times"])
     launch_bound = made["launch_bound"] | made["eager_launch_bound"]
+    saved_ms = made["eager_wall_ms"] - made["wall_ms"]
     fastest_saved_ms = made["eager_wall_min_ms"] - made["wall_min_ms"]
-    saved_ms = fastest_saved_ms.where(launch_bound, made["eager_wall_ms"] - made["wall_ms"])
-    made = made.assign(
-        gpu_speedup=made["eager_gpu_ms"] / made["gpu_ms"],
-        wall_speedup=gains,
-        break_even_steps=made["compile_s"] * 1e3 / saved_ms.where(pd.Series(gains) > 1),
-    )
-    other = _without_matmuls(data["kernel_categories"])
-    made = made.merge(
-        other.rename(columns={"gpu_ms": "other_gpu_ms", "count": "other_count"}),
-        on=["study", *CONFIG, "mode"],
-        how="left",
-        validate="one_to_one",
-    )
-    eager = {"study": "eager_study", "gpu_ms": "eager_other_gpu_ms", "count": "eager_other_count"}
-    uncompiled = other[other["compile"] == "none"].drop(columns="compile").rename(columns=eager)
-    made = made.merge(uncompiled, on=["eager_study", *case], how="left", validate="many_to_one")
+    wall_speedup = pd.Series([_wall_speedup(row) for _, row in made.iterrows()], made.index, dtype=float)
+    saved_ms = saved_ms.mask(launch_bound, fastest_saved_ms).where(wall_speedup > 1)
     optimizer = data["times"].query("mode == 'step' and phase == 'optimizer'")
-    shares = optimizer[["study", *CONFIG, "mode", "phase_share"]]
-    shares = shares.rename(columns={"phase_share": "optimizer_share"})
-    return made.merge(shares, on=["study", *CONFIG, "mode"], how="left", validate="one_to_one")
+    shares = optimizer.set_index(["study", *CONFIG])["phase_share"].rename("optimizer_share")
+    made = made.join(shares, on=["study", *CONFIG], validate="many_to_one")
+    return _with_other_kernels(data["kernel_categories"], made).assign(
+        gpu_speedup=made["eager_gpu_ms"] / made["gpu_ms"],
+        wall_speedup=wall_speedup,
+        break_even_steps=made["compile_s"] * 1e3 / saved_ms,
+        optimizer_share=made["optimizer_share"].where(made["mode"] == "step"),
+    )
+
+
+EAGER_CASE = [*[name for name in CONFIG if name != "compile"], "mode"]
+
+
+def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
+    """Return the compiled rows with the columns of the same case uncompiled, ``eager_...``."""
+    rows = times.query("phase == 'total' and status == 'ok'")
+    eager = rows[rows["compile"] == "none"].sort_values("study", kind="stable")  # the benchmark's first
+    eager = eager.drop_duplicates(EAGER_CASE)[[*EAGER_CASE, "study", *COMPARED]]
+    eager = eager.rename(columns={name: f"eager_{name}" for name in ("study", *COMPARED)})
+    return rows[rows["compile"] != "none"].merge(eager, on=EAGER_CASE, validate="many_to_one")
+
+
+def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with GPU time and launches of the kernels that are no matmuls, compiled and uncompiled."""
+    key = ["study", *CONFIG, "mode"]
+    other = categories[~categories["is_matmul"]].groupby(key, sort=False)[["gpu_ms", "count"]].sum()
+    rows = rows.join(other.add_prefix("other_"), on=key, validate="one_to_one")
+    eager = other.add_prefix("eager_other_").reset_index()
+    eager = eager[eager["compile"] == "none"].drop(columns="compile").rename(columns={"study": "eager_study"})
+    return rows.merge(eager, on=["eager_study", *EAGER_CASE], how="left", validate="many_to_one")
 
 
 def _wall_speedup(row: pd.Series) -> float:
     names = ("wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy")
     before = {name: row[f"eager_{name}"] for name in names}
     return wall_gain(before, {name: row[name] for name in names})
-
-
-def _without_matmuls(categories: pd.DataFrame) -> pd.DataFrame:
-    other = categories[~categories["is_matmul"]]
-    return other.groupby(["study", *CONFIG, "mode"], sort=False)[["gpu_ms", "count"]].sum().reset_index()
