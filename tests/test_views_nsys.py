@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
     return found
 
 
-def places(found: dict[tuple, Row], depth: int, skipped: set[tuple] = frozenset()) -> dict[tuple, int]:
+def places(found: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
     """Ranks by time among the groups whose keys begin with the same ``depth`` fields; 0 of those skipped."""
     together = defaultdict(dict)
     for key, row in found.items():
