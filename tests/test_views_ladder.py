@@ -167,7 +167,6 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
         width = 20 if optimization in BF16_MOMENTS else 28
         moved = width * parameters(case) / MOST["copy"] / 1e9 if step["status"] == "ok" else NAN
         derived = {
-            "inconsistent": "",
             "device": "NVIDIA H200",
             "case": f"{case[0]} {case[1]:,}",
             "parameters": parameters(case),
@@ -199,11 +198,10 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
             "graph": step_of(case, "cuda_graph"),
         }
         for name, other in others.items():
-            is_known = bool(other)
             for column in ("wall_ms", "gpu_ms", "operations"):
-                derived[f"{name}_{column}"] = other[column] if is_known else NAN
-            derived[f"{name}_gpu_speedup"] = other["gpu_ms"] / step["gpu_ms"] if is_known else NAN
-            derived[f"{name}_wall_speedup"] = wall_speedup(other, step) if is_known else NAN
+                derived[f"{name}_{column}"] = other.get(column, NAN)
+            derived[f"{name}_gpu_speedup"] = other.get("gpu_ms", NAN) / step["gpu_ms"]
+            derived[f"{name}_wall_speedup"] = wall_speedup(other, step) if other else NAN
         yield (*case, optimization), step | derived
 
 
@@ -289,7 +287,6 @@ def expected_baselines() -> Iterator[tuple[tuple, Row]]:
         names = attention_names((*case, optimization))
         derived = {
             "attention_ms": ms[optimization],
-            "without_mask": optimization in fair,
             "fastest_without_mask": bool(candidates) and step["wall_ms"] == min(candidates),
             "speedup": clear(wall_speedup(step, ours)),
             "gpu_ratio": step["gpu_ms"] / graph["gpu_ms"],

@@ -128,7 +128,6 @@ MEASURED = [
     "compile_s",
     "gradient_error",
     "trained_gradient_error",
-    "inconsistent",
 ]
 DERIVED = [
     "name",
@@ -157,13 +156,18 @@ DERIVED = [
     "sustained_reference_ms",
 ]
 COMPARED = [
-    f"{other}_{column}"
-    for other in ("previous", "fp32", "graph")
-    for column in ("wall_ms", "gpu_ms", "operations", "gpu_speedup", "wall_speedup")
+    "previous_gpu_ms",
+    "previous_operations",
+    "previous_gpu_speedup",
+    "previous_wall_speedup",
+    "fp32_gpu_speedup",
+    "fp32_wall_speedup",
+    "graph_wall_ms",
+    "speedup",
 ]
 
 
-@view(key=KEY, columns=[*MEASURED, *DERIVED, *COMPARED, "speedup"], studies=["ladder"])
+@view(key=KEY, columns=[*MEASURED, *DERIVED, *COMPARED], studies=["ladder"])
 def steps(data: Views) -> pd.DataFrame:
     """Return a row per case and optimization, those that ran out of memory included.
 
@@ -178,8 +182,8 @@ def steps(data: Views) -> pd.DataFrame:
     * ``reference_ms``: matmuls' FLOPs at the large matmul's rate (``matmul_ms``), then the optimizer's bytes at
       the copy's rate (``moved_ms``): a reference, not a bound. ``sustained_reference_ms`` takes the sustained
       matmul rate. Without FP8, whose matmuls have two rates.
-    * ``previous_...``, ``fp32_...``, ``graph_...``: the step of the optimization before (for FP8 and what else
-      follows the ladder, bf16 moments), of fp32, and of the CUDA graph; ``..._speedup`` is this step's over it.
+    * ``previous_...``, ``fp32_...``, ``graph_...``: the step of the optimization before (for FP8 and a chunked
+      loss, bf16 moments), of fp32, and of the CUDA graph; ``..._speedup`` is this step's over it.
     * ``speedup``: over the optimization before, in GPU time; the CUDA graph's in wall time. Empty where it is
       under 3%, or less than the middle half of the steps differs by.
     """
@@ -190,9 +194,17 @@ def steps(data: Views) -> pd.DataFrame:
     before = ladder.groupby(CASE, sort=False).shift(1).reindex(rows.index)
     last = _same_case(rows, ladder[ladder.optimization == LAST])
     before = before.where(~rows.optimization.isin(BEYOND), last)
-    rows = _compared(rows, before, "previous")
-    rows = _compared(rows, _same_case(rows, ladder[ladder.optimization == FIRST]), "fp32")
-    rows = _compared(rows, _same_case(rows, ladder[ladder.optimization == GRAPH]), "graph")
+    fp32 = _same_case(rows, ladder[ladder.optimization == FIRST])
+    graph = _same_case(rows, ladder[ladder.optimization == GRAPH])
+    rows = rows.assign(
+        previous_gpu_ms=before.gpu_ms,
+        previous_operations=before.operations,
+        previous_gpu_speedup=before.gpu_ms / rows.gpu_ms,
+        previous_wall_speedup=_wall_speedup(rows, before),
+        fp32_gpu_speedup=fp32.gpu_ms / rows.gpu_ms,
+        fp32_wall_speedup=_wall_speedup(rows, fp32),
+        graph_wall_ms=graph.wall_ms,
+    )
     apart = (before.wall_ms - rows.wall_ms).abs()
     is_clear = apart >= rows.spread_ms.combine(before.spread_ms, max)
     in_wall_time = rows.previous_wall_speedup.where(is_clear)
@@ -256,15 +268,6 @@ def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
     """Return, at the index of ``rows``, the row of ``others`` of the same case; empty where there is none."""
     found = rows[CASE].merge(others, on=CASE, how="left", validate="many_to_one")
     return found.set_axis(rows.index)
-
-
-def _compared(rows: pd.DataFrame, others: pd.DataFrame, prefix: str) -> pd.DataFrame:
-    """Add times and launches of ``others``, row by row, and the speedups of ``rows`` over them."""
-    added = others[["wall_ms", "gpu_ms", "operations"]].assign(
-        gpu_speedup=others.gpu_ms / rows.gpu_ms,
-        wall_speedup=_wall_speedup(rows, others),
-    )
-    return rows.join(added.add_prefix(f"{prefix}_"))
 
 
 def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
@@ -355,9 +358,9 @@ def kernel_shares(data: Views) -> pd.DataFrame:
     return found.assign(share=found.gpu_ms / total)
 
 
-PEER = ["wall_ms", "gpu_ms", "quartiles", "steps", "sm_clock_mhz", "attention_ms"]
+OURS = ["wall_ms", "quartiles", "steps", "sm_clock_mhz"]
+PEER = [*OURS, "gpu_ms", "attention_ms"]
 RATIOS = [
-    "without_mask",
     "fastest_without_mask",
     "speedup",
     "gpu_ratio",
@@ -374,7 +377,7 @@ RATIOS = [
     columns=[
         "name",
         *PEER,
-        *(f"ours_{column}" for column in PEER),
+        *(f"ours_{column}" for column in OURS),
         *(f"torch_adamw_{column}" for column in PEER),
         *RATIOS,
     ],
@@ -386,8 +389,7 @@ def baselines(data: Views) -> pd.DataFrame:
     ``ours_...`` is our fastest step, ``torch_adamw_...`` ours with PyTorch's AdamW: as a CUDA graph, before bf16
     weights and moments.
 
-    * ``without_mask``: its attention gets no explicit mask, as ours; ``fastest_without_mask``: the faster mode of
-      these.
+    * ``fastest_without_mask``: the faster of the modes whose attention gets no explicit mask, as ours.
     * ``speedup``: of our fastest step over it, in wall time; ``low_precision_speedup``: of our fastest step over
       ours with PyTorch's AdamW, in GPU time.
     * ``gpu_ratio``, ``attention_ratio``: its GPU time, and that of its attention, over ours with PyTorch's AdamW;
@@ -397,16 +399,14 @@ def baselines(data: Views) -> pd.DataFrame:
     attention = _attention(data)
     names = [name for name in NAMES if name.startswith("hugging_face")]
     rows = timed(data, names).merge(attention, on=KEY, how="left", validate="one_to_one")
-    ours = timed(data, [LAST]).merge(attention, on=KEY, how="left", validate="one_to_one")
+    ours = _same_case(rows, timed(data, [LAST]))
     graph = timed(data, [GRAPH]).merge(attention, on=KEY, how="left", validate="one_to_one")
-    ours, graph = _same_case(rows, ours), _same_case(rows, graph)
-    without_mask = rows.optimization.isin(FAIR)
-    candidates = rows.wall_ms.where(without_mask)
+    graph = _same_case(rows, graph)
+    candidates = rows.wall_ms.where(rows.optimization.isin(FAIR))
     fastest = candidates.groupby([rows[name] for name in CASE]).transform("min")
     substituted_ms = rows.gpu_ms - rows.attention_ms + graph.attention_ms
     same_kernels = rows.attention_kernels.notna() & (rows.attention_kernels == graph.attention_kernels)
     added = rows.assign(
-        without_mask=without_mask,
         fastest_without_mask=candidates == fastest,
         speedup=_callable(_wall_speedup(ours, rows)),
         gpu_ratio=rows.gpu_ms / graph.gpu_ms,
@@ -416,7 +416,7 @@ def baselines(data: Views) -> pd.DataFrame:
         substituted_ratio=substituted_ms / graph.gpu_ms,
         low_precision_speedup=graph.gpu_ms / ours.gpu_ms,
     )
-    beside = [ours[PEER].add_prefix("ours_"), graph[PEER].add_prefix("torch_adamw_")]
+    beside = [ours[OURS].add_prefix("ours_"), graph[PEER].add_prefix("torch_adamw_")]
     return pd.concat([added, *beside], axis="columns")
 
 
@@ -427,15 +427,13 @@ def _attention(data: Views) -> pd.DataFrame:
     return found.agg(attention_ms=("gpu_ms", "sum"), attention_kernels=("name", " ".join)).reset_index()
 
 
-BESIDE = ["wall_ms", "gpu_ms", "quartiles", "steps", "sm_clock_mhz", "mfu"]
-
-
 @view(
     key=CASE,
     columns=[
         "tokens",
-        *(f"bf16_{column}" for column in BESIDE),
-        *(f"fp8_{column}" for column in BESIDE),
+        *(f"bf16_{column}" for column in OURS),
+        *(f"fp8_{column}" for column in OURS),
+        "bf16_mfu",
         "gpu_speedup",
         "speedup",
         "clear_gain",
@@ -453,7 +451,7 @@ def fp8(data: Views) -> pd.DataFrame:
     saved_ms = bf16.wall_ms - rows.wall_ms
     is_clear = saved_ms > rows.spread_ms.combine(bf16.spread_ms, max)
     speedup = rows.previous_gpu_speedup
-    both = [rows, bf16[BESIDE].add_prefix("bf16_"), rows[BESIDE].add_prefix("fp8_")]
+    both = [rows, bf16[[*OURS, "mfu"]].add_prefix("bf16_"), rows[OURS].add_prefix("fp8_")]
     found = pd.concat(both, axis="columns").assign(
         gpu_speedup=speedup,
         speedup=_callable(speedup),
