@@ -94,6 +94,14 @@ def test_phases_are_recomputed():
         assert (view[key]["quartiles"] or "") == quartiles(row)
 
 
+def test_recorded_columns_stay_with_their_rows():
+    view, recorded = VIEWS["attention_phases"], CONSISTENT.rename(columns={"sequence": "context_length"})
+    shared = [column for column in view if column in recorded]
+    key = [*CASE, "phase"]
+    frames = [rows[shared].sort_values(key, ignore_index=True) for rows in (view, recorded)]
+    pd.testing.assert_frame_equal(*frames, check_dtype=False)
+
+
 def expected_outcome(key: tuple, row: Row) -> str:
     """Say where a case ran out: in backward if forward fits, whose peak grows with the square of the length."""
     if row["status"] != "oom":
@@ -163,7 +171,19 @@ def expected_case(key: tuple) -> Row:
     is_fastest = bool(others) and gpu_ms == others[0]
     predicted = peak_bytes(key)
     peak = backward.get("peak_mib", NAN)
-    return {
+    one = backward or forward
+    texts = {
+        "name": NAMES.get(name, name),
+        "precision_name": PRECISIONS[precision],
+        "status": one["status"],
+        "forward_text": wall_text(forward) if forward else NAN,
+        "backward_text": wall_text(backward) if backward else NAN,
+        "forward_quartiles": quartiles(forward) or NAN if forward else NAN,
+        "backward_quartiles": quartiles(backward) or NAN if backward else NAN,
+        "out_of_memory": expected_outcome((*key, "backward"), backward) if backward else NAN,
+        "device_gib": one["device_gib"],
+    }
+    return texts | {
         "wall_ms": both(key, "wall_ms"),
         "gpu_ms": gpu_ms,
         "wall_speedup": both(naive, "wall_ms") / both(key, "wall_ms"),
@@ -173,6 +193,8 @@ def expected_case(key: tuple) -> Row:
         "forward_ms": forward.get("wall_ms", NAN),
         "backward_ms": backward.get("wall_ms", NAN),
         "passes": backward.get("passes", NAN),
+        "saved_mib": backward.get("saved_mib", NAN),
+        "in_use_mib": backward.get("in_use_mib", NAN),
         "saved_gib": backward.get("saved_mib", NAN) / 1024,
         "in_use_gib": backward.get("in_use_mib", NAN) / 1024,
         "peak_gib": peak / 1024,
@@ -205,7 +227,12 @@ def test_compiled_attention_stands_next_to_naive_in_every_setting_with_both():
     assert view.keys() == settings & {(*key[:3], key[4]) for key in CASES if key[3] == "compiled"}
     for key, row in view.items():
         naive, compiled = ((*key[:3], name, key[3]) for name in ("naive", "compiled"))
-        expected = {"compiled_speedup": GPU_MS[naive] / GPU_MS[compiled]}
+        precision = PRECISIONS[key[1]]
+        expected = {
+            "compiled_speedup": GPU_MS[naive] / GPU_MS[compiled],
+            "precision_name": precision,
+            "setting": f"{precision}, d {key[0]}",
+        }
         for name, case in (("naive", naive), ("compiled", compiled)):
             forward, backward = PHASES[*case, "forward"], PHASES[*case, "backward"]
             expected |= {
@@ -234,5 +261,6 @@ def test_errors_are_the_worst_of_all_checks():
         allowed = rows.allowed_error.min()
         expected = {"worst_error": worst, "allowed_error": allowed, "cases": len(rows)}
         expected |= {"worst": f"{worst:.1e}", "allowed": f"{allowed:.1e}"}
+        expected |= {"name": NAMES.get(key[1], key[1]), "precision_name": PRECISIONS[key[0]]}
         assert_same(view.pop(key), expected, key)
     assert not view

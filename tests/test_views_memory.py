@@ -96,6 +96,23 @@ PEAKS = keyed(
 )
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("peaks", ["mode", "phase"]),
+        ("allocations", ["what", "rank"]),
+        ("timeline", ["mode", "event"]),
+        ("checkpoints", ["mode", "blocks", "checkpoint_policy"]),
+    ],
+)
+def test_recorded_columns_stay_with_their_rows(name: str, key: list[str]):
+    names = [*STEP, *key]
+    view, recorded = VIEWS[name], RAW[name].replace({"phase": {"whole": "total"}})
+    shared = [column for column in view if column in recorded]
+    frames = [rows[shared].sort_values(names, ignore_index=True) for rows in (view, recorded)]
+    pd.testing.assert_frame_equal(*frames, check_dtype=False)
+
+
 def begins_backward(row: Row) -> bool:
     last = DIMENSIONS[row["size"]][2] - 1
     return row["peak_in"] == "backward" and (pd.isna(row["layer"]) or row["layer"] == last)
@@ -231,6 +248,9 @@ def test_block_memory_is_recomputed_and_its_formulas_are_what_was_recorded():
             "residual_mib": 4 * pairs * d / MIB,
             "scores_mib": 4 * pairs * rows[0]["context_length"] * heads / MIB,
             "num_layers": layers,
+            "num_heads": heads,
+            "d_model": d,
+            "d_ff": f,
         }
     view = VIEWS["block_memory"]
     assert_same(keyed(view), expected)
@@ -265,6 +285,7 @@ def test_block_operations_save_what_the_lines_of_their_module_were_recorded_to_s
             assert by_name[named].sum() == pytest.approx(recorded[region]), region
         assert by_name.sum() == pytest.approx(sum(recorded.values()))
         assert rows.saved_share.tolist() == pytest.approx((by_name / by_name.sum()).tolist())
+        assert sorted(rows["rank"]) == [*range(1, len(rows) + 1)]
         by_rank = rows.sort_values("rank").saved_mib.tolist()
         assert by_rank == sorted(by_rank, reverse=True)
 
@@ -373,7 +394,8 @@ def test_predictions_have_the_recorded_prediction_and_outcome():
 
 def test_predictions_are_recomputed():
     for row in VIEWS["predictions"].to_dict("records"):
-        d, f, layers, _ = DIMENSIONS[row["size"]]
+        d, f, layers, heads = DIMENSIONS[row["size"]]
+        assert (row["d_model"], row["d_ff"], row["num_layers"], row["num_heads"]) == (d, f, layers, heads)
         parameters = 2 * row["vocab_size"] * d + layers * (4 * d * d + 3 * d * f + 2 * d) + d
         held = sum(row[column] for kind, column in KINDS.items() if kind != "all")
         growing = row["saved_for_backward_gib"]
