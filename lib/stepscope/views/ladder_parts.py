@@ -180,7 +180,13 @@ def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
 
 @view(
     key=[*KEY, "part"],
-    columns=["flops", "bytes", "ms", "intensity", "tflops"],
+    columns=[
+        "flops",
+        "bytes",
+        "ms",
+        "intensity",
+        "tflops",
+    ],
     studies=["ladder"],
 )
 def roofline(data: Views) -> pd.DataFrame:
