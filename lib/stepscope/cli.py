@@ -428,7 +428,7 @@ def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
 
     found = read(Store(folder))
     if is_writeup:
-        report = writeup.compose(found, out, Views(steady(found.tables)))
+        report = writeup.compose(found, folder, out, Views(steady(found.tables)))
     else:
         report = machine.compose(found, folder, out)
     paths = output.write(report, out)
@@ -606,7 +606,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except StepscopeError as error:
-        _end_with(str(error))
+        _end_with(str(error), error.has_lines)
     except OSError as error:
         if error.strerror is None:  # a library's
             raise
@@ -617,8 +617,10 @@ def main() -> None:
         _end_with(f"{error.filename or 'the output'!s:.200}: {error.strerror}")
 
 
-def _end_with(words: str) -> NoReturn:
-    console.print(f"error: {''.join(c if c.isprintable() else ' ' for c in words)}")
+def _end_with(words: str, has_lines: bool = False) -> NoReturn:
+    lines = words.splitlines() if has_lines else [words]
+    printable = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+    console.print("error: " + "\n".join(printable))
     sys.exit(EXIT_BAD_INPUT)
 
 

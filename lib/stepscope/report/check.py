@@ -24,7 +24,7 @@ def check(runs: Path, out: Path) -> list[str]:
     """
     found = read(Store(runs))
     views = Views(steady(found.tables))
-    report = writeup.compose(found, out, views)
+    report = writeup.compose(found, runs, out, views)
     differences = [f"left out: {error}" for error in report.errors]
     differences += [_compared(out, name, text) for name, text in report.texts.items()]
     differences += [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]

@@ -43,6 +43,8 @@ EACH = object()  # rows(view, size=each) names a field without choosing one of i
 class DocumentError(StepscopeError):
     """A document that cannot be rendered; the text names every template, line and sentence at fault."""
 
+    has_lines = True
+
 
 # -- lookups --------------------------------------------------------------------------------------------------
 

@@ -20,17 +20,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stepscope import PROJECT
-from stepscope.config import configure
 from stepscope.figures import all_figures
 from stepscope.files import one_line
 from stepscope.report.document import Document, DocumentError, table
 from stepscope.report.load import Read, read, steady
 from stepscope.report.output import OutputError, Report, foot
 from stepscope.report.page import page
-from stepscope.report.tables import NONE, digits, escape, headed, missing, number
-from stepscope.runs.record import NOTEBOOK, Record
+from stepscope.report.runs_list import left_out, runs_found
+from stepscope.report.tables import digits, escape, headed, missing, number
+from stepscope.runs.record import Record
 from stepscope.runs.store import Store
-from stepscope.studies import STUDIES
 from stepscope.views import MissingTable, Views, all_views, unit_of, varying
 from stepscope.views.benchmark import MODE_NAMES
 from stepscope.views.ladder import NAMES
@@ -40,7 +39,6 @@ REFERENCE = Path(__file__).with_name("reference.parquet")
 THERE = "_there"  # ends the name of a column of the reference
 MAX_ROWS_OPEN = 30  # a longer table is folded
 MAX_ROWS = 1_000
-MAX_RUNS_OPEN = 15
 RELATIVE_TOLERANCE = 1e-9  # of sums in another order
 # The views that the templates use, and the columns that are shown next to the reference's.
 COMPARED = {
@@ -310,7 +308,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         names, missing = _names(part, there)
         names |= {
             "left_out": left_out(part),
-            "runs_found": _runs(part, runs, out),
+            "runs_found": runs_found(part, runs, out),
             "on_device": f" ({escape(device)})" if len(parts) > 1 else "",
         }
         document = Document(FOLDER, shared | names, all_figures())
@@ -385,37 +383,3 @@ def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, An
     names["here"] = about(found.tables["runs"]).iloc[0]
     names["on_gpu"] = found.records[0].config["device"] != "cpu"
     return names, notes
-
-
-def _runs(found: Read, runs: Path, out: Path) -> str:
-    """Return what each run found, a list per study; long ones are folded."""
-    folder = quote(os.path.relpath(runs, out).replace(os.sep, "/"))
-    listed = []
-    for study in STUDIES:
-        lines = [_run(record, folder) for record in found.records if record.study == study]
-        title = f"{study.replace('_', ' ')}: {len(lines)} {'run' if len(lines) == 1 else 'runs'}"
-        if len(found.records) > MAX_RUNS_OPEN and lines:
-            lines = [f"<details><summary>{title}</summary>\n", *lines, "\n</details>"]
-        elif lines:
-            lines = [f"**{title}**\n", *lines]
-        listed += ["\n".join(lines)] if lines else []
-    return "\n\n".join(listed)
-
-
-def left_out(found: Read) -> list[str]:
-    """Return a line per run, or part of a run, that no table shows."""
-    replaced = [f"{record.study}/{record.run_id}: replaced by a newer run" for record in found.replaced]
-    return [*found.errors, *found.notes, *replaced]
-
-
-def _run(record: Record, folder: str) -> str:
-    label = configure(**record.config).label.removeprefix(f"{record.study} ")
-    path = f"{folder}/{record.study}/{record.run_id}/{NOTEBOOK}"
-    name = f"[{escape(label)}]({path})" if record.notebook_sha256 else escape(label)
-    finding = escape(str(record.results.get("finding") or NONE).replace("**", ""))
-    return f"* {name}: {finding if record.status == 'ok' else _outcome(record)}"
-
-
-def _outcome(record: Record) -> str:
-    words = {"oom": "out of memory", "failed": "failed"}[record.status]
-    return f"**{words}**" + (f" ({escape(record.cause)})" if record.cause else "")

@@ -9,6 +9,7 @@ from stepscope.report.document import Document
 from stepscope.report.load import Read, steady
 from stepscope.report.output import Report, foot, readme
 from stepscope.report.page import Section, page
+from stepscope.report.runs_list import runs_page
 from stepscope.report.schemas import Tables
 from stepscope.views import Views, facts
 
@@ -35,11 +36,11 @@ def templates_folder() -> Path:
     return folder
 
 
-def compose(found: Read, out: Path, views: Views) -> Report:
+def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
     """Return the writeup of one full campaign, as it would be written into ``out``.
 
     Args:
-        found: what was read from the campaign's folder.
+        found: what was read from the campaign's folder, ``runs``.
         views: of its steady tables.
 
     Raises:
@@ -50,6 +51,7 @@ def compose(found: Read, out: Path, views: Views) -> Report:
     texts, figures = render_views(templates_folder(), views)
     chapters = [text for name, text in texts.items() if not name.startswith(EVIDENCE)]
     pages = {f"{name}.md": text for name, text in texts.items() if name.startswith(EVIDENCE)}
+    pages["evidence/runs.md"] = runs_page(found, runs, out / "evidence")
     links = [f"[{_title(text)}]({name})" for name, text in pages.items()]
     end = f"---\n\nEvidence, a page a study: {', '.join(links)}.\n"
     text = "\n".join([*chapters, end])
