@@ -309,7 +309,6 @@ def expected_checkpoint(key: tuple, row: Row) -> Row:
         "gpu_ratio": row["gpu_ms"] / without.get("gpu_ms", math.nan),
         "beyond_state_gib": row["peak_gib"] - row["state_gib"],
         "formula_saved_gib": row["expected_saved_gib"],
-        "formula_runs": row["expected_runs"],
         "input_mib": input_mib,
         "block_saved_mib": saved_mib,
         "block_gradients_mib": gradients_mib,

@@ -22,7 +22,6 @@ PART_NAMES = {"rows": "one number per row"}
         "name",
         "precision_name",
         "status",
-        "kernel",
         "wall_ms",
         "wall_text",
         "quartiles",
@@ -210,7 +209,7 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
         *(
             f"{name}_{what}"
             for name in ("naive", "compiled")
-            for what in ("forward", "backward", "in_use_mib", "passes")
+            for what in ("forward", "backward", "in_use_mib")
         ),
     ],
     studies=["attention"],
@@ -227,7 +226,6 @@ def compiled_attention(data: Views) -> pd.DataFrame:
         "forward_text": "forward",
         "backward_text": "backward",
         "in_use_mib": "in_use_mib",
-        "passes": "passes",
     }
     found = frame.loc[frame["implementation"] == "naive", [*key, "precision_name"]]
     for name in ("naive", "compiled"):

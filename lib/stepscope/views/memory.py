@@ -267,7 +267,6 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
         "beyond_state_gib",
         "formula_saved_gib",
         "block_runs",
-        "formula_runs",
         "gpu_ms",
         "gpu_ratio",
         "wall_ms",
@@ -293,7 +292,7 @@ def checkpoints(data: Views) -> pd.DataFrame:
     and the gradients of all other blocks are there.
     """
     frame = data.table("memory.checkpoints")
-    frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib", "expected_runs": "formula_runs"})
+    frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib"})
     key = [*STEP, "mode", "blocks"]
     without = frame.loc[frame["checkpoint_policy"] == "none", [*key, "peak_gib", "gpu_ms"]]
     frame = frame.merge(without, on=key, how="left", suffixes=("", "_without"), validate="many_to_one")
