@@ -13,7 +13,7 @@ from stepscope.views import all_views, unit_of
 
 if PROJECT is None:
     pytest.skip("not in a checkout", allow_module_level=True)
-TEMPLATES = sorted((PROJECT / "writeup").rglob("*.md.j2"))
+TEMPLATES = sorted(Path(str(PROJECT), "writeup").rglob("*.md.j2"))
 FORBIDDEN = (nodes.If, nodes.For, nodes.Macro, nodes.CondExpr, nodes.CallBlock)
 ARITHMETIC = (nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.Pow, nodes.Mod, nodes.FloorDiv)
 MAX_SETS = 16

@@ -319,9 +319,9 @@ class Document:
             line = frames[-1].lineno if frames else 1
             self._errors.append(self._at(name, line or 1, f"{type(error).__name__}: {error}"))
             return ""
-        for line in text.splitlines():
-            for mark in re.findall("\0(\\d+)\0", line):
-                sentence = re.sub("\0\\d+\0", "", line).strip()
+        for rendered in text.splitlines():
+            for mark in re.findall("\0(\\d+)\0", rendered):
+                sentence = re.sub("\0\\d+\0", "", rendered).strip()
                 self._false[int(mark)] += f"\n    {sentence}"
         return text
 

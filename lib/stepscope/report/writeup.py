@@ -85,7 +85,7 @@ def render_templates(folder: Path, tables: Tables, only: str = "") -> tuple[dict
 
 def render_views(folder: Path, views: Views, only: str = "") -> tuple[dict[str, str], dict[str, str]]:
     """Render all templates over views; see :func:`render_templates`."""
-    names = ChainMap({"code": code}, facts.FACTS, views)
+    names = ChainMap({"code": code}, facts.FACTS, views)  # type: ignore[arg-type, misc]  # nothing is set
     document = Document(folder, names, all_figures())
     templates = [*sorted(folder.glob("*.md.j2")), *sorted(folder.glob("evidence/*.md.j2"))]
     texts = {}
