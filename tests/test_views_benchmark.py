@@ -95,6 +95,7 @@ def read_tables() -> dict[str, pd.DataFrame]:
 
 MACHINE = ("cpu", "cpu_cores", "ram_gib", "gpu_memory_gib")
 RECORDS = records()
+RUNS = {record["run_id"]: record for _, record in RECORDS if record["study"] == "benchmark"}
 RAW = read_tables()
 VIEWS = Views(RAW)
 
@@ -306,6 +307,10 @@ def expected_repeats() -> Rows:
             times_ms = sorted(row[column] for row in rows)
             made |= {f"{name}_min_ms": times_ms[0], f"{name}_max_ms": times_ms[-1]}
             made[f"{name}_ratio"] = times_ms[-1] / times_ms[0]
+        hosts = [RUNS[row["run_id"]] for row in rows]
+        starts = [datetime.datetime.fromisoformat(host["started_at"]) for host in hosts]
+        made["apart_h"] = (max(starts) - min(starts)).total_seconds() / 3600
+        made["has_other_ram"] = len({host["machine"]["ram_gib"] for host in hosts}) > 1
         steps = sorted(row["steps"] for row in rows)
         made |= {"steps_min": steps[0], "steps_max": steps[-1]}
         made |= {f"{name}_ratio_text": f"{made[f'{name}_ratio']:.3f}" for name in ("wall", "gpu")}

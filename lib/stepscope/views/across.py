@@ -6,29 +6,28 @@ from stepscope.studies.benchmark.tables import CONFIG
 from stepscope.views import Views, in_order, view
 
 
-@view(
-    key=["study", "run_id"],
-    columns=[
-        "status",
-        "started_at",
-        "duration_s",
-        "measuring_s",
-        "concurrent_runs",
-        "device",
-        "cpu",
-        "cpu_cores",
-        "ram_gib",
-        "gpu_memory_gib",
-        "torch",
-        "cuda",
-        "driver",
-    ],
-    studies=[],
-)
+RECORDED = [
+    "status",
+    "started_at",
+    "duration_s",
+    "measuring_s",
+    "device",
+    "cpu",
+    "cpu_cores",
+    "ram_gib",
+    "gpu_memory_gib",
+    "torch",
+    "cuda",
+    "driver",
+]
+
+
+@view(key=["study", "run_id"], columns=[*RECORDED, "concurrent_runs"], studies=[])
 def runs(data: Views) -> pd.DataFrame:
     """One row per run; ``concurrent_runs`` counts the runs under way when it started, itself included."""
     names = {name: name.removeprefix("machine_") for name in data.table("runs") if "machine_" in name}
     found = data.table("runs").rename(columns=names | {"seconds": "duration_s"})
+    found = found.reindex(columns=["study", "run_id", *RECORDED])  # a CPU's runs lack what is a GPU's
     ends = found["started_at"] + pd.to_timedelta(found["duration_s"], unit="s")
     concurrent = [
         int(((found["started_at"] <= start) & (ends > start)).sum()) for start in found["started_at"]

@@ -339,6 +339,8 @@ WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
         "steps_max",
         "is_ever_launch_bound",
         "is_always_launch_bound",
+        "apart_h",
+        "has_other_ram",
         "wall_ratio_text",
         "gpu_ratio_text",
     ],
@@ -347,8 +349,14 @@ WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
 )
 def repeats(data: Views) -> pd.DataFrame:
     """One row per configuration, mode and phase that several processes measured: smallest and largest of their
-    median wall times, of their fastest steps and of their GPU times, and how far apart these are."""
+    median wall times, of their fastest steps and of their GPU times, and how far apart these are.
+
+    ``apart_h`` is the time between the starts of the first and the last of these runs; ``has_other_ram`` whether
+    their hosts have different amounts of memory, so that they are different machines.
+    """
     found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
+    runs = data["runs"][["study", "run_id", "started_at", "ram_gib"]]
+    found = found.merge(runs, on=["study", "run_id"], how="left", validate="many_to_one")
     made = found.groupby([*WITHOUT_REPEAT, "mode", "phase"], sort=False).agg(
         processes=("gpu_ms", "count"),
         wall_min_ms=("wall_ms", "min"),
@@ -361,11 +369,17 @@ def repeats(data: Views) -> pd.DataFrame:
         steps_max=("steps", "max"),
         is_ever_launch_bound=("launch_bound", "any"),
         is_always_launch_bound=("launch_bound", "all"),
+        first_start=("started_at", "min"),
+        last_start=("started_at", "max"),
+        amounts_of_ram=("ram_gib", "nunique"),
     )
     made = made[made["processes"] > 1].reset_index()
+    apart = made["last_start"] - made["first_start"]
     for name in ("wall", "gpu", "fastest"):
         made[f"{name}_ratio"] = made[f"{name}_max_ms"] / made[f"{name}_min_ms"]
     return made.assign(
+        apart_h=apart.dt.total_seconds() / 3600,
+        has_other_ram=made["amounts_of_ram"] > 1,
         wall_ratio_text=made["wall_ratio"].map("{:.3f}".format),
         gpu_ratio_text=made["gpu_ratio"].map("{:.3f}".format),
     )

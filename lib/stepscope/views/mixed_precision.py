@@ -95,16 +95,19 @@ def precision_kernels(data: Views) -> pd.DataFrame:
     precision. The categories are matmul, elementwise (softmax's kernels too), optimizer, cast, and other."""
     kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
     rows = pd.DataFrame({"fp32_gpu_ms": fp32_kernels.stack(), "gpu_ms": kernels.stack()}).reset_index()
-    speedup = (rows["fp32_gpu_ms"] / rows["gpu_ms"]).where(rows["fp32_gpu_ms"] > 0)
-    return rows.assign(speedup=speedup)
+    speedup = rows["fp32_gpu_ms"] / rows["gpu_ms"]
+    return rows.assign(speedup=speedup.where(rows["fp32_gpu_ms"] > 0))
 
 
 def _kernel_times(data: Views) -> pd.DataFrame:
     """GPU time, ms, by case (rows) and category of kernels (columns)."""
     rows = data.table("mixed_precision.operations")
-    category = rows["kernel_category"].map(CATEGORIES).fillna("other").mask(is_cast(rows["name"]), "cast")
-    keys = [*(rows[name] for name in CASE), category]
-    table = rows["gpu_ms"].groupby(keys, sort=False).sum().unstack(fill_value=0.0)
+    category = rows["kernel_category"].map(CATEGORIES).fillna("other")
+    category = category.mask(is_cast(rows["name"]), "cast")
+    groups = rows.assign(category=category).groupby([*CASE, "category"], sort=False)
+    times_ms = groups["gpu_ms"].sum()
+    table = times_ms.unstack(fill_value=0.0)
+    table = table.rename_axis(columns="kernel_category")
     order = [*CATEGORIES.values(), "other", "cast"]
     return table.reindex(columns=order, fill_value=0.0)
 
@@ -229,8 +232,10 @@ def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)
-    by_square = _outside(math.sqrt(FP16_MIN) / rows["scale"], math.sqrt(FP16_MAX) / rows["scale"])
-    return by_mean.where(rows["part"] == "mean", by_square.where(rows["part"] == "squares"))
+    smallest, largest = math.sqrt(FP16_MIN), math.sqrt(FP16_MAX)
+    by_square = _outside(smallest / rows["scale"], largest / rows["scale"])
+    of_squares = by_square.where(rows["part"] == "squares")
+    return by_mean.where(rows["part"] == "mean", of_squares)
 
 
 def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
