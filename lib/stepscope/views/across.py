@@ -5,7 +5,6 @@ import pandas as pd
 from stepscope.studies.benchmark.tables import CONFIG
 from stepscope.views import Views, in_order, view
 
-
 RECORDED = [
     "status",
     "started_at",
