@@ -15,10 +15,12 @@ def precision_gain(title: str, gains: pd.DataFrame) -> style.Picture:
     """
     drawn, axes = style.figure(title)
     ends = style.lines(axes, gains, "context_length", "gpu_speedup", "size", style.SIZE_COLORS)
-    axes.set(xscale="log", xlabel="context length", ylabel="speedup in GPU time", ylim=(0, None))
+    axes.set(xscale="log", xlabel="context length", ylabel="speedup in GPU time")
+    axes.set_ylim(bottom=0)
     contexts = sorted(gains["context_length"].unique())
+    labels = [f"{context:,}" for context in contexts]
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
+    axes.set_xticks(contexts, labels)
     axes.axhline(1, color=style.INK, linewidth=0.8)
     style.label_ends(axes, ends, style.SIZE_COLORS)
     return drawn

@@ -28,17 +28,22 @@ def kernel_families(title: str, categories: pd.DataFrame) -> style.Picture:
     Args:
         categories: rows of the view ``profile_categories`` of one mode, one row per size, phase and category.
     """
-    rows = categories[categories["phase"].isin([*PHASES])]
-    bar = rows["size"] + ": " + rows["phase"].map(PHASES)
-    shares = rows.assign(bar=bar).pivot(index="bar", columns="kernel_category", values="share")
-    widest_first = shares.sum().sort_values(ascending=False).index
-    bars = [f"{size}: {phase}" for size in rows["size"].unique() for phase in PHASES.values()]
-    shares = shares.reindex(index=bars, columns=widest_first).fillna(0.0)
+    is_drawn = categories["phase"].isin([*PHASES])
+    rows = categories[is_drawn]
+    phase = rows["phase"].map(PHASES)
+    named = rows.assign(bar=rows["size"] + ": " + phase)
+    shares = named.pivot(index="bar", columns="kernel_category", values="share")
+    widths = shares.sum().sort_values(ascending=False)
+    sizes = rows["size"].unique()
+    bars = [f"{size}: {name}" for size in sizes for name in PHASES.values()]
+    shares = shares.reindex(index=bars, columns=widths.index)
+    shares = shares.fillna(0.0)
 
     def text(category: str, place: int) -> str:
         return number(shares[category].iloc[place], "%")
 
-    drawn, axes = style.figure(title, 1.6 + 0.34 * len(shares))
+    height = 1.6 + 0.34 * len(bars)
+    drawn, axes = style.figure(title, height)
     style.stacked_bars(axes, shares, COLORS, text, least=0.07)
     style.without_axis(axes)
     axes.set_xlabel("share of the step's GPU time")
@@ -55,14 +60,16 @@ def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
     """
     by_mode = {mode: operations[operations["mode"] == mode] for mode in LANES}
     lanes = {mode: rows for mode, rows in by_mode.items() if len(rows)}
-    drawn, axes = style.figure(title, 1.7 + 0.35 * len(lanes))
+    height = 1.7 + 0.35 * len(lanes)
+    drawn, axes = style.figure(title, height)
     launches = _spans(by_mode["forward"], "launch_ns", "launch_duration_ns")
     axes.broken_barh(launches, (-0.35, 0.7), color=style.MUTED)
     for place, rows in enumerate(lanes.values(), start=1):
         _lane(axes, rows, place)
     names = ["CPU launches", *(LANES[mode] for mode in lanes)]
     axes.set_yticks(range(len(names)), names)
-    axes.set(xlim=(0, DRAWN_NS / 1e3), ylim=(len(lanes) + 0.5, -0.5))
+    axes.set_ylim(len(lanes) + 0.5, -0.5)
+    axes.set_xlim(0, DRAWN_NS / 1e3)
     axes.set_xlabel("µs")
     axes.grid(False)
     handles, labels = axes.get_legend_handles_labels()
@@ -74,13 +81,17 @@ def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
 def _lane(axes: Axes, rows: pd.DataFrame, place: int) -> None:
     """Draw when operations ran, in their categories' colors."""
     category = rows["kernel_category"]
-    shown = category.where(category.isin([*COLORS]), "all else")
+    has_color = category.isin([*COLORS])
+    shown = category.where(has_color, "all else")
     for name, own in rows.groupby(shown):
         spans = _spans(own, "start_ns", "duration_ns")
-        axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(name, style.FILL), label=name)
+        color = COLORS.get(name, style.FILL)
+        axes.broken_barh(spans, (place - 0.35, 0.7), color=color, label=name)
 
 
 def _spans(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float, float]]:
     """Return begin and length, in µs, of what lies in the drawn window."""
-    inside = rows[(rows[start] < DRAWN_NS) & (rows[start] + rows[duration] > 0)]
+    begins_before = rows[start] < DRAWN_NS
+    ends_after = rows[start] + rows[duration] > 0
+    inside = rows[begins_before & ends_after]
     return list(zip(inside[start] / 1e3, inside[duration] / 1e3))
