@@ -385,3 +385,8 @@ def test_figures_draw_rows_of_the_views():
         "size == 'small' and precision == 'bf16' and context_length == 128"
     )
     assert "as a CUDA graph" in draw["launches_timeline"]("A title", window)
+
+
+def test_profile_without_nsys_reports_is_not_compared_with_them():
+    results = TABLES["nsys.results"].drop(columns="nsys_ns")
+    assert Views({"nsys.results": results})["profile_runs"]["same_as_nsys"].isna().all()

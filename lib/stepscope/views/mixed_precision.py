@@ -64,7 +64,7 @@ def precision_gains(data: Views) -> pd.DataFrame:
     """
     times = data.table("mixed_precision.times")
     times = times[times["phase"] == "total"]
-    times = times.assign(launch_bound=launch_bound_rows(times))
+    times = times.assign(launch_bound=_is_launch_bound(times))
     measured = ["gpu_ms", "launch_bound", "peak_gib"]
     rows, fp32 = _beside_fp32(times.set_index(CASE)[measured])
     kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
@@ -97,6 +97,12 @@ def precision_kernels(data: Views) -> pd.DataFrame:
     rows = pd.DataFrame({"fp32_gpu_ms": fp32_kernels.stack(), "gpu_ms": kernels.stack()}).reset_index()
     speedup = rows["fp32_gpu_ms"] / rows["gpu_ms"]
     return rows.assign(speedup=speedup.where(rows["fp32_gpu_ms"] > 0))
+
+
+def _is_launch_bound(times: pd.DataFrame) -> pd.Series:
+    """Whether each row is launch-bound; a CPU, whose peak memory isn't known, launches nothing."""
+    on_gpu = times.groupby(CASE)["peak_gib"].transform("max").notna()
+    return launch_bound_rows(times) & on_gpu
 
 
 def _kernel_times(data: Views) -> pd.DataFrame:
@@ -157,7 +163,7 @@ def _cells(times: pd.DataFrame) -> pd.Series:
     """The text of each row's wall time; None where it did not run."""
     median = times["wall_ms"].map(lambda ms: digits(ms, "ms"))
     fastest = times["wall_min_ms"].map(lambda ms: f", at best {digits(ms, 'ms')}")
-    fastest = fastest.where(launch_bound_rows(times), "")
+    fastest = fastest.where(_is_launch_bound(times), "")
     texts = median + " (" + quartiles(times) + ")" + fastest
     return texts.where(times["wall_ms"].notna(), None)
 

@@ -37,6 +37,8 @@ def profile_runs(data: Views) -> pd.DataFrame:
     """One row per configuration: the ``tool`` that made its profiles, and whether our sum of all operations is
     that of the tool's own reports, to the nanosecond (empty where there are no such reports)."""
     results = data.table("nsys.results")
+    if "nsys_ns" not in results:  # made without nsys
+        results["nsys_ns"] = np.nan
     own_ns = results["nsys_ns"]
     same = (own_ns == results["operations_ns"]).where(own_ns.notna())
     return results.assign(same_as_nsys=same)
@@ -169,7 +171,8 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
     operations = _and_total(data.table("nsys.operations"))
     division_ms = _divisions(operations, keys, "total_ns") / 1e6
     ours = ours.join(division_ms.rename("division_ms"), on=keys)
-    theirs = pd.concat([_in_process(data, study) for study in IN_PROCESS], ignore_index=True)
+    measured = [study for study in IN_PROCESS if data.has(f"{study}.times")] or IN_PROCESS
+    theirs = pd.concat([_in_process(data, study) for study in measured], ignore_index=True)
     rows = ours.merge(theirs, on=keys, validate="one_to_many")
     rows = rows[rows["in_process_gpu_ms"].notna()]
     difference_ms = rows["in_process_gpu_ms"] - rows["gpu_ms"]
