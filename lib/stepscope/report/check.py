@@ -6,7 +6,7 @@ from pathlib import Path
 from stepscope.files import read_within
 from stepscope.report import machine, writeup
 from stepscope.report.load import read, steady
-from stepscope.report.output import stale_figures
+from stepscope.report.output import Report, stale_figures
 from stepscope.runs.store import Store
 from stepscope.views import Views
 
@@ -25,11 +25,15 @@ def check(runs: Path, out: Path) -> list[str]:
     found = read(Store(runs))
     views = Views(steady(found.tables))
     report = writeup.compose(found, runs, out, views)
-    differences = [f"left out: {error}" for error in report.errors]
-    differences += [_compared(out, name, text) for name, text in report.texts.items()]
-    differences += [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]
-    differences.append(machine.reference_difference(views))
-    return [*filter(None, differences)]
+    return [*filter(None, [*differences(report, out), machine.reference_difference(views)])]
+
+
+def differences(report: Report, out: Path) -> list[str]:
+    """Return how the files in ``out`` differ from a report, one line per file."""
+    left_out = [f"left out: {error}" for error in report.errors]
+    compared = [_compared(out, name, text) for name, text in report.texts.items()]
+    surplus = [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]
+    return [*left_out, *filter(None, compared), *surplus]
 
 
 def _compared(out: Path, name: str, expected: str) -> str:
