@@ -433,7 +433,7 @@ def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, ca
     if kind == "benchmark.times":  # of which a table prints every time
         for name, text in compose(runs, tmp_path).texts.items():
             assert "1,000,000" not in text, name
-    for command in (["list", "--runs"], ["check", "--out", tmp_path, "--runs"]):
+    for command in (["list", "--runs"], ["render", "--out", tmp_path, "--runs"]):
         monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, command), str(runs)])
         with pytest.raises(SystemExit):
             cli.main()
