@@ -20,7 +20,7 @@ from jinja2 import nodes
 
 from stepscope import StepscopeError
 from stepscope.report import tables as printing
-from stepscope.views import varying
+from stepscope.views import Names, varying
 
 # Methods of a column that join its rows into one value.
 AGGREGATES = {
@@ -71,7 +71,7 @@ def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
             raise LookupError(f"no row has {column}={value!r}; the rows selected so far have {present}")
     found = view[chosen]
     unnamed = varying(found, [name for name in view.attrs.get("unnamed", []) if name not in values])
-    found.attrs = view.attrs | {"unnamed": unnamed}
+    found.attrs = view.attrs | {"unnamed": Names(unnamed)}
     return found
 
 

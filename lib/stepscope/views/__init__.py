@@ -159,8 +159,16 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
             f"view {name}: {len(repeated)} rows repeat a key, the first {_first(repeated, declared)}"
         )
     frame = frame[expected].reset_index(drop=True)
-    frame.attrs = {"view": name, "key": declared.key, "unnamed": varying(frame, declared.key)}
+    unnamed = Names(varying(frame, declared.key))
+    frame.attrs = {"view": name, "key": Names(declared.key), "unnamed": unnamed}
     return frame
+
+
+class Names(tuple):
+    """Names of columns among a frame's ``attrs``, which pandas copies deeply in each of its operations."""
+
+    def __deepcopy__(self, memo: dict) -> "Names":
+        return self
 
 
 def _first(rows: pd.DataFrame, declared: View) -> str:
