@@ -170,6 +170,13 @@ def test_report_shows_the_numbers_of_the_runs_table(reports):
         assert float(row["GPU time, ms"]) == pytest.approx(totals.loc[mode, "gpu_ms"], rel=5e-3)
 
 
+def test_step_that_ran_out_of_memory_is_named_with_its_configuration(tmp_path):
+    _, text = composed(copy_runs(tmp_path, H200 / "ladder" / "2.7B-ctx512-fcef9447"))
+    [rows] = tables_of(text, "Optimizations without a time")
+    assert [*rows["optimization"]] == ["fused AdamW"] and [*rows["status"]] == ["oom"]
+    assert "size 2.7B, context length 512, vocabulary size 10,000, batch size 32." in text
+
+
 def test_cpu_report_has_no_gpu_columns(reports):
     _, text = reports("cpu")
     below = text.partition("## Forward")[2]

@@ -167,8 +167,8 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
     if name in there and len(view):
         others = there[name].rename(columns={column: column + THERE for column in COMPARED[name]})
         joined = view.merge(others, on=declared.key, how="left", validate="one_to_one")
-    named = [field for field in declared.key if field in (*declared.config, "batch_size")]
-    joined.attrs = {"key": declared.key, "named": named}
+    config = [field for field in declared.key if field in (*declared.config, "batch_size", "study")]
+    joined.attrs = {"key": declared.key, "config": config, "named": config, "chosen": []}
     return joined
 
 
@@ -177,19 +177,22 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
     found = view
     for column, value in values.items():
         found = found[found[column].isin(value if isinstance(value, list) else [value])]
+    found.attrs = view.attrs | {"chosen": [*view.attrs["chosen"], *values]}
     return found
 
 
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
-    """Print rows of a view: the fields of the key in which they differ, then columns beside the reference's.
+    """Print rows of a view: the fields of its key, then columns beside the reference's.
 
-    A field of the configuration that is the same in all rows is named below the table.
+    A field of the configuration that is the same in all rows is named below the table, and one that the
+    template has chosen is left out.
 
     Args:
         columns: "name" or "name: heading, unit"; one that is empty, or has no value, is left out.
         hide: fields of the key that a column names.
     """
-    fields = [name for name in varying(view, view.attrs["key"]) if name not in hide]
+    known = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
+    fields = [name for name in view.attrs["key"] if name not in (*known, *hide)]
     shown = [f"{name}: {_words(name)}" for name in fields]
     for column in filter(None, columns):
         name, _, heading = column.partition(": ")
