@@ -20,7 +20,7 @@ H200 = Path(str(PROJECT), "runs", "h200")
 SECTIONS = {
     "benchmark": "Forward, backward and the full step",
     "nsys": "Profiles",
-    "mixed_precision": "bf16 next to fp32",
+    "mixed_precision": "Low precision next to fp32",
     "memory": "Memory",
     "attention": "Attention",
     "ladder": "One optimization at a time",
