@@ -117,14 +117,6 @@ def test_what_it_cannot_do_it_says():
     own = MasterAdamW(model)
     with pytest.raises(RuntimeError, match="all groups when it is made"):
         own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    model["vector"].grad = torch.ones(130)
-    with pytest.raises(RuntimeError, match="matrix has no gradient"):
-        own.step()
-    model["matrix"].grad = torch.ones_like(model["matrix"])
-    own.param_groups[0]["lr"] = 1e-4
-    with pytest.raises(TypeError, match=r'\["lr"\]\.fill_'):
-        own.step()
-    assert own.count == 0, "a step that is refused is none"
     with pytest.raises(ValueError, match="a tensor on meta"):
         MasterAdamW(checks.tried(), torch.tensor(1e-3, device="meta"))
 
@@ -150,7 +142,7 @@ def tabled():
 
 def test_by_its_tables_a_kernel_comes_to_every_number_once_and_to_its_owner(tabled):
     """As the kernels go: a block of the buffers a program, of FP8 matrices a tile."""
-    counts, offsets, groups = tabled.places
+    counts, offsets = tabled.places
     found = [
         (owner, program * adamw.BLOCK + torch.arange(adamw.BLOCK))
         for program, owner in enumerate(tabled.owners.tolist())
@@ -168,25 +160,24 @@ def test_by_its_tables_a_kernel_comes_to_every_number_once_and_to_its_owner(tabl
         assert (owners[at] == -1).all() and (offsets[owner] % adamw.BLOCK == 0)
         owners[at] = owner
     assert all((tabled.view(owners, index) == index).all() for index in range(len(counts)))
-    assert (owners >= 0).sum() == counts.sum() and groups.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert (owners >= 0).sum() == counts.sum() and tabled.groups.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert (
         tabled.in_fp32.tolist()
         == [parameter.dtype == torch.float32 for parameter in tabled.parameters]
-        == [0, 0, 1, 1, 1, 0, 1]
+        == [0, 0, 1, 1, 1, 0, 0]
     )
 
 
 def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_cannot_read_them(
-    tabled, monkeypatch
+    tabled,
 ):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    for capturing in (False, False, True):  # noqa: B007
+    for capturing in (False, False, True):
         draw_gradients(tabled.parameters, torch.Generator().manual_seed(0))
         eager, addresses = (
             tabled.table.clone(),
             [parameter.grad.data_ptr() for parameter in tabled.parameters],
         )
-        assert tabled._gradients().tolist() == addresses != eager.tolist()
+        assert tabled._table(tabled._gradients(), capturing).tolist() == addresses != eager.tolist()
     assert torch.equal(tabled.table, eager), "a graph has a table of its own"
     weight = tabled.parameters[1]
     for wrong in (torch.zeros(70, 9).bfloat16().t(), torch.zeros(70 * 9 + 8).bfloat16()[4:-4].view(9, 70)):
@@ -275,9 +266,8 @@ def test_weights_that_are_loaded_into_its_model_are_not_undone(eight_bits):
         parameter.grad = torch.ones_like(parameter)
     own.step()
     for name, weight in own.masters().items():
-        assert torch.equal(weight, wanted[name].bfloat16().float() if weight.dim() == 2 else wanted[name]), (
-            name
-        )
+        dtype = own.named[name].dtype
+        assert torch.equal(weight.to(dtype), wanted[name].to(dtype)), name
     weight = model[0].weight.detach()
     found = fp8.layouts(weight)[0].float() * model[0].weight_scale if eight_bits else weight.float()
     assert (found - wanted["0.weight"]).abs().max() < wanted["0.weight"].abs().max() / 16
@@ -330,7 +320,7 @@ def test_a_state_dict_holds_fp32_masters_and_moments_as_they_are(moments):
             and one["exp_avg"].dtype == one["exp_avg_sq"].dtype == moments
         )
         assert torch.equal(one["master"].to(parameter.dtype), parameter)
-        assert one["step"] == 3
+        assert one["step"] == 3 and one["step"].shape == ()
     assert not torch.equal(state[0]["master"], own.parameters[0].float()), (
         "more digits than the bf16 copy has"
     )
@@ -377,12 +367,12 @@ def test_it_is_loaded_in_place_or_not_at_all():
     own.load_state_dict(saved)
     saved["param_groups"][0]["betas"][0] = 0.1
     assert own.param_groups[0]["betas"] == [0.7, 0.8], "a copy"
-    assert own.betas.flatten().tolist() == [0.7, 0.8] and own.decays.item() == 0.3, (
+    assert own.betas.tolist() == [4 * [0.7], 4 * [0.8]] and own.decays.tolist() == 4 * [0.3], (
         "also where a captured graph reads them"
     )
     assert own.scalars[0, 3:].tolist() == pytest.approx([0.7, 0.3, 0.8, 0.2, 1e-3])
     assert [place.data_ptr() for place in places] == addresses
-    assert own.count == 3 and not torch.equal(own.master, moved)
+    assert (own.count == 3).all() and not torch.equal(own.master, moved)
     assert torch.equal(own.low, own.master.bfloat16()), "the model's weights are the masters'"
 
 
