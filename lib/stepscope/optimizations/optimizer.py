@@ -316,12 +316,13 @@ class MasterAdamW(torch.optim.Optimizer):
             self._round_fp8(index)
 
     def _share_masters(self) -> None:
-        """Give all ranks the masters of rank 0, once, after DDP has given them its rounded weights."""
+        """Give all ranks the masters and moments of rank 0, once, after DDP gave them its rounded weights."""
         if self.replicas and self.replicas() is not None:
             return
         wrapper = guards.find_wrapper(self.parameters)
         if wrapper is not None:
-            dist.broadcast(self.master, group=wrapper.process_group, group_src=0)
+            for tensor in (self.master, self.m, self.v, self.count):
+                dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
             self.replicas = weakref.ref(wrapper)
             self._round()
 
