@@ -20,8 +20,8 @@ from another seed, resumes, and says whether both runs end alike, to the bit. On
 * *Averages of weights.* Average `optimizer.masters()`: an average in bf16, as `AveragedModel(model)` makes it,
   stops moving, because a thousandth of the way to the new weight is less than half its last digit.
 * *Writing weights.* A clamp, an initialization or a load is noticed at the next eager step. A replayed graph
-  runs no Python, so call `optimizer.take_weights()` first, unless you called the model's `load_state_dict`.
-  A write through `.data` cannot be noticed: write the masters, and call `optimizer.reset()`, or do without it.
+  runs no Python, so call `optimizer.take_weights()` before it, unless you used `load_state_dict` of the model
+  or of a part of it. Nothing can notice a write through `.data`: write under `torch.no_grad()` instead.
 * *Several GPUs.* Make the optimizer, then wrap the model in DistributedDataParallel; the first step gives all
   ranks the masters of rank 0. FSDP and ZeRO, which shard weights, are refused.
 * *No gradient.* A parameter without a gradient is skipped, as in PyTorch, but not in a captured graph, where all

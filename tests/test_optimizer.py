@@ -119,8 +119,10 @@ def test_what_it_cannot_do_it_says():
     own = MasterAdamW(model)
     with pytest.raises(RuntimeError, match="all groups when it is made"):
         own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    model = checks.tried()
     with pytest.raises(ValueError, match="a tensor on meta"):
-        MasterAdamW(checks.tried(), torch.tensor(1e-3, device="meta"))
+        MasterAdamW(model, torch.tensor(1e-3, device="meta"))
+    assert model["matrix"].dtype == torch.float32, "a model whose optimizer is refused stays as it is"
 
 
 # -- what a GPU's kernels look up ----------------------------------------------------------------------------
@@ -796,7 +798,7 @@ def test_the_scalars_of_a_skipped_parameter_change_no_bit(moments):
         assert torch.equal(one, other)
 
 
-def test_parameters_that_are_unfrozen_or_leave_their_group_are_refused():
+def test_parameters_that_are_unfrozen_or_lose_their_group_or_state_are_refused():
     model = small()
     model[0].requires_grad_(False)
     optimizer = MasterAdamW(list(model.parameters()))
@@ -806,6 +808,11 @@ def test_parameters_that_are_unfrozen_or_leave_their_group_are_refused():
     with pytest.raises(RuntimeError, match="make it anew"):
         step_once(model[2:], optimizer)
     model[0].requires_grad_(False)
+    state = dict(optimizer.state)
+    optimizer.state.clear()
+    with pytest.raises(RuntimeError, match="reset"):
+        step_once(model[2:], optimizer)
+    optimizer.state.update(state)
     del optimizer.param_groups[0]["params"][0]
     with pytest.raises(RuntimeError, match="other parameters"):
         step_once(model[2:], optimizer)

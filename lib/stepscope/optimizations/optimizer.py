@@ -69,8 +69,8 @@ UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
 
 class TakeWeights:
-    """A model's hook that tells its optimizer of loaded weights. A copy of the model, or one that was pickled,
-    has a hook that does nothing: its weights are not this optimizer's."""
+    """A hook of a model's modules, by which its optimizer takes weights that were loaded. In a copy of the
+    model, or after pickling, the hook does nothing: those weights are not this optimizer's."""
 
     def __init__(self, optimizer: "MasterAdamW | None" = None):
         self.optimizer = optimizer and weakref.ref(optimizer)  # the model may outlive its optimizer
@@ -130,6 +130,7 @@ class MasterAdamW(torch.optim.Optimizer):
     ):
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments: got {moments}, but they are torch.float32 or torch.bfloat16")
+        self.moments = moments
         self.frozen: list[Tensor] = []  # parameters that needed no gradient
         modules = params.modules() if isinstance(params, nn.Module) else ()
         if isinstance(params, nn.Module):
@@ -148,8 +149,8 @@ class MasterAdamW(torch.optim.Optimizer):
             raise ValueError("no parameter requires a gradient")
         self.device = self.parameters[0].device
         guards.check_parameters(self.named)
-        self._make_buffers(moments)
         self._make_scalars()
+        self._make_buffers()
         self.reset()
         if self.device.type == "cuda":
             self._make_tables()
@@ -157,7 +158,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for module in modules:
             module.register_load_state_dict_post_hook(TakeWeights(self))
 
-    def _make_buffers(self, moments: torch.dtype) -> None:
+    def _make_buffers(self) -> None:
         """Make the flat buffers, of which the parameters become views; so are the moments in ``state``."""
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.counts = [parameter.numel() for parameter in self.parameters]
@@ -168,7 +169,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.offsets = [start for _, start in sorted(zip(places, starts))]
         self.master = torch.zeros(total, device=self.device, dtype=torch.float32)
         self.low = torch.zeros(total, device=self.device, dtype=torch.bfloat16)
-        self.m, self.v = (torch.zeros(total, device=self.device, dtype=moments) for _ in range(2))
+        self.m, self.v = (torch.zeros(total, device=self.device, dtype=self.moments) for _ in range(2))
         parameters = len(self.parameters)
         self.count = torch.zeros(parameters, device=self.device, dtype=torch.int64)  # steps of each so far
         self.scales, self.largest = torch.ones(2, parameters, device=self.device, dtype=torch.float32)
@@ -259,7 +260,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self.in_fp8:
             raise TypeError("MasterAdamW of FP8 weights cannot be copied or pickled: save its state_dict()")
-        return {"groups": self.param_groups, "moments": self.v.dtype, "saved": self.state_dict()}
+        return {"groups": self.param_groups, "moments": self.moments, "saved": self.state_dict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy from its parameters, which are copies, too."""
@@ -283,9 +284,8 @@ class MasterAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def take_weights(self) -> None:
         """Make masters of weights that other code has written since the last call. Eager steps, ``state_dict``
-        and loads into the model call this. After other writes call it yourself before you replay a graph,
-        which runs no code on the host, and after a write through ``.data``, which nothing can notice, write
-        the masters instead.
+        and loads into the model call this. After any other write, call it before you replay a graph, which
+        runs no code on the host. A write through ``.data`` cannot be noticed.
 
         Raises:
             RuntimeError: a parameter was moved or cast, and is no view of the buffer any more.
@@ -361,7 +361,7 @@ class MasterAdamW(torch.optim.Optimizer):
         if sizes != own_sizes:
             raise ValueError(f"the state dict has groups of {sizes} parameters, the optimizer of {own_sizes}")
         for own, group in zip(self.param_groups, groups):
-            guards.check_group({**own, **group}, self.v.dtype)
+            guards.check_group({**own, **group}, self.moments)
         saved = [state.get(index, {}) for index in chain.from_iterable(group["params"] for group in groups)]
         self._check_state(saved)
         self.take_weights()
@@ -399,7 +399,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def _read_groups(self) -> None:
         """Bring what groups hold as numbers to the device, where it has changed."""
         for group in self.param_groups:
-            guards.check_group(group, self.v.dtype)
+            guards.check_group(group, self.moments)
         fixed = [
             (*map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
             for group in self.param_groups
@@ -491,6 +491,10 @@ class MasterAdamW(torch.optim.Optimizer):
         grouped = chain.from_iterable(group["params"] for group in self.param_groups)
         if [id(parameter) for parameter in grouped] != [id(parameter) for parameter in self.parameters]:
             raise RuntimeError("the groups have other parameters than those that MasterAdamW was made with")
+        if len(self.state) < len(self.parameters):
+            raise RuntimeError(
+                "the state was cleared, but its tensors are views of a buffer: call reset() instead"
+            )
         if any(parameter.requires_grad for parameter in self.frozen):
             raise RuntimeError(
                 "a parameter requires a gradient that did not when MasterAdamW was made: make it anew"
@@ -501,7 +505,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(self.parameters):
             master, m, v = (self.view(flat, index) for flat in (self.master, self.m, self.v))
             bits = None
-            if v.dtype == torch.bfloat16:
+            if self.moments == torch.bfloat16:
                 at = self.offsets[index] + torch.arange(self.counts[index], device=self.device)
                 bits = adamw.hashed(at, self.count[index]).view(self.shapes[index])
             if parameter.grad is not None:
@@ -512,7 +516,7 @@ class MasterAdamW(torch.optim.Optimizer):
                 self._write_fp8(index)
 
     def _launch(self, table: Tensor, missing: list[int]) -> None:
-        exact, scalars = self.v.dtype == torch.float32, self.scalars
+        exact, scalars = self.moments == torch.float32, self.scalars
         if missing:
             scalars = scalars.clone()
             scalars[missing] = scalars.new_tensor(UNCHANGED)
