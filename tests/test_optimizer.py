@@ -187,7 +187,7 @@ def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_canno
     for wrong in (torch.zeros(70, 9).bfloat16().t(), torch.zeros(70 * 9 + 8).bfloat16()[4:-4].view(9, 70)):
         weight.grad = wrong
         with pytest.raises(RuntimeError, match="1: the gradient is not contiguous"):
-            tabled._gradients()
+            tabled._table(tabled._gradients(), False)
 
 
 def test_fp8_weights_whose_tiles_a_kernel_cannot_fill_are_refused(tabled):

@@ -441,7 +441,8 @@ class MasterAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        missing = self._without_gradient()
+        gradients = self._gradients()
+        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
         if capturing and missing:
             names = ", ".join(list(self.named)[index] for index in missing)
             raise RuntimeError(f"{names}: no gradient, but a captured graph updates all parameters")
@@ -452,8 +453,11 @@ class MasterAdamW(torch.optim.Optimizer):
             return loss
         self._read_groups()
         self._read_rates(capturing)
-        gradients = self._gradients() if self.device.type == "cuda" else []
-        table = self._table(gradients, capturing) if gradients else None
+        table = None
+        if self.device.type == "cuda":
+            for index in missing:  # zeros that live until the kernel is launched
+                gradients[index] = torch.zeros_like(self.parameters[index])
+            table = self._table(gradients, capturing)
         self.count.add_(1)
         if missing:
             self.count[missing] -= 1
@@ -472,19 +476,18 @@ class MasterAdamW(torch.optim.Optimizer):
             self._launch(table, missing)
         return loss
 
-    def _without_gradient(self) -> list[int]:
-        """List the parameters without a gradient; refuse gradients that no kernel reads (RuntimeError)."""
-        missing = []
-        for index, (name, parameter) in enumerate(self.named.items()):
-            gradient = parameter.grad
+    def _gradients(self) -> list[Any]:
+        """List the gradients, None where there is none; refuse those that no kernel reads (RuntimeError)."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        for (name, parameter), gradient in zip(self.named.items(), gradients):
             if gradient is None:
-                missing.append(index)
-            elif gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
+                continue
+            if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
                 raise RuntimeError(
                     f"{name}: got a gradient that is {gradient.layout} and {gradient.dtype},"
                     f" but expected torch.strided and {parameter.dtype}: no sparse gradients"
                 )
-        return missing
+        return gradients
 
     def _check_unchanged(self) -> None:
         """Refuse a step where other parameters should be updated than those of the buffers (RuntimeError)."""
@@ -549,23 +552,16 @@ class MasterAdamW(torch.optim.Optimizer):
                 enable_fp_fusion=False,
             )
 
-    def _gradients(self) -> list[Tensor]:
-        """List the gradients as the kernel reads them, with zeros in place of missing ones (RuntimeError)."""
-        gradients = [
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for parameter in self.parameters
-        ]
-        for name, gradient in zip(self.named, gradients):
-            if not gradient.is_contiguous() or gradient.data_ptr() % 16:
+    def _table(self, gradients: list[Tensor], capturing: bool) -> Tensor:
+        """Make the table of the gradients' addresses for this step's kernel; refuse gradients that do not lie as
+        it reads them (RuntimeError)."""
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        for name, gradient, address in zip(self.named, gradients, addresses):
+            if not gradient.is_contiguous() or address % 16:
                 raise RuntimeError(
                     f"{name}: the gradient is not contiguous from a multiple of 16 bytes on,"
                     " and the optimizer's kernel reads it as it lies"
                 )
-        return gradients
-
-    def _table(self, gradients: list[Tensor], capturing: bool) -> Tensor:
-        """Make the table of the gradients' addresses for this step's kernel."""
-        addresses = [gradient.data_ptr() for gradient in gradients]
         if capturing:
             # The graph's own table, written by its kernels, whose arguments the addresses are: a copy from
             # the host would read memory that has to stay as it is for as long as the graph lives.
