@@ -12,7 +12,7 @@ from stepscope import PACKAGE
 from stepscope.config import StepConfig
 from stepscope.model.transformer import TransformerLM
 
-SCRIPT = PACKAGE / "report" / "chapters" / "fast_step.py"
+SCRIPT = PACKAGE / "optimizations" / "fast_step.py"
 CHAPTER = SCRIPT.with_name("01-which-change.md")
 SHAPE = {
     "width": 32,

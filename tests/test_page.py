@@ -7,12 +7,12 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from stepscope.report.render import render
 
 import reports
 from browser import DESKTOP, PHONE, browser, shown, violations
 from stepscope import PROJECT, __version__
 from stepscope.report.page import Section, page
-from stepscope.report.render import render
 from stepscope.report.style import BLUE, figure, svg
 from stepscope.report.tables import escape
 from stepscope.runs.store import Store

@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from stepscope.report.claims import collect
+from stepscope.report.render import compose
 
 from cells import run_cells
 from conftest import TINY
@@ -16,8 +18,6 @@ from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, steady
 from stepscope.measure.clocks import enough
 from stepscope.report import load
-from stepscope.report.claims import collect
-from stepscope.report.render import compose
 from stepscope.runs.notebook import unsteady_rows
 from stepscope.runs.store import Store
 from stepscope.stats import launch_bound

@@ -42,6 +42,7 @@ SIZES = {
     "micro": Dimensions(64, 256, 2, 4),
     "tiny": Dimensions(128, 512, 4, 4),
 }
+SIZE_RANKS = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}  # smallest first
 CPU_SIZES = ("nano", "micro", "tiny")
 # What each year's handout calls which of them; records, sweeps and tables have the names above.
 EDITIONS = {
@@ -53,6 +54,9 @@ PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
 WHOLE = "whole"  # the row of a mode as a whole, beside its phases
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# As documents write them.
+PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
 
 class ConfigError(StepscopeError, ValueError):

@@ -6,11 +6,10 @@ from pathlib import Path
 from stepscope import PROJECT, StepscopeError
 from stepscope.figures import all_figures
 from stepscope.report.document import Document
-from stepscope.report.load import Read, steady
+from stepscope.report.load import Read
 from stepscope.report.output import Report, foot, readme
 from stepscope.report.page import Section, page
 from stepscope.report.runs_list import runs_page
-from stepscope.report.schemas import Tables
 from stepscope.views import Views, facts
 
 FOLDER = "writeup"  # in the checkout
@@ -67,12 +66,11 @@ def _title(text: str) -> str:
     return text.partition("\n")[0].lstrip("# ")
 
 
-def render_templates(folder: Path, tables: Tables, only: str = "") -> tuple[dict[str, str], dict[str, str]]:
-    """Render all templates of a writeup over the tables of one campaign.
+def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, str]]:
+    """Render all templates of a writeup over the views of one campaign.
 
     Args:
         folder: holds ``*.md.j2``, the chapters in their order, and ``evidence/*.md.j2``.
-        only: a part of the names of the templates to render; empty for all of them.
 
     Returns:
         Texts by template ("00-first", "evidence/nsys") and figures by name, as SVG.
@@ -80,19 +78,12 @@ def render_templates(folder: Path, tables: Tables, only: str = "") -> tuple[dict
     Raises:
         DocumentError: naming every sentence that does not hold, and the first lookup of each template that fails.
     """
-    return render_views(folder, Views(steady(tables)), only)
-
-
-def render_views(folder: Path, views: Views, only: str = "") -> tuple[dict[str, str], dict[str, str]]:
-    """Render all templates over views; see :func:`render_templates`."""
     names = ChainMap({"code": code}, facts.FACTS, views)  # type: ignore[arg-type, misc]  # nothing is set
     document = Document(folder, names, all_figures())
-    templates = [*sorted(folder.glob("*.md.j2")), *sorted(folder.glob("evidence/*.md.j2"))]
     texts = {}
-    for path in templates:
+    for path in [*sorted(folder.glob("*.md.j2")), *sorted(folder.glob("evidence/*.md.j2"))]:
         name = path.relative_to(folder).as_posix()
-        if only in name:
-            texts[name.removesuffix(".md.j2")] = document.render(name)
+        texts[name.removesuffix(".md.j2")] = document.render(name)
     document.check()
     return texts, document.figures
 

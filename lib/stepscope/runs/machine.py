@@ -26,7 +26,6 @@ MEASURING = (
     "optimizations",
     "traces",
     "studies",
-    "report/chapters/fast_step.py",
 )
 OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from stepscope import StepscopeError
-from stepscope.config import SIZES
+from stepscope.config import SIZE_RANKS
 from stepscope.report.schemas import Tables
 
 MODULES = ("ladder", "ladder_parts", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
@@ -50,7 +50,6 @@ UNITS = {
 # Columns and values of runs' tables, as views name them.
 COLUMN_NAMES = {"family": "kernel_category", "unsteady": "inconsistent"}
 VALUE_NAMES = {"phase": {"whole": "total"}}
-RANKS = {size: shape.d_model * shape.num_layers for size, shape in SIZES.items()}
 ORDER = ("size", "context_length", "vocab_size", "batch_size")
 
 
@@ -187,7 +186,7 @@ def in_order(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _rank(column: pd.Series) -> pd.Series:
-    return column.map(RANKS).fillna(0) if column.name == "size" else column
+    return column.map(SIZE_RANKS).fillna(0) if column.name == "size" else column
 
 
 def unit_of(column: str) -> str:

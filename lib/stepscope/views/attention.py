@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from stepscope.report.shapes import PRECISION_NAMES
+from stepscope.config import PRECISION_NAMES
 from stepscope.report.tables import quartiles, wall_cell
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES
 from stepscope.studies.attention.memory import SQUARES, peak_parts

@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from stepscope.config import EDITIONS, SIZES
+from stepscope.config import EDITIONS, MODE_NAMES, SIZES
 from stepscope.report.tables import digits, quartiles
 from stepscope.stats import LEAST_HOST_GAIN, STEADY, launch_bound_rows, wall_gain
 from stepscope.studies.benchmark.tables import CONFIG
@@ -32,7 +32,6 @@ MEASURED = [
     "mfu",
     "tokens_per_s",
 ]
-MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 FIRST_TIMED = 10  # timed steps of the assignment's means and deviations, however many there are
 WARM_UP_STEPS = (0, 1, 2, 5)
 PHASES = ("forward", "loss", "backward", "optimizer")

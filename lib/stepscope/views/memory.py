@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 import pandas as pd
 
-from stepscope.config import EDITIONS, SIZES, StepConfig
+from stepscope.config import EDITIONS, MODE_NAMES, PRECISION_NAMES, SIZES, StepConfig
 from stepscope.model.accounting import BLOCK_GRADIENTS, GIB, KINDS, MIB, formulas_of, peak, value
 from stepscope.model.flops import parameter_count
-from stepscope.report.shapes import MODES, PRECISION_NAMES
 from stepscope.report.tables import digits
 from stepscope.studies.memory.tables import CONFIG, LIVE, column
 from stepscope.studies.memory.tables import predicted as written_step
@@ -80,7 +79,7 @@ def peaks(data: Views) -> pd.DataFrame:
     last_layer = frame["size"].map({size: shape.num_layers - 1 for size, shape in SIZES.items()})
     at_top = frame["layer"].isna() | (frame["layer"] == last_layer)
     beyond_gib = frame["requested_gib"] - frame["predicted_requested_gib"]
-    mode_name = frame["mode"].map(MODES)
+    mode_name = frame["mode"].map(MODE_NAMES)
     return frame.assign(
         mode_name=mode_name,
         mode_precision=mode_name + ", " + frame["precision"].map(PRECISION_NAMES),
@@ -304,7 +303,7 @@ def checkpoints(data: Views) -> pd.DataFrame:
     more_blocks = (groups - 1).where(groups > 1)
     added_mib = sizes["block_saved_mib"] - sizes["block_gradients_mib"]
     frame = frame.join(sizes).assign(
-        mode_name=frame["mode"].map(MODES),
+        mode_name=frame["mode"].map(MODE_NAMES),
         per_checkpoint=groups.map(_group_text),
         peak_ratio=frame["peak_gib"] / frame["peak_gib_without"],
         gpu_ratio=frame["gpu_ms"] / frame["gpu_ms_without"],
@@ -477,7 +476,7 @@ def snapshots(data: Views) -> pd.DataFrame:
 
 def _ordered(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
     """Sort rows by size and context length, then by precision (fp32 first) and these columns."""
-    ranks = {name: rank for rank, name in enumerate((*PRECISION_NAMES, *MODES))}
+    ranks = {name: rank for rank, name in enumerate((*PRECISION_NAMES, *MODE_NAMES))}
     ranked = frame.sort_values(
         ["precision", *names], kind="stable", key=lambda values: values.map(ranks).fillna(values)
     )

@@ -7,6 +7,7 @@ import math
 
 import pandas as pd
 
+from stepscope.config import MODE_NAMES
 from stepscope.report.tables import digits, quartiles
 from stepscope.stats import LOST, launch_bound_rows
 from stepscope.studies.mixed_precision.tables import CONFIG
@@ -22,7 +23,6 @@ PARTS = {
     "forward_and_backward": ("forward_backward", "total"),
     "full_step": ("step", "total"),
 }
-MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 # The ends of fp16: what is smaller rounds to zero, and what is larger to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
@@ -82,7 +82,7 @@ def precision_gains(data: Views) -> pd.DataFrame:
         cast_share=kernels["cast"] / kernels_ms,
     )
     joined = joined.reset_index()
-    return _ordered(joined.assign(mode_name=joined["mode"].map(MODES)))
+    return _ordered(joined.assign(mode_name=joined["mode"].map(MODE_NAMES)))
 
 
 @view(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from stepscope.config import SIZES
+from stepscope.config import MODE_NAMES, SIZES
 from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows, union
 from stepscope.studies.nsys.tables import CONFIG
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL, detailed_family
@@ -19,7 +19,6 @@ from stepscope.views import Views, view
 
 KEY = [*CONFIG]
 TOTAL = "total"
-MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 DRAWN_NS = 1_000_000  # of the timeline
 SCORE_FLOPS = 5  # softmax, for one score: max, subtract, exponentiate, sum, divide
 # Times that a score is read or written by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
@@ -178,7 +177,7 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
     difference_ms = rows["in_process_gpu_ms"] - rows["gpu_ms"]
     return rows.assign(
         configuration=rows["size"] + rows["context_length"].map(", {:,}".format),
-        mode_name=rows["mode"].map(MODES),
+        mode_name=rows["mode"].map(MODE_NAMES),
         difference_ms=difference_ms.abs(),
         gpu_error=(difference_ms / rows["in_process_gpu_ms"]).abs(),
         division_difference_ms=rows["in_process_division_ms"] - rows["division_ms"],
@@ -302,7 +301,7 @@ def _operations(data: Views) -> pd.DataFrame:
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
     category = detailed_family(rows.assign(family=rows["of_name"]))
-    mode_name = rows["mode"].map(MODES)
+    mode_name = rows["mode"].map(MODE_NAMES)
     return rows.assign(
         kernel_category=category,
         launches=rows["count"],
