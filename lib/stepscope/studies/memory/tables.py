@@ -1,4 +1,4 @@
-"""The memory study's tables, and those that chapters print."""
+"""The memory study's tables, and those that its notebooks print."""
 
 import pandas as pd
 import pandera.pandas as pa
