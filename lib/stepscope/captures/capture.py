@@ -28,6 +28,8 @@ from stepscope.traces.attribution import (
     TraceError,
     join_launches,
     matching,
+    open_range,
+    outermost,
 )
 from stepscope.traces.export import device_names, read_export, waiting_calls
 from stepscope.traces.torch_trace import OPERATOR, WORK, Trace, host_of, ranges_of, read_trace, records_of
@@ -294,12 +296,12 @@ def _attributed(
     ].astype({"name": str})
 
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
-        return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
+        return rows[column].reindex(open_range(rows, process, launch), fill_value=otherwise).to_numpy()
 
     number, phase = at_launch(steps, "step", -1), at_launch(own, "phase", OUTSIDE)
     told = len(autograd.backward) > 0 and not (own["phase"] == "backward").any()
     if told:
-        back = _within(_by_process(autograd.backward), process, launch) >= 0
+        back = open_range(_by_process(autograd.backward), process, launch) >= 0
         phase = np.where((phase == OUTSIDE) & back, "backward", phase)
     if told and not (own["phase"] == "forward").any():
         made = _made_nodes(autograd, steps, process, launch)
@@ -335,10 +337,10 @@ def _nested_names(
     for level in range(LEVELS):
         if ranges.empty:
             break
-        names = ranges["name"].reindex(_within(ranges, process, launch), fill_value="").to_numpy()
+        names = ranges["name"].reindex(open_range(ranges, process, launch), fill_value="").to_numpy()
         outer = names if level == 0 else outer
         inner = np.where(names != "", names, inner)
-        ranges = ranges.drop(index=_outermost(ranges).index)
+        ranges = ranges.drop(index=outermost(ranges).index)
     return outer, inner
 
 
@@ -360,12 +362,12 @@ def _made_nodes(
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
 
     def keyed(rows: pd.DataFrame) -> pd.DataFrame:
-        within = _within(steps, rows["process"].to_numpy(), rows["start_ns"].to_numpy())
+        within = open_range(steps, rows["process"].to_numpy(), rows["start_ns"].to_numpy())
         return rows.assign(step=steps["step"].reindex(within, fill_value=-1).to_numpy())
 
     last = keyed(nodes).groupby(["process", "step", "sequence"])["start_ns"].max().rename("node_ns")
     found = keyed(operators).join(last, on=["process", "step", "sequence"])
-    return _within(found[found["node_ns"] > found["end_ns"]], process, launch) >= 0
+    return open_range(found[found["node_ns"] > found["end_ns"]], process, launch) >= 0
 
 
 def _forward(
@@ -398,25 +400,6 @@ def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
     first = steps.groupby("process")["start_ns"].min().reindex(process, fill_value=-LATEST).to_numpy()
     return ((launch == NEVER) & (start < seen) & (seen < NEVER)).to_numpy() | (launch < first)
-
-
-def _outermost(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Ranges by process and start, without those that begin within another of their process."""
-    rows = ranges.sort_values(["process", "start_ns", "end_ns"], ascending=[True, True, False])
-    reached = rows.groupby("process")["end_ns"].cummax().groupby(rows["process"]).shift(fill_value=-LATEST)
-    return rows[rows["start_ns"] >= reached]
-
-
-def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The index of the range that is open in the process at each time, on whatever thread; -1 for none. Of
-    ranges that overlap the one that began first counts."""
-    found = np.full(len(times), -1)
-    for key, rows in _outermost(ranges).groupby("process"):
-        own = process == key
-        at = np.searchsorted(rows["start_ns"], times[own], side="right") - 1
-        inside = (at >= 0) & (times[own] < rows["end_ns"].to_numpy()[at])
-        found[own] = np.where(inside, rows.index.to_numpy()[at], -1)
-    return found
 
 
 def _phase_names(
@@ -466,7 +449,7 @@ def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | No
     else:
         own = matching(ranges["name"], PROFILER_STEP.search)
         found = ranges[own] if own.any() else _repeating(ranges, launches)
-    found = _outermost(found)
+    found = outermost(found)
     return found.assign(step=found.groupby("process").cumcount())
 
 
@@ -480,7 +463,7 @@ def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
         several_threads = own["key"].nunique() > own["process"].nunique()
         if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
             continue
-        share = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
+        share = (open_range(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
         rank = (bool({*str(name).split()} & STEP_WORDS) and share > 0.2, share)
         if rank > score:
             best, score = own, rank
