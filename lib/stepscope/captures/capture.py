@@ -7,7 +7,7 @@ or before its first step, are left out and counted.
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ import numpy as np
 import pandas as pd
 
 from stepscope.captures.files import readable
+from stepscope.captures.range_names import LIBRARY_RANGE, OPERATOR_RANGE, of_each, phase_of, plain_name
 from stepscope.captures.reports import KERNELS, operations_of_report, read_report
+from stepscope.captures.steps import find_steps, no_such_range
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import (
     LATEST,
@@ -34,29 +36,9 @@ from stepscope.traces.attribution import (
 from stepscope.traces.export import device_names, read_export, waiting_calls
 from stepscope.traces.torch_trace import OPERATOR, WORK, Trace, host_of, ranges_of, read_trace, records_of
 
-OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
-LIBRARY_RANGE = re.compile(r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled")
 SEQUENCE = re.compile(r", seq = (\d+)")
-SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipelines': "attn(F)", "mlp(B)"
-SPLIT_PHASE = re.compile(r"\((F|B|W)\)$")
 LEVELS = 4  # of ranges within ranges that are looked into
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
-OPTIMIZER = re.compile(r"^Optimizer\.step#")
-STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
-CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
-PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
-# What people call a phase, in any case; beside these words a name may have only those of FILL.
-PHASE_WORDS = {
-    word: phase
-    for phase, words in {
-        "forward": "forward fwd",
-        "loss": "loss criterion",
-        "backward": "backward bwd backprop",
-        "optimizer": "optimizer optim opt adamw adam sgd",
-    }.items()
-    for word in words.split()
-}
-FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
 DTYPES = {
@@ -83,7 +65,8 @@ class Capture:
         (-1), process, phase ("outside"), range (the outermost one that is no step, no phase and no library's;
         ""), inner_range (the innermost such), step (-1), bytes (of a copy or fill, or a generated kernel's
         arguments; -1), flops (-1) and dtype of a matmul whose shapes are known ("").
-    steps: the name of each step. before: operations that were launched before the first one.
+    before: operations that are left out: launched before the capture or its first step, or (warm_up) in a
+        warm-up.
     ranges: of steps, by process and step: name, start_ns and end_ns on the host.
     host: what the host does that lasts: kind (call, operator, range, frame), name, process, thread, start_ns,
         end_ns; empty where the capture does not tell.
@@ -93,7 +76,6 @@ class Capture:
 
     path: str
     operations: pd.DataFrame
-    steps: list[str]
     before: pd.DataFrame
     ranges: pd.DataFrame
     host: pd.DataFrame
@@ -101,6 +83,11 @@ class Capture:
     gpus: dict[int, str] = field(default_factory=dict)
     rank: tuple[int, int] | None = None
     shapes: bool = False
+
+    @property
+    def steps(self) -> list[str]:
+        """The name of each step, of all processes together."""
+        return self.ranges.drop_duplicates("step")["name"].tolist()
 
     @property
     def left_out(self) -> int:
@@ -159,7 +146,8 @@ def _of_report(path: Path, table: pd.DataFrame) -> Capture:
     operations, gpus = operations_of_report(table)
     ranges = pd.DataFrame(columns=["process", "step", "name", "start_ns", "end_ns"])
     host = pd.DataFrame(columns=["kind", "name", "process", "thread", "start_ns", "end_ns"])
-    return Capture(str(path), operations, [], operations[:0], ranges, host, gpus=gpus)
+    before = operations[:0].assign(warm_up=False)
+    return Capture(str(path), operations, before, ranges, host, gpus=gpus)
 
 
 @dataclass
@@ -253,25 +241,6 @@ def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
         return -1, "", -1
 
 
-def plain_name(name: str) -> str:
-    """A range's name without numbers and signs, in lower case: "ProfilerStep#7" is "profilerstep"."""
-    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return " ".join(re.findall(r"[a-z]+", text.lower()))
-
-
-def phase_of(name: str) -> str | None:
-    """The phase that a range's name says, in any case and spelling: "## Forward pass ##" and "attn(F)" are
-    forward."""
-    if OPTIMIZER.match(name):
-        return "optimizer"
-    if split := SPLIT_PHASE.search(name):
-        return SPLIT_PHASES[split[1]]
-    said = plain_name(name).split()
-    found = {PHASE_WORDS[word] for word in said if word in PHASE_WORDS}
-    whole = set(said) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ")
-    return found.pop() if whole and len(found) == 1 else None
-
-
 def _attributed(
     records: Records,
     autograd: Autograd,
@@ -279,16 +248,16 @@ def _attributed(
     step: str | None,
     phases: Mapping[str, str] | None,
 ) -> Capture:
-    """Each operation in the step, phase and ranges that were open in its process when it was launched."""
+    """Attribute each operation to the step, phase and ranges that were open in its process when it was
+    launched."""
     operations, process = records.operations, records.process
     join_launches(records)
     launch = operations["launch_start_ns"].to_numpy("int64", na_value=NEVER)
-    ranges = _by_process(records.ranges)
-    ranges["plain"] = _of_each(ranges["name"], plain_name)
-    steps = _steps(records.path, ranges, records.launches, step)
-    others = ranges.drop(index=steps.index)
-    others["phase"] = _phase_names(records.path, others, ranges, phases)
-    own = others[others["phase"] != ""]
+    ranges = records.ranges.assign(plain=of_each(records.ranges["name"], plain_name))
+    ranges["phase"] = _phase_names(records.path, ranges, phases)
+    steps = find_steps(records.path, ranges, process, launch, step)
+    others = ranges[~ranges.index.isin(steps.rows.index) | (ranges["phase"] != "")]
+    phase_ranges = others[others["phase"] != ""]
     others = others[
         (others["phase"] == "")
         & ~matching(others["name"], OPERATOR_RANGE.search)
@@ -298,34 +267,35 @@ def _attributed(
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
         return rows[column].reindex(open_range(rows, process, launch), fill_value=otherwise).to_numpy()
 
-    number, phase = at_launch(steps, "step", -1), at_launch(own, "phase", OUTSIDE)
-    told = len(autograd.backward) > 0 and not (own["phase"] == "backward").any()
-    if told:
-        back = open_range(_by_process(autograd.backward), process, launch) >= 0
+    number, phase = at_launch(steps.rows, "step", -1), at_launch(phase_ranges, "phase", OUTSIDE)
+    by_autograd = len(autograd.backward) > 0 and not (phase_ranges["phase"] == "backward").any()
+    if by_autograd:
+        back = open_range(autograd.backward, process, launch) >= 0
         phase = np.where((phase == OUTSIDE) & back, "backward", phase)
-    if told and not (own["phase"] == "forward").any():
-        made = _made_nodes(autograd, steps, process, launch)
+    if by_autograd and not (phase_ranges["phase"] == "forward").any():
+        made = _made_nodes(autograd, steps.rows, process, launch)
         phase = _forward(number, phase, launch, process, made)
-    before = _before(operations["start_ns"], process, launch, steps)
     outer, inner = _nested_names(others, process, launch)
+    other_phases = sorted({*phase} - {*PHASE_NAMES, OUTSIDE})
     table = operations.assign(
         step=number,
         range=pd.Categorical(outer),
         inner_range=pd.Categorical(inner),
-        phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]),
+        phase=pd.Categorical(phase, [*PHASE_NAMES, *other_phases, OUTSIDE]),
     )
-    names = steps.drop_duplicates("step")["name"].astype(str).tolist()
-    key, host_key = (rows["key"].to_numpy("int64") for rows in (steps, host))
-    within = steps[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
+    before = _before(operations["start_ns"], process, launch, steps.rows)
+    in_warm_up = open_range(steps.warm_up, process, launch) >= 0
+    left_out = before | in_warm_up
+    key, host_key = (rows["key"].to_numpy("int64") for rows in (steps.rows, host))
+    within = steps.rows[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
     host = host.assign(process=host_key >> 24 & 0xFFFFFF, thread=host_key & 0xFFFFFF).drop(columns="key")
     return Capture(
         records.path,
-        table[~before].reset_index(drop=True),
-        names,
-        table[before].reset_index(drop=True),
-        within.reset_index(drop=True),
+        table[~left_out].reset_index(drop=True),
+        table[left_out].assign(warm_up=in_warm_up[left_out]).reset_index(drop=True),
+        within.astype({"name": str}).reset_index(drop=True),
         host,
-        told,
+        autograd=by_autograd,
     )
 
 
@@ -344,30 +314,23 @@ def _nested_names(
     return outer, inner
 
 
-def _by_process(ranges: pd.DataFrame) -> pd.DataFrame:
-    """With the process's key, as operations have it."""
-    return ranges.assign(process=ranges["key"] & PROCESS)
-
-
-def _of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Some text of each name of a categorical column; of each distinct one it is made once."""
-    return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]
-
-
 def _made_nodes(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
     """Which operations an operator launched whose node runs backward later in the same step."""
-    operators, nodes = _by_process(autograd.operators), _by_process(autograd.backward)
+    operators, nodes = autograd.operators, autograd.backward
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
 
     def keyed(rows: pd.DataFrame) -> pd.DataFrame:
-        within = open_range(steps, rows["process"].to_numpy(), rows["start_ns"].to_numpy())
+        of_process = rows["key"].to_numpy("int64") & PROCESS
+        within = open_range(steps, of_process, rows["start_ns"].to_numpy())
         return rows.assign(step=steps["step"].reindex(within, fill_value=-1).to_numpy())
 
-    last = keyed(nodes).groupby(["process", "step", "sequence"])["start_ns"].max().rename("node_ns")
-    found = keyed(operators).join(last, on=["process", "step", "sequence"])
-    return open_range(found[found["node_ns"] > found["end_ns"]], process, launch) >= 0
+    node = ["process", "step", "sequence"]
+    last = keyed(nodes).groupby(node)["start_ns"].max()
+    made = keyed(operators)
+    node_ns = last.reindex(pd.MultiIndex.from_frame(made[node]), fill_value=-LATEST).to_numpy()
+    return open_range(made[node_ns > made["end_ns"].to_numpy()], process, launch) >= 0
 
 
 def _forward(
@@ -378,7 +341,7 @@ def _forward(
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
         {
-            "group": pd.factorize(pd.Series(process * 1_000_003 + step))[0],
+            "group": pd.DataFrame({"process": process, "step": step}).groupby(["process", "step"]).ngroup(),
             "mark": np.where(
                 phase == "backward", "backward", np.where((phase == OUTSIDE) & made, "forward", None)
             ),
@@ -398,24 +361,27 @@ def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd
     """Which operations were launched before the capture (their launch is not in it, and they begin before all
     that it saw launched), or before its first step."""
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
-    first = steps.groupby("process")["start_ns"].min().reindex(process, fill_value=-LATEST).to_numpy()
+    of_process = steps["key"].to_numpy("int64") & PROCESS
+    first = steps["start_ns"].groupby(of_process).min().reindex(process, fill_value=-LATEST).to_numpy()
     return ((launch == NEVER) & (start < seen) & (seen < NEVER)).to_numpy() | (launch < first)
 
 
-def _phase_names(
-    path: str, rows: pd.DataFrame, ranges: pd.DataFrame, phases: Mapping[str, str] | None
-) -> np.ndarray:
-    """The phase that each row's name says, or is said to say; "" for none."""
-    said = phases or {}
+def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
+    """Return the phase that each range's name says, or that ``phases`` says it is; "" for none.
+
+    Raises:
+        TraceError: no range has a name of ``phases``.
+    """
+    asked = phases or {}
     known = ranges["name"].cat.categories if len(ranges) else []
-    if lacking := [asked for asked in said if not any(_is_named(name, asked) for name in known)]:
-        raise _no_range(path, ", ".join(sorted(lacking)), ranges)
-    return _of_each(
-        rows["name"],
-        lambda name: next(
-            (phase for asked, phase in said.items() if _is_named(name, asked)), phase_of(name) or ""
-        ),
-    )
+    if lacking := [name for name in asked if not any(_is_named(each, name) for each in known)]:
+        raise no_such_range(path, ", ".join(sorted(lacking)), ranges)
+
+    def phase(name: str) -> str:
+        given = (phase for each, phase in asked.items() if _is_named(name, each))
+        return next(given, phase_of(name) or "")
+
+    return of_each(ranges["name"], phase)
 
 
 def _is_named(name: str, asked: str) -> bool:
@@ -423,48 +389,3 @@ def _is_named(name: str, asked: str) -> bool:
     if set(asked) & set("*?"):
         return fnmatch.fnmatchcase(name, asked)
     return plain_name(name) == plain_name(asked)
-
-
-def _no_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
-    """That there is no such range; the names there are, those with the most time first."""
-    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE.search)]
-    summed = (
-        rows.assign(time=rows["end_ns"] - rows["start_ns"])
-        .groupby("plain")
-        .agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
-        .nlargest(8, "time")
-    )
-    known = ", ".join(f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"]))
-    return TraceError(
-        f"{path}: no range is named {name}, expected one of {known or 'none: the capture has no ranges'}"
-    )
-
-
-def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
-    """The ranges that are steps, with ``step``: their number in each process."""
-    if step is not None:
-        found = ranges[ranges["plain"] == plain_name(step)]
-        if found.empty:
-            raise _no_range(path, repr(step[:80]), ranges)
-    else:
-        own = matching(ranges["name"], PROFILER_STEP.search)
-        found = ranges[own] if own.any() else _repeating(ranges, launches)
-    found = outermost(found)
-    return found.assign(step=found.groupby("process").cumcount())
-
-
-def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
-    """The ranges of one name that repeat and hold most of all launches, best with a word for a step in it."""
-    best, score = ranges[:0], (False, 0.5)
-    total = max(1, launches.shape[1])
-    lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
-    for name, own in ranges[ranges["plain"].isin(lasted.nlargest(CANDIDATES).index)].groupby("plain"):
-        operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
-        several_threads = own["key"].nunique() > own["process"].nunique()
-        if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
-            continue
-        share = (open_range(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
-        rank = (bool({*str(name).split()} & STEP_WORDS) and share > 0.2, share)
-        if rank > score:
-            best, score = own, rank
-    return best

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from stepscope.captures.account import Device
-from stepscope.captures.capture import phase_of
+from stepscope.captures.range_names import phase_of
 from stepscope.traces.attribution import enclosing
 
 SYNCHRONIZES = re.compile(
