@@ -25,7 +25,7 @@ from stepscope.captures.range_names import (
     WARM_UP,
     plain_name,
 )
-from stepscope.traces.attribution import NEVER, PROCESS, TraceError, matching, open_range, outermost
+from stepscope.traces.attribution import LATEST, NEVER, PROCESS, TraceError, matching, open_range, outermost
 
 MAX_CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
 MAX_STEPS = 10_000
@@ -65,7 +65,7 @@ def find_steps(
     if measured.sum() < MIN_MEASURED * len(launch):
         warm_up, measured = ranges[:0], np.full(len(launch), True)
     process, launch = process[measured], launch[measured]
-    measured_ranges = ranges[~_starts_in(warm_up, ranges)]
+    measured_ranges = ranges[~_lies_in(warm_up, ranges)]
     if name is not None:
         rows = measured_ranges[measured_ranges["plain"] == plain_name(name)]
         if rows.empty:
@@ -82,10 +82,12 @@ def find_steps(
     return Steps(rows.assign(step=rows.groupby(processes).cumcount()), warm_up)
 
 
-def _starts_in(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
-    """Return which ranges begin within one of ``outer``, on any thread of the process."""
+def _lies_in(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
+    """Return which ranges are a part of one of ``outer``, or one of them, on any thread of the process."""
     processes = ranges["key"].to_numpy("int64") & PROCESS
-    return open_range(outer, processes, ranges["start_ns"].to_numpy("int64")) >= 0
+    index = open_range(outer, processes, ranges["start_ns"].to_numpy("int64"))
+    outer_end = outer["end_ns"].reindex(index, fill_value=-LATEST).to_numpy()
+    return (index >= 0) & (ranges["end_ns"].to_numpy() <= outer_end)
 
 
 def _share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> float:
@@ -97,7 +99,8 @@ def _repeating(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) ->
     """Return the ranges of the one name that repeat around most operations, best with a word for a step in
     it; of two that hold as much, the longer ones."""
     best, score = ranges[:0], (False, True, MIN_SHARE, 0)
-    in_phase = pd.Series(_starts_in(ranges[ranges["phase"] != ""], ranges), ranges.index)
+    is_phase = ranges["phase"] != ""
+    in_phase = pd.Series(_lies_in(ranges[is_phase], ranges), ranges.index)
     library = matching(ranges["name"], OPERATOR_RANGE.search) | matching(ranges["name"], LIBRARY_RANGE.search)
     ranges = ranges[~library]
     lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
