@@ -9,6 +9,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Capture:
     host: what the host does that lasts: kind (call, operator, range, frame), name, process, thread, start_ns,
         end_ns; empty where the capture does not tell.
     gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
-    shapes: operators' shapes were recorded.
+    shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
+        of whose operations is in the capture.
     """
 
     path: str
@@ -83,11 +85,16 @@ class Capture:
     gpus: dict[int, str] = field(default_factory=dict)
     rank: tuple[int, int] | None = None
     shapes: bool = False
+    unseen_graphs: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["process", "start_ns"]))
 
     @property
     def steps(self) -> list[str]:
         """The name of each step, of all processes together."""
         return self.ranges.drop_duplicates("step")["name"].tolist()
+
+    @cached_property
+    def step_names(self) -> set[str]:
+        return set(self.ranges["name"])
 
     @property
     def left_out(self) -> int:
