@@ -30,7 +30,16 @@ from stepscope.traces.attribution import (
     matching,
 )
 from stepscope.traces.export import device_names, read_export, waiting_calls
-from stepscope.traces.torch_trace import OPERATOR, WORK, Trace, host_of, ranges_of, read_trace, records_of
+from stepscope.traces.torch_trace import (
+    OPERATOR,
+    WORK,
+    Trace,
+    host_of,
+    lacks_work,
+    ranges_of,
+    read_trace,
+    records_of,
+)
 
 OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
 LIBRARY_RANGE = re.compile(r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled")
@@ -191,11 +200,7 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty:
-        only = f", only {len(operators):,} operators of the CPU" if len(operators) else ""
-        raise TraceError(
-            f"{path}: holds no GPU work{only},"
-            " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])"
-        )
+        raise lacks_work(path, trace)
     records, external = records_of(path, events, work)
     records.operations = _shaped(records.operations, trace, external)
     own = matching(operators["name"], AUTOGRAD.match)
