@@ -188,3 +188,18 @@ def test_other_accelerators_are_refused_without_advice_for_cuda(tmp_path, case):
     with pytest.raises(TraceError, match=message) as caught:
         load_capture(written(tmp_path / "trace.json", events))
     assert "ProfilerActivity" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "device", "expected"),
+    [
+        (["AMD Instinct MI300X"], 2, "AMD Instinct MI300X"),
+        (["AMD Instinct MI300X"] * 2, 3, "AMD Instinct MI300X"),
+        (["AMD Instinct MI300X", "AMD Radeon Pro W7900"], 1, ""),
+        (["NVIDIA H100 80GB HBM3", "NVIDIA A10"], 1, "NVIDIA A10"),
+    ],
+)
+def test_gpu_is_named_where_the_header_leaves_no_doubt(tmp_path, names, device, expected):
+    listed = [{"id": number, "name": name} for number, name in enumerate(names)]
+    path = written(tmp_path / "trace.json", trace_events(device=device), deviceProperties=listed)
+    assert load_capture(path).gpus.get(device, "") == expected

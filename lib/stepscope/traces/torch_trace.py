@@ -11,7 +11,7 @@ import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -466,6 +466,25 @@ def _broken(text: str, error: json.JSONDecodeError) -> str:
     else:
         why = f"{error.msg[0].lower()}{error.msg[1:]}, perhaps because a quote in a name is not escaped"
     return f"{place}, near {near!r}: {why}"
+
+
+def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
+    """The names of GPUs by the ids that operations have, as far as a trace's header tells.
+
+    ROCm's operations have the ids of agents, which count the CPU's sockets, too, while the header counts
+    GPUs. Its ids say which GPU is meant only where all of them have one name.
+    """
+    listed = header.get("deviceProperties")
+    named = {
+        one["id"]: one["name"]
+        for one in (listed if isinstance(listed, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("id"), int) and isinstance(one.get("name"), str)
+    }
+    names = {name for name in named.values() if name.strip()}
+    if len(names) == 1:
+        return dict.fromkeys([*named, *map(int, devices)], names.pop())
+    is_rocm = "roctracer_version" in header or any("AMD" in name for name in names)
+    return {} if is_rocm else named
 
 
 def lacks_work(path: str, trace: Trace) -> TraceError:
