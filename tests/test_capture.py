@@ -603,7 +603,7 @@ REFUSED = {
     "text.txt": (b"Time (%),Total\n" * 9, "is no capture: it begins with b'Time"),
     "cut.json": (
         json.dumps({"traceEvents": KERNEL_EVENT}).encode()[:-40],
-        "the file is cut off or no JSON .*char 3",
+        "the file is cut off: it ends within line 1",
     ),
     "cut.json.gz": (
         gzip.compress(json.dumps({"traceEvents": KERNEL_EVENT}).encode())[:-20],
@@ -611,15 +611,15 @@ REFUSED = {
     ),
     "no_events.json": (b'{"schemaVersion": 1}', "has no list traceEvents"),
     "list.json": (b'{"traceEvents": {"a": 1}}', "has no list traceEvents"),
-    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "cut off or no JSON .maximum recursion depth"),
+    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "is not valid JSON .maximum recursion depth"),
     "cut.sqlite": (SAMPLE.read_bytes()[:40_000], "database disk image is malformed"),
     "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be read .*end-of-stream"),
     "whole.sqlite.gz": (gzip.compress(SAMPLE.read_bytes()[:40_000]), "database disk image is malformed"),
     "cpu.json": (
         json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
-        "holds no GPU work, only 3 operators of the CPU, expected a trace with kernels",
+        "holds no GPU work, only 3 operators of the CPU; expected kernels of CUDA, ROCm or XPU.*ProfilerActivity.CUDA",
     ),
-    "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"),
+    "none.json": (b'{"traceEvents": []}', "holds no GPU work; expected"),
     "report.nsys-rep": (b"\x00nsys", "is nsys's own report"),
 }
 

@@ -398,6 +398,7 @@ def test_no_rate_is_told_of_a_kernel_that_moves_little(tmp_path):
         ("NVIDIA A10", 125),
         ("NVIDIA L40S", 362.05),
         ("NVIDIA L4", 121),
+        ("NVIDIA GH200 480GB", 989.5),
         ("NVIDIA GeForce RTX 3090", 71),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 5090", 209.5),

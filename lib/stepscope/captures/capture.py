@@ -35,7 +35,17 @@ from stepscope.traces.attribution import (
     outermost,
 )
 from stepscope.traces.export import device_names, read_export, waiting_calls
-from stepscope.traces.torch_trace import OPERATOR, WORK, Trace, host_of, ranges_of, read_trace, records_of
+from stepscope.traces.torch_trace import (
+    OPERATOR,
+    WORK,
+    Trace,
+    gpu_names,
+    host_of,
+    lacks_work,
+    ranges_of,
+    read_trace,
+    records_of,
+)
 
 SEQUENCE = re.compile(r", seq = (\d+)")
 LEVELS = 4  # of ranges within ranges that are looked into
@@ -134,7 +144,8 @@ def load_capture_or_sums(
         if kind == "json":
             trace = read_trace(file, SHAPED)
             found = _attributed(*_of_trace(str(path), trace), step, phases)
-            found.gpus, found.rank = _header(trace.header)
+            found.gpus = gpu_names(trace.header, found.operations["device"].unique())
+            found.rank = _rank(trace.header)
             found.shapes = trace.shapes
             return found
         if kind == "csv":
@@ -188,11 +199,7 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty:
-        only = f", only {len(operators):,} operators of the CPU" if len(operators) else ""
-        raise TraceError(
-            f"{path}: holds no GPU work{only},"
-            " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])"
-        )
+        raise lacks_work(path, trace)
     records, external = records_of(path, events, work)
     records.operations = _shaped(records.operations, trace, external)
     own = matching(operators["name"], AUTOGRAD.match)
@@ -203,16 +210,11 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
     )
 
 
-def _header(header: dict[str, Any]) -> tuple[dict[int, str], tuple[int, int] | None]:
-    """What a trace says of the GPUs' names by id, and of its rank and their number."""
-    devices, ranks = header.get("deviceProperties"), header.get("distributedInfo")
-    gpus = {
-        one["id"]: str(one.get("name"))
-        for one in (devices if isinstance(devices, list) else ())
-        if isinstance(one, dict) and isinstance(one.get("id"), int)
-    }
+def _rank(header: dict[str, Any]) -> tuple[int, int] | None:
+    """A trace's rank and the number of ranks."""
+    ranks = header.get("distributedInfo")
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
-    return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
+    return (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
 def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.DataFrame:
