@@ -345,7 +345,8 @@ class Device:
     def leading_kernels(self) -> pd.DataFrame:
         """By phase, or by range where no phase is known, the kernel with the most time: part (the phase's or
         range's name), name, and the columns of ``kernels``; share is of the part's time."""
-        rows = self.operations[self.operations["kind"] == "kernel"]
+        rows = self.operations
+        rows = rows[(rows["kind"] == "kernel") & (rows["part"] != COMMUNICATION)]
         by = "phase" if (rows["phase"] != OUTSIDE).any() else "range"
         rows = rows[(rows[by] != OUTSIDE) & (rows[by] != "")]
         leading = []
@@ -369,7 +370,7 @@ def devices(capture: Capture) -> Iterator[Device]:
         yield Device(
             capture,
             int(device),
-            f"GPU {device}" + f", process {process}" * several,
+            f"GPU {device}" + f" (process {process})" * several,
             rows.reset_index(drop=True),
         )
 

@@ -13,10 +13,12 @@ import pandas as pd
 
 from stepscope.captures.account import GENERATED, Device
 from stepscope.captures.communication import exposed_communication, on_compute_stream
-from stepscope.report.tables import digits, number
+from stepscope.files import one_line
+from stepscope.report.tables import number
+from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import matching
 from stepscope.traces.families import MATMUL
-from stepscope.traces.kernel_names import short_name, words
+from stepscope.traces.kernel_names import short_names, words
 
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
 BETWEEN = (*FUSABLE, "random")  # what stands between attention's two matmuls
@@ -35,6 +37,8 @@ CALLS = {
 }
 WORTH = 0.01  # of the step: less is not advised
 MOST = 3
+SHOWN = 60  # characters of a name
+MIN_KNOWN = 0.5  # of the operations: where fewer launches are known, nobody knows whether they are early
 OPERATOR = re.compile(r"^[\w.]+::")  # "aten::item", of a place
 
 
@@ -49,10 +53,12 @@ def advice(one: Device, waits: pd.DataFrame) -> list[Advice]:
     Args:
         waits: of ``causes.waits``.
     """
+    if again := capture_again(one):
+        return [Advice(0.0, again)]
     found = [
         *_of_communication(one),
         Advice(one.median["exposed copies"], _of_copies(one)),
-        *_of_waits(waits, one.started_ms, one.unseen_graphs),
+        *_of_waits(waits, one.started_ms),
         *_of_attention(one),
         *_of_matmuls(one),
         *_of_generated(one),
@@ -67,8 +73,8 @@ def _of_communication(one: Device) -> list[Advice]:
     parts = exposed_communication(one)
     separate = " (it runs on the compute stream: use a separate one)" * on_compute_stream(one)
     waiting = (
-        f"balance the GPUs: {parts.longest} waits for another GPU, which arrives later (compare the ranks'"
-        " captures)"
+        f"balance the GPUs: {shortened(parts.longest)} waits for another GPU, which arrives later (compare"
+        " the ranks' captures)"
     )
     return [
         Advice(parts.transfer_ms, f"hide communication behind compute{separate}"),
@@ -87,10 +93,26 @@ def _of_copies(one: Device) -> str:
     return f"hide copies to and from the host ({how})"
 
 
-def _of_waits(waits: pd.DataFrame, started_ms: float, unseen_graphs: int) -> list[Advice]:
+def capture_again(one: Device) -> str:
+    """Return what a second capture should record, where this one lacks what advice follows from; "" where it
+    does not."""
+    if one.unseen_graphs:
+        return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
+    if len(one.host_steps) and not one.has_steps:
+        return (
+            f"capture again: {one.empty_steps:,} of {len(one.host_steps):,} steps have no GPU work in this"
+            " capture"
+        )
+    if one.known_launches < MIN_KNOWN and one.median["idle"] > (1 - LAUNCH_BOUND) * one.median["wall"]:
+        return (
+            "capture again with the host's launches (torch.profiler's ProfilerActivity.CPU, nsys's"
+            " --trace=cuda): without them, nobody knows why the GPU is idle"
+        )
+    return ""
+
+
+def _of_waits(waits: pd.DataFrame, started_ms: float) -> list[Advice]:
     """Return what follows from each cause of idle time, at each place."""
-    if unseen_graphs:  # what looks idle may be a graph's work
-        return []
     if started_ms:
         return [
             Advice(
@@ -117,8 +139,10 @@ def _of_call(call: str, place: str) -> str:
 
 def _of_host(_: str, place: str) -> str:
     if OPERATOR.match(place):
-        return f"call {place} less often, or compile it (torch.compile): the host is busy in it"
-    return f"move {place} off the critical path (another process or thread, or one step earlier)"
+        return (
+            f"call {one_line(place, SHOWN)} less often, or compile it (torch.compile): the host is busy in it"
+        )
+    return f"move {one_line(place, SHOWN)} off the critical path (another process or thread, or one step earlier)"
 
 
 def _of_unnamed(_: str, place: str) -> str:
@@ -132,7 +156,7 @@ def _of_device(_: str, place: str) -> str:
     if not place:
         return "shorten the gaps between operations that are already queued, by fewer, larger kernels"
     return (
-        f"find out what {short_name(place)} waits for: it was launched in time (an event, another stream or"
+        f"find out what {shortened(place)} waits for: it was launched in time (an event, another stream or"
         " another GPU)"
     )
 
@@ -141,8 +165,14 @@ def _of_launches(_: str, __: str) -> str:
     return "launch less: use a CUDA graph, torch.compile or fewer, larger kernels"
 
 
+def shortened(name: str) -> str:
+    """Return the short name of a kernel."""
+    return short_names([name], SHOWN)[name]
+
+
 def _in(place: str) -> str:
-    return f" in {place}" if place else ""
+    """Name a place, without the ranges and lines around it."""
+    return f" in {one_line(place, SHOWN)}" if place else ""
 
 
 ADVISED = {
@@ -233,7 +263,7 @@ def _of_matmuls(one: Device) -> list[Advice]:
         found.append(
             Advice(
                 _faster(one, single, sheet.get("bf16", sheet.get("fp16")), sheet.get("fp32")),
-                f"run fp32 matmuls, such as {short_name(str(most))}, on tensor cores ({how})",
+                f"run fp32 matmuls, such as {shortened(str(most))}, on tensor cores ({how})",
             )
         )
     return found
@@ -275,7 +305,7 @@ def _of_generated(one: Device) -> list[Advice]:
     return [
         Advice(
             float(saved[slow]) * min(1.0, share),
-            f"speed up {short_name(str(slow))}: it moves {digits(rate[slow] / 1e3, 'TB/s')}, and the other"
+            f"speed up {shortened(str(slow))}: it moves {number(rate[slow] / 1e3, 'TB/s')}, the other"
             f" generated kernels {number(others[slow] / 1e3, 'TB/s')}",
         )
     ]

@@ -33,9 +33,17 @@ from stepscope.traces.attribution import (
     matching,
     open_range,
     outermost,
+    thread_columns,
 )
-from stepscope.traces.export import device_names, read_export, waiting_calls
+from stepscope.traces.export import (
+    GRAPH_REPLAY,
+    device_names,
+    graph_launches,
+    read_export,
+    waiting_calls,
+)
 from stepscope.traces.torch_trace import (
+    LAUNCHES,
     OPERATOR,
     WORK,
     Trace,
@@ -47,6 +55,8 @@ from stepscope.traces.torch_trace import (
     records_of,
 )
 
+GRAPH_LAUNCH = re.compile(r"GraphLaunch")
+WHOLE_GRAPH = "CUDA graph"  # the category of one that was traced as a whole
 SEQUENCE = re.compile(r", seq = (\d+)")
 LEVELS = 4  # of ranges within ranges that are looked into
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
@@ -75,7 +85,8 @@ class Capture:
         stream, start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA: not in the capture), thread
         (-1), process, phase ("outside"), range (the outermost one that is no step, no phase and no library's;
         ""), inner_range (the innermost such), step (-1), bytes (of a copy or fill, or a generated kernel's
-        arguments; -1), flops (-1) and dtype of a matmul whose shapes are known ("").
+        arguments; -1), flops (-1) and dtype of a matmul whose shapes are known (""), message_bytes (-1) and
+        group_size (1) of a collective.
     before: operations that are left out: launched before the capture or its first step, or (warm_up) in a
         warm-up.
     ranges: of steps, by process and step: name, start_ns and end_ns on the host.
@@ -143,25 +154,74 @@ def load_capture_or_sums(
     with readable(path) as (kind, file):
         if kind == "json":
             trace = read_trace(file, SHAPED)
-            found = _attributed(*_of_trace(str(path), trace), step, phases)
+            records, autograd, host = _of_trace(str(path), trace)
+            on_gpu = records.ranges.empty and len(trace.gpu_ranges) > 0 and len(trace.processes) <= 1
+            if on_gpu:
+                records.ranges = _ranges_on_gpu(records, trace)
+            found = _attributed(records, autograd, host, step, phases, on_gpu)
             found.gpus = gpu_names(trace.header, found.operations["device"].unique())
             found.rank = _rank(trace.header)
             found.shapes = trace.shapes
+            graphs = trace.events[matching(trace.events["name"], GRAPH_LAUNCH.search)]
+            graphs = graphs[graphs["cat"].isin(LAUNCHES)]
+            launch = (graphs[name].to_numpy() for name in ("key", "correlation", "start"))
+            found.unseen_graphs = _unseen_graphs(records, *launch)
             return found
         if kind == "csv":
             table = read_report(file)
             return table if table.attrs["report"] == KERNELS else _of_report(path, table)
-        records = read_export(file, domains=None)
+        records = read_export(file, domains=None, whole_graphs=True)
         records.path = str(path)
         records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
+        records.operations[["message_bytes", "group_size"]] = -1, 1
+        _mark_whole_graphs(records.operations)
         host = pd.concat([_host_of_ranges(records.ranges), waiting_calls(file)], ignore_index=True)
         found = _attributed(records, _nvtx_of_autograd(records.ranges), host, step, phases)
         found.gpus = device_names(file)
+        found.unseen_graphs = _unseen_graphs(records, *graph_launches(file))
         return found
+
+
+def _ranges_on_gpu(records: Records, trace: Trace) -> pd.DataFrame:
+    """Return the ranges that a trace has on its GPU alone, as ranges of Records."""
+    rows = pd.DataFrame(trace.gpu_ranges, columns=["name", "start_ns", "end_ns"])
+    key = np.full(len(rows), records.process[0])
+    rows = rows.astype({"name": "category"}).assign(sequence=-1, **thread_columns(key))
+    return rows.sort_values(["start_ns", "end_ns"], ascending=[True, False], ignore_index=True)
+
+
+def _mark_whole_graphs(operations: pd.DataFrame) -> None:
+    """Give CUDA graphs that were traced as a whole a category of their own."""
+    is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
+    if is_graph.any():
+        family = operations["family"].astype(str).mask(is_graph, WHOLE_GRAPH)
+        operations["family"] = family.astype("category")
+
+
+def _unseen_graphs(
+    records: Records, key: np.ndarray, correlation: np.ndarray, start: np.ndarray
+) -> pd.DataFrame:
+    """Return the launches of CUDA graphs (process, start_ns) that left no operation in the capture.
+
+    Args:
+        key, correlation, start: of each launch of a graph, the thread's key, its id and its time.
+    """
+    process = key & PROCESS
+    seen = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
+    unseen = ~pd.MultiIndex.from_arrays([process, correlation]).isin(seen)
+    # operations without a launch may be a graph's whose records have no id
+    unknown = (
+        pd.Series(records.operations["launch_start_ns"].isna().to_numpy()).groupby(records.process).sum()
+    )
+    unseen &= pd.Series(unseen).groupby(process).transform("sum").to_numpy() > unknown.reindex(
+        process, fill_value=0
+    )
+    return pd.DataFrame({"process": process[unseen] >> 24 & 0xFFFFFF, "start_ns": start[unseen]})
 
 
 def _of_report(path: Path, table: pd.DataFrame) -> Capture:
     operations, gpus = operations_of_report(table)
+    operations[["message_bytes", "group_size"]] = -1, 1
     ranges = pd.DataFrame(columns=["process", "step", "name", "start_ns", "end_ns"])
     host = pd.DataFrame(columns=["kind", "name", "process", "thread", "start_ns", "end_ns"])
     before = operations[:0].assign(warm_up=False)
@@ -202,6 +262,10 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
         raise lacks_work(path, trace)
     records, external = records_of(path, events, work)
     records.operations = _shaped(records.operations, trace, external)
+    rows = work.sort_values("start", kind="stable").index
+    messages = pd.DataFrame.from_dict(trace.messages, "index", np.int64, ["message_bytes", "group_size"])
+    messages = messages.reindex(rows).fillna({"message_bytes": -1, "group_size": 1}).astype(np.int64)
+    records.operations[messages.columns] = messages.to_numpy()
     own = matching(operators["name"], AUTOGRAD.match)
     return (
         records,
@@ -256,12 +320,14 @@ def _attributed(
     host: pd.DataFrame,
     step: str | None,
     phases: Mapping[str, str] | None,
+    on_gpu: bool = False,
 ) -> Capture:
     """Attribute each operation to the step, phase and ranges that were open in its process when it was
-    launched."""
+    launched; or, where the ranges are those on the GPU, when it began."""
     operations, process = records.operations, records.process
     join_launches(records)
     launch = operations["launch_start_ns"].to_numpy("int64", na_value=NEVER)
+    launch = operations["start_ns"].to_numpy("int64") if on_gpu else launch
     ranges = records.ranges.assign(plain=of_each(records.ranges["name"], plain_name))
     ranges["phase"] = _phase_names(records.path, ranges, phases)
     steps = find_steps(records.path, ranges, process, launch, step)

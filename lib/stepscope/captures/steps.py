@@ -8,7 +8,8 @@ ranges do so too and are no steps:
 - a warm-up and what lies within it, as long as something else was launched.
 
 Where no range is a step, but nearly all work is launched within one repeated phase (a benchmark of forward,
-say), that phase's ranges are the steps.
+say), that phase's ranges are the steps. Where there is no such phase either, each replay of a large CUDA
+graph begins a step, as in an inference server.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ MAX_STEPS = 10_000
 MIN_SHARE = 0.5  # of all operations: a range that repeats around fewer is no step
 MIN_SHARE_NAMED = 0.2  # the same of a range with a word such as "step" in its name
 MIN_SHARE_PHASE = 0.9  # the same of a phase that stands for a step
+MIN_GRAPH = 50  # operations of a CUDA graph: a smaller one may be a layer
 MIN_MEASURED = 0.05  # of all operations: where fewer are launched outside of warm-ups, these are the steps
 
 
@@ -77,6 +79,8 @@ def find_steps(
             rows = _repeating(measured_ranges, process, launch)
         if rows.empty:
             rows = _repeated_phase(measured_ranges, process, launch)
+        if rows.empty:
+            rows = _graph_replays(measured_ranges, process, launch)
     rows = outermost(rows)
     processes = rows["key"].to_numpy("int64") & PROCESS
     return Steps(rows.assign(step=rows.groupby(processes).cumcount()), warm_up)
@@ -126,6 +130,23 @@ def _repeated_phase(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarra
         if 2 <= len(rows) <= MAX_STEPS and _share(rows, process, launch) > MIN_SHARE_PHASE:
             return rows
     return ranges[:0]
+
+
+def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
+    """Return a step for each replay of the CUDA graph that holds most operations, until the next replay. A
+    call that launched many operations is a graph's launch."""
+    calls = pd.DataFrame({"key": process, "start_ns": launch})
+    calls = calls.groupby(["key", "start_ns"]).size().rename("size").reset_index()
+    calls = calls[calls["size"] >= MIN_GRAPH]
+    replays = [rows for _, rows in calls.groupby(["key", "size"]) if len(rows) > 1]
+    most = max(replays, key=lambda rows: rows["size"].sum(), default=calls[:0])
+    if most["size"].sum() < MIN_SHARE * len(launch) or len(most) > MAX_STEPS or most.empty:
+        return ranges[:0]
+    start = most["start_ns"].to_numpy()
+    end = np.append(start[1:], start[-1] + int(np.median(np.diff(start))))
+    name = pd.Categorical(["CUDA graph replay"] * len(most))
+    steps = pd.DataFrame({"name": name, "start_ns": start, "end_ns": end, "key": most["key"].to_numpy()})
+    return steps.set_axis(range(-1 - len(steps), -1))  # no row of ranges
 
 
 def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:

@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from stepscope.captures.account import COMMUNICATION, Device, covered, devices
-from stepscope.captures.advice import WORTH, advice
-from stepscope.captures.capture import Capture, load_capture_or_sums
+from stepscope.captures.advice import MIN_KNOWN, SHOWN, WORTH, advice, capture_again, shortened
+from stepscope.captures.capture import WHOLE_GRAPH, Capture, load_capture_or_sums
 from stepscope.captures.causes import HOST_CAUSES, pauses, waits
 from stepscope.captures.communication import (
     Exposed,
@@ -32,7 +32,6 @@ FEW = 5  # operations: too few to judge what bounds them
 SEEN = 0.0005  # of the step: less is not mentioned
 TOP = 5  # kernels that are named
 SAID = 4  # ranges, or causes of idle time, that are named
-SHOWN = 60  # characters of a name
 MOST_WORK = 0.9  # of all of it: a range that holds so much is no phase
 RATE_BYTES = 1e8  # moved by generated kernels: of less a rate says nothing, it fits into caches
 BOUNDS = {
@@ -42,7 +41,6 @@ BOUNDS = {
     "unnamed": "host-bound",
     "launch": "launch-bound",
 }
-MIN_KNOWN = 0.5  # of the operations: where fewer launches are known, nobody knows whether they are early
 
 
 @dataclass
@@ -315,7 +313,7 @@ def _listed(found: pd.Series, between: str = ", ") -> str:
 
 
 def _families(one: Device) -> Line:
-    found = one.summed(one.operations, "family").rename(index=str)
+    found = one.summed(one.operations, "family").rename(index=str).rename({MATMUL: "matmul"})
     values = {f"{name}_ms": value for name, value in found.items()}
     if len(found) > 5:
         found = pd.concat([found.head(5), pd.Series({"rest": found.iloc[5:].sum()})])
@@ -354,7 +352,8 @@ def _leading(one: Device) -> list[Line]:
     leading = one.leading_kernels
     if len(leading) < 2:
         return []
-    leading = leading[leading["part_ms"] >= WORTH * leading["part_ms"].sum()].nlargest(SAID, "part_ms")
+    leading = leading[leading["part_ms"] >= WORTH * leading["part_ms"].sum()]
+    leading = leading[leading["part_ms"].rank(ascending=False, method="first") <= SAID]
     lines = []
     for row in leading.to_dict("records"):
         also = [part for part in leading.loc[leading["name"] == row["name"], "part"] if part != row["part"]]
@@ -366,7 +365,7 @@ def _leading(one: Device) -> list[Line]:
 
 
 def _short(name: object) -> str:
-    return clean(short_names([str(name)], SHOWN)[str(name)])
+    return clean(shortened(str(name)))
 
 
 def _count(value: float) -> str:
@@ -428,7 +427,7 @@ def _causes(one: Device, causes: pd.DataFrame) -> Line:
     shown = causes[causes["ms"] >= max(WORTH * one.median["wall"], 0.05 * one.median["idle"])]
     if shown.empty or one.unseen_graphs or set(shown["cause"]) <= {"launch", "unknown"}:
         return Line("idle time", "")
-    parts = [f"{_cause(row)} {number(row['ms'], 'ms')}" for _, row in shown.head(SAID).iterrows()]
+    parts = [f"{_cause(row)}: {number(row['ms'], 'ms')}" for _, row in shown.head(SAID).iterrows()]
     return Line("idle time", " | ".join(parts), {"causes": shown.to_dict("records")})
 
 
@@ -459,7 +458,7 @@ def _communication(one: Device) -> Line:
     values = {"communication_ms": total, "exposed_ms": exposed, **parts._asdict()}
     text = f"{number(total, 'ms')}, {number(1 - exposed / total, '%')} hidden"
     if exposed:
-        text += ", as it runs on the compute stream" * (on_compute_stream(one) and exposed > 0.5 * total)
+        text += ", as it runs on the compute stream" * bool(on_compute_stream(one) and exposed > 0.5 * total)
         kinds = one.exposed(
             one.running["name"].astype(str).where(communicates).map(collective, na_action="ignore")
         )
@@ -508,6 +507,8 @@ def _generated(one: Device) -> Line:
 def _advice(one: Device, causes: pd.DataFrame) -> list[Line]:
     if len(one.operations) < FEW:
         return []
+    if again := capture_again(one):
+        return [Line("to do", again)]
     found = advice(one, causes)
     if not found:
         text = "nothing stands out: what is left is to make kernels faster, beginning with those above"
@@ -537,6 +538,8 @@ def _not_available(one: Device) -> Line:
             else "torch.profiler records shapes with record_shapes=True"
         )
         lacking.append(f"matmul rates ({why})")
+    if (rows["family"] == WHOLE_GRAPH).any():
+        lacking.append("operations within CUDA graphs (nsys profile --cuda-graph-trace=node records them)")
     if 0 < (unknown := int(rows["launch_start_ns"].isna().sum())) < len(rows):
         lacking.append(f"the launches of {_counted(unknown, 'operation')}")
     return Line("not available", ", ".join([*lacking, "clocks", "the step without the profiler"]))
@@ -554,7 +557,7 @@ def _of_sums(table: pd.DataFrame) -> list[Line]:
         }
     ).set_index(name)
     family = (table["total_time_ns"] / 1e6).groupby(families(name.array)).sum().sort_values(ascending=False)
-    found = family.rename(index=str)[family > 0]
+    found = family.rename(index=str)[family > 0].rename({MATMUL: "matmul"})
     text = (
         f"sums of {_counted(table, 'kernel')}, all of the capture; {table['instances'].sum():,} launches"
         f" of {number(total / 1e6, 'ms')}"

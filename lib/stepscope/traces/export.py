@@ -40,6 +40,7 @@ DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
 # A range's name is in its event, or was registered and has an id.
 RANGE_NAME = f"CAST(coalesce(nullif(text, ''), (SELECT value FROM {STRINGS} WHERE id = textId), '') AS TEXT)"
+GRAPH_REPLAY = "[CUDA graph"  # begins the name of a graph that was traced as a whole
 SLOW_LAUNCH_NS = 100_000  # a launch that lasts so long loads a kernel, or waits for room in the queue
 PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
@@ -68,22 +69,29 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
     return attribute(read_export(path))
 
 
-def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Records:
+def read_export(
+    path: Path | str, domains: Sequence[str] | None = DOMAINS, whole_graphs: bool = False
+) -> Records:
     """The records of an export; the ranges of these domains (None: of all).
 
+    Args:
+        whole_graphs: CUDA graphs that were traced as a whole are read as one operation for each replay.
+
     Raises:
-        TraceError: as load_trace.
+        TraceError: as load_trace; graphs were traced as a whole, and whole_graphs is false.
     """
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
-        if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
+        graphs = len(list(_rows(connection, GRAPHS, ["1"])))
+        has_kernels = next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None)
+        if not has_kernels and not (graphs and whole_graphs):
             raise TraceError(
                 f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
                 f" program that runs some{_diagnosis(connection)}"
             )
-        if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
+        if graphs and not whole_graphs:
             raise TraceError(
-                f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
+                f"{path}: {GRAPHS} holds {graphs} CUDA graphs traced as a whole, expected"
                 " their kernels (nsys profile --cuda-graph-trace=node)"
             )
         events, calls = (
@@ -96,10 +104,24 @@ def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Re
                 "correlationId IS NOT NULL",
             ),
         )
-        operations, process = _operations(path, connection)
+        operations, process = _operations(path, connection, bool(graphs))
         launches = calls.result()
         ranges = _ranges(*events.result(), connection, domains, capture_end=launches[3].max(initial=0) + 1)
     return Records(str(path), operations, process, launches, ranges)
+
+
+def graph_launches(path: Path | str) -> np.ndarray:
+    """The calls that launched CUDA graphs, (3, n): key of the thread, correlation id, start in ns; none where
+    the export names no calls."""
+    with _reading(path) as connection:
+        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({LAUNCHES})")}
+        ids = dict(_rows(connection, STRINGS, ["id", "value"], "value LIKE '%GraphLaunch%'"))
+        if "nameId" not in columns or not ids:
+            return np.zeros((3, 0), np.int64)
+        wanted = f"nameId IN ({', '.join(map(str, ids))}) AND correlationId IS NOT NULL"
+        rows = _rows(connection, LAUNCHES, ["globalTid", "correlationId", "start"], wanted)
+        found = [row for row in rows if all(isinstance(value, int) for value in row)]
+    return np.array(found, np.int64).reshape(-1, 3).T
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
@@ -269,7 +291,9 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
     return np.stack(list(values.values()))
 
 
-def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.DataFrame, np.ndarray]:
+def _operations(
+    path: Path | str, connection: sqlite3.Connection, whole_graphs: bool
+) -> tuple[pd.DataFrame, np.ndarray]:
     """load_trace's operations, with what their own records tell; and the globalPid of each."""
     name_ids = {"kernel": "demangledName", "memcpy": "copyKind", "memset": "0"}
     copies = {i: f"[CUDA memcpy {label}]" for i, label in _rows(connection, COPY_KINDS, ["id", "label"])}
@@ -286,6 +310,8 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
         texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
         found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
+    if whole_graphs:
+        found.append(_graph_replays(path, connection, names))
     parts = np.concatenate(found, axis=1)
     parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
     kinds, name_codes, row, start, end, device, stream, correlation, process, size = parts
@@ -304,6 +330,18 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
             "bytes": size,
         }
     ), process
+
+
+def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict[str, int]) -> np.ndarray:
+    """CUDA graphs that were traced as a whole, as rows of _operations: kernels that are named for their
+    graph."""
+    columns = {row[1] for row in connection.execute(f"PRAGMA table_info({GRAPHS})")}
+    lacking = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
+    wanted = [name if name in columns else f"{lacking[name]} AS {name}" for name in (*_OPERATION, "graphId")]
+    *values, graph = _integers(path, GRAPHS, ["rowid AS row", *wanted])
+    texts = [f"{GRAPH_REPLAY} {i}]" if i >= 0 else f"{GRAPH_REPLAY}]" for i in graph.tolist()]
+    codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
+    return np.stack([np.zeros(len(graph), np.int64), codes, *values, np.full(len(graph), -1)])
 
 
 def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
