@@ -20,10 +20,11 @@ from stepscope.captures import files
 from stepscope.captures.account import Device, devices
 from stepscope.captures.advice import advice
 from stepscope.captures.capture import load_capture
-from stepscope.captures.range_names import phase_of
 from stepscope.captures.causes import pauses, waits
-from stepscope.captures.verdict import phases_of, profile, rendered
-from stepscope.traces.attribution import OUTSIDE, TraceError
+from stepscope.captures.lines import rendered
+from stepscope.captures.range_names import phase_of
+from stepscope.captures.verdict import phases_of, profile
+from stepscope.traces.attribution import LATEST, OUTSIDE, TraceError
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 OTHERS = sorted(
@@ -355,7 +356,7 @@ def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
     path = written(tmp_path / "a.json", user_ranges(phases=False))
     text = profile_text(path, step="measurement step")
     assert (
-        "phase          none found; in ranges of other names (--phase forward=NAME says what they are): 'Vorwärts' 0.0200, 'eval' 0.0100 ms"
+        "phase          none found; in other ranges (--phase forward=NAME assigns one): 'Vorwärts' 0.0200, 'eval' 0.0100 ms"
         in text
     )
     text = profile_text(path, step="measurement step", phases={"Vorwärts": "forward", "eval": "loss"})
@@ -374,18 +375,18 @@ def test_a_gpu_that_waits_is_launch_bound(tmp_path):
     late = text(lambda number: 100 * number, lambda number: 100 * number + 5)
     assert "on GPU         0.910 ms: compute 0.100, idle 0.810 ms" in late
     assert (
-        "launch-bound   the GPU waits 0.810 ms (89%) for launches, 10 operations; longest gap 90.0 µs before"
+        "launch-bound   the GPU is idle for 0.810 ms (89%), waiting for launches; 10 operations; longest gap 90.0 µs, before"
         in late
     )
     early = text(lambda number: number, lambda number: 1000 + 10.4 * number)
     assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in early
     apart = text(lambda number: number, lambda number: 1000 + 20 * number)
     assert (
-        "idle           47%, though launches are early: the host is 1.08 ms ahead, longest gap 10.0 µs"
+        "idle           47%, although work is launched in time: the host is 1.08 ms ahead, longest gap 10.0 µs"
         in apart
     )
     both = text(lambda number: min(100 * number, 803), lambda number: 100 * number + 205 * (number == 9) + 5)
-    assert "longest gap 90.0 µs before" in both  # the GPU's own pause of 295 µs is not the host's
+    assert "longest gap 90.0 µs, before" in both  # the GPU's own pause of 295 µs is not the host's
 
 
 def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
@@ -463,7 +464,7 @@ def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_pat
         "fp32": pytest.approx(98.95, rel=1e-3)
     }  # a tenth of bf16's on the data sheet
     # by their FLOPs the matmuls take 0.1 ms at bf16's rate; the second generated kernel 0.01 ms at the first one's
-    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")][:2] == [0.9, 0.09]
+    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))][:2] == [0.9, 0.09]
 
 
 @pytest.mark.parametrize(
@@ -498,7 +499,7 @@ def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_f
     assert "75% hidden" in line(path, "communication")
     one = next(devices(load_capture(path)))
     # of the second kernel's 0.05 ms communication runs beside 0.015: so much would not leave the step
-    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")] == [0.035, 0.005]
+    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))] == [0.035, 0.005]
 
 
 def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu(tmp_path):
@@ -516,7 +517,7 @@ def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu
         for at, name in enumerate(names)
         for one in launched(name, at, 100 * at + 50, 70 - 10 * at, at + 1)
     ]
-    assert line(written(tmp_path / "a.json", events), "family").endswith("| rest 0.0300 ms")
+    assert line(written(tmp_path / "a.json", events), "category").endswith("| rest 0.0300 ms")
     other = [
         event("cuda_runtime", "cudaLaunchKernel", 20, 2, correlation=9),
         event("kernel", ADD, 50, 900, 7, correlation=9, device=1, stream=7),
@@ -546,7 +547,7 @@ def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):
     assert found.operations["launch_start_ns"].isna().tolist() == [False, True, False] and not found.left_out
     assert found.operations["device"].tolist() == [0, 2, 0]
     text = profile_text(tmp_path / "a.json", device=2)
-    assert text.startswith("2 GPUs, details of GPU 2; no steps found") and "bound          not told" in text
+    assert text.startswith("2 GPUs, details of GPU 2; no steps found") and "bound          unknown" in text
     with pytest.raises(TraceError, match="has no work of GPU 1, expected one of 0, 2"):
         profile_text(tmp_path / "a.json", device=1)
 
@@ -564,7 +565,7 @@ def test_nsys_captures_are_read_with_ranges_of_every_domain(tmp_path, zipped):
     assert sums["sum"].sum() == 18_266_582 + 153_023 + 3_680
     text = profile_text(path)
     assert (
-        "5 steps (step); 1,380 operations" in text and "matmul rates (torch.profiler's record_shapes" in text
+        "5 steps (step); 1,380 operations" in text and "matmul rates (torch.profiler records shapes" in text
     )
 
 
@@ -592,7 +593,7 @@ def test_other_peoples_captures_add_up_and_have_families(path):
         assert whole == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-9)
     other = found.operations.loc[found.operations["family"] == "other", "duration_ns"].sum()
     assert other <= 0.01 * found.operations["duration_ns"].sum()
-    assert "not told" in profile_text(path)
+    assert "not available" in profile_text(path)
 
 
 # What is refused
@@ -770,12 +771,15 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0")
         connection.commit()
     text = profile_text(path)
-    assert text.startswith("2 GPUs, details of GPU 0, process 7; 2 steps") and "\nGPU 0, process 8" in text
+    assert (
+        text.startswith("2 processes, details of GPU 0 (process 7); 2 steps")
+        and "\nGPU 0 (process 8)" in text
+    )
     assert set(rows["phase"]) == {OUTSIDE}
 
 
 def test_of_few_operations_no_bound_is_told(tmp_path):
-    assert "not told: too little to judge by" in profile_text(
+    assert "unknown: too little to judge by" in profile_text(
         written(tmp_path / "a.json", launched(ADD, 0, 5, 10, 1))
     )
 
@@ -977,13 +981,22 @@ def test_windows_and_accounts_are_what_plain_counting_says(tmp_path, seed):
                 default=-1,
             )
             begins.append(max([min(first, max(hosts.at[step, "start_ns"], done)), *begins]))
-        last = firsts[-1][1]
-        end = max(
-            row["end"]
-            for row in rows
-            if row["step"] == last and (row["kind"] != "memcpy" or row["stream"] == one.stream)
-        )
-        windows = [*zip(begins, [*begins[1:], max(end, hosts.at[last, "end_ns"])])]
+
+        def own_end(step: int) -> int:
+            last = max(
+                row["end"]
+                for row in rows
+                if row["step"] == step and (row["kind"] != "memcpy" or row["stream"] == one.stream)
+            )
+            return max(last, hosts.at[step, "end_ns"])
+
+        windows = []
+        for place, (_, step) in enumerate(firsts):
+            following = firsts[place + 1][1] if place + 1 < len(firsts) else None
+            end = begins[place + 1] if following is not None else own_end(step)
+            if following != step + 1:  # what follows has no operations on this GPU
+                end = min(end, own_end(step))
+            windows.append((begins[place], max(begins[place], end)))
         assert (one.windows // 1000).tolist() == [[*window] for window in windows]
         accounts = []
         for begin, end in windows:
@@ -1020,7 +1033,7 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
                         ended,
                         began == window[0],
                         after["begin"] if after else -1,
-                        after is None or after["called"] > began,
+                        after["called"] if after else LATEST // 1000,
                     )
                 )
         found = one.gaps
@@ -1028,7 +1041,13 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
             one.placed["start_ns"].iloc[place] // 1000 if place >= 0 else -1 for place in found["next"]
         ]
         assert [
-            *zip(found["begin"] // 1000, found["end"] // 1000, found["head"], following, found["late"])
+            *zip(
+                found["begin"] // 1000,
+                found["end"] // 1000,
+                found["head"],
+                following,
+                found["returned"] // 1000,
+            )
         ] == gaps
         of_step = [
             row

@@ -20,7 +20,8 @@ from stepscope.captures.account import devices
 from stepscope.captures.advice import _of_waits, advice, unfused_attention
 from stepscope.captures.capture import load_capture
 from stepscope.captures.causes import pauses, waits
-from stepscope.captures.verdict import BOUNDS, FORMATS, _bound, profile, rendered
+from stepscope.captures.lines import FORMATS, rendered
+from stepscope.captures.verdict import BOUNDS, _bound, profile
 from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.families import families

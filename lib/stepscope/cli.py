@@ -499,28 +499,30 @@ def profile(
         ),
     ],
     step: Annotated[
-        str | None, typer.Option(help="The name of the ranges that are steps, without numbers.")
+        str | None, typer.Option(help="Name of the ranges that are steps, without numbers.")
     ] = None,
     phase: Annotated[
         list[str] | None,
         typer.Option(
-            help="A phase and the name of its ranges, as forward=NAME, or a pattern, as forward=*(F); may be said"
-            " again."
+            help="A phase and the name of its ranges (forward=NAME), or a pattern (forward=*(F)); may be given"
+            " several times."
         ),
     ] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Where the operations go, one a line.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="File to write all operations to, one per line.")] = None,
     form: Annotated[
-        str, typer.Option("--format", metavar="text|json|markdown", help="How it is said.")
+        str, typer.Option("--format", metavar="text|json|markdown", help="Output format.")
     ] = "text",
 ) -> None:
-    """Say what a capture tells: a step on the GPU, its kernels, why it waits, communication, and what to do.
+    """Summarize a profiler capture: where the GPU time of a step goes, why the GPU is idle, and what to optimize
+    first.
 
-    Exit status: 0 it is told, 2 the file cannot be read as a capture.
+    Exit status: 0 on success, 2 where the file cannot be read as a capture.
     """
     if console.is_terminal and file.is_file():  # before what takes long is imported
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
-    from stepscope.captures.verdict import FORMATS, phases_of, rendered
+    from stepscope.captures.lines import FORMATS, rendered
+    from stepscope.captures.verdict import phases_of
     from stepscope.captures.verdict import profile as profiled
 
     if form not in FORMATS:

@@ -261,9 +261,11 @@ class Device:
     @cached_property
     def unseen_graphs(self) -> int:
         """How many CUDA graphs of this process were launched in the windows, none of whose operations is in
-        the capture, so that what looks idle may be their work."""
+        the capture, so that what looks idle may be their work; all, where there are no steps."""
         graphs = self.capture.unseen_graphs
         start = graphs.loc[graphs["process"] == self.process, "start_ns"]
+        if not self.has_steps:
+            return len(start)
         return int(((start >= self.windows[0, 0]) & (start < self.windows[-1, 1])).sum())
 
     @cached_property

@@ -28,6 +28,7 @@ SYNCHRONIZES = re.compile(
 LONG_NS = 200_000  # between two launches a host that launches takes less
 START_NS = 10_000  # a GPU that is idle starts an operation within this time after its launch
 MAX_EXPLAINED = 2_000  # gaps, the longest; in the rest the host launches
+MAX_PARTS = 4  # events that explain one gap together
 # Frames and operators that say nothing of what a program does.
 LIBRARY = re.compile(
     r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
@@ -52,11 +53,16 @@ def pauses(one: Device) -> pd.DataFrame:
     gaps.loc[long, "where"] = one.placed["name"].iloc[gaps.loc[long, "next"]].astype(str).to_numpy()
     host = one.capture.host
     host = host[host["process"] == one.process]
-    late = gaps[gaps["cause"] == "launch"].nlargest(MAX_EXPLAINED, "ms").sort_values("begin").index
-    if len(late):
-        host = host.sort_values(["thread", "start_ns"]).reset_index(drop=True)
-        _explain(one, gaps, late, host)
-    return gaps[COLUMNS]
+    host = host.sort_values(["thread", "start_ns"]).reset_index(drop=True)
+    late = gaps[gaps["cause"] == "launch"].nlargest(MAX_EXPLAINED, "ms").sort_values("begin")
+    found = [gaps.drop(index=late.index)]
+    for _ in range(MAX_PARTS):
+        if late.empty:
+            break
+        explained, late = _explain(one, late, host)
+        found.append(explained)
+    gaps = pd.concat([*found, late]).sort_values(["begin", "end"], ignore_index=True)
+    return gaps.assign(ms=(gaps["end"] - gaps["begin"]) / 1e6)[COLUMNS]
 
 
 def _split(gaps: pd.DataFrame) -> pd.DataFrame:
@@ -73,15 +79,19 @@ def _split(gaps: pd.DataFrame) -> pd.DataFrame:
     return parts.assign(ms=(parts["end"] - parts["begin"]) / 1e6, call="", where="", event=-1)
 
 
-def _explain(one: Device, gaps: pd.DataFrame, late: pd.Index, host: pd.DataFrame) -> None:
-    """Set the cause of gaps that end with a late launch, in their order, by what the host did."""
+def _explain(one: Device, late: pd.DataFrame, host: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Set the cause of gaps that end with a late launch, in their order, by what the host did.
+
+    Returns:
+        the gaps, cut to what explains them; and the rest of those that were cut, with the cause launch.
+    """
     rows = one.placed
-    following = gaps.loc[late, "next"].to_numpy()
+    following = late["next"].to_numpy()
     thread = np.append(rows["thread"].to_numpy(), -1)[following]
     main = rows.loc[rows["thread"] >= 0, "thread"].mode()
     thread = np.where(thread < 0, main.iloc[0] if len(main) else -1, thread)
-    begin, end = (gaps.loc[late, name].to_numpy("int64") for name in ("begin", "end"))
-    end = np.maximum(begin + 1, np.minimum(end, gaps.loc[late, "returned"].to_numpy("int64")))
+    begin, end = (late[name].to_numpy("int64") for name in ("begin", "end"))
+    end = np.maximum(begin + 1, np.minimum(end, late["returned"].to_numpy("int64")))
     events, parents = _longest(host, thread, begin, end)
     calls = _last_sync(host, thread, begin)
     starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
@@ -89,7 +99,7 @@ def _explain(one: Device, gaps: pd.DataFrame, late: pd.Index, host: pd.DataFrame
     left: dict[int, int] = {}  # of a synchronizing call, the ns by which the host would be ahead without it
     launches_nothing = _launch_nothing(one, host)
     silent = _silent(one, thread, begin, end)
-    found = []
+    found: list[tuple[str, str, str, int]] = []
     for event, call, length, without_launch in zip(
         events.tolist(), calls.tolist(), (end - begin).tolist(), silent.tolist()
     ):
@@ -117,8 +127,23 @@ def _explain(one: Device, gaps: pd.DataFrame, late: pd.Index, host: pd.DataFrame
             launches = event >= 0 and kind == "operator" and not _generic(one, kind, name)
             cause = "unnamed" if without_launch and not launches else "launch"
             found.append((cause, "", _where(one, host, event, parents), -1))
-    gaps.loc[late, ["cause", "call", "where", "event"]] = np.array(found, object)
-    gaps["event"] = gaps["event"].astype(int)
+    causes = pd.DataFrame(found, columns=["cause", "call", "where", "event"], index=late.index)
+    return _cut(late.assign(**causes), starts, ends)
+
+
+def _cut(gaps: pd.DataFrame, starts: np.ndarray, ends: np.ndarray) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Cut gaps to the event that explains them, where some time before or after it is left."""
+    begin, end = (gaps[name].to_numpy("int64") for name in ("begin", "end"))
+    event = gaps["event"].to_numpy()
+    lasts = gaps["cause"].isin(["call", "host"]).to_numpy()
+    first = np.where(lasts, np.append(starts, 0)[event], begin)
+    last = np.where(lasts, np.append(ends, 0)[event], end)
+    first = np.where(first - begin >= START_NS, first, begin)
+    last = np.where(end - last >= START_NS, last, end)
+    unexplained = {"cause": "launch", "call": "", "where": "", "event": -1}
+    earlier = gaps.assign(end=first, returned=first, **unexplained)[first > begin]
+    later = gaps.assign(begin=last, **unexplained)[last < end]
+    return gaps.assign(begin=first, end=last), pd.concat([earlier, later]).sort_values("begin")
 
 
 def _silent(one: Device, thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -151,7 +151,8 @@ def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 
 def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
     """Return the error that there is no such range; it lists those there are, the longest first."""
-    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE.search)]
+    is_step = matching(ranges["name"], PROFILER_STEP.search)
+    rows = ranges[is_step | ~matching(ranges["name"], OPERATOR_RANGE.search)]
     summed = (
         rows.assign(time=rows["end_ns"] - rows["start_ns"])
         .groupby("plain")

@@ -1,17 +1,13 @@
 """What anybody's capture says: a line a fact, with its numbers. ``stepscope profile FILE`` prints it."""
 
-import json
-import textwrap
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from stepscope.captures.account import COMMUNICATION, Device, covered, devices
-from stepscope.captures.advice import MIN_KNOWN, SHOWN, WORTH, advice, capture_again, shortened
+from stepscope.captures.advice import MIN_KNOWN, SHOWN, WORTH, advice, capture_again
 from stepscope.captures.capture import WHOLE_GRAPH, Capture, load_capture_or_sums
 from stepscope.captures.causes import HOST_CAUSES, pauses, waits
 from stepscope.captures.communication import (
@@ -20,20 +16,24 @@ from stepscope.captures.communication import (
     exposed_communication,
     on_compute_stream,
 )
-from stepscope.files import one_line
-from stepscope.report.tables import MOST_TEXT, digits, escape, number
+from stepscope.captures.kernel_summary import (
+    categories_line,
+    generated_line,
+    kernel_lines,
+    leading_lines,
+    lines_of_sums,
+    matmul_line,
+    phases_line,
+)
+from stepscope.captures.lines import Line, clean, count_text, counted, listed, short
+from stepscope.report.tables import digits, number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import OUTSIDE, TraceError
-from stepscope.traces.families import MATMUL, families
-from stepscope.traces.kernel_names import short_names
+from stepscope.traces.families import MATMUL
 
-FORMATS = ("text", "json", "markdown")
-FEW = 5  # operations: too few to judge what bounds them
-SEEN = 0.0005  # of the step: less is not mentioned
-TOP = 5  # kernels that are named
-SAID = 4  # ranges, or causes of idle time, that are named
-MOST_WORK = 0.9  # of all of it: a range that holds so much is no phase
-RATE_BYTES = 1e8  # moved by generated kernels: of less a rate says nothing, it fits into caches
+MIN_OPS_TO_JUDGE = 5  # operations: too few to judge what bounds them
+MIN_SHARE_SHOWN = 0.0005  # of the step: less is not mentioned
+MAX_NAMED = 4  # outliers, or causes of idle time, that are named
 BOUNDS = {
     "sync": "sync-bound",
     "call": "host-bound",
@@ -41,15 +41,6 @@ BOUNDS = {
     "unnamed": "host-bound",
     "launch": "launch-bound",
 }
-
-
-@dataclass
-class Line:
-    """One fact: a label, a text in words, and its numbers with their units at the ends of their names."""
-
-    label: str
-    text: str
-    values: dict[str, Any] = field(default_factory=dict)
 
 
 def profile(
@@ -73,7 +64,7 @@ def profile(
     capture = load_capture_or_sums(path, step, phases)
     if csv is not None:
         (capture.operations if isinstance(capture, Capture) else capture).to_csv(csv, index=False)
-    return lines_of(capture, device) if isinstance(capture, Capture) else _of_sums(capture)
+    return lines_of(capture, device) if isinstance(capture, Capture) else lines_of_sums(capture)
 
 
 def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
@@ -97,46 +88,19 @@ def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
         *accounts,
         _outliers(most),
         _start(most, found),
-        _phases(most),
-        _families(most),
-        *_top(most.kernels),
-        *_leading(most),
+        phases_line(most),
+        categories_line(most),
+        *kernel_lines(most.kernels),
+        *leading_lines(most),
         _bound(most, found, causes),
         _causes(most, causes),
         _communication(most),
-        _matmuls(most),
-        _generated(most),
+        matmul_line(most),
+        generated_line(most),
         *_advice(most, causes),
         _not_available(most),
     ]
     return [line for line in lines if line.text]
-
-
-def rendered(lines: Sequence[Line], how: str = "text") -> str:
-    """The lines as text, markdown or JSON, which say the same.
-
-    Raises:
-        TraceError: there is no such format.
-    """
-    if how == "json":
-        told = [{"label": line.label, "text": line.text, **line.values} for line in lines]
-        return json.dumps({"lines": told}, ensure_ascii=False, indent=1, default=float)
-    if how == "markdown":
-        label, found = "", []
-        for line in lines[1:]:
-            label = line.label or label
-            found.append(f"* **{escape(label)}**: {escape_all(line.text)}")
-        return "\n".join([escape_all(lines[0].text), "", *found])
-    if how != "text":
-        raise TraceError(f"--format: got {clean(how)!r}, expected one of {', '.join(FORMATS)}")
-    return "\n".join([lines[0].text, *(f"{line.label:<14} {line.text}" for line in lines[1:])])
-
-
-def escape_all(text: str) -> str:
-    """A line's text as markdown, however long it is. It never begins a line of it, so no number makes a
-    list."""
-    parts = textwrap.wrap(text, MOST_TEXT - 2, break_on_hyphens=False)
-    return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
 def phases_of(said: Sequence[str]) -> dict[str, str] | None:
@@ -172,7 +136,7 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
     start, end = one.windows[0, 0], one.windows[-1, 1]
     starts = one.placed["start_ns"]
     operations = int(((starts >= start) & (starts < end)).sum())
-    text = "; ".join([", ".join(parts), _steps(one), _counted(operations, "operation")])
+    text = "; ".join([", ".join(parts), _steps(one), counted(operations, "operation")])
     for rows, where in (
         (one.before[~one.before["warm_up"]], "launched before"),
         (one.before[one.before["warm_up"]], "launched in a warm-up"),
@@ -202,7 +166,7 @@ def _steps(one: Device) -> str:
     if not count:
         return "no steps found: the whole capture counts as one"
     from_to = " to ".join(dict.fromkeys(clean(name) for name in (names[0], names[-1])))
-    text = f"{_counted(count, 'step')} ({from_to})"
+    text = f"{counted(count, 'step')} ({from_to})"
     if one.empty_steps == count:
         text += ", but no operation's launch is in one of them"
     elif one.empty_steps:
@@ -210,22 +174,17 @@ def _steps(one: Device) -> str:
     return text if one.has_steps else f"{text}: the whole capture counts as one"
 
 
-def _counted(things: Sized | int, word: str) -> str:
-    count = things if isinstance(things, int) else len(things)
-    return f"{count:,} {word}{'s' * (count != 1)}"
-
-
 def _account(label: str, one: Device) -> Line:
     walls, median = one.accounts["wall"], one.median
     each = " ".join(digits(wall, "ms") for wall in walls.head(8)) + " ..." * (len(walls) > 8)
-    shown = (median >= SEEN * median["wall"]) | median.index.isin(["compute", "idle"])
+    shown = (median >= MIN_SHARE_SHOWN * median["wall"]) | median.index.isin(["compute", "idle"])
     several = f" (median of {each})" * (len(walls) > 1)
     parts = median[shown].drop("wall")
     if one.unseen_graphs:
         parts = parts.rename({"idle": "unknown"})
     return Line(
         label if one.has_steps else label.removeprefix("step "),
-        f"{number(median['wall'], 'ms')}{several}: {_listed(parts)}",
+        f"{number(median['wall'], 'ms')}{several}: {listed(parts)}",
         {
             **{f"{name.replace(' ', '_')}_ms": value for name, value in median.items()},
             "steps_ms": walls.tolist(),
@@ -236,12 +195,12 @@ def _account(label: str, one: Device) -> Line:
 def _outliers(one: Device) -> Line:
     """The steps that are far from the median one, and what makes them so."""
     found = []
-    for place in one.outliers[:SAID]:
+    for place in one.outliers[:MAX_NAMED]:
         more = (one.accounts.iloc[place] - one.median).drop("wall")
         part = str(more.abs().idxmax())
         wall = number(one.accounts["wall"].iloc[place], "ms")
         found.append(f"{clean(one.step_names[place])} {wall} ({part} {more[part]:+.3g} ms)")
-    more_text = f" and {len(one.outliers) - SAID} more" * (len(one.outliers) > SAID)
+    more_text = f" and {len(one.outliers) - MAX_NAMED} more" * (len(one.outliers) > MAX_NAMED)
     return Line("outliers", ", ".join(found) + more_text, {"count": len(one.outliers)})
 
 
@@ -258,7 +217,7 @@ def _start(one: Device, found: pd.DataFrame) -> Line:
         lasted = number(early["duration_ns"].max() / 1e6, "ms") if len(early) else ""
         if len(early) and early["duration_ns"].max() / 1e6 > 0.5 * one.started_ms:
             longest = str(early["name"].loc[early["duration_ns"].idxmax()])
-            text += f"; for {lasted} of it {_short(longest)} waits for other GPUs to arrive"
+            text += f"; for {lasted} of it {short(longest)} waits for other GPUs to arrive"
         return Line("start-up", text, {"started_ms": one.started_ms})
     head = found[found["head"] & (found["ms"] > 0) & found["cause"].isin(HOST_CAUSES)]
     ms = head["ms"].sum() / len(one.middle)
@@ -274,105 +233,6 @@ def _start(one: Device, found: pd.DataFrame) -> Line:
     )
 
 
-def _phases(one: Device) -> Line:
-    rows = one.operations
-    found = one.summed(rows, "phase").sort_index()
-    least = WORTH * found.sum()
-    told = found.drop(OUTSIDE, errors="ignore")
-    text = _listed(told, " | ") or "none found"
-    if len(told):
-        overlap = found.sum() - one.a_step(covered(one.running))
-        if overlap > SEEN * found.sum():
-            text += f" (kernel sums; {number(overlap, 'ms')} overlap)"
-        text += ", from autograd's ranges" * one.capture.autograd
-        if found.get(OUTSIDE, 0.0) > least:
-            text += f"; outside {number(found[OUTSIDE], 'ms')}"
-    if hints := _ranges(one, least):
-        text += f"; in other ranges (--phase forward=NAME assigns one): {hints}"
-    return Line("phase", text, {f"{name}_ms": value for name, value in found.items()})
-
-
-def _ranges(one: Device, least: float) -> str:
-    """The ranges of no phase that hold work, not only communication: outer ones, or, where one of them holds
-    nearly all of it, the ones within."""
-    rows = one.operations[(one.operations["phase"] == OUTSIDE) & (one.operations["part"] != COMMUNICATION)]
-    for column in ("range", "inner_range"):
-        found = one.summed(rows[rows[column] != ""], column)
-        found = found[found >= least]
-        if found.max() < MOST_WORK * one.a_step(rows["duration_ns"].sum()):
-            break
-    else:
-        return ""
-    return _listed(found.head(SAID).rename(index=lambda name: f"{name[: SHOWN - 2]!r}"))
-
-
-def _listed(found: pd.Series, between: str = ", ") -> str:
-    """Names and their ms, "matmul 27.2 | attention 5.20 ms"; empty of none."""
-    text = between.join(f"{clean(name)} {digits(value, 'ms')}" for name, value in found.items())
-    return f"{text} ms" if text else ""
-
-
-def _families(one: Device) -> Line:
-    found = one.summed(one.operations, "family").rename(index=str).rename({MATMUL: "matmul"})
-    values = {f"{name}_ms": value for name, value in found.items()}
-    if len(found) > 5:
-        found = pd.concat([found.head(5), pd.Series({"rest": found.iloc[5:].sum()})])
-    return Line("category", _listed(found, " | "), values)
-
-
-def _top(kernels: pd.DataFrame) -> list[Line]:
-    """The kernels (and copies) with the most time, a line each: count, ms, share of all operations' time, and
-    how long one takes."""
-    top = kernels.head(TOP)
-    shown = short_names([str(name) for name in top.index], SHOWN)
-    lines = []
-    for place, (name, row) in enumerate(top.iterrows()):
-        times = f"{_count(row['count'])} x {clean(shown[str(name)])}: {number(row['ms'], 'ms')}"
-        values = {"kernel": str(name), **row.to_dict()}
-        text = f"{times} ({number(row['share'], '%')}){_each(row)}"
-        lines.append(Line("" if place else "kernels", text, values))
-    return lines
-
-
-def _each(row: pd.Series) -> str:
-    """How long one of a kernel's operations takes: the median, the shortest and the longest; "" for one
-    operation a step, or where the times are not known."""
-    shortest, longest = row.get("shortest_ms", np.nan), row.get("longest_ms", np.nan)
-    if row["count"] <= 1 or not np.isfinite(longest):
-        return ""
-    median = digits(row["median_ms"], "ms")
-    if digits(shortest, "ms") == digits(longest, "ms"):
-        return f", each {median} ms"
-    return f", each {median} ms ({digits(shortest, 'ms')} to {digits(longest, 'ms')})"
-
-
-def _leading(one: Device) -> list[Line]:
-    """The kernel with the most time in each phase, or range: how often it is launched there, and where else
-    it leads."""
-    leading = one.leading_kernels
-    if len(leading) < 2:
-        return []
-    leading = leading[leading["part_ms"] >= WORTH * leading["part_ms"].sum()]
-    leading = leading[leading["part_ms"].rank(ascending=False, method="first") <= SAID]
-    lines = []
-    for row in leading.to_dict("records"):
-        also = [part for part in leading.loc[leading["name"] == row["name"], "part"] if part != row["part"]]
-        times = f"{_count(row['count'])} x {_short(row['name'])}: {number(row['ms'], 'ms')}"
-        text = f"{clean(row['part'])}: {times} ({number(row['share'], '%')} of its kernels)"
-        text += f", leads in {clean(' and '.join(also))} too" * bool(also)
-        lines.append(Line("" if lines else "leading", text, {**row, "also": also}))
-    return lines
-
-
-def _short(name: object) -> str:
-    return clean(shortened(str(name)))
-
-
-def _count(value: float) -> str:
-    """A count a step, of which two steps may have different ones."""
-    return digits(value, "n" if value == round(value) or value >= 100 else "")
-
-
 def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
     """What limits the step: its GPU, or the host, and what the host does."""
     known = one.operations["launch_start_ns"].notna().sum()
@@ -381,16 +241,16 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
     if one.unseen_graphs:
         return Line(
             "bound",
-            f"unknown: {_counted(one.unseen_graphs, 'CUDA graph launch').replace('launchs', 'launches')} in"
+            f"unknown: {counted(one.unseen_graphs, 'CUDA graph launch').replace('launchs', 'launches')} in"
             " these steps left no operations in the capture, so the GPU may be busy when it looks idle",
             {"unseen_graphs": one.unseen_graphs},
         )
-    if len(one.operations) < FEW:
-        return Line("bound", f"unknown: too little to judge by, {_counted(one.operations, 'operation')}")
+    if len(one.operations) < MIN_OPS_TO_JUDGE:
+        return Line("bound", f"unknown: too little to judge by, {counted(one.operations, 'operation')}")
     if one.known_launches < MIN_KNOWN:
         return Line(
             "bound",
-            f"unknown: the capture has the launches of only {known:,} of {_counted(one.operations, 'operation')}",
+            f"unknown: the capture has the launches of only {known:,} of {counted(one.operations, 'operation')}",
         )
     wall, idle, gaps = one.median["wall"], one.median["idle"], one.gaps
     late = found[found["cause"].isin(HOST_CAUSES)]
@@ -406,10 +266,10 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
     label = str(host.groupby(host["cause"].map(BOUNDS))["ms"].sum().idxmax())
     worst, each = late.loc[late["ms"].idxmax()], " a step" * one.has_steps
     following = int(worst["next"])
-    before = _short(one.placed["name"].iloc[following]) if following >= 0 else "the end of the step"
+    before = short(one.placed["name"].iloc[following]) if following >= 0 else "the end of the step"
     place = f", in {clean(worst['where'])}" * bool(worst["where"])
     waits_for = "launches" if label == "launch-bound" else "the host"
-    per_step = _count(len(one.operations) / len(one.middle))
+    per_step = count_text(len(one.operations) / len(one.middle))
     return Line(
         label,
         f"the GPU is idle for {number(waiting, 'ms')}{each} ({number(waiting / wall, '%')}), waiting for"
@@ -427,20 +287,20 @@ def _causes(one: Device, causes: pd.DataFrame) -> Line:
     shown = causes[causes["ms"] >= max(WORTH * one.median["wall"], 0.05 * one.median["idle"])]
     if shown.empty or one.unseen_graphs or set(shown["cause"]) <= {"launch", "unknown"}:
         return Line("idle time", "")
-    parts = [f"{_cause(row)}: {number(row['ms'], 'ms')}" for _, row in shown.head(SAID).iterrows()]
+    parts = [f"{_cause(row)}: {number(row['ms'], 'ms')}" for _, row in shown.head(MAX_NAMED).iterrows()]
     return Line("idle time", " | ".join(parts), {"causes": shown.to_dict("records")})
 
 
 def _cause(row: pd.Series) -> str:
     place = f" in {clean(row['where'])}" * bool(row["where"])
     return {
-        "sync": f"the host is late after {_count(row['count'])} x {clean(row['call'])}{place}",
+        "sync": f"the host is late after {count_text(row['count'])} x {clean(row['call'])}{place}",
         "call": f"the host is in {clean(row['call'])}{place}",
         "host": f"the host is{place}",
         "unnamed": f"the host does something that this capture does not name{place}",
         "launch": "the host launches",
         "device": (
-            f"{_short(row['where'])} is launched in time, but waits"
+            f"{short(row['where'])} is launched in time, but waits"
             if row["where"]
             else "between operations that are launched in time"
         ),
@@ -462,7 +322,7 @@ def _communication(one: Device) -> Line:
         kinds = one.exposed(
             one.running["name"].astype(str).where(communicates).map(collective, na_action="ignore")
         )
-        text += f"; exposed: {_listed(kinds[kinds >= 0.05 * exposed])}"
+        text += f"; exposed: {listed(kinds[kinds >= 0.05 * exposed])}"
         phases = one.exposed(one.running["phase"].astype(str).where(communicates))
         if phases.iloc[0] > 0.5 * exposed and phases.index[0] != OUTSIDE:
             share = number(phases.iloc[0] / exposed, "%")
@@ -481,31 +341,12 @@ def _waiting(one: Device, parts: Exposed) -> str:
             f"; its bytes take at least {least} at {speed}; {waiting} is latency and waiting for other GPUs"
         )
     if parts.waiting_ms >= WORTH * one.median["exposed communication"]:
-        return f"; at least {waiting} is waiting for other GPUs ({_short(parts.longest)})"
+        return f"; at least {waiting} is waiting for other GPUs ({short(parts.longest)})"
     return ""
 
 
-def _matmuls(one: Device) -> Line:
-    said = []
-    for dtype, row in one.matmuls[one.matmuls["ms"] >= WORTH * one.matmuls["ms"].sum()].iterrows():
-        most = one.sheet.get(str(dtype), one.sheet.get("bf16") if dtype == "fp16" else None)
-        of = f" ({number(row.tflops / most, '%')} of {most:,.0f})" if most else ""
-        said.append(f"{clean(str(dtype))} {number(row.tflops, 'TFLOP/s')}{of}")
-    rates = {f"{dtype}_tflops": row.tflops for dtype, row in one.matmuls.iterrows()}
-    return Line("matmul", ", ".join(said), rates)
-
-
-def _generated(one: Device) -> Line:
-    made = one.generated.sum()
-    if made["bytes"] < RATE_BYTES:
-        return Line("generated", "")
-    rate, most = made["bytes"] / made["duration_ns"] / 1e3, one.sheet.get("tb_s")
-    of = f" ({number(rate / most, '%')} of {most})" if most else ""
-    return Line("generated", f"{number(rate, 'TB/s')} by argument sizes{of}", {"tb_s": rate})
-
-
 def _advice(one: Device, causes: pd.DataFrame) -> list[Line]:
-    if len(one.operations) < FEW:
+    if len(one.operations) < MIN_OPS_TO_JUDGE:
         return []
     if again := capture_again(one):
         return [Line("to do", again)]
@@ -541,43 +382,5 @@ def _not_available(one: Device) -> Line:
     if (rows["family"] == WHOLE_GRAPH).any():
         lacking.append("operations within CUDA graphs (nsys profile --cuda-graph-trace=node records them)")
     if 0 < (unknown := int(rows["launch_start_ns"].isna().sum())) < len(rows):
-        lacking.append(f"the launches of {_counted(unknown, 'operation')}")
+        lacking.append(f"the launches of {counted(unknown, 'operation')}")
     return Line("not available", ", ".join([*lacking, "clocks", "the step without the profiler"]))
-
-
-def _of_sums(table: pd.DataFrame) -> list[Line]:
-    """Summarize nsys's sums of kernels."""
-    name = table["name"].astype("category")
-    total = table["total_time_ns"].sum()
-    kernels = pd.DataFrame(
-        {
-            "count": table["instances"],
-            "ms": table["total_time_ns"] / 1e6,
-            "share": table["total_time_ns"] / max(1, total),
-        }
-    ).set_index(name)
-    family = (table["total_time_ns"] / 1e6).groupby(families(name.array)).sum().sort_values(ascending=False)
-    found = family.rename(index=str)[family > 0].rename({MATMUL: "matmul"})
-    text = (
-        f"sums of {_counted(table, 'kernel')}, all of the capture; {table['instances'].sum():,} launches"
-        f" of {number(total / 1e6, 'ms')}"
-    )
-    return [
-        Line(
-            "capture",
-            text,
-            {"kernels": len(table), "launches": int(table["instances"].sum()), "kernel_ms": total / 1e6},
-        ),
-        Line("category", _listed(found, " | "), {f"{name}_ms": ms for name, ms in found.items()}),
-        *_top(kernels.sort_values("ms", ascending=False)),
-        Line(
-            "not available",
-            "steps, phases, idle time, copies, exposed communication: nsys's report cuda_gpu_trace or its"
-            " export has them",
-        ),
-    ]
-
-
-def clean(name: object, most: int = SHOWN) -> str:
-    """A name from a file on one line: printable, and not too long."""
-    return one_line(name, most)

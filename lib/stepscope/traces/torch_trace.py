@@ -354,8 +354,8 @@ class _Reader:
     def keep_gpu_range(self, found: dict[str, Any]) -> None:
         """Keep a range as the GPU sees it, if it has times."""
         start, duration = found.get("ts"), found.get("dur")
-        if type(start) in NUMBERS and type(duration) in NUMBERS and 0 <= duration < 1e12 > abs(start) / 1e4:
-            begin = round(start * 1000)
+        if isinstance(start, NUMBERS) and isinstance(duration, NUMBERS) and 0 <= duration < LATEST // 1000:
+            begin = round(start * 1000) if abs(start) < LATEST // 2000 else 0
             self.gpu_ranges.append((str(found.get("name")), begin, begin + round(duration * 1000)))
 
 
