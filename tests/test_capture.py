@@ -132,33 +132,44 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
     assert (rows["launch_start_ns"] < rows["start_ns"]).all()
 
 
-def test_the_text_of_a_trace_and_its_operations_as_csv(training, tmp_path):
-    text = profile_text(training, csv=tmp_path / "operations.csv")
+def test_the_lines_of_a_trace_and_its_operations_as_csv(training, tmp_path):
+    lines = profile(training, csv=tmp_path / "operations.csv")
     table = pd.read_csv(tmp_path / "operations.csv")
     assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
-    assert text.splitlines() == [
-        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4); 8 operations; 1 (0.00500 ms) launched before are left out",
-        # the GPU is empty when a step begins on the host: the first lasts until the second begins there, 100 µs; the second 80
-        "step on GPU    0.0900 ms (median of 0.100 0.0800): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
-        " idle 0.0250 ms",
-        "before         the first operation of a step the GPU waits 0.0100 ms (11%)",
-        "phase          forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms (kernel sums; 0.0100 ms of it overlaps),"
-        " by autograd's ranges",
-        "family         elementwise 0.0300 | communication 0.0200 | matrix multiply 0.0200 | memory 0.00500 ms",
-        "kernels        1 x vectorized_elementwise_kernel<CUDAFunctor_add float>: 0.0300 ms (40%)",
-        f"               1 x {GEMM}: 0.0200 ms (27%)",
-        "               1 x ncclDevKernel_AllReduce_Sum_f32_RING_LL: 0.0200 ms (27%)",
-        "               1 x Memcpy HtoD: 0.00500 ms (6.7%)",
-        "launch-bound   the GPU waits 0.0200 ms a step (22%) for launches, 4 operations a step; longest gap 20.0 µs before"
-        f" {GEMM}",
-        "communication  0.0200 ms, 50% hidden; exposed: all-reduce 0.0100 ms,"
-        " 100% of it launched by the backward",
-        "matmul         bf16 0.00328 TFLOP/s (under 0.001% of 990)",
-        "to do          1. close gaps, by a CUDA graph or fewer launches: at most 0.0250 ms (28%)",
-        "               2. fuse elementwise kernels, copies, norms and softmax (torch.compile): at most 0.0200 ms (22%)",
-        "               3. hide communication behind compute (it runs on compute's own stream: give it one of its own): at most 0.0100 ms (11%)",
-        "not told       other ranks, clocks, the step without profiler",
+    labels = [one.label for one in lines if one.label]
+    assert labels == [
+        "capture",
+        "step on GPU",
+        "before",
+        "phase",
+        "category",
+        "kernels",
+        "leading",
+        "launch-bound",
+        "idle time",
+        "communication",
+        "matmul",
+        "to do",
+        "not available",
     ]
+    told = {one.label: (one.text, one.values) for one in lines if one.label}
+    assert told["capture"][0].startswith("rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4)")
+    assert "left out: 1 launched before (0.00500 ms)" in told["capture"][0]
+    # the GPU is empty when a step begins on the host: the first lasts until the second begins there, 100 µs;
+    # the second 80
+    step = told["step on GPU"][1]
+    assert step["steps_ms"] == [0.1, 0.08] and step["wall_ms"] == pytest.approx(0.09)
+    parts = ("compute", "exposed_copies", "exposed_communication", "idle")
+    assert [step[f"{part}_ms"] for part in parts] == pytest.approx([0.05, 0.005, 0.01, 0.025])
+    assert told["before"][1]["before_ms"] == pytest.approx(0.01)
+    assert "forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms" in told["phase"][0]
+    assert told["launch-bound"][1] == pytest.approx({"waiting_ms": 0.02, "longest_gap_us": 20})
+    assert told["communication"][1]["exposed_ms"] == pytest.approx(0.01)
+    assert "100% of it launched by the backward" in told["communication"][0]
+    assert told["matmul"][0] == "bf16 0.00328 TFLOP/s (under 0.001% of 990)"
+    saved = [one.values["at_most_ms"] for one in lines if "at_most_ms" in one.values]
+    assert saved == pytest.approx([0.02, 0.02, 0.01])
+    assert told["not available"][0].startswith("other ranks, clocks")
 
 
 @pytest.mark.parametrize(

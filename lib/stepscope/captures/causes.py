@@ -56,10 +56,10 @@ def pauses(one: Device) -> pd.DataFrame:
     host = host.sort_values(["thread", "start_ns"]).reset_index(drop=True)
     late = gaps[gaps["cause"] == "launch"].nlargest(MAX_EXPLAINED, "ms").sort_values("begin")
     found = [gaps.drop(index=late.index)]
-    for _ in range(MAX_PARTS):
+    for part in range(MAX_PARTS):
         if late.empty:
             break
-        explained, late = _explain(one, late, host)
+        explained, late = _explain(one, late, host, is_rest=part > 0)
         found.append(explained)
     gaps = pd.concat([*found, late]).sort_values(["begin", "end"], ignore_index=True)
     return gaps.assign(ms=(gaps["end"] - gaps["begin"]) / 1e6)[COLUMNS]
@@ -79,8 +79,13 @@ def _split(gaps: pd.DataFrame) -> pd.DataFrame:
     return parts.assign(ms=(parts["end"] - parts["begin"]) / 1e6, call="", where="", event=-1)
 
 
-def _explain(one: Device, late: pd.DataFrame, host: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+def _explain(
+    one: Device, late: pd.DataFrame, host: pd.DataFrame, is_rest: bool
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Set the cause of gaps that end with a late launch, in their order, by what the host did.
+
+    Args:
+        is_rest: the gaps are what another event left of longer ones, so that no earlier call is their cause.
 
     Returns:
         the gaps, cut to what explains them; and the rest of those that were cut, with the cause launch.
@@ -93,7 +98,7 @@ def _explain(one: Device, late: pd.DataFrame, host: pd.DataFrame) -> tuple[pd.Da
     begin, end = (late[name].to_numpy("int64") for name in ("begin", "end"))
     end = np.maximum(begin + 1, np.minimum(end, late["returned"].to_numpy("int64")))
     events, parents = _longest(host, thread, begin, end)
-    calls = _last_sync(host, thread, begin)
+    calls = np.full(len(late), -1) if is_rest else _last_sync(host, thread, begin)
     starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
     kinds, names = host["kind"].astype(str).tolist(), host["name"].astype(str).tolist()
     left: dict[int, int] = {}  # of a synchronizing call, the ns by which the host would be ahead without it
