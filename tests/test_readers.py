@@ -11,6 +11,7 @@ import pytest
 from bench.traces import MAIN, PROCESS_KEY, write_export
 from stepscope.captures.account import devices
 from stepscope.captures.capture import Capture, load_capture
+from stepscope.captures.verdict import profile
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import read_trace
 
@@ -297,3 +298,43 @@ def test_an_export_that_lacks_a_column_is_refused_without_sql(tmp_path):
     with pytest.raises(TraceError, match="no such column: domainId, expected the sqlite export") as caught:
         load_capture(path)
     assert "SELECT" not in str(caught.value)
+
+
+REPORT = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n100.0,7000000,10,700000.0,gemm\n"
+READ_REPORTS = {
+    "20 kB of output before it": ("step 1 loss 3.14159\n" * 1000 + REPORT).encode(),
+    "UTF-16": REPORT.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("case", READ_REPORTS)
+def test_report_is_read_however_it_was_redirected(tmp_path, case):
+    path = tmp_path / "a.csv"
+    path.write_bytes(READ_REPORTS[case])
+    (first, *_) = profile(path)
+    assert (first.values["kernels"], first.values["launches"], first.values["kernel_ms"]) == (1, 10, 7.0)
+
+
+REFUSED = {
+    "semicolons.csv": (REPORT.replace(",", ";").encode(), "separated by ';'"),
+    "tabs.csv": (REPORT.replace(",", "\t").encode(), "separated by tabs"),
+    "stats.txt": (b" ** CUDA GPU Kernel Summary (cuda_gpu_kern_sum):\n\n", "--format csv"),
+    "mpi.csv": (
+        REPORT.replace("Name", "Source,Name").replace("gemm", "a,b").encode(),
+        "report mpi_event_sum",
+    ),
+    "old.qdrep": (b"\x00qdrep", "nsys export --type sqlite old.qdrep"),
+    "raw.qdstrm": (b"\x00qdstrm", "QdstrmImporter -i raw.qdstrm"),
+    "log.txt": (b"epoch 1\n" * 9, "is no capture: it begins with b'epoch 1"),
+    "long_line.txt": (b"a," * 10**6, "is no capture: it begins with b'a,a,"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_reports_and_texts_are_refused_with_what_to_do(tmp_path, name):
+    content, message = REFUSED[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message) as caught:
+        load_capture(path)
+    assert "\n" not in str(caught.value) and "does not contain" not in str(caught.value)
