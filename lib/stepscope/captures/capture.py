@@ -155,7 +155,7 @@ def load_capture_or_sums(
         if kind == "csv":
             table = read_report(file)
             return table if table.attrs["report"] == KERNELS else _of_report(path, table)
-        records = read_export(file, domains=None)
+        records = read_export(file, domains=None, whole_graphs=True)
         records.path = str(path)
         records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
         host = pd.concat([_host_of_ranges(records.ranges), waiting_calls(file)], ignore_index=True)

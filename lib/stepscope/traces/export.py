@@ -55,6 +55,7 @@ COPY_LABELS = {
     12: "Unified Device-to-Host",
     13: "Unified Device-to-Device",
 }
+GRAPH_REPLAY = "[CUDA graph"  # begins the name of a graph that was traced as a whole
 SLOW_LAUNCH_NS = 100_000  # a launch that lasts so long loads a kernel, or waits for room in the queue
 PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
 DRIVER_WORDS = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")  # the statement
@@ -85,28 +86,31 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
     return attribute(read_export(path))
 
 
-def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Records:
-    """The records of an export; the push/pop ranges of these domains.
+def read_export(
+    path: Path | str, domains: Sequence[str] | None = DOMAINS, whole_graphs: bool = False
+) -> Records:
+    """The records of an export; the push/pop ranges of these domains. None: push/pop and start/end ranges of
+    all domains, of which those of one thread may cross.
 
-    Where domains is None, as for other people's captures: push/pop and start/end ranges of all domains, of
-    which those of one thread may cross; and CUDA graphs that were traced as a whole, each replay as one
-    operation.
+    Args:
+        whole_graphs: CUDA graphs that were traced as a whole are read as one operation for each replay.
 
     Raises:
-        TraceError: as load_trace.
+        TraceError: as load_trace; graphs were traced as a whole, and whole_graphs is false.
     """
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         graphs = len(list(_rows(connection, GRAPHS, ["1"])))
-        if graphs and domains is not None:
-            raise TraceError(
-                f"{path}: {GRAPHS} holds {graphs} CUDA graphs traced as a whole, expected"
-                " their kernels (nsys profile --cuda-graph-trace=node)"
-            )
-        if not graphs and not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
+        has_kernels = next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None)
+        if not has_kernels and not (graphs and whole_graphs):
             raise TraceError(
                 f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
                 f" program that runs some{_diagnosis(connection)}"
+            )
+        if graphs and not whole_graphs:
+            raise TraceError(
+                f"{path}: {GRAPHS} holds {graphs} CUDA graphs traced as a whole, expected"
+                " their kernels (nsys profile --cuda-graph-trace=node)"
             )
         events, calls = (
             pool.submit(_events, path, (PUSH_POP, START_END) if domains is None else (PUSH_POP,)),
@@ -118,10 +122,24 @@ def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Re
                 "correlationId IS NOT NULL",
             ),
         )
-        operations, process = _operations(path, connection)
+        operations, process = _operations(path, connection, bool(graphs))
         launches = calls.result()
         ranges = _ranges(*events.result(), connection, domains, capture_end=launches[3].max(initial=0) + 1)
     return Records(str(path), operations, process, launches, ranges)
+
+
+def graph_launches(path: Path | str) -> np.ndarray:
+    """The calls that launched CUDA graphs, (3, n): key of the thread, correlation id, start in ns; none where
+    the export names no calls."""
+    with _reading(path) as connection:
+        columns = _columns(connection, LAUNCHES)
+        ids = dict(_rows(connection, STRINGS, ["id", "value"], "value LIKE '%GraphLaunch%'"))
+        if "nameId" not in columns or not ids:
+            return np.zeros((3, 0), np.int64)
+        wanted = f"nameId IN ({', '.join(map(str, ids))}) AND correlationId IS NOT NULL"
+        rows = _rows(connection, LAUNCHES, ["globalTid", "correlationId", "start"], wanted)
+        found = [row for row in rows if all(isinstance(value, int) for value in row)]
+    return np.array(found, np.int64).reshape(-1, 3).T
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
@@ -169,14 +187,6 @@ def waiting_calls(path: Path | str) -> pd.DataFrame:
 
 
 _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"]
-# The kind of operations, what they are called, their table, and the column that tells their names apart.
-SOURCES = (
-    ("kernel", "kernel", ACTIVITIES["kernel"], "demangledName"),
-    ("memcpy", "memcpy", ACTIVITIES["memcpy"], "copyKind"),
-    ("memset", "memset", ACTIVITIES["memset"], ""),
-    ("kernel", "graph", GRAPHS, "graphId"),
-)
-GRAPH_DEFAULTS = {"streamId": 0, "correlationId": -1}  # of columns that not every nsys writes
 
 
 @contextmanager
@@ -313,26 +323,28 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
     return np.stack(list(values.values()))
 
 
-def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.DataFrame, np.ndarray]:
+def _operations(
+    path: Path | str, connection: sqlite3.Connection, whole_graphs: bool
+) -> tuple[pd.DataFrame, np.ndarray]:
     """load_trace's operations, with what their own records tell; and the globalPid of each."""
+    name_ids = {"kernel": "demangledName", "memcpy": "copyKind", "memset": "0"}
     listed = COPY_LABELS | dict(_rows(connection, COPY_KINDS, ["id", "label"]))
     copies = {i: f"[CUDA memcpy {label}]" for i, label in listed.items()}
     found: list[np.ndarray] = []
     names: dict[str, int] = {}
-    for kind, what, table, name_column in SOURCES:
-        columns = _columns(connection, table)
-        optional = GRAPH_DEFAULTS if table == GRAPHS else {}
-        fields = [
-            f"{optional[name]} AS {name}" if name in optional and name not in columns else name
-            for name in _OPERATION
-        ]
-        size = "coalesce(bytes, -1) AS bytes" if "bytes" in columns else "-1 AS bytes"
-        name_field = f"{name_column if name_column in columns else 0} AS name"
-        *values, name_id = _integers(path, table, ["rowid AS row", *fields, size, name_field])
+    for code, (kind, table) in enumerate(ACTIVITIES.items()):
+        has_size = "bytes" in _columns(connection, table)
+        size = "coalesce(bytes, -1) AS bytes" if has_size else "-1 AS bytes"
+        *values, name_id = _integers(
+            path, table, ["rowid AS row", *_OPERATION, size, f"{name_ids[kind]} AS name"]
+        )
         ids, index = np.unique(name_id, return_inverse=True)
-        texts = _labels(connection, what, ids.tolist(), copies)
+        labels = {"kernel": _strings(connection, ids), "memcpy": copies, "memset": {0: "[CUDA memset]"}}[kind]
+        texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
-        found.append(np.stack([np.full(len(name_id), KINDS.index(kind)), codes[index], *values]))
+        found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
+    if whole_graphs:
+        found.append(_graph_replays(path, connection, names))
     parts = np.concatenate(found, axis=1)
     parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
     kinds, name_codes, row, start, end, device, stream, correlation, process, size = parts
@@ -353,25 +365,25 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
     ), process
 
 
-def _labels(connection: sqlite3.Connection, what: str, ids: list[int], copies: dict[int, str]) -> list[str]:
-    """The names of operations by the numbers that stand for them in their table."""
-    known: dict[int, str] = {}
-    if what == "kernel":
-        known = _strings(connection, ids)
-    elif what == "memcpy":
-        known = copies
-    elif what == "memset":
-        known = {0: "[CUDA memset]"}
-    return [known.get(i, f"[CUDA {what} {i}]") for i in ids]
+def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict[str, int]) -> np.ndarray:
+    """CUDA graphs that were traced as a whole, as rows of _operations: kernels that are named for their
+    graph."""
+    columns = _columns(connection, GRAPHS)
+    lacking = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
+    wanted = [name if name in columns else f"{lacking[name]} AS {name}" for name in (*_OPERATION, "graphId")]
+    *values, graph = _integers(path, GRAPHS, ["rowid AS row", *wanted])
+    texts = [f"{GRAPH_REPLAY} {i}]" if i >= 0 else f"{GRAPH_REPLAY}]" for i in graph.tolist()]
+    codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
+    return np.stack([np.zeros(len(graph), np.int64), codes, *values, np.full(len(graph), -1)])
 
 
-def _strings(connection: sqlite3.Connection, ids: list[int]) -> dict[int, str]:
+def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
     """The strings with these ids."""
     query = (
         f"SELECT id, CAST(value AS TEXT) FROM {STRINGS} WHERE value IS NOT NULL"
         " AND id IN (SELECT value FROM json_each(?))"
     )
-    return dict(connection.execute(query, [json.dumps(ids)]))
+    return dict(connection.execute(query, [json.dumps(ids.tolist())]))
 
 
 def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.DictionaryArray]:
