@@ -1,13 +1,17 @@
 """Captures of other people's tools: variants of one small capture read alike, or are refused with a reason."""
 
 import json
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from bench.traces import MAIN, PROCESS_KEY, write_export
 from stepscope.captures.account import devices
 from stepscope.captures.capture import Capture, load_capture
+from stepscope.captures.verdict import profile
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import read_trace
 
@@ -203,3 +207,134 @@ def test_gpu_is_named_where_the_header_leaves_no_doubt(tmp_path, names, device, 
     listed = [{"id": number, "name": name} for number, name in enumerate(names)]
     path = written(tmp_path / "trace.json", trace_events(device=device), deviceProperties=listed)
     assert load_capture(path).gpus.get(device, "") == expected
+
+
+def export(path: Path, *changes: str) -> Path:
+    """An nsys export of three steps, each with a copy from the host of 300 µs and ten kernels of 50 µs; then
+    changed by SQL statements."""
+    tid, pid = MAIN, PROCESS_KEY
+    rows: dict[str, list[tuple]] = {"NVTX_EVENTS": [], "CUPTI_ACTIVITY_KIND_RUNTIME": []}
+    kernels, copies = [], []
+    for step in range(STEPS):
+        begin = 1_000_000 * step
+        rows["NVTX_EVENTS"].append((begin, begin + 990_000, 59, "train_step", tid, None, 0))
+        for place in range(11):
+            correlation, launch = 100 * step + place, begin + 10_000 * (place + 1)
+            rows["CUPTI_ACTIVITY_KIND_RUNTIME"].append((launch, launch + 5_000, tid, correlation))
+            if place == 0:
+                copies.append((launch + 10_000, launch + 310_000, 0, 7, correlation, pid, 1))
+            else:
+                start = begin + 330_000 + 50_000 * (place - 1)
+                kernels.append((start, start + 50_000, 0, 7, correlation, pid, 1))
+    names = [(1, "ampere_sgemm_128x64_tn")]
+    write_export(path, StringIds=names, CUPTI_ACTIVITY_KIND_KERNEL=kernels, **rows)
+    with closing(sqlite3.connect(path)) as connection:
+        columns = "start, end, deviceId, streamId, correlationId, globalPid, copyKind"
+        connection.execute(
+            f"CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY ({columns.replace(',', ' INTEGER,')} INTEGER)"
+        )
+        connection.executemany(
+            f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", copies
+        )
+        for change in changes:
+            connection.execute(change)
+        connection.commit()
+    return path
+
+
+EXPORTS = {
+    "without names of copies": (),
+    "start/end ranges": ("UPDATE NVTX_EVENTS SET eventType = 60",),
+    "crossing ranges": (f"INSERT INTO NVTX_EVENTS VALUES (500000, 1500000, 60, 'crosses', {MAIN}, NULL, 0)",),
+    "no registered names": ("ALTER TABLE NVTX_EVENTS DROP COLUMN textId",),
+    "NVTX_EVENTS_V2": ("ALTER TABLE NVTX_EVENTS RENAME TO NVTX_EVENTS_V2",),
+}
+
+
+@pytest.mark.parametrize("case", EXPORTS)
+def test_variants_of_an_export_are_read_alike(tmp_path, case):
+    capture = load_capture(export(tmp_path / "a.sqlite", *EXPORTS[case]), step="train_step")
+    (one,) = devices(capture)
+    accounts = one.accounts.round(3)
+    assert accounts["compute"].tolist() == [0.5] * 3
+    assert accounts["exposed copies"].tolist() == [0.3] * 3
+
+
+def test_export_without_launches_is_read_without_them(tmp_path):
+    path = export(tmp_path / "a.sqlite", "DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME")
+    operations = load_capture(path).operations
+    assert len(operations) == 33 and operations["launch_start_ns"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(2, "Device-to-Host"), (11, "Unified Host-to-Device"), (8, "Device-to-Device"), (99, "99")],
+)
+def test_copies_without_a_table_of_names_have_cuptis(tmp_path, kind, name):
+    change = f"UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET copyKind = {kind}"
+    names = load_capture(export(tmp_path / "a.sqlite", change)).operations["name"].astype(str)
+    assert (names == f"[CUDA memcpy {name}]").sum() == STEPS
+
+
+def test_whole_cuda_graphs_are_an_operation_each(tmp_path):
+    graphs = (
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+        " (start INTEGER, end INTEGER, deviceId INTEGER, globalPid INTEGER, graphId INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (5000000, 5400000, 0, {PROCESS_KEY}, 6)",
+    )
+    operations = load_capture(export(tmp_path / "a.sqlite", *graphs)).operations
+    last = operations.iloc[-1]
+    assert (last["name"], last["kind"], last["duration_ns"]) == ("[CUDA graph 6]", "kernel", 400_000)
+    without = ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY")
+    assert len(load_capture(export(tmp_path / "b.sqlite", *graphs, *without)).operations) == 1
+
+
+def test_an_export_that_lacks_a_column_is_refused_without_sql(tmp_path):
+    path = export(tmp_path / "a.sqlite", "ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid")
+    with pytest.raises(TraceError, match="CUPTI_ACTIVITY_KIND_KERNEL has no column globalPid") as caught:
+        load_capture(path)
+    assert "SELECT" not in str(caught.value)
+    path = export(tmp_path / "b.sqlite", "ALTER TABLE NVTX_EVENTS DROP COLUMN domainId")
+    with pytest.raises(TraceError, match="no such column: domainId, expected the sqlite export") as caught:
+        load_capture(path)
+    assert "SELECT" not in str(caught.value)
+
+
+REPORT = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n100.0,7000000,10,700000.0,gemm\n"
+READ_REPORTS = {
+    "20 kB of output before it": ("step 1 loss 3.14159\n" * 1000 + REPORT).encode(),
+    "UTF-16": REPORT.encode("utf-16"),
+}
+
+
+@pytest.mark.parametrize("case", READ_REPORTS)
+def test_report_is_read_however_it_was_redirected(tmp_path, case):
+    path = tmp_path / "a.csv"
+    path.write_bytes(READ_REPORTS[case])
+    (first, *_) = profile(path)
+    assert (first.values["kernels"], first.values["launches"], first.values["kernel_ms"]) == (1, 10, 7.0)
+
+
+REFUSED = {
+    "semicolons.csv": (REPORT.replace(",", ";").encode(), "separated by ';'"),
+    "tabs.csv": (REPORT.replace(",", "\t").encode(), "separated by tabs"),
+    "stats.txt": (b" ** CUDA GPU Kernel Summary (cuda_gpu_kern_sum):\n\n", "--format csv"),
+    "mpi.csv": (
+        REPORT.replace("Name", "Source,Name").replace("gemm", "a,b").encode(),
+        "report mpi_event_sum",
+    ),
+    "old.qdrep": (b"\x00qdrep", "nsys export --type sqlite old.qdrep"),
+    "raw.qdstrm": (b"\x00qdstrm", "QdstrmImporter -i raw.qdstrm"),
+    "log.txt": (b"epoch 1\n" * 9, "is no capture: it begins with b'epoch 1"),
+    "long_line.txt": (b"a," * 10**6, "is no capture: it begins with b'a,a,"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_reports_and_texts_are_refused_with_what_to_do(tmp_path, name):
+    content, message = REFUSED[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message) as caught:
+        load_capture(path)
+    assert "\n" not in str(caught.value) and "does not contain" not in str(caught.value)

@@ -488,7 +488,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
     [
         ([f"DROP TABLE {KERNEL}"], f"{KERNEL} holds no kernels, expected a capture"),
         ([f"DELETE FROM {KERNEL}"], f"{KERNEL} holds no kernels, expected a capture"),
-        ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "no such column: globalPid"),
+        ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "has no column globalPid"),
         (
             ["CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end"],
             "CUPTI_ACTIVITY_KIND_GRAPH_TRACE holds 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",

@@ -522,15 +522,21 @@ def profile(
     if console.is_terminal and file.is_file():  # before what takes long is imported
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
     from stepscope.captures.lines import FORMATS, rendered
+    from stepscope.captures.snapshot import is_pickle, snapshot_lines
     from stepscope.captures.verdict import phases_of
     from stepscope.captures.verdict import profile as profiled
 
     if form not in FORMATS:
         raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
     try:
-        lines = profiled(file, step=step, phases=phases_of(phase or []), device=device, csv=csv)
-    except OSError as error:
-        raise StepscopeError(f"{error.filename or file}: {error.strerror or error}") from None
+        if is_pickle(file):
+            if step or phase:
+                raise StepscopeError(f"{file}: is a memory snapshot, which has no steps and phases")
+            lines = snapshot_lines(file, device=device, csv=csv)
+        else:
+            lines = profiled(file, step=step, phases=phases_of(phase or []), device=device, csv=csv)
+    except OSError as error:  # of the output: what is wrong with the input is a TraceError
+        raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))
 
 

@@ -128,6 +128,8 @@ def _explain(
             found.append(("sync", names[call], _where(one, host, call, parents), call))
         elif length < LONG_NS:
             found.append(("launch", "", "", -1))
+        elif kind == "call" and SYNCHRONIZES.search(name):  # of another stream or GPU, as this one is idle
+            found.append(("sync", name, _where(one, host, event, parents), event))
         else:
             launches = event >= 0 and kind == "operator" and not _generic(one, kind, name)
             cause = "unnamed" if without_launch and not launches else "launch"

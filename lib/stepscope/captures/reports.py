@@ -10,7 +10,7 @@ import pandas as pd
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import KINDS, OUTSIDE, TraceError
 from stepscope.traces.families import families
-from stepscope.traces.nsys_csv import parse_nsys_csv
+from stepscope.traces.nsys_csv import decoded, parse_nsys_csv
 from stepscope.traces.torch_trace import opened
 
 TRACE, KERNELS = "cuda_gpu_trace", "cuda_gpu_kern_sum"
@@ -24,7 +24,7 @@ def read_report(file: Path) -> pd.DataFrame:
         TraceError: as read_nsys_csv; it is another report, or has no operations.
     """
     with opened(file) as stream:
-        text = stream.read().decode("utf-8-sig", "replace")
+        text = decoded(stream.read(), "replace")
     table = parse_nsys_csv(text, file)
     report = table.attrs["report"]
     if table.empty:
