@@ -38,7 +38,7 @@ def kernels(
 
 
 def steps(
-    count: int = 3, name: str = "ProfilerStep#{}", lasts: float = 1000, empty: set = frozenset()
+    count: int = 3, name: str = "ProfilerStep#{}", lasts: float = 1000, empty: frozenset = frozenset()
 ) -> list:
     """Steps, each with 20 kernels in its first 610 µs, except for those that are empty."""
     events = []
@@ -181,7 +181,14 @@ CASES = {
     ),
     "warm-up": (warmed_up(), 10, 0.31, 0.16, "launch-bound", "launch less"),
     "only warm-up": (warmed_up(measured=False), 3, 1.0, 0.6, "launch-bound", "run fp32 matmuls"),
-    "empty first step": (steps(5, empty={0}), 4, 1.0, 0.4, "host-bound", "find out what the host does"),
+    "empty first step": (
+        steps(5, empty=frozenset({0})),
+        4,
+        1.0,
+        0.4,
+        "host-bound",
+        "find out what the host does",
+    ),
     "unnamed": (slow_host(), 4, 60.0, 9.5, "host-bound", "find out what the host does while"),
     "loader": (slow_host("user_annotation", "load"), 4, 60.0, 9.5, "host-bound", "move load off"),
     "operator": (slow_host("cpu_op", "aten::stack"), 4, 60.0, 9.5, "host-bound", "call aten::stack less"),
@@ -244,7 +251,7 @@ def test_warm_up_is_left_out_and_counted(tmp_path):
 
 
 def test_empty_steps_are_counted_and_outliers_have_their_own_names(tmp_path):
-    events = steps(6, empty={0, 3})
+    events = steps(6, empty=frozenset({0, 3}))
     events += kernels(4800, 5, 900)  # of the last but one: ends late
     events.append(event("user_annotation", "ProfilerStep#6", 8000, 100))
     path = written(tmp_path / "a.json", [*events, *kernels(8001, 2, 950)])

@@ -264,7 +264,10 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
         return Line("idle", f"{number(idle / wall, '%')}, although work is launched in time: {ahead}", values)
     host = causes[causes["cause"].isin(HOST_CAUSES)]
     label = str(host.groupby(host["cause"].map(BOUNDS))["ms"].sum().idxmax())
-    worst, each = late.loc[late["ms"].idxmax()], " a step" * one.has_steps
+    each = " a step" * one.has_steps
+    gap = (late["begin"] != late["end"].shift()).cumsum()  # parts of one gap follow one another
+    gap_ms = late.groupby(gap)["ms"].sum()
+    worst = late.loc[late.loc[gap == gap_ms.idxmax(), "ms"].idxmax()]
     following = int(worst["next"])
     before = short(one.placed["name"].iloc[following]) if following >= 0 else "the end of the step"
     place = f", in {clean(worst['where'])}" * bool(worst["where"])
@@ -273,7 +276,7 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
     return Line(
         label,
         f"the GPU is idle for {number(waiting, 'ms')}{each} ({number(waiting / wall, '%')}), waiting for"
-        f" {waits_for}; {per_step} operations{each}; longest gap {_gap(worst['ms'])}, before {before}{place}",
+        f" {waits_for}; {per_step} operations{each}; longest gap {_gap(gap_ms.max())}, before {before}{place}",
         values,
     )
 
