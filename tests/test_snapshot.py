@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from stepscope.captures.lines import rendered
 from stepscope.captures.snapshot import (
     allocations_of,
     is_pickle,
@@ -16,7 +17,6 @@ from stepscope.captures.snapshot import (
     read_snapshot,
     snapshot_lines,
 )
-from stepscope.captures.verdict import rendered
 from stepscope.traces.attribution import TraceError
 
 RUN = Path(__file__).parents[1] / "runs/h200/memory/small-ctx512-fp32-5866c153"

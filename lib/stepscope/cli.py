@@ -531,8 +531,9 @@ def profile(
     """
     if console.is_terminal and file.is_file():  # before what takes long is imported
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
+    from stepscope.captures.lines import FORMATS, rendered
     from stepscope.captures.snapshot import is_pickle, snapshot_lines
-    from stepscope.captures.verdict import FORMATS, phases_of, rendered
+    from stepscope.captures.verdict import phases_of
     from stepscope.captures.verdict import profile as profiled
 
     if form not in FORMATS:

@@ -7,8 +7,9 @@ or before its first step, are left out and counted.
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 import pandas as pd
 
 from stepscope.captures.files import readable
+from stepscope.captures.range_names import LIBRARY_RANGE, OPERATOR_RANGE, of_each, phase_of, plain_name
 from stepscope.captures.reports import KERNELS, operations_of_report, read_report
+from stepscope.captures.steps import find_steps, no_such_range
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import (
     LATEST,
@@ -28,9 +31,19 @@ from stepscope.traces.attribution import (
     TraceError,
     join_launches,
     matching,
+    open_range,
+    outermost,
+    thread_columns,
 )
-from stepscope.traces.export import device_names, read_export, waiting_calls
+from stepscope.traces.export import (
+    GRAPH_REPLAY,
+    device_names,
+    graph_launches,
+    read_export,
+    waiting_calls,
+)
 from stepscope.traces.torch_trace import (
+    LAUNCHES,
     OPERATOR,
     WORK,
     Trace,
@@ -42,29 +55,11 @@ from stepscope.traces.torch_trace import (
     records_of,
 )
 
-OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
-LIBRARY_RANGE = re.compile(r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled")
+GRAPH_LAUNCH = re.compile(r"GraphLaunch")
+WHOLE_GRAPH = "CUDA graph"  # the category of one that was traced as a whole
 SEQUENCE = re.compile(r", seq = (\d+)")
-SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipelines': "attn(F)", "mlp(B)"
-SPLIT_PHASE = re.compile(r"\((F|B|W)\)$")
 LEVELS = 4  # of ranges within ranges that are looked into
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
-OPTIMIZER = re.compile(r"^Optimizer\.step#")
-STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
-CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
-PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
-# What people call a phase, in any case; beside these words a name may have only those of FILL.
-PHASE_WORDS = {
-    word: phase
-    for phase, words in {
-        "forward": "forward fwd",
-        "loss": "loss criterion",
-        "backward": "backward bwd backprop",
-        "optimizer": "optimizer optim opt adamw adam sgd",
-    }.items()
-    for word in words.split()
-}
-FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
 DTYPES = {
@@ -90,18 +85,20 @@ class Capture:
         stream, start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA: not in the capture), thread
         (-1), process, phase ("outside"), range (the outermost one that is no step, no phase and no library's;
         ""), inner_range (the innermost such), step (-1), bytes (of a copy or fill, or a generated kernel's
-        arguments; -1), flops (-1) and dtype of a matmul whose shapes are known ("").
-    steps: the name of each step. before: operations that were launched before the first one.
+        arguments; -1), flops (-1) and dtype of a matmul whose shapes are known (""), message_bytes (-1) and
+        group_size (1) of a collective.
+    before: operations that are left out: launched before the capture or its first step, or (warm_up) in a
+        warm-up.
     ranges: of steps, by process and step: name, start_ns and end_ns on the host.
     host: what the host does that lasts: kind (call, operator, range, frame), name, process, thread, start_ns,
         end_ns; empty where the capture does not tell.
     gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
-    shapes: operators' shapes were recorded.
+    shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
+        of whose operations is in the capture.
     """
 
     path: str
     operations: pd.DataFrame
-    steps: list[str]
     before: pd.DataFrame
     ranges: pd.DataFrame
     host: pd.DataFrame
@@ -109,6 +106,16 @@ class Capture:
     gpus: dict[int, str] = field(default_factory=dict)
     rank: tuple[int, int] | None = None
     shapes: bool = False
+    unseen_graphs: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["process", "start_ns"]))
+
+    @property
+    def steps(self) -> list[str]:
+        """The name of each step, of all processes together."""
+        return self.ranges.drop_duplicates("step")["name"].tolist()
+
+    @cached_property
+    def step_names(self) -> set[str]:
+        return set(self.ranges["name"])
 
     @property
     def left_out(self) -> int:
@@ -147,10 +154,18 @@ def load_capture_or_sums(
     with readable(path) as (kind, file):
         if kind == "json":
             trace = read_trace(file, SHAPED)
-            found = _attributed(*_of_trace(str(path), trace), step, phases)
+            records, autograd, host = _of_trace(str(path), trace)
+            on_gpu = records.ranges.empty and len(trace.gpu_ranges) > 0 and len(trace.processes) <= 1
+            if on_gpu:
+                records.ranges = _ranges_on_gpu(records, trace)
+            found = _attributed(records, autograd, host, step, phases, on_gpu)
             found.gpus = gpu_names(trace.header, found.operations["device"].unique())
             found.rank = _rank(trace.header)
             found.shapes = trace.shapes
+            graphs = trace.events[matching(trace.events["name"], GRAPH_LAUNCH.search)]
+            graphs = graphs[graphs["cat"].isin(LAUNCHES)]
+            launch = (graphs[name].to_numpy() for name in ("key", "correlation", "start"))
+            found.unseen_graphs = _unseen_graphs(records, *launch)
             return found
         if kind == "csv":
             table = read_report(file)
@@ -158,17 +173,59 @@ def load_capture_or_sums(
         records = read_export(file, domains=None, whole_graphs=True)
         records.path = str(path)
         records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
+        records.operations[["message_bytes", "group_size"]] = -1, 1
+        _mark_whole_graphs(records.operations)
         host = pd.concat([_host_of_ranges(records.ranges), waiting_calls(file)], ignore_index=True)
         found = _attributed(records, _nvtx_of_autograd(records.ranges), host, step, phases)
         found.gpus = device_names(file)
+        found.unseen_graphs = _unseen_graphs(records, *graph_launches(file))
         return found
+
+
+def _ranges_on_gpu(records: Records, trace: Trace) -> pd.DataFrame:
+    """Return the ranges that a trace has on its GPU alone, as ranges of Records."""
+    rows = pd.DataFrame(trace.gpu_ranges, columns=["name", "start_ns", "end_ns"])
+    key = np.full(len(rows), records.process[0])
+    rows = rows.astype({"name": "category"}).assign(sequence=-1, **thread_columns(key))
+    return rows.sort_values(["start_ns", "end_ns"], ascending=[True, False], ignore_index=True)
+
+
+def _mark_whole_graphs(operations: pd.DataFrame) -> None:
+    """Give CUDA graphs that were traced as a whole a category of their own."""
+    is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
+    if is_graph.any():
+        family = operations["family"].astype(str).mask(is_graph, WHOLE_GRAPH)
+        operations["family"] = family.astype("category")
+
+
+def _unseen_graphs(
+    records: Records, key: np.ndarray, correlation: np.ndarray, start: np.ndarray
+) -> pd.DataFrame:
+    """Return the launches of CUDA graphs (process, start_ns) that left no operation in the capture.
+
+    Args:
+        key, correlation, start: of each launch of a graph, the thread's key, its id and its time.
+    """
+    process = key & PROCESS
+    seen = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
+    unseen = ~pd.MultiIndex.from_arrays([process, correlation]).isin(seen)
+    # operations without a launch may be a graph's whose records have no id
+    unknown = (
+        pd.Series(records.operations["launch_start_ns"].isna().to_numpy()).groupby(records.process).sum()
+    )
+    unseen &= pd.Series(unseen).groupby(process).transform("sum").to_numpy() > unknown.reindex(
+        process, fill_value=0
+    )
+    return pd.DataFrame({"process": process[unseen] >> 24 & 0xFFFFFF, "start_ns": start[unseen]})
 
 
 def _of_report(path: Path, table: pd.DataFrame) -> Capture:
     operations, gpus = operations_of_report(table)
+    operations[["message_bytes", "group_size"]] = -1, 1
     ranges = pd.DataFrame(columns=["process", "step", "name", "start_ns", "end_ns"])
     host = pd.DataFrame(columns=["kind", "name", "process", "thread", "start_ns", "end_ns"])
-    return Capture(str(path), operations, [], operations[:0], ranges, host, gpus=gpus)
+    before = operations[:0].assign(warm_up=False)
+    return Capture(str(path), operations, before, ranges, host, gpus=gpus)
 
 
 @dataclass
@@ -205,6 +262,10 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
         raise lacks_work(path, trace)
     records, external = records_of(path, events, work)
     records.operations = _shaped(records.operations, trace, external)
+    rows = work.sort_values("start", kind="stable").index
+    messages = pd.DataFrame.from_dict(trace.messages, "index", np.int64, ["message_bytes", "group_size"])
+    messages = messages.reindex(rows).fillna({"message_bytes": -1, "group_size": 1}).astype(np.int64)
+    records.operations[messages.columns] = messages.to_numpy()
     own = matching(operators["name"], AUTOGRAD.match)
     return (
         records,
@@ -253,42 +314,25 @@ def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
         return -1, "", -1
 
 
-def plain_name(name: str) -> str:
-    """A range's name without numbers and signs, in lower case: "ProfilerStep#7" is "profilerstep"."""
-    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return " ".join(re.findall(r"[a-z]+", text.lower()))
-
-
-def phase_of(name: str) -> str | None:
-    """The phase that a range's name says, in any case and spelling: "## Forward pass ##" and "attn(F)" are
-    forward."""
-    if OPTIMIZER.match(name):
-        return "optimizer"
-    if split := SPLIT_PHASE.search(name):
-        return SPLIT_PHASES[split[1]]
-    said = plain_name(name).split()
-    found = {PHASE_WORDS[word] for word in said if word in PHASE_WORDS}
-    whole = set(said) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ")
-    return found.pop() if whole and len(found) == 1 else None
-
-
 def _attributed(
     records: Records,
     autograd: Autograd,
     host: pd.DataFrame,
     step: str | None,
     phases: Mapping[str, str] | None,
+    on_gpu: bool = False,
 ) -> Capture:
-    """Each operation in the step, phase and ranges that were open in its process when it was launched."""
+    """Attribute each operation to the step, phase and ranges that were open in its process when it was
+    launched; or, where the ranges are those on the GPU, when it began."""
     operations, process = records.operations, records.process
     join_launches(records)
     launch = operations["launch_start_ns"].to_numpy("int64", na_value=NEVER)
-    ranges = _by_process(records.ranges)
-    ranges["plain"] = _of_each(ranges["name"], plain_name)
-    steps = _steps(records.path, ranges, records.launches, step)
-    others = ranges.drop(index=steps.index)
-    others["phase"] = _phase_names(records.path, others, ranges, phases)
-    own = others[others["phase"] != ""]
+    launch = operations["start_ns"].to_numpy("int64") if on_gpu else launch
+    ranges = records.ranges.assign(plain=of_each(records.ranges["name"], plain_name))
+    ranges["phase"] = _phase_names(records.path, ranges, phases)
+    steps = find_steps(records.path, ranges, process, launch, step)
+    others = ranges[~ranges.index.isin(steps.rows.index) | (ranges["phase"] != "")]
+    phase_ranges = others[others["phase"] != ""]
     others = others[
         (others["phase"] == "")
         & ~matching(others["name"], OPERATOR_RANGE.search)
@@ -296,36 +340,37 @@ def _attributed(
     ].astype({"name": str})
 
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
-        return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
+        return rows[column].reindex(open_range(rows, process, launch), fill_value=otherwise).to_numpy()
 
-    number, phase = at_launch(steps, "step", -1), at_launch(own, "phase", OUTSIDE)
-    told = len(autograd.backward) > 0 and not (own["phase"] == "backward").any()
-    if told:
-        back = _within(_by_process(autograd.backward), process, launch) >= 0
+    number, phase = at_launch(steps.rows, "step", -1), at_launch(phase_ranges, "phase", OUTSIDE)
+    by_autograd = len(autograd.backward) > 0 and not (phase_ranges["phase"] == "backward").any()
+    if by_autograd:
+        back = open_range(autograd.backward, process, launch) >= 0
         phase = np.where((phase == OUTSIDE) & back, "backward", phase)
-    if told and not (own["phase"] == "forward").any():
-        made = _made_nodes(autograd, steps, process, launch)
+    if by_autograd and not (phase_ranges["phase"] == "forward").any():
+        made = _made_nodes(autograd, steps.rows, process, launch)
         phase = _forward(number, phase, launch, process, made)
-    before = _before(operations["start_ns"], process, launch, steps)
     outer, inner = _nested_names(others, process, launch)
+    other_phases = sorted({*phase} - {*PHASE_NAMES, OUTSIDE})
     table = operations.assign(
         step=number,
         range=pd.Categorical(outer),
         inner_range=pd.Categorical(inner),
-        phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]),
+        phase=pd.Categorical(phase, [*PHASE_NAMES, *other_phases, OUTSIDE]),
     )
-    names = steps.drop_duplicates("step")["name"].astype(str).tolist()
-    key, host_key = (rows["key"].to_numpy("int64") for rows in (steps, host))
-    within = steps[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
+    before = _before(operations["start_ns"], process, launch, steps.rows)
+    in_warm_up = open_range(steps.warm_up, process, launch) >= 0
+    left_out = before | in_warm_up
+    key, host_key = (rows["key"].to_numpy("int64") for rows in (steps.rows, host))
+    within = steps.rows[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
     host = host.assign(process=host_key >> 24 & 0xFFFFFF, thread=host_key & 0xFFFFFF).drop(columns="key")
     return Capture(
         records.path,
-        table[~before].reset_index(drop=True),
-        names,
-        table[before].reset_index(drop=True),
-        within.reset_index(drop=True),
+        table[~left_out].reset_index(drop=True),
+        table[left_out].assign(warm_up=in_warm_up[left_out]).reset_index(drop=True),
+        within.astype({"name": str}).reset_index(drop=True),
         host,
-        told,
+        autograd=by_autograd,
     )
 
 
@@ -337,37 +382,30 @@ def _nested_names(
     for level in range(LEVELS):
         if ranges.empty:
             break
-        names = ranges["name"].reindex(_within(ranges, process, launch), fill_value="").to_numpy()
+        names = ranges["name"].reindex(open_range(ranges, process, launch), fill_value="").to_numpy()
         outer = names if level == 0 else outer
         inner = np.where(names != "", names, inner)
-        ranges = ranges.drop(index=_outermost(ranges).index)
+        ranges = ranges.drop(index=outermost(ranges).index)
     return outer, inner
-
-
-def _by_process(ranges: pd.DataFrame) -> pd.DataFrame:
-    """With the process's key, as operations have it."""
-    return ranges.assign(process=ranges["key"] & PROCESS)
-
-
-def _of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Some text of each name of a categorical column; of each distinct one it is made once."""
-    return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]
 
 
 def _made_nodes(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
     """Which operations an operator launched whose node runs backward later in the same step."""
-    operators, nodes = _by_process(autograd.operators), _by_process(autograd.backward)
+    operators, nodes = autograd.operators, autograd.backward
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
 
     def keyed(rows: pd.DataFrame) -> pd.DataFrame:
-        within = _within(steps, rows["process"].to_numpy(), rows["start_ns"].to_numpy())
+        of_process = rows["key"].to_numpy("int64") & PROCESS
+        within = open_range(steps, of_process, rows["start_ns"].to_numpy())
         return rows.assign(step=steps["step"].reindex(within, fill_value=-1).to_numpy())
 
-    last = keyed(nodes).groupby(["process", "step", "sequence"])["start_ns"].max().rename("node_ns")
-    found = keyed(operators).join(last, on=["process", "step", "sequence"])
-    return _within(found[found["node_ns"] > found["end_ns"]], process, launch) >= 0
+    node = ["process", "step", "sequence"]
+    last = keyed(nodes).groupby(node)["start_ns"].max()
+    made = keyed(operators)
+    node_ns = last.reindex(pd.MultiIndex.from_frame(made[node]), fill_value=-LATEST).to_numpy()
+    return open_range(made[node_ns > made["end_ns"].to_numpy()], process, launch) >= 0
 
 
 def _forward(
@@ -378,7 +416,7 @@ def _forward(
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
         {
-            "group": pd.factorize(pd.Series(process * 1_000_003 + step))[0],
+            "group": pd.DataFrame({"process": process, "step": step}).groupby(["process", "step"]).ngroup(),
             "mark": np.where(
                 phase == "backward", "backward", np.where((phase == OUTSIDE) & made, "forward", None)
             ),
@@ -398,43 +436,27 @@ def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd
     """Which operations were launched before the capture (their launch is not in it, and they begin before all
     that it saw launched), or before its first step."""
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
-    first = steps.groupby("process")["start_ns"].min().reindex(process, fill_value=-LATEST).to_numpy()
+    of_process = steps["key"].to_numpy("int64") & PROCESS
+    first = steps["start_ns"].groupby(of_process).min().reindex(process, fill_value=-LATEST).to_numpy()
     return ((launch == NEVER) & (start < seen) & (seen < NEVER)).to_numpy() | (launch < first)
 
 
-def _outermost(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Ranges by process and start, without those that begin within another of their process."""
-    rows = ranges.sort_values(["process", "start_ns", "end_ns"], ascending=[True, True, False])
-    reached = rows.groupby("process")["end_ns"].cummax().groupby(rows["process"]).shift(fill_value=-LATEST)
-    return rows[rows["start_ns"] >= reached]
+def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
+    """Return the phase that each range's name says, or that ``phases`` says it is; "" for none.
 
-
-def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The index of the range that is open in the process at each time, on whatever thread; -1 for none. Of
-    ranges that overlap the one that began first counts."""
-    found = np.full(len(times), -1)
-    for key, rows in _outermost(ranges).groupby("process"):
-        own = process == key
-        at = np.searchsorted(rows["start_ns"], times[own], side="right") - 1
-        inside = (at >= 0) & (times[own] < rows["end_ns"].to_numpy()[at])
-        found[own] = np.where(inside, rows.index.to_numpy()[at], -1)
-    return found
-
-
-def _phase_names(
-    path: str, rows: pd.DataFrame, ranges: pd.DataFrame, phases: Mapping[str, str] | None
-) -> np.ndarray:
-    """The phase that each row's name says, or is said to say; "" for none."""
-    said = phases or {}
+    Raises:
+        TraceError: no range has a name of ``phases``.
+    """
+    asked = phases or {}
     known = ranges["name"].cat.categories if len(ranges) else []
-    if lacking := [asked for asked in said if not any(_is_named(name, asked) for name in known)]:
-        raise _no_range(path, ", ".join(sorted(lacking)), ranges)
-    return _of_each(
-        rows["name"],
-        lambda name: next(
-            (phase for asked, phase in said.items() if _is_named(name, asked)), phase_of(name) or ""
-        ),
-    )
+    if lacking := [name for name in asked if not any(_is_named(each, name) for each in known)]:
+        raise no_such_range(path, ", ".join(sorted(lacking)), ranges)
+
+    def phase(name: str) -> str:
+        given = (phase for each, phase in asked.items() if _is_named(name, each))
+        return next(given, phase_of(name) or "")
+
+    return of_each(ranges["name"], phase)
 
 
 def _is_named(name: str, asked: str) -> bool:
@@ -442,48 +464,3 @@ def _is_named(name: str, asked: str) -> bool:
     if set(asked) & set("*?"):
         return fnmatch.fnmatchcase(name, asked)
     return plain_name(name) == plain_name(asked)
-
-
-def _no_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
-    """That there is no such range; the names there are, those with the most time first."""
-    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE.search)]
-    summed = (
-        rows.assign(time=rows["end_ns"] - rows["start_ns"])
-        .groupby("plain")
-        .agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
-        .nlargest(8, "time")
-    )
-    known = ", ".join(f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"]))
-    return TraceError(
-        f"{path}: no range is named {name}, expected one of {known or 'none: the capture has no ranges'}"
-    )
-
-
-def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
-    """The ranges that are steps, with ``step``: their number in each process."""
-    if step is not None:
-        found = ranges[ranges["plain"] == plain_name(step)]
-        if found.empty:
-            raise _no_range(path, repr(step[:80]), ranges)
-    else:
-        own = matching(ranges["name"], PROFILER_STEP.search)
-        found = ranges[own] if own.any() else _repeating(ranges, launches)
-    found = _outermost(found)
-    return found.assign(step=found.groupby("process").cumcount())
-
-
-def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
-    """The ranges of one name that repeat and hold most of all launches, best with a word for a step in it."""
-    best, score = ranges[:0], (False, 0.5)
-    total = max(1, launches.shape[1])
-    lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
-    for name, own in ranges[ranges["plain"].isin(lasted.nlargest(CANDIDATES).index)].groupby("plain"):
-        operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
-        several_threads = own["key"].nunique() > own["process"].nunique()
-        if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
-            continue
-        share = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
-        rank = (bool({*str(name).split()} & STEP_WORDS) and share > 0.2, share)
-        if rank > score:
-            best, score = own, rank
-    return best

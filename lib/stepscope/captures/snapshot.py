@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.verdict import Line, clean
+from stepscope.captures.lines import Line, clean
 from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import opened

@@ -48,6 +48,7 @@ NO_WORK = re.compile(
 # The categories of events that are read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 LAUNCHES, OPERATOR, RANGE = ("cuda_runtime", "cuda_driver"), "cpu_op", "user_annotation"
+GPU_RANGE = "gpu_user_annotation"
 FRAME = "python_function"  # with_stack=True; those that last are kept
 CATEGORIES = [*WORK, *LAUNCHES, OPERATOR, RANGE, FRAME]
 # The same categories under the names of torch 1.8 to 1.11, of XPUs and of other accelerators' plugins.
@@ -83,6 +84,12 @@ COLUMNS = (
     "external",
     "sequence",
 )
+# Bytes of a collective's elements; others, such as fp8, take one.
+ELEMENT_BYTES = {
+    **dict.fromkeys(("half", "bfloat16", "short"), 2),
+    **dict.fromkeys(("float", "int"), 4),
+    **dict.fromkeys(("double", "long"), 8),
+}
 # What a host event is to who looks for why a GPU waits, by its category.
 HOST_KINDS = {
     "cuda_runtime": "call",
@@ -231,6 +238,9 @@ class Trace:
     unread: the number of complete events by category, for categories that are not read.
     xla: the trace names devices as XLA does (JAX, TensorFlow).
     unfinished: host events that were left out because they end before they begin.
+    messages: by row of a collective's kernel in ``events``, its larger side in bytes and the number of GPUs.
+    gpu_ranges: name, start and end (ns) of ranges as the GPU sees them, from their first operation to their
+        last.
     """
 
     events: pd.DataFrame
@@ -241,6 +251,8 @@ class Trace:
     unread: Counter[str]
     xla: bool
     unfinished: int
+    messages: dict[int, tuple[int, int]]
+    gpu_ranges: list[tuple[str, int, int]]
 
 
 _OPERATOR, _RANGE, _FRAME = CODES[OPERATOR], CODES[RANGE], CODES[FRAME]
@@ -258,6 +270,8 @@ class _Reader:
         self.shapes = self.xla = False
         self.unread: Counter[str] = Counter()
         self.unfinished = 0
+        self.messages: dict[int, tuple[int, int]] = {}
+        self.gpu_ranges: list[tuple[str, int, int]] = []
 
     def take(self, found: dict[str, Any]) -> dict[str, Any] | None:
         """Return what takes an object's place in the parsed trace: nothing where it is an event."""
@@ -268,7 +282,9 @@ class _Reader:
             return None
         category = str(found.get("cat"))
         code = CODES.get(category)
-        if code is None:
+        if category == GPU_RANGE:
+            self.keep_gpu_range(found)
+        elif code is None:
             self.unread[category] += 1
         else:
             self.keep(found, category, code)
@@ -328,10 +344,19 @@ class _Reader:
                 raise ValueError
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(_complaint(self.path, found, args)) from None
+        if code < len(WORK) and "In msg nelems" in args:
+            self.messages[len(self.values) // len(COLUMNS) - 1] = _message(args)
         if code == _OPERATOR and "Input Dims" in args:
             self.shapes = True
             if self.shaped and self.shaped.search(name) and (key := _id(external)) >= 0:
                 self.operators[key] = name, args["Input Dims"], args.get("Input type")
+
+    def keep_gpu_range(self, found: dict[str, Any]) -> None:
+        """Keep a range as the GPU sees it, if it has times."""
+        start, duration = found.get("ts"), found.get("dur")
+        if isinstance(start, NUMBERS) and isinstance(duration, NUMBERS) and 0 <= duration < LATEST // 1000:
+            begin = round(start * 1000) if abs(start) < LATEST // 2000 else 0
+            self.gpu_ranges.append((str(found.get("name")), begin, begin + round(duration * 1000)))
 
 
 NUMBERS = (float, int)
@@ -349,6 +374,16 @@ def _exact(time: Any) -> float | int | Decimal:
     if not _EXACT.fullmatch(time):
         raise ValueError
     return Decimal(time)
+
+
+def _message(args: dict[str, Any]) -> tuple[int, int]:
+    """The larger side of a collective in bytes, and the number of GPUs, by the arguments that torch records;
+    -1 and 1 where they are unknown."""
+    sizes = [args.get(f"{side} msg nelems") for side in ("In", "Out")]
+    known = [size for size in sizes if type(size) is int and 0 <= size < 2**40]
+    width = ELEMENT_BYTES.get(str(args.get("dtype")).lower(), 1)
+    gpus = args.get("Group size")
+    return max(known, default=-1) * (width if known else 1), gpus if type(gpus) is int and gpus > 0 else 1
 
 
 def _names_xla(event: dict) -> bool:
@@ -408,6 +443,8 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
         reader.unread,
         reader.xla,
         reader.unfinished,
+        reader.messages,
+        reader.gpu_ranges,
     )
 
 
@@ -424,6 +461,8 @@ def _keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]]) -> tu
     processes = process_numbers([names[one] for one in on_host])
     of_thread = np.array([processes.get(name, 0) for name in names], np.int64)
     process = np.where(is_work, 0, of_thread[thread])
+    if len(launching := np.unique(process[is_launch])) == 1:  # ranges may have a pid of another namespace
+        process = np.where(is_work, 0, launching[0])
     try:
         process[is_work] = processes_of_work(
             is_work, is_launch, process, correlation, thread, names, processes
