@@ -207,6 +207,8 @@ def _unseen_graphs(
         key, correlation, start: of each launch of a graph, the thread's key, its id and its time.
     """
     process = key & PROCESS
+    if not len(process):
+        return pd.DataFrame({"process": process, "start_ns": start})
     seen = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
     unseen = ~pd.MultiIndex.from_arrays([process, correlation]).isin(seen)
     # operations without a launch may be a graph's whose records have no id
