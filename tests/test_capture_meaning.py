@@ -329,6 +329,21 @@ def test_outermost_ranges_are_those_that_plain_comparison_finds():
     assert outermost(rows).index.tolist() == kept
 
 
+def test_span_of_a_capture_has_the_steps_that_lie_in_it(tmp_path):
+    path = written(tmp_path / "a.json", steps(6))
+    capture = load_capture(path)  # the first operation begins 15 µs after the first step
+    found = capture.between(0.9, 3.9)
+    assert found.steps == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
+    assert len(found.operations) == 60 and len(found.before) == 20
+    assert capture.between(1.3, None).steps == [f"ProfilerStep#{i}" for i in (2, 3, 4, 5)]
+    only = profile(path, from_ms=2.9, to_ms=3.9)
+    assert only[0].values["steps"] == 1 and only[1].values["compute_ms"] == pytest.approx(0.4)
+    with pytest.raises(
+        TraceError, match="no operation begins from 90 to 95 ms, expected a span within the 5"
+    ):
+        capture.between(90, 95)
+
+
 # A launch must be seen
 
 

@@ -8,7 +8,7 @@ or before its first step, are left out and counted.
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,40 @@ class Capture:
     @property
     def left_out(self) -> int:
         return len(self.before)
+
+    def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
+        """Return the part of the capture that begins in a span of time, without steps that lie in it only
+        partly.
+
+        Args:
+            from_ms, to_ms: after the capture's first operation; None is the beginning, or the end.
+
+        Raises:
+            TraceError: no operation begins in the span.
+        """
+        rows = pd.concat([self.before, self.operations])
+        start, end = rows["start_ns"], rows["start_ns"] + rows["duration_ns"]
+        first, last = int(start.min()), int(end.max())
+        begin = first if from_ms is None else first + round(from_ms * 1e6)
+        stop = last + 1 if to_ms is None else first + round(to_ms * 1e6)
+        start = self.operations["start_ns"]
+        inside = (start >= begin) & (start < stop)
+        if not inside.any():
+            raise TraceError(
+                f"{self.path}: no operation begins from {(begin - first) / 1e6:g} to {(stop - first) / 1e6:g}"
+                f" ms, expected a span within the {(last - first) / 1e6:g} ms of the capture"
+            )
+        step = ["process", "step"]
+        cut = pd.MultiIndex.from_frame(self.operations.loc[~inside, step].drop_duplicates())
+        operations = self.operations[inside].reset_index(drop=True)
+        kept = ~pd.MultiIndex.from_frame(operations[step]).isin(cut)
+        earlier = self.operations[start < begin].assign(warm_up=False)
+        return replace(
+            self,
+            operations=operations.assign(step=operations["step"].where(kept, -1)),
+            before=pd.concat([self.before, earlier], ignore_index=True),
+            ranges=self.ranges[~pd.MultiIndex.from_frame(self.ranges[step]).isin(cut)],
+        )
 
 
 def load_capture(

@@ -1,4 +1,4 @@
-"""What anybody's capture says: a line a fact, with its numbers. ``stepscope profile FILE`` prints it."""
+"""The summary of a capture, one line for each fact, with its numbers. ``stepscope profile FILE`` prints it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,26 +49,31 @@ def profile(
     phases: Mapping[str, str] | None = None,
     device: int | None = None,
     csv: Path | str | None = None,
+    from_ms: float | None = None,
+    to_ms: float | None = None,
 ) -> list[Line]:
-    """What a capture says, a line a fact; the first is what it is a capture of.
+    """Summarize a capture, in one line for each fact; the first says what it is a capture of.
 
     Args:
         step, phases: as of ``load_capture``.
-        device: the GPU that is looked into; None takes the one that works most.
-        csv: where the operations go, one a line.
+        device: the GPU to look into; None takes the busiest.
+        csv: the file to write all operations to, one per line.
+        from_ms, to_ms: as of ``Capture.between``.
 
     Raises:
         TraceError: the capture cannot be read, or has no such GPU, step or phase.
         OSError: the CSV cannot be written.
     """
     capture = load_capture_or_sums(path, step, phases)
+    if isinstance(capture, Capture) and (from_ms is not None or to_ms is not None):
+        capture = capture.between(from_ms, to_ms)
     if csv is not None:
         (capture.operations if isinstance(capture, Capture) else capture).to_csv(csv, index=False)
     return lines_of(capture, device) if isinstance(capture, Capture) else lines_of_sums(capture)
 
 
 def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
-    """As profile, of a capture that is loaded."""
+    """Summarize a capture that is loaded, as ``profile`` does."""
     gpus = list(devices(capture))
     if not gpus:
         raise TraceError(
@@ -131,7 +136,7 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
     counts = [f"{len(processes)} processes"] * (len(processes) > 1) + [f"{len(numbers)} GPUs"] * (
         len(numbers) > 1
     )
-    details = f"{' on '.join(counts)}, details of {one.name} {name}".rstrip()
+    details = ", ".join(filter(None, (" on ".join(counts), f"details of {one.name}", name)))
     parts.append(details if len(gpus) > 1 else name or "a GPU without a name")
     start, end = one.windows[0, 0], one.windows[-1, 1]
     starts = one.placed["start_ns"]
