@@ -1,6 +1,7 @@
 """What a capture means: its steps, why its GPU is idle, whose operations these are, and what to do."""
 
 import sqlite3
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def kernels(
 
 
 def steps(
-    count: int = 3, name: str = "ProfilerStep#{}", lasts: float = 1000, empty: set = frozenset()
+    count: int = 3, name: str = "ProfilerStep#{}", lasts: float = 1000, empty: Iterable[int] = ()
 ) -> list:
     """Steps, each with 20 kernels in its first 610 µs, except for those that are empty."""
     events = []
