@@ -132,6 +132,7 @@ def test_variants_of_a_trace_are_read_alike(tmp_path, case):
 def test_unfinished_host_events_are_counted(tmp_path):
     path = written(tmp_path / "trace.json", READ_ALIKE["unfinished range"]())
     assert read_trace(path).unfinished == 1
+    assert "the end of 1 host event" in profile(path)[-1].text
 
 
 def test_times_as_text_are_exact(tmp_path):

@@ -28,8 +28,8 @@ def frame(file: str, line: int, name: str) -> dict:
 
 
 TORCH = frame("/env/lib/python3.11/site-packages/torch/nn/functional.py", 9, "linear")
-MODEL = frame("/home/me/project/model.py", 12, "forward")
-TRAIN = frame("/home/me/project/train.py", 30, "main")
+MODEL = frame("/data/project/model.py", 12, "forward")
+TRAIN = frame("/data/project/train.py", 30, "main")
 NODE = frame("??", 0, "torch::autograd::generated::MmBackward0::apply(std::vector)")
 
 

@@ -94,7 +94,7 @@ class Capture:
         end_ns; empty where the capture does not tell.
     gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
     shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
-        of whose operations is in the capture.
+        of whose operations is in the capture. unfinished: host events without an end, which are left out.
     """
 
     path: str
@@ -107,6 +107,7 @@ class Capture:
     rank: tuple[int, int] | None = None
     shapes: bool = False
     unseen_graphs: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["process", "start_ns"]))
+    unfinished: int = 0
 
     @property
     def steps(self) -> list[str]:
@@ -195,7 +196,7 @@ def load_capture_or_sums(
             found = _attributed(records, autograd, host, step, phases, on_gpu)
             found.gpus = gpu_names(trace.header, found.operations["device"].unique())
             found.rank = _rank(trace.header)
-            found.shapes = trace.shapes
+            found.shapes, found.unfinished = trace.shapes, trace.unfinished
             graphs = trace.events[matching(trace.events["name"], GRAPH_LAUNCH.search)]
             graphs = graphs[graphs["cat"].isin(LAUNCHES)]
             launch = (graphs[name].to_numpy() for name in ("key", "correlation", "start"))

@@ -391,4 +391,6 @@ def _not_available(one: Device) -> Line:
         lacking.append("operations within CUDA graphs (nsys profile --cuda-graph-trace=node records them)")
     if 0 < (unknown := int(rows["launch_start_ns"].isna().sum())) < len(rows):
         lacking.append(f"the launches of {counted(unknown, 'operation')}")
+    if capture.unfinished:
+        lacking.append(f"the end of {counted(capture.unfinished, 'host event')}")
     return Line("not available", ", ".join([*lacking, "clocks", "the step without the profiler"]))
