@@ -1,8 +1,8 @@
-"""Anybody's capture: nsys's or torch.profiler's, of a program whose ranges have names of its own.
+"""Read a capture of any program, by nsys or torch.profiler, and attribute its operations.
 
-Steps and phases are found by the names that people give ranges; what autograd's own ranges enclose is
-backward, and what made the nodes that it runs is forward. Operations that were launched before the capture,
-or before its first step, are left out and counted.
+Steps and phases follow from the names that people give ranges. What autograd's ranges enclose is backward,
+and what made the nodes that it runs is forward. Operations that were launched before the capture, before its
+first step or in a warm-up are left out and counted.
 """
 
 import fnmatch
@@ -92,7 +92,7 @@ class Capture:
     ranges: of steps, by process and step: name, start_ns and end_ns on the host.
     host: what the host does that lasts: kind (call, operator, range, frame), name, process, thread, start_ns,
         end_ns; empty where the capture does not tell.
-    gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
+    gpus: names by id. rank: this one's, of how many. autograd: backward follows from autograd's ranges.
     shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
         of whose operations is in the capture. unfinished: host events without an end, which are left out.
     """
@@ -165,8 +165,8 @@ def load_capture(
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
-        phases: the phase that a range's name, or a pattern such as "*(F)", stands for; what is not among them
-            goes by its name.
+        phases: the phase that a range's name, or a pattern such as "*(F)", means; other ranges go by their
+            names.
 
     Raises:
         TraceError: the file is none of these, is cut off, or has no GPU work; no range has the step's or a
@@ -184,7 +184,8 @@ def load_capture(
 def load_capture_or_sums(
     path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
 ) -> Capture | pd.DataFrame:
-    """As load_capture; of nsys's report cuda_gpu_kern_sum its table (see ``read_nsys_csv``)."""
+    """Read a capture as load_capture does, or nsys's report cuda_gpu_kern_sum as a table (see
+    ``read_nsys_csv``)."""
     path = Path(path)
     with readable(path) as (kind, file):
         if kind == "json":
@@ -275,7 +276,7 @@ class Autograd:
 
 
 def _nvtx_of_autograd(ranges: pd.DataFrame) -> Autograd:
-    """What emit_nvtx's ranges tell: "aten::addmm, seq = 7" makes what "autograd::engine::…, seq = 7" runs."""
+    """Pair emit_nvtx's ranges: "aten::addmm, seq = 7" makes what "autograd::engine::…, seq = 7" runs."""
     names = ranges["name"].cat.categories.to_series().astype(str)
     sequence = names.str.extract(SEQUENCE)[0].fillna("-1").astype("int64").to_numpy()
     rows = ranges.assign(sequence=np.append(sequence, -1)[ranges["name"].cat.codes])
@@ -284,7 +285,7 @@ def _nvtx_of_autograd(ranges: pd.DataFrame) -> Autograd:
 
 
 def _host_of_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
-    """NVTX ranges that last, as what the host does; emit_nvtx's are operators."""
+    """Return the NVTX ranges that last, as events of the host; emit_nvtx's are operators."""
     rows = ranges[ranges["end_ns"] - ranges["start_ns"] >= SHORT_NS]
     kind = np.where(matching(rows["name"], OPERATOR_RANGE.search), "operator", "range")
     name = rows["name"].astype(str).str.replace(r", (op_id|seq|sizes) = .*", "", regex=True)
@@ -292,7 +293,7 @@ def _host_of_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]:
-    """A trace's records, what autograd's ranges tell, and what its host does."""
+    """Return a trace's records, its autograd ranges, and what its host does."""
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty:
@@ -312,14 +313,14 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
 
 
 def _rank(header: dict[str, Any]) -> tuple[int, int] | None:
-    """A trace's rank and the number of ranks."""
+    """Return a trace's rank and the number of ranks."""
     ranks = header.get("distributedInfo")
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
     return (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
 def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.DataFrame:
-    """With FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
+    """Add FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
     arguments. Where one operator made several kernels, all are its first one's."""
     known = {key: _work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external, return_inverse=True)
@@ -334,8 +335,8 @@ def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.
 
 
 def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
-    """FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1: not
-    told."""
+    """Return FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1
+    where they are unknown."""
     try:
         tensors = [
             (shape, DTYPES.get(kind, ("fp8" if "Float8" in kind else kind, 1)))
@@ -414,7 +415,7 @@ def _attributed(
 def _nested_names(
     ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
+    """Return the names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
     outer = inner = np.full(len(launch), "", object)
     for level in range(LEVELS):
         if ranges.empty:
@@ -429,7 +430,7 @@ def _nested_names(
 def _made_nodes(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
-    """Which operations an operator launched whose node runs backward later in the same step."""
+    """Return which operations an operator launched whose node runs backward later in the same step."""
     operators, nodes = autograd.operators, autograd.backward
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
 
@@ -448,8 +449,9 @@ def _made_nodes(
 def _forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, made: np.ndarray
 ) -> np.ndarray:
-    """Where only autograd tells phases: forward is what a step launches before its first backward operation;
-    after that only what made nodes of a later backward, and what lies between two such."""
+    """Add forward where only autograd's ranges show phases: forward is what a step launches before its first
+    backward operation; after that, only what made nodes of a later backward, and what lies between two such
+    operations."""
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
         {
@@ -470,7 +472,7 @@ def _forward(
 
 
 def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd.DataFrame) -> np.ndarray:
-    """Which operations were launched before the capture (their launch is not in it, and they begin before all
+    """Return which operations were launched before the capture (their launch is not in it, and they begin before all
     that it saw launched), or before its first step."""
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
     of_process = steps["key"].to_numpy("int64") & PROCESS

@@ -108,15 +108,14 @@ def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
     return [line for line in lines if line.text]
 
 
-def phases_of(said: Sequence[str]) -> dict[str, str] | None:
-    """The phase that each range's name, or pattern, stands for, from "forward=NAME"; None where nothing is
-    said.
+def phases_of(options: Sequence[str]) -> dict[str, str] | None:
+    """Return the phase for each range's name or pattern, from "forward=NAME"; None without options.
 
     Raises:
         TraceError: one is of no such form.
     """
     found = {}
-    for text in said:
+    for text in options:
         phase, _, name = text.partition("=")
         if not phase or not name:
             raise TraceError(
@@ -166,7 +165,7 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
 
 
 def _steps(one: Device) -> str:
-    """How the capture is divided into steps, and how many of them have no work of the GPU."""
+    """Describe how the capture is divided into steps, and how many of them have no GPU work."""
     names, count = one.host_steps["name"].tolist(), len(one.host_steps)
     if not count:
         return "no steps found: the whole capture counts as one"
@@ -198,7 +197,7 @@ def _account(label: str, one: Device) -> Line:
 
 
 def _outliers(one: Device) -> Line:
-    """The steps that are far from the median one, and what makes them so."""
+    """Name the steps that are far from the median one, and what makes them so."""
     found = []
     for place in one.outliers[:MAX_NAMED]:
         more = (one.accounts.iloc[place] - one.median).drop("wall")
@@ -210,7 +209,7 @@ def _outliers(one: Device) -> Line:
 
 
 def _start(one: Device, found: pd.DataFrame) -> Line:
-    """What comes before the work: in a capture without steps its start-up, in a step what the host does
+    """Describe what comes before the work: in a capture without steps its start-up, in a step what the host does
     before its first operation."""
     wall = one.median["wall"]
     if one.started_ms:
@@ -239,7 +238,7 @@ def _start(one: Device, found: pd.DataFrame) -> Line:
 
 
 def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """What limits the step: its GPU, or the host, and what the host does."""
+    """Name what limits the step: its GPU, or the host, and what the host does."""
     known = one.operations["launch_start_ns"].notna().sum()
     if not known:
         return Line("bound", "unknown: the capture has no launch records")
@@ -291,7 +290,7 @@ def _gap(ms: float) -> str:
 
 
 def _causes(one: Device, causes: pd.DataFrame) -> Line:
-    """What the GPU waits for when it is idle."""
+    """List what the GPU waits for when it is idle."""
     shown = causes[causes["ms"] >= max(WORTH * one.median["wall"], 0.05 * one.median["idle"])]
     if shown.empty or one.unseen_graphs or set(shown["cause"]) <= {"launch", "unknown"}:
         return Line("idle time", "")
@@ -340,7 +339,7 @@ def _communication(one: Device) -> Line:
 
 
 def _waiting(one: Device, parts: Exposed) -> str:
-    """How much of exposed communication is waiting for another GPU."""
+    """Describe how much of exposed communication is waiting for another GPU."""
     waiting = number(parts.waiting_ms, "ms")
     if np.isfinite(parts.least_ms):
         speed = f"{one.sheet['link_gb_s']:g} GB/s ({one.sheet['link']})"
@@ -376,7 +375,7 @@ def _advice(one: Device, causes: pd.DataFrame) -> list[Line]:
 
 
 def _not_available(one: Device) -> Line:
-    """What the capture does not show."""
+    """List what the capture does not show."""
     rows, lacking, capture = one.operations, [], one.capture
     if capture.rank and capture.rank[1] > 1:
         lacking.append("other ranks")
