@@ -209,8 +209,8 @@ def _outliers(one: Device) -> Line:
 
 
 def _start(one: Device, found: pd.DataFrame) -> Line:
-    """Describe what comes before the work: in a capture without steps its start-up, in a step what the host does
-    before its first operation."""
+    """Describe what comes before the work: in a capture without steps its start-up, in a step what the host
+    does before its first operation."""
     wall = one.median["wall"]
     if one.started_ms:
         share = number(one.started_ms / wall, "%")
