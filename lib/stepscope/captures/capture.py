@@ -472,8 +472,8 @@ def _forward(
 
 
 def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd.DataFrame) -> np.ndarray:
-    """Return which operations were launched before the capture (their launch is not in it, and they begin before all
-    that it saw launched), or before its first step."""
+    """Return which operations were launched before the capture (their launch is not in it, and they begin before
+    all that it saw launched), or before its first step."""
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
     of_process = steps["key"].to_numpy("int64") & PROCESS
     first = steps["start_ns"].groupby(of_process).min().reindex(process, fill_value=-LATEST).to_numpy()
