@@ -51,9 +51,7 @@ def pauses(one: Device) -> pd.DataFrame:
     gaps = _split(one.gaps)
     long = gaps.index[(gaps["cause"] == "device") & (gaps["end"] - gaps["begin"] >= LONG_NS)]
     gaps.loc[long, "where"] = one.placed["name"].iloc[gaps.loc[long, "next"]].astype(str).to_numpy()
-    host = one.capture.host
-    host = host[host["process"] == one.process]
-    host = host.sort_values(["thread", "start_ns"]).reset_index(drop=True)
+    host = _host_of_windows(one)
     late = gaps[gaps["cause"] == "launch"].nlargest(MAX_EXPLAINED, "ms").sort_values("begin")
     found = [gaps.drop(index=late.index)]
     for part in range(MAX_PARTS):
@@ -63,6 +61,15 @@ def pauses(one: Device) -> pd.DataFrame:
         found.append(explained)
     gaps = pd.concat([*found, late]).sort_values(["begin", "end"], ignore_index=True)
     return gaps.assign(ms=(gaps["end"] - gaps["begin"]) / 1e6)[COLUMNS]
+
+
+def _host_of_windows(one: Device) -> pd.DataFrame:
+    """Return the host's events in the median step, or as long before it, by thread and start."""
+    host, windows = one.capture.host, one.windows[one.middle]
+    begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
+    earlier = begin - int((windows[:, 1] - windows[:, 0]).max())
+    near = (host["process"] == one.process) & (host["end_ns"] >= earlier) & (host["start_ns"] < end)
+    return host[near].sort_values(["thread", "start_ns"]).reset_index(drop=True)
 
 
 def _split(gaps: pd.DataFrame) -> pd.DataFrame:
