@@ -107,15 +107,16 @@ def _explain(
     events, parents = _longest(host, thread, begin, end)
     calls = np.full(len(late), -1) if is_rest else _last_sync(host, thread, begin)
     starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
-    kinds, names = host["kind"].astype(str).tolist(), host["name"].astype(str).tolist()
+    kinds, names = host["kind"].astype(object).tolist(), host["name"].astype(object).tolist()
     left: dict[int, int] = {}  # of a synchronizing call, the ns by which the host would be ahead without it
-    launches_nothing = _launch_nothing(one, host)
-    silent = _silent(one, thread, begin, end)
+    launched = _launched(one)
+    launches_nothing = _launch_nothing(launched, host)
+    silent = _silent(launched, thread, begin, end)
     found: list[tuple[str, str, str, int]] = []
     for event, call, length, without_launch in zip(
         events.tolist(), calls.tolist(), (end - begin).tolist(), silent.tolist()
     ):
-        kind, name = (kinds[event], names[event]) if event >= 0 else ("", "")
+        kind, name = (kinds[event], str(names[event])) if event >= 0 else ("", "")
         fills = (
             event >= 0
             and length >= LONG_NS
@@ -132,7 +133,7 @@ def _explain(
             found.append(("call" if is_call else "host", name if is_call else "", place, event))
         elif call >= 0 and left.setdefault(call, int(ends[call] - starts[call])) * 2 >= length:
             left[call] -= length
-            found.append(("sync", names[call], _where(one, host, call, parents), call))
+            found.append(("sync", str(names[call]), _where(one, host, call, parents), call))
         elif length < LONG_NS:
             found.append(("launch", "", "", -1))
         elif kind == "call" and SYNCHRONIZES.search(name):  # of another stream or GPU, as this one is idle
@@ -160,10 +161,13 @@ def _cut(gaps: pd.DataFrame, starts: np.ndarray, ends: np.ndarray) -> tuple[pd.D
     return gaps.assign(begin=first, end=last), pd.concat([earlier, later]).sort_values("begin")
 
 
-def _silent(one: Device, thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+def _silent(known: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """Return in which intervals the thread, for most of the time and for long, launches nothing: between its
-    last launch and the one that ends the interval."""
-    known = _launched(one)
+    last launch and the one that ends the interval.
+
+    Args:
+        known: of ``_launched``.
+    """
     found = np.full(len(begin), False)
     for key in np.unique(thread):
         own, points = known[known["thread"] == key], thread == key
@@ -184,13 +188,14 @@ def _silent(one: Device, thread: np.ndarray, begin: np.ndarray, end: np.ndarray)
 def _launched(one: Device) -> pd.DataFrame:
     """Return the operations of the process, on any GPU, whose launch is known."""
     rows = one.capture.operations
-    return rows[(rows["process"] == one.process) & rows["launch_start_ns"].notna()]
+    known = (rows["process"] == one.process) & rows["launch_start_ns"].notna()
+    return rows.loc[known, ["thread", "launch_start_ns", "launch_duration_ns"]]
 
 
-def _launch_nothing(one: Device, host: pd.DataFrame) -> np.ndarray:
-    """Return which of the host's events see nothing launched on their thread."""
+def _launch_nothing(known: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
+    """Return which of the host's events see nothing launched on their thread; known: of ``_launched``."""
     quiet = np.full(len(host), True)
-    for thread, rows in _launched(one).groupby("thread"):
+    for thread, rows in known.groupby("thread"):
         own = np.flatnonzero(host["thread"] == thread)
         times = np.sort(rows["launch_start_ns"].to_numpy("int64"))
         first, last = (np.searchsorted(times, host[name].to_numpy()[own]) for name in ("start_ns", "end_ns"))

@@ -282,12 +282,12 @@ class _Reader:
             return None
         category = str(found.get("cat"))
         code = CODES.get(category)
-        if category == GPU_RANGE:
-            self.keep_gpu_range(found)
-        elif code is None:
-            self.unread[category] += 1
-        else:
+        if code is not None:
             self.keep(found, category, code)
+        elif category == GPU_RANGE:
+            self.keep_gpu_range(found)
+        else:
+            self.unread[category] += 1
         return None
 
     def keep(self, found: dict[str, Any], category: str, code: int) -> None:
