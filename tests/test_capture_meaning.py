@@ -1,7 +1,6 @@
 """What a capture means: its steps, why its GPU is idle, whose operations these are, and what to do."""
 
 import sqlite3
-from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def kernels(
 
 
 def steps(
-    count: int = 3, name: str = "ProfilerStep#{}", lasts: float = 1000, empty: Iterable[int] = ()
+    count: int = 3, name: str = "ProfilerStep#{}", lasts: float = 1000, empty: frozenset = frozenset()
 ) -> list:
     """Steps, each with 20 kernels in its first 610 µs, except for those that are empty."""
     events = []
@@ -182,7 +181,14 @@ CASES = {
     ),
     "warm-up": (warmed_up(), 10, 0.31, 0.16, "launch-bound", "launch less"),
     "only warm-up": (warmed_up(measured=False), 3, 1.0, 0.6, "launch-bound", "run fp32 matmuls"),
-    "empty first step": (steps(5, empty={0}), 4, 1.0, 0.4, "host-bound", "find out what the host does"),
+    "empty first step": (
+        steps(5, empty=frozenset({0})),
+        4,
+        1.0,
+        0.4,
+        "host-bound",
+        "find out what the host does",
+    ),
     "unnamed": (slow_host(), 4, 60.0, 9.5, "host-bound", "find out what the host does while"),
     "loader": (slow_host("user_annotation", "load"), 4, 60.0, 9.5, "host-bound", "move load off"),
     "operator": (slow_host("cpu_op", "aten::stack"), 4, 60.0, 9.5, "host-bound", "call aten::stack less"),
@@ -245,7 +251,7 @@ def test_warm_up_is_left_out_and_counted(tmp_path):
 
 
 def test_empty_steps_are_counted_and_outliers_have_their_own_names(tmp_path):
-    events = steps(6, empty={0, 3})
+    events = steps(6, empty=frozenset({0, 3}))
     events += kernels(4800, 5, 900)  # of the last but one: ends late
     events.append(event("user_annotation", "ProfilerStep#6", 8000, 100))
     path = written(tmp_path / "a.json", [*events, *kernels(8001, 2, 950)])
@@ -321,6 +327,21 @@ def test_outermost_ranges_are_those_that_plain_comparison_finds():
             kept.append(index)
         reached[row["process"]] = max(reached.get(row["process"], -1), row["end_ns"], row["start_ns"] + 1)
     assert outermost(rows).index.tolist() == kept
+
+
+def test_span_of_a_capture_has_the_steps_that_lie_in_it(tmp_path):
+    path = written(tmp_path / "a.json", steps(6))
+    capture = load_capture(path)  # the first operation begins 15 µs after the first step
+    found = capture.between(0.9, 3.9)
+    assert found.steps == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
+    assert len(found.operations) == 60 and len(found.before) == 20
+    assert capture.between(1.3, None).steps == [f"ProfilerStep#{i}" for i in (2, 3, 4, 5)]
+    only = profile(path, from_ms=2.9, to_ms=3.9)
+    assert only[0].values["steps"] == 1 and only[1].values["compute_ms"] == pytest.approx(0.4)
+    with pytest.raises(
+        TraceError, match="no operation begins from 90 to 95 ms, expected a span within the 5"
+    ):
+        capture.between(90, 95)
 
 
 # A launch must be seen

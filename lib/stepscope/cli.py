@@ -515,6 +515,16 @@ def profile(
         ),
     ] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
+    from_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--from", help="Leave out what begins earlier, in ms after the capture's first operation."
+        ),
+    ] = None,
+    to_ms: Annotated[
+        float | None,
+        typer.Option("--to", help="Leave out what begins later, in ms after the capture's first operation."),
+    ] = None,
     csv: Annotated[
         Path | None, typer.Option(help="File to write all operations, or allocations, to, one per line.")
     ] = None,
@@ -544,7 +554,7 @@ def profile(
                 raise StepscopeError(f"{file}: is a memory snapshot, which has no steps and phases")
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
-            lines = profiled(file, step=step, phases=phases_of(phase or []), device=device, csv=csv)
+            lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
     except OSError as error:  # of the output: what is wrong with the input is a TraceError
         raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))

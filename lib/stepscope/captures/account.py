@@ -1,8 +1,8 @@
-"""Where a step's time goes on one GPU: windows, what they are the sum of, and why the GPU waits.
+"""Where a step's time goes on one GPU: its windows, what they are the sum of, and its idle gaps.
 
-wall = compute + exposed copies and communication + idle, by unions of intervals: what is exposed is the time
-in which nothing else runs. What is told of a step is told of the median one (of an even number of steps of
-the two in the middle), so that all of it adds up and no outlier is in it.
+wall = compute + exposed copies and communication + idle, by unions of intervals. Exposed is the time in which
+nothing else runs. All numbers are those of the median step (the mean of the two in the middle, if the number
+of steps is even), so that they add up and no outlier is among them.
 """
 
 import re
@@ -23,16 +23,16 @@ from stepscope.traces.families import MATMUL
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)  # of fp32: so it is TF32
-RATED = 0.5  # of the matmuls' time: where shapes are known of less, their rate is none of the whole
-FAR = 1.25  # times the median, or the median times: a step that far away is an outlier
-STARTED = 2  # times busier after a start-up than in it
+MIN_SHARE_RATED = 0.5  # of the matmuls' time: where shapes are known for less, no rate is reported
+OUTLIER_RATIO = 1.25  # of a step's time to the median, or the reverse: beyond it, the step is an outlier
+STARTUP_BUSY_RATIO = 2  # of the busy share after a start-up to that in it
 MIN_OPS_FOR_STARTUP = 100  # operations
 MIN_SHARE_OF_STEPS = 0.5  # that have operations: of fewer none is typical
 
 
 @dataclass
 class Device:
-    """One GPU's operations within the steps, and their windows; of several processes on it, one's."""
+    """The operations of one process on one GPU, and the windows of its steps."""
 
     capture: Capture
     number: int
@@ -194,17 +194,17 @@ class Device:
         """The windows that are far from the median one; none of fewer than three, as neither of two is
         typical."""
         walls = self.accounts["wall"]
-        far = (walls > FAR * self.median["wall"]) | (walls * FAR < self.median["wall"])
+        far = (walls > OUTLIER_RATIO * self.median["wall"]) | (walls * OUTLIER_RATIO < self.median["wall"])
         return np.flatnonzero(far).tolist() if len(walls) > 2 else []
 
     @cached_property
     def running(self) -> pd.DataFrame:
-        """What runs in the median step, cut to it."""
+        """The operations that run in the median step, cut to it."""
         return pd.concat([self.pieces[place] for place in self.middle])
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """What begins in the median step."""
+        """The operations that begin in the median step."""
         rows = self.placed
         inside = np.full(len(rows), False)
         for begin, end in self.windows[self.middle]:
@@ -212,21 +212,21 @@ class Device:
         return rows[inside]
 
     def a_step(self, ns: Any) -> Any:
-        """Of ns in the median step, or in the two in the middle, the ms in one."""
+        """Convert ns in the median step, or in the two in the middle, to ms in one step."""
         return ns / 1e6 / len(self.middle)
 
     def summed(self, rows: pd.DataFrame, by: str) -> pd.Series:
-        """The sums of operations' times by a column, ms a step, the longest first."""
+        """Return the sums of operations' times by a column, ms a step, the longest first."""
         found = rows.groupby(by, observed=True)["duration_ns"].sum()
         return self.a_step(found[found > 0].sort_values(ascending=False))
 
     def leaves(self, chosen: pd.Series) -> float:
-        """The ms that would leave a step without these of the running operations: in which nothing else
-        runs."""
+        """Return the ms that would leave a step without these of the running operations: the time in which
+        nothing else runs."""
         return float(self.a_step(covered(self.running) - covered(self.running[~chosen.to_numpy()])))
 
     def exposed(self, labels: pd.Series) -> pd.Series:
-        """By label of the running operations, where there is one, what would leave a step without them."""
+        """Return by label of the running operations the ms that would leave a step without them."""
         found = {label: self.leaves(labels == label) for label in labels.dropna().unique()}
         return pd.Series(found, dtype=float).sort_values(ascending=False)
 
@@ -275,7 +275,7 @@ class Device:
 
     @cached_property
     def ahead_ms(self) -> float:
-        """How long before it runs an operation was launched: the median."""
+        """The median time in ms from an operation's launch to its start."""
         launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
         ahead = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
         return float(ahead.median()) / 1e6
@@ -293,7 +293,7 @@ class Device:
         passed, left = starts - begin, end - starts
         busy_before = (passed - idle)[1:] / np.maximum(passed[1:], 1)
         busy_after = (left - (idle[-1] - idle))[1:] / np.maximum(left[1:], 1)
-        fits = (busy_after > STARTED * busy_before) & (passed[1:] > 0.5 * (end - begin))
+        fits = (busy_after > STARTUP_BUSY_RATIO * busy_before) & (passed[1:] > 0.5 * (end - begin))
         fits[-MIN_OPS_FOR_STARTUP // 2 :] = False  # steady work is more than a last burst
         # Where the two parts differ most, each by how long it is (Otsu's threshold).
         apart = np.where(fits, passed[1:] * left[1:] * (busy_after - busy_before) ** 2.0, 0)
@@ -311,8 +311,9 @@ class Device:
         rates = pd.DataFrame(
             {"ms": self.a_step(found["duration_ns"]), "tflops": found["flops"] / found["duration_ns"] / 1e3}
         )
-        whole = self.summed(self.operations, "family").get(MATMUL, 0)
-        return rates.sort_values("ms", ascending=False)[: None if rates["ms"].sum() >= RATED * whole else 0]
+        total = self.summed(self.operations, "family").get(MATMUL, 0)
+        enough = rates["ms"].sum() >= MIN_SHARE_RATED * total
+        return rates.sort_values("ms", ascending=False)[: None if enough else 0]
 
     @cached_property
     def generated(self) -> pd.DataFrame:
@@ -365,7 +366,7 @@ class Device:
 
 
 def devices(capture: Capture) -> Iterator[Device]:
-    """Each GPU, or, where processes see one of the same number (each rank its own as GPU 0), each one's."""
+    """Yield each GPU of each process; processes may all call their own GPU the first."""
     groups = capture.operations.groupby(["device", "process"])
     several = len(groups) > capture.operations["device"].nunique()
     for (device, process), rows in groups:
@@ -378,5 +379,5 @@ def devices(capture: Capture) -> Iterator[Device]:
 
 
 def covered(rows: pd.DataFrame) -> float:
-    """The ns in which at least one of these runs."""
+    """Return the ns in which at least one of these runs."""
     return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

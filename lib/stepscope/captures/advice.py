@@ -98,15 +98,17 @@ def capture_again(one: Device) -> str:
     does not."""
     if one.unseen_graphs:
         return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
-    if len(one.host_steps) and not one.has_steps:
+    undivided = len(one.host_steps) > 0 and not one.has_steps
+    idle = one.median["idle"] > (1 - LAUNCH_BOUND) * one.median["wall"]
+    if one.known_launches < MIN_KNOWN and (idle or undivided):
+        return (
+            "capture again with the host's launches (torch.profiler's ProfilerActivity.CPU, nsys's"
+            " --trace=cuda): without them, neither steps nor the reason of idle time are known"
+        )
+    if undivided:
         return (
             f"capture again: {one.empty_steps:,} of {len(one.host_steps):,} steps have no GPU work in this"
             " capture"
-        )
-    if one.known_launches < MIN_KNOWN and one.median["idle"] > (1 - LAUNCH_BOUND) * one.median["wall"]:
-        return (
-            "capture again with the host's launches (torch.profiler's ProfilerActivity.CPU, nsys's"
-            " --trace=cuda): without them, nobody knows why the GPU is idle"
         )
     return ""
 

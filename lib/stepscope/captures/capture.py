@@ -1,14 +1,14 @@
-"""Anybody's capture: nsys's or torch.profiler's, of a program whose ranges have names of its own.
+"""Read a capture of any program, by nsys or torch.profiler, and attribute its operations.
 
-Steps and phases are found by the names that people give ranges; what autograd's own ranges enclose is
-backward, and what made the nodes that it runs is forward. Operations that were launched before the capture,
-or before its first step, are left out and counted.
+Steps and phases follow from the names that people give ranges. What autograd's ranges enclose is backward,
+and what made the nodes that it runs is forward. Operations that were launched before the capture, before its
+first step or in a warm-up are left out and counted.
 """
 
 import fnmatch
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Capture:
     ranges: of steps, by process and step: name, start_ns and end_ns on the host.
     host: what the host does that lasts: kind (call, operator, range, frame), name, process, thread, start_ns,
         end_ns; empty where the capture does not tell.
-    gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
+    gpus: names by id. rank: this one's, of how many. autograd: backward follows from autograd's ranges.
     shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
         of whose operations is in the capture. unfinished: host events without an end, which are left out.
     processes: what the capture calls each process, by number.
@@ -125,6 +125,40 @@ class Capture:
     def left_out(self) -> int:
         return len(self.before)
 
+    def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
+        """Return the part of the capture that begins in a span of time, without steps that lie in it only
+        partly.
+
+        Args:
+            from_ms, to_ms: after the capture's first operation; None is the beginning, or the end.
+
+        Raises:
+            TraceError: no operation begins in the span.
+        """
+        rows = pd.concat([self.before, self.operations])
+        start, end = rows["start_ns"], rows["start_ns"] + rows["duration_ns"]
+        first, last = int(start.min()), int(end.max())
+        begin = first if from_ms is None else first + round(from_ms * 1e6)
+        stop = last + 1 if to_ms is None else first + round(to_ms * 1e6)
+        start = self.operations["start_ns"]
+        inside = (start >= begin) & (start < stop)
+        if not inside.any():
+            raise TraceError(
+                f"{self.path}: no operation begins from {(begin - first) / 1e6:g} to {(stop - first) / 1e6:g}"
+                f" ms, expected a span within the {(last - first) / 1e6:g} ms of the capture"
+            )
+        step = ["process", "step"]
+        cut = pd.MultiIndex.from_frame(self.operations.loc[~inside, step].drop_duplicates())
+        operations = self.operations[inside].reset_index(drop=True)
+        kept = ~pd.MultiIndex.from_frame(operations[step]).isin(cut)
+        earlier = self.operations[start < begin].assign(warm_up=False)
+        return replace(
+            self,
+            operations=operations.assign(step=operations["step"].where(kept, -1)),
+            before=pd.concat([self.before, earlier], ignore_index=True),
+            ranges=self.ranges[~pd.MultiIndex.from_frame(self.ranges[step]).isin(cut)],
+        )
+
 
 def load_capture(
     path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
@@ -134,8 +168,8 @@ def load_capture(
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
-        phases: the phase that a range's name, or a pattern such as "*(F)", stands for; what is not among them
-            goes by its name.
+        phases: the phase that a range's name, or a pattern such as "*(F)", means; other ranges go by their
+            names.
 
     Raises:
         TraceError: the file is none of these, is cut off, or has no GPU work; no range has the step's or a
@@ -153,7 +187,8 @@ def load_capture(
 def load_capture_or_sums(
     path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
 ) -> Capture | pd.DataFrame:
-    """As load_capture; of nsys's report cuda_gpu_kern_sum its table (see ``read_nsys_csv``)."""
+    """Read a capture as load_capture does, or nsys's report cuda_gpu_kern_sum as a table (see
+    ``read_nsys_csv``)."""
     path = Path(path)
     with readable(path) as (kind, file):
         if kind == "json":
@@ -212,6 +247,8 @@ def _unseen_graphs(
         key, correlation, start: of each launch of a graph, the thread's key, its id and its time.
     """
     process = key & PROCESS
+    if not len(process):
+        return pd.DataFrame({"process": process, "start_ns": start})
     seen = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
     unseen = ~pd.MultiIndex.from_arrays([process, correlation]).isin(seen)
     # operations without a launch may be a graph's whose records have no id
@@ -243,7 +280,7 @@ class Autograd:
 
 
 def _nvtx_of_autograd(ranges: pd.DataFrame) -> Autograd:
-    """What emit_nvtx's ranges tell: "aten::addmm, seq = 7" makes what "autograd::engine::…, seq = 7" runs."""
+    """Pair emit_nvtx's ranges: "aten::addmm, seq = 7" makes what "autograd::engine::…, seq = 7" runs."""
     names = ranges["name"].cat.categories.to_series().astype(str)
     sequence = names.str.extract(SEQUENCE)[0].fillna("-1").astype("int64").to_numpy()
     rows = ranges.assign(sequence=np.append(sequence, -1)[ranges["name"].cat.codes])
@@ -252,7 +289,7 @@ def _nvtx_of_autograd(ranges: pd.DataFrame) -> Autograd:
 
 
 def _host_of_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
-    """NVTX ranges that last, as what the host does; emit_nvtx's are operators."""
+    """Return the NVTX ranges that last, as events of the host; emit_nvtx's are operators."""
     rows = ranges[ranges["end_ns"] - ranges["start_ns"] >= SHORT_NS]
     kind = np.where(matching(rows["name"], OPERATOR_RANGE.search), "operator", "range")
     name = rows["name"].astype(str).str.replace(r", (op_id|seq|sizes) = .*", "", regex=True)
@@ -260,7 +297,7 @@ def _host_of_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]:
-    """A trace's records, what autograd's ranges tell, and what its host does."""
+    """Return a trace's records, its autograd ranges, and what its host does."""
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty:
@@ -280,14 +317,14 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
 
 
 def _rank(header: dict[str, Any]) -> tuple[int, int] | None:
-    """A trace's rank and the number of ranks."""
+    """Return a trace's rank and the number of ranks."""
     ranks = header.get("distributedInfo")
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
     return (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
 def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.DataFrame:
-    """With FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
+    """Add FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
     arguments. Where one operator made several kernels, all are its first one's."""
     known = {key: _work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external, return_inverse=True)
@@ -302,8 +339,8 @@ def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.
 
 
 def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
-    """FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1: not
-    told."""
+    """Return FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1
+    where they are unknown."""
     try:
         tensors = [
             (shape, DTYPES.get(kind, ("fp8" if "Float8" in kind else kind, 1)))
@@ -382,7 +419,7 @@ def _attributed(
 def _nested_names(
     ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
+    """Return the names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
     outer = inner = np.full(len(launch), "", object)
     for level in range(LEVELS):
         if ranges.empty:
@@ -397,7 +434,7 @@ def _nested_names(
 def _made_nodes(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
-    """Which operations an operator launched whose node runs backward later in the same step."""
+    """Return which operations an operator launched whose node runs backward later in the same step."""
     operators, nodes = autograd.operators, autograd.backward
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
 
@@ -416,8 +453,9 @@ def _made_nodes(
 def _forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, made: np.ndarray
 ) -> np.ndarray:
-    """Where only autograd tells phases: forward is what a step launches before its first backward operation;
-    after that only what made nodes of a later backward, and what lies between two such."""
+    """Add forward where only autograd's ranges show phases: forward is what a step launches before its first
+    backward operation; after that, only what made nodes of a later backward, and what lies between two such
+    operations."""
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
         {
@@ -438,8 +476,8 @@ def _forward(
 
 
 def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd.DataFrame) -> np.ndarray:
-    """Which operations were launched before the capture (their launch is not in it, and they begin before all
-    that it saw launched), or before its first step."""
+    """Return which operations were launched before the capture (their launch is not in it, and they begin before
+    all that it saw launched), or before its first step."""
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
     of_process = steps["key"].to_numpy("int64") & PROCESS
     first = steps["start_ns"].groupby(of_process).min().reindex(process, fill_value=-LATEST).to_numpy()

@@ -181,7 +181,7 @@ def _launched(one: Device) -> pd.DataFrame:
 
 
 def _launch_nothing(one: Device, host: pd.DataFrame) -> np.ndarray:
-    """Which of the host's events see nothing launched on their thread."""
+    """Return which of the host's events see nothing launched on their thread."""
     quiet = np.full(len(host), True)
     for thread, rows in _launched(one).groupby("thread"):
         own = np.flatnonzero(host["thread"] == thread)

@@ -22,9 +22,9 @@ def phases_line(one: Device) -> Line:
     rows = one.operations
     found = one.summed(rows, "phase").sort_index()
     least = WORTH * found.sum()
-    told = found.drop(OUTSIDE, errors="ignore")
-    text = listed(told, " | ") or "none found"
-    if len(told):
+    phases = found.drop(OUTSIDE, errors="ignore")
+    text = listed(phases, " | ") or "none found"
+    if len(phases):
         overlap = found.sum() - one.a_step(covered(one.running))
         if overlap > MIN_SHARE_SHOWN * found.sum():
             text += f" (kernel sums; {number(overlap, 'ms')} overlap)"
@@ -37,7 +37,7 @@ def phases_line(one: Device) -> Line:
 
 
 def _ranges(one: Device, least: float) -> str:
-    """The ranges of no phase that hold work, not only communication: outer ones, or, where one of them holds
+    """List the ranges of no phase that hold work, not only communication: outer ones, or, where one of them holds
     nearly all of it, the ones within."""
     rows = one.operations[(one.operations["phase"] == OUTSIDE) & (one.operations["part"] != COMMUNICATION)]
     for column in ("range", "inner_range"):
@@ -59,7 +59,7 @@ def categories_line(one: Device) -> Line:
 
 
 def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
-    """The kernels (and copies) with the most time, a line each: count, ms, share of all operations' time, and
+    """List the kernels (and copies) with the most time, a line each: count, ms, share of all operations' time, and
     how long one takes."""
     top = kernels.head(TOP)
     shown = short_names([str(name) for name in top.index], SHOWN)
@@ -73,7 +73,7 @@ def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
 
 
 def _each(row: pd.Series) -> str:
-    """How long one of a kernel's operations takes: the median, the shortest and the longest; "" for one
+    """Describe how long one of a kernel's operations takes: the median, the shortest and the longest; "" for one
     operation a step, or where the times are not known."""
     shortest, longest = row.get("shortest_ms", np.nan), row.get("longest_ms", np.nan)
     if row["count"] <= 1 or not np.isfinite(longest):
@@ -85,7 +85,7 @@ def _each(row: pd.Series) -> str:
 
 
 def leading_lines(one: Device) -> list[Line]:
-    """The kernel with the most time in each phase, or range: how often it is launched there, and where else
+    """Name the kernel with the most time in each phase, or range: how often it is launched there, and where else
     it leads."""
     leading = one.leading_kernels
     if len(leading) < 2:
@@ -103,13 +103,13 @@ def leading_lines(one: Device) -> list[Line]:
 
 
 def matmul_line(one: Device) -> Line:
-    said = []
+    rated = []
     for dtype, row in one.matmuls[one.matmuls["ms"] >= WORTH * one.matmuls["ms"].sum()].iterrows():
         most = one.sheet.get(str(dtype), one.sheet.get("bf16") if dtype == "fp16" else None)
         of = f" ({number(row.tflops / most, '%')} of {most:,.0f})" if most else ""
-        said.append(f"{clean(str(dtype))} {number(row.tflops, 'TFLOP/s')}{of}")
+        rated.append(f"{clean(str(dtype))} {number(row.tflops, 'TFLOP/s')}{of}")
     rates = {f"{dtype}_tflops": row.tflops for dtype, row in one.matmuls.iterrows()}
-    return Line("matmul", ", ".join(said), rates)
+    return Line("matmul", ", ".join(rated), rates)
 
 
 def generated_line(one: Device) -> Line:

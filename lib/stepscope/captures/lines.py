@@ -26,14 +26,14 @@ class Line:
 
 
 def rendered(lines: Sequence[Line], how: str = "text") -> str:
-    """The lines as text, markdown or JSON, which say the same.
+    """Render lines as text, markdown or JSON.
 
     Raises:
         TraceError: there is no such format.
     """
     if how == "json":
-        told = [{"label": line.label, "text": line.text, **line.values} for line in lines]
-        return json.dumps({"lines": told}, ensure_ascii=False, indent=1, default=float)
+        facts = [{"label": line.label, "text": line.text, **line.values} for line in lines]
+        return json.dumps({"lines": facts}, ensure_ascii=False, indent=1, default=float)
     if how == "markdown":
         label, found = "", []
         for line in lines[1:]:
@@ -46,25 +46,25 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
 
 
 def escape_all(text: str) -> str:
-    """A line's text as markdown, however long it is. It never begins a line of it, so no number makes a
-    list."""
+    """Escape a line's text for markdown, however long it is. The text never begins a line of markdown, so that
+    no number makes a list."""
     parts = textwrap.wrap(text, MOST_TEXT - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
 def clean(name: object, most: int = SHOWN) -> str:
-    """A name from a file on one line: printable, and not too long."""
+    """Return a name from a file on one line: printable, and not too long."""
     return one_line(name, most)
 
 
 def listed(found: pd.Series, between: str = ", ") -> str:
-    """Names and their ms, "matmul 27.2 | attention 5.20 ms"; empty of none."""
+    """Write names and their ms, "matmul 27.2 | attention 5.20 ms"; "" for none."""
     text = between.join(f"{clean(name)} {digits(value, 'ms')}" for name, value in found.items())
     return f"{text} ms" if text else ""
 
 
 def count_text(value: float) -> str:
-    """A count a step, of which two steps may have different ones."""
+    """Write a count per step, which is a mean where two steps are in the middle."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

@@ -110,8 +110,9 @@ def _repeating(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) ->
     lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
     candidates = ranges[ranges["plain"].isin(lasted.nlargest(MAX_CANDIDATES).index)]
     for name, rows in candidates.groupby("plain"):
-        worded = bool({*str(name).split()} & STEP_WORDS)
-        is_part = in_phase[rows.index].mean() > 0.5 or (not worded and LAYER_WORD.search(str(name)))
+        is_layer = LAYER_WORD.search(str(name)) is not None  # "batch norm", too
+        worded = bool({*str(name).split()} & STEP_WORDS) and not is_layer
+        is_part = in_phase[rows.index].mean() > 0.5 or is_layer
         several_threads = rows["key"].nunique() > (rows["key"] & PROCESS).nunique()
         if not (1 if worded else 2) <= len(rows) <= MAX_STEPS or is_part or several_threads:
             continue

@@ -1,4 +1,4 @@
-"""What anybody's capture says: a line a fact, with its numbers. ``stepscope profile FILE`` prints it."""
+"""The summary of a capture, one line for each fact, with its numbers. ``stepscope profile FILE`` prints it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,26 +49,31 @@ def profile(
     phases: Mapping[str, str] | None = None,
     device: int | None = None,
     csv: Path | str | None = None,
+    from_ms: float | None = None,
+    to_ms: float | None = None,
 ) -> list[Line]:
-    """What a capture says, a line a fact; the first is what it is a capture of.
+    """Summarize a capture, in one line for each fact; the first says what it is a capture of.
 
     Args:
         step, phases: as of ``load_capture``.
-        device: the GPU that is looked into; None takes the one that works most.
-        csv: where the operations go, one a line.
+        device: the GPU to look into; None takes the busiest.
+        csv: the file to write all operations to, one per line.
+        from_ms, to_ms: as of ``Capture.between``.
 
     Raises:
         TraceError: the capture cannot be read, or has no such GPU, step or phase.
         OSError: the CSV cannot be written.
     """
     capture = load_capture_or_sums(path, step, phases)
+    if isinstance(capture, Capture) and (from_ms is not None or to_ms is not None):
+        capture = capture.between(from_ms, to_ms)
     if csv is not None:
         (capture.operations if isinstance(capture, Capture) else capture).to_csv(csv, index=False)
     return lines_of(capture, device) if isinstance(capture, Capture) else lines_of_sums(capture)
 
 
 def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
-    """As profile, of a capture that is loaded."""
+    """Summarize a capture that is loaded, as ``profile`` does."""
     gpus = list(devices(capture))
     if not gpus:
         raise TraceError(
@@ -103,15 +108,14 @@ def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
     return [line for line in lines if line.text]
 
 
-def phases_of(said: Sequence[str]) -> dict[str, str] | None:
-    """The phase that each range's name, or pattern, stands for, from "forward=NAME"; None where nothing is
-    said.
+def phases_of(options: Sequence[str]) -> dict[str, str] | None:
+    """Return the phase for each range's name or pattern, from "forward=NAME"; None without options.
 
     Raises:
         TraceError: one is of no such form.
     """
     found = {}
-    for text in said:
+    for text in options:
         phase, _, name = text.partition("=")
         if not phase or not name:
             raise TraceError(
@@ -131,7 +135,7 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
     counts = [f"{len(processes)} processes"] * (len(processes) > 1) + [f"{len(numbers)} GPUs"] * (
         len(numbers) > 1
     )
-    details = f"{' on '.join(counts)}, details of {one.name} {name}".rstrip()
+    details = ", ".join(filter(None, (" on ".join(counts), f"details of {one.name}", name)))
     parts.append(details if len(gpus) > 1 else name or "a GPU without a name")
     start, end = one.windows[0, 0], one.windows[-1, 1]
     starts = one.placed["start_ns"]
@@ -161,7 +165,7 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
 
 
 def _steps(one: Device) -> str:
-    """How the capture is divided into steps, and how many of them have no work of the GPU."""
+    """Describe how the capture is divided into steps, and how many of them have no GPU work."""
     names, count = one.host_steps["name"].tolist(), len(one.host_steps)
     if not count:
         return "no steps found: the whole capture counts as one"
@@ -193,7 +197,7 @@ def _account(label: str, one: Device) -> Line:
 
 
 def _outliers(one: Device) -> Line:
-    """The steps that are far from the median one, and what makes them so."""
+    """Name the steps that are far from the median one, and what makes them so."""
     found = []
     for place in one.outliers[:MAX_NAMED]:
         more = (one.accounts.iloc[place] - one.median).drop("wall")
@@ -205,8 +209,8 @@ def _outliers(one: Device) -> Line:
 
 
 def _start(one: Device, found: pd.DataFrame) -> Line:
-    """What comes before the work: in a capture without steps its start-up, in a step what the host does
-    before its first operation."""
+    """Describe what comes before the work: in a capture without steps its start-up, in a step what the host
+    does before its first operation."""
     wall = one.median["wall"]
     if one.started_ms:
         share = number(one.started_ms / wall, "%")
@@ -234,7 +238,7 @@ def _start(one: Device, found: pd.DataFrame) -> Line:
 
 
 def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """What limits the step: its GPU, or the host, and what the host does."""
+    """Name what limits the step: its GPU, or the host, and what the host does."""
     known = one.operations["launch_start_ns"].notna().sum()
     if not known:
         return Line("bound", "unknown: the capture has no launch records")
@@ -264,7 +268,10 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
         return Line("idle", f"{number(idle / wall, '%')}, although work is launched in time: {ahead}", values)
     host = causes[causes["cause"].isin(HOST_CAUSES)]
     label = str(host.groupby(host["cause"].map(BOUNDS))["ms"].sum().idxmax())
-    worst, each = late.loc[late["ms"].idxmax()], " a step" * one.has_steps
+    each = " a step" * one.has_steps
+    gap = (late["begin"] != late["end"].shift()).cumsum()  # parts of one gap follow one another
+    gap_ms = late.groupby(gap)["ms"].sum()
+    worst = late.loc[late.loc[gap == gap_ms.idxmax(), "ms"].idxmax()]
     following = int(worst["next"])
     before = short(one.placed["name"].iloc[following]) if following >= 0 else "the end of the step"
     place = f", in {clean(worst['where'])}" * bool(worst["where"])
@@ -273,7 +280,7 @@ def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
     return Line(
         label,
         f"the GPU is idle for {number(waiting, 'ms')}{each} ({number(waiting / wall, '%')}), waiting for"
-        f" {waits_for}; {per_step} operations{each}; longest gap {_gap(worst['ms'])}, before {before}{place}",
+        f" {waits_for}; {per_step} operations{each}; longest gap {_gap(gap_ms.max())}, before {before}{place}",
         values,
     )
 
@@ -283,7 +290,7 @@ def _gap(ms: float) -> str:
 
 
 def _causes(one: Device, causes: pd.DataFrame) -> Line:
-    """What the GPU waits for when it is idle."""
+    """List what the GPU waits for when it is idle."""
     shown = causes[causes["ms"] >= max(WORTH * one.median["wall"], 0.05 * one.median["idle"])]
     if shown.empty or one.unseen_graphs or set(shown["cause"]) <= {"launch", "unknown"}:
         return Line("idle time", "")
@@ -332,7 +339,7 @@ def _communication(one: Device) -> Line:
 
 
 def _waiting(one: Device, parts: Exposed) -> str:
-    """How much of exposed communication is waiting for another GPU."""
+    """Describe how much of exposed communication is waiting for another GPU."""
     waiting = number(parts.waiting_ms, "ms")
     if np.isfinite(parts.least_ms):
         speed = f"{one.sheet['link_gb_s']:g} GB/s ({one.sheet['link']})"
@@ -368,7 +375,7 @@ def _advice(one: Device, causes: pd.DataFrame) -> list[Line]:
 
 
 def _not_available(one: Device) -> Line:
-    """What the capture does not show."""
+    """List what the capture does not show."""
     rows, lacking, capture = one.operations, [], one.capture
     if capture.rank and capture.rank[1] > 1:
         lacking.append("other ranks")

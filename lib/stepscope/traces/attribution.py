@@ -32,8 +32,11 @@ one that opened last to the present depth. Points are then looked up among the e
 (:func:`enclosing`). All threads are put on one axis, one thread's times after the other's, so that one pass
 does for all.
 
-**What is checked.** Ranges of a thread that cross have no innermost one, and two phases open at once would
-count an operation twice: both are errors, never a guess. That nothing is lost is checked afterwards
+**What is checked.** Profiles of this project are read strictly (:func:`attribute`): ranges of a thread that
+cross have no innermost one, and two phases open at once would count an operation twice, so both are errors,
+never a guess. Other people's captures are read leniently (:mod:`stepscope.captures.capture`): of ranges that
+overlap, the one that began first counts. Both find launches and open ranges by the same functions
+(:func:`join_launches`, :func:`open_range`). That nothing is lost is checked afterwards
 (:mod:`stepscope.traces.conservation`): phases, regions and steps each sum to the capture, to the
 nanosecond.
 """
@@ -54,7 +57,7 @@ PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and
 NEVER = np.iinfo(np.int64).max
 LATEST = 2**62  # ns: of two times within it, the difference fits into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
-SHORT_NS = 5_000  # of what the host does, less explains no pause of a GPU
+SHORT_NS = 5_000  # a host event that is shorter explains no idle gap of a GPU
 
 
 class TraceError(StepscopeError, ValueError):
