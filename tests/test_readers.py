@@ -91,6 +91,10 @@ def test_merged_traces_keep_processes_apart(tmp_path, case):
     assert steps_of(capture) == [STEP, STEP]
     assert capture.operations.groupby("process").size().tolist() == [STEPS * KERNELS] * 2
     names = {one["pid"] for one in events if one["cat"] == "cuda_runtime"}
+    if "GPUs" not in case:
+        assert [line.label for line in profile(path)[1:3]] == [
+            f"GPU 0 (process {name})" for name in sorted(names)
+        ]
     assert {*read_trace(path).processes.values()} == {str(name) for name in names}
 
 
@@ -316,6 +320,12 @@ def test_report_is_read_however_it_was_redirected(tmp_path, case):
     assert (first.values["kernels"], first.values["launches"], first.values["kernel_ms"]) == (1, 10, 7.0)
 
 
+def trace_report(strm: str) -> bytes:
+    """nsys's report cuda_gpu_trace of one kernel on this stream."""
+    text = f"Start (ns),Duration (ns),CorrId,Device,Strm,Name\n10,5,1,GPU (0),{strm},gemm\n"
+    return text.encode()
+
+
 REFUSED = {
     "semicolons.csv": (REPORT.replace(",", ";").encode(), "separated by ';'"),
     "tabs.csv": (REPORT.replace(",", "\t").encode(), "separated by tabs"),
@@ -324,6 +334,9 @@ REFUSED = {
         REPORT.replace("Name", "Source,Name").replace("gemm", "a,b").encode(),
         "report mpi_event_sum",
     ),
+    "no_stream.csv": (trace_report(strm=""), "a value in its column strm that is no integer"),
+    "text_stream.csv": (trace_report(strm="{13"), "a value in its column strm that is no integer"),
+    "more_values.csv": (trace_report(strm="13,14,15"), "Length of header or names does not match"),
     "old.qdrep": (b"\x00qdrep", "nsys export --type sqlite old.qdrep"),
     "raw.qdstrm": (b"\x00qdstrm", "QdstrmImporter -i raw.qdstrm"),
     "log.txt": (b"epoch 1\n" * 9, "is no capture: it begins with b'epoch 1"),

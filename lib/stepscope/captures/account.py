@@ -373,7 +373,7 @@ def devices(capture: Capture) -> Iterator[Device]:
         yield Device(
             capture,
             int(device),
-            f"GPU {device}" + f" (process {process})" * several,
+            f"GPU {device}" + f" (process {capture.processes.get(process, process)})" * several,
             rows.reset_index(drop=True),
         )
 

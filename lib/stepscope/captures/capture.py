@@ -21,6 +21,7 @@ from stepscope.captures.range_names import LIBRARY_RANGE, OPERATOR_RANGE, of_eac
 from stepscope.captures.reports import KERNELS, operations_of_report, read_report
 from stepscope.captures.steps import find_steps, no_such_range
 from stepscope.config import PHASE_NAMES
+from stepscope.files import one_line
 from stepscope.traces.attribution import (
     LATEST,
     NEVER,
@@ -95,6 +96,7 @@ class Capture:
     gpus: names by id. rank: this one's, of how many. autograd: backward follows from autograd's ranges.
     shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
         of whose operations is in the capture. unfinished: host events without an end, which are left out.
+    processes: what the capture calls each process, by number.
     """
 
     path: str
@@ -108,6 +110,7 @@ class Capture:
     shapes: bool = False
     unseen_graphs: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["process", "start_ns"]))
     unfinished: int = 0
+    processes: dict[int, str] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[str]:
@@ -198,6 +201,7 @@ def load_capture_or_sums(
             found.gpus = gpu_names(trace.header, found.operations["device"].unique())
             found.rank = _rank(trace.header)
             found.shapes, found.unfinished = trace.shapes, trace.unfinished
+            found.processes = {key: one_line(name, 40) for key, name in trace.processes.items()}
             graphs = trace.events[matching(trace.events["name"], GRAPH_LAUNCH.search)]
             graphs = graphs[graphs["cat"].isin(LAUNCHES)]
             launch = (graphs[name].to_numpy() for name in ("key", "correlation", "start"))

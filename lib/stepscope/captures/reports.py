@@ -33,6 +33,9 @@ def read_report(file: Path) -> pd.DataFrame:
         raise TraceError(
             f"{file}: is nsys's report {report}, expected {TRACE}, or {KERNELS} for kernels alone"
         )
+    for column in ("strm", "corr_id") if report == TRACE else ():
+        if not pd.api.types.is_integer_dtype(table[column]) or table[column].isna().any():
+            raise TraceError(f"{file}: has a value in its column {column} that is no integer, expected ids")
     return table
 
 

@@ -8,6 +8,7 @@ here are nsys's own headings in snake case with their unit: ``Total Time (ns)`` 
 import codecs
 import csv
 import re
+import warnings
 from io import StringIO
 from pathlib import Path
 
@@ -125,14 +126,17 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     end = next((at for at in range(first + 1, len(lines)) if not lines[at].strip()), len(lines))
     texts = {heading: str for heading in next(csv.reader([lines[first]])) if name_of(heading) in TEXTS}
     try:
-        table = pd.read_csv(
-            StringIO("\n".join(lines[first:end])),
-            dtype=texts,
-            keep_default_na=False,
-            na_values=[""],
-            index_col=False,
-        )
-    except (ValueError, OverflowError) as error:  # pandas' own errors of a file's form are ValueErrors
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # values beyond the last heading
+            table = pd.read_csv(
+                StringIO("\n".join(lines[first:end])),
+                dtype=texts,
+                keep_default_na=False,
+                na_values=[""],
+                index_col=False,
+            )
+    # pandas' own errors of a file's form are ValueErrors
+    except (ValueError, OverflowError, pd.errors.ParserWarning) as error:
         raise TraceError(f"{path}: {' '.join(str(error).split())}, {EXPECTED}") from None
     if (lacking := table.iloc[:, -1].isna()).any():  # nsys leaves no last column empty
         line = lines[first + 1 + int(lacking.argmax())]

@@ -18,17 +18,14 @@ class AmbiguousProcess(Exception):
 
 
 def process_numbers(names: list[str]) -> dict[str, int]:
-    """A number for each process by what the trace calls it: its own id ("11", "[TP00] 11") where that is
-    unique, otherwise a free one."""
-    numbers: dict[str, int] = {}
-    for name in dict.fromkeys(names):
-        numbered = _NUMBERED.fullmatch(name)
-        number = int(numbered[2]) if numbered else 0
-        taken = set(numbers.values())
-        if not 0 < number < MAX_PROCESS or number in taken:
-            number = next(free for free in range(1, MAX_PROCESS) if free not in taken)
-        numbers[name] = number
-    return numbers
+    """A number for each process by what the trace calls it ("11", "[TP00] 11"): its own id where these differ,
+    otherwise its place."""
+    unique = [*dict.fromkeys(names)]
+    numbered = [_NUMBERED.fullmatch(name) for name in unique]
+    ids = [int(found[2]) if found else 0 for found in numbered]
+    if len({*ids}) < len(ids) or not all(0 < one < MAX_PROCESS for one in ids):
+        ids = [*range(1, len(ids) + 1)]
+    return dict(zip(unique, ids))
 
 
 def label_of(name: str) -> str:
