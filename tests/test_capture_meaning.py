@@ -496,6 +496,8 @@ def test_communication_of_unknown_size_is_transfer_unless_it_is_far_longer_than_
     parts = exposed_communication(device(tmp_path, events))
     assert parts.waiting_ms == pytest.approx(1.98) and parts.transfer_ms == pytest.approx(6 * 0.02)
     assert np.isnan(parts.least_ms)
+    text = rendered(profile(tmp_path / "a.json"), "json")
+    assert "waiting_ms" in text and "NaN" not in text
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from stepscope.traces.families import MATMUL
 
 MIN_OPS_TO_JUDGE = 5  # operations: too few to judge what bounds them
 MIN_SHARE_SHOWN = 0.0005  # of the step: less is not mentioned
+MIN_WAITING = 0.05  # of exposed communication: less waiting is not mentioned
 MAX_NAMED = 4  # outliers, or causes of idle time, that are named
 BOUNDS = {
     "sync": "sync-bound",
@@ -322,7 +323,9 @@ def _communication(one: Device) -> Line:
         return Line("communication", "")
     exposed = one.median["exposed communication"]
     parts = exposed_communication(one)
-    values = {"communication_ms": total, "exposed_ms": exposed, **parts._asdict()}
+    values = {"communication_ms": total, "exposed_ms": exposed, "waiting_ms": parts.waiting_ms}
+    if np.isfinite(parts.least_ms):  # JSON has no nan
+        values["least_ms"] = parts.least_ms
     text = f"{number(total, 'ms')}, {number(1 - exposed / total, '%')} hidden"
     if exposed:
         text += ", as it runs on the compute stream" * bool(on_compute_stream(one) and exposed > 0.5 * total)
@@ -347,7 +350,7 @@ def _waiting(one: Device, parts: Exposed) -> str:
         return (
             f"; its bytes take at least {least} at {speed}; {waiting} is latency and waiting for other GPUs"
         )
-    if parts.waiting_ms >= WORTH * one.median["exposed communication"]:
+    if parts.waiting_ms >= MIN_WAITING * one.median["exposed communication"]:
         return f"; at least {waiting} is waiting for other GPUs ({short(parts.longest)})"
     return ""
 
