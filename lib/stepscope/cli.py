@@ -550,8 +550,8 @@ def profile(
         raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
     try:
         if is_pickle(file):
-            if step or phase:
-                raise StepscopeError(f"{file}: is a memory snapshot, which has no steps and phases")
+            if step or phase or from_ms is not None or to_ms is not None:
+                raise StepscopeError(f"{file}: is a memory snapshot, which has no steps, phases and times")
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
             lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)

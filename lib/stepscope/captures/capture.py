@@ -144,8 +144,8 @@ class Capture:
         inside = (start >= begin) & (start < stop)
         if not inside.any():
             raise TraceError(
-                f"{self.path}: no operation begins from {(begin - first) / 1e6:g} to {(stop - first) / 1e6:g}"
-                f" ms, expected a span within the {(last - first) / 1e6:g} ms of the capture"
+                f"{self.path}: no operation begins between --from and --to, expected a span within the"
+                f" {(last - first) / 1e6:g} ms of the capture"
             )
         step = ["process", "step"]
         cut = pd.MultiIndex.from_frame(self.operations.loc[~inside, step].drop_duplicates())

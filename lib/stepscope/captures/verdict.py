@@ -142,14 +142,17 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
     starts = one.placed["start_ns"]
     operations = int(((starts >= start) & (starts < end)).sum())
     text = "; ".join([", ".join(parts), _steps(one), counted(operations, "operation")])
-    for rows, where in (
+    left_out = (
         (one.before[~one.before["warm_up"]], "launched before"),
         (one.before[one.before["warm_up"]], "launched in a warm-up"),
         (one.placed[starts >= end], "after the last step"),
-    ):
-        if len(rows):
-            lasted = number(rows["duration_ns"].sum() / 1e6, "ms")
-            text += f"; left out: {len(rows):,} {where} ({lasted})"
+    )
+    reasons = [
+        f"{len(rows):,} {where} ({number(rows['duration_ns'].sum() / 1e6, 'ms')})"
+        for rows, where in left_out
+        if len(rows)
+    ]
+    text += f"; left out: {', '.join(reasons)}" * bool(reasons)
     return Line(
         "capture",
         text,
