@@ -126,10 +126,20 @@ def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, cl
     [
         (["2.7B"], ["2.7B, context 512, batch 4, vocabulary 10,000", "65.81"]),
         (["--shape", "64/256/2/4", "--context", "128"], ["micro, context 128", "vocabulary 10,000"]),
-        ([], ["128 256 512 1,024", "forward + backward", "65.81", "no 109.70", "the largest size"]),
+        (
+            [],
+            [
+                "128 256 512 1,024",
+                "forward + backward",
+                "65.81",
+                "no 109.70",
+                "largest size that fits",
+                "forward is inference",
+            ],
+        ),
         (
             ["--edition", "2026", "--context", "2048", "--batch", "1"],
-            ["Peaks in GiB, batch 1", "10B forward", "2,048"],
+            ["Peaks in GiB, batch 1", "10B forward (inference)", "2,048"],
         ),
     ],
 )
