@@ -259,10 +259,12 @@ def _value(value: object) -> str:
 
 
 def link(out: Path) -> Callable[[str], str]:
-    """Return a function that links to a heading of the writeup; without a checkout it only names the heading."""
+    """Return a function that links to a heading of the writeup, or names it where the report is no part of a
+    checkout, so that no report holds a path of its machine."""
+    is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)
 
     def why(heading: str = "") -> str:
-        if PROJECT is None:
+        if PROJECT is None or not is_inside:
             return f'"{heading}" in the writeup' if heading else "the project's writeup.md"
         path = os.path.relpath(PROJECT / "writeup.md", out).replace(os.sep, "/")
         return (
