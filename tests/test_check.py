@@ -1,7 +1,10 @@
 """Is the committed writeup what its records say?"""
 
+from pathlib import Path
+
 import pytest
 
+from stepscope import PROJECT
 from stepscope.report.check import alike, differences
 from stepscope.report.output import Report, write
 
@@ -69,3 +72,7 @@ def test_run_that_cannot_be_used_is_named(out):
 )
 def test_drawings_are_alike_but_for_a_last_digit(old, new, same):
     assert alike(old, new) is same
+
+
+def test_committed_writeup_is_what_the_records_say(campaign):
+    assert differences(campaign.report, Path(str(PROJECT))) == []
