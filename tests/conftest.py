@@ -237,9 +237,9 @@ def campaign() -> SimpleNamespace:
 
     if PROJECT is None:
         pytest.skip("not in a checkout")
-    runs = PROJECT / "runs" / "h200"
+    runs = Path(str(PROJECT), "runs", "h200")
     found = load.read(Store(runs))
     tables = load.steady(found.tables)
     views = Views(tables)
-    report = writeup.compose(found, runs, PROJECT, views)
+    report = writeup.compose(found, runs, Path(str(PROJECT)), views)
     return SimpleNamespace(found=found, tables=tables, views=views, report=report)

@@ -82,7 +82,8 @@ class Template:
         self.name = path.relative_to(FOLDER).as_posix()
         self.views = {name: {name} for name in views}  # by each name of the template
         self._sets = {}
-        for node in self._environment.parse(text).find_all((nodes.Assign, nodes.AssignBlock)):
+        sets: Iterable[Any] = self._environment.parse(text).find_all((nodes.Assign, nodes.AssignBlock))
+        for node in sets:
             self.views[node.target.name] = self._used(node)
             self._sets[node.target.name] = self._environment.from_string(lines[node.lineno - 1])
         self.columns: dict[int, set[tuple[str, str]]] = {}  # views and columns that each line prints
@@ -116,7 +117,7 @@ class Template:
         counted = [node.node for node in attributes if node.attr == "count"]  # the rows, not the values
         for node in attributes:
             found |= {(view, node.attr) for view in self._used(node.node) if node not in counted}
-        calls = [expression, *expression.find_all(nodes.Call)]
+        calls: list[Any] = [expression, *expression.find_all(nodes.Call)]
         for call in [one for one in calls if name_of(one) in ("wide", "table")]:
             words = [word.value for word in call.args[1:] if isinstance(word, nodes.Const)]
             columns = [word.partition(":")[0] for word in words]
