@@ -299,7 +299,7 @@ def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_pat
         ["ok", "9", "c", ""],
     ]
     assert (
-        "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: unsteady" in err
+        "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
     )  # what failed measured nothing
     assert listed("status=ok")[1].keys() == {ids[0], ids[3]}
     assert (

@@ -28,7 +28,6 @@ LAYERS = [
         "stepscope.report.style",
         "stepscope.report.tables",
         "stepscope.report.schemas",
-        "stepscope.report.shapes",
     ],
     ["stepscope.captures"],
     ["stepscope.studies"],

@@ -210,7 +210,7 @@ def test_replaced_failed_and_unreadable_runs_are_named(tmp_path):
     assert [first.name in error for error in report.errors] == [True]
     assert first.name in text
     assert "**failed** (the GPU \\| fell off)" in text
-    assert f"{third.name}: unsteady" in text or f"{third.name}: inconsistent" in text
+    assert f"{third.name}: inconsistent" in text
 
 
 def test_folder_without_a_usable_run_is_one_error(tmp_path):

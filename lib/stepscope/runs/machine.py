@@ -27,7 +27,7 @@ MEASURING = (
     "traces",
     "studies",
 )
-OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
+OF_REPORT = ("tables.py", "figures.py")  # of a study
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 
 
