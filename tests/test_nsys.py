@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from cells import covered_ms, executed, run_cells
-from stepscope import measure
+from stepscope import PROJECT, measure
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
@@ -63,10 +62,9 @@ def reports_of(export, folder):
         "cuda_gpu_kern_sum": ["kernel"],
         "cuda_gpu_mem_time_sum": ["memcpy", "memset"],
     }.items():
-        last = {"Name": "k"} if kinds == ["kernel"] else {"Operation": "c"}
-        pd.DataFrame([{"Total Time (ns)": totals[kinds].sum(), "Instances": 1, "Count": 1} | last]).to_csv(
-            folder / f"{name}.csv", index=False
-        )
+        others = {"Instances": 1, "Name": "k"} if kinds == ["kernel"] else {"Count": 1, "Operation": "c"}
+        report = pd.DataFrame([{"Total Time (ns)": totals[kinds].sum()} | others])
+        report.to_csv(folder / f"{name}.csv", index=False)
     pd.DataFrame(
         {
             "Start (ns)": operations["start_ns"],
@@ -983,7 +981,7 @@ def loaded(tables):
 
 
 def test_the_command_that_is_printed_is_the_one_that_runs(cells):
-    chapter = (files("stepscope") / "report/chapters/09-questions.md").read_text()
+    chapter = Path(str(PROJECT), "writeup", "22-nsys.md.j2").read_text(encoding="utf-8")
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
     asked = {word for word in command[: command.index("export")] if word.startswith("--") and "=" in word}
     flags = {
