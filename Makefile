@@ -56,13 +56,12 @@ lab-copies:  # a copy that was edited stays, and is named when its notebook has 
 bench: .venv/.ready-bench  ## what measuring costs, as ratios in one run, beside other programs
 	$(BIN)/python -m bench
 
-check: $(READY)  ## is the committed report what the committed records say?
-	$(BIN)/stepscope check --runs $(REFERENCE) --out .
+check: $(READY)  ## is the committed writeup what the committed records say?
+	$(BIN)/stepscope check
 
-reference: $(READY)  ## render the committed report anew from the committed records
-	$(BIN)/python -c 'from stepscope.report.reference import write_reference; write_reference("$(REFERENCE)")'
-	$(BIN)/stepscope render --runs $(REFERENCE) --out .
-	cp figures/ladder.svg lib/stepscope/report/chapters/reference.svg  # for reports without a GPU
+reference: $(READY)  ## render the committed writeup from the committed records
+	$(BIN)/python -c 'from stepscope.report.machine import write_reference; write_reference("$(REFERENCE)")'
+	$(BIN)/stepscope render --writeup --runs $(REFERENCE) --out .
 
 doctor: $(READY)  ## what this machine offers for measuring
 	$(BIN)/stepscope doctor

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepscope.traces.torch_trace import PROCESS_KEY
-
+PROCESS_KEY = 1 << 48 | 7 << 24  # process 7's globalPid
 MAIN, AUTOGRAD = PROCESS_KEY | 7, PROCESS_KEY | 8  # globalTids
 SCHEMA = """
 CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);

@@ -7,6 +7,7 @@ milliseconds a step. On a CPU what only a GPU has (TF32, fused AdamW, the CUDA g
 
 import argparse
 from timeit import default_timer
+from types import MethodType
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ class Block(nn.Module):
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
-        return x * self.cos.to(x.dtype) + torch.cat((-second, first), -1) * self.sin.to(x.dtype)
+        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
+        return x * cos + torch.cat((-second, first), -1) * sin
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C) -> (B, T, C)
         y = self.norm1(x.float()).to(x.dtype)
@@ -68,20 +70,24 @@ def attend(q, k, v):
 
 
 def make_step(model, tokens, targets, rate, clip=None):
-    """A training step and its optimizer; making them changes no weight. Before each step copy the batch, and
-    fill in the rate, in place. A scheduler of the optimizer does the latter; torch may warn it that
-    `optimizer.step()` was not called, because the graph does that."""
+    """Make a training step and its optimizer; weights, buffers and random state stay as they are.
+
+    `model(tokens)` gives logits (..., classes) of `targets` (...), from its layers `model.blocks` and by its
+    method `read_out`. Before each step, fill in `rate`, a tensor () on their device, and give the step a
+    batch, or copy that into `tokens` and `targets`. A scheduler of the optimizer fills in the rate; torch may
+    warn it that `optimizer.step()` was not called, because the graph does that."""
     on_gpu = tokens.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
         block.compile(dynamic=False)  # compiled blocks
-    model.read_out = torch.compile(model.read_out, dynamic=False)
+    # Bound anew, so that a deep copy of the model computes with its own head.
+    model.read_out = MethodType(torch.compile(type(model).read_out, dynamic=False), model)
 
-    def step():
+    def compute():
         optimizer.zero_grad(set_to_none=True)
         # Accumulation: loop over micro-batches from here to backward, each loss divided by their number.
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):  # bf16 autocast
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
         loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -89,44 +95,54 @@ def make_step(model, tokens, targets, rate, clip=None):
         return loss.detach()
 
     # DDP: wrap the model on the side stream, warm up 11 steps, and set TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
-    side, given = torch.cuda.Stream() if on_gpu else None, rate.clone()
+    side = torch.cuda.Stream() if on_gpu else None
+    given, buffers = rate.clone(), [buffer.clone() for buffer in model.buffers()]
     rate.zero_()  # so that no weight moves
     if on_gpu:
         side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), torch.random.fork_rng([tokens.device] if on_gpu else []):
         for _ in range(3):  # compile, make AdamW's moments
-            step()
+            compute()
     if on_gpu:
         torch.cuda.current_stream().wait_stream(side)
     optimizer.zero_grad(set_to_none=True)
-    rate.copy_(given)
+    for buffer, before in zip([rate, *model.buffers()], [given, *buffers]):
+        buffer.copy_(before)
     for state in optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
-    if not on_gpu:
-        return step, optimizer
-    # Memory: activations and gradients move into a pool of the graph's own, which eager code cannot use.
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):  # CUDA graph of the step
-        loss = step()
+    if on_gpu:
+        # Memory: activations and gradients move into a pool of the graph's own, which eager code cannot use.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):  # CUDA graph of the step
+            loss = compute()
 
-    def replay(_held=step):  # keep what the graph reads
+    def step(*batch):
+        for place, new in zip((tokens, targets), batch):
+            if new.shape != place.shape:  # copy_ would repeat a single row
+                raise ValueError(f"got a batch of {new.shape}, but the step was made for {place.shape}")
+            place.copy_(new)
+        if not on_gpu:
+            return compute()
         graph.replay()
         return loss  # overwritten by the next replay
 
-    return replay, optimizer
+    return step, optimizer
 
 
 def resume(optimizer, saved):
-    """Go on from a state dict (and load the model's weights, too): in place, where a graph reads. AdamW's own
-    `load_state_dict` would make new tensors, and the graph go on with the old ones."""
-    for own, state in zip(optimizer.state.values(), saved["state"].values(), strict=True):
-        for name, tensor in own.items():
-            if state[name].shape != tensor.shape:
-                raise ValueError(f"{name}: saved as {state[name].shape}, but here {tensor.shape}")
-            tensor.copy_(state[name])
-    for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        own["lr"].copy_(group["lr"])
+    """Continue from a state dict (and load the model's weights, too): in place, where a graph reads. AdamW's
+    own `load_state_dict` would make new tensors, and the graph would continue with the old ones."""
+    states = list(zip(optimizer.state.values(), saved["state"].values(), strict=True))
+    groups = list(zip(optimizer.param_groups, saved["param_groups"], strict=True))
+    tensors = [(name, own[name], state[name]) for own, state in states for name in own]
+    for name, tensor, given in tensors:  # before anything is written
+        if given.shape != tensor.shape:
+            raise ValueError(f"{name}: saved as {given.shape}, but here {tensor.shape}")
+    for _, tensor, given in tensors:
+        tensor.copy_(given)
+    for own, group in groups:
+        own["lr"].copy_(torch.as_tensor(group["lr"]))
 
 
 # </fast step>

@@ -3,13 +3,31 @@
 `python master_adamw.py` trains fast_step.py's model on random tokens, saves in the middle, makes all anew
 from another seed, resumes, and says whether both runs end alike, to the bit. On a CPU there is no graph.
 
-**Autocast is off.** The model's matrices are bf16, so there is nothing to cast. What flows between blocks,
-the residual stream, is bf16, too; under autocast it is fp32. Norms and the loss are computed in fp32 all
-the same. Gradients of matrices are bf16: adding many up, or averaging over many GPUs, loses bits.
+**If you come from `torch.optim.AdamW`**, most things stay: groups, schedulers, clipping, gradient scaling,
+`group["lr"] = x` in eager steps, copies and pickles, Hugging Face's Trainer and accelerate. These change:
 
-**Resuming.** The optimizer's state dict holds fp32 masters, moments, the number of steps and the rates. It is
-loaded in place: the model's weights are written from the masters, and a graph goes on from there, whether it
-was captured before or after. The model's own state dict is for inference: its matrices are rounded to bf16.
+* *Dtypes.* Weights of two and more dimensions are bf16 once the optimizer is made, and so are their gradients;
+  adding many up, or averaging over many GPUs, loses bits. Cast and move the model before, not after.
+* *Autocast.* This model needs none: it has no biases, and its norms cast back to bf16. Then the residual stream
+  is bf16, too, and only norms and loss are computed in fp32. Leave autocast on if your model has biases or
+  norms that return fp32 (GPT-2, Hugging Face's Llama), or if a convolution reads fp32 images: without it,
+  PyTorch refuses to multiply bf16 weights and fp32 activations.
+* *Checkpoints.* To continue to the bit, save the optimizer's state dict, which holds the fp32 masters. It is
+  loaded in place: the model's weights are written from the masters, and a graph goes on from there, whether it
+  was captured before or after. The model's own state dict is for inference, with weights rounded to bf16 (for
+  FP8 weights, with their bytes). To migrate a run of torch's AdamW, load the model's fp32 weights, make the
+  optimizer, then load AdamW's state dict.
+* *Averages of weights.* Average `optimizer.masters()`: an average in bf16, as `AveragedModel(model)` makes it,
+  stops moving, because a thousandth of the way to the new weight is less than half its last digit.
+* *Writing weights.* A clamp, an initialization or a load is noticed at the next eager step. A replayed graph
+  runs no Python, so call `optimizer.take_weights()` before it, unless you used `load_state_dict` of the model
+  or of a part of it. Nothing can notice a write through `.data`: write under `torch.no_grad()` instead.
+* *Several GPUs.* Make the optimizer, then wrap the model in DistributedDataParallel; the first step gives all
+  ranks the masters of rank 0. FSDP and ZeRO, which shard weights, are refused.
+* *No gradient.* A parameter without a gradient is skipped, as in PyTorch, but not in a captured graph, where all
+  need one. Those that are frozen when the optimizer is made stay fp32 and outside; to train them later, make a
+  new optimizer. Sparse gradients, `maximize`, `amsgrad` and groups that are added later are refused.
+* *Rates* are tensors, and so are those that a scheduler's `get_last_lr()` returns: `float` makes them numbers.
 """
 
 import argparse

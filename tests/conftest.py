@@ -10,12 +10,14 @@ import uuid
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 from ruamel.yaml import YAML
 
+from stepscope import PROJECT
 from stepscope.config import RunConfig, configure, studies
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
@@ -219,3 +221,23 @@ def ended(pid: int, within_s: float = 30) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+@pytest.fixture(scope="session")
+def campaign() -> SimpleNamespace:
+    """The reference, read and rendered once for all tests.
+
+    Returns:
+        ``found``, as it was read; ``tables`` without inconsistent rows; ``views`` and ``report``, the writeup.
+    """
+    from stepscope.report import load, writeup  # which most tests don't need, and which import matplotlib
+    from stepscope.views import Views
+
+    if PROJECT is None:
+        pytest.skip("not in a checkout")
+    runs = Path(str(PROJECT), "runs", "h200")
+    found = load.read(Store(runs))
+    tables = load.steady(found.tables)
+    views = Views(tables)
+    report = writeup.compose(found, runs, Path(str(PROJECT)), views)
+    return SimpleNamespace(found=found, tables=tables, views=views, report=report)

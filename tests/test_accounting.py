@@ -391,12 +391,12 @@ def test_the_largest_size_fits_and_the_next_does_not():
         if cell.mode == "step"
     }
     at = fit.largest_sizes(base, [512, 1024], cells["xl", 512])
-    assert [*at] == [*fit.STEPS] and at["plain (fp32, naive attention)"] == ["xl", "medium"]
-    assert fit.largest_sizes(base, [512], cells["xl", 512] * 0.999)["plain (fp32, naive attention)"] == [
+    assert [*at] == [*fit.STEPS] and at["fp32 baseline (naive attention)"] == ["xl", "medium"]
+    assert fit.largest_sizes(base, [512], cells["xl", 512] * 0.999)["fp32 baseline (naive attention)"] == [
         "large"
     ]
     assert {*map(tuple, fit.largest_sizes(base, [512], 0.5).values())} == {("none",)}
-    assert fit.largest_sizes(base, [512], 80, 2026)["plain (fp32, naive attention)"] == ["xl"]
+    assert fit.largest_sizes(base, [512], 80, 2026)["fp32 baseline (naive attention)"] == ["xl"]
     assert {row.step: [row.largest_size] for row in fit.fit(base, 24)} == fit.largest_sizes(base, [512], 24)
 
 

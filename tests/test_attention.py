@@ -1,7 +1,7 @@
 """The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
 
 import warnings
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from timeit import default_timer
 from types import SimpleNamespace
 
@@ -12,16 +12,15 @@ from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
 from cells import by_name, covered_ms, executed, quickest, run_cells, spread
-from reports import said, told
 from stepscope import measure as room
 from stepscope.config import ConfigError, configure
 from stepscope.measure import guard, profiler
 from stepscope.model.transformer import Attention
 from stepscope.optimizations import attention as inputs_of
 from stepscope.optimizations.attention import Inputs, attention_in_float64
-from stepscope.report.tables import markdown, number
+from stepscope.report.tables import number
 from stepscope.stats import location
-from stepscope.studies.attention import claims, figures, memory
+from stepscope.studies.attention import memory
 from stepscope.studies.attention import tables as attention
 from stepscope.studies.attention.config import PASSES, QUANTITIES
 from stepscope.traces.captured import CAPTURED
@@ -472,7 +471,6 @@ def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
     assert (cells["status"] == "ok").all() and (cells["wall_ms"] > 0).all() and cells["gpu_ms"].isna().all()
     assert cells["reason"].str.contains("MULTIPLE_SUBSCRIBERS").all()
     attention.SCHEMAS["cases"].validate(cells)
-    assert figures.attention_time(attention.of_run(names["config"], names["tables"])) is None
 
 
 def test_where_nothing_can_be_timed_the_notebook_says_so():
@@ -731,34 +729,6 @@ def grid():
     return {f"attention.{name}": frame for name, frame in (frames | attention.tables(frames)).items()}
 
 
-CLAIMS = {
-    name: claim
-    for name, claim in vars(claims).items()
-    if callable(claim)
-    and getattr(claim, "__module__", "") == claims.__name__
-    and not name.startswith("_")
-    # of another study's table; and said where another claim is not
-    and name not in ("one_softmax", "answer_attention_out", "answer_attention_half")
-}
-
-
-@pytest.mark.parametrize("name", CLAIMS)
-def test_each_claim_holds_on_such_a_grid_and_has_all_its_numbers(name, grid):
-    found = CLAIMS[name](grid)
-    assert found and all(isinstance(value, str) or value == value for value in found.values())
-    assert said(name, found)
-
-
-@pytest.mark.parametrize("name", CLAIMS)
-def test_without_data_nothing_is_claimed(name, measured):
-    config, tables, _ = measured
-    try:
-        found = CLAIMS[name](attention.of_run(config, tables))
-    except LookupError:
-        found = None
-    assert found is None or name in ("attention_checked", "attention_passes")
-
-
 def changed(grid, column, value, **where):
     """The grid with another value in some cells, and all that follows."""
     frames = {name.removeprefix("attention."): frame for name, frame in grid.items()}
@@ -771,18 +741,6 @@ def changed(grid, column, value, **where):
     return {f"attention.{name}": frame for name, frame in frames.items()}
 
 
-@pytest.mark.parametrize(
-    "say", [*CLAIMS.values(), *(say for name, say in attention.PRINTED.items() if name != "attention_long")]
-)
-def test_the_order_of_runs_and_sequences_changes_nothing(grid, say):
-    order = {"by": ["d_model", "sequence"], "ascending": False, "kind": "stable"}
-    other = say({name: frame.sort_values(**order) for name, frame in grid.items()})
-    if isinstance(other, dict):
-        assert other == pytest.approx(say(grid))
-    else:
-        pd.testing.assert_frame_equal(other, say(grid))
-
-
 def test_of_what_was_disturbed_no_time_is_told_by_either_clock(grid):
     odd = {"implementation": "naive", "precision": "bf16", "sequence": 16384, "phase": "backward"}
     passes = changed(grid, "unsteady", "2 of 3", **odd)["attention.passes"].set_index(
@@ -790,270 +748,6 @@ def test_of_what_was_disturbed_no_time_is_told_by_either_clock(grid):
     )
     assert passes.loc[("naive", "bf16", 16384), ["wall_ms", "gpu_ms"]].isna().all(axis=None)
     assert passes.loc[("flash", "bf16", 16384), ["wall_ms", "gpu_ms", "peak_mib"]].notna().all(axis=None)
-
-
-def test_forward_and_backward_stand_each_under_its_name(grid):
-    """By wall time, of which forward is a third; both by GPU time."""
-    long = (
-        attention.attention_long(grid)
-        .set_index(["precision", "sequence", "implementation"])
-        .loc[("fp32", 32768, "memory-efficient")]
-    )
-    both = 4 * TIMES["fp32"]["efficient"]
-    assert long["GPU time of both, ms"] == pytest.approx(both)
-    cells = grid["attention.cases"].assign(wall_ms=lambda rows: 3 * rows["gpu_ms"] + 1)
-    cells["in_use_mib"] = cells["in_use_mib"].mask(cells["phase"] == "forward", 1.0)
-    frames = {"cases": cells}
-    other = grid | {f"attention.{name}": frame for name, frame in (frames | attention.tables(frames)).items()}
-    long = (
-        attention.attention_long(other)
-        .set_index(["precision", "sequence", "implementation"])
-        .loc[("fp32", 32768, "memory-efficient")]
-    )
-    assert long[["forward, ms", "backward, ms"]].tolist() == pytest.approx([both + 1, 2 * both + 1])
-    assert long["GPU time of both, ms"] == pytest.approx(both) and long["in use before backward, MiB"] > 100
-    point = attention.handout_attention(other).set_index("sequence").loc[16384]
-    assert (
-        point["naive forward, ms"].split()[0] == "137" and point["compiled backward, ms"].split()[0] == "115"
-    )
-    assert (
-        point["naive, in use before backward, MiB"] > point["compiled, in use before backward, MiB"] - 1 > 100
-    )
-    said = claims.answer_attention_long(other)
-    assert [said["forward"], said["backward"]] == pytest.approx([2.34 * 16 + 1, 2 * 2.34 * 16 + 1])
-    tf32 = claims.answer_attention_tf32(other)
-    assert [tf32["fp32_naive"], tf32["tf32_naive"]] == pytest.approx([3 * 136 + 2, 3 * 108 + 2])
-    assert claims.attention_gain(other)["wall_gain"] == pytest.approx((3 * 76.7 + 2) / (3 * 2.34 + 2))
-    gpu = claims.attention_tf32_compiled(other)
-    assert [gpu["fp32"], gpu["tf32"]] == pytest.approx([56.9, 28.4])
-
-
-def test_compiled_that_is_slower_is_printed_as_it_is_and_passes_are_counted(grid):
-    slower = changed(
-        grid, "gpu_ms", 2.0, implementation="naive", precision="bf16", sequence=16384, d_model=64
-    )
-    assert attention.attention_compiled(slower).loc[16384, "bf16, d 64, x"] == pytest.approx(4 / 17.2)
-    assert attention.attention_compiled(slower).index.max() == 16384
-    cells = grid["attention.cases"]
-    long = cells["wall_ms"].notna() & (cells["sequence"] == 16384)
-    found = claims.attention_passes(changed(changed(grid, "passes", 100.0), "passes", 30.0, sequence=16384))
-    assert found == {
-        "most": 100,
-        "least": 30,
-        "cases": cells["wall_ms"].notna().sum(),
-        "fewer": long.sum(),
-        "leasts": long.sum(),
-    }
-
-
-def test_out_of_memory_within_the_grid_is_answered_with_the_shortest(grid):
-    assert claims.answer_attention_out(grid) is None
-    short = changed(grid, "status", "oom", sequence=16384, implementation="naive", precision="fp32")
-    shorter = changed(short, "status", "oom", sequence=8192, implementation="math", precision="fp32")
-    for rows in (shorter["attention.passes"], shorter["attention.passes"][::-1]):
-        assert claims.answer_attention_out({"attention.passes": rows})["name"] == "math"
-    found = claims.answer_attention_out(short)
-    assert (found["sequence"], found["name"], found["d"]) == (16384, "naive", 64) and said(
-        "answer_attention_out", found
-    )
-
-
-@pytest.mark.parametrize(
-    "name, column, value, cells",
-    [
-        ("attention_gain", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
-        ("attention_kernel", "gpu_ms", 0.01, {"implementation": "flash", "precision": "bf16"}),
-        ("attention_saved", "saved_mib", 8192.0, {"implementation": "cudnn"}),
-        ("attention_fp32", "status", "ok", {"implementation": "flash", "precision": "fp32"}),
-        ("attention_checked", "status", "failed", {"implementation": "flex", "sequence": 256}),
-        ("attention_formula", "peak_mib", 1.0, {"implementation": "math", "sequence": 16384}),
-        ("answer_attention_fits", "status", "oom", {"implementation": "math", "sequence": 16384}),
-        ("answer_attention_oom", "device_gib", 200.0, {"implementation": "naive", "sequence": 32768}),
-        ("attention_linear", "saved_mib", 1.0, {"implementation": "naive", "sequence": 4096}),
-        ("attention_linear", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 4096}),
-        ("attention_compiled", "gpu_ms", 0.01, {"implementation": "naive", "precision": "bf16"}),
-        ("attention_compiled", "saved_mib", 1.0, {"implementation": "compiled"}),
-        (
-            "attention_kernel",
-            "gpu_ms",
-            0.01,
-            {"implementation": "flash", "precision": "bf16", "d_model": 128},
-        ),
-        (
-            "attention_kernel",
-            "gpu_ms",
-            1.18,
-            {"implementation": "flash", "precision": "bf16", "d_model": 128},
-        ),  # as good as the same
-        ("attention_flex", "gpu_ms", 0.01, {"implementation": "flex", "precision": "fp32"}),
-        ("attention_long_unrun", "asked_gib", 1.0, {"implementation": "compiled"}),
-        ("answer_attention_long", "asked_gib", float("nan"), {"sequence": 65536}),
-        ("attention_saved", "saved_mib", 100.0, {"implementation": "cudnn"}),
-        ("attention_formula", "peak_mib", 1e9, {"implementation": "math", "sequence": 16384}),
-        ("attention_linear", "saved_mib", 0.01, {"implementation": "efficient", "sequence": 16384}),
-        ("attention_growth_why", "saved_mib", 0.01, {"implementation": "efficient", "sequence": 16384}),
-        ("attention_growth_why", "saved_mib", 1.0, {"implementation": "efficient", "sequence": 16384}),
-    ],
-)
-def test_where_it_is_not_so_it_is_not_said(name, column, value, cells, grid):
-    assert CLAIMS[name](changed(grid, column, value, **cells)) is None
-
-
-def test_the_numbers_of_the_sentences(grid):
-    gain = claims.attention_gain(grid)
-    assert gain["kernel"] == "cuDNN" and gain["gain"] == pytest.approx(76.7 / 2.34)
-    saved = claims.attention_saved(grid)
-    assert saved["naive"] == 8 and saved["fused"] == 0.5  # GiB, MiB
-    oom = claims.answer_attention_oom(grid)
-    assert (oom["sequence"], oom["square"], oom["squares"]) == (32768, 32, 6) and 192 < oom["need"] < 195
-    assert oom["outcome"] == "in backward: asked" and oom["allocated"] == 3
-    most = claims.answer_attention_fits(grid)
-    assert (
-        most["most"] == pytest.approx(PEAKS["naive", "fp32", 64, 16384] / GIB, rel=1e-4)
-        and most["sequence"] == 16384
-    )
-    both = changed(grid, "status", "oom", implementation="naive", sequence=32768)
-    assert attention.first_out_of_memory(both)[0]["precision"] == "fp32", "which needs most"
-    growth = claims.answer_attention_growth(grid)
-    assert growth["long"] / growth["short"] == growth["times"] == 16
-    long = claims.answer_attention_long(grid)
-    assert (long["kernel"], long["matrix"], long["out"]) == ("cuDNN", 64, "naive and math")
-    assert long["forward"] + long["backward"] == pytest.approx(2.34 * 16)
-    compiled = claims.answer_attention_compiled(grid)
-    assert (
-        compiled["fp32_forward"] + compiled["fp32_backward"] == pytest.approx(136)
-        and compiled["sequence"] == 16384
-    )
-    longest = claims.attention_tf32_compiled(grid)
-    assert longest["sequence"] == 16384
-    disturbed = changed(
-        grid, "gpu_ms", float("nan"), implementation="compiled", sequence=16384, precision="tf32"
-    )
-    assert claims.attention_tf32_compiled(disturbed)["sequence"] == 8192
-
-
-def test_one_error_beyond_what_is_allowed_is_enough(grid):
-    checks = grid["attention.checks"]
-    efficient = checks["implementation"] == "efficient"
-    for quantity in QUANTITIES:
-        name, tf32 = (
-            f"{quantity}_error",
-            efficient & (checks["precision"] == "tf32") & (checks["sequence"] == 1024),
-        )
-        wrong = grid | {"attention.checks": checks.assign(**{name: checks[name].mask(tf32, 4e-2)})}
-        assert claims.attention_checked(wrong) is None and claims.attention_tf32_ignored(wrong) is None
-        others = grid | {"attention.checks": checks.assign(**{name: checks[name].mask(~efficient, 4e-2)})}
-        assert claims.attention_tf32_ignored(others) is not None
-    least = checks["allowed_error"].mask(
-        efficient & (checks["precision"] == "fp32") & (checks["sequence"] == 256), 1e-4
-    )
-    assert (
-        claims.attention_tf32_ignored(grid | {"attention.checks": checks.assign(allowed_error=least)}) is None
-    )
-
-
-def test_where_one_precision_was_measured_that_is_answered(grid):
-    assert claims.answer_attention_half(grid) is None
-    half = {name: rows[rows["precision"] == "bf16"] for name, rows in grid.items()}
-    found = claims.answer_attention_half(half | {"attention.cases": half["attention.cases"][::-1]})
-    naive, compiled = TIMES["bf16"]["naive"], TIMES["bf16"]["compiled"]
-    assert found == {
-        "d": 64,
-        "precision": "bf16",
-        "sequence": 16384,
-        **{
-            name: pytest.approx(ms)
-            for name, ms in {
-                "forward": naive / 3,
-                "backward": naive * 2 / 3,
-                "forward_compiled": compiled / 3,
-                "backward_compiled": compiled * 2 / 3,
-            }.items()
-        },
-    }
-    why = claims.attention_growth_why(half)
-    assert (why["bytes"], why["matrix"], why["saved"], why["row"]) == (2, 4.0, 8.0, 0.5)
-    long = claims.answer_attention_long_fp32(grid)
-    assert long == {
-        "kernel": "memory-efficient",
-        "wall": pytest.approx(29.9 * 16),
-        "in_use": pytest.approx(8 * 65536 * 4 / 2**20 + 100),
-    }
-
-
-def test_a_cpus_passes_are_in_no_answer_about_a_gpu(grid):
-    here = pd.DataFrame(
-        [
-            row
-            | {
-                "batch_size": 2,
-                "saved_mib": 1.0,
-                "peak_mib": 9e9,
-                "in_use_mib": 1.0,
-                "status": status,
-                "wall_ms": 7.0,
-            }
-            for precision in ("bf16", "fp32")
-            for sequence, status in ((512, "ok"), (2048, "oom"))
-            for name in ("naive", "compiled", "efficient")
-            for row in cell(name, precision, sequence, 64, float("nan"))
-        ]
-    )
-    cases = pd.concat([here, grid["attention.cases"]], ignore_index=True)
-    both = (
-        grid
-        | {"attention.cases": cases}
-        | {f"attention.{name}": rows for name, rows in attention.tables({"cases": cases}).items()}
-    )
-    says = [
-        claim
-        for name, claim in CLAIMS.items()
-        if name
-        in (
-            "answer_attention_fits",
-            "answer_attention_times",
-            "answer_attention_growth",
-            "answer_attention_compiled",
-            "answer_attention_tf32",
-            "attention_linear",
-            "attention_growth_why",
-        )
-    ] + [claims.answer_attention_out]
-    assert told(says, both) == told(says, grid)
-    half = {
-        name: rows[(rows["precision"] == "bf16") | rows.get("device_gib", pd.Series(1, rows.index)).isna()]
-        for name, rows in both.items()
-    }
-    assert claims.answer_attention_growth(half)["precision"] == "bf16", "the GPU's"
-
-
-@pytest.mark.parametrize(("size", "blocks"), [("small", 12), ("medium", 24)])
-def test_one_softmax_is_a_blocks(size, blocks):
-    rows = [
-        ("attention.softmax", "elementwise", 24e6),
-        ("attention.scores", "matrix multiply", 6e6),
-        ("attention.scores", "elementwise", 9e6),
-        ("attention.value", "matrix multiply", 6e6),
-    ]
-    operations = pd.DataFrame(rows, columns=["region", "family", "total_ns"]).assign(
-        size=size,
-        context_length=512,
-        batch_size=4,
-        vocab_size=10_000,
-        precision="fp32",
-        attention="naive",
-        mode="forward",
-    )
-    found = claims.one_softmax({"nsys.operations": operations})
-    assert (found["softmax"], found["matmuls"]) == (24 / blocks, 12 / blocks) and said("one_softmax", found)
-
-
-def test_where_memory_ran_out_is_told_by_phase(grid):
-    ran_out = attention.attention_long(grid).set_index(["precision", "sequence", "implementation"])["ran out"]
-    assert ran_out["fp32", 32768, "naive"] == "in backward: asked"
-    assert ran_out["fp32", 65536, "naive"] == "in forward: asked"
-    assert ran_out["bf16", 65536, "compiled"].startswith("not run: needs much by formula")
-    assert ran_out["bf16", 65536, "cuDNN"] == ""
 
 
 @pytest.mark.parametrize("over, left", [(1.01, True), (1.03, False)])
@@ -1076,71 +770,8 @@ def test_gpu_time_that_cannot_be_is_left_out(over, left, grid):
     assert passes["gpu_ms"].notna().sum() == cells["gpu_ms"].notna().sum() / 2
 
 
-@pytest.mark.parametrize("name", attention.PRINTED)
-def test_tables_are_short_and_hold_no_more_than_numbers_and_words(name, grid):
-    frame = attention.PRINTED[name](grid)
-    assert 0 < len(frame) <= frame.attrs["rows"]
-    text = markdown(frame)
-    assert "nan" not in text.lower() and "None" not in text and "_mib" not in text
-
-
 def test_of_a_pass_with_one_phase_no_time_is_told(grid):
     passes = changed(grid, "gpu_ms", float("nan"), implementation="naive", phase="forward")[
         "attention.passes"
     ]
     assert passes.loc[passes["implementation"] == "naive", "gpu_ms"].isna().all()
-
-
-def test_of_errors_the_largest_is_shown(grid):
-    checks = grid["attention.checks"].assign(dk_error=2e-2)
-    assert (attention.attention_checks(grid | {"attention.checks": checks}).loc["naive"] == "2.0e-02").all()
-
-
-@pytest.mark.parametrize("name", attention.PRINTED)
-def test_tables_of_a_cpus_run_are_printed_or_absent(name, measured):
-    config, tables, _ = measured
-    with suppress(LookupError):  # of a GPU's memory alone
-        assert "|" in markdown(attention.PRINTED[name](attention.of_run(config, tables)))
-        assert name != "attention_account"
-
-
-def test_the_figures_title_is_its_message(grid):
-    assert figures.attention_time(grid).message == (
-        "At 16,384 positions (d 64) cuDNN, which stores no T x T, is 32.8x faster than naive"
-    )
-    without = changed(grid, "gpu_ms", float("nan"), precision=["bf16", "fp32", "tf32"])
-    assert figures.attention_time(without) is None
-
-
-def test_the_heatmap_says_what_its_grid_shows_and_marks_what_ran_out():
-    rows = pd.DataFrame(
-        [
-            {
-                "implementation": "naive",
-                "precision": "fp32",
-                "batch_size": 8,
-                "d_model": d,
-                "sequence": sequence,
-                "gpu_ms": (sequence / 1024) ** 2 * (1 + d / 320),
-                "status": "ok",
-            }
-            for d in (16, 64)
-            for sequence in (1024, 2048)
-        ]
-    )
-    out = rows.tail(1).assign(sequence=4096, gpu_ms=float("nan"), status="oom")
-    drawn = figures.attention_heatmap({"attention.passes": pd.concat([rows, out])})
-    assert drawn.message == (
-        "Naive attention in fp32 takes at least 4.0x the time from 1,024 to 2,048 positions,"
-        " at most 1.14x from d 16 to 64"
-    )
-    texts = {
-        (int(text.get_position()[0]), int(text.get_position()[1])): text.get_text()
-        for text in drawn.axes[0].texts
-    }
-    assert texts == {(0, 0): "1.05", (1, 0): "4.20", (0, 1): "1.20", (1, 1): "4.80", (2, 1): "out of\nmemory"}
-    for where in (rows["d_model"] == 64, (rows["d_model"] == 64) & (rows["sequence"] == 2048)):
-        wide = rows.assign(gpu_ms=rows["gpu_ms"].mask(where, rows["gpu_ms"] * 5))
-        assert figures.attention_heatmap({"attention.passes": wide}) is None, (
-            "d weighs more there than the sequence"
-        )

@@ -19,10 +19,12 @@ from stepscope.captures import capture as module
 from stepscope.captures import files
 from stepscope.captures.account import Device, devices
 from stepscope.captures.advice import advice
-from stepscope.captures.capture import load_capture, phase_of
+from stepscope.captures.capture import load_capture
 from stepscope.captures.causes import pauses, waits
-from stepscope.captures.verdict import phases_of, profile, rendered
-from stepscope.traces.attribution import OUTSIDE, TraceError
+from stepscope.captures.lines import rendered
+from stepscope.captures.range_names import phase_of
+from stepscope.captures.verdict import phases_of, profile
+from stepscope.traces.attribution import LATEST, OUTSIDE, TraceError
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
 OTHERS = sorted(
@@ -130,33 +132,44 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
     assert (rows["launch_start_ns"] < rows["start_ns"]).all()
 
 
-def test_the_text_of_a_trace_and_its_operations_as_csv(training, tmp_path):
-    text = profile_text(training, csv=tmp_path / "operations.csv")
+def test_the_lines_of_a_trace_and_its_operations_as_csv(training, tmp_path):
+    lines = profile(training, csv=tmp_path / "operations.csv")
     table = pd.read_csv(tmp_path / "operations.csv")
     assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
-    assert text.splitlines() == [
-        "rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4); 8 operations; 1 (0.00500 ms) launched before are left out",
-        # the GPU is empty when a step begins on the host: the first lasts until the second begins there, 100 µs; the second 80
-        "step on GPU    0.0900 ms (median of 0.100 0.0800): compute 0.0500, exposed copies 0.00500, exposed communication 0.0100,"
-        " idle 0.0250 ms",
-        "before         the first operation of a step the GPU waits 0.0100 ms (11%)",
-        "phase          forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms (kernel sums; 0.0100 ms of it overlaps),"
-        " by autograd's ranges",
-        "family         elementwise 0.0300 | communication 0.0200 | matrix multiply 0.0200 | memory 0.00500 ms",
-        "kernels        1 x vectorized_elementwise_kernel<CUDAFunctor_add float>: 0.0300 ms (40%)",
-        f"               1 x {GEMM}: 0.0200 ms (27%)",
-        "               1 x ncclDevKernel_AllReduce_Sum_f32_RING_LL: 0.0200 ms (27%)",
-        "               1 x Memcpy HtoD: 0.00500 ms (6.7%)",
-        "launch-bound   the GPU waits 0.0200 ms a step (22%) for launches, 4 operations a step; longest gap 20.0 µs before"
-        f" {GEMM}",
-        "communication  0.0200 ms, 50% hidden; exposed: all-reduce 0.0100 ms,"
-        " 100% of it launched by the backward",
-        "matmul         bf16 0.00328 TFLOP/s (under 0.001% of 990)",
-        "to do          1. close gaps, by a CUDA graph or fewer launches: at most 0.0250 ms (28%)",
-        "               2. fuse elementwise kernels, copies, norms and softmax (torch.compile): at most 0.0200 ms (22%)",
-        "               3. hide communication behind compute (it runs on compute's own stream: give it one of its own): at most 0.0100 ms (11%)",
-        "not told       other ranks, clocks, the step without profiler",
+    labels = [one.label for one in lines if one.label]
+    assert labels == [
+        "capture",
+        "step on GPU",
+        "before",
+        "phase",
+        "category",
+        "kernels",
+        "leading",
+        "launch-bound",
+        "idle time",
+        "communication",
+        "matmul",
+        "to do",
+        "not available",
     ]
+    told = {one.label: (one.text, one.values) for one in lines if one.label}
+    assert told["capture"][0].startswith("rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4)")
+    assert "left out: 1 launched before (0.00500 ms)" in told["capture"][0]
+    # the GPU is empty when a step begins on the host: the first lasts until the second begins there, 100 µs;
+    # the second 80
+    step = told["step on GPU"][1]
+    assert step["steps_ms"] == [0.1, 0.08] and step["wall_ms"] == pytest.approx(0.09)
+    parts = ("compute", "exposed_copies", "exposed_communication", "idle")
+    assert [step[f"{part}_ms"] for part in parts] == pytest.approx([0.05, 0.005, 0.01, 0.025])
+    assert told["before"][1]["before_ms"] == pytest.approx(0.01)
+    assert "forward 0.0200 | backward 0.0500 | optimizer 0.00500 ms" in told["phase"][0]
+    assert told["launch-bound"][1] == pytest.approx({"waiting_ms": 0.02, "longest_gap_us": 20})
+    assert told["communication"][1]["exposed_ms"] == pytest.approx(0.01)
+    assert "100% of it launched by the backward" in told["communication"][0]
+    assert told["matmul"][0] == "bf16 0.00328 TFLOP/s (under 0.001% of 990)"
+    saved = [one.values["at_most_ms"] for one in lines if "at_most_ms" in one.values]
+    assert saved == pytest.approx([0.02, 0.02, 0.01])
+    assert told["not available"][0].startswith("other ranks, clocks")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +327,8 @@ def test_steps_are_ranges_that_repeat_or_those_named(tmp_path):
     path = written(tmp_path / "a.json", user_ranges())
     assert load_capture(path).steps == ["measurement step 1", "measurement step 2"]
     assert load_capture(path, step="warm-up step").steps == ["Warm-up Step 0"]
-    assert load_capture(path, step="Forward").operations["step"].tolist() == [0, -1, 1, -1, 2, -1]
+    measured = load_capture(path, step="Forward")
+    assert measured.operations["step"].tolist() == [0, -1, 1, -1] and measured.before["warm_up"].all()
     with pytest.raises(
         TraceError,
         match=r"no range is named 'train', expected one of 'measurement step 1' \(2\), 'Forward' \(3\)",
@@ -353,7 +367,7 @@ def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
     path = written(tmp_path / "a.json", user_ranges(phases=False))
     text = profile_text(path, step="measurement step")
     assert (
-        "phase          none found; in ranges of other names (--phase forward=NAME says what they are): 'Vorwärts' 0.0200, 'eval' 0.0100 ms"
+        "phase          none found; in other ranges (--phase forward=NAME assigns one): 'Vorwärts' 0.0200, 'eval' 0.0100 ms"
         in text
     )
     text = profile_text(path, step="measurement step", phases={"Vorwärts": "forward", "eval": "loss"})
@@ -372,18 +386,18 @@ def test_a_gpu_that_waits_is_launch_bound(tmp_path):
     late = text(lambda number: 100 * number, lambda number: 100 * number + 5)
     assert "on GPU         0.910 ms: compute 0.100, idle 0.810 ms" in late
     assert (
-        "launch-bound   the GPU waits 0.810 ms (89%) for launches, 10 operations; longest gap 90.0 µs before"
+        "launch-bound   the GPU is idle for 0.810 ms (89%), waiting for launches; 10 operations; longest gap 90.0 µs, before"
         in late
     )
     early = text(lambda number: number, lambda number: 1000 + 10.4 * number)
     assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in early
     apart = text(lambda number: number, lambda number: 1000 + 20 * number)
     assert (
-        "idle           47%, though launches are early: the host is 1.08 ms ahead, longest gap 10.0 µs"
+        "idle           47%, although work is launched in time: the host is 1.08 ms ahead, longest gap 10.0 µs"
         in apart
     )
     both = text(lambda number: min(100 * number, 803), lambda number: 100 * number + 205 * (number == 9) + 5)
-    assert "longest gap 90.0 µs before" in both  # the GPU's own pause of 295 µs is not the host's
+    assert "longest gap 90.0 µs, before" in both  # the GPU's own pause of 295 µs is not the host's
 
 
 def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
@@ -461,7 +475,7 @@ def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_pat
         "fp32": pytest.approx(98.95, rel=1e-3)
     }  # a tenth of bf16's on the data sheet
     # by their FLOPs the matmuls take 0.1 ms at bf16's rate; the second generated kernel 0.01 ms at the first one's
-    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")][:2] == [0.9, 0.09]
+    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))][:2] == [0.9, 0.09]
 
 
 @pytest.mark.parametrize(
@@ -496,7 +510,7 @@ def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_f
     assert "75% hidden" in line(path, "communication")
     one = next(devices(load_capture(path)))
     # of the second kernel's 0.05 ms communication runs beside 0.015: so much would not leave the step
-    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1), "")] == [0.035, 0.005]
+    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))] == [0.035, 0.005]
 
 
 def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu(tmp_path):
@@ -514,7 +528,7 @@ def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu
         for at, name in enumerate(names)
         for one in launched(name, at, 100 * at + 50, 70 - 10 * at, at + 1)
     ]
-    assert line(written(tmp_path / "a.json", events), "family").endswith("| rest 0.0300 ms")
+    assert line(written(tmp_path / "a.json", events), "category").endswith("| rest 0.0300 ms")
     other = [
         event("cuda_runtime", "cudaLaunchKernel", 20, 2, correlation=9),
         event("kernel", ADD, 50, 900, 7, correlation=9, device=1, stream=7),
@@ -544,7 +558,7 @@ def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):
     assert found.operations["launch_start_ns"].isna().tolist() == [False, True, False] and not found.left_out
     assert found.operations["device"].tolist() == [0, 2, 0]
     text = profile_text(tmp_path / "a.json", device=2)
-    assert text.startswith("2 GPUs, details of GPU 2; no steps found") and "bound          not told" in text
+    assert text.startswith("2 GPUs, details of GPU 2; no steps found") and "bound          unknown" in text
     with pytest.raises(TraceError, match="has no work of GPU 1, expected one of 0, 2"):
         profile_text(tmp_path / "a.json", device=1)
 
@@ -562,7 +576,7 @@ def test_nsys_captures_are_read_with_ranges_of_every_domain(tmp_path, zipped):
     assert sums["sum"].sum() == 18_266_582 + 153_023 + 3_680
     text = profile_text(path)
     assert (
-        "5 steps (step); 1,380 operations" in text and "matmul rates (torch.profiler's record_shapes" in text
+        "5 steps (step); 1,380 operations" in text and "matmul rates (torch.profiler records shapes" in text
     )
 
 
@@ -590,7 +604,7 @@ def test_other_peoples_captures_add_up_and_have_families(path):
         assert whole == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-9)
     other = found.operations.loc[found.operations["family"] == "other", "duration_ns"].sum()
     assert other <= 0.01 * found.operations["duration_ns"].sum()
-    assert "not told" in profile_text(path)
+    assert "not available" in profile_text(path)
 
 
 # What is refused
@@ -601,7 +615,7 @@ REFUSED = {
     "text.txt": (b"Time (%),Total\n" * 9, "is no capture: it begins with b'Time"),
     "cut.json": (
         json.dumps({"traceEvents": KERNEL_EVENT}).encode()[:-40],
-        "the file is cut off or no JSON .*char 3",
+        "the file is cut off: it ends within line 1",
     ),
     "cut.json.gz": (
         gzip.compress(json.dumps({"traceEvents": KERNEL_EVENT}).encode())[:-20],
@@ -609,15 +623,15 @@ REFUSED = {
     ),
     "no_events.json": (b'{"schemaVersion": 1}', "has no list traceEvents"),
     "list.json": (b'{"traceEvents": {"a": 1}}', "has no list traceEvents"),
-    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "cut off or no JSON .maximum recursion depth"),
+    "deep.json": (b'{"traceEvents": [' + b"[" * 100_000, "is not valid JSON .maximum recursion depth"),
     "cut.sqlite": (SAMPLE.read_bytes()[:40_000], "database disk image is malformed"),
     "cut.sqlite.gz": (gzip.compress(SAMPLE.read_bytes())[:20_000], "cannot be read .*end-of-stream"),
     "whole.sqlite.gz": (gzip.compress(SAMPLE.read_bytes()[:40_000]), "database disk image is malformed"),
     "cpu.json": (
         json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
-        "holds no GPU work, only 3 operators of the CPU, expected a trace with kernels",
+        "holds no GPU work, only 3 operators of the CPU; expected kernels of CUDA, ROCm or XPU.*ProfilerActivity.CUDA",
     ),
-    "none.json": (b'{"traceEvents": []}', "holds no GPU work, expected"),
+    "none.json": (b'{"traceEvents": []}', "holds no GPU work; expected"),
     "report.nsys-rep": (b"\x00nsys", "is nsys's own report"),
 }
 
@@ -768,12 +782,15 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0")
         connection.commit()
     text = profile_text(path)
-    assert text.startswith("2 GPUs, details of GPU 0, process 7; 2 steps") and "\nGPU 0, process 8" in text
+    assert (
+        text.startswith("2 processes, details of GPU 0 (process 7); 2 steps")
+        and "\nGPU 0 (process 8)" in text
+    )
     assert set(rows["phase"]) == {OUTSIDE}
 
 
 def test_of_few_operations_no_bound_is_told(tmp_path):
-    assert "not told: too little to judge by" in profile_text(
+    assert "unknown: too little to judge by" in profile_text(
         written(tmp_path / "a.json", launched(ADD, 0, 5, 10, 1))
     )
 
@@ -975,13 +992,22 @@ def test_windows_and_accounts_are_what_plain_counting_says(tmp_path, seed):
                 default=-1,
             )
             begins.append(max([min(first, max(hosts.at[step, "start_ns"], done)), *begins]))
-        last = firsts[-1][1]
-        end = max(
-            row["end"]
-            for row in rows
-            if row["step"] == last and (row["kind"] != "memcpy" or row["stream"] == one.stream)
-        )
-        windows = [*zip(begins, [*begins[1:], max(end, hosts.at[last, "end_ns"])])]
+
+        def own_end(step: int) -> int:
+            last = max(
+                row["end"]
+                for row in rows
+                if row["step"] == step and (row["kind"] != "memcpy" or row["stream"] == one.stream)
+            )
+            return max(last, hosts.at[step, "end_ns"])
+
+        windows = []
+        for place, (_, step) in enumerate(firsts):
+            following = firsts[place + 1][1] if place + 1 < len(firsts) else None
+            end = begins[place + 1] if following is not None else own_end(step)
+            if following != step + 1:  # what follows has no operations on this GPU
+                end = min(end, own_end(step))
+            windows.append((begins[place], max(begins[place], end)))
         assert (one.windows // 1000).tolist() == [[*window] for window in windows]
         accounts = []
         for begin, end in windows:
@@ -1018,7 +1044,7 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
                         ended,
                         began == window[0],
                         after["begin"] if after else -1,
-                        after is None or after["called"] > began,
+                        after["called"] if after else LATEST // 1000,
                     )
                 )
         found = one.gaps
@@ -1026,7 +1052,13 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
             one.placed["start_ns"].iloc[place] // 1000 if place >= 0 else -1 for place in found["next"]
         ]
         assert [
-            *zip(found["begin"] // 1000, found["end"] // 1000, found["head"], following, found["late"])
+            *zip(
+                found["begin"] // 1000,
+                found["end"] // 1000,
+                found["head"],
+                following,
+                found["returned"] // 1000,
+            )
         ] == gaps
         of_step = [
             row

@@ -1,67 +1,62 @@
-"""Is a committed report what its records say?"""
+"""Is the committed writeup what its records say?"""
 
-import re
-import shutil
+from pathlib import Path
 
 import pytest
 
-import reports
-from stepscope.report.check import alike, check
-from stepscope.report.render import render
+from stepscope import PROJECT
+from stepscope.report.check import alike, differences
+from stepscope.report.output import Report, write
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("check")
-    render(reports.few(folder / "runs", 2, ("benchmark",)), folder / "out")
-    return folder
+TEXTS = {
+    "writeup.md": "# Title\n\nA step takes 58.9 ms.\n",
+    "writeup.html": '<!doctype html>\n<p class="x">A step takes 58.9 ms.</p>',
+    "evidence/benchmark.md": "# Benchmark\n\n| wall, ms |\n| --: |\n| 58.9 |\n",
+    "figures/busy.svg": '<svg width="4.00"><text>58.9 ms</text></svg>',
+}
 
 
 @pytest.fixture
-def report(made, tmp_path):
-    """Runs, and a copy of their report that a test may change; the runs are of the place that they were."""
-    shutil.copytree(made / "out", made / tmp_path.name)
-    return made / "runs", made / tmp_path.name
+def out(tmp_path):
+    write(Report(TEXTS), tmp_path)
+    return tmp_path
+
+
+def test_written_report_has_no_differences(out):
+    assert differences(Report(TEXTS), out) == []
 
 
 @pytest.mark.parametrize("page", ["writeup.md", "evidence/benchmark.md"])
-def test_a_changed_number_is_named_with_its_line(report, page):
-    path = report[1] / page
-    text = path.read_text()
-    digit = [found.start() for found in re.finditer(r"\d(?=[\d.]* )", text)][-1]
-    path.write_text(f"{text[:digit]}{9 - int(text[digit])}{text[digit + 1 :]}")
-    found = check(*report)
-    assert len(found) == 1 and found[0].startswith(f"{page}, line {text[:digit].count(chr(10)) + 1}: is ")
+def test_changed_number_is_named_with_its_line(out, page):
+    path = out / page
+    path.write_text(path.read_text().replace("58.9", "59.9"))
+    line = TEXTS[page][: TEXTS[page].index("58.9")].count("\n") + 1
+    [found] = differences(Report(TEXTS), out)
+    assert found.startswith(f"{page}, line {line}: is ") and "59.9" in found and "58.9" in found
 
 
-def test_a_missing_page_and_one_that_is_no_text_are_named(report):
-    (report[1] / "writeup.md").unlink()
-    (report[1] / "writeup.html").write_bytes(b"\xff")
-    assert [one.partition(":")[0] for one in check(*report)] == ["writeup.md", "writeup.html"]
+def test_missing_page_and_page_that_is_no_text_are_named(out):
+    (out / "writeup.md").unlink()
+    (out / "writeup.html").write_bytes(b"\xff")
+    found = differences(Report(TEXTS), out)
+    assert [line.partition(":")[0] for line in found] == ["writeup.md", "writeup.html"]
 
 
-def test_a_picture_is_compared_by_what_it_shows(report):
-    picture = sorted((report[1] / "figures").glob("*.svg"))[0]
-    text = picture.read_text()
-    picture.write_text(text.replace("</text>", "?</text>", 1))
-    assert check(*report) == [f"figures/{picture.name}: shows something else than the records say"]
+def test_figure_is_compared_by_what_it_shows(out):
+    picture = out / "figures" / "busy.svg"
+    picture.write_text(TEXTS["figures/busy.svg"].replace("4.00", "4.01"))
+    assert differences(Report(TEXTS), out) == []
+    picture.write_text(TEXTS["figures/busy.svg"].replace("58.9", "59.9"))
+    assert differences(Report(TEXTS), out) == ["figures/busy.svg: shows something else than the records say"]
 
 
-def test_a_report_of_other_records_differs(report, tmp_path):
-    runs = tmp_path / "runs"
-    shutil.copytree(report[0], runs)
-    run = next((runs / "benchmark").iterdir())
-    reports.change_table(run, "times", lambda times: times.assign(wall_ms=times["wall_ms"] * 1.5))
-    names = {one.partition(":")[0].partition(",")[0] for one in check(runs, report[1])}
-    assert {"writeup.md", "evidence/benchmark.md"} <= names
+def test_figure_that_no_page_shows_is_named(out):
+    texts = {name: text for name, text in TEXTS.items() if name != "figures/busy.svg"}
+    assert differences(Report(texts), out) == ["figures/busy.svg: is in no page"]
 
 
-def test_an_altered_file_of_a_run_is_named(report, tmp_path):
-    runs = tmp_path / "runs"
-    shutil.copytree(report[0], runs)
-    table = next((runs / "benchmark").iterdir()) / "times.parquet"
-    table.write_bytes(table.read_bytes() + b" ")
-    assert any("times.parquet: differs from the file" in one for one in check(runs, report[1]))
+def test_run_that_cannot_be_used_is_named(out):
+    assert differences(Report(TEXTS, ["a/b: no record"]), out) == ["left out: a/b: no record"]
 
 
 @pytest.mark.parametrize(
@@ -77,3 +72,7 @@ def test_an_altered_file_of_a_run_is_named(report, tmp_path):
 )
 def test_drawings_are_alike_but_for_a_last_digit(old, new, same):
     assert alike(old, new) is same
+
+
+def test_committed_writeup_is_what_the_records_say(campaign):
+    assert differences(campaign.report, Path(str(PROJECT))) == []

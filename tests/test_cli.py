@@ -126,10 +126,20 @@ def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, cl
     [
         (["2.7B"], ["2.7B, context 512, batch 4, vocabulary 10,000", "65.81"]),
         (["--shape", "64/256/2/4", "--context", "128"], ["micro, context 128", "vocabulary 10,000"]),
-        ([], ["128 256 512 1,024", "forward + backward", "65.81", "no 109.70", "the largest size"]),
+        (
+            [],
+            [
+                "128 256 512 1,024",
+                "forward + backward",
+                "65.81",
+                "no 109.70",
+                "largest size that fits",
+                "forward is inference",
+            ],
+        ),
         (
             ["--edition", "2026", "--context", "2048", "--batch", "1"],
-            ["Peaks in GiB, batch 1", "10B forward", "2,048"],
+            ["Peaks in GiB, batch 1", "10B forward (inference)", "2,048"],
         ),
     ],
 )
@@ -216,7 +226,7 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
     monkeypatch.setattr(cli, "_render", lambda folder, out: rendered.append(folder))
     code, _, err = run("report", "--runs", store.root)
     assert code == 0 and rendered == [store.root] and "2 done" in err
-    assert str(store.root / "writeup.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
+    assert str(store.root / "report.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
     code, _, err = run("ladder", "nano", "--runs", store.root, "--time-budget", "0s")
     assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # what there is is shown
 
@@ -289,7 +299,7 @@ def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_pat
         ["ok", "9", "c", ""],
     ]
     assert (
-        "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: unsteady" in err
+        "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
     )  # what failed measured nothing
     assert listed("status=ok")[1].keys() == {ids[0], ids[3]}
     assert (

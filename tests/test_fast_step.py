@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import io
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from stepscope import PACKAGE
 from stepscope.config import StepConfig
 from stepscope.model.transformer import TransformerLM
 
-SCRIPT = PACKAGE / "report" / "chapters" / "fast_step.py"
+SCRIPT = PACKAGE / "optimizations" / "fast_step.py"
 CHAPTER = SCRIPT.with_name("01-which-change.md")
 SHAPE = {
     "width": 32,
@@ -217,20 +218,107 @@ def test_a_resume_equals_no_interruption_to_the_bit(script, make):
         assert torch.equal(own, one)
 
 
-def test_what_is_not_this_optimizers_state_is_refused(script, make):
+def test_what_is_not_this_optimizers_state_is_refused_before_anything_is_written(script, make):
     *_, optimizer = make()
-    saved = optimizer.state_dict()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for name in saved["state"][0]:
+        saved["state"][0][name].fill_(5)
     state, groups = saved["state"], saved["param_groups"]
-    turned = {key: one.t() if one.dim() == 2 else one for key, one in state[0].items()}
-    for wrong in ({"state": {0: state[0]}}, {"param_groups": 2 * groups}, {"state": state | {0: turned}}):
+    last = max(state)
+    longer = {key: torch.cat([one, one]) if one.dim() else one for key, one in state[last].items()}
+    assert longer["exp_avg"].shape != state[last]["exp_avg"].shape
+    for wrong in ({"state": {0: state[0]}}, {"param_groups": 2 * groups}, {"state": state | {last: longer}}):
         with pytest.raises(ValueError):
             script.resume(optimizer, saved | wrong)
+        assert not any(tensor.any() for one in optimizer.state.values() for tensor in one.values())
     script.resume(optimizer, saved)
+    assert next(iter(optimizer.state.values()))["step"] == 5
+
+
+def test_a_batch_is_copied_in_and_one_of_another_size_is_refused(script, make):
+    torch.manual_seed(0)
+    batches = [torch.randint(50, (2, 2, 16)) for _ in range(2)]
+    *_, step, _ = make()
+    losses = [step(*batch).item() for batch in batches]
+    torch.manual_seed(0)
+    model, rate = script.Model(32, 64, 1, 2, 50, 16), torch.tensor(3e-4)
+    tokens, targets = batches[0].unbind()
+    step, _ = script.make_step(model, tokens := tokens.clone(), targets := targets.clone(), rate)
+    again = []
+    for batch in batches:
+        tokens.copy_(batch[0])
+        targets.copy_(batch[1])
+        again.append(step().item())
+    assert again == losses
+    for wrong in (batches[0][:, :1], batches[0][:, :, :5]):
+        with pytest.raises(ValueError, match="but the step was made for"):
+            step(*wrong)
+
+
+class Images(torch.nn.Module):
+    """What the step needs of a model and no more, with a statistic and random numbers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 10)
+        self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))])
+
+    def read_out(self, x):
+        return self.head(x)
+
+    def forward(self, images):  # (B, 8) -> (B, 10)
+        x = self.norm(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.read_out(x)
+
+
+@pytest.fixture
+def images(script, monkeypatch):
+    """A step on images and classes, the model before it was made, and the random state before."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    torch.manual_seed(0)
+    model = Images()
+    before, batch = copy.deepcopy(model), (torch.randn(4, 8), torch.randint(10, (4,)))
+    random = torch.get_rng_state()
+    step, _ = script.make_step(model, *batch, torch.tensor(1e-2))
+    return model, before, batch, random, step
+
+
+def test_making_the_step_leaves_statistics_and_the_random_state(images):
+    model, before, _, random, step = images
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before.state_dict()[name]), name
+    first = step().item()
+    assert [step().item() for _ in range(50)][-1] < first and model.norm.num_batches_tracked == 51
+
+
+def test_a_copy_of_the_model_computes_with_its_own_head(images):
+    model, _, (x, _), _, _ = images
+    model.eval()
+    copied = copy.deepcopy(model)
+    expected = model(x)
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.zero_()
+    assert torch.equal(copied(x), expected) and not model(x).any()
+    file = io.BytesIO()
+    torch.save(copied, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(x), expected)
+
+
+def test_its_model_takes_fewer_tokens_than_it_was_made_for(script):
+    model = script.Model(32, 64, 1, 2, 50, 16)
+    tokens = torch.randint(50, (2, 16))
+    torch.testing.assert_close(model(tokens)[:, :5], model(tokens[:, :5]), rtol=1e-4, atol=1e-5)
 
 
 def test_the_copied_block_is_short_and_names_every_change():
     lines = block().rstrip().splitlines()
-    assert 50 <= len(lines) <= 72 and max(map(len, lines)) <= 110
+    assert 50 <= len(lines) <= 82 and max(map(len, lines)) <= 110
     for change in RUNGS:
         assert sum(line.endswith(f"  # {change}") for line in lines) == 1, change
     assert "stepscope" not in block()

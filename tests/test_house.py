@@ -28,10 +28,10 @@ LAYERS = [
         "stepscope.report.style",
         "stepscope.report.tables",
         "stepscope.report.schemas",
-        "stepscope.report.shapes",
     ],
     ["stepscope.captures"],
     ["stepscope.studies"],
+    ["stepscope.views", "stepscope.figures"],
     ["stepscope.report"],
     ["stepscope.cli"],
 ]

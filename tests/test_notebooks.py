@@ -346,9 +346,9 @@ OWN = {
 
 
 def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, monkeypatch, by_hand):
-    """As docs/notebooks.md has it: no claims, figures, evidence page or sweep that ships."""
+    """As docs/notebooks.md has it: no views, figures, evidence page or sweep that ships."""
     from stepscope import studies as package
-    from stepscope.report.render import compose
+    from stepscope.report.machine import compose
     from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
     folder = tmp_path / "package" / "mine"
@@ -376,7 +376,7 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
             run_cells(notebook, **TINY, slices=config.slices, runs=str(tmp_path / "runs"))
         found = read(Store(tmp_path / "runs"))
         assert not found.errors and found.tables["mine.times"]["slices"].tolist() == [1, 2]
-        assert not compose(tmp_path / "runs", tmp_path / "runs").errors
+        assert not compose(found, tmp_path / "runs", tmp_path / "runs").errors
         assert find_sweeps("cpu")
         with pytest.raises(StepscopeError, match="mine: is no file"):
             find_sweeps("mine")
@@ -405,9 +405,3 @@ def test_to_import_the_package_changes_no_look_and_a_students_changes_no_picture
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_every_figure_of_a_study_has_the_look():
-    from stepscope.report.claims import collect
-
-    assert not [name for name, function in collect("figure").items() if not hasattr(function, "__wrapped__")]

@@ -7,7 +7,6 @@ import json
 import shutil
 import subprocess
 import sys
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,17 +15,15 @@ import pytest
 import torch
 
 from cells import covered_ms, executed, run_cells
-from reports import beside, shuffled, told
-from stepscope import PACKAGE
+from stepscope import PACKAGE, PROJECT
 from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
 from stepscope.measure.nsys import ProfiledModes
 from stepscope.model import ranges as step_ranges
-from stepscope.model.flops import forward_flops
 from stepscope.model.training_step import build_step
-from stepscope.report.tables import markdown, number
-from stepscope.studies.nsys import claims, figures
+from stepscope.report.tables import number
+from stepscope.studies.nsys import figures
 from stepscope.studies.nsys import profile as nsys_profile
 from stepscope.studies.nsys import tables as study
 from stepscope.traces import nsys_tool
@@ -67,10 +64,9 @@ def reports_of(export, folder):
         "cuda_gpu_kern_sum": ["kernel"],
         "cuda_gpu_mem_time_sum": ["memcpy", "memset"],
     }.items():
-        last = {"Name": "k"} if kinds == ["kernel"] else {"Operation": "c"}
-        pd.DataFrame([{"Total Time (ns)": totals[kinds].sum(), "Instances": 1, "Count": 1} | last]).to_csv(
-            folder / f"{name}.csv", index=False
-        )
+        others = {"Instances": 1, "Name": "k"} if kinds == ["kernel"] else {"Count": 1, "Operation": "c"}
+        report = pd.DataFrame([{"Total Time (ns)": totals[kinds].sum()} | others])
+        report.to_csv(folder / f"{name}.csv", index=False)
     pd.DataFrame(
         {
             "Start (ns)": operations["start_ns"],
@@ -260,41 +256,6 @@ def test_launches_are_drawn_of_a_step_whose_regions_are_not_named(capture):
     )
     assert len(shown["forward"]) > 10 and {*shown["forward"]} <= {*of_step[STEPS - 1]}
     assert not {*shown["forward"]} <= {*of_step[0]}
-
-
-@pytest.mark.parametrize(
-    ("size", "head_dim"),
-    [("small", 64), ("medium", 64), ("large", 64), ("xl", 64), ("2.7B", 80), ("10B", 128)],
-)
-def test_softmaxs_share_of_flops_is_of_the_sizes_own_heads(size, head_dim):
-    columns = {
-        "size": size,
-        "context_length": 512,
-        "precision": "fp32",
-        "attention": "naive",
-        "optimizer": "foreach",
-        "batch_size": 3,
-        "vocab_size": 10_000,
-        "mode": "forward",
-        "phase": "forward",
-        "count": 1,
-    }
-    rows = [
-        columns | {"region": f"attention.{part}", "family": family, "name": part, "total_ns": ms * 10**6}
-        for part, family, ms in (
-            ("softmax", "elementwise", 3),
-            ("scores", "matrix multiply", 4),
-            ("value", "matrix multiply", 8),
-            ("qkv", "matrix multiply", 50),
-        )
-    ]
-    found = study.softmax_and_matmuls({"nsys.operations": pd.DataFrame(rows)}).loc[(size, 512)]
-    assert (found["softmax_ms"], found["scores_ms"], found["values_ms"], found["times"]) == (3, 4, 8, 0.25)
-    assert found["flops"] == pytest.approx(5 / (4 * head_dim))
-    assert (
-        found["matmul_flops"]
-        == forward_flops(configure("nsys", size=size, context_length=512, batch_size=3))["attention.scores"]
-    )
 
 
 def test_backwards_kernels_bear_the_regions_that_made_them(tables):
@@ -894,376 +855,11 @@ printf '\tlibdw.so.1 => not found\n'
 # What the tables say
 
 
-@pytest.fixture(scope="module")
-def loaded(tables):
-    """The real capture as if it were profiles of two sizes and contexts, of all modes, each slower by its
-    size."""
-    base = {"batch_size": 4, "vocab_size": 10_000, "attention": "naive", "optimizer": "foreach"}
-    found: dict[str, list[pd.DataFrame]] = {"nsys.operations": [], "nsys.clocks": [], "benchmark.times": []}
-    for factor, (size, context) in enumerate(
-        [("small", 128), ("small", 512), ("large", 128), ("large", 512)], start=1
-    ):
-        config = base | {"size": size, "context_length": context, "precision": "fp32"}
-        for mode, phases in PHASES.items():
-            operations = tables["operations"][tables["operations"]["phase"].isin(phases)].assign(mode=mode)
-            matmul = operations["family"] == "matrix multiply"
-            slower = operations["total_ns"].where(~matmul, operations["total_ns"] * factor)
-            found["nsys.operations"].append(operations.assign(total_ns=slower, **config))
-            count, time_ns = int(operations["count"].sum()), float(slower.sum())
-            captured = {
-                "mode": mode,
-                "phase": "whole",
-                "step": 0,
-                "captured": True,
-                "wall_ms": time_ns / 1e6,
-                "enqueue_ms": float("nan"),
-                "host_ns": time_ns,
-                "projected_ns": time_ns * (3 if factor == 1 else 1.01),
-                "operations_ns": time_ns,
-                "busy_ns": time_ns,
-                "operations": count,
-            }
-            plain = captured | {"captured": False, "wall_ms": time_ns / 1e6 * (2 if factor == 1 else 1.02)}
-            found["nsys.clocks"].append(pd.DataFrame([captured, plain]).assign(**config))
-            found["benchmark.times"].append(
-                pd.DataFrame(
-                    [
-                        {
-                            "mode": mode,
-                            "phase": "whole",
-                            "gpu_ms": time_ns / 1e6 * 1.003,
-                            "compile": "none",
-                            "repeat": 0,
-                            "peak_gib": 11.0,
-                        }
-                    ]
-                ).assign(**config)
-            )
-    joined = {name: pd.concat(rows, ignore_index=True) for name, rows in found.items()}
-    joined["nsys.operations"] = joined["nsys.operations"].assign(
-        run_id=joined["nsys.operations"]["size"] + joined["nsys.operations"]["context_length"].astype(str)
-    )
-    bf16 = {name: rows.assign(precision="bf16") for name, rows in joined.items()}
-    bf16["nsys.operations"]["run_id"] += "bf16"
-    return joined | {
-        **{
-            name: pd.concat([joined[name], bf16[name]], ignore_index=True)
-            for name in ("nsys.operations", "nsys.clocks")
-        },
-        "mixed_precision.times": bf16["benchmark.times"].drop(columns=["compile", "repeat"]),
-        "nsys.results": pd.DataFrame({"tool": ["nsys 2025.3"] * 8}),
-        "benchmark.results": pd.DataFrame(
-            {"precision": ["fp32"], "matmul_tflops": [50.0], "copy_tb_s": [4.0]}
-        ),
-        "runs": pd.DataFrame({"machine_gpu_memory_gib": [139.8]}),
-    }
-
-
-def test_claims_say_what_the_tables_hold(loaded):
-    said = {
-        name: claim(loaded)
-        for name, claim in list(vars(claims).items())
-        if callable(claim) and getattr(claim, "__module__", "") == claims.__name__
-    }
-    assert said["every_kernel_counted"]["profiles"] == 24
-    assert said["forward_matches_wall"]["most"] < 0.02 and said["forward_slower_under_nsys"]["context"] == 128
-    assert said["forward_total"]["size"] == "large" and said["forward_total"]["wall"] == pytest.approx(
-        1.02 / 1.01 * said["forward_total"]["gpu"]
-    )
-    assert said["first_kernel_is_a_matmul"]["profiles"] == "all 4 profiles"
-    assert said["remainder_of_forward"]["small_remainder"] > said["remainder_of_forward"]["large_remainder"]
-    assert said["nsys_agrees_in_process"]["most"] == pytest.approx(0.003, rel=0.02)
-    assert said["softmax_over_flops"]["flops"] == 5 / 256
-    assert said["profiled"] == {"profiles": 24, "tool": "nsys 2025.3"}
-    assert said["profiled_contexts"] == {
-        "small": "small",
-        "large": "large",
-        "contexts": "contexts 128 to 512",
-    }
-    assert said["longer_would_fit"]["peak"] == 11 and said["nsys_in_bf16"]["cases"] == 12
-    assert (said["first_kernel_stays"] or {}).get("same") != "all 4 profiles" or said[
-        "first_kernel_changes"
-    ] is None
-    forward = loaded["nsys.operations"].query("mode == 'forward'")
-    alike = loaded | {
-        "nsys.operations": pd.concat([forward, forward.assign(mode="forward_backward")], ignore_index=True)
-    }
-    assert (
-        claims.first_kernel_stays(alike)["same"] == "all 4 profiles"
-        and claims.first_kernel_changes(alike) is None
-    )
-    alone = loaded | {"nsys.operations": loaded["nsys.operations"].query("size == 'small'")}
-    assert claims.step_and_forward_large(alone) is claims.profiled_contexts(alone) is None
-    assert said["step_and_forward_large"]["size"] == "large"
-    by_context = study.by_context(loaded)
-    assert [*by_context.index.get_level_values("context")] == [128, 512] * 2
-    assert (by_context["(d) matmuls of forward, %"] < 1).all()
-
-
-def test_runs_of_other_programs_and_of_another_order_change_nothing(loaded):
-    """But all profiles are counted, of any program; and a run's modes stand in a table in the order that they have in it."""
-    own = {name: rows for name, rows in loaded.items() if "results" not in name and name != "runs"}
-    changed = loaded | shuffled(
-        beside(
-            own,
-            "precision == 'fp32'",
-            batch_size=2,
-            vocab_size=50_000,
-            attention="sdpa",
-            optimizer="fused",
-            precision="fp16",
-        )
-    )
-    of_all = {"every_kernel_counted", "profiled", "nsys_with_in_process"}
-    says = [
-        one
-        for name, one in [*vars(claims).items(), *study.PRINTED.items()]
-        if name[0] != "_"
-        and name not in of_all
-        and getattr(one, "__module__", "") == (study if name in study.PRINTED else claims).__name__
-    ]
-    assert len(says) > 30 and told(says, changed) == told(says, loaded)
-    assert claims.every_kernel_counted(changed)["profiles"] == 24 + 5 * 12
-
-
-def test_what_is_tabled_of_forward_and_its_kernels_follows_from_their_operations(loaded):
-    """Of rows in which the kernel that is launched most takes least, and forward's time is not the other modes'."""
-    rows = loaded["nsys.operations"]
-    slower = rows["mode"].map({"forward": 1, "forward_backward": 3, "step": 7}) * (1 + 10**6 // rows["count"])
-    rows = rows.assign(total_ns=(rows["total_ns"] // 1000 + slower).astype("int64"))
-    runs = loaded | {"nsys.operations": rows}
-    at = rows.query("mode == 'forward' and precision == 'fp32' and context_length == 512")
-    softmax = study.attention_softmax(runs)
-    for heading, region, family in (
-        ("QKᵀ, ms", "scores", "matrix multiply"),
-        ("AV, ms", "value", "matrix multiply"),
-        ("softmax, ms", "softmax", None),
-    ):
-        own = at[(at["region"] == f"attention.{region}") & (at["family"].eq(family) if family else True)]
-        assert softmax[heading].to_dict() == pytest.approx(
-            (own.groupby("size")["total_ns"].sum() / 1e6).to_dict()
-        )
-    small, first = at[at["size"] == "small"], study.first_kernels(runs, "forward")
-    others = (
-        small[small["family"] != "matrix multiply"].groupby(["region", "name"])["total_ns"].sum().nlargest(8)
-    )
-    printed = study.other_kernels(runs)
-    assert printed["time, ms"].tolist() == pytest.approx((others / 1e6).tolist())
-    assert printed["share of forward, %"].tolist() == pytest.approx(
-        (others / small["total_ns"].sum()).tolist()
-    )
-    for size, own in at.groupby("size"):
-        summed = own.groupby("name")[["count", "total_ns"]].sum().sort_values("total_ns")
-        assert first.loc[(size, 512), "name"] == summed.index[-1]
-        assert first.loc[(size, 512), "share"] == pytest.approx(
-            summed["total_ns"].iloc[-1] / own["total_ns"].sum()
-        )
-        assert first.loc[(size, 512), "count"] == summed["count"].iloc[-1]
-
-
-def test_the_first_kernel_is_told_by_who_launches_it(loaded):
-    named = claims.first_kernel_named(loaded)
-    rows = study.profiles(loaded, "operations", size="large", context_length=512, mode="forward")
-    first = rows.groupby("name")["total_ns"].sum().idxmax()
-    assert named["launches"] == rows.loc[rows["name"] == first, "count"].sum()
-    assert all(region in named["where"] for region in rows.loc[rows["name"] == first, "region"])
-    layers = rows[rows["name"] == first].assign(count=2 * 36, region="ffn").head(1)  # large has 36 layers
-    alone = pd.concat([loaded["nsys.operations"].query("size != 'large' or context_length != 512"), layers])
-    assert claims.first_kernel_named(loaded | {"nsys.operations": alone})["where"] == "2 x 36 layers in ffn"
-
-
-def test_attentions_flops_are_those_of_the_formula(loaded):
-    row = study.softmax_and_matmuls(loaded).loc[("small", 512)]
-    assert (
-        row["matmul_flops"] == 2 * 4 * 512**2 * 768 * 12 and row["softmax_flops"] == 5 * 4 * 12 * 512**2 * 12
-    )
-    moved = claims.softmax_bytes(loaded)
-    assert moved["bytes"] == 8 * 4 * (4 * 12 * 512**2 * 12) and moved["copy_ms"] == moved["bytes"] / 4e9
-    assert claims.softmax_flops(loaded)["flops"] == pytest.approx(5 / 256)
-
-
-def test_the_command_that_is_printed_is_the_one_that_runs():
-    chapter = (files("stepscope") / "report/chapters/09-questions.md").read_text()
+def test_printed_command_is_the_one_that_runs():
+    chapter = Path(str(PROJECT), "writeup", "22-nsys.md.j2").read_text(encoding="utf-8")
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
     printed = {word for word in command[: command.index("export")] if word.startswith("--") and "=" in word}
     assert printed == {*nsys_profile.NSYS_OPTIONS}
     assert all(name in " ".join(command) for name in nsys_profile.NSYS_SUMS)
     notebook = (PACKAGE / "notebooks" / "nsys.ipynb").read_text()
     assert all(option in notebook for option in nsys_profile.NSYS_OPTIONS)
-
-
-def test_kernels_that_differ_in_their_tile_alone_are_told_apart():
-    name = (
-        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize{}_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute"
-        "_kernel__5x_cublas"
-    )
-    names = [
-        name.format("128x128x8"),
-        name.format("128x64x8"),
-        "void cutlass::Kernel2<cutlass_80_simt_sgemm_128x128_8x4_nt>",
-    ]
-    shown = study.readable(names)
-    assert [shown[name] for name in names] == [
-        "sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma",
-        "sm80_xmma_gemm_tn_128x64x8_2x2x1_ffma",
-        "cutlass_80_simt_sgemm_128x128_8x4_nt",
-    ]
-    alike = [names[0], names[0].replace("stage3", "stage4")]
-    assert len(set(study.readable(alike).values())) == 2
-
-
-def test_a_claim_that_does_not_hold_is_not_said(loaded):
-    doubled = loaded | {"benchmark.times": loaded["benchmark.times"].assign(gpu_ms=1.0)}
-    assert claims.nsys_agrees_in_process(doubled) is None
-    lost = loaded | {"nsys.operations": loaded["nsys.operations"].iloc[1:]}
-    assert claims.every_kernel_counted(lost) is None
-    captured = loaded["nsys.clocks"][loaded["nsys.clocks"]["captured"]]
-    more = captured.assign(step=1, operations=captured["operations"] + 1)
-    assert claims.every_kernel_counted(loaded | {"nsys.clocks": pd.concat([captured, more])}) is None
-
-
-def scaled(loaded, name, column, where, factor):
-    """With so many times as much in the rows that are so."""
-    rows = loaded[name].copy()
-    at = rows.eval(where)
-    assert at.any()
-    rows[column] = rows[column].astype(float).where(~at, factor * rows[column])
-    return loaded | {name: rows}
-
-
-OPERATIONS, CLOCKS, MATMULS = (
-    ("nsys.operations", "total_ns"),
-    ("nsys.clocks", "projected_ns"),
-    "family == 'matrix multiply'",
-)
-SOFTMAX, TIMES = "region == 'attention.softmax'", ("benchmark.times", "gpu_ms")
-
-
-@pytest.mark.parametrize(
-    ("claim", "table", "where", "factors"),
-    [  # so many times where it holds, and where it does not
-        (
-            "forward_matches_wall",
-            CLOCKS,
-            "mode == 'forward' and size == 'large' and context_length == 128",
-            (1.02, 0.9, 1.1),
-        ),
-        (
-            "forward_matches_wall",
-            CLOCKS,
-            "mode == 'forward' and size == 'large' and context_length == 128",
-            (1.5, 1.15),
-        ),
-        ("forward_slower_under_nsys", CLOCKS, "captured", (1.0, 0.7)),
-        (
-            "first_kernel_is_a_matmul",
-            OPERATIONS,
-            f"{MATMULS} and size == 'large' and context_length == 128",
-            (1.0, 1e-6),
-        ),
-        ("remainder_of_forward", OPERATIONS, f"{MATMULS} and size == 'small'", (1.0, 50)),
-        ("nontrivial_kernels", OPERATIONS, MATMULS, (1.0, 1e5)),
-        ("softmax_grows", OPERATIONS, f"{SOFTMAX} and size == 'small' and context_length == 512", (30, 1e-2)),
-        (
-            "optimizer_share",
-            OPERATIONS,
-            "phase == 'optimizer' and size == 'large' and context_length == 512",
-            (0.1, 30),
-        ),
-        (
-            "softmax_over_flops",
-            OPERATIONS,
-            f"{SOFTMAX} and size == 'large' and context_length == 128",
-            (30, 1e-3),
-        ),
-        ("nsys_agrees_in_process", TIMES, "size == 'large' and context_length == 128", (1.0, 1.2, 0.8)),
-        (
-            "longer_would_fit",
-            ("benchmark.times", "peak_gib"),
-            "size == 'small' and context_length == 512",
-            (1.0, 4.0),
-        ),
-    ],
-)
-def test_a_claim_is_said_where_it_holds_alone(claim, table, where, factors, loaded):
-    said = [getattr(claims, claim)(scaled(loaded, *table, where, factor)) is not None for factor in factors]
-    assert said == [True, *[False] * len(factors[1:])]
-
-
-def test_where_no_matmul_leads_or_nothing_else_weighs_that_is_answered(loaded):
-    other = scaled(loaded, *OPERATIONS, f"{MATMULS} and size == 'large' and context_length == 128", 1e-6)
-    found = claims.first_kernel_other(other)
-    assert (found["profiles"], found["matmuls"]) == (4, 3) and claims.first_kernel_other(loaded) is None
-    at = other["nsys.operations"].query(
-        "mode == 'forward' and precision == 'fp32' and size == 'large' and context_length == 128"
-    )
-    assert (
-        found["family"]
-        == at.loc[at["name"] == at.groupby("name")["total_ns"].sum().idxmax(), "family"].iloc[0]
-    )
-    rare = scaled(loaded, *OPERATIONS, f"{MATMULS} and size == 'small' and context_length == 512", 1e5)
-    shares = study.shares(rare, "forward").loc[("small", 512)].drop("matrix multiply")
-    assert claims.others_little(rare) == {"size": "small", "family": shares.idxmax(), "share": shares.max()}
-    assert claims.others_little(loaded) is None
-
-
-def test_a_steps_matmuls_are_told_where_they_take_three_times_forwards(loaded):
-    own = loaded["nsys.operations"].query(
-        f"{MATMULS} and precision == 'fp32' and context_length == 512 and size == 'large'"
-    )
-    sums = own.groupby("mode")["total_ns"].sum() / 1e6
-    for times, holds in ((2.9, True), (2.4, False), (3.6, False)):
-        factor = times * sums["forward"] / sums["step"]
-        found = claims.step_parts(
-            scaled(loaded, *OPERATIONS, f"{MATMULS} and mode == 'step' and size == 'large'", factor)
-        )
-        expected = {
-            "size": "large",
-            "forward": sums["forward"],
-            "step": times * sums["forward"],
-            "times": times,
-        }
-        assert found == (pytest.approx(expected) if holds else None)
-
-
-def test_the_profiles_are_told_as_one_tools_alone(loaded):
-    for tools in (["nsys 2025.3", "nsys 2026.1"], ["torch.profiler (CUPTI)"] * 2):
-        assert claims.profiled(loaded | {"nsys.results": pd.DataFrame({"tool": tools})}) is None
-
-
-def test_tables_are_printed_and_figures_drawn(loaded, tables):
-    for name, printed in study.PRINTED.items():
-        text = markdown(printed(loaded))
-        assert 4 <= len(text.splitlines()) <= 19, name
-    assert figures.kernel_families(loaded) is not None
-    config = {
-        "size": "small",
-        "context_length": 128,
-        "precision": "fp32",
-        "attention": "naive",
-        "optimizer": "foreach",
-        "batch_size": 4,
-        "vocab_size": 10_000,
-    }
-    timeline = pd.DataFrame(
-        {
-            "mode": "forward",
-            "family": "matrix multiply",
-            "launch_ns": [0, 500_000],
-            "launch_duration_ns": 9_000,
-            "start_ns": [100_000, 600_000],
-            "duration_ns": 150_000,
-            **config,
-        }
-    )
-    drawn = figures.launches_timeline({"nsys.timeline": timeline})
-    assert "busy 30% of this millisecond, and waits" in drawn.message
-    graph = timeline.assign(
-        mode="replayed", launch_ns=-1_000_000, start_ns=[-50_000, 400_000], duration_ns=450_000
-    )
-    drawn = figures.launches_timeline({"nsys.timeline": pd.concat([timeline, graph])})
-    assert "busy 30%" in drawn.message and "as a CUDA graph 85%" in drawn.message
-    assert len(drawn.axes[0].get_yticks()) == 3
-    assert figures.lanes(tables["timeline"]) is None  # of full steps there is none
-    shares = study.by_family(tables["operations"])
-    assert shares.sum().sum() * 1e6 == pytest.approx(tables["operations"]["total_ns"].sum())

@@ -133,8 +133,14 @@ def test_nothing_to_show_is_an_empty_table(tmp_path, text):
         ),
         (
             " Time (%)  Total Time (ns)  Instances  Name\n ---\n 75.0  3,000  2  f\n",
-            "expected a report of nsys stats --format csv",
+            "is nsys's table for people to read, expected a report of nsys stats --format csv",
         ),
+        (
+            "SKIPPED: a.sqlite does not contain NV Tools Extension (NVTX) data.\n\n"
+            " ** CUDA GPU Kernel Summary (cuda_gpu_kern_sum):\n\n Time (%)  Name\n --------  ----\n 16.0  f\n",
+            "is nsys's table for people to read",
+        ),
+        ("The log does not contain a table.", "found 'The log does not contain"),
     ],
 )
 def test_what_is_no_report_is_refused_in_one_sentence(tmp_path, text, message):
@@ -143,3 +149,33 @@ def test_what_is_no_report_is_refused_in_one_sentence(tmp_path, text, message):
         read_nsys_csv(path)
     said = str(caught.value)
     assert said.startswith(str(path)) and "\n" not in said and "expected" in said and len(said) < 500
+
+
+STATISTICS = "Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns)"
+SUMS = {
+    "cuda_api_sum": (f"Num Calls,{STATISTICS},Name", "cudaLaunchKernel"),
+    "osrt_sum": (f"Num Calls,{STATISTICS},Name", "poll"),
+    "mpi_event_sum": (f"Instances,{STATISTICS},Source,Name", "MPI_P2P,MPI_Send"),
+    "cuda_gpu_sum": (f"Instances,{STATISTICS},Category,Operation", "CUDA_KERNEL,gemm"),
+    "cuda_gpu_mem_time_sum": (f"Count,{STATISTICS},Operation", "[CUDA memset]"),
+    "cuda_gpu_kern_sum": (f"Instances,{STATISTICS},Name", "gemm"),
+}
+
+
+@pytest.mark.parametrize("report", SUMS)
+def test_reports_are_recognized_by_all_of_their_headings(tmp_path, report):
+    headings, name = SUMS[report]
+    line = f"Time (%),Total Time (ns),{headings}\n70.0,7000000,10,1.0,1.0,1,1,0.0,{name}\n"
+    assert read_nsys_csv(written(tmp_path, line)).attrs["report"] == report
+
+
+def test_report_of_other_headings_is_none_of_these(tmp_path):
+    line = "Time (%),Total Time (ns),Instances,Color,Name\n70.0,7000000,10,red,f\n"
+    with pytest.raises(TraceError, match="found 'Time"):
+        read_nsys_csv(written(tmp_path, line))
+
+
+def test_utf16_is_read_as_powershell_writes_it(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text(HEADER + ROWS, encoding="utf-16")
+    assert len(read_nsys_csv(path)) == len(ROWS.splitlines())

@@ -1,22 +1,17 @@
 """What cannot be, or does not repeat, is seen; of what was measured again the last counts, and it is in no sentence."""
 
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from reports import change_record, change_table, few
-from stepscope import cli, measure
+from stepscope import measure
 from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks, steady
 from stepscope.measure.clocks import enough
 from stepscope.report import load
-from stepscope.report.claims import collect
-from stepscope.report.render import compose
 from stepscope.runs.notebook import unsteady_rows
-from stepscope.runs.store import Store
 from stepscope.stats import launch_bound
 
 FULL_MHZ = 1980.0
@@ -277,65 +272,3 @@ def test_of_runs_of_one_key_the_one_that_started_last_stays():
     for order in (1, -1):
         tables = {"times": times[::order], "peaks": peaks[::order]}
         assert load._replaced(module, tables, dict([*records.items()][::order])) == {"early", "same_a"}
-
-
-WHICH = {
-    "benchmark.times": ("mode", "step"),
-    "mixed_precision.times": ("mode", "step"),
-    "ladder.steps": ("optimization", "bf16_moments"),
-    "attention.cases": ("implementation", "naive"),
-    "memory.checkpoints": ("checkpoint_policy", "none"),
-}
-
-
-@pytest.mark.parametrize("kind", WHICH)
-def test_what_is_planted_as_unsteady_is_named_and_in_no_claim(kind, tmp_path, capsys, monkeypatch):
-    """Of each kind of row: its time would be a thousand times the others'."""
-    study, table = kind.split(".")
-    (column, value), runs = WHICH[kind], few(tmp_path / "runs", 40 if study == "memory" else 4, (study,))
-    planted = []
-    for path in sorted((runs / study).iterdir()):
-        if not (path / f"{table}.parquet").exists():
-            continue
-
-        def plant(frame):
-            odd = frame[column] == value
-            return frame.assign(
-                unsteady=np.where(odd, "as planted", ""),
-                gpu_ms=frame["gpu_ms"].where(~odd, 1e6),
-                wall_ms=frame["wall_ms"].where(~odd, 1e6),
-            )
-
-        change_table(path, table, plant)
-        change_record(
-            path / "record.json", lambda record: record["results"].update(unsteady="a row: as planted")
-        )
-        planted.append(path.name)
-    read = load.read(Store(runs))
-    assert planted and not read.errors
-    assert sorted(note.split(":")[0] for note in read.notes if "unsteady" in note) == [
-        f"{study}/{run}" for run in planted
-    ]
-    tables = load.steady(read.tables)
-    assert (read.tables[kind]["unsteady"] != "").any() and not (tables[kind][column] == value).any()
-    for name, own in tables.items():
-        assert not (own.get("gpu_ms", pd.Series(dtype=float)) >= 1e6).any(), name
-        if {"run_id", column, "gpu_ms"} <= {*own} or name.endswith("samples"):
-            assert not (own[column] == value).any(), name
-    for name, claim in collect("claim").items():
-        try:
-            said = claim(tables) or {}
-        except LookupError:
-            continue
-        assert not any(
-            isinstance(number, float) and number >= 1e5 and "ms" in field for field, number in said.items()
-        ), name
-    if kind == "benchmark.times":  # of which a table prints every time
-        for name, text in compose(runs, tmp_path).texts.items():
-            assert "1,000,000" not in text, name
-    for command in (["list", "--runs"], ["check", "--out", tmp_path, "--runs"]):
-        monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, command), str(runs)])
-        with pytest.raises(SystemExit):
-            cli.main()
-        lines = " ".join("".join(capsys.readouterr()).split())
-        assert all(f"{run}: unsteady, and in no sentence: a row: as planted" in lines for run in planted)

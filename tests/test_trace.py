@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.traces import AUTOGRAD, MAIN, write_export
+from bench.traces import AUTOGRAD, MAIN, PROCESS_KEY, write_export
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
-from stepscope.traces.torch_trace import PROCESS_KEY, own_records, own_times
+from stepscope.traces.torch_trace import own_records, own_times
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"
@@ -488,7 +488,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
     [
         ([f"DROP TABLE {KERNEL}"], f"{KERNEL} holds no kernels, expected a capture"),
         ([f"DELETE FROM {KERNEL}"], f"{KERNEL} holds no kernels, expected a capture"),
-        ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "no such column: globalPid"),
+        ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "has no column globalPid"),
         (
             ["CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end"],
             "CUPTI_ACTIVITY_KIND_GRAPH_TRACE holds 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",
@@ -662,6 +662,6 @@ def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path)
 
 
 def test_an_operator_after_one_with_children_begins_after_them():
-    operators = pd.DataFrame({"tid": 1, "start": [0, 10, 20, 60], "end": [100, 50, 30, 80]})
+    operators = pd.DataFrame({"key": 1, "start": [0, 10, 20, 60], "end": [100, 50, 30, 80]})
     laid = own_times(operators)
     assert laid[["start", "end"]].to_numpy().tolist() == [[0, 40], [40, 70], [70, 80], [80, 100]]

@@ -15,4 +15,6 @@ PROJECT = (
 
 class StepscopeError(Exception):
     """Something outside this code is not as it has to be: input, a file, the machine. The text is one
-    sentence for the user."""
+    sentence for the user, or lines if ``has_lines``."""
+
+    has_lines = False

@@ -193,7 +193,7 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
-        console.print(f"open {runs / 'writeup.html'} in a browser: one file, which can be copied anywhere")
+        console.print(f"open {runs / 'report.html'} in a browser: one file, which can be copied anywhere")
         own = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
         command = f"ladder {own} --runs runs/local-mine" if gpus_here() else f"fit {own} --memory 80"
         console.print(f"your own model: {_program()} {command}")
@@ -394,80 +394,105 @@ def _row(record: "Record", folder: Path) -> tuple[str, ...]:
 def render(
     runs: RunsOption = None,
     out: OutOption = None,
-    unsaid: Annotated[
-        bool, typer.Option("--unsaid", help=("Name every claim, table and figure that is left out, and why."))
+    writeup: Annotated[
+        bool,
+        typer.Option(
+            "--writeup",
+            help="Render the project's writeup over a full campaign instead; only in a checkout.",
+        ),
     ] = False,
 ) -> None:
-    """Render a runs folder: writeup.md, writeup.html (self-contained), evidence and figures."""
+    """Render a runs folder: report.md, report.html (one file) and figures, next to the reference's numbers.
+
+    With --writeup: writeup.md, writeup.html, evidence and figures, from the templates in writeup/. It lists
+    what is missing if the folder holds less than a full campaign.
+    """
     folder = _local_runs(runs, reading=True)
-    _render(folder, out or folder, unsaid)
+    _render(folder, out or folder, writeup)
 
 
-def _render(folder: Path, out: Path, unsaid: bool = False) -> None:
-    """The report of a runs folder: its files, and what is not said in it."""
-    console.print("Making the report: reading the runs, drawing its pictures.")
-    from stepscope.report.render import render
+def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
+    """Render a runs folder; print the runs that were left out, and the files."""
+    console.print("Rendering: reading the runs, drawing the figures.")
+    from stepscope.report import machine, output, writeup
+    from stepscope.report.load import read, steady
+    from stepscope.runs.store import Store
+    from stepscope.views import Views
 
-    rendered = render(folder, out)
-    for error in rendered.errors:
+    found = read(Store(folder))
+    if is_writeup:
+        report = writeup.compose(found, folder, out, Views(steady(found.tables)))
+    else:
+        report = machine.compose(found, folder, out)
+    paths = output.write(report, out)
+    for error in report.errors:
         console.print(f"left out: {error}")
-    for line in [*rendered.notes, *rendered.left_out]:
-        console.print(line.replace("stepscope sweep", f"{_program()} sweep --runs {folder}"))
-    for told in rendered.omitted if unsaid else ():
-        console.print(f"not said: {told.kind} {told.name} ({told.why})")
-    if rendered.omitted and not unsaid:
-        console.print("stepscope render --unsaid names all that is left out")
-    for path in rendered.paths:
+    for note in report.notes:
+        console.print(note)
+    for path in paths:
         if path.parent == out:
             print(path)
 
 
 @app.command()
-def check(runs: RunsOption = None, out: OutOption = None) -> None:
-    """Fail if a report differs from what its records say: the text by a byte, a figure in what it shows."""
+def check(
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", parser=_folder, metavar="PATH", help="Runs.", show_default="runs/h200"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", parser=_folder, metavar="PATH", help="Where the writeup is.", show_default="the checkout"
+        ),
+    ] = None,
+) -> None:
+    """Fail if the committed writeup differs from its records: text by a byte, a figure in what it shows."""
     from stepscope.report.check import check
-    from stepscope.runs.record import named_unsteady
-    from stepscope.runs.store import Store
 
-    folder = _local_runs(runs, reading=True)
-    differences = check(folder, out or folder)
-    for line in differences + named_unsteady(Store(folder).records()[0]):
+    project = PROJECT or Path.cwd()
+    folder, place = runs or project / "runs" / "h200", out or project
+    differences = check(folder, place)
+    for line in differences:
         console.print(line)
     if differences:
         raise typer.Exit(EXIT_FAILED)
-    console.print(f"{out or folder}: the report is what the records in {folder} say")
+    console.print(f"{place}: the writeup is what the records in {folder} say")
 
 
 @app.command()
 def fit(
     size: Annotated[
         str | None,
-        typer.Argument(help="A named size; or give --shape. Without either: the handout's whole grid."),
+        typer.Argument(help="A named size; or give --shape. Without either: the assignment's whole grid."),
     ] = None,
     edition: EditionOption = None,
     shape: ShapeOption = None,
     context: Annotated[
-        int | None, typer.Option(help="Context length.", show_default="512; of the grid 128 to 1,024")
+        int | None,
+        typer.Option(help="Context length in tokens.", show_default="512; for the grid, 128 to 1,024"),
     ] = None,
     batch: BatchOption = 4,
     vocab: VocabOption = 10_000,
     memory: Annotated[
         float | None,
         typer.Option(
-            help="GPU memory in GiB: the MiB of nvidia-smi over 1,024, not the GB of a data sheet.",
-            show_default="this machine's GPU's, else 80",
+            help="GPU memory in GiB: nvidia-smi's MiB divided by 1,024, not the GB of a data sheet.",
+            show_default="the smallest GPU here, or 80",
         ),
     ] = None,
 ) -> None:
-    """Say before running what fits into a GPU's memory: peaks by formula, largest context, batch and size."""
+    """Predict what fits into a GPU's memory, without running it: the peak, and the largest context length,
+    batch and size.
+    """
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import configure
     from stepscope.model.fit import RESERVED
-    from stepscope.report.fit_table import fit_table, grid_tables
+    from stepscope.report.fit_table import INFERENCE, fit_table, grid_tables
 
-    whole = size is None and shape is None
-    asked = _shape_asked("small" if whole else size, edition, shape)
+    is_grid = size is None and shape is None
+    asked = _shape_asked("small" if is_grid else size, edition, shape)
     config = configure(
         "benchmark",
         **asked,
@@ -478,9 +503,11 @@ def fit(
     ).step(device="cuda", mode="step")
     if memory is None:
         memory = min((gpu["gib"] for gpu in gpus_here()), default=80.0)
-    told = memory, edition or 2025
-    tables = grid_tables(config, context, *told) if whole else [fit_table(config, *told)]
-    Console(markup=False, highlight=False).print(*tables, RESERVED)
+    if is_grid:
+        parts = [*grid_tables(config, context, memory, edition or 2025), INFERENCE, RESERVED]
+    else:
+        parts = [fit_table(config, memory, edition or 2025), RESERVED]
+    Console(markup=False, highlight=False).print(*parts, sep="\n")
 
 
 @app.command()
@@ -488,76 +515,100 @@ def profile(
     file: Annotated[
         Path,
         typer.Argument(
-            help="nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; also .gz."
+            help="A capture: nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; or"
+            " a PyTorch memory snapshot (.pickle). Each may be gzipped."
         ),
     ],
     step: Annotated[
-        str | None, typer.Option(help="The name of the ranges that are steps, without numbers.")
+        str | None, typer.Option(help="Name of the ranges that are steps, without numbers.")
     ] = None,
     phase: Annotated[
         list[str] | None,
         typer.Option(
-            help="A phase and the name of its ranges, as forward=NAME, or a pattern, as forward=*(F); may be said"
-            " again."
+            help="A phase and the name of its ranges (forward=NAME), or a pattern (forward=*(F)); may be given"
+            " several times."
         ),
     ] = None,
     device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Where the operations go, one a line.")] = None,
+    from_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--from", help="Leave out what begins earlier, in ms after the capture's first operation."
+        ),
+    ] = None,
+    to_ms: Annotated[
+        float | None,
+        typer.Option("--to", help="Leave out what begins later, in ms after the capture's first operation."),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="File to write all operations, or allocations, to, one per line.")
+    ] = None,
     form: Annotated[
-        str, typer.Option("--format", metavar="text|json|markdown", help="How it is said.")
+        str, typer.Option("--format", metavar="text|json|markdown", help="Output format.")
     ] = "text",
 ) -> None:
-    """Say what a capture tells: a step on the GPU, its kernels, why it waits, communication, and what to do.
+    """Summarize a profiler capture: where the GPU time of a step goes, why the GPU is idle, and what to optimize
+    first.
 
-    Exit status: 0 it is told, 2 the file cannot be read as a capture.
+    For a memory snapshot: the peak, what holds it, and which lines allocated that.
+
+    Exit status: 0 on success, 2 where the file cannot be read as a capture.
     """
     if console.is_terminal and file.is_file():  # before what takes long is imported
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
-    from stepscope.captures.verdict import FORMATS, phases_of, rendered
+    from stepscope.captures.lines import FORMATS, rendered
+    from stepscope.captures.snapshot import is_pickle, snapshot_lines
+    from stepscope.captures.verdict import phases_of
     from stepscope.captures.verdict import profile as profiled
 
     if form not in FORMATS:
         raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
     try:
-        lines = profiled(file, step=step, phases=phases_of(phase or []), device=device, csv=csv)
-    except OSError as error:
-        raise StepscopeError(f"{error.filename or file}: {error.strerror or error}") from None
+        if is_pickle(file):
+            if step or phase or from_ms is not None or to_ms is not None:
+                raise StepscopeError(f"{file}: is a memory snapshot, which has no steps, phases and times")
+            lines = snapshot_lines(file, device=device, csv=csv)
+        else:
+            lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
+    except OSError as error:  # of the output: what is wrong with the input is a TraceError
+        raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))
 
 
 @app.command()
 def doctor() -> None:
-    """Say what this machine offers for measuring, and what is missing."""
+    """Show what this machine offers for measuring, and what is missing."""
     from stepscope.config import device_here
     from stepscope.measure.rates import launch_rate
 
     device = device_here("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}
     if rate := launch_rate(device):
-        facts["launch"] = f"{rate[0]:.1f} to {rate[1]:.1f} us of this host's time for each kernel"
+        facts["launch"] = f"{rate[0]:.1f} to {rate[1]:.1f} us of CPU time per kernel"
     table = Table("", "", show_header=False, box=box.SIMPLE)
     for name, value in facts.items():
         table.add_row(name, str(value))
     Console(markup=False, highlight=False).print(table)
     if device == "cpu":
-        console.print("No CUDA GPU is seen by torch: reports here are the CPU preset (tiny models).")
+        console.print(
+            "torch sees no CUDA GPU, so a report of this machine uses the CPU preset (tiny models)."
+        )
 
 
 def _nsys_words() -> str:
-    """Which nsys there is and whether it is whole; what to do where it is not."""
+    """Describe the nsys that is installed, and what to do where it is missing or incomplete."""
     from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
 
     nsys = find_nsys()
     if nsys is None:
         return (
-            "none on the PATH, in the usual install folders or inside Nsight Compute; profiles are"
-            " torch.profiler's. It comes with NVIDIA's CUDA toolkit, or as the package"
-            " nsight-systems-cli."
+            "not on the PATH, in the usual install folders or inside Nsight Compute, so torch.profiler is"
+            " used instead. It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli."
         )
     if missing := missing_libraries(nsys):
         return (
-            f"version {nsys_version(nsys)}, incomplete: its importer lacks {', '.join(missing)}, so it"
-            " captures but makes no reports; profiles are torch.profiler's."
+            f"version {nsys_version(nsys)}, incomplete: its importer needs {', '.join(missing)}. It can"
+            " capture but not make reports, so torch.profiler is used instead."
         )
     return f"version {nsys_version(nsys)}"
 
@@ -577,7 +628,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except StepscopeError as error:
-        _end_with(str(error))
+        _end_with(str(error), error.has_lines)
     except OSError as error:
         if error.strerror is None:  # a library's
             raise
@@ -588,8 +639,10 @@ def main() -> None:
         _end_with(f"{error.filename or 'the output'!s:.200}: {error.strerror}")
 
 
-def _end_with(words: str) -> NoReturn:
-    console.print(f"error: {''.join(c if c.isprintable() else ' ' for c in words)}")
+def _end_with(words: str, has_lines: bool = False) -> NoReturn:
+    lines = words.splitlines() if has_lines else [words]
+    printable = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
+    console.print("error: " + "\n".join(printable))
     sys.exit(EXIT_BAD_INPUT)
 
 

@@ -42,6 +42,7 @@ SIZES = {
     "micro": Dimensions(64, 256, 2, 4),
     "tiny": Dimensions(128, 512, 4, 4),
 }
+SIZE_RANKS = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}  # smallest first
 CPU_SIZES = ("nano", "micro", "tiny")
 # What each year's handout calls which of them; records, sweeps and tables have the names above.
 EDITIONS = {
@@ -53,6 +54,9 @@ PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
 WHOLE = "whole"  # the row of a mode as a whole, beside its phases
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# As documents write them.
+PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
 
 class ConfigError(StepscopeError, ValueError):
@@ -91,6 +95,7 @@ Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
+SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")  # of a size without a name
 MOST_SHOWN = 100  # characters of a wrong value that an error repeats
 
 
@@ -203,6 +208,8 @@ class StepConfig(RunConfig):
     def fill_dimensions(cls, values: Any) -> Any:
         """A size stands for its dimensions, and dimensions that a size has are given its name.
 
+        Tables call a shape without a name by its dimensions, "d512 f2048 l8 h8", which is a size here, too.
+
         ``edition``, which is no field, says which year's handout the size's name is of.
         """
         if not isinstance(values, dict):
@@ -211,7 +218,10 @@ class StepConfig(RunConfig):
         size, edition = values.get("size", "custom"), values.pop("edition", None)
         if size == "custom" and edition is not None:
             raise ValueError(f"edition: got {shown(edition)}, but no size whose name it would tell")
-        named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
+        if unnamed := SHAPE.fullmatch(str(size)):
+            named = Dimensions(*map(int, unnamed.groups()))._asdict()
+        else:
+            named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
         for field, number in named.items():
             if values.setdefault(field, number) != number:
                 raise ValueError(

@@ -8,8 +8,9 @@ from stepscope.yaml_files import load_yaml
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """A GPU's dense rates in TFLOP/s by precision, ``tb_s`` of its memory, ``source`` and ``url``, by
-    the words of its name; empty of one that is not listed."""
+    """A GPU's dense rates in TFLOP/s by precision, ``tb_s`` of its memory, ``link`` and
+    ``link_gb_s`` to other GPUs, ``source`` and ``url``, by the words of its name; empty of one that is not
+    listed."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     return next(
         (

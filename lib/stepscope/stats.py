@@ -8,18 +8,11 @@ import pandas as pd
 # Busy (GPU time over wall time) from here on: nothing is left to wait for. What is less busy may be
 # launch-bound (:func:`launch_bound`).
 LAUNCH_BOUND = 0.95
-# GPU times of one configuration repeat this well, so that a smaller difference is none. (Where the power cap
-# holds the clocks, which it does a little differently each time: 3%.) Peaks of memory repeat as well.
-SAME = 0.01
 # The least gain of an optimization: most of their steps run at the power cap.
 LEAST_GAIN = 0.03
-# Wall times that differ by less are what a reader calls the same.
-SAME_WALL = 0.05
 # Where the host sets the pace wall times do not repeat, not even the fastest of a hundred steps of one
 # process on a machine alone: a smaller difference is none.
 LEAST_HOST_GAIN = 0.20
-# A smaller share of a whole hardly counts.
-LEAST_SHARE = 0.05
 # Wall times of warm steps of one process spread by less: what differs by more is still warming up, or waits.
 STEADY = 0.01
 # GPU time is of other steps than wall time, and of another clock, so busy can be a little over 1. More than
@@ -28,8 +21,6 @@ MOST_BUSY = 1.02
 MOST_BUSY_AT_CAP = 1.03
 # Below this share of its highest SM clock a GPU is held down by its power cap.
 AT_CAP = 0.97
-# A step that is less busy than this waits for launches more than it computes.
-MOSTLY_WAITS = 0.5
 # The share of values that are inf, NaN or wrongly 0 from which on a precision loses them.
 LOST = 1e-3
 

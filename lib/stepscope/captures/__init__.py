@@ -1,8 +1,11 @@
-"""What anybody's capture says: where a step's time goes, why the GPU waits, and what is worth doing.
+"""Summaries of profiler captures: where a step's time goes, why the GPU is idle, and what to optimize.
 
-``capture`` reads one, whoever wrote it (``files`` says what it is, ``reports`` reads nsys's CSV); ``account``
-sums a GPU's steps; ``causes`` says what the host did in its pauses; ``advice`` ranks what would leave the
-step; ``verdict`` says it all. A comparison of two captures would stand beside ``verdict``, on two accounts.
+``capture`` reads a capture, whoever made it (``files`` recognizes its kind, ``reports`` reads nsys's CSV) and
+attributes its operations; ``steps`` decides which ranges are steps, by their ``range_names``. ``account``
+divides each step of a GPU, ``causes`` explains its idle gaps, ``communication`` separates transfer from
+waiting, and ``advice`` ranks what would leave the step. ``verdict`` and ``kernel_summary`` write the
+``lines``. ``snapshot`` reads a memory snapshot instead. A comparison of two captures would stand beside
+``verdict``, on two accounts.
 """
 
 from pathlib import Path

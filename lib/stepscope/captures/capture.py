@@ -1,14 +1,15 @@
-"""Anybody's capture: nsys's or torch.profiler's, of a program whose ranges have names of its own.
+"""Read a capture of any program, by nsys or torch.profiler, and attribute its operations.
 
-Steps and phases are found by the names that people give ranges; what autograd's own ranges enclose is
-backward, and what made the nodes that it runs is forward. Operations that were launched before the capture,
-or before its first step, are left out and counted.
+Steps and phases follow from the names that people give ranges. What autograd's ranges enclose is backward,
+and what made the nodes that it runs is forward. Operations that were launched before the capture, before its
+first step or in a warm-up are left out and counted.
 """
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import numpy as np
 import pandas as pd
 
 from stepscope.captures.files import readable
+from stepscope.captures.range_names import LIBRARY_RANGE, OPERATOR_RANGE, of_each, phase_of, plain_name
 from stepscope.captures.reports import KERNELS, operations_of_report, read_report
+from stepscope.captures.steps import find_steps, no_such_range
 from stepscope.config import PHASE_NAMES
+from stepscope.files import one_line
 from stepscope.traces.attribution import (
     LATEST,
     NEVER,
@@ -28,33 +32,35 @@ from stepscope.traces.attribution import (
     TraceError,
     join_launches,
     matching,
+    open_range,
+    outermost,
+    thread_columns,
 )
-from stepscope.traces.export import device_names, read_export, waiting_calls
-from stepscope.traces.torch_trace import OPERATOR, WORK, Trace, host_of, ranges_of, read_trace, records_of
+from stepscope.traces.export import (
+    GRAPH_REPLAY,
+    device_names,
+    graph_launches,
+    read_export,
+    waiting_calls,
+)
+from stepscope.traces.torch_trace import (
+    LAUNCHES,
+    OPERATOR,
+    WORK,
+    Trace,
+    gpu_names,
+    host_of,
+    lacks_work,
+    ranges_of,
+    read_trace,
+    records_of,
+)
 
-OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
-LIBRARY_RANGE = re.compile(r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled")
+GRAPH_LAUNCH = re.compile(r"GraphLaunch")
+WHOLE_GRAPH = "CUDA graph"  # the category of one that was traced as a whole
 SEQUENCE = re.compile(r", seq = (\d+)")
-SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipelines': "attn(F)", "mlp(B)"
-SPLIT_PHASE = re.compile(r"\((F|B|W)\)$")
 LEVELS = 4  # of ranges within ranges that are looked into
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
-OPTIMIZER = re.compile(r"^Optimizer\.step#")
-STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
-CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
-PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
-# What people call a phase, in any case; beside these words a name may have only those of FILL.
-PHASE_WORDS = {
-    word: phase
-    for phase, words in {
-        "forward": "forward fwd",
-        "loss": "loss criterion",
-        "backward": "backward bwd backprop",
-        "optimizer": "optimizer optim opt adamw adam sgd",
-    }.items()
-    for word in words.split()
-}
-FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
 DTYPES = {
@@ -80,18 +86,21 @@ class Capture:
         stream, start_ns, duration_ns, launch_start_ns and launch_duration_ns (NA: not in the capture), thread
         (-1), process, phase ("outside"), range (the outermost one that is no step, no phase and no library's;
         ""), inner_range (the innermost such), step (-1), bytes (of a copy or fill, or a generated kernel's
-        arguments; -1), flops (-1) and dtype of a matmul whose shapes are known ("").
-    steps: the name of each step. before: operations that were launched before the first one.
+        arguments; -1), flops (-1) and dtype of a matmul whose shapes are known (""), message_bytes (-1) and
+        group_size (1) of a collective.
+    before: operations that are left out: launched before the capture or its first step, or (warm_up) in a
+        warm-up.
     ranges: of steps, by process and step: name, start_ns and end_ns on the host.
     host: what the host does that lasts: kind (call, operator, range, frame), name, process, thread, start_ns,
         end_ns; empty where the capture does not tell.
-    gpus: names by id. rank: this one's, of how many. autograd: backward is told by autograd's ranges.
-    shapes: operators' shapes were recorded.
+    gpus: names by id. rank: this one's, of how many. autograd: backward follows from autograd's ranges.
+    shapes: operators' shapes were recorded. unseen_graphs: launches of CUDA graphs (process, start_ns) none
+        of whose operations is in the capture. unfinished: host events without an end, which are left out.
+    processes: what the capture calls each process, by number.
     """
 
     path: str
     operations: pd.DataFrame
-    steps: list[str]
     before: pd.DataFrame
     ranges: pd.DataFrame
     host: pd.DataFrame
@@ -99,10 +108,56 @@ class Capture:
     gpus: dict[int, str] = field(default_factory=dict)
     rank: tuple[int, int] | None = None
     shapes: bool = False
+    unseen_graphs: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=["process", "start_ns"]))
+    unfinished: int = 0
+    processes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[str]:
+        """The name of each step, of all processes together."""
+        return self.ranges.drop_duplicates("step")["name"].tolist()
+
+    @cached_property
+    def step_names(self) -> set[str]:
+        return set(self.ranges["name"])
 
     @property
     def left_out(self) -> int:
         return len(self.before)
+
+    def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
+        """Return the part of the capture that begins in a span of time, without steps that lie in it only
+        partly.
+
+        Args:
+            from_ms, to_ms: after the capture's first operation; None is the beginning, or the end.
+
+        Raises:
+            TraceError: no operation begins in the span.
+        """
+        rows = pd.concat([self.before, self.operations])
+        start, end = rows["start_ns"], rows["start_ns"] + rows["duration_ns"]
+        first, last = int(start.min()), int(end.max())
+        begin = first if from_ms is None else first + round(from_ms * 1e6)
+        stop = last + 1 if to_ms is None else first + round(to_ms * 1e6)
+        start = self.operations["start_ns"]
+        inside = (start >= begin) & (start < stop)
+        if not inside.any():
+            raise TraceError(
+                f"{self.path}: no operation begins between --from and --to, expected a span within the"
+                f" {(last - first) / 1e6:g} ms of the capture"
+            )
+        step = ["process", "step"]
+        cut = pd.MultiIndex.from_frame(self.operations.loc[~inside, step].drop_duplicates())
+        operations = self.operations[inside].reset_index(drop=True)
+        kept = ~pd.MultiIndex.from_frame(operations[step]).isin(cut)
+        earlier = self.operations[start < begin].assign(warm_up=False)
+        return replace(
+            self,
+            operations=operations.assign(step=operations["step"].where(kept, -1)),
+            before=pd.concat([self.before, earlier], ignore_index=True),
+            ranges=self.ranges[~pd.MultiIndex.from_frame(self.ranges[step]).isin(cut)],
+        )
 
 
 def load_capture(
@@ -113,8 +168,8 @@ def load_capture(
 
     Args:
         step: the name of the ranges that are steps, without their numbers; None finds them.
-        phases: the phase that a range's name, or a pattern such as "*(F)", stands for; what is not among them
-            goes by its name.
+        phases: the phase that a range's name, or a pattern such as "*(F)", means; other ranges go by their
+            names.
 
     Raises:
         TraceError: the file is none of these, is cut off, or has no GPU work; no range has the step's or a
@@ -132,32 +187,87 @@ def load_capture(
 def load_capture_or_sums(
     path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
 ) -> Capture | pd.DataFrame:
-    """As load_capture; of nsys's report cuda_gpu_kern_sum its table (see ``read_nsys_csv``)."""
+    """Read a capture as load_capture does, or nsys's report cuda_gpu_kern_sum as a table (see
+    ``read_nsys_csv``)."""
     path = Path(path)
     with readable(path) as (kind, file):
         if kind == "json":
             trace = read_trace(file, SHAPED)
-            found = _attributed(*_of_trace(str(path), trace), step, phases)
-            found.gpus, found.rank = _header(trace.header)
-            found.shapes = trace.shapes
+            records, autograd, host = _of_trace(str(path), trace)
+            on_gpu = records.ranges.empty and len(trace.gpu_ranges) > 0 and len(trace.processes) <= 1
+            if on_gpu:
+                records.ranges = _ranges_on_gpu(records, trace)
+            found = _attributed(records, autograd, host, step, phases, on_gpu)
+            found.gpus = gpu_names(trace.header, found.operations["device"].unique())
+            found.rank = _rank(trace.header)
+            found.shapes, found.unfinished = trace.shapes, trace.unfinished
+            found.processes = {key: one_line(name, 40) for key, name in trace.processes.items()}
+            graphs = trace.events[matching(trace.events["name"], GRAPH_LAUNCH.search)]
+            graphs = graphs[graphs["cat"].isin(LAUNCHES)]
+            launch = (graphs[name].to_numpy() for name in ("key", "correlation", "start"))
+            found.unseen_graphs = _unseen_graphs(records, *launch)
             return found
         if kind == "csv":
             table = read_report(file)
             return table if table.attrs["report"] == KERNELS else _of_report(path, table)
-        records = read_export(file, domains=None)
+        records = read_export(file, domains=None, whole_graphs=True)
         records.path = str(path)
         records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
+        records.operations[["message_bytes", "group_size"]] = -1, 1
+        _mark_whole_graphs(records.operations)
         host = pd.concat([_host_of_ranges(records.ranges), waiting_calls(file)], ignore_index=True)
         found = _attributed(records, _nvtx_of_autograd(records.ranges), host, step, phases)
         found.gpus = device_names(file)
+        found.unseen_graphs = _unseen_graphs(records, *graph_launches(file))
         return found
+
+
+def _ranges_on_gpu(records: Records, trace: Trace) -> pd.DataFrame:
+    """Return the ranges that a trace has on its GPU alone, as ranges of Records."""
+    rows = pd.DataFrame(trace.gpu_ranges, columns=["name", "start_ns", "end_ns"])
+    key = np.full(len(rows), records.process[0])
+    rows = rows.astype({"name": "category"}).assign(sequence=-1, **thread_columns(key))
+    return rows.sort_values(["start_ns", "end_ns"], ascending=[True, False], ignore_index=True)
+
+
+def _mark_whole_graphs(operations: pd.DataFrame) -> None:
+    """Give CUDA graphs that were traced as a whole a category of their own."""
+    is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
+    if is_graph.any():
+        family = operations["family"].astype(str).mask(is_graph, WHOLE_GRAPH)
+        operations["family"] = family.astype("category")
+
+
+def _unseen_graphs(
+    records: Records, key: np.ndarray, correlation: np.ndarray, start: np.ndarray
+) -> pd.DataFrame:
+    """Return the launches of CUDA graphs (process, start_ns) that left no operation in the capture.
+
+    Args:
+        key, correlation, start: of each launch of a graph, the thread's key, its id and its time.
+    """
+    process = key & PROCESS
+    if not len(process):
+        return pd.DataFrame({"process": process, "start_ns": start})
+    seen = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
+    unseen = ~pd.MultiIndex.from_arrays([process, correlation]).isin(seen)
+    # operations without a launch may be a graph's whose records have no id
+    unknown = (
+        pd.Series(records.operations["launch_start_ns"].isna().to_numpy()).groupby(records.process).sum()
+    )
+    unseen &= pd.Series(unseen).groupby(process).transform("sum").to_numpy() > unknown.reindex(
+        process, fill_value=0
+    )
+    return pd.DataFrame({"process": process[unseen] >> 24 & 0xFFFFFF, "start_ns": start[unseen]})
 
 
 def _of_report(path: Path, table: pd.DataFrame) -> Capture:
     operations, gpus = operations_of_report(table)
+    operations[["message_bytes", "group_size"]] = -1, 1
     ranges = pd.DataFrame(columns=["process", "step", "name", "start_ns", "end_ns"])
     host = pd.DataFrame(columns=["kind", "name", "process", "thread", "start_ns", "end_ns"])
-    return Capture(str(path), operations, [], operations[:0], ranges, host, gpus=gpus)
+    before = operations[:0].assign(warm_up=False)
+    return Capture(str(path), operations, before, ranges, host, gpus=gpus)
 
 
 @dataclass
@@ -170,7 +280,7 @@ class Autograd:
 
 
 def _nvtx_of_autograd(ranges: pd.DataFrame) -> Autograd:
-    """What emit_nvtx's ranges tell: "aten::addmm, seq = 7" makes what "autograd::engine::…, seq = 7" runs."""
+    """Pair emit_nvtx's ranges: "aten::addmm, seq = 7" makes what "autograd::engine::…, seq = 7" runs."""
     names = ranges["name"].cat.categories.to_series().astype(str)
     sequence = names.str.extract(SEQUENCE)[0].fillna("-1").astype("int64").to_numpy()
     rows = ranges.assign(sequence=np.append(sequence, -1)[ranges["name"].cat.codes])
@@ -179,7 +289,7 @@ def _nvtx_of_autograd(ranges: pd.DataFrame) -> Autograd:
 
 
 def _host_of_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
-    """NVTX ranges that last, as what the host does; emit_nvtx's are operators."""
+    """Return the NVTX ranges that last, as events of the host; emit_nvtx's are operators."""
     rows = ranges[ranges["end_ns"] - ranges["start_ns"] >= SHORT_NS]
     kind = np.where(matching(rows["name"], OPERATOR_RANGE.search), "operator", "range")
     name = rows["name"].astype(str).str.replace(r", (op_id|seq|sizes) = .*", "", regex=True)
@@ -187,17 +297,17 @@ def _host_of_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
 
 
 def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]:
-    """A trace's records, what autograd's ranges tell, and what its host does."""
+    """Return a trace's records, its autograd ranges, and what its host does."""
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty:
-        only = f", only {len(operators):,} operators of the CPU" if len(operators) else ""
-        raise TraceError(
-            f"{path}: holds no GPU work{only},"
-            " expected a trace with kernels (activities=[..., ProfilerActivity.CUDA])"
-        )
+        raise lacks_work(path, trace)
     records, external = records_of(path, events, work)
     records.operations = _shaped(records.operations, trace, external)
+    rows = work.sort_values("start", kind="stable").index
+    messages = pd.DataFrame.from_dict(trace.messages, "index", np.int64, ["message_bytes", "group_size"])
+    messages = messages.reindex(rows).fillna({"message_bytes": -1, "group_size": 1}).astype(np.int64)
+    records.operations[messages.columns] = messages.to_numpy()
     own = matching(operators["name"], AUTOGRAD.match)
     return (
         records,
@@ -206,20 +316,15 @@ def _of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]
     )
 
 
-def _header(header: dict[str, Any]) -> tuple[dict[int, str], tuple[int, int] | None]:
-    """What a trace says of the GPUs' names by id, and of its rank and their number."""
-    devices, ranks = header.get("deviceProperties"), header.get("distributedInfo")
-    gpus = {
-        one["id"]: str(one.get("name"))
-        for one in (devices if isinstance(devices, list) else ())
-        if isinstance(one, dict) and isinstance(one.get("id"), int)
-    }
+def _rank(header: dict[str, Any]) -> tuple[int, int] | None:
+    """Return a trace's rank and the number of ranks."""
+    ranks = header.get("distributedInfo")
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
-    return gpus, (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
+    return (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
 
 
 def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.DataFrame:
-    """With FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
+    """Add FLOPs and dtype by the operator that made each operation, and the bytes of a generated kernel's
     arguments. Where one operator made several kernels, all are its first one's."""
     known = {key: _work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external, return_inverse=True)
@@ -234,8 +339,8 @@ def _shaped(operations: pd.DataFrame, trace: Trace, external: np.ndarray) -> pd.
 
 
 def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
-    """FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1: not
-    told."""
+    """Return FLOPs (2 m n k a matmul) and dtype of a matmul, or the bytes of a generated kernel's tensors; -1
+    where they are unknown."""
     try:
         tensors = [
             (shape, DTYPES.get(kind, ("fp8" if "Float8" in kind else kind, 1)))
@@ -251,42 +356,25 @@ def _work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
         return -1, "", -1
 
 
-def plain_name(name: str) -> str:
-    """A range's name without numbers and signs, in lower case: "ProfilerStep#7" is "profilerstep"."""
-    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
-    return " ".join(re.findall(r"[a-z]+", text.lower()))
-
-
-def phase_of(name: str) -> str | None:
-    """The phase that a range's name says, in any case and spelling: "## Forward pass ##" and "attn(F)" are
-    forward."""
-    if OPTIMIZER.match(name):
-        return "optimizer"
-    if split := SPLIT_PHASE.search(name):
-        return SPLIT_PHASES[split[1]]
-    said = plain_name(name).split()
-    found = {PHASE_WORDS[word] for word in said if word in PHASE_WORDS}
-    whole = set(said) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ")
-    return found.pop() if whole and len(found) == 1 else None
-
-
 def _attributed(
     records: Records,
     autograd: Autograd,
     host: pd.DataFrame,
     step: str | None,
     phases: Mapping[str, str] | None,
+    on_gpu: bool = False,
 ) -> Capture:
-    """Each operation in the step, phase and ranges that were open in its process when it was launched."""
+    """Attribute each operation to the step, phase and ranges that were open in its process when it was
+    launched; or, where the ranges are those on the GPU, when it began."""
     operations, process = records.operations, records.process
     join_launches(records)
     launch = operations["launch_start_ns"].to_numpy("int64", na_value=NEVER)
-    ranges = _by_process(records.ranges)
-    ranges["plain"] = _of_each(ranges["name"], plain_name)
-    steps = _steps(records.path, ranges, records.launches, step)
-    others = ranges.drop(index=steps.index)
-    others["phase"] = _phase_names(records.path, others, ranges, phases)
-    own = others[others["phase"] != ""]
+    launch = operations["start_ns"].to_numpy("int64") if on_gpu else launch
+    ranges = records.ranges.assign(plain=of_each(records.ranges["name"], plain_name))
+    ranges["phase"] = _phase_names(records.path, ranges, phases)
+    steps = find_steps(records.path, ranges, process, launch, step)
+    others = ranges[~ranges.index.isin(steps.rows.index) | (ranges["phase"] != "")]
+    phase_ranges = others[others["phase"] != ""]
     others = others[
         (others["phase"] == "")
         & ~matching(others["name"], OPERATOR_RANGE.search)
@@ -294,89 +382,84 @@ def _attributed(
     ].astype({"name": str})
 
     def at_launch(rows: pd.DataFrame, column: str, otherwise: Any) -> np.ndarray:
-        return rows[column].reindex(_within(rows, process, launch), fill_value=otherwise).to_numpy()
+        return rows[column].reindex(open_range(rows, process, launch), fill_value=otherwise).to_numpy()
 
-    number, phase = at_launch(steps, "step", -1), at_launch(own, "phase", OUTSIDE)
-    told = len(autograd.backward) > 0 and not (own["phase"] == "backward").any()
-    if told:
-        back = _within(_by_process(autograd.backward), process, launch) >= 0
+    number, phase = at_launch(steps.rows, "step", -1), at_launch(phase_ranges, "phase", OUTSIDE)
+    by_autograd = len(autograd.backward) > 0 and not (phase_ranges["phase"] == "backward").any()
+    if by_autograd:
+        back = open_range(autograd.backward, process, launch) >= 0
         phase = np.where((phase == OUTSIDE) & back, "backward", phase)
-    if told and not (own["phase"] == "forward").any():
-        made = _made_nodes(autograd, steps, process, launch)
+    if by_autograd and not (phase_ranges["phase"] == "forward").any():
+        made = _made_nodes(autograd, steps.rows, process, launch)
         phase = _forward(number, phase, launch, process, made)
-    before = _before(operations["start_ns"], process, launch, steps)
     outer, inner = _nested_names(others, process, launch)
+    other_phases = sorted({*phase} - {*PHASE_NAMES, OUTSIDE})
     table = operations.assign(
         step=number,
         range=pd.Categorical(outer),
         inner_range=pd.Categorical(inner),
-        phase=pd.Categorical(phase, [*PHASE_NAMES, *sorted({*phase} - {*PHASE_NAMES, OUTSIDE}), OUTSIDE]),
+        phase=pd.Categorical(phase, [*PHASE_NAMES, *other_phases, OUTSIDE]),
     )
-    names = steps.drop_duplicates("step")["name"].astype(str).tolist()
-    key, host_key = (rows["key"].to_numpy("int64") for rows in (steps, host))
-    within = steps[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
+    before = _before(operations["start_ns"], process, launch, steps.rows)
+    in_warm_up = open_range(steps.warm_up, process, launch) >= 0
+    left_out = before | in_warm_up
+    key, host_key = (rows["key"].to_numpy("int64") for rows in (steps.rows, host))
+    within = steps.rows[["step", "name", "start_ns", "end_ns"]].assign(process=key >> 24 & 0xFFFFFF)
     host = host.assign(process=host_key >> 24 & 0xFFFFFF, thread=host_key & 0xFFFFFF).drop(columns="key")
     return Capture(
         records.path,
-        table[~before].reset_index(drop=True),
-        names,
-        table[before].reset_index(drop=True),
-        within.reset_index(drop=True),
+        table[~left_out].reset_index(drop=True),
+        table[left_out].assign(warm_up=in_warm_up[left_out]).reset_index(drop=True),
+        within.astype({"name": str}).reset_index(drop=True),
         host,
-        told,
+        autograd=by_autograd,
     )
 
 
 def _nested_names(
     ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
+    """Return the names of the outermost and of the innermost (of at most LEVELS) range around each launch; ""."""
     outer = inner = np.full(len(launch), "", object)
     for level in range(LEVELS):
         if ranges.empty:
             break
-        names = ranges["name"].reindex(_within(ranges, process, launch), fill_value="").to_numpy()
+        names = ranges["name"].reindex(open_range(ranges, process, launch), fill_value="").to_numpy()
         outer = names if level == 0 else outer
         inner = np.where(names != "", names, inner)
-        ranges = ranges.drop(index=_outermost(ranges).index)
+        ranges = ranges.drop(index=outermost(ranges).index)
     return outer, inner
-
-
-def _by_process(ranges: pd.DataFrame) -> pd.DataFrame:
-    """With the process's key, as operations have it."""
-    return ranges.assign(process=ranges["key"] & PROCESS)
-
-
-def _of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Some text of each name of a categorical column; of each distinct one it is made once."""
-    return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]
 
 
 def _made_nodes(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
-    """Which operations an operator launched whose node runs backward later in the same step."""
-    operators, nodes = _by_process(autograd.operators), _by_process(autograd.backward)
+    """Return which operations an operator launched whose node runs backward later in the same step."""
+    operators, nodes = autograd.operators, autograd.backward
     operators = operators[~operators["key"].isin(nodes["key"])]  # what runs within a node is backward
 
     def keyed(rows: pd.DataFrame) -> pd.DataFrame:
-        within = _within(steps, rows["process"].to_numpy(), rows["start_ns"].to_numpy())
+        of_process = rows["key"].to_numpy("int64") & PROCESS
+        within = open_range(steps, of_process, rows["start_ns"].to_numpy())
         return rows.assign(step=steps["step"].reindex(within, fill_value=-1).to_numpy())
 
-    last = keyed(nodes).groupby(["process", "step", "sequence"])["start_ns"].max().rename("node_ns")
-    found = keyed(operators).join(last, on=["process", "step", "sequence"])
-    return _within(found[found["node_ns"] > found["end_ns"]], process, launch) >= 0
+    node = ["process", "step", "sequence"]
+    last = keyed(nodes).groupby(node)["start_ns"].max()
+    made = keyed(operators)
+    node_ns = last.reindex(pd.MultiIndex.from_frame(made[node]), fill_value=-LATEST).to_numpy()
+    return open_range(made[node_ns > made["end_ns"].to_numpy()], process, launch) >= 0
 
 
 def _forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, made: np.ndarray
 ) -> np.ndarray:
-    """Where only autograd tells phases: forward is what a step launches before its first backward operation;
-    after that only what made nodes of a later backward, and what lies between two such."""
+    """Add forward where only autograd's ranges show phases: forward is what a step launches before its first
+    backward operation; after that, only what made nodes of a later backward, and what lies between two such
+    operations."""
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
         {
-            "group": pd.factorize(pd.Series(process * 1_000_003 + step))[0],
+            "group": pd.DataFrame({"process": process, "step": step}).groupby(["process", "step"]).ngroup(),
             "mark": np.where(
                 phase == "backward", "backward", np.where((phase == OUTSIDE) & made, "forward", None)
             ),
@@ -393,46 +476,30 @@ def _forward(
 
 
 def _before(start: pd.Series, process: np.ndarray, launch: np.ndarray, steps: pd.DataFrame) -> np.ndarray:
-    """Which operations were launched before the capture (their launch is not in it, and they begin before all
-    that it saw launched), or before its first step."""
+    """Return which operations were launched before the capture (their launch is not in it, and they begin before
+    all that it saw launched), or before its first step."""
     seen = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
-    first = steps.groupby("process")["start_ns"].min().reindex(process, fill_value=-LATEST).to_numpy()
+    of_process = steps["key"].to_numpy("int64") & PROCESS
+    first = steps["start_ns"].groupby(of_process).min().reindex(process, fill_value=-LATEST).to_numpy()
     return ((launch == NEVER) & (start < seen) & (seen < NEVER)).to_numpy() | (launch < first)
 
 
-def _outermost(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Ranges by process and start, without those that begin within another of their process."""
-    rows = ranges.sort_values(["process", "start_ns", "end_ns"], ascending=[True, True, False])
-    reached = rows.groupby("process")["end_ns"].cummax().groupby(rows["process"]).shift(fill_value=-LATEST)
-    return rows[rows["start_ns"] >= reached]
+def _phase_names(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
+    """Return the phase that each range's name says, or that ``phases`` says it is; "" for none.
 
-
-def _within(ranges: pd.DataFrame, process: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """The index of the range that is open in the process at each time, on whatever thread; -1 for none. Of
-    ranges that overlap the one that began first counts."""
-    found = np.full(len(times), -1)
-    for key, rows in _outermost(ranges).groupby("process"):
-        own = process == key
-        at = np.searchsorted(rows["start_ns"], times[own], side="right") - 1
-        inside = (at >= 0) & (times[own] < rows["end_ns"].to_numpy()[at])
-        found[own] = np.where(inside, rows.index.to_numpy()[at], -1)
-    return found
-
-
-def _phase_names(
-    path: str, rows: pd.DataFrame, ranges: pd.DataFrame, phases: Mapping[str, str] | None
-) -> np.ndarray:
-    """The phase that each row's name says, or is said to say; "" for none."""
-    said = phases or {}
+    Raises:
+        TraceError: no range has a name of ``phases``.
+    """
+    asked = phases or {}
     known = ranges["name"].cat.categories if len(ranges) else []
-    if lacking := [asked for asked in said if not any(_is_named(name, asked) for name in known)]:
-        raise _no_range(path, ", ".join(sorted(lacking)), ranges)
-    return _of_each(
-        rows["name"],
-        lambda name: next(
-            (phase for asked, phase in said.items() if _is_named(name, asked)), phase_of(name) or ""
-        ),
-    )
+    if lacking := [name for name in asked if not any(_is_named(each, name) for each in known)]:
+        raise no_such_range(path, ", ".join(sorted(lacking)), ranges)
+
+    def phase(name: str) -> str:
+        given = (phase for each, phase in asked.items() if _is_named(name, each))
+        return next(given, phase_of(name) or "")
+
+    return of_each(ranges["name"], phase)
 
 
 def _is_named(name: str, asked: str) -> bool:
@@ -440,48 +507,3 @@ def _is_named(name: str, asked: str) -> bool:
     if set(asked) & set("*?"):
         return fnmatch.fnmatchcase(name, asked)
     return plain_name(name) == plain_name(asked)
-
-
-def _no_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
-    """That there is no such range; the names there are, those with the most time first."""
-    rows = ranges[~matching(ranges["name"], OPERATOR_RANGE.search)]
-    summed = (
-        rows.assign(time=rows["end_ns"] - rows["start_ns"])
-        .groupby("plain")
-        .agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
-        .nlargest(8, "time")
-    )
-    known = ", ".join(f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"]))
-    return TraceError(
-        f"{path}: no range is named {name}, expected one of {known or 'none: the capture has no ranges'}"
-    )
-
-
-def _steps(path: str, ranges: pd.DataFrame, launches: np.ndarray, step: str | None) -> pd.DataFrame:
-    """The ranges that are steps, with ``step``: their number in each process."""
-    if step is not None:
-        found = ranges[ranges["plain"] == plain_name(step)]
-        if found.empty:
-            raise _no_range(path, repr(step[:80]), ranges)
-    else:
-        own = matching(ranges["name"], PROFILER_STEP.search)
-        found = ranges[own] if own.any() else _repeating(ranges, launches)
-    found = _outermost(found)
-    return found.assign(step=found.groupby("process").cumcount())
-
-
-def _repeating(ranges: pd.DataFrame, launches: np.ndarray) -> pd.DataFrame:
-    """The ranges of one name that repeat and hold most of all launches, best with a word for a step in it."""
-    best, score = ranges[:0], (False, 0.5)
-    total = max(1, launches.shape[1])
-    lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
-    for name, own in ranges[ranges["plain"].isin(lasted.nlargest(CANDIDATES).index)].groupby("plain"):
-        operator = OPERATOR_RANGE.search(str(own["name"].iloc[0]))
-        several_threads = own["key"].nunique() > own["process"].nunique()
-        if not 2 <= len(own) <= 10_000 or operator or several_threads or phase_of(str(name)):
-            continue
-        share = (_within(own, launches[0] & PROCESS, launches[2]) >= 0).sum() / total
-        rank = (bool({*str(name).split()} & STEP_WORDS) and share > 0.2, share)
-        if rank > score:
-            best, score = own, rank
-    return best

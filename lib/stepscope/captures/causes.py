@@ -1,11 +1,14 @@
-"""Why a GPU waits: what the host did in each of its pauses.
+"""Why a GPU is idle: what the host did in each idle gap.
 
-A pause ends with an operation, which one thread launched. Was it launched before the pause began, the GPU
-waited by itself ("device"). Else that thread was late, because it
-- did something else for most of a long pause: a call of the driver ("call"), or a range, an operator or a
-  frame of Python that launched nothing ("host");
-- had waited for the GPU: the time that it spent in a synchronising call is time by which it would be ahead
-  without that call, and pauses up to so much are the call's ("sync");
+A gap ends with an operation, which one thread launched. Idle time is the host's only until that launch
+returned; after that, the GPU waits by itself ("device"): for an event, another stream or another GPU. Where
+the launch is not in the capture, nobody knows ("unknown"). Until the launch returned, the thread was late,
+because it
+
+- did something else for most of a long gap: a call of the driver ("call"), a range, an operator or a frame of
+  Python that launched nothing ("host"), or something that the capture does not name ("unnamed");
+- had waited for the GPU: the time that it spent in a synchronizing call is time by which it would be ahead
+  without that call, and gaps up to so much are the call's ("sync");
 - was busy launching ("launch").
 """
 
@@ -15,88 +18,182 @@ import numpy as np
 import pandas as pd
 
 from stepscope.captures.account import Device
-from stepscope.captures.capture import phase_of
-from stepscope.traces.attribution import enclosing
+from stepscope.captures.range_names import phase_of
+from stepscope.traces.attribution import LATEST, enclosing
 
 SYNCHRONIZES = re.compile(
     r"Synchronize|cudaMemcpy(?:2D|3D)?$|hip(?:Memcpy|MemcpyWithStream)$"
     r"|cuMemcpy\w*(?<!Async)(?:_v2)?$"
 )
 LONG_NS = 200_000  # between two launches a host that launches takes less
-MOST = 2_000  # pauses that are looked into, the longest; the rest is launching
+START_NS = 10_000  # a GPU that is idle starts an operation within this time after its launch
+MAX_EXPLAINED = 2_000  # gaps, the longest; in the rest the host launches
+MAX_PARTS = 4  # events that explain one gap together
 # Frames and operators that say nothing of what a program does.
 LIBRARY = re.compile(
     r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
     r"|selectors|functools)\.py|^nn\.Module|^autograd::|^ProfilerStep|^PyTorch Profiler"
 )
 COLUMNS = ["cause", "call", "where", "event", "begin", "end", "ms", "head", "next"]
+HOST_CAUSES = ("launch", "sync", "call", "host", "unnamed")  # all but the GPU's own and unknown ones
+NAMED = ("sync", "call", "host", "unnamed", "device")  # causes whose time is kept apart by place
 
 
 def pauses(one: Device) -> pd.DataFrame:
-    """A row a pause of the median step: cause (device, sync, call, host, launch), call (the driver's, of sync
-    and call), where (the operator, range or frame that was open; "": none is known), event (which one of the
-    host's it is; -1) and begin, end, ms, head and next of ``Device.gaps``."""
-    gaps = one.gaps.nlargest(MOST, "ms").sort_values("begin").reset_index(drop=True)
-    gaps = gaps.assign(cause=np.where(gaps["late"], "launch", "device"), call="", where="", event=-1)
-    host = one.capture.host
-    host = host[host["process"] == one.all_operations["process"].iloc[0]]
-    late = gaps.index[gaps["late"]]
-    if len(host) and len(late):
-        _explain(one, gaps, late, host.sort_values(["thread", "start_ns"]).reset_index(drop=True))
-    return gaps[COLUMNS]
+    """Explain the idle gaps of the median step.
+
+    Returns:
+        a row a gap, or a part of one: cause (device, unknown, sync, call, host, unnamed, launch), call (the
+        driver's, of sync and call), where (the operator, range or frame that was open; of device the
+        operation that waits; "": none is known), event (which one of the host's it is; -1) and begin, end,
+        ms, head and next of ``Device.gaps``. Together they last as long as the gaps.
+    """
+    gaps = _split(one.gaps)
+    long = gaps.index[(gaps["cause"] == "device") & (gaps["end"] - gaps["begin"] >= LONG_NS)]
+    gaps.loc[long, "where"] = one.placed["name"].iloc[gaps.loc[long, "next"]].astype(str).to_numpy()
+    host = _host_of_windows(one)
+    late = gaps[gaps["cause"] == "launch"].nlargest(MAX_EXPLAINED, "ms").sort_values("begin")
+    found = [gaps.drop(index=late.index)]
+    for part in range(MAX_PARTS):
+        if late.empty:
+            break
+        explained, late = _explain(one, late, host, is_rest=part > 0)
+        found.append(explained)
+    gaps = pd.concat([*found, late]).sort_values(["begin", "end"], ignore_index=True)
+    return gaps.assign(ms=(gaps["end"] - gaps["begin"]) / 1e6)[COLUMNS]
 
 
-def _explain(one: Device, gaps: pd.DataFrame, late: pd.Index, host: pd.DataFrame) -> None:
-    """Fill in what the host tells of the pauses that are late, in their order."""
+def _host_of_windows(one: Device) -> pd.DataFrame:
+    """Return the host's events in the median step, or as long before it, by thread and start."""
+    host, windows = one.capture.host, one.windows[one.middle]
+    begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
+    earlier = begin - int((windows[:, 1] - windows[:, 0]).max())
+    near = (host["process"] == one.process) & (host["end_ns"] >= earlier) & (host["start_ns"] < end)
+    return host[near].sort_values(["thread", "start_ns"]).reset_index(drop=True)
+
+
+def _split(gaps: pd.DataFrame) -> pd.DataFrame:
+    """Split gaps into the host's part, until the launch returned, and the GPU's own."""
+    begin, end, returned = (gaps[name].to_numpy("int64") for name in ("begin", "end", "returned"))
+    known = returned > -LATEST
+    host_end = np.where(known, returned.clip(begin, end), begin)
+    starts_soon = (host_end > begin) & (end - host_end <= START_NS)  # the rest is what a launch takes
+    host_end = np.where(starts_soon, end, host_end)
+    host = gaps.assign(end=host_end, cause="launch")[host_end > begin]
+    rest = gaps.assign(begin=host_end, cause=np.where(known, "device", "unknown"))[host_end < end]
+    rest = rest.assign(head=rest["head"] & (rest["begin"] == begin[rest.index]))
+    parts = pd.concat([host, rest]).sort_values(["begin", "end"], ignore_index=True)
+    return parts.assign(ms=(parts["end"] - parts["begin"]) / 1e6, call="", where="", event=-1)
+
+
+def _explain(
+    one: Device, late: pd.DataFrame, host: pd.DataFrame, is_rest: bool
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Set the cause of gaps that end with a late launch, in their order, by what the host did.
+
+    Args:
+        is_rest: the gaps are what another event left of longer ones, so that no earlier call is their cause.
+
+    Returns:
+        the gaps, cut to what explains them; and the rest of those that were cut, with the cause launch.
+    """
     rows = one.placed
-    following = gaps.loc[late, "next"].to_numpy()
+    following = late["next"].to_numpy()
     thread = np.append(rows["thread"].to_numpy(), -1)[following]
     main = rows.loc[rows["thread"] >= 0, "thread"].mode()
     thread = np.where(thread < 0, main.iloc[0] if len(main) else -1, thread)
-    launched = rows["launch_start_ns"] + rows["launch_duration_ns"]
-    launch = np.append(launched.to_numpy("int64", na_value=-1), -1)[following]
-    begin, end = (gaps.loc[late, name].to_numpy() for name in ("begin", "end"))
-    end = np.where(launch > begin, np.minimum(launch, end), end)
-    doing, parents = _longest(host, thread, begin, end)
-    waited = _last_sync(host, thread, begin)
-    kinds, starts, ends = host["kind"].astype(str), host["start_ns"], host["end_ns"]
-    left: dict[int, int] = {}  # of a synchronising call the ns by which the host would be ahead without it
-    quiet = _launch_nothing(one, host)
-    for at, event, call, length in zip(late, doing, waited, end - begin):
-        name = str(host.at[event, "name"]) if event >= 0 else ""
-        other = (
+    begin, end = (late[name].to_numpy("int64") for name in ("begin", "end"))
+    end = np.maximum(begin + 1, np.minimum(end, late["returned"].to_numpy("int64")))
+    events, parents = _longest(host, thread, begin, end)
+    calls = np.full(len(late), -1) if is_rest else _last_sync(host, thread, begin)
+    starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
+    kinds, names = host["kind"].astype(object).tolist(), host["name"].astype(object).tolist()
+    left: dict[int, int] = {}  # of a synchronizing call, the ns by which the host would be ahead without it
+    launched = _launched(one)
+    launches_nothing = _launch_nothing(launched, host)
+    silent = _silent(launched, thread, begin, end)
+    found: list[tuple[str, str, str, int]] = []
+    for event, call, length, without_launch in zip(
+        events.tolist(), calls.tolist(), (end - begin).tolist(), silent.tolist()
+    ):
+        kind, name = (kinds[event], str(names[event])) if event >= 0 else ("", "")
+        fills = (
             event >= 0
             and length >= LONG_NS
             and not SYNCHRONIZES.search(name)
             and (
-                quiet[event]
-                or kinds[event] == "call"
-                or (kinds[event] == "range" and ends[event] - starts[event] < 2 * length)
+                launches_nothing[event]
+                or kind == "call"
+                or (kind == "range" and ends[event] - starts[event] < 2 * length)
             )
         )
-        if other and not _generic(one, kinds[event], name):
-            named = name if kinds[event] == "call" else ""
-            gaps.loc[at, ["cause", "call", "where", "event"]] = (
-                "call" if named else "host",
-                named,
-                _where(host, event, parents),
-                event,
-            )
+        if fills and not _generic(one, kind, name):
+            is_call = kind == "call"
+            place = _where(one, host, event, parents)
+            found.append(("call" if is_call else "host", name if is_call else "", place, event))
         elif call >= 0 and left.setdefault(call, int(ends[call] - starts[call])) * 2 >= length:
             left[call] -= length
-            gaps.loc[at, ["cause", "call", "where", "event"]] = (
-                "sync",
-                str(host.at[call, "name"]),
-                _where(host, call, parents),
-                call,
-            )
-        elif event >= 0 and length >= LONG_NS:
-            gaps.loc[at, "where"] = _where(host, event, parents)
+            found.append(("sync", str(names[call]), _where(one, host, call, parents), call))
+        elif length < LONG_NS:
+            found.append(("launch", "", "", -1))
+        elif kind == "call" and SYNCHRONIZES.search(name):  # of another stream or GPU, as this one is idle
+            found.append(("sync", name, _where(one, host, event, parents), event))
+        else:
+            launches = event >= 0 and kind == "operator" and not _generic(one, kind, name)
+            cause = "unnamed" if without_launch and not launches else "launch"
+            found.append((cause, "", _where(one, host, event, parents), -1))
+    causes = pd.DataFrame(found, columns=["cause", "call", "where", "event"], index=late.index)
+    return _cut(late.assign(**causes), starts, ends)
 
 
-def _launch_nothing(one: Device, host: pd.DataFrame) -> np.ndarray:
-    """Which of the host's events see nothing launched on their thread."""
-    known = one.placed[one.placed["launch_start_ns"].notna()]
+def _cut(gaps: pd.DataFrame, starts: np.ndarray, ends: np.ndarray) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Cut gaps to the event that explains them, where some time before or after it is left."""
+    begin, end = (gaps[name].to_numpy("int64") for name in ("begin", "end"))
+    event = gaps["event"].to_numpy()
+    lasts = gaps["cause"].isin(["call", "host"]).to_numpy()
+    first = np.where(lasts, np.append(starts, 0)[event], begin)
+    last = np.where(lasts, np.append(ends, 0)[event], end)
+    first = np.where(first - begin >= START_NS, first, begin)
+    last = np.where(end - last >= START_NS, last, end)
+    unexplained = {"cause": "launch", "call": "", "where": "", "event": -1}
+    earlier = gaps.assign(end=first, returned=first, **unexplained)[first > begin]
+    later = gaps.assign(begin=last, **unexplained)[last < end]
+    return gaps.assign(begin=first, end=last), pd.concat([earlier, later]).sort_values("begin")
+
+
+def _silent(known: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Return in which intervals the thread, for most of the time and for long, launches nothing: between its
+    last launch and the one that ends the interval.
+
+    Args:
+        known: of ``_launched``.
+    """
+    found = np.full(len(begin), False)
+    for key in np.unique(thread):
+        own, points = known[known["thread"] == key], thread == key
+        start = own["launch_start_ns"].to_numpy("int64")
+        order = np.argsort(start, kind="stable")
+        start = start[order]
+        returned = (start + own["launch_duration_ns"].to_numpy("int64")[order]).clip(min=-LATEST)
+        place = np.searchsorted(start, end[points] - 1, side="right") - 1  # the launch that ends it
+        last = np.append(returned, -LATEST)[np.maximum(place - 1, -1)]
+        quiet = np.append(start, -LATEST)[place] - np.maximum(last, begin[points])
+        # a step's end comes without a launch
+        open_end = np.append(returned, -LATEST)[place] < begin[points]
+        quiet = np.where(open_end, (end - begin)[points], quiet)
+        found[points] = (quiet >= LONG_NS) & (2 * quiet >= (end - begin)[points])
+    return found
+
+
+def _launched(one: Device) -> pd.DataFrame:
+    """Return the operations of the process, on any GPU, whose launch is known."""
+    rows = one.capture.operations
+    known = (rows["process"] == one.process) & rows["launch_start_ns"].notna()
+    return rows.loc[known, ["thread", "launch_start_ns", "launch_duration_ns"]]
+
+
+def _launch_nothing(known: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
+    """Return which of the host's events see nothing launched on their thread; known: of ``_launched``."""
     quiet = np.full(len(host), True)
     for thread, rows in known.groupby("thread"):
         own = np.flatnonzero(host["thread"] == thread)
@@ -109,14 +206,14 @@ def _launch_nothing(one: Device, host: pd.DataFrame) -> np.ndarray:
 def _generic(one: Device, kind: str, name: str) -> bool:
     """Whether something on the host says no more than that it is a step, a phase or autograd's."""
     return (
-        name in one.capture.steps
+        name in one.capture.step_names
         or (kind == "range" and phase_of(name) is not None)
         or (kind == "operator" and LIBRARY.search(name) is not None)
     )
 
 
 def _last_sync(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """The synchronising call that began last on each thread before each time; -1 for none."""
+    """The synchronizing call that began last on each thread before each time; -1 for none."""
     wanted = [name for name in host["name"].unique() if SYNCHRONIZES.search(str(name))]
     calls = host[(host["kind"] == "call") & host["name"].isin(wanted)]
     found = np.full(len(time), -1)
@@ -144,17 +241,24 @@ def _longest(
         found = np.where(short, parents[found], found)
 
 
-def _where(host: pd.DataFrame, event: int, parents: np.ndarray) -> str:
-    """The outermost operator around an event, else itself, and the innermost range and own line of Python."""
+def _where(one: Device, host: pd.DataFrame, event: int, parents: np.ndarray) -> str:
+    """Return the place of an event: the outermost operator around it, else the event itself, and the
+    innermost range and line of the program's own Python; "" where nothing but the step is known."""
+    if event < 0:
+        return ""
     operator = frame = span = ""
-    innermost = "" if host.at[event, "kind"] == "call" else _short(str(host.at[event, "name"]))
+    kind, name = host.at[event, "kind"], str(host.at[event, "name"])
+    is_step = name in one.capture.step_names or name.startswith("ProfilerStep")
+    innermost = "" if kind == "call" or is_step else _short(name)
     while event >= 0:
         kind, name = host.at[event, "kind"], str(host.at[event, "name"])
-        if kind == "operator" and not LIBRARY.search(name):
+        if LIBRARY.search(name) or name in one.capture.step_names:
+            pass
+        elif kind == "operator":
             operator = name
-        elif kind == "frame" and not frame and not LIBRARY.search(name):
+        elif kind == "frame" and not frame:
             frame = _short(name)
-        elif kind == "range" and not span and not LIBRARY.search(name):
+        elif kind == "range" and not span:
             span = name
         event = int(parents[event])
     return ", ".join(dict.fromkeys(filter(None, (operator or frame or span or innermost, span, frame))))
@@ -166,13 +270,13 @@ def _short(frame: str) -> str:
 
 
 def waits(found: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """Pauses by cause, call and where: ms a step, count (of calls and things, or of pauses) and the longest,
-    ms; the most first."""
-    place = found["where"].where(found["cause"].isin(["sync", "call", "host"]), "")
+    """Sum gaps by cause, call and where: ms a step, count (of calls and events, or of gaps) and the longest,
+    ms; the most first. Launches and unknown causes have no place."""
+    place = found["where"].where(found["cause"].isin(NAMED), "")
     groups = found.assign(where=place).groupby(["cause", "call", "where"], sort=False)
     rows = groups.agg(
-        ms=("ms", "sum"), pauses=("ms", "size"), events=("event", "nunique"), longest_ms=("ms", "max")
+        ms=("ms", "sum"), gaps=("ms", "size"), events=("event", "nunique"), longest_ms=("ms", "max")
     ).reset_index()
-    several = rows["cause"].isin(["sync", "call", "host"])
-    rows["count"] = rows.pop("events").where(several, rows.pop("pauses")) / steps
+    by_event = rows["cause"].isin(["sync", "call", "host"])
+    rows["count"] = rows.pop("events").where(by_event, rows.pop("gaps")) / steps
     return rows.assign(ms=rows["ms"] / steps).sort_values("ms", ascending=False, ignore_index=True)

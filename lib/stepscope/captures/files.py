@@ -8,14 +8,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stepscope.traces.attribution import TraceError
-from stepscope.traces.nsys_csv import report_of
+from stepscope.traces.nsys_csv import decoded, is_report
 from stepscope.traces.nsys_tool import export_capture, find_nsys
 from stepscope.traces.torch_trace import opened
 
 EXPECTED = (
     "expected nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats, also gzipped"
 )
-HEAD = 8192  # bytes: a report of nsys stats has its headings within them
+HEAD = 8192  # bytes, by which a file is recognized
+MAX_PREAMBLE = 2**26  # bytes of other text before the headings of a report
+# By a name's ending, why a file is no capture that can be read, and what to do.
+ENDINGS = {
+    ".qdrep": "a report of nsys before 2021.4; export it with that nsys: nsys export --type sqlite",
+    ".qdstrm": "a capture that nsys has not finished; import it with that nsys: QdstrmImporter -i",
+}
 
 
 @contextmanager
@@ -51,11 +57,20 @@ def _recognized(path: Path, made: Path) -> tuple[str, Path]:
     if path.suffix == ".nsys-rep":
         _export(path, made)
         return "sqlite", made
-    text = head.decode("utf-8-sig", "replace")
-    if any(map(report_of, text.splitlines())) or "does not contain" in text:
-        return "csv", path
+    if path.suffix in ENDINGS:
+        raise TraceError(f"{path}: is {ENDINGS[path.suffix]} {path.name}")
+    if _is_text(head):
+        with opened(path) as stream:
+            text = decoded(stream.read(MAX_PREAMBLE), "replace")
+        if is_report(text):
+            return "csv", path
     what = f"no capture: it begins with {head[:16]!r}" if head else "empty"
     raise TraceError(f"{path}: is {what}, {EXPECTED}")
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether a file's first bytes are text; a character may be cut at their end."""
+    return bool(head) and "\0" not in decoded(head, "ignore")
 
 
 def _export(path: Path, made: Path) -> None:

@@ -10,7 +10,7 @@ import pandas as pd
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import KINDS, OUTSIDE, TraceError
 from stepscope.traces.families import families
-from stepscope.traces.nsys_csv import parse_nsys_csv
+from stepscope.traces.nsys_csv import decoded, parse_nsys_csv
 from stepscope.traces.torch_trace import opened
 
 TRACE, KERNELS = "cuda_gpu_trace", "cuda_gpu_kern_sum"
@@ -24,7 +24,7 @@ def read_report(file: Path) -> pd.DataFrame:
         TraceError: as read_nsys_csv; it is another report, or has no operations.
     """
     with opened(file) as stream:
-        text = stream.read().decode("utf-8-sig", "replace")
+        text = decoded(stream.read(), "replace")
     table = parse_nsys_csv(text, file)
     report = table.attrs["report"]
     if table.empty:
@@ -33,6 +33,9 @@ def read_report(file: Path) -> pd.DataFrame:
         raise TraceError(
             f"{file}: is nsys's report {report}, expected {TRACE}, or {KERNELS} for kernels alone"
         )
+    for column in ("strm", "corr_id") if report == TRACE else ():
+        if not pd.api.types.is_integer_dtype(table[column]) or table[column].isna().any():
+            raise TraceError(f"{file}: has a value in its column {column} that is no integer, expected ids")
     return table
 
 

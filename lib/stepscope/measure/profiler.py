@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from stepscope.measure.guard import error_text
-from stepscope.traces.attribution import TraceError
+from stepscope.traces.attribution import ConservationError, TraceError
 from stepscope.traces.captured import CAPTURED, RANGE, CaptureError, captured_operations
 
 
@@ -81,7 +81,7 @@ class capture:
             if self.profiler is None:
                 raise CaptureError(self.reason or "nothing was captured")
             found = read(self.profiler)
-        except (CaptureError, TraceError, OSError) as error:
+        except (CaptureError, ConservationError, TraceError, OSError) as error:
             self.reason = str(error)
             return pd.DataFrame(columns=CAPTURED)
         finally:

@@ -2,7 +2,7 @@
 
 GPU time is of captured steps and wall time of plain ones, so that the one can exceed the other a little. By
 more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the case is
-measured again, and what stays so says ``unsteady`` with its numbers, and is in no claim.
+measured again, and what stays so says ``unsteady`` with its numbers, and is left out of documents.
 """
 
 from collections.abc import Mapping, Sequence

@@ -35,12 +35,13 @@ def plain_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
 
 
 FAST = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
-# name -> the fields that differ from the plain step, and what says its bytes
+# By name, the fields that differ from the fp32 baseline, and the function that computes the bytes. The bf16
+# baseline uses autocast; the fully optimized step has bf16 moments, too, and fp32 master weights.
 STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
-    "plain (fp32, naive attention)": ({}, plain_bytes),
-    "bf16 autocast, SDPA, fused AdamW": (FAST, plain_bytes),
-    "the same, each block checkpointed": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
-    "the ladder's last (bf16 weights and moments, fp32 masters)": ({}, last_step_bytes),
+    "fp32 baseline (naive attention)": ({}, plain_bytes),
+    "bf16 baseline (SDPA, fused AdamW)": (FAST, plain_bytes),
+    "bf16 baseline, checkpointing": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
+    "fully optimized (bf16 weights)": ({}, last_step_bytes),
 }
 WRITTEN = {
     "precision": "fp32",
@@ -49,12 +50,11 @@ WRITTEN = {
     "compile": "none",
     "device": "cuda",
 }  # the step as the assignment has one write it
-# What no formula here counts, in words: how much it is depends on the step, and the ladder measures it.
+# The formulas don't count this, because the amount depends on the step.
 RESERVED = (
-    "Peaks are of tensors; the allocator reserves more than that. Where a step is replayed as a CUDA graph,"
-    " as the ladder's last is, it reserves more again: the graph's pool keeps the memory of all tensors of a"
-    " step for itself, beside what the steps before the capture left cached. The ladder measures peak and"
-    " reserved of every change."
+    "Peaks count tensors; the allocator reserves more than that. A CUDA graph, which the fully optimized step"
+    " uses, reserves more again: its memory pool keeps all tensors of one step, in addition to what earlier"
+    " steps left in the cache. To measure peak and reserved memory for each optimization, run stepscope ladder."
 )
 
 

@@ -15,10 +15,10 @@ from the GPU; Philox would cost several times as much arithmetic, and rounding n
 **At the memory's speed.** All parameters are views of flat buffers, so that one kernel updates them all,
 whatever groups they are in, and a program knows where its block of weights and moments lies from its number
 alone: it asks for them at once, while it still looks up whose they are. Gradients are the tensors that
-backward makes, wherever these lie; the kernel finds them in a table of their addresses. What a group says
-(lr, betas, eps, weight decay) it reads from the GPU, too. With bf16 moments there is so much less to wait
-for that arithmetic shows: there division and root are the GPU's approximate ones, off by an ulp or two of a
-change that is itself a small part of the weight.
+backward makes, wherever these lie; the kernel finds them in a table of their addresses. Each parameter's
+scalars (lr, betas, eps and weight decay of its group, and its number of steps) it reads from the GPU, too.
+With bf16 moments there is so much less to wait for that arithmetic shows: there division and root are the
+GPU's approximate ones, off by an ulp or two of a change that is itself a small part of the weight.
 """
 
 from importlib.util import find_spec
@@ -32,7 +32,7 @@ adamw_fp8_kernel: Any = None
 HAS_TRITON = find_spec("triton") is not None  # torch for a CPU comes without
 BLOCK = 512  # elements of one program of the kernel: every tensor starts at a multiple of so many
 TILE = (32, 64)  # rows and columns of one, where it writes FP8 weights and their transpose
-COLUMNS = 8  # scalars of a group that the kernel reads
+COLUMNS = 8  # scalars of a parameter that the kernel reads
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # of the hash
 
 
@@ -62,7 +62,7 @@ def update_(
         master: fp32, changed in place.
         m, v: fp32 or bf16, changed in place.
         gradient: fp32 or bf16, of the same shape.
-        scalars: 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t); then of the group alone beta1,
+        scalars: 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t); then of its group beta1,
             1 - beta1, beta2, 1 - beta2, eps. (8,), fp32.
         bits: by which a bf16 ``v`` is rounded (:func:`hashed`); None where it is fp32.
     """
@@ -84,8 +84,8 @@ if HAS_TRITON:
 
     @triton.jit
     def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
-        """:func:`update_` of the numbers ``at`` these places, written back; the new weights. ``scalars`` is
-        where their group's lie."""
+        """:func:`update_` of the numbers ``at`` these places, written back; the new weights. ``scalars`` and
+        ``step`` point to their parameter's."""
         old_m, old_v, old = tl.load(m + at), tl.load(v + at), tl.load(master + at)
         kept, rate, correction = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
         beta1, rest1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -119,7 +119,6 @@ if HAS_TRITON:
         in_fp32,
         counts,
         offsets,
-        groups,
         owners,
         exact: tl.constexpr,
         block: tl.constexpr,
@@ -148,8 +147,8 @@ if HAS_TRITON:
             m,
             v,
             gradient,
-            scalars + tl.load(groups + owner) * FIELDS,
-            step,
+            scalars + owner * FIELDS,
+            step + owner,
             exact,
         )
         tl.store(low + start + tl.arange(0, block), weight.to(tl.bfloat16))
@@ -166,7 +165,6 @@ if HAS_TRITON:
         widths,
         counts,
         offsets,
-        groups,
         owners,
         starts,
         scales,
@@ -193,8 +191,8 @@ if HAS_TRITON:
             m,
             v,
             gradient.to(tl.float32),
-            scalars + tl.load(groups + owner) * FIELDS,
-            step,
+            scalars + owner * FIELDS,
+            step + owner,
             exact,
         )
         most = tl.max(tl.abs(weight))

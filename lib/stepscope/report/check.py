@@ -1,24 +1,39 @@
-"""Is a report what its records say? Text is compared by the byte, pictures by what they show."""
+"""Is the committed writeup what its records say? Text is compared by the byte, pictures by what they show."""
 
 import re
 from pathlib import Path
 
 from stepscope.files import read_within
-from stepscope.report.render import compose
+from stepscope.report import machine, writeup
+from stepscope.report.load import read, steady
+from stepscope.report.output import Report, stale_figures
+from stepscope.runs.store import Store
+from stepscope.views import Views
 
 NEARLY = 0.05  # points, of a drawing's coordinates: another machine's last digit
 MOST_BYTES = 2**28
 
 
 def check(runs: Path, out: Path) -> list[str]:
-    """How the report in ``out`` differs from what the records say now, a sentence a file; nothing is written.
+    """Return how the writeup in ``out`` differs from what the records in ``runs`` say, one line per file.
+
+    Nothing is written. The package's ``reference.parquet`` is compared, too.
 
     Raises:
-        As :func:`stepscope.report.render.render`.
+        As :func:`stepscope.report.writeup.compose`.
     """
-    report = compose(runs, out)
+    found = read(Store(runs))
+    views = Views(steady(found.tables))
+    report = writeup.compose(found, runs, out, views)
+    return [*filter(None, [*differences(report, out), machine.reference_difference(views)])]
+
+
+def differences(report: Report, out: Path) -> list[str]:
+    """Return how the files in ``out`` differ from a report, one line per file."""
+    left_out = [f"left out: {error}" for error in report.errors]
     compared = [_compared(out, name, text) for name, text in report.texts.items()]
-    return [f"left out: {error}" for error in report.errors] + [*filter(None, compared)]
+    surplus = [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]
+    return [*left_out, *filter(None, compared), *surplus]
 
 
 def _compared(out: Path, name: str, expected: str) -> str:

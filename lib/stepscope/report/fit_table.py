@@ -1,4 +1,4 @@
-"""What fits into a GPU's memory, as a terminal shows it; the numbers are :mod:`stepscope.model.fit`'s."""
+"""Tables of what fits into a GPU's memory, for the terminal, with the numbers of :mod:`stepscope.model.fit`."""
 
 from typing import Any
 
@@ -8,14 +8,18 @@ from rich.table import Column, Table
 from stepscope.config import StepConfig
 from stepscope.model.fit import CONTEXTS, fit, grid, largest_sizes
 
+INFERENCE = (
+    "forward is inference: without gradients, no activations are kept. With gradients enabled, a forward pass"
+    " keeps them, and its peak is closer to that of forward + backward."
+)
 LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justify": "left"}
 
 
 def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
-    """One shape by steps: whether each fits, and the largest that does."""
+    """Show for one shape whether each step fits, and the largest context, batch and size that do."""
     title = (
         f"{config.shape}, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
-        f" {config.vocab_size:,}: a training step in {memory_gib:.4g} GiB"
+        f" {config.vocab_size:,}: training steps in {memory_gib:.4g} GiB"
     )
     numbers = [Column(words, justify="right") for words in ("largest\ncontext", "largest\nbatch")]
     table = Table(
@@ -34,28 +38,29 @@ def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
 
 
 def grid_tables(config: StepConfig, context: int | None, memory_gib: float, edition: int) -> list[Table]:
-    """Peaks of the handout's grid, at its contexts or at one, and the largest size that fits by steps."""
+    """Show the peaks of the assignment's grid, at its context lengths or at one, and for each step the largest
+    size that fits."""
     contexts = CONTEXTS if context is None else [context]
 
     def columns() -> list[Column]:
         return [Column(f"context\n{context:,}", justify="right") for context in contexts]
 
     title = (
-        f"Peaks in GiB, batch {config.batch_size:,}, vocabulary {config.vocab_size:,}, in"
+        f"Peaks in GiB, batch {config.batch_size:,}, vocabulary {config.vocab_size:,}, on a GPU with"
         f" {memory_gib:.4g} GiB"
     )
-    peaks = Table("size", "plain, fp32", *columns(), title=title, **LOOK)
+    peaks = Table("size", "fp32 baseline", *columns(), title=title, **LOOK)
     cells = grid(config, contexts, memory_gib, edition)
     for first in range(0, len(cells), len(contexts)):
         row = cells[first : first + len(contexts)]
         size = "" if first and cells[first - 1].size == row[0].size else row[0].size
         peaks.add_row(
             size,
-            row[0].mode.replace("_", " + "),
+            "forward (inference)" if row[0].mode == "forward" else row[0].mode.replace("_", " + "),
             *(f"{'' if cell.fits == 'yes' else cell.fits} {cell.peak_gib:.2f}" for cell in row),
             end_section=row[0].mode == "step",
         )
-    largest = Table("the largest size that fits, by step", *columns(), **LOOK)
+    largest = Table("largest size that fits", *columns(), **LOOK)
     for step, sizes in largest_sizes(config, contexts, memory_gib, edition).items():
         largest.add_row(step, *sizes)
     return [peaks, largest]

@@ -7,7 +7,7 @@ traceback.
 import importlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,8 +75,11 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
     return found.tables
 
 
-def read(store: Store) -> Read:
+def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -> Read:
     """Read a runs folder; what cannot be used is left out and named in ``errors``.
+
+    Args:
+        chosen: which records to read.
 
     Raises:
         RunsError: there is no such folder.
@@ -84,7 +87,8 @@ def read(store: Store) -> Read:
     if not store.root.is_dir():
         raise RunsError(f"{store.root}: no such runs folder")
     started = time.monotonic()
-    records, errors = store.records(check_files=True)
+    every, errors = store.records(check_files=True)
+    records = [record for record in every if chosen(record)]
     found = Read(records, errors=[str(error) for error in errors], notes=of_two_notebooks(records))
     if time.monotonic() - started > QUIET_S or len(records) > 500:
         print(f"Reading {len(records):,} runs.", file=sys.stderr)

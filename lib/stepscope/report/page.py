@@ -20,7 +20,7 @@ TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
 SAFE = "/ :;=,'()&?!@*+$-._~"  # of a picture's text what stands in its address as it is
 # A chapter's fold begins and ends in paragraphs of their own. In no other text these are: escape() marks "<".
-FOLD, FOLD_END = re.compile(r"<details><summary>([\w ]+)</summary>"), "</details>"
+FOLD, FOLD_END = re.compile(r"<details><summary>(.+)</summary>"), "</details>"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def _fold(paragraph: list[Token]) -> None:
     """Make a paragraph that begins or ends a fold do so."""
     opened, inline, closed = paragraph
     if begin := FOLD.fullmatch(inline.content):
-        html_block = f"<details><summary>{begin[1]}</summary>\n<div>"
+        title = html.escape(html.unescape(begin[1]))  # GitHub's summary is HTML, which writes "&lt;" for "<"
+        html_block = f"<details><summary>{title}</summary>\n<div>"
     elif inline.content == FOLD_END:
         html_block = "</div></details>\n"
     else:

@@ -13,7 +13,6 @@ import pandera.pandas as pa
 from stepscope.config import PHASES, PRECISIONS
 
 Tables = dict[str, pd.DataFrame]  # by "<study>.<table>", over all runs; of one study by its tables' names
-Claim = dict[str, Any] | None  # the numbers of a sentence; None where it does not hold
 
 MOST = 1e15  # of any measure in its unit: more is no measurement
 

@@ -107,27 +107,6 @@ def _read(text: str) -> float:
     return float(re.sub(r"[^\d.-]", "", text))
 
 
-class Shown:
-    """A value of a claim, in the sentence's format: ``f"{Shown(94.23):ms}"`` is "94.2 ms".
-
-    Without a unit a text is escaped and a count is whole; any other number has to have a unit.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __format__(self, unit: str) -> str:
-        if isinstance(self.value, str):
-            if unit:
-                raise ValueError(f"unit {unit!r} of the text {self.value[:40]!r}")
-            return escape(self.value)
-        if not unit and not isinstance(self.value, Integral):
-            raise ValueError("a number needs its unit, {name:ms}")
-        if missing(self.value):
-            raise ValueError("there is no number")
-        return number(self.value, unit or "n")
-
-
 def escape(text: object) -> str:
     """Text of a record as markdown that shows it on one line and does nothing: no markup, link or address."""
     cut = str(text)[: MOST_TEXT + 1]
@@ -148,20 +127,6 @@ def escape(text: object) -> str:
 def listed(words: Sequence[str]) -> str:
     """ "a", "a and b", "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
-
-
-def all_of(count: int, noun: str) -> str:
-    """ "the one profile", "both profiles", "all 22 profiles"."""
-    return {1: f"the one {noun}", 2: f"both {_plural(noun)}"}.get(count, f"all {count:,} {_plural(noun)}")
-
-
-def some_of(some: int, count: int, noun: str) -> str:
-    """ "none of the 2 profiles", "both profiles", "12 of the 22 profiles"."""
-    return all_of(count, noun) if some == count else f"{some or 'none'} of the {count:,} {_plural(noun)}"
-
-
-def _plural(noun: str) -> str:
-    return f"{noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:

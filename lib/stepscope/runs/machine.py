@@ -25,9 +25,8 @@ MEASURING = (
     "optimizations",
     "traces",
     "studies",
-    "report/chapters/fast_step.py",
 )
-OF_REPORT = ("tables.py", "rows.py", "claims.py", "figures.py")  # of a study
+OF_REPORT = ("tables.py", "figures.py")  # of a study
 # What another process may do with the GPU without being reported: less than an idle CUDA context holds, and
 # what NVML reads of a process that has just ended.
 MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1

@@ -135,7 +135,7 @@ class Record(BaseModel):
 def named_unsteady(records: list[Record]) -> list[str]:
     """A sentence a run that has something that cannot be, or does not repeat: what, and how."""
     return [
-        f"{record.study}/{record.run_id}: unsteady, and in no sentence: {words}"
+        f"{record.study}/{record.run_id}: inconsistent, and left out of reports: {words}"
         for record in records
         if (words := record.results.get("unsteady"))
     ]

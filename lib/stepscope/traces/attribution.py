@@ -32,8 +32,11 @@ one that opened last to the present depth. Points are then looked up among the e
 (:func:`enclosing`). All threads are put on one axis, one thread's times after the other's, so that one pass
 does for all.
 
-**What is checked.** Ranges of a thread that cross have no innermost one, and two phases open at once would
-count an operation twice: both are errors, never a guess. That nothing is lost is checked afterwards
+**What is checked.** Profiles of this project are read strictly (:func:`attribute`): ranges of a thread that
+cross have no innermost one, and two phases open at once would count an operation twice, so both are errors,
+never a guess. Other people's captures are read leniently (:mod:`stepscope.captures.capture`): of ranges that
+overlap, the one that began first counts. Both find launches and open ranges by the same functions
+(:func:`join_launches`, :func:`open_range`). That nothing is lost is checked afterwards
 (:mod:`stepscope.traces.conservation`): phases, regions and steps each sum to the capture, to the
 nanosecond.
 """
@@ -54,7 +57,7 @@ PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and
 NEVER = np.iinfo(np.int64).max
 LATEST = 2**62  # ns: of two times within it, the difference fits into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
-SHORT_NS = 5_000  # of what the host does, less explains no pause of a GPU
+SHORT_NS = 5_000  # a host event that is shorter explains no idle gap of a GPU
 
 
 class TraceError(StepscopeError, ValueError):
@@ -119,9 +122,13 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
         result[launched] = values
         return result
 
+    def opened(role: str) -> np.ndarray:
+        rows = ranges[ranges["role"] == role]
+        return spread(open_range(rows, own_process, time_ns, strict=(path, role)))
+
     innermost = spread(_nest(path, ranges, thread, time_ns))
-    steps = spread(_open_range(path, ranges, "step", own_process, time_ns))
-    phase = _pick(ranges["name"], spread(_open_range(path, ranges, "phase", own_process, time_ns)), OUTSIDE)
+    steps = opened("step")
+    phase = _pick(ranges["name"], opened("phase"), OUTSIDE)
     operations["phase"] = phase.set_categories([*PHASE_NAMES, OUTSIDE])
     in_region = np.append(ranges["role"] == "region", False)[innermost]
     operations["region"] = _pick(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
@@ -159,25 +166,58 @@ def _check_span(records: Records) -> None:
         )
 
 
-def _open_range(
-    path: str, ranges: pd.DataFrame, role: str, process: np.ndarray, time_ns: np.ndarray
+def open_range(
+    ranges: pd.DataFrame, process: np.ndarray, time_ns: np.ndarray, strict: tuple[str, str] | None = None
 ) -> np.ndarray:
-    """The row of the phase or step that is open in the process at that time, on whatever thread; -1 for none.
+    """Find the range that is open in a process at each time, on any thread.
+
+    Args:
+        ranges: those of one role, such as the steps; key, start_ns and end_ns.
+        process, time_ns: (n,) the process's key and the time of each point.
+        strict: the file and the role of the ranges, for the error message; None is lenient: of ranges that
+            overlap, the one that began first counts.
+
+    Returns:
+        (n,) the index of the range in ``ranges``; -1 where none is open.
 
     Raises:
-        ConservationError: two of them overlap.
+        ConservationError: two of the ranges overlap, and ``strict`` is given.
     """
-    rows = np.flatnonzero(ranges["role"] == role)
-    key, starts, ends = (ranges[column].to_numpy()[rows] for column in ("key", "start_ns", "end_ns"))
-    found, parent, _ = enclosing(key & PROCESS, starts, ends, process, time_ns)
-    within = np.flatnonzero(parent >= 0)
-    if len(within):
-        inner, outer = (ranges.loc[rows[i]] for i in (within[0], parent[within[0]]))
+    rows = outermost(ranges)
+    if strict and len(rows) < len(ranges):
+        inner = ranges.drop(index=rows.index).iloc[0]
+        own = rows[
+            (rows["key"] & PROCESS == inner["key"] & PROCESS) & (rows["start_ns"] <= inner["start_ns"])
+        ]
+        outer = own.iloc[-1]
+        path, role = strict
         raise ConservationError(
             f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
             f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
         )
-    return np.append(rows, -1)[found]
+    found = np.full(len(time_ns), -1)
+    keys, index = rows["key"].to_numpy() & PROCESS, rows.index.to_numpy()
+    starts, ends = rows["start_ns"].to_numpy(), np.maximum(rows["end_ns"], rows["start_ns"] + 1).to_numpy()
+    for key in np.unique(keys):
+        own, points = keys == key, process == key
+        times = time_ns[points]
+        place = np.searchsorted(starts[own], times, side="right") - 1
+        inside = (place >= 0) & (times < ends[own][place])
+        found[points] = np.where(inside, index[own][place], -1)
+    return found
+
+
+def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
+    """Sort ranges by process and start; leave out those that begin within another of their process."""
+    process, start = ranges["key"].to_numpy("int64") & PROCESS, ranges["start_ns"].to_numpy("int64")
+    end = np.maximum(ranges["end_ns"].to_numpy("int64"), start + 1)  # an empty range holds its start
+    order = np.lexsort((-end, start, process))
+    kept = np.full(len(order), True)
+    firsts = np.flatnonzero(np.diff(process[order])) + 1
+    for rows in np.split(np.arange(len(order)), firsts):
+        reached = np.maximum.accumulate(end[order[rows]])
+        kept[rows[1:]] = start[order[rows[1:]]] >= reached[:-1]
+    return ranges.iloc[order[kept]]
 
 
 def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
@@ -197,7 +237,7 @@ def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray)
     steps = ranges.loc[ranges["role"] == "step"]
     number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
     number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
-    ranges["step"] = number[_open_range(path, ranges, "step", range_key & PROCESS, starts)]
+    ranges["step"] = number[open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))]
     return innermost
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 from stepscope import StepscopeError
 from stepscope.config import PHASES
 from stepscope.stats import union
-from stepscope.traces.attribution import find_launches
+from stepscope.traces.attribution import join_launches, open_range
 from stepscope.traces.torch_trace import own_records
 
 RANGE = "stepscope"
@@ -29,20 +29,21 @@ def captured_operations(trace: Path) -> pd.DataFrame:
 
     Raises:
         CaptureError: a kernel's launch is not in the trace, so that its phase is not known.
+        ConservationError: two phases overlap.
         TraceError: the trace cannot be read.
     """
     records = own_records(trace)
-    found, ranges = records.operations, records.ranges.sort_values(["start_ns", "end_ns"])
+    found, ranges = records.operations, records.ranges
     ranges = ranges[ranges["name"].astype(str).str.startswith(f"{RANGE}/")]
     if ranges.empty:
         raise CaptureError("the capture holds none of the phases")
-    launch = find_launches(records.process, found["correlation_id"].to_numpy(), records.launches)
-    if unknown := int((launch < 0).sum()):
+    launched, _, time_ns = join_launches(records)
+    if unknown := int((~launched).sum()):
         raise CaptureError(f"the launches of {unknown} of {len(found)} operations are not in the capture")
-    launched = records.launches[2][launch]
-    open_range = np.searchsorted(ranges["start_ns"], launched, side="right") - 1
-    inside = (open_range >= 0) & (launched < ranges["end_ns"].to_numpy()[open_range])
-    opened = ranges["name"].astype(str).str.split("/", expand=True).iloc[open_range].reset_index(drop=True)
+    open_phase = open_range(ranges, records.process, time_ns, strict=(str(trace), "phase"))
+    inside = open_phase >= 0
+    opened = ranges["name"].astype(str).str.split("/", expand=True)
+    opened = opened.reindex(np.where(inside, open_phase, ranges.index[0])).reset_index(drop=True)
     table = pd.DataFrame(
         {
             "case": opened[1].astype(int),

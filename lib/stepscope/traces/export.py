@@ -37,11 +37,29 @@ DOMAINS = ("", "stepscope")
 ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in KINDS}
 LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
-NVTX, STRINGS, COPY_KINDS = "NVTX_EVENTS", "StringIds", "ENUM_CUDA_MEMCPY_OPER"
-# A range's name is in its event, or was registered and has an id.
-RANGE_NAME = f"CAST(coalesce(nullif(text, ''), (SELECT value FROM {STRINGS} WHERE id = textId), '') AS TEXT)"
+NVTX_TABLES = ("NVTX_EVENTS", "NVTX_EVENTS_V2")
+STRINGS, COPY_KINDS = "StringIds", "ENUM_CUDA_MEMCPY_OPER"
+# Names of copies by CUpti_ActivityMemcpyKind, as ENUM_CUDA_MEMCPY_OPER has them: nsys 2022 exports without it.
+COPY_LABELS = {
+    1: "Host-to-Device",
+    2: "Device-to-Host",
+    3: "Host-to-Array",
+    4: "Array-to-Host",
+    5: "Array-to-Array",
+    6: "Array-to-Device",
+    7: "Device-to-Array",
+    8: "Device-to-Device",
+    9: "Host-to-Host",
+    10: "Peer-to-Peer",
+    11: "Unified Host-to-Device",
+    12: "Unified Device-to-Host",
+    13: "Unified Device-to-Device",
+}
+GRAPH_REPLAY = "[CUDA graph"  # begins the name of a graph that was traced as a whole
 SLOW_LAUNCH_NS = 100_000  # a launch that lasts so long loads a kernel, or waits for room in the queue
-PUSH_POP, DOMAIN_CREATE = 59, 75  # NVTX_EVENTS.eventType
+PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
+DRIVER_WORDS = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")  # the statement
+EXPECTED = "the sqlite export of a capture (nsys export --type sqlite)"
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
 LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
 
@@ -68,26 +86,34 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
     return attribute(read_export(path))
 
 
-def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Records:
-    """The records of an export; the ranges of these domains (None: of all).
+def read_export(
+    path: Path | str, domains: Sequence[str] | None = DOMAINS, whole_graphs: bool = False
+) -> Records:
+    """The records of an export; the push/pop ranges of these domains. None: push/pop and start/end ranges of
+    all domains, of which those of one thread may cross.
+
+    Args:
+        whole_graphs: CUDA graphs that were traced as a whole are read as one operation for each replay.
 
     Raises:
-        TraceError: as load_trace.
+        TraceError: as load_trace; graphs were traced as a whole, and whole_graphs is false.
     """
     # sqlite reads tables side by side, outside of the GIL
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
-        if not next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None):
+        graphs = len(list(_rows(connection, GRAPHS, ["1"])))
+        has_kernels = next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None)
+        if not has_kernels and not (graphs and whole_graphs):
             raise TraceError(
                 f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
                 f" program that runs some{_diagnosis(connection)}"
             )
-        if whole_graphs := len(list(_rows(connection, GRAPHS, ["1"]))):
+        if graphs and not whole_graphs:
             raise TraceError(
-                f"{path}: {GRAPHS} holds {whole_graphs} CUDA graphs traced as a whole, expected"
+                f"{path}: {GRAPHS} holds {graphs} CUDA graphs traced as a whole, expected"
                 " their kernels (nsys profile --cuda-graph-trace=node)"
             )
         events, calls = (
-            pool.submit(_events, path),
+            pool.submit(_events, path, (PUSH_POP, START_END) if domains is None else (PUSH_POP,)),
             pool.submit(
                 _integers,
                 path,
@@ -96,10 +122,24 @@ def read_export(path: Path | str, domains: Sequence[str] | None = DOMAINS) -> Re
                 "correlationId IS NOT NULL",
             ),
         )
-        operations, process = _operations(path, connection)
+        operations, process = _operations(path, connection, bool(graphs))
         launches = calls.result()
         ranges = _ranges(*events.result(), connection, domains, capture_end=launches[3].max(initial=0) + 1)
     return Records(str(path), operations, process, launches, ranges)
+
+
+def graph_launches(path: Path | str) -> np.ndarray:
+    """The calls that launched CUDA graphs, (3, n): key of the thread, correlation id, start in ns; none where
+    the export names no calls."""
+    with _reading(path) as connection:
+        columns = _columns(connection, LAUNCHES)
+        ids = dict(_rows(connection, STRINGS, ["id", "value"], "value LIKE '%GraphLaunch%'"))
+        if "nameId" not in columns or not ids:
+            return np.zeros((3, 0), np.int64)
+        wanted = f"nameId IN ({', '.join(map(str, ids))}) AND correlationId IS NOT NULL"
+        rows = _rows(connection, LAUNCHES, ["globalTid", "correlationId", "start"], wanted)
+        found = [row for row in rows if all(isinstance(value, int) for value in row)]
+    return np.array(found, np.int64).reshape(-1, 3).T
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
@@ -119,8 +159,8 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 def device_names(path: Path | str) -> dict[int, str]:
     """The names of the GPUs that nsys saw, by id, as far as the export has them."""
     with _reading(path) as connection:
-        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({GPUS})")}
-        rows = _rows(connection, GPUS, ["id", "name"]) if {"id", "name"} <= columns else ()
+        known = {"id", "name"} <= _columns(connection, GPUS)
+        rows = _rows(connection, GPUS, ["id", "name"]) if known else ()
         return {device: str(name) for device, name in rows if isinstance(device, int)}
 
 
@@ -128,7 +168,6 @@ def waiting_calls(path: Path | str) -> pd.DataFrame:
     """The calls on the host that last (kind "call", name, key of the thread, start_ns, end_ns), but for
     launches; empty where the export names none."""
     with _reading(path) as connection:
-        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({LAUNCHES})")}
         rows = (
             _rows(
                 connection,
@@ -136,7 +175,7 @@ def waiting_calls(path: Path | str) -> pd.DataFrame:
                 [f"(SELECT value FROM {STRINGS} WHERE id = nameId)", "globalTid", "start", '"end"'],
                 f'"end" - start >= {SHORT_NS}',
             )
-            if "nameId" in columns
+            if "nameId" in _columns(connection, LAUNCHES)
             else ()
         )
         found = [
@@ -163,7 +202,7 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
                     *ACTIVITIES.values(),
                     LAUNCHES,
                     GRAPHS,
-                    NVTX,
+                    *NVTX_TABLES,
                     STRINGS,
                     COPY_KINDS,
                     DIAGNOSTICS,
@@ -172,10 +211,8 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
                     raise TraceError(f"{path}: {view} is a view, expected a table")
             yield connection
     except (sqlite3.Error, adbc_driver_manager.Error, pa.ArrowException, UnicodeDecodeError) as error:
-        raise TraceError(
-            f"{path}: {' '.join(str(error).split())}, expected the sqlite export of a capture"
-            " (nsys export --type sqlite)"
-        ) from error
+        what = DRIVER_WORDS.sub("", " ".join(str(error).split()))
+        raise TraceError(f"{path}: {what}, expected {EXPECTED}") from error
 
 
 def _diagnosis(connection: sqlite3.Connection) -> str:
@@ -197,6 +234,20 @@ def _has(connection: sqlite3.Connection, table: str) -> bool:
     )
 
 
+def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
+    """The columns of a table; none where there is no such table."""
+    return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
+
+
+def _nvtx(connection: sqlite3.Connection) -> tuple[str, str]:
+    """The table of NVTX events, and what gives the name of one: its own text, or that of a registered
+    string, which not every export has."""
+    table = next((name for name in NVTX_TABLES if _has(connection, name)), NVTX_TABLES[0])
+    registered = f"(SELECT value FROM {STRINGS} WHERE id = textId)"
+    registered = registered if "textId" in _columns(connection, table) else "NULL"
+    return table, f"CAST(coalesce(nullif(text, ''), {registered}, '') AS TEXT)"
+
+
 def _rows(
     connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
 ) -> Iterable[tuple]:
@@ -215,6 +266,9 @@ def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> 
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         if not _has(connection, table):
             return None
+        plain = {name for name in columns if name.isidentifier()} - {"rowid"}
+        if lacking := sorted(plain - _columns(connection, table)):
+            raise TraceError(f"{path}: {table} has no column {', '.join(lacking)}, expected {EXPECTED}")
     with adbc_driver_sqlite.dbapi.connect(_uri(path)) as connected, connected.cursor() as cursor:
         cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
         cursor.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid")
@@ -269,15 +323,18 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
     return np.stack(list(values.values()))
 
 
-def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.DataFrame, np.ndarray]:
+def _operations(
+    path: Path | str, connection: sqlite3.Connection, whole_graphs: bool
+) -> tuple[pd.DataFrame, np.ndarray]:
     """load_trace's operations, with what their own records tell; and the globalPid of each."""
     name_ids = {"kernel": "demangledName", "memcpy": "copyKind", "memset": "0"}
-    copies = {i: f"[CUDA memcpy {label}]" for i, label in _rows(connection, COPY_KINDS, ["id", "label"])}
+    listed = COPY_LABELS | dict(_rows(connection, COPY_KINDS, ["id", "label"]))
+    copies = {i: f"[CUDA memcpy {label}]" for i, label in listed.items()}
     found: list[np.ndarray] = []
     names: dict[str, int] = {}
     for code, (kind, table) in enumerate(ACTIVITIES.items()):
-        columns = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
-        size = "coalesce(bytes, -1) AS bytes" if "bytes" in columns else "-1 AS bytes"
+        has_size = "bytes" in _columns(connection, table)
+        size = "coalesce(bytes, -1) AS bytes" if has_size else "-1 AS bytes"
         *values, name_id = _integers(
             path, table, ["rowid AS row", *_OPERATION, size, f"{name_ids[kind]} AS name"]
         )
@@ -286,6 +343,8 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
         texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
         found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
+    if whole_graphs:
+        found.append(_graph_replays(path, connection, names))
     parts = np.concatenate(found, axis=1)
     parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
     kinds, name_codes, row, start, end, device, stream, correlation, process, size = parts
@@ -306,6 +365,18 @@ def _operations(path: Path | str, connection: sqlite3.Connection) -> tuple[pd.Da
     ), process
 
 
+def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict[str, int]) -> np.ndarray:
+    """CUDA graphs that were traced as a whole, as rows of _operations: kernels that are named for their
+    graph."""
+    columns = _columns(connection, GRAPHS)
+    lacking = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
+    wanted = [name if name in columns else f"{lacking[name]} AS {name}" for name in (*_OPERATION, "graphId")]
+    *values, graph = _integers(path, GRAPHS, ["rowid AS row", *wanted])
+    texts = [f"{GRAPH_REPLAY} {i}]" if i >= 0 else f"{GRAPH_REPLAY}]" for i in graph.tolist()]
+    codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
+    return np.stack([np.zeros(len(graph), np.int64), codes, *values, np.full(len(graph), -1)])
+
+
 def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
     """The strings with these ids."""
     query = (
@@ -315,23 +386,25 @@ def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
     return dict(connection.execute(query, [json.dumps(ids.tolist())]))
 
 
-def _events(path: Path | str) -> tuple[np.ndarray, pa.DictionaryArray]:
-    """All push/pop ranges, (5, n): start, end, whether still open (its end is then its start), globalTid,
-    domain; and their names.
+def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.DictionaryArray]:
+    """All ranges of these types, (5, n): start, end, whether still open (its end is then its start),
+    globalTid, domain; and their names.
     """
+    with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
+        table, range_name = _nvtx(connection)
     columns = [
         "start",
         'coalesce("end", start) AS "end"',
         '"end" IS NULL AS open',
         "globalTid",
         "coalesce(domainId, 0) AS domainId",
-        f"{RANGE_NAME} AS name",
+        f"{range_name} AS name",
     ]
-    found = _arrow(path, NVTX, columns, f"eventType = {PUSH_POP}")
+    found = _arrow(path, table, columns, f"eventType IN ({', '.join(map(str, types))})")
     if found is None:
         return np.zeros((len(columns) - 1, 0), np.int64), pa.array([], pa.string()).dictionary_encode()
     names = found["name"].combine_chunks().cast(pa.string()).dictionary_encode()
-    return _checked(path, NVTX, found.drop_columns(["name"])), names
+    return _checked(path, table, found.drop_columns(["name"])), names
 
 
 def _ranges(
@@ -345,10 +418,11 @@ def _ranges(
     start, end, still_open, thread, domain = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
     keep = np.full(len(start), True)
+    table, range_name = _nvtx(connection)
     domain_names = {
         (tid & PROCESS, i): n
         for tid, i, n in _rows(
-            connection, NVTX, ["globalTid", "domainId", RANGE_NAME], f"eventType = {DOMAIN_CREATE}"
+            connection, table, ["globalTid", "domainId", range_name], f"eventType = {DOMAIN_CREATE}"
         )
     }
     for process in np.unique(thread & PROCESS).tolist():

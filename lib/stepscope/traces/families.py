@@ -67,8 +67,8 @@ RULES = [
         r"|convert|copy|store|buffer|gate kernel|attn res)).*(flash(?!infer)|sdpa|attn|attention|\bmla\b"
         r"|\b[gm]qa\b|^pa\b|\bpaged (fwd|decode|prefill)|^[fb]wd kernel( \w+)?$|chunk (fwd|bwd) kernel"
         r"|fused recurrent|d[kq] d[vk]|\bdkdv|bwd kernel dq|bwd preprocess|do o dot|dot do o|delta rule"
-        r"|\bkda\b|wkv|merge states?\b)|with ?(paged|ragged)? ?kv ?cache|fmha|flash ?(fwd|bwd)|flash ?att(n"
-        r"|en)|mem ?eff|fwd (grouped )?kernel stage|convert dq",
+        r"|\bkda\b|wkv|merge states?\b|\bsage (fwd|bwd)\b)|with ?(paged|ragged)? ?kv ?cache|fmha"
+        r"|flash ?(fwd|bwd)|flash ?att(n|en)|mem ?eff|fwd (grouped )?kernel stage|convert dq",
     ),
     # cuDNN's, CUTLASS's and MIOpen's, direct, as products, or transformed
     (

@@ -1,6 +1,7 @@
 """PyTorch's memory history: as a table of allocations, and as a file for PyTorch's memory viewer.
 
-The history comes from this process (``torch.cuda.memory._snapshot()``); no pickle is ever read.
+The history comes from this process (``torch.cuda.memory._snapshot()``), not from a file; other people's
+snapshots are read by :mod:`stepscope.captures.snapshot`.
 """
 
 import pickle

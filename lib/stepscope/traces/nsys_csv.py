@@ -5,8 +5,10 @@ notices come before it where output was redirected, and a report with nothing to
 here are nsys's own headings in snake case with their unit: ``Total Time (ns)`` is ``total_time_ns``.
 """
 
+import codecs
 import csv
 import re
+import warnings
 from io import StringIO
 from pathlib import Path
 
@@ -14,7 +16,8 @@ import pandas as pd
 
 from stepscope.traces.attribution import TraceError
 
-# By report the columns that tell it from the others, and in it are always there.
+# By report, the columns that every version of nsys writes. A report's other columns are STATISTICS, but for a
+# trace, which has many more.
 REPORTS = {
     "cuda_gpu_trace": ("start_ns", "duration_ns", "corr_id", "device", "strm", "name"),
     "nvtx_gpu_proj_trace": ("name", "projected_start_ns", "projected_duration_ns", "num_gpu_ops"),
@@ -24,7 +27,18 @@ REPORTS = {
     "cuda_api_sum": ("total_time_ns", "num_calls", "name"),
     "cuda_gpu_mem_time_sum": ("total_time_ns", "operation"),
     "nvtx_pushpop_sum": ("total_time_ns", "instances", "range"),
+    "cuda_gpu_sum": ("total_time_ns", "instances", "category", "operation"),
+    "mpi_event_sum": ("total_time_ns", "instances", "source", "name"),
+    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # as cuda_api_sum, of other calls
 }
+TRACES = {"cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_gpu_proj_sum", "nvtx_kern_sum"}
+STATISTICS = {"time_percent", "avg_ns", "average_ns", "med_ns", "min_ns", "max_ns", "std_dev_ns"}
+STATISTICS |= {"count", "grid_xyz", "block_xyz", "style"}
+CUDA_CALL = re.compile(r"(cu|cuda|__cuda)[A-Z]")
+# What nsys writes for people: a title with the report's name, or headings that spaces separate.
+TEXT_TABLE = re.compile(r"^ *\*\* .*\(\w+\): *$|^ *(Time ?\(%\)|Start ?\(\w+\)) {2,}\S", re.MULTILINE)
+NO_DATA = re.compile(r"^\s*SKIPPED: .*does not contain", re.MULTILINE)
+OTHER_SEPARATORS = {";": "';', as a spreadsheet writes them", "\t": "tabs"}
 NANOSECONDS = {
     "ns": 1,
     "nsec": 1,
@@ -77,10 +91,23 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = decoded(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read ({error}), {EXPECTED}") from None
     return parse_nsys_csv(text, path)
+
+
+def decoded(data: bytes, errors: str = "strict") -> str:
+    """Text in UTF-8, or in UTF-16 as PowerShell's > writes it, by its byte order mark."""
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
+
+
+def is_report(text: str) -> bool:
+    """Whether a text is nsys's report, or is one in a form that parse_nsys_csv can name."""
+    return bool(NO_DATA.search(text) or TEXT_TABLE.search(text) or _separator(text)) or any(
+        map(report_of, text.splitlines())
+    )
 
 
 def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
@@ -99,14 +126,17 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     end = next((at for at in range(first + 1, len(lines)) if not lines[at].strip()), len(lines))
     texts = {heading: str for heading in next(csv.reader([lines[first]])) if name_of(heading) in TEXTS}
     try:
-        table = pd.read_csv(
-            StringIO("\n".join(lines[first:end])),
-            dtype=texts,
-            keep_default_na=False,
-            na_values=[""],
-            index_col=False,
-        )
-    except (ValueError, OverflowError) as error:  # pandas' own errors of a file's form are ValueErrors
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # values beyond the last heading
+            table = pd.read_csv(
+                StringIO("\n".join(lines[first:end])),
+                dtype=texts,
+                keep_default_na=False,
+                na_values=[""],
+                index_col=False,
+            )
+    # pandas' own errors of a file's form are ValueErrors
+    except (ValueError, OverflowError, pd.errors.ParserWarning) as error:
         raise TraceError(f"{path}: {' '.join(str(error).split())}, {EXPECTED}") from None
     if (lacking := table.iloc[:, -1].isna()).any():  # nsys leaves no last column empty
         line = lines[first + 1 + int(lacking.argmax())]
@@ -115,14 +145,33 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
             f" {table.shape[1]} headings"
         )
     table = pd.DataFrame({name_of(heading): _typed(heading, table[heading], path) for heading in table})
+    if report == "cuda_api_sum" and not table["name"].map(CUDA_CALL.match).any():
+        report = "osrt_sum" if len(table) else report
     table.attrs["report"] = report
     return table
 
 
 def report_of(line: str) -> str | None:
     """The report whose table begins with this line of headings; None of any other line."""
-    names = {name_of(heading) for heading in next(csv.reader([line]), [])}
-    return next((report for report, needed in REPORTS.items() if names.issuperset(needed)), None)
+    if "," not in line:
+        return None
+    try:
+        names = {name_of(heading) for heading in next(csv.reader([line]), [])}
+    except csv.Error:  # a field of more than 128 KiB
+        return None
+    for report, needed in REPORTS.items():
+        others = names.difference(needed)
+        if names.issuperset(needed) and (report in TRACES or others <= STATISTICS):
+            return report
+    return None
+
+
+def _separator(text: str) -> str | None:
+    """What separates the columns of a report instead of commas."""
+    for separator in OTHER_SEPARATORS:
+        if any(separator in line and report_of(line.replace(separator, ",")) for line in text.splitlines()):
+            return separator
+    return None
 
 
 def name_of(heading: str) -> str:
@@ -135,9 +184,15 @@ def name_of(heading: str) -> str:
 
 
 def _without_table(text: str, path: Path) -> pd.DataFrame:
-    """What nsys writes where there is no such data; anything else is no report."""
-    if "does not contain" not in text:
-        why = " (its columns are separated by ';', as a spreadsheet writes them)" if ";" in text[:200] else ""
+    """An empty table where nsys says that there is no such data; anything else is no report."""
+    if TEXT_TABLE.search(text):
+        raise TraceError(
+            f"{path}: is nsys's table for people to read, {EXPECTED}"
+            " (nsys stats --report cuda_gpu_trace --format csv --output . FILE.nsys-rep)"
+        )
+    if not NO_DATA.search(text):
+        separator = _separator(text)
+        why = f" (its columns are separated by {OTHER_SEPARATORS[separator]})" if separator else ""
         raise TraceError(f"{path}: found {text.strip()[:80]!r}{why}, {EXPECTED}, one of {', '.join(REPORTS)}")
     report = next((name for name in REPORTS if path.stem.endswith(name)), None)
     table = pd.DataFrame(

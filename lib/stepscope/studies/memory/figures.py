@@ -5,13 +5,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from stepscope.config import PHASES, StepConfig
-from stepscope.model.accounting import GIB, everything, instants, peak
+from stepscope.config import PHASES, PRECISION_NAMES
 from stepscope.report import style
 from stepscope.report.schemas import Tables
-from stepscope.report.shapes import PRECISION_NAMES, select
 from stepscope.report.tables import number
-from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, predicted, usual
+from stepscope.studies.memory.tables import CONFIG, LIVE, begins_backward, column, largest_plain
 
 COLORS = {
     "weights": style.BLUE,
@@ -25,7 +23,6 @@ COLORS = {
 }
 POINTS = 160  # of a drawn timeline: an SVG holds each
 THICK = 0.08  # of the height: what is thinner has no name in the picture
-NAMED = ("small", "medium", "large", "xl", "2.7B")
 
 
 @style.look()
@@ -34,12 +31,9 @@ def memory_timeline(tables: Tables) -> Figure | None:
     lines = tables["memory.timeline"]
     if lines.empty:
         return None
-    try:
-        one = usual(lines).iloc[0]
-    except LookupError:  # a notebook's own run, of another configuration
-        one = lines.iloc[0]
-    rows, peaks = (select(frame, **one[[*CONFIG]].to_dict()) for frame in (lines, tables["memory.peaks"]))
-    wholes = select(peaks, phase="whole").set_index("mode")
+    one = largest_plain(lines).iloc[0]
+    rows, peaks = (_like(frame, one) for frame in (lines, tables["memory.peaks"]))
+    wholes = peaks[peaks["phase"] == "whole"].set_index("mode")
     modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
     last = wholes.loc[modes[-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
@@ -63,6 +57,11 @@ def memory_timeline(tables: Tables) -> Figure | None:
     axes[0, 0].set_ylabel("GiB")
     axes[0, 0].set_ylim(0, limit * 1.14)
     return drawn
+
+
+def _like(frame: pd.DataFrame, row: pd.Series) -> pd.DataFrame:
+    """Return the rows of the same configuration."""
+    return frame[(frame[[*CONFIG]] == row[[*CONFIG]]).all(axis=1)]
 
 
 def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
@@ -117,82 +116,7 @@ def _live(axis: Axes, rows: pd.DataFrame, limit: float, top: str) -> None:
     axis.grid(visible=False)
 
 
-@style.look()
-def predicted_timeline(tables: Tables) -> Figure:
-    """What the handout's largest size would hold on a GPU at the instants of a step that can be its peak, by
-    formula."""
-    config = predicted()
-    live = [
-        {"phase": one.phase} | {column(kind): size / GIB for kind, size in kinds.items()}
-        for one in instants(config, "step")
-        for kinds in [everything(one, config, "step")]
-    ]
-    live += live[-1:] * (len(live) // 12)  # the optimizer's one instant, wide enough to be seen
-    rows, top = pd.DataFrame(live), peak(config).allocated / GIB
-    drawn, axis = style.figure(
-        f"{config.size} at context {config.context_length:,} in fp32 would need"
-        f" {number(top, 'GiB')} of a GPU",
-        3.6,
-    )
-    _live(axis, rows, top, number(top, ""))
-    axis.set_xlabel("instants of a step that can be its peak")
-    axis.set_ylabel("GiB, predicted")
-    axis.set_ylim(0, top * 1.14)
-    return drawn
-
-
 def _fewer(rows: pd.DataFrame) -> pd.DataFrame:
     """At most :data:`POINTS` rows of a timeline: of each stretch the highest."""
     total = rows[[column(kind) for kind in LIVE]].sum(axis=1)
     return rows.loc[total.groupby(np.arange(len(rows)) // -(-len(rows) // POINTS)).idxmax()]
-
-
-@style.look()
-def memory_peak(tables: Tables) -> Figure:
-    """The predicted peak of a full fp32 step by what it holds: the sizes at one context, the largest at
-    longer."""
-    one = usual(tables["memory.peaks"], phase="whole").iloc[0].to_dict()
-    size, context = one["size"], one["context_length"]
-    sizes = NAMED[: NAMED.index(size) + 1] if size in NAMED else (size,)
-    shapes = [*((name, context) for name in sizes), (size, 2 * context), (size, 4 * context)]
-    fields = {name: one[name] for name in CONFIG if name != "expandable_segments"}
-    configs = [
-        StepConfig(**fields | {"size": size, "context_length": length, "device": "cpu"})
-        for size, length in shapes
-    ]
-    tops = [peak(config.model_copy(update={"device": "cuda"})) for config in configs]
-    moving = [(top.kinds["saved for backward"] + top.kinds["temporaries"]) / top.allocated for top in tops]
-    drawn, axis = style.figure(
-        f"{size}: at context {context:,} {number(moving[-3], '%')} of the predicted peak grows with the"
-        f" context, at {4 * context:,} {number(moving[-1], '%')}",
-        3.6,
-    )
-    parts = pd.DataFrame(
-        {kind: [top.kinds[kind] / GIB for top in tops] for kind in COLORS},
-        [f"{name}, {length:,}" for name, length in shapes],
-    )
-    left = parts.sum(axis=1).to_numpy()
-    named = {kind: color for kind, color in COLORS.items() if parts[kind].max() > 0.01 * left.max()}
-    style.stacked_bars(axis, parts, named)
-    plain = usual(tables["memory.peaks"], phase="whole", mode="step").iloc[0]
-    recorded = select(tables["memory.peaks"], phase="whole", mode="step", **plain[list(CONFIG[2:])].to_dict())
-    ran_out = {
-        (row["size"], row["context_length"]) for row in recorded.to_dict("records") if row["status"] == "oom"
-    }
-    for row, (end, top, shape) in enumerate(zip(left, tops, shapes)):
-        out = shape in ran_out
-        axis.annotate(
-            number(top.allocated / GIB, "") + " runs out" * out,
-            (end, row),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-        )
-        if out:
-            axis.barh(
-                [row], [end], color="none", edgecolor=style.PAPER, hatch="///", linewidth=0, height=0.66
-            )
-    axis.set_xlim(0, left.max() * 1.3)
-    axis.set_xlabel(f"predicted peak of a full step in {PRECISION_NAMES[one['precision']]}, GiB")
-    axis.legend(loc="upper right")
-    return drawn

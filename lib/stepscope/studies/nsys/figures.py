@@ -6,11 +6,9 @@ from matplotlib.figure import Figure
 
 from stepscope.config import PHASE_NAMES
 from stepscope.report import style
-from stepscope.report.schemas import Tables
-from stepscope.report.shapes import reference
 from stepscope.report.tables import number
 from stepscope.stats import launch_bound, union
-from stepscope.studies.nsys.tables import REPLAYED, by_family, profiles
+from stepscope.studies.nsys.tables import REPLAYED, by_family
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {
@@ -103,45 +101,3 @@ def _busy(ran: pd.DataFrame) -> float:
     """The share of the drawn window in which an operation runs."""
     ends = ran["start_ns"] + ran["duration_ns"]
     return union(ran["start_ns"].clip(0, LANE_NS).to_numpy(), ends.clip(0, LANE_NS).to_numpy()) / LANE_NS
-
-
-@style.look()
-def launches_timeline(tables: Tables) -> Figure | None:
-    """A millisecond of a launch-bound forward: the smallest size at the shortest context, in bf16 where it
-    was profiled; None where no profile waits."""
-    for precision in ("bf16", "fp32"):
-        try:
-            rows = profiles(tables, "timeline", precision)
-        except LookupError:
-            continue
-        rows = rows[rows["size"] == rows["size"].iloc[0]]
-        context = rows["context_length"].min()
-        rows = rows[rows["context_length"] == context]
-        ran = _ran(rows[rows["mode"] == "forward"])
-        if not launch_bound(_busy(ran), *_who_waits_ms(ran)):
-            return None
-        of = f"{rows['size'].iloc[0]}'s {precision} forward at context {context:,}"
-        return lanes(rows, f"Under the profiler, {of}")
-    return None
-
-
-@style.look()
-def kernel_families(tables: Tables) -> Figure | None:
-    """Each phase of a full step by family, in shares of the step, the smallest and the largest size at the
-    reference context."""
-    rows = profiles(tables, "operations", context_length=reference, mode="step")
-    sizes = list(dict.fromkeys([rows["size"].iloc[0], rows["size"].iloc[-1]]))
-    rows = rows[rows["size"].isin(sizes) & rows["phase"].isin(PHASE_NAMES)]
-    order = [(size, phase) for size in sizes for phase in PHASE_NAMES if phase in set(rows["phase"])]
-    shares = by_family(rows, ("size", "phase")).reindex(order)
-    shares = shares.div(shares.sum(axis=1).groupby(level=0).sum(), axis=0, level=0)
-    shares = shares.drop([(size, "loss") for size in sizes], errors="ignore")  # too little to be seen
-    matmuls = [f"{number(shares.loc[size, MATMUL].sum(), '%')} of {size}'s step" for size in reversed(sizes)]
-    drawn, axes = style.figure(
-        f"Matmuls are {' and '.join(matmuls)}; AdamW has none", 1.6 + 0.34 * len(shares)
-    )
-    names = [f"{size}: {'AdamW' if phase == 'optimizer' else phase}" for size, phase in shares.index]
-    _families(axes, shares.set_axis(names), least=0.07)
-    axes.set_xlabel(f"share of the step's GPU time, fp32, context {rows['context_length'].iloc[0]:,}")
-    drawn.legend(loc="outside lower center", ncols=3)
-    return drawn

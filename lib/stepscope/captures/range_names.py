@@ -1,0 +1,58 @@
+"""What the name of a range says: an operator, a library's range, a phase, a layer, a warm-up, a step."""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
+LIBRARY_RANGE = re.compile(
+    r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled|^Torch-Compiled Region"
+)
+PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
+OPTIMIZER = re.compile(r"^Optimizer\.step#")
+SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipelines': "attn(F)", "mlp(B)"
+SPLIT_PHASE = re.compile(r"\((F|B|W)\)$")
+WARM_UP = re.compile(r"\bwarm(?:ing)? ?up\b")  # of a plain name
+STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
+LAYER_WORD = re.compile(
+    r"\b(layer|block|attn|attention|mlp|ffn|conv|norm|layernorm|rmsnorm|linear|embed|expert|module|relu"
+    r"|softmax|dropout|head)"
+)
+# What people call a phase, in any case; beside these words a name may have only those of FILL.
+PHASE_WORDS = {
+    word: phase
+    for phase, words in {
+        "forward": "forward fwd",
+        "loss": "loss criterion",
+        "backward": "backward bwd backprop",
+        "optimizer": "optimizer optim opt adamw adam sgd",
+    }.items()
+    for word in words.split()
+}
+FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
+
+
+def plain_name(name: str) -> str:
+    """Return a range's name without numbers and signs, in lower case: "ProfilerStep#7" is "profilerstep"."""
+    text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    return " ".join(re.findall(r"[a-z]+", text.lower()))
+
+
+def phase_of(name: str) -> str | None:
+    """Return the phase that a range's name says, in any case and spelling: "## Forward pass ##" and
+    "attn(F)" are forward; None for no phase."""
+    if OPTIMIZER.match(name):
+        return "optimizer"
+    if split := SPLIT_PHASE.search(name):
+        return SPLIT_PHASES[split[1]]
+    words = plain_name(name).split()
+    phases = {PHASE_WORDS[word] for word in words if word in PHASE_WORDS}
+    only_words = set(words) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ")
+    return phases.pop() if only_words and len(phases) == 1 else None
+
+
+def of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
+    """Return some text of each name of a categorical column; it is made once for each distinct name."""
+    return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]

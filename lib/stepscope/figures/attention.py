@@ -1,0 +1,78 @@
+"""Figures of the attention study."""
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgba
+
+from stepscope.report import style
+from stepscope.report.tables import digits
+from stepscope.studies.attention.tables import LABELS
+
+LINE_COLORS = dict(
+    zip(
+        LABELS.values(),
+        (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER),
+    )
+)
+MIN_TICK_RATIO = 4  # between context lengths with a tick: nearer names would overlap
+
+
+@style.look()
+def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
+    """Draw GPU time of forward and backward over the context length, a line per implementation.
+
+    Args:
+        rows: of the view ``attention``, in one setting.
+    """
+    rows = rows.dropna(subset="gpu_ms")
+    drawn, axes = style.figure(title, height=4)
+    style.lines(axes, rows, "context_length", "gpu_ms", "name", LINE_COLORS)
+    axes.set(xscale="log", yscale="log", xlabel="context length", ylabel="GPU time, ms")
+    lengths = sorted(rows["context_length"].unique())
+    named = [lengths[-1]]
+    for length in reversed(lengths):
+        if length * MIN_TICK_RATIO <= named[-1]:
+            named.append(length)
+    axes.set_xticks(named, [f"{length:,}" for length in named])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    # An implementation that ran out of memory earlier is named at the right edge, too, at its last height.
+    last = rows.sort_values("context_length").groupby("name")["gpu_ms"].last()
+    ends = {name: (lengths[-1], ms) for name, ms in last.items()}
+    style.label_ends(axes, ends, {name: LINE_COLORS[name] for name in last.index})
+    return drawn
+
+
+@style.look()
+def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
+    """Draw one implementation's GPU time of forward and backward by head dimension and context length.
+
+    Args:
+        rows: of the view ``attention``, one per head dimension and context length.
+    """
+    times, status = (
+        rows.pivot(index="d_model", columns="context_length", values=name) for name in ("gpu_ms", "status")
+    )
+    drawn, axes = style.figure(title, 2.9)
+    # one color with varying opacity, so that it fits light and dark paper and its text is readable on both
+    shades = LinearSegmentedColormap.from_list("blue", [to_rgba(style.BLUE, 0.08), to_rgba(style.BLUE, 0.55)])
+    sns.heatmap(
+        times,
+        annot=times.map(lambda ms: digits(ms, "ms")),
+        fmt="",
+        norm=LogNorm(),
+        cmap=shades,
+        cbar=False,
+        linewidths=1,
+        linecolor=style.PAPER,
+        annot_kws={"color": style.INK},
+        ax=axes,
+    )
+    for row, place in zip(*(status == "oom").to_numpy().nonzero()):
+        axes.text(place + 0.5, row + 0.5, "out of\nmemory", ha="center", va="center", color=style.RED)
+    axes.grid(False)
+    axes.set(xlabel="context length", ylabel="head dimension")
+    axes.tick_params(left=False, bottom=False, labelrotation=0)
+    axes.set_title("GPU time of forward and backward, ms; blank: not run", loc="left")
+    axes.set_xticklabels([f"{length:,}" for length in times])
+    return drawn

@@ -1,0 +1,1 @@
+../../../docs/fast_step.py

@@ -1,0 +1,100 @@
+"""Refuse what MasterAdamW cannot do: parameters that do not fit in one buffer, and options that it lacks.
+
+Each refusal is one ValueError, because the alternative is silent: with an option that is ignored, or with
+parameters that another program shards or averages, training goes on and goes wrong.
+"""
+
+import gc
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+DDP = "DistributedDataParallel"
+WRAPPERS = {DDP, "FullyShardedDataParallel", "ZeroRedundancyOptimizer"}
+UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # options of torch's AdamW
+
+
+def find_wrapper(parameters: Iterable[Tensor]) -> Any:
+    """Find the DDP, FSDP or ZeRO object that holds one of these parameters; None where there is none. PyTorch
+    leaves no mark on a parameter, so all live objects are searched, in processes of a process group alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    gc.collect()  # a wrapper that nobody refers to any more
+    wanted = set(map(id, parameters))
+    for candidate in gc.get_objects():
+        kind = type(candidate)
+        if not issubclass(kind, (nn.Module, torch.optim.Optimizer)):
+            continue
+        if WRAPPERS.isdisjoint(base.__name__ for base in kind.__mro__):
+            continue
+        if isinstance(candidate, nn.Module):
+            held = candidate.parameters()
+        else:
+            held = chain.from_iterable(group["params"] for group in candidate.param_groups)
+        if not wanted.isdisjoint(map(id, held)):
+            return candidate
+    return None
+
+
+def check_group(group: dict[str, Any], moments: torch.dtype) -> None:
+    """Refuse options that are out of range, in torch's words, and those that MasterAdamW lacks.
+
+    Raises:
+        ValueError: such an option.
+    """
+    rate, beta1 = group["lr"], group["betas"][0]
+    if isinstance(rate, Tensor):
+        if rate.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+    elif not rate >= 0:
+        raise ValueError(f"Invalid learning rate: {rate}")
+    for index, beta in enumerate(group["betas"]):
+        if not 0 <= beta < 1:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not group["eps"] >= 0:
+        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    if not group["weight_decay"] >= 0:
+        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    if moments == torch.bfloat16 and 1 - beta1 < 2**-8:
+        raise ValueError(
+            f"betas: got {beta1} with bf16 moments, but expected at most 1 - 2^-8:"
+            " the mean of the gradients would round to itself and never fall"
+        )
+    for name in UNSUPPORTED:
+        if group.get(name):
+            raise ValueError(f"{name}: got {group[name]}, but MasterAdamW does not have this option")
+
+
+def check_parameters(named: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that cannot become views of one buffer.
+
+    Raises:
+        ValueError: parameters that are sharded, wrapped by DDP already, on several devices, or neither fp32
+            nor bf16.
+    """
+    first, *_ = named
+    device = named[first].device
+    for name, parameter in named.items():
+        kind = type(parameter.data)
+        if kind is not Tensor:
+            raise ValueError(
+                f"{name}: got a {kind.__name__}, but expected a plain tensor: MasterAdamW trains on one GPU or"
+                f" under {DDP}, and shards nothing"
+            )
+        if parameter.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"{name}: got {parameter.dtype}, but expected torch.float32 or torch.bfloat16")
+        if parameter.device != device:
+            raise ValueError(
+                f"{name}: got a parameter on {parameter.device}, but expected {device}, where {first} is"
+            )
+    wrapper = find_wrapper(named.values())
+    if wrapper is None:
+        return
+    kinds = [base.__name__ for base in type(wrapper).__mro__]
+    if DDP in kinds:
+        raise ValueError(f"make MasterAdamW before {DDP} wraps the model, which fixes the weights' dtypes")
+    raise ValueError(f"MasterAdamW trains on one GPU or under {DDP}, but {kinds[0]} shards its parameters")

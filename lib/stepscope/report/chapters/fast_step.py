@@ -1,1 +1,0 @@
-../../../../docs/fast_step.py

@@ -1,0 +1,390 @@
+"""Your machine next to the reference: a report of any runs folder, tables and figures without claims.
+
+It shows the writeup's views, as far as a folder has them, next to the reference's rows of the same key.
+These come from ``reference.parquet``, so that an installed package has them, too. The templates of ``machine/``
+render in order, once per device.
+"""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stepscope import PROJECT
+from stepscope.figures import all_figures
+from stepscope.files import one_line
+from stepscope.report.document import Document, DocumentError, table
+from stepscope.report.load import Read, read, steady
+from stepscope.report.output import OutputError, Report, foot
+from stepscope.report.page import page
+from stepscope.report.runs_list import left_out, runs_found
+from stepscope.report.tables import digits, escape, headed, missing, number
+from stepscope.runs.record import Record
+from stepscope.runs.store import Store
+from stepscope.views import MissingTable, Views, all_views, unit_of, varying
+from stepscope.views.benchmark import MODE_NAMES
+from stepscope.views.ladder import NAMES
+
+FOLDER = Path(__file__).with_name("machine")
+REFERENCE = Path(__file__).with_name("reference.parquet")
+THERE = "_there"  # ends the name of a column of the reference
+MAX_ROWS_OPEN = 30  # a longer table is folded
+MAX_ROWS = 1_000
+RELATIVE_TOLERANCE = 1e-9  # of sums in another order
+# The views that the templates use, and the columns that are shown next to the reference's.
+COMPARED = {
+    "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],
+    "warm_up": ["text"],
+    "times": ["wall_ms", "gpu_ms", "peak_gib"],
+    "phases": ["forward_ms", "backward_ms", "optimizer_ms"],
+    "kernel_categories": ["share"],
+    "steps": ["wall_ms", "gpu_ms", "speedup"],
+    "parts": ["ms"],
+    "training": ["mean_nats"],
+    "profile_times": ["wall_ms", "gpu_ms", "operations"],
+    "profile_categories": ["share"],
+    "profile_kernels": [],
+    "precision_gains": ["gpu_ms", "gpu_speedup"],
+    "repeated_sums": ["result_text"],
+    "autocast_dtypes": ["dtype"],
+    "rounded_gradients": ["norm_error"],
+    "precision_training": ["final_nats"],
+    "peaks": ["peak_gib"],
+    "allocations": [],
+    "checkpoints": ["peak_gib", "gpu_ms"],
+    "attention": ["wall_ms", "gpu_ms", "saved_mib"],
+    "attention_errors": [],
+}
+# What a machine reaches: view, column, words and unit; the fastest of all runs.
+RATES = (
+    ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
+    ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
+    ("rates", "fp8_tflops", "large FP8 matmul", "TFLOP/s"),
+    ("rates", "sustained_tflops", "bf16 matmuls for a second, sustained", "TFLOP/s"),
+    ("rates", "sustained_clock_mhz", "SM clock meanwhile", "MHz"),
+    ("rates", "power_limit_w", "power limit", "W"),
+    ("peak_rates", "copy_tb_per_s", "large copy", "TB/s"),
+)
+FIXED = "The same in all rows: "
+# How values of a key's fields are printed.
+LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
+WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
+SELF_SPOKEN = ("size", "precision")  # fields whose values say what they are
+ALWAYS_NAMED = ("size", "context_length", "batch_size", "d_model", "precision")
+
+
+# -- the reference --------------------------------------------------------------------------------------------
+
+
+def reference_views(views: Views) -> dict[str, pd.DataFrame]:
+    """Return what is compared with: by view the key and the compared columns, and ``about`` with one row."""
+    declared = all_views()
+    frames = {}
+    for name, columns in COMPARED.items():
+        if columns:
+            key = declared[name].key
+            frames[name] = pd.DataFrame(views[name][[*key, *columns]]).sort_values(key, ignore_index=True)
+    return frames | {"about": about(views.table("runs")), "machine_rates": machine_rates(views)}
+
+
+def machine_rates(views: Views) -> pd.DataFrame:
+    """Return the rates that a machine reaches: ``what`` and, as text with its unit, ``text``."""
+    found = []
+    for name, column, what, unit in RATES:
+        with suppress(MissingTable):
+            view = views[name]
+            fastest = (view[view["precision"] == "fp32"] if "precision" in view else view)[column].max()
+            if not missing(fastest):
+                found.append((what, number(fastest, unit)))
+    return pd.DataFrame(found, columns=["what", "text"])
+
+
+def about(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one row on the runs of one device: its name, the software of the newest, and how many there are."""
+    newest = runs.sort_values("started_at").iloc[[-1]]
+    texts = newest[["device", "torch", "driver"]].astype(object).fillna("")
+    return texts.assign(runs=len(runs)).reset_index(drop=True)
+
+
+def write_reference(runs: Path | str) -> None:
+    """Write the package's ``reference.parquet`` from a folder of runs.
+
+    It has one row and a column per view, which is a list of the view's rows: one file, whose types survive.
+    """
+    frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
+    columns = {}
+    for name, frame in frames.items():
+        rows = pa.Table.from_pandas(frame, preserve_index=False).to_struct_array().combine_chunks()
+        columns[name] = pa.ListArray.from_arrays([0, len(rows)], rows)
+    pq.write_table(pa.table(columns), REFERENCE, compression="zstd")
+
+
+def reference() -> dict[str, pd.DataFrame]:
+    """Return the reference's views, see :func:`reference_views`."""
+    stored = pq.read_table(REFERENCE)
+    frames = {}
+    for name in stored.column_names:
+        rows = stored[name].combine_chunks().flatten()
+        frames[name] = pa.RecordBatch.from_struct_array(rows).to_pandas()
+    return frames
+
+
+def reference_difference(views: Views) -> str:
+    """Return how ``reference.parquet`` differs from these views; empty if it doesn't."""
+    expected, stored = reference_views(views), reference()
+    for name, frame in expected.items():
+        try:
+            pd.testing.assert_frame_equal(
+                stored[name],
+                frame,
+                check_dtype=False,
+                check_names=False,
+                rtol=RELATIVE_TOLERANCE,
+                atol=0,
+                obj=name,
+            )
+        except (AssertionError, KeyError) as error:
+            return f"{REFERENCE.name}: differs from the records ({one_line(error, 300)})"
+    return ""
+
+
+# -- what templates use ---------------------------------------------------------------------------------------
+
+
+def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return a view with the reference's columns, ``wall_ms_there``, where the whole key is the same."""
+    declared = all_views()[name]
+    joined = view
+    if name in there and len(view):
+        others = there[name].rename(columns={column: column + THERE for column in COMPARED[name]})
+        joined = view.merge(others, on=declared.key, how="left", validate="one_to_one")
+    config = [field for field in declared.key if field in (*declared.config, "batch_size", "study")]
+    joined.attrs = {"key": declared.key, "config": config, "named": config, "chosen": []}
+    return joined
+
+
+def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
+    """Return the rows that have these values, possibly none. A list means any of its values."""
+    found = view
+    for column, value in values.items():
+        found = found[found[column].isin(value if isinstance(value, list) else [value])]
+    found.attrs = view.attrs | {"chosen": [*view.attrs["chosen"], *values]}
+    return found
+
+
+def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
+    """Print rows of a view: the fields of its key, then columns beside the reference's.
+
+    A field of the configuration that is the same in all rows is named below the table, and one that the
+    template has chosen is left out.
+
+    Args:
+        columns: "name" or "name: heading, unit"; one that is empty, or has no value, is left out.
+        hide: fields of the key that a column names.
+    """
+    known = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
+    fields = [name for name in view.attrs["key"] if name not in (*known, *hide)]
+    shown = [f"{name}: {_words(name)}" for name in fields]
+    for column in filter(None, columns):
+        name, _, heading = column.partition(": ")
+        heading = heading or _heading(name)
+        shown.append(f"{name}: {heading}")
+        if name + THERE in view:
+            shown.append(f"{name + THERE}: {_heading_there(heading)}")
+    labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
+    printed = table(view.assign(**labels), *shown, rows=MAX_ROWS, drop_empty=True)
+    if len(view) > MAX_ROWS_OPEN:
+        printed = f"<details><summary>All {len(view):,} rows</summary>\n\n{printed}\n\n</details>"
+    fixed = [name for name in view.attrs["named"] if name in view and name not in fields]
+    words = [f"{_words(name)} {_value(view[name].iloc[0])}" for name in fixed]
+    return f"{printed}\n\n{FIXED}{', '.join(words)}." if words else printed
+
+
+def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield the rows of each configuration, with its name: "small, context length 512, batch size 4".
+
+    The name has the fields in which the view's rows differ, and a few always.
+
+    Args:
+        within: fields of the configuration in which the rows of one case may differ.
+    """
+    fields = [name for name in view.attrs["named"] if name not in within]
+    spoken = [*ALWAYS_NAMED, *varying(view, fields)]
+    for values, rows in view.groupby(fields, sort=False):
+        named = [(name, value) for name, value in zip(fields, values) if name in spoken]
+        words = [
+            _value(value) if name in SELF_SPOKEN else f"{_words(name)} {_value(value)}"
+            for name, value in named
+        ]
+        rows.attrs = view.attrs | {"named": []}
+        yield ", ".join(words), rows
+
+
+def ordered(view: pd.DataFrame, column: str, ascending: bool = False) -> pd.DataFrame:
+    """Return rows sorted by a column within those that differ in the last field of the key alone."""
+    group = view.groupby(view.attrs["key"][:-1], sort=False, dropna=False).ngroup()
+    values = view[column] if ascending else -view[column]
+    order = pd.DataFrame({"group": group, "value": values}).sort_values(["group", "value"], kind="stable")
+    return view.loc[order.index]
+
+
+def _words(name: str) -> str:
+    return WORDS.get(name, name.replace("_", " "))
+
+
+def _heading_there(heading: str) -> str:
+    """Return the heading of the reference's column: "wall (reference), ms" of "wall, ms"."""
+    words, comma, unit = heading.rpartition(", ")
+    return f"{words} (reference), {unit}" if comma else f"{heading} (reference)"
+
+
+def _heading(name: str) -> str:
+    """Return a column's heading with its unit: "wall, ms" of wall_ms, "speedup, x" of speedup."""
+    unit = unit_of(name)
+    [heading] = headed(pd.DataFrame(columns=[name]))
+    return heading if ", " in heading or not unit else f"{heading}, {unit}"
+
+
+def _value(value: object) -> str:
+    return escape(value) if isinstance(value, str) else digits(value, "n")
+
+
+def link(out: Path) -> Callable[[str], str]:
+    """Return a function that links to a heading of the writeup, or names it where the report is no part of a
+    checkout, so that no report holds a path of its machine."""
+    is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)
+
+    def why(heading: str = "") -> str:
+        if PROJECT is None or not is_inside:
+            return f'"{heading}" in the writeup' if heading else "the project's writeup.md"
+        path = os.path.relpath(PROJECT / "writeup.md", out).replace(os.sep, "/")
+        return (
+            f"[{heading}]({quote(path)}#{anchor_of(heading)})" if heading else f"[the writeup]({quote(path)})"
+        )
+
+    return why
+
+
+def anchor_of(heading: str) -> str:
+    """Return a heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
+
+
+# -- the report -----------------------------------------------------------------------------------------------
+
+
+def compose(found: Read, runs: Path, out: Path) -> Report:
+    """Return the report of a folder, as it would be written into ``out``: one part per device.
+
+    Args:
+        found: what was read from ``runs``.
+
+    Raises:
+        OutputError: the folder has no run that can be used.
+    """
+    if not found.records:
+        raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
+    parts = by_device(found, runs)
+    there = reference()
+    serial = itertools.count(1)
+    reference_run = there["about"].iloc[0]
+    shared = {
+        "some": some,
+        "by_case": by_case,
+        "ordered": ordered,
+        "why": link(out),
+        "serial": lambda: next(serial),
+    }
+    shared |= {"compared": compared, "reference": reference_run}
+    texts: list[str] = []
+    figures: dict[str, str] = {}
+    errors = [*found.errors]
+    notes = [*found.notes]
+    for device, part in parts.items():
+        names, missing = _names(part, there)
+        names |= {
+            "left_out": left_out(part),
+            "runs_found": runs_found(part, runs, out),
+            "on_device": f" ({escape(device)})" if len(parts) > 1 else "",
+        }
+        document = Document(FOLDER, shared | names, all_figures())
+        first, *sections = sorted(FOLDER.glob("*.md.j2"))
+        chosen = sections if texts else [first, *sections]
+        texts += [document.render(path.name) for path in chosen]
+        figures |= document.figures
+        errors += [error for error in part.errors if error not in errors]
+        notes += missing
+        try:
+            document.check()
+        except DocumentError as error:
+            notes.append(f"left out, because it cannot be shown: {one_line(error, 1000)}")
+    text = _without_repetition("".join(texts))
+    html = page(text.replace("writeup.md", "writeup.html"), [], figures, foot(found.records))
+    drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
+    return Report({"report.md": text, "report.html": html} | drawings, errors, notes)
+
+
+def _without_repetition(text: str) -> str:
+    """Return a text in which a chapter says only once what is the same in the rows of its tables."""
+    kept: list[str] = []
+    said = ""
+    for line in text.splitlines():
+        is_repeated = line.startswith(FIXED) and line == said
+        if line.startswith(FIXED):
+            said = line
+        elif line.startswith("## "):
+            said = ""
+        if not is_repeated:
+            kept.append(line)
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)) + "\n"
+
+
+def by_device(found: Read, runs: Path) -> dict[str, Read]:
+    """Return what a folder holds by the name of the device, since runs of two devices may have one key."""
+    devices = dict.fromkeys(map(device_of, [*found.records, *found.replaced]))
+    if len(devices) == 1:
+        return dict.fromkeys(devices, found)
+    parts = {device: read(Store(runs), partial(is_of, device)) for device in devices}
+    return {device: part for device, part in parts.items() if part.records}
+
+
+def is_of(device: str, record: Record) -> bool:
+    return device_of(record) == device
+
+
+def device_of(record: Record) -> str:
+    return record.machine.get("device_name") or record.config["device"]
+
+
+def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, Any], list[str]]:
+    """Return the names of one device's templates, its views among them, and which views cannot be made.
+
+    A view of a study that has no runs is empty.
+    """
+    views, declared = Views(steady(found.tables)), all_views()
+    names: dict[str, Any] = {}
+    notes = []
+    for name in COMPARED:
+        empty = pd.DataFrame(columns=[*declared[name].key, *declared[name].columns])
+        try:
+            view = views[name]
+        except MissingTable:
+            view = empty
+        except Exception as error:  # noqa: BLE001 of any table that is not there, or is empty
+            notes.append(f"view {name}: cannot be made ({type(error).__name__}: {one_line(error, 200)})")
+            view = empty
+        names[name] = with_reference(name, view, there)
+    rates = machine_rates(views).merge(there["machine_rates"], on="what", how="left", suffixes=("", THERE))
+    names["machine_rates"] = rates
+    names["here"] = about(found.tables["runs"]).iloc[0]
+    names["on_gpu"] = found.records[0].config["device"] != "cpu"
+    return names, notes

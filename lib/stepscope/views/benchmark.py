@@ -1,0 +1,522 @@
+"""The benchmark's views: times of a training step in all precisions, and how well they repeat."""
+
+import pandas as pd
+
+from stepscope.config import EDITIONS, MODE_NAMES, SIZES
+from stepscope.report.tables import digits, quartiles
+from stepscope.stats import LEAST_HOST_GAIN, STEADY, launch_bound_rows, wall_gain
+from stepscope.studies.benchmark.tables import CONFIG
+from stepscope.traces.families import MATMUL
+from stepscope.views import Views, in_order, view
+
+BOTH = ["benchmark", "mixed_precision"]
+MEASURED = [
+    "steps",
+    "wall_ms",
+    "wall_std_ms",
+    "wall_q1_ms",
+    "wall_q3_ms",
+    "wall_min_ms",
+    "enqueue_ms",
+    "gpu_ms",
+    "operations",
+    "busy",
+    "replayed_ms",
+    "peak_gib",
+    "reserved_gib",
+    "sm_clock_mhz",
+    "power_w",
+    "step_j",
+    "compile_s",
+    "tflops",
+    "mfu",
+    "tokens_per_s",
+]
+FIRST_TIMED = 10  # timed steps of the assignment's means and deviations, however many there are
+WARM_UP_STEPS = (0, 1, 2, 5)
+PHASES = ("forward", "loss", "backward", "optimizer")
+PLACES = ("first", "second", "third")
+
+
+def both_studies(data: Views, table: str) -> pd.DataFrame:
+    """Return a table of this study and of mixed_precision, with ``study``; a mixed_precision run has repeat 0."""
+    frames = [
+        data.table(f"{study}.{table}").assign(study=study) for study in BOTH if data.has(f"{study}.{table}")
+    ]
+    if not frames:
+        data.table(f"benchmark.{table}")  # raises
+    joined = pd.concat(frames, ignore_index=True)
+    repeat = joined["repeat"] if "repeat" in joined else pd.Series(0, joined.index)
+    joined = joined.assign(repeat=repeat.fillna(0).astype(int))
+    joined = joined.assign(order=joined["mode"].map([*MODE_NAMES].index))
+    return in_order(joined.sort_values(["repeat", "order"], kind="stable"))
+
+
+@view(
+    key=["study", *CONFIG, "mode", "phase"],
+    columns=[
+        *MEASURED,
+        "status",
+        "reason",
+        "replay_reason",
+        "run_id",
+        "mode_name",
+        "launch_bound",
+        "fastest_ms",
+        "fastest_idle_share",
+        "fastest_launch_us",
+        "launch_us",
+        "kernel_us",
+        "quartiles",
+        "wall_std_share",
+        "phase_share",
+        "matmul_rate_share",
+        "gpu_mfu",
+        "gpu_matmul_rate_share",
+        "gpu_tflops",
+    ],
+    studies=BOTH,
+)
+def times(data: Views) -> pd.DataFrame:
+    """One row per configuration, mode and phase ("total" for the mode as a whole).
+
+    * ``launch_bound``: :func:`stepscope.stats.launch_bound`; it is the total's that counts, since one phase can
+      wait for launches while the kernels of another are long.
+    * ``fastest_ms``: the fastest timed step, of launch-bound rows only, since their medians do not repeat;
+      ``fastest_idle_share``: the part of it in which no kernel runs.
+    * ``launch_us`` (of the median step) and ``fastest_launch_us``: wall time per kernel, of launch-bound rows
+      only; ``kernel_us``: GPU time per kernel.
+    * ``wall_std_share``: the standard deviation over the median.
+    * ``phase_share``: a phase's part of the GPU time of all phases of its mode.
+    * ``mfu`` (of the data sheet's rate) and ``matmul_rate_share`` (of the fastest large matmul of all runs in that
+      precision): FLOPs over wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops``: over GPU time.
+    """
+    found = both_studies(data, "times")
+    case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
+    on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU launches nothing
+    launch_bound = launch_bound_rows(found) & on_gpu
+    matmul_tflops = found["precision"].map(_matmul_tflops(data)).astype(float)
+    fastest_ms = found["wall_min_ms"].where(launch_bound)
+    us_per_kernel = 1e3 / found["operations"]
+    stretch = found["wall_ms"] / found["gpu_ms"]
+    phase_gpu_ms = found["gpu_ms"].where(found["phase"] != "total")
+    total_gpu_ms = phase_gpu_ms.groupby(case).transform("sum")
+    return found.assign(
+        mode_name=found["mode"].map(MODE_NAMES),
+        launch_bound=launch_bound,
+        fastest_ms=fastest_ms,
+        fastest_idle_share=1 - found["gpu_ms"] / fastest_ms,
+        fastest_launch_us=fastest_ms * us_per_kernel,
+        launch_us=(found["wall_ms"] * us_per_kernel).where(launch_bound),
+        kernel_us=found["gpu_ms"] * us_per_kernel,
+        quartiles=quartiles(found),
+        wall_std_share=found["wall_std_ms"] / found["wall_ms"],
+        phase_share=phase_gpu_ms / total_gpu_ms,
+        matmul_rate_share=found["tflops"] / matmul_tflops,
+        gpu_mfu=found["mfu"] * stretch,
+        gpu_matmul_rate_share=found["tflops"] * stretch / matmul_tflops,
+        gpu_tflops=found["tflops"] * stretch,
+    )
+
+
+def _matmul_tflops(data: Views) -> dict[str, float]:
+    """Return the fastest large matmul of the benchmark's runs by precision."""
+    if not data.has("benchmark.results"):
+        return {}
+    results = data.table("benchmark.results")
+    return results.groupby("precision")["matmul_tflops"].max().to_dict()
+
+
+@view(
+    key=["study", *CONFIG, "mode", "phase", "name"],
+    columns=["kernel_category", "count", "gpu_ms"],
+    studies=BOTH,
+)
+def operations(data: Views) -> pd.DataFrame:
+    """One row per configuration, mode, phase and name of a kernel: GPU time of its launches in one step."""
+    return both_studies(data, "operations")
+
+
+@view(
+    key=["study", *CONFIG, "mode", "kernel_category"],
+    columns=["gpu_ms", "count", "share", "is_matmul"],
+    studies=BOTH,
+)
+def kernel_categories(data: Views) -> pd.DataFrame:
+    """One row per configuration, mode and category of kernels: GPU time, launches, and the share of the sum of
+    all kernels' times."""
+    case = ["study", *CONFIG, "mode"]
+    found = data["operations"].groupby([*case, "kernel_category"], sort=False)[["gpu_ms", "count"]].sum()
+    found = found.reset_index()
+    share = found["gpu_ms"] / found.groupby(case, sort=False)["gpu_ms"].transform("sum")
+    return found.assign(share=share, is_matmul=found["kernel_category"] == MATMUL)
+
+
+@view(key=[*CONFIG, "mode", "phase", "step"], columns=["warmup", "wall_ms", "enqueue_ms"], studies=BOTH[:1])
+def samples(data: Views) -> pd.DataFrame:
+    """One row per step (and phase) that the benchmark timed, from the first step of a mode on; ``warmup`` marks
+    the steps that the medians leave out."""
+    return in_order(data.table("benchmark.samples").sort_values("repeat", kind="stable"))
+
+
+@view(
+    key=[*CONFIG],
+    columns=["parameters", "matmul_tflops", "copy_tb_per_s", "sheet_tflops", "highest_clock_mhz"],
+    studies=BOTH[:1],
+)
+def peak_rates(data: Views) -> pd.DataFrame:
+    """One row per benchmark run: the rates of a large matmul in its precision and of a large copy."""
+    return data.table("benchmark.results").rename(columns={"copy_tb_s": "copy_tb_per_s"})
+
+
+@view(
+    key=["size"],
+    columns=["d_model", "d_ff", "layers", "heads", "parameters", "name_2026"],
+    studies=BOTH[:1],
+    over=[name for name in CONFIG if name != "size"],
+)
+def models(data: Views) -> pd.DataFrame:
+    """One row per named size that was measured: its dimensions, and what the 2026 handout calls it."""
+    found = data.table("benchmark.results")[["size", "parameters"]].drop_duplicates("size")
+    found = found[found["size"].isin([*SIZES])]
+    dimensions = pd.DataFrame.from_dict(SIZES, orient="index", columns=["d_model", "d_ff", "layers", "heads"])
+    names_2026 = {ours: theirs for theirs, ours in EDITIONS[2026].items()}
+    return found.join(dimensions, on="size").assign(name_2026=found["size"].map(names_2026).fillna(""))
+
+
+# -- the assignment's means and deviations --------------------------------------------------------------------
+
+
+def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
+    """Format as "58.5 ± 0.0799", in ms; None where there is no mean."""
+    texts = [
+        None if pd.isna(mean) else f"{digits(mean, 'ms')} ± {digits(deviation, 'ms')}"
+        for mean, deviation in zip(means, deviations)
+    ]
+    return pd.Series(texts, means.index, dtype=object)
+
+
+@view(
+    key=[*CONFIG, "mode", "phase"],
+    columns=["steps", "warmup_steps", "mean_ms", "std_ms", "text"],
+    studies=BOTH[:1],
+)
+def timed_steps(data: Views) -> pd.DataFrame:
+    """One row per configuration, mode and phase: mean and standard deviation of the first ten timed steps.
+
+    Fewer where fewer were timed (``steps``).
+    """
+    found = data["samples"].sort_values("step", kind="stable")
+    key = [*CONFIG, "mode", "phase"]
+    warmup_steps = found.groupby(key, sort=False)["warmup"].sum().rename("warmup_steps")
+    first = found[~found["warmup"]].groupby(key, sort=False).head(FIRST_TIMED)
+    made = first.groupby(key, sort=False)["wall_ms"].agg(["count", "mean", "std"])
+    made = made.set_axis(["steps", "mean_ms", "std_ms"], axis=1).join(warmup_steps).reset_index()
+    return in_order(made.assign(text=mean_and_deviation(made["mean_ms"], made["std_ms"])))
+
+
+@view(
+    key=[*CONFIG],
+    columns=["forward", "backward", "forward_and_backward", "full_step"],
+    studies=BOTH[:1],
+)
+def handout_times(data: Views) -> pd.DataFrame:
+    """One row per configuration: :func:`timed_steps` as "58.5 ± 0.0799" (ms) of forward alone, of backward (inside
+    forward + backward), of both and of the full step."""
+    cells = data["timed_steps"].set_index([*CONFIG, "mode", "phase"])["text"]
+    parts = {
+        "forward": ("forward", "total"),
+        "backward": ("forward_backward", "backward"),
+        "forward_and_backward": ("forward_backward", "total"),
+        "full_step": ("step", "total"),
+    }
+    unstacked = cells.unstack(["mode", "phase"])
+    made = pd.DataFrame({name: unstacked.get(case) for name, case in parts.items()}, unstacked.index)
+    return in_order(made.reset_index())
+
+
+@view(
+    key=[*CONFIG, "warmup_steps"],
+    columns=["steps", "mean_ms", "std_ms", "first_ms", "text", "after"],
+    studies=BOTH[:1],
+)
+def warm_up(data: Views) -> pd.DataFrame:
+    """One row per configuration and number of warm-up steps: mean and deviation of the ten full steps that follow
+    them, and the first of the ten. The samples keep every step of a process, so no run is needed for each."""
+    found = data["samples"]
+    found = found[(found["mode"] == "step") & (found["phase"] == "total")]
+    found = found.sort_values("step", kind="stable")
+    rows = []
+    for config, steps in found.groupby([*CONFIG], sort=False):
+        timed = min(int((~steps["warmup"]).sum()), FIRST_TIMED)
+        for warmup_steps in WARM_UP_STEPS:
+            after = steps["wall_ms"].to_numpy()[warmup_steps : warmup_steps + timed]
+            if len(after) == timed > 1:
+                rows.append((*config, warmup_steps, timed, after.mean(), after.std(ddof=1), after[0]))
+    names = [*CONFIG, "warmup_steps", "steps", "mean_ms", "std_ms", "first_ms"]
+    made = in_order(pd.DataFrame(rows, columns=names))
+    after = made["warmup_steps"].map("after {}, ms".format)
+    return made.assign(text=mean_and_deviation(made["mean_ms"], made["std_ms"]), after=after)
+
+
+# -- how well times repeat ------------------------------------------------------------------------------------
+
+
+@view(
+    key=[*CONFIG, "phase"],
+    columns=[
+        *[f"{place}_ms" for place in PLACES],
+        *[f"{place}_enqueue_ms" for place in PLACES],
+        "later_ms",
+        "later_enqueue_ms",
+        "later_steps",
+        "later_std_share",
+        "launch_bound",
+        "first_delay_share",
+        "is_second_enqueued_slowly",
+        *[f"{place}_excess_ms" for place in PLACES],
+        *[f"{place}_excess_share" for place in PLACES],
+        *[f"is_{place}_slow" for place in PLACES],
+    ],
+    studies=BOTH[:1],
+)
+def first_steps(data: Views) -> pd.DataFrame:
+    """One row per process and phase of its full steps: wall time and enqueue time of the first three, the median
+    of the timed ones (``later_ms``), and by how much the first three exceed it.
+
+    ``first_delay_share`` is the phase's part of the time that the first step loses. A step is slow if it
+    exceeds the median by more than single steps of such a process differ anyway: 1%, or 20% if its timed steps
+    are launch-bound.
+    """
+    key = [*CONFIG, "phase"]
+    found = data["samples"]
+    found = found[found["mode"] == "step"]
+    columns = {}
+    for place, name in enumerate(PLACES):
+        at = found[found["step"] == place].set_index(key)
+        columns |= {f"{name}_ms": at["wall_ms"], f"{name}_enqueue_ms": at["enqueue_ms"]}
+    timed = found[~found["warmup"]].groupby(key, sort=False)
+    columns |= {"later_ms": timed["wall_ms"].median(), "later_enqueue_ms": timed["enqueue_ms"].median()}
+    columns |= {"later_steps": timed.size(), "later_std_share": timed["wall_ms"].std() / columns["later_ms"]}
+    made = pd.DataFrame(columns).reset_index().sort_values("repeat", kind="stable")
+    step = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'total'")
+    made = made.merge(step[[*CONFIG, "launch_bound"]], on=[*CONFIG], how="left", validate="many_to_one")
+    launch_bound = made["launch_bound"].eq(True)
+    limit = launch_bound.map({True: LEAST_HOST_GAIN, False: STEADY})
+    made["launch_bound"] = launch_bound
+    for name in PLACES:
+        made[f"{name}_excess_ms"] = made[f"{name}_ms"] - made["later_ms"]
+        made[f"{name}_excess_share"] = made[f"{name}_excess_ms"] / made["later_ms"]
+        made[f"is_{name}_slow"] = made[f"{name}_excess_share"] > limit
+    total = made["first_excess_ms"].where(made["phase"] == "total")
+    delay_ms = total.groupby([made[name] for name in CONFIG]).transform("max")
+    return in_order(
+        made.assign(
+            first_delay_share=made["first_excess_ms"] / delay_ms,
+            is_second_enqueued_slowly=made["second_enqueue_ms"] > made["later_enqueue_ms"],
+        )
+    )
+
+
+WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
+
+
+@view(
+    key=[*WITHOUT_REPEAT, "mode", "phase"],
+    columns=[
+        "processes",
+        "wall_min_ms",
+        "wall_max_ms",
+        "wall_ratio",
+        "gpu_min_ms",
+        "gpu_max_ms",
+        "gpu_ratio",
+        "fastest_min_ms",
+        "fastest_max_ms",
+        "fastest_ratio",
+        "steps_min",
+        "steps_max",
+        "is_ever_launch_bound",
+        "is_always_launch_bound",
+        "apart_h",
+        "has_other_ram",
+        "wall_ratio_text",
+        "gpu_ratio_text",
+    ],
+    studies=BOTH[:1],
+    over=["repeat"],
+)
+def repeats(data: Views) -> pd.DataFrame:
+    """One row per configuration, mode and phase that several processes measured: smallest and largest of their
+    median wall times, of their fastest steps and of their GPU times, and how far apart these are.
+
+    ``apart_h`` is the time between the starts of the first and the last of these runs; ``has_other_ram`` whether
+    their hosts have different amounts of memory, so that they are different machines.
+    """
+    found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
+    runs = data["runs"][["study", "run_id", "started_at", "ram_gib"]]
+    found = found.merge(runs, on=["study", "run_id"], how="left", validate="many_to_one")
+    made = found.groupby([*WITHOUT_REPEAT, "mode", "phase"], sort=False).agg(
+        processes=("gpu_ms", "count"),
+        wall_min_ms=("wall_ms", "min"),
+        wall_max_ms=("wall_ms", "max"),
+        gpu_min_ms=("gpu_ms", "min"),
+        gpu_max_ms=("gpu_ms", "max"),
+        fastest_min_ms=("wall_min_ms", "min"),
+        fastest_max_ms=("wall_min_ms", "max"),
+        steps_min=("steps", "min"),
+        steps_max=("steps", "max"),
+        is_ever_launch_bound=("launch_bound", "any"),
+        is_always_launch_bound=("launch_bound", "all"),
+        first_start=("started_at", "min"),
+        last_start=("started_at", "max"),
+        amounts_of_ram=("ram_gib", "nunique"),
+    )
+    made = made[made["processes"] > 1].reset_index()
+    apart = made["last_start"] - made["first_start"]
+    for name in ("wall", "gpu", "fastest"):
+        made[f"{name}_ratio"] = made[f"{name}_max_ms"] / made[f"{name}_min_ms"]
+    return made.assign(
+        apart_h=apart.dt.total_seconds() / 3600,
+        has_other_ram=made["amounts_of_ram"] > 1,
+        wall_ratio_text=made["wall_ratio"].map("{:.3f}".format),
+        gpu_ratio_text=made["gpu_ratio"].map("{:.3f}".format),
+    )
+
+
+# -- phases, optimizers, compiling ----------------------------------------------------------------------------
+
+
+@view(
+    key=["study", *CONFIG],
+    columns=[
+        *[f"{phase}_ms" for phase in PHASES],
+        *[f"{phase}_share" for phase in PHASES],
+        "backward_ratio",
+        "model_share",
+    ],
+    studies=BOTH,
+)
+def phases(data: Views) -> pd.DataFrame:
+    """One row per configuration: GPU time of the full step's phases and their shares of the sum.
+
+    ``backward_ratio`` is backward over forward, ``model_share`` forward and backward together.
+    """
+    found = data["times"].query("mode == 'step' and phase != 'total'").set_index(["study", *CONFIG, "phase"])
+    gpu_ms, shares = (
+        found[name].unstack("phase").reindex(columns=[*PHASES]) for name in ("gpu_ms", "phase_share")
+    )
+    made = gpu_ms.add_suffix("_ms").join(shares.add_suffix("_share")).reset_index()
+    return in_order(
+        made.assign(
+            backward_ratio=made["backward_ms"] / made["forward_ms"],
+            model_share=made["forward_share"] + made["backward_share"],
+        )
+    )
+
+
+WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
+
+
+@view(
+    key=WITHOUT_OPTIMIZER,
+    columns=["foreach_ms", "fused_ms", "speedup"],
+    studies=BOTH[:1],
+    over=["optimizer"],
+)
+def optimizers(data: Views) -> pd.DataFrame:
+    """One row per configuration that was measured with both: GPU time of AdamW, PyTorch's default (foreach) and
+    fused."""
+    found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
+    made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
+    made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()
+    return in_order(made.assign(speedup=made["foreach_ms"] / made["fused_ms"]))
+
+
+COMPARED = [
+    "steps",
+    "wall_ms",
+    "wall_min_ms",
+    "fastest_ms",
+    "quartiles",
+    "enqueue_ms",
+    "gpu_ms",
+    "operations",
+    "busy",
+    "peak_gib",
+    "launch_bound",
+]
+
+
+@view(
+    key=[*CONFIG, "mode"],
+    columns=[
+        *COMPARED,
+        *[f"eager_{name}" for name in COMPARED],
+        "eager_study",
+        "mode_name",
+        "wall_std_ms",
+        "compile_s",
+        "gpu_speedup",
+        "wall_speedup",
+        "break_even_steps",
+        "other_gpu_ms",
+        "other_count",
+        "eager_other_gpu_ms",
+        "eager_other_count",
+        "optimizer_share",
+    ],
+    studies=BOTH[:1],
+)
+def compiled(data: Views) -> pd.DataFrame:
+    """One row per compiled configuration and mode that was also measured uncompiled (``eager_...``), by the
+    benchmark, or by mixed_precision if the benchmark did not.
+
+    ``wall_speedup`` is :func:`stepscope.stats.wall_gain`: empty where the two differ by less than launch-bound
+    times do. ``break_even_steps`` is compile time over what a step then saves, by the fastest steps if one of
+    the two is launch-bound. ``other_...`` are the kernels that are no matmuls. ``optimizer_share`` is the
+    optimizer's part of the compiled step's GPU time.
+    """
+    made = _beside_eager(data["times"])
+    launch_bound = made["launch_bound"] | made["eager_launch_bound"]
+    saved_ms = made["eager_wall_ms"] - made["wall_ms"]
+    fastest_saved_ms = made["eager_wall_min_ms"] - made["wall_min_ms"]
+    wall_speedup = pd.Series([_wall_speedup(row) for _, row in made.iterrows()], made.index, dtype=float)
+    saved_ms = saved_ms.mask(launch_bound, fastest_saved_ms).where(wall_speedup > 1)
+    optimizer = data["times"].query("mode == 'step' and phase == 'optimizer'")
+    shares = optimizer.set_index(["study", *CONFIG])["phase_share"].rename("optimizer_share")
+    made = made.join(shares, on=["study", *CONFIG], validate="many_to_one")
+    return _with_other_kernels(data["kernel_categories"], made).assign(
+        gpu_speedup=made["eager_gpu_ms"] / made["gpu_ms"],
+        wall_speedup=wall_speedup,
+        break_even_steps=made["compile_s"] * 1e3 / saved_ms,
+        optimizer_share=made["optimizer_share"].where(made["mode"] == "step"),
+    )
+
+
+EAGER_CASE = [*[name for name in CONFIG if name != "compile"], "mode"]
+
+
+def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
+    """Return the compiled rows with the columns of the same case uncompiled, ``eager_...``."""
+    rows = times.query("phase == 'total' and status == 'ok'")
+    eager = rows[rows["compile"] == "none"].sort_values("study", kind="stable")  # the benchmark's first
+    eager = eager.drop_duplicates(EAGER_CASE)[[*EAGER_CASE, "study", *COMPARED]]
+    eager = eager.rename(columns={name: f"eager_{name}" for name in ("study", *COMPARED)})
+    return rows[rows["compile"] != "none"].merge(eager, on=EAGER_CASE, validate="many_to_one")
+
+
+def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with GPU time and launches of the kernels that are no matmuls, compiled and uncompiled."""
+    key = ["study", *CONFIG, "mode"]
+    other = categories[~categories["is_matmul"]].groupby(key, sort=False)[["gpu_ms", "count"]].sum()
+    rows = rows.join(other.add_prefix("other_"), on=key, validate="one_to_one")
+    eager = other.add_prefix("eager_other_").reset_index()
+    eager = eager[eager["compile"] == "none"].drop(columns="compile").rename(columns={"study": "eager_study"})
+    return rows.merge(eager, on=["eager_study", *EAGER_CASE], how="left", validate="many_to_one")
+
+
+def _wall_speedup(row: pd.Series) -> float:
+    names = ("wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy")
+    before = {name: row[f"eager_{name}"] for name in names}
+    return wall_gain(before, {name: row[name] for name in names})

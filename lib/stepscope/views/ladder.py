@@ -1,0 +1,533 @@
+"""Views of the ladder: a training step from plain fp32 to the fastest, one optimization at a time.
+
+A speedup is a ratio of GPU times where it isn't called one of wall time. Two wall times of which one is
+launch-bound are compared by their fastest steps, and are too close to call below
+:data:`stepscope.stats.LEAST_HOST_GAIN`.
+"""
+
+from itertools import combinations
+
+import pandas as pd
+
+from stepscope.config import StepConfig
+from stepscope.data_sheets import data_sheet
+from stepscope.model.flops import step_flops
+from stepscope.report.tables import quartiles
+from stepscope.stats import LEAST_GAIN, LEAST_HOST_GAIN, launch_bound_rows, spread_ms
+from stepscope.studies.ladder.config import BEYOND, FAIR, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.views import Views, in_order, view
+
+SHAPE = ["size", "context_length", "vocab_size"]
+CASE = [*SHAPE, "batch_size"]  # of one ladder
+KEY = [*CASE, "optimization"]
+FIRST, LAST = RUNGS[0], RUNGS[-1]
+GRAPH = "cuda_graph"  # removes launches and no kernel, so that it is compared in wall time
+AT_LIMIT = 0.95  # of the power limit, on average over the timed steps
+SMOOTHED_STEPS = 10  # of training: text is learned unevenly
+FINAL_STEPS = 50
+NAMES = {
+    "fp32": "fp32, naive attention",
+    "tf32": "TF32",
+    "bf16": "bf16 autocast",
+    "sdpa": "fused attention",
+    "fused": "fused AdamW",
+    "blocks": "compiled blocks",
+    "cuda_graph": "CUDA graph of the step",
+    "bf16_weights": "bf16 weights, fp32 masters",
+    "bf16_moments": "bf16 moments",
+    "chunked": "chunked loss",
+    "fp8": "FP8 matmuls",
+    "filled": "batch that fills the memory",
+    "hugging_face": "Hugging Face, compiled",
+    "hugging_face_graphs": "Hugging Face, reduce-overhead",
+    "hugging_face_causal": "Hugging Face, no mask",
+    "hugging_face_captured": "Hugging Face, no mask, one graph",
+    "fast_step": "fast_step.py",
+    "without_sdpa": "without fused attention",
+    "without_blocks": "without compiled blocks",
+    "without_cuda_graph": "without the CUDA graph",
+    "without_bf16_weights": "without bf16 weights",
+    "without_bf16_moments": "without bf16 moments",
+    "all": "all of them",
+    "all_wall": "all of them, in wall time",
+}
+PRINTED_NAMES = NAMES | {GRAPH: f"{NAMES[GRAPH]}, in wall time"}  # among speedups in GPU time
+RATES = {
+    "bf16_tflops": ("matmul_bf16", "max"),
+    "slowest_bf16_tflops": ("matmul_bf16", "min"),
+    "fp32_tflops": ("matmul_fp32", "max"),
+    "fp8_tflops": ("matmul_fp8", "max"),
+    "copy_tb_per_s": ("copy", "max"),
+    "runs": ("matmul_bf16", "count"),
+    "sustained_tflops": ("kept_up_tflops", "median"),
+    "sustained_clock_mhz": ("kept_up_clock_mhz", "median"),
+    "min_sustained_power_w": ("kept_up_power_w", "min"),
+    "max_sustained_power_w": ("kept_up_power_w", "max"),
+    "power_limit_w": ("power_limit_w", "median"),
+    "sheet_bf16_tflops": ("sheet_bf16", "median"),
+    "nearest_second_moment": ("v_nearest", "median"),
+    "stochastic_second_moment": ("v_stochastic", "median"),
+    "fp32_second_moment": ("v_fp32", "median"),
+    "compared_numbers": ("compared", "max"),
+    "unequal_numbers": ("unequal", "max"),
+    "unequal_bf16_numbers": ("low_unequal", "max"),
+}
+
+
+@view(key=["device"], columns=[*RATES, "sheet_clock_mhz"], studies=["ladder"], over=SHAPE)
+def rates(data: Views) -> pd.DataFrame:
+    """Return a row per GPU: what it reaches, over all of the ladder's runs on it.
+
+    * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
+      milliseconds. The fastest of all runs, because a disturbance only slows such a burst down.
+    * ``sustained_...``: one large bf16 matmul after another for a second; medians over the runs.
+    * ``sheet_bf16_tflops``: the data sheet's rate, which is of ``sheet_clock_mhz``.
+    * ``..._second_moment``: what a second moment that should fall becomes in bf16, rounded in one of two ways.
+    * ``..._numbers``: how many numbers of the optimizer's kernel were compared with numpy's, and how many differ.
+    """
+    results = _with_device(data, data.table("ladder.results"))
+    results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
+    found = results.groupby("device", sort=False).agg(**RATES).reset_index()
+    clocks = [data_sheet(device).get("tensor_mhz") for device in found.device]
+    return found.assign(sheet_clock_mhz=pd.Series(clocks, found.index, dtype=float))
+
+
+def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a table's rows with the ``device`` of their run."""
+    devices = data.table("runs")[["run_id", "device"]].drop_duplicates("run_id")
+    return rows.merge(devices, on="run_id", how="left", validate="many_to_one")
+
+
+def config_of(row: pd.Series) -> StepConfig:
+    """Return the configuration of a row of a ladder's view."""
+    return StepConfig(study="ladder", device="cpu", **{name: row[name] for name in CASE})
+
+
+MEASURED = [
+    "device",
+    "status",
+    "reason",
+    "steps",
+    "wall_ms",
+    "wall_std_ms",
+    "wall_min_ms",
+    "wall_q1_ms",
+    "wall_q3_ms",
+    "enqueue_ms",
+    "gpu_ms",
+    "replayed_ms",
+    "operations",
+    "busy",
+    "mfu",
+    "tokens_per_s",
+    "peak_gib",
+    "reserved_gib",
+    "power_w",
+    "sm_clock_mhz",
+    "step_j",
+    "compile_s",
+    "gradient_error",
+    "trained_gradient_error",
+]
+DERIVED = [
+    "name",
+    "case",
+    "parameters",
+    "tokens",
+    "step_flops",
+    "quartiles",
+    "spread_ms",
+    "launch_bound",
+    "best_ms",
+    "launch_us",
+    "power_limited",
+    "mean_ms",
+    "mean_tokens_per_s",
+    "mean_mfu",
+    "thousand_tokens_j",
+    "billion_tokens_h",
+    "billion_tokens_kwh",
+    "large_matmul_share",
+    "sustained_matmul_share",
+    "at_clock_mfu",
+    "matmul_ms",
+    "moved_ms",
+    "reference_ms",
+    "sustained_reference_ms",
+]
+COMPARED = [
+    "previous_gpu_ms",
+    "previous_operations",
+    "previous_gpu_speedup",
+    "previous_wall_speedup",
+    "fp32_gpu_speedup",
+    "fp32_wall_speedup",
+    "graph_wall_ms",
+    "speedup",
+]
+
+
+@view(key=KEY, columns=[*MEASURED, *DERIVED, *COMPARED], studies=["ladder"])
+def steps(data: Views) -> pd.DataFrame:
+    """Return a row per case and optimization, those that ran out of memory included.
+
+    * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU to run it, steps back to back;
+      ``best_ms`` is then the fastest step, and ``launch_us`` that by its number of kernels.
+    * ``power_limited``: the GPU draws 95% of its power limit or more.
+    * ``mean_...`` and what tokens cost: costs are sums over steps, so they follow from the mean step, which is
+      the energy counter over the power of the same steps, ``step_j / power_w``. ``wall_ms`` is the median.
+    * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s over the large matmul's, in a
+      burst or sustained; ``at_clock_mfu``: ``mean_mfu`` at the step's SM clock, by the clock of the data sheet's
+      rate. All three are for steps in bf16.
+    * ``reference_ms``: matmuls' FLOPs at the large matmul's rate (``matmul_ms``), then the optimizer's bytes at
+      the copy's rate (``moved_ms``): a reference, not a bound. ``sustained_reference_ms`` takes the sustained
+      matmul rate. Without FP8, whose matmuls have two rates.
+    * ``previous_...``, ``fp32_...``, ``graph_...``: the step of the optimization before (for FP8 and a chunked
+      loss, bf16 moments), of fp32, and of the CUDA graph; ``..._speedup`` is this step's over it.
+    * ``speedup``: over the optimization before, in GPU time; the CUDA graph's in wall time. Empty where it is
+      under 3%, or less than the middle half of the steps differs by.
+    """
+    rows = _measured(data)
+    ladder = rows[rows.optimization.isin(RUNGS) & rows.wall_ms.notna()]
+    rank = ladder.optimization.map(RUNGS.index)
+    ladder = ladder.iloc[rank.argsort(kind="stable")]
+    before = ladder.groupby(CASE, sort=False).shift(1).reindex(rows.index)
+    last = _same_case(rows, ladder[ladder.optimization == LAST])
+    before = before.where(~rows.optimization.isin(BEYOND), last)
+    fp32 = _same_case(rows, ladder[ladder.optimization == FIRST])
+    graph = _same_case(rows, ladder[ladder.optimization == GRAPH])
+    rows = rows.assign(
+        previous_gpu_ms=before.gpu_ms,
+        previous_operations=before.operations,
+        previous_gpu_speedup=before.gpu_ms / rows.gpu_ms,
+        previous_wall_speedup=_wall_speedup(rows, before),
+        fp32_gpu_speedup=fp32.gpu_ms / rows.gpu_ms,
+        fp32_wall_speedup=_wall_speedup(rows, fp32),
+        graph_wall_ms=graph.wall_ms,
+    )
+    apart = (before.wall_ms - rows.wall_ms).abs()
+    is_clear = apart >= rows.spread_ms.combine(before.spread_ms, max)
+    in_wall_time = rows.previous_wall_speedup.where(is_clear)
+    speedup = rows.previous_gpu_speedup.mask(rows.optimization == GRAPH, in_wall_time)
+    return rows.assign(speedup=_callable(speedup))
+
+
+def _measured(data: Views) -> pd.DataFrame:
+    """Return the rows of :func:`steps` without comparisons."""
+    rows = _with_device(data, data.table("ladder.steps"))
+    rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
+    columns = ["parameters", "matmul_bf16", "copy"]
+    results = data.table("ladder.results").reindex(columns=["run_id", *columns])
+    rows = rows.merge(results, on="run_id", how="left", validate="many_to_one")
+    rows = rows.drop(columns="run_id")
+    configs = [config_of(row) for _, row in rows.iterrows()]
+    tokens = rows.context_length * rows.batch_size
+    is_gpu = rows.sm_clock_mhz.notna()  # a CPU launches nothing
+    launch_bound = launch_bound_rows(rows) & is_gpu
+    best_ms = rows.wall_min_ms.where(launch_bound)
+    mean_ms = rows.step_j / rows.power_w * 1e3
+    mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
+    achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
+    # each run's reference times are at its own rates
+    is_fp8 = rows.optimization == "fp8"
+    matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
+    moved_ms = rows.moved_ms * rows["copy"] / rows.copy_tb_per_s
+    sustained_ms = matmul_ms * rows.bf16_tflops / rows.sustained_tflops
+    return rows.assign(
+        name=rows.optimization.map(NAMES),
+        case=_with_number(rows["size"], " ", rows.context_length),
+        tokens=tokens,
+        step_flops=[float(step_flops(config)) for config in configs],
+        quartiles=quartiles(rows),
+        spread_ms=spread_ms(rows),
+        launch_bound=launch_bound,
+        best_ms=best_ms,
+        launch_us=best_ms / rows.operations * 1e3,
+        power_limited=rows.power_w > AT_LIMIT * rows.power_limit_w,
+        mean_ms=mean_ms,
+        mean_tokens_per_s=tokens / mean_ms * 1e3,
+        mean_mfu=mean_mfu,
+        thousand_tokens_j=rows.step_j / tokens * 1e3,
+        billion_tokens_h=mean_ms / tokens * 1e9 / 3.6e6,
+        billion_tokens_kwh=rows.step_j / tokens * 1e9 / 3.6e6,
+        large_matmul_share=achieved_tflops / rows.bf16_tflops,
+        sustained_matmul_share=achieved_tflops / rows.sustained_tflops,
+        at_clock_mfu=mean_mfu * rows.sheet_clock_mhz / rows.sm_clock_mhz,
+        matmul_ms=matmul_ms,
+        moved_ms=moved_ms,
+        reference_ms=matmul_ms + moved_ms,
+        sustained_reference_ms=sustained_ms + moved_ms,
+    )
+
+
+def _with_number(words: pd.Series, between: str, numbers: pd.Series) -> pd.Series:
+    return words + between + numbers.map("{:,}".format).astype(str)
+
+
+def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
+    """Return, at the index of ``rows``, the row of ``others`` of the same case; empty where there is none."""
+    found = rows[CASE].merge(others, on=CASE, how="left", validate="many_to_one")
+    return found.set_axis(rows.index)
+
+
+def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
+    """Return how many times faster ``rows`` are than ``others`` in wall time; empty where it can't be called."""
+    waits = rows.launch_bound | others.launch_bound.eq(True)
+    speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
+    is_close = speedup.between(1 / (1 + LEAST_HOST_GAIN), 1 + LEAST_HOST_GAIN)
+    return speedup.mask(waits & is_close)
+
+
+def _callable(speedup: pd.Series) -> pd.Series:
+    """Return speedups (or slowdowns) of 3% at least; the others are too small to call."""
+    return speedup.where((speedup - 1).abs() >= LEAST_GAIN)
+
+
+def timed(data: Views, names: list[str]) -> pd.DataFrame:
+    """Return the measured steps of some optimizations."""
+    rows = data["steps"]
+    return rows[rows.optimization.isin(names) & rows.wall_ms.notna()]
+
+
+@view(key=KEY, columns=["name", "tokens", "column", "speedup", "product_error"], studies=["ladder"])
+def speedups(data: Views) -> pd.DataFrame:
+    """Return a row per case and optimization, as tables print it: its ``speedup`` over the one before.
+
+    FP8's is over bf16 moments. ``all`` and ``all_wall`` are bf16 moments over fp32 in GPU and in wall time, the
+    latter empty where fp32's steps differ by over 3%. ``product_error`` of ``all`` is how far the product of the
+    case's printed speedups in GPU time is from it. ``column`` names size and tokens: "small, 2,048".
+    """
+    single = timed(data, [*RUNGS[1:], "fp8"])
+    fp32 = _same_case(data["steps"], timed(data, [FIRST]))
+    is_disturbed = fp32.spread_ms > LEAST_GAIN * fp32.wall_ms
+    last = timed(data, [LAST])
+    last = last[last.fp32_gpu_speedup.notna()]
+    in_kernels = single[single.optimization.isin(RUNGS) & (single.optimization != GRAPH)]
+    products = in_kernels.groupby(CASE, sort=False).speedup.prod().rename("product").reset_index()
+    product = _same_case(last, products)["product"]
+    together = last.assign(
+        optimization="all",
+        speedup=last.fp32_gpu_speedup,
+        product_error=(product / last.fp32_gpu_speedup - 1).abs(),
+    )
+    in_wall_time = last.assign(
+        optimization="all_wall", speedup=last.fp32_wall_speedup.mask(is_disturbed.reindex(last.index))
+    )
+    found = in_order(pd.concat([single, together, in_wall_time], ignore_index=True))
+    column = _with_number(found["size"], ", ", found.tokens)
+    return found.assign(column=column, name=found.optimization.map(PRINTED_NAMES))
+
+
+@view(
+    key=KEY, columns=["name", "column", "slowdown_ratio", "repeat_ratio", "power_limited"], studies=["ladder"]
+)
+def ablations(data: Views) -> pd.DataFrame:
+    """Return a row per case and optimization that was left out of the fully optimized step.
+
+    * ``slowdown_ratio``: the time without it over the time with it, in GPU time (without the CUDA graph in wall
+      time); empty where it is too small to call.
+    * ``repeat_ratio``: GPU times of one and the same step, measured twice in a process: without bf16 weights it
+      is the CUDA graph's step, without bf16 moments that of bf16 weights. The longer over the shorter;
+      ``power_limited`` says whether both were.
+    """
+    rows = timed(data, [*WITHOUT])
+    left_out = rows.optimization.map(dict(zip(WITHOUT, LEFT_OUT)))
+    last = _same_case(rows, timed(data, [LAST]))
+    in_wall_time = 1 / _wall_speedup(rows, last)
+    slowdown = (rows.gpu_ms / last.gpu_ms).mask(left_out == GRAPH, in_wall_time)
+    same = left_out.map({"bf16_weights": GRAPH, "bf16_moments": "bf16_weights"})
+    again = rows[CASE].assign(optimization=same)
+    twin = again.merge(data["steps"], on=KEY, how="left", validate="many_to_one").set_axis(rows.index)
+    ratio = rows.gpu_ms / twin.gpu_ms
+    return rows.assign(
+        optimization=left_out,
+        name=left_out.map(PRINTED_NAMES),
+        column=_with_number(rows["size"], " ", rows.context_length),
+        slowdown_ratio=_callable(slowdown),
+        repeat_ratio=ratio.combine(1 / ratio, max),
+        power_limited=rows.power_limited & twin.power_limited.eq(True),
+    )
+
+
+@view(key=[*KEY, "kernel_category"], columns=["gpu_ms", "share"], studies=["ladder"])
+def kernel_shares(data: Views) -> pd.DataFrame:
+    """Return a row per step and kernel category: its GPU time, and its share of all kernels'."""
+    kernels = data.table("ladder.kernels")
+    found = kernels.groupby([*KEY, "kernel_category"], sort=False).gpu_ms.sum().reset_index()
+    total = found.groupby(KEY).gpu_ms.transform("sum")
+    return found.assign(share=found.gpu_ms / total)
+
+
+OURS = ["wall_ms", "quartiles", "steps", "sm_clock_mhz"]
+PEER = [*OURS, "gpu_ms", "attention_ms"]
+RATIOS = [
+    "fastest_without_mask",
+    "speedup",
+    "gpu_ratio",
+    "attention_ratio",
+    "same_kernels",
+    "cudnn_attention",
+    "substituted_ratio",
+    "low_precision_speedup",
+]
+
+
+@view(
+    key=KEY,
+    columns=[
+        "name",
+        *PEER,
+        *(f"ours_{column}" for column in OURS),
+        *(f"torch_adamw_{column}" for column in PEER),
+        *RATIOS,
+    ],
+    studies=["ladder"],
+)
+def baselines(data: Views) -> pd.DataFrame:
+    """Return a row per case and mode of Hugging Face's Llama, beside two steps of our model.
+
+    ``ours_...`` is our fastest step, ``torch_adamw_...`` ours with PyTorch's AdamW: as a CUDA graph, before bf16
+    weights and moments.
+
+    * ``fastest_without_mask``: the faster of the modes whose attention gets no explicit mask, as ours.
+    * ``speedup``: of our fastest step over it, in wall time; ``low_precision_speedup``: of our fastest step over
+      ours with PyTorch's AdamW, in GPU time.
+    * ``gpu_ratio``, ``attention_ratio``: its GPU time, and that of its attention, over ours with PyTorch's AdamW;
+      ``substituted_ratio``: the former with our attention's time in the place of its own. ``same_kernels``: both
+      run attention kernels of the same names, cuDNN's if ``cudnn_attention``.
+    """
+    attention = _attention(data)
+    names = [name for name in NAMES if name.startswith("hugging_face")]
+    rows = timed(data, names).merge(attention, on=KEY, how="left", validate="one_to_one")
+    ours = _same_case(rows, timed(data, [LAST]))
+    graph = timed(data, [GRAPH]).merge(attention, on=KEY, how="left", validate="one_to_one")
+    graph = _same_case(rows, graph)
+    candidates = rows.wall_ms.where(rows.optimization.isin(FAIR))
+    fastest = candidates.groupby([rows[name] for name in CASE]).transform("min")
+    substituted_ms = rows.gpu_ms - rows.attention_ms + graph.attention_ms
+    same_kernels = rows.attention_kernels.notna() & (rows.attention_kernels == graph.attention_kernels)
+    added = rows.assign(
+        fastest_without_mask=candidates == fastest,
+        speedup=_callable(_wall_speedup(ours, rows)),
+        gpu_ratio=rows.gpu_ms / graph.gpu_ms,
+        attention_ratio=rows.attention_ms / graph.attention_ms,
+        same_kernels=same_kernels,
+        cudnn_attention=rows.attention_kernels.str.contains("cudnn").eq(True),
+        substituted_ratio=substituted_ms / graph.gpu_ms,
+        low_precision_speedup=graph.gpu_ms / ours.gpu_ms,
+    )
+    beside = [ours[OURS].add_prefix("ours_"), graph[PEER].add_prefix("torch_adamw_")]
+    return pd.concat([added, *beside], axis="columns")
+
+
+def _attention(data: Views) -> pd.DataFrame:
+    """Return by step the milliseconds of its fused attention's kernels, and their names in one text."""
+    kernels = data.table("ladder.kernels").query("kernel_category == 'fused attention'")
+    found = kernels.sort_values("name").groupby(KEY)
+    return found.agg(attention_ms=("gpu_ms", "sum"), attention_kernels=("name", " ".join)).reset_index()
+
+
+@view(
+    key=CASE,
+    columns=[
+        "tokens",
+        *(f"bf16_{column}" for column in OURS),
+        *(f"fp8_{column}" for column in OURS),
+        "bf16_mfu",
+        "gpu_speedup",
+        "speedup",
+        "clear_gain",
+    ],
+    studies=["ladder"],
+)
+def fp8(data: Views) -> pd.DataFrame:
+    """Return a row per case that has the fully optimized step in bf16 and with FP8 matmuls.
+
+    ``gpu_speedup`` is of GPU times, ``speedup`` the same, empty where it is under 3%. ``clear_gain``: over 3%, and
+    the wall times differ by more than the middle half of either's steps.
+    """
+    rows = timed(data, ["fp8"])
+    bf16 = _same_case(rows, timed(data, [LAST]))
+    saved_ms = bf16.wall_ms - rows.wall_ms
+    is_clear = saved_ms > rows.spread_ms.combine(bf16.spread_ms, max)
+    speedup = rows.previous_gpu_speedup
+    both = [rows, bf16[[*OURS, "mfu"]].add_prefix("bf16_"), rows[OURS].add_prefix("fp8_")]
+    found = pd.concat(both, axis="columns").assign(
+        gpu_speedup=speedup,
+        speedup=_callable(speedup),
+        clear_gain=is_clear & (speedup >= 1 + LEAST_GAIN),
+    )
+    return found[bf16.wall_ms.notna()]
+
+
+@view(
+    key=[*KEY, "seed", "step"],
+    columns=["baseline", "loss_nats", "smooth_nats", "shift_nats"],
+    studies=["ladder"],
+)
+def loss_curves(data: Views) -> pd.DataFrame:
+    """Return a row per training step of each optimization and seed.
+
+    ``baseline`` is the optimization that several seeds were trained with (fp32, or bf16 moments), ``smooth_nats``
+    the mean of the last ten losses, ``shift_nats`` that less the baseline's of its first seed.
+    """
+    curves = data.table("ladder.curves").rename(columns={"loss": "loss_nats"})
+    curves = curves.sort_values("step", kind="stable")
+    trainings = curves.groupby([*KEY, "seed"], sort=False).loss_nats
+    smooth = trainings.transform(lambda losses: losses.rolling(SMOOTHED_STEPS, min_periods=5).mean())
+    curves = curves.assign(smooth_nats=smooth)
+    seeds = curves[curves.seed != curves.seed.min()]
+    named = seeds[[*CASE, "optimization"]].drop_duplicates().rename(columns={"optimization": "baseline"})
+    curves = curves.merge(named, on=CASE, how="left", validate="many_to_one")
+    is_base = (curves.optimization == curves.baseline) & (curves.seed == curves.seed.min())
+    base = curves.loc[is_base, [*CASE, "step", "smooth_nats"]].rename(columns={"smooth_nats": "base_nats"})
+    curves = curves.merge(base, on=[*CASE, "step"], how="left", validate="many_to_one")
+    found = in_order(curves.assign(shift_nats=curves.smooth_nats - curves.base_nats))
+    return found.sort_values([*CASE, "optimization", "seed", "step"], kind="stable")
+
+
+@view(
+    key=[*KEY, "seed", "baseline", "baseline_seed"],
+    columns=["kind", "name", "steps", "mean_nats", "final_nats", "gradient_error"],
+    studies=["ladder"],
+)
+def training(data: Views) -> pd.DataFrame:
+    """Return a row per pair of trainings on the same text: how far their smoothed losses are apart.
+
+    ``mean_nats`` is the mean distance over all ``steps``, ``final_nats`` over the last 50. ``kind``:
+
+    * "optimization": an optimization and the baseline, of the same weights;
+    * "seeds": the baseline with two seeds;
+    * "graph": compiled blocks with and without the CUDA graph: the same arithmetic.
+    """
+    curves = data["loss_curves"]
+    found = []
+    for case, rows in curves.groupby(CASE, sort=False):
+        losses = rows.pivot(index="step", columns=["optimization", "seed"], values="smooth_nats")
+        for kind, pair in _pairs(losses, rows.baseline.iloc[0]):
+            found.append([*case, kind, *pair[0], *pair[1], *_distance(losses[pair[0]], losses[pair[1]])])
+    names = [*CASE, "kind", "optimization", "seed", "baseline", "baseline_seed"]
+    pairs = pd.DataFrame(found, columns=[*names, "steps", "mean_nats", "final_nats"])
+    errors = data["steps"][[*KEY, "gradient_error"]]
+    pairs = pairs.merge(errors, on=KEY, how="left", validate="many_to_one")
+    return in_order(pairs.assign(name=pairs.optimization.map(NAMES)))
+
+
+def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
+    """Return kind and columns (optimization, seed) of the trainings to compare."""
+    seeds = [column for column in losses if column[0] == baseline]
+    others = [column for column in losses if column[0] != baseline and column[1] == seeds[0][1]]
+    order = [*NAMES]
+    others.sort(key=lambda column: order.index(column[0]))
+    pairs = [("optimization", (column, seeds[0])) for column in others]
+    pairs += [("seeds", (second, first)) for first, second in combinations(seeds, 2)]
+    graph, blocks = (GRAPH, seeds[0][1]), ("blocks", seeds[0][1])
+    if graph in losses and blocks in losses:
+        pairs.append(("graph", (graph, blocks)))
+    return pairs
+
+
+def _distance(one: pd.Series, other: pd.Series) -> tuple[int, float, float]:
+    """Return number of steps, and mean distance of two curves over all and over the last of them."""
+    apart = (one - other).abs()
+    return len(apart), float(apart.mean()), float(apart.tail(FINAL_STEPS).mean())

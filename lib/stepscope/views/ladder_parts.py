@@ -1,0 +1,249 @@
+"""Views of where a step's milliseconds go. FLOPs and bytes are formulas', milliseconds are the kernels'."""
+
+import pandas as pd
+
+from stepscope.config import StepConfig
+from stepscope.model.flops import forward_flops, parameter_count
+from stepscope.views import Views, in_order, view
+from stepscope.views.ladder import CASE, FIRST, KEY, LAST, NAMES, config_of, timed
+
+MATMULS = "matmuls"
+ADAMW = "AdamW"
+ATTENTION = "attention"
+REST = "casts, copies, rest"
+GAPS = "between kernels"
+TOTAL = "the step"
+BETWEEN = "between matmuls"
+PARTS = {
+    "matrix multiply": MATMULS,
+    "optimizer": ADAMW,
+    "compiler-generated": "generated kernels",
+    "fused attention": ATTENTION,
+}
+ORDER = [*PARTS.values(), REST, GAPS, TOTAL]
+SQUARES = ("attention.scores", "attention.value")
+# Operations of AdamW per parameter, square root and division as one each: 3 for the first moment, 4 for the
+# second, 7 for the weight.
+ADAMW_FLOPS = 14
+# Numbers per token and layer that must be read or written between matmuls, of d_model and of d_ff: residual and
+# norm 4 twice, RoPE 4, SwiGLU 3; their backward 6 and 5 (they sum three and two gradients), 4, and 5. And
+# operations on them, an exponential or a division as one.
+STREAMED = (27, 8)
+STREAMED_FLOPS = (45, 16)
+# The same of T x T, with naive attention: scale, mask and softmax, 2 forward and 3 backward.
+SQUARE = 5
+SQUARE_FLOPS = 12
+
+
+def causal_flops(config: StepConfig) -> float:
+    """Return FLOPs of a step's attention, below the diagonal only."""
+    forward = forward_flops(config)
+    square = sum(forward[region] for region in SQUARES)
+    context = config.context_length
+    kept_share = (context + 1) / (2 * context)
+    return 3 * square * kept_share
+
+
+def attention_bytes(config: StepConfig) -> int:
+    """Return the bytes that a step's fused attention must move, 2 per number.
+
+    Queries, keys, values and output, read or written once in forward; they and their gradients in backward.
+    """
+    tokens = config.batch_size * config.context_length
+    numbers = config.num_layers * tokens * config.d_model
+    return 12 * numbers * 2
+
+
+def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
+    """Return the bytes that a step's matmuls must move: both factors and the product, once each per matmul.
+
+    Args:
+        width: bytes per number.
+        is_naive: whether attention's two matmuls of T x T are among them.
+    """
+    tokens = config.batch_size * config.context_length
+    d, f = config.d_model, config.d_ff
+    block = [(d, d)] * 4 + [(d, f)] * 3
+    matmuls = block * config.num_layers + [(d, config.vocab_size)]
+    factors = sum(rows * columns for rows, columns in matmuls)
+    activations = sum(tokens * (rows + columns) for rows, columns in matmuls)
+    numbers = factors + activations
+    if is_naive:
+        per_matmul = _square(config) + 2 * tokens * d
+        numbers += 2 * config.num_layers * per_matmul
+    return 3 * numbers * width
+
+
+def _square(config: StepConfig) -> int:
+    """Return how many numbers a layer's matrices of T x T have."""
+    matrices = config.batch_size * config.num_heads
+    return matrices * config.context_length**2
+
+
+def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
+    return amount / ms / 1e9
+
+
+@view(
+    key=[*KEY, "part"],
+    columns=[
+        "ms",
+        "flops",
+        "bytes",
+        "reference_ms",
+        "over_ms",
+        "sustained_ms",
+        "moved_ms",
+        "tflops",
+        "tb_per_s",
+    ],
+    studies=["ladder"],
+)
+def parts(data: Views) -> pd.DataFrame:
+    """Return a row per profiled step and part of it; the parts' ``ms`` add up to the wall time, "the step".
+
+    "between kernels" is the wall time less all kernels' time, negative where the profiled step was slower than
+    the median of the timed ones.
+
+    * ``reference_ms``: FLOPs of matmuls and attention (below the diagonal) at the large bf16 matmul's rate, bytes
+      of AdamW at the copy's; 0 of other parts, unknown with FP8. ``over_ms`` is ``ms`` less that.
+    * ``sustained_ms``: FLOPs at the sustained rate; ``moved_ms``: ``bytes`` at the copy's rate.
+    * ``tflops``, ``tb_per_s``: as achieved.
+    """
+    rows = _milliseconds(data)
+    fields = ["wall_ms", "matmul_ms", "moved_ms", "device"]
+    rows = rows.merge(data["steps"][[*KEY, *fields]], on=KEY, how="left", validate="many_to_one")
+    rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
+    rows = rows.merge(_attention(rows), on=CASE, how="left", validate="many_to_one")
+    is_matmul = rows.part == MATMULS
+    is_update = rows.part == ADAMW
+    is_fused = (rows.part == ATTENTION) & (rows.ms > 0)
+    steps = [rows[name] for name in KEY]
+    has_fused = is_fused.groupby(steps).transform("any")
+    flops_per_ms = rows.bf16_tflops * 1e9
+    bytes_per_ms = rows.copy_tb_per_s * 1e9
+    fused_flops = rows.causal_flops.where(is_fused)
+    elsewhere = rows.causal_flops.where(has_fused, 0)
+    dense_flops = rows.matmul_ms * flops_per_ms - elsewhere
+    flops = dense_flops.where(is_matmul, fused_flops)
+    fused_bytes = rows.attention_bytes.where(is_fused)
+    update_bytes = rows.moved_ms * bytes_per_ms
+    moved = update_bytes.where(is_update, fused_bytes)
+    computing_ms = flops / flops_per_ms
+    moving_ms = moved / bytes_per_ms
+    has_reference = is_matmul | is_update | is_fused
+    reference_ms = computing_ms.where(~is_update, moving_ms)
+    reference_ms = reference_ms.where(has_reference, 0)
+    rows = rows.assign(
+        flops=flops,
+        bytes=moved,
+        reference_ms=reference_ms,
+        over_ms=rows.ms - reference_ms,
+        sustained_ms=flops / (rows.sustained_tflops * 1e9),
+        moved_ms=moving_ms,
+        tflops=_tera_per_s(flops, rows.ms),
+        tb_per_s=_tera_per_s(moved, rows.ms),
+    )
+    sums = rows.groupby(KEY, sort=False)[["ms", "reference_ms", "over_ms"]]
+    total = sums.sum(min_count=len(ORDER) - 1).reset_index().assign(part=TOTAL)
+    rows = pd.concat([rows, total], ignore_index=True)
+    rows = _sorted(rows, "part", ORDER)
+    rows = _sorted(rows, "optimization", [*NAMES])
+    return in_order(rows)
+
+
+def _milliseconds(data: Views) -> pd.DataFrame:
+    """Return the time of each part of each timed step, that between kernels included."""
+    kernels = data.table("ladder.kernels")
+    part = kernels.kernel_category.map(PARTS).fillna(REST).rename("part")
+    ms = kernels.groupby([*KEY, part]).gpu_ms.sum().unstack("part")
+    ms = ms.reindex(columns=[*PARTS.values(), REST]).fillna(0)
+    walls = timed(data, [*NAMES]).set_index(KEY).wall_ms
+    ms[GAPS] = walls.reindex(ms.index) - ms.sum(axis="columns")
+    return ms.rename_axis(columns="part").stack().rename("ms").reset_index()
+
+
+def _attention(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return FLOPs and bytes of each case's fused attention."""
+    cases = rows[CASE].drop_duplicates()
+    configs = [config_of(case) for _, case in cases.iterrows()]
+    return cases.assign(
+        causal_flops=[causal_flops(config) for config in configs],
+        attention_bytes=[attention_bytes(config) for config in configs],
+    )
+
+
+def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
+    """Sort rows by a column's values in a given order."""
+    return rows.sort_values(column, key=lambda values: values.map(order.index), kind="stable")
+
+
+@view(
+    key=[*KEY, "part"],
+    columns=[
+        "flops",
+        "bytes",
+        "ms",
+        "intensity",
+        "tflops",
+    ],
+    studies=["ladder"],
+)
+def roofline(data: Views) -> pd.DataFrame:
+    """Return a row per part of the fp32 step and of the fully optimized one: both ends of a ladder.
+
+    The optimizations between them mix numbers of two widths. Each byte that must be read or written counts once:
+    matmuls' by :func:`matmul_bytes`, in fp32 with naive attention's, attention's by :func:`attention_bytes`,
+    AdamW's 28 per parameter, 20 with bf16 moments, and those between matmuls of norms, RoPE, SwiGLU and residuals
+    by :data:`STREAMED` and :data:`SQUARE`; but "between matmuls" has the milliseconds of all other kernels.
+    ``intensity`` is FLOPs per byte.
+    """
+    measured = _milliseconds(data)
+    is_end = measured.optimization.isin([FIRST, LAST])
+    measured = measured[is_end & (measured.part != GAPS)]
+    is_named = measured.part.isin([MATMULS, ADAMW, ATTENTION])
+    part = measured.part.where(is_named, BETWEEN)
+    measured = measured.groupby([*KEY, part]).ms.sum().reset_index()
+    steps = measured[KEY].drop_duplicates()
+    work = [_work(step) for _, step in steps.iterrows()]
+    points = pd.concat(work, ignore_index=True)
+    points = points.merge(measured, on=[*KEY, "part"], how="left", validate="one_to_one")
+    points = points.assign(
+        intensity=points.flops / points.bytes,
+        tflops=_tera_per_s(points.flops, points.ms),
+    )
+    return in_order(points)
+
+
+def _work(step: pd.Series) -> pd.DataFrame:
+    """Return FLOPs and bytes by part of an fp32 step, or of the fully optimized one, by formula."""
+    config = config_of(step)
+    is_naive = step.optimization == FIRST
+    width = 4 if is_naive else 2
+    forward = forward_flops(config)
+    fused = () if is_naive else SQUARES
+    multiplied = sum(flops for region, flops in forward.items() if region not in fused)
+    parameters = parameter_count(config)
+    bytes_per_parameter = 28 if is_naive else 20
+    square = _square(config) if is_naive else 0
+    operations = _per_layer(config, STREAMED_FLOPS) + SQUARE_FLOPS * square
+    numbers = _per_layer(config, STREAMED) + SQUARE * square
+    between_bytes = config.num_layers * numbers * width
+    work: dict[str, tuple[float, float]] = {
+        MATMULS: (3 * multiplied, matmul_bytes(config, width, is_naive)),
+        ADAMW: (ADAMW_FLOPS * parameters, bytes_per_parameter * parameters),
+        BETWEEN: (config.num_layers * operations, between_bytes),
+    }
+    if not is_naive:
+        work[ATTENTION] = (causal_flops(config), attention_bytes(config))
+    rows = pd.DataFrame.from_dict(work, orient="index", columns=["flops", "bytes"])
+    rows = rows.rename_axis("part").reset_index()
+    return rows.assign(**step[KEY])
+
+
+def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
+    """Return what all tokens take in a layer, by the numbers per d_model and per d_ff."""
+    of_model, of_ff = numbers
+    tokens = config.batch_size * config.context_length
+    per_token = of_model * config.d_model + of_ff * config.d_ff
+    return tokens * per_token

@@ -1,0 +1,333 @@
+"""Views of the mixed_precision study: a step in TF32, bf16 and fp16 beside fp32, and the number formats.
+
+All precisions of one configuration were measured in one process. bf16 and fp16 are autocast over fp32 weights.
+"""
+
+import math
+
+import pandas as pd
+
+from stepscope.config import MODE_NAMES
+from stepscope.report.tables import digits, quartiles
+from stepscope.stats import LOST, launch_bound_rows
+from stepscope.studies.mixed_precision.tables import CONFIG
+from stepscope.traces.families import MATMUL, is_cast
+from stepscope.views import Views, in_order, view
+
+KEY = [*CONFIG]
+CASE = [*KEY, "precision", "mode"]
+CATEGORIES = {MATMUL: "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
+PARTS = {
+    "forward": ("forward_backward", "forward"),
+    "backward": ("forward_backward", "backward"),
+    "forward_and_backward": ("forward_backward", "total"),
+    "full_step": ("step", "total"),
+}
+NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+# The ends of fp16: what is smaller rounds to zero, and what is larger to infinity.
+FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
+NORM_FEATURES = 1024  # of LayerNorm's inputs
+FINAL = 4  # the last quarter of a training's steps
+
+
+# -- how much faster ------------------------------------------------------------------------------------------
+
+
+@view(
+    key=CASE,
+    columns=[
+        "name",
+        "mode_name",
+        "gpu_ms",
+        "fp32_gpu_ms",
+        "gpu_speedup",
+        "launch_bound",
+        "fp32_launch_bound",
+        "peak_gib",
+        "fp32_peak_gib",
+        "peak_ratio",
+        "matmul_share",
+        "matmul_speedup",
+        "other_speedup",
+        "other_ratio",
+        "cast_share",
+    ],
+    studies=["mixed_precision"],
+)
+def precision_gains(data: Views) -> pd.DataFrame:
+    """One row per configuration, precision below fp32 and mode, beside fp32 in the same process.
+
+    ``gpu_speedup`` is fp32's GPU time over this precision's, ``peak_ratio`` this precision's peak memory over
+    fp32's. ``matmul_share`` is the matmuls' part of fp32's kernels; ``matmul_speedup`` and ``other_speedup`` are
+    fp32's time over this precision's of the matmuls and of all other kernels, and ``other_ratio`` is the inverse
+    of the latter. ``cast_share`` is the part of this precision's kernels that cast.
+    """
+    times = data.table("mixed_precision.times")
+    times = times[times["phase"] == "total"]
+    times = times.assign(launch_bound=_is_launch_bound(times))
+    measured = ["gpu_ms", "launch_bound", "peak_gib"]
+    rows, fp32 = _beside_fp32(times.set_index(CASE)[measured])
+    kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
+    kernels, fp32_kernels = kernels.reindex(rows.index), fp32_kernels.reindex(rows.index)
+    kernels_ms, fp32_kernels_ms = kernels.sum(axis=1), fp32_kernels.sum(axis=1)
+    others_ms = kernels_ms - kernels["matmul"]
+    fp32_others_ms = fp32_kernels_ms - fp32_kernels["matmul"]
+    joined = rows.join(fp32.add_prefix("fp32_")).assign(
+        gpu_speedup=fp32["gpu_ms"] / rows["gpu_ms"],
+        peak_ratio=rows["peak_gib"] / fp32["peak_gib"],
+        matmul_share=fp32_kernels["matmul"] / fp32_kernels_ms,
+        matmul_speedup=fp32_kernels["matmul"] / kernels["matmul"],
+        other_speedup=fp32_others_ms / others_ms,
+        other_ratio=others_ms / fp32_others_ms,
+        cast_share=kernels["cast"] / kernels_ms,
+    )
+    joined = joined.reset_index()
+    return _ordered(joined.assign(mode_name=joined["mode"].map(MODE_NAMES)))
+
+
+@view(
+    key=[*CASE, "kernel_category"],
+    columns=["fp32_gpu_ms", "gpu_ms", "speedup"],
+    studies=["mixed_precision"],
+)
+def precision_kernels(data: Views) -> pd.DataFrame:
+    """One row per configuration, precision below fp32, mode and category of kernels: GPU time in fp32 and in this
+    precision. The categories are matmul, elementwise (softmax's kernels too), optimizer, cast, and other."""
+    kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
+    rows = pd.DataFrame({"fp32_gpu_ms": fp32_kernels.stack(), "gpu_ms": kernels.stack()}).reset_index()
+    speedup = rows["fp32_gpu_ms"] / rows["gpu_ms"]
+    return rows.assign(speedup=speedup.where(rows["fp32_gpu_ms"] > 0))
+
+
+def _is_launch_bound(times: pd.DataFrame) -> pd.Series:
+    """Whether each row is launch-bound; a CPU, whose peak memory isn't known, launches nothing."""
+    on_gpu = times.groupby(CASE)["peak_gib"].transform("max").notna()
+    return launch_bound_rows(times) & on_gpu
+
+
+def _kernel_times(data: Views) -> pd.DataFrame:
+    """GPU time, ms, by case (rows) and category of kernels (columns)."""
+    rows = data.table("mixed_precision.operations")
+    category = rows["kernel_category"].map(CATEGORIES).fillna("other")
+    category = category.mask(is_cast(rows["name"]), "cast")
+    groups = rows.assign(category=category).groupby([*CASE, "category"], sort=False)
+    times_ms = groups["gpu_ms"].sum()
+    table = times_ms.unstack(fill_value=0.0)
+    table = table.rename_axis(columns="kernel_category")
+    order = [*CATEGORIES.values(), "other", "cast"]
+    return table.reindex(columns=order, fill_value=0.0)
+
+
+def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the cases below fp32, and for each of them fp32's row, by the same index; cases without are left out.
+
+    Args:
+        table: indexed by CASE.
+    """
+    is_fp32 = table.index.get_level_values("precision") == "fp32"
+    fp32 = table[is_fp32].droplevel("precision")
+    rows = table[~is_fp32]
+    without_precision = rows.index.droplevel("precision")
+    rows = rows[without_precision.isin(fp32.index)]
+    beside = fp32.reindex(rows.index.droplevel("precision"))
+    return rows, beside.set_axis(rows.index)
+
+
+@view(
+    key=[*KEY, "precision"],
+    columns=["name", *PARTS, "steps", "tokens_per_s", "peak_gib", "reserved_gib"],
+    studies=["mixed_precision"],
+)
+def precision_times(data: Views) -> pd.DataFrame:
+    """One row per configuration and precision: wall times as "21.4 (16.2 to 22.3), at best 13.5": median,
+    quartiles, and the fastest where a part is launch-bound. ``steps``, tokens/s and memory are the full step's."""
+    keys = [*KEY, "precision"]
+    times = data.table("mixed_precision.times")
+    cells = times.assign(cell=_cells(times)).set_index([*keys, "mode", "phase"])["cell"]
+    texts = cells.unstack(["mode", "phase"])
+    rows = pd.DataFrame({name: texts[part] for name, part in PARTS.items()})
+    steps = times[(times["mode"] == "step") & (times["phase"] == "total")].set_index(keys)
+    rows = rows.join(steps[["steps", "tokens_per_s", "peak_gib", "reserved_gib"]]).reset_index()
+    return _ordered(rows)
+
+
+def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add the precision's name; sort by size and shape, precision and mode."""
+    rank = {precision: place for place, precision in enumerate(NAMES)}
+    keys = ["rank", "mode"] if "mode" in rows else ["rank"]
+    ranked = rows.assign(name=rows["precision"].map(NAMES), rank=rows["precision"].map(rank))
+    return in_order(ranked.sort_values(keys, kind="stable"))
+
+
+def _cells(times: pd.DataFrame) -> pd.Series:
+    """The text of each row's wall time; None where it did not run."""
+    median = times["wall_ms"].map(lambda ms: digits(ms, "ms"))
+    fastest = times["wall_min_ms"].map(lambda ms: f", at best {digits(ms, 'ms')}")
+    fastest = fastest.where(_is_launch_bound(times), "")
+    texts = median + " (" + quartiles(times) + ")" + fastest
+    return texts.where(times["wall_ms"].notna(), None)
+
+
+# -- what becomes of the numbers ------------------------------------------------------------------------------
+
+
+def _numbers(data: Views, experiment: str) -> pd.DataFrame:
+    """The rows of one experiment of the notebook."""
+    rows = data.table("mixed_precision.numerics")
+    return rows[rows["experiment"] == experiment]
+
+
+def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
+    """An experiment with one column per quantity, its rows in the order in which they were made."""
+    rows = _numbers(data, experiment)
+    table = rows.pivot(index=keys, columns="quantity", values="value")
+    made = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
+    return table.reindex(made).reset_index()
+
+
+@view(
+    key=[*KEY, "case"],
+    columns=["result", "storing", "adding", "result_text", "storing_text", "adding_text"],
+    studies=["mixed_precision"],
+)
+def repeated_sums(data: Views) -> pd.DataFrame:
+    """One row per way to add 0.01 a thousand times: the ``result``, and the parts of its distance from 10 that
+    come from ``storing`` 0.01 and from ``adding``."""
+    rows = _by_quantity(data, "sums", [*KEY, "case"])
+    return rows.assign(
+        result_text=rows["result"].map("{:.4f}".format),
+        storing_text=rows["storing"].map("{:.2g}".format),
+        adding_text=rows["adding"].map("{:.2g}".format),
+    )
+
+
+@view(key=[*KEY, "precision", "tensor"], columns=["dtype"], studies=["mixed_precision"])
+def autocast_dtypes(data: Views) -> pd.DataFrame:
+    """One row per tensor of ToyModel and precision of autocast: the tensor's type."""
+    return _numbers(data, "toy").rename(columns={"case": "precision", "quantity": "tensor"})
+
+
+@view(
+    key=[*KEY, "precision", "part", "scale"],
+    columns=["error", "lost_share", "is_lost", "expected_lost_share"],
+    studies=["mixed_precision"],
+)
+def layer_norm(data: Views) -> pd.DataFrame:
+    """One row per precision, part of LayerNorm and ``scale``, the standard deviation of its normal inputs.
+
+    ``error`` is the median relative error against float64, where a value that is inf or NaN counts as 1.
+    ``lost_share`` is the share of values that are inf or NaN, or wrongly 0, and ``is_lost`` whether that is over
+    one in a thousand. ``expected_lost_share`` is that share by fp16's range, of the mean and the squares.
+    """
+    keys = [*KEY, "case", "at", "quantity"]
+    error = _numbers(data, "norm error").set_index(keys)["value"]
+    lost_share = _numbers(data, "norm lost").set_index(keys)["value"]
+    rows = pd.DataFrame({"error": error, "lost_share": lost_share}).reset_index()
+    rows = rows.rename(columns={"case": "precision", "quantity": "part", "at": "scale"})
+    is_fp16 = rows["precision"] == "fp16"
+    return rows.assign(
+        is_lost=rows["lost_share"] > LOST,
+        expected_lost_share=_expected_lost_share(rows).where(is_fp16),
+    )
+
+
+def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
+    """The share of a normal number's values that leave fp16's range; NaN of other parts.
+
+    The mean of n inputs has their deviation over √n. A square leaves the range where its root does.
+    """
+    of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
+    by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)
+    smallest, largest = math.sqrt(FP16_MIN), math.sqrt(FP16_MAX)
+    by_square = _outside(smallest / rows["scale"], largest / rows["scale"])
+    of_squares = by_square.where(rows["part"] == "squares")
+    return by_mean.where(rows["part"] == "mean", of_squares)
+
+
+def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
+    """The probability that a standard normal number is smaller than ``low`` or larger than ``high``, by size."""
+    below = (low / math.sqrt(2)).map(math.erf)
+    above = (high / math.sqrt(2)).map(math.erfc)
+    return below + above
+
+
+@view(
+    key=[*KEY, "part"],
+    columns=[
+        "fp16_loses",
+        "fp16_loses_below",
+        "fp16_loses_above",
+        "fp16_error",
+        "bf16_loses",
+        "bf16_loses_below",
+        "bf16_loses_above",
+        "bf16_error",
+    ],
+    studies=["mixed_precision"],
+)
+def layer_norm_parts(data: Views) -> pd.DataFrame:
+    """One row per part of LayerNorm: at which scales of its inputs a precision loses values, as text ("0.1 and
+    less, 100 and more"; ``..._loses_below`` is "0.1"), and its error at scale 1."""
+    rows = data["layer_norm"]
+    keys = [*KEY, "part"]
+    found = rows[keys].drop_duplicates().set_index(keys)
+    for low in ("fp16", "bf16"):
+        own = rows[rows["precision"] == low]
+        lost = own[own["is_lost"]]
+        below = lost[lost["scale"] < 1].groupby(keys)["scale"].max().map("{:g}".format)
+        above = lost[lost["scale"] >= 1].groupby(keys)["scale"].min().map("{:g}".format)
+        found[f"{low}_loses_below"], found[f"{low}_loses_above"] = below, above
+        found[f"{low}_error"] = own[own["scale"] == 1].set_index(keys)["error"]
+        found[f"{low}_loses"] = _ends(found[f"{low}_loses_below"], found[f"{low}_loses_above"])
+    return found.reset_index()
+
+
+def _ends(below: pd.Series, above: pd.Series) -> list[str]:
+    """Join the two ends of where a part fails: "0.1 and less, 100 and more", or "none"."""
+    texts = []
+    for less, more in zip(below, above):
+        ends = [f"{less} and less"] if pd.notna(less) else []
+        ends += [f"{more} and more"] if pd.notna(more) else []
+        texts.append(", ".join(ends) or "none")
+    return texts
+
+
+@view(
+    key=[*KEY, "case"],
+    columns=["name", "zero_share", "norm_error", "loss_error"],
+    studies=["mixed_precision"],
+)
+def rounded_gradients(data: Views) -> pd.DataFrame:
+    """One row per precision ("fp16, unscaled" is without loss scaling): the first step's gradients beside fp32's.
+
+    ``zero_share`` is the share of elements that are 0 here only; ``norm_error`` and ``loss_error`` are the
+    relative distances of the gradient's norm and of the loss.
+    """
+    rows = _by_quantity(data, "gradients", [*KEY, "case"])
+    columns = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}
+    return rows.rename(columns=columns).assign(name=rows["case"].replace(NAMES))
+
+
+@view(
+    key=[*KEY, "case"],
+    columns=["name", "kind", "steps", "final_steps", "final_nats"],
+    studies=["mixed_precision"],
+)
+def precision_training(data: Views) -> pd.DataFrame:
+    """One row per training on the same text: ``final_nats`` is the mean distance of its loss from that of fp32's
+    first seed, over the last quarter of the steps. ``kind`` is "precision" (of the first seed) or "seed"."""
+    rows = _numbers(data, "training")
+    losses = rows.pivot(index=[*KEY, "at"], columns="case", values="value")
+    apart = losses.sub(losses["fp32, seed 0"], axis=0).abs().drop(columns="fp32, seed 0")
+    groups = apart.groupby(KEY)
+    steps = len(losses) // groups.ngroups
+    final = groups.tail(steps // FINAL).groupby(KEY).mean()
+    made = final.melt(ignore_index=False, value_name="final_nats").reset_index()
+    made = made.sort_values("final_nats", kind="stable")
+    is_seed = made["case"].str.startswith("fp32")
+    return made.assign(
+        name=made["case"].replace(NAMES),
+        kind=is_seed.map({True: "seed", False: "precision"}),
+        steps=steps,
+        final_steps=steps // FINAL,
+    )

@@ -1,0 +1,506 @@
+"""Views of the nsys study: each configuration's forward, forward + backward and full step, profiled.
+
+A profile is one mode of one configuration. Its kernels, copies and fills are *operations*.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import pandas as pd
+
+from stepscope.config import MODE_NAMES, SIZES
+from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows, union
+from stepscope.studies.nsys.tables import CONFIG
+from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL, detailed_family
+from stepscope.traces.kernel_names import short_name, short_names
+from stepscope.views import Views, view
+
+KEY = [*CONFIG]
+TOTAL = "total"
+DRAWN_NS = 1_000_000  # of the timeline
+SCORE_FLOPS = 5  # softmax, for one score: max, subtract, exponentiate, sum, divide
+# Times that a score is read or written by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
+SCORE_PASSES = 8
+# Where profiled times are compared with torch.profiler's, which measured the same step in another process.
+IN_PROCESS = ("benchmark", "mixed_precision")
+# What a matmul's short name has in common with its neighbors': types, stages, and words.
+_COMMON = re.compile(
+    r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+|warpsize"
+)
+
+
+@view(key=KEY, columns=["tool", "same_as_nsys"], studies=["nsys"])
+def profile_runs(data: Views) -> pd.DataFrame:
+    """One row per configuration: the ``tool`` that made its profiles, and whether our sum of all operations is
+    that of the tool's own reports, to the nanosecond (empty where there are no such reports)."""
+    results = data.table("nsys.results")
+    if "nsys_ns" not in results:  # made without nsys
+        results["nsys_ns"] = np.nan
+    own_ns = results["nsys_ns"]
+    same = (own_ns == results["operations_ns"]).where(own_ns.notna())
+    return results.assign(same_as_nsys=same)
+
+
+# -- times ----------------------------------------------------------------------------------------------------
+
+
+@view(
+    key=[*KEY, "mode", "phase"],
+    columns=[
+        "passes",
+        "wall_ms",
+        "wall_q1_ms",
+        "wall_q3_ms",
+        "enqueue_ms",
+        "launch_bound",
+        "profiled_passes",
+        "host_ms",
+        "projected_ms",
+        "gpu_ms",
+        "operations",
+        "named_operations",
+        "busy",
+        "conserved",
+        "projected_ratio",
+        "projected_error",
+        "single_error",
+        "slowed",
+    ],
+    studies=["nsys"],
+)
+def profile_times(data: Views) -> pd.DataFrame:
+    """One row per configuration, mode and phase: one pass without the profiler and under it, medians.
+
+    Without the profiler there are wall times of totals only: their median ``wall_ms`` and quartiles, the CPU's
+    ``enqueue_ms``, and how many ``passes``. Under it ``host_ms`` is from the NVTX range's push to its pop,
+    ``projected_ms`` from its first operation's begin to its last one's end, and ``gpu_ms`` the time in which at
+    least one operation runs. ``named_operations`` are those of one pass in the tables by kernel; a profile is
+    ``conserved`` if each profiled pass has exactly as many.
+
+    ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` its distance from 1, and ``single_error``
+    the largest distance of a single profiled pass. A pass is ``slowed`` if the profiler adds more than
+    launch-bound times vary by (LEAST_HOST_GAIN).
+    """
+    keys = [*KEY, "mode", "phase"]
+    clocks = data.table("nsys.clocks")
+    rows = _profiled(clocks, keys).join(_unprofiled(clocks, keys), on=keys)
+    named = _and_total(data.table("nsys.operations")).groupby(keys)["count"].sum()
+    rows = rows.join(named.rename("named_operations"), on=keys)
+    rows["busy"] = rows["gpu_ms"] / rows["wall_ms"]
+    ratio = rows["projected_ms"] / rows["wall_ms"]
+    shortest_error = (rows["shortest_ms"] / rows["wall_ms"] - 1).abs()
+    longest_error = (rows["longest_ms"] / rows["wall_ms"] - 1).abs()
+    fewest_as_named = rows["operations_min"] == rows["named_operations"]
+    most_as_named = rows["operations_max"] == rows["named_operations"]
+    return rows.assign(
+        launch_bound=launch_bound_rows(rows),
+        conserved=fewest_as_named & most_as_named,
+        projected_ratio=ratio,
+        projected_error=(ratio - 1).abs(),
+        single_error=np.maximum(shortest_error, longest_error),
+        slowed=ratio > 1 + LEAST_HOST_GAIN,
+    )
+
+
+def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Medians, in ms, of the profiled passes, and their extremes."""
+    passes = clocks[clocks["captured"]].groupby(keys, sort=False)
+    projected_ms = passes["projected_ns"]
+    operations = passes["operations"]
+    return pd.DataFrame(
+        {
+            "profiled_passes": passes.size(),
+            "host_ms": passes["host_ns"].median() / 1e6,
+            "projected_ms": projected_ms.median() / 1e6,
+            "shortest_ms": projected_ms.min() / 1e6,
+            "longest_ms": projected_ms.max() / 1e6,
+            "gpu_ms": passes["busy_ns"].median() / 1e6,
+            "operations": operations.median(),
+            "operations_min": operations.min(),
+            "operations_max": operations.max(),
+        }
+    ).reset_index()
+
+
+def _unprofiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Quartiles of the wall time without the profiler."""
+    passes = clocks[~clocks["captured"]].groupby(keys, sort=False)
+    walls = passes["wall_ms"]
+    return pd.DataFrame(
+        {
+            "passes": passes.size(),
+            "wall_ms": walls.median(),
+            "wall_q1_ms": walls.quantile(0.25),
+            "wall_q3_ms": walls.quantile(0.75),
+            "enqueue_ms": passes["enqueue_ms"].median(),
+        }
+    )
+
+
+def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
+    """The operations of each phase, and all of them again as the phase "total"."""
+    return pd.concat([operations, operations.assign(phase=TOTAL)], ignore_index=True)
+
+
+@view(
+    key=[*KEY, "study", "compile", "repeat", "mode", "phase"],
+    columns=[
+        "configuration",
+        "mode_name",
+        "gpu_ms",
+        "in_process_gpu_ms",
+        "difference_ms",
+        "gpu_error",
+        "division_ms",
+        "in_process_division_ms",
+        "division_difference_ms",
+    ],
+    studies=["nsys", "benchmark", "mixed_precision"],
+)
+def profiler_agreement(data: Views) -> pd.DataFrame:
+    """One row per profile and phase, and per run of another study that measured its step with torch.profiler.
+
+    ``gpu_error`` is the difference of the two GPU times as a share of the other study's. ``division_ms`` is
+    the part of PyTorch's division kernels, which softmax uses.
+    """
+    keys = [*KEY, "mode", "phase"]
+    ours = data["profile_times"][[*keys, "gpu_ms"]]
+    operations = _and_total(data.table("nsys.operations"))
+    division_ms = _divisions(operations, keys, "total_ns") / 1e6
+    ours = ours.join(division_ms.rename("division_ms"), on=keys)
+    measured = [study for study in IN_PROCESS if data.has(f"{study}.times")] or IN_PROCESS
+    theirs = pd.concat([_in_process(data, study) for study in measured], ignore_index=True)
+    rows = ours.merge(theirs, on=keys, validate="one_to_many")
+    rows = rows[rows["in_process_gpu_ms"].notna()]
+    difference_ms = rows["in_process_gpu_ms"] - rows["gpu_ms"]
+    return rows.assign(
+        configuration=rows["size"] + rows["context_length"].map(", {:,}".format),
+        mode_name=rows["mode"].map(MODE_NAMES),
+        difference_ms=difference_ms.abs(),
+        gpu_error=(difference_ms / rows["in_process_gpu_ms"]).abs(),
+        division_difference_ms=rows["in_process_division_ms"] - rows["division_ms"],
+    )
+
+
+def _in_process(data: Views, study: str) -> pd.DataFrame:
+    """GPU time of a study's steps, and of the divisions in them."""
+    keys = [*KEY, "compile", "repeat", "mode", "phase"]
+    times = data.table(f"{study}.times")
+    operations = _and_total(data.table(f"{study}.operations"))
+    if "repeat" not in times:
+        times, operations = times.assign(repeat=0), operations.assign(repeat=0)
+    division_ms = _divisions(operations, keys, "gpu_ms").rename("in_process_division_ms")
+    rows = times[[*keys, "gpu_ms"]].rename(columns={"gpu_ms": "in_process_gpu_ms"})
+    return rows.join(division_ms, on=keys).assign(study=study)
+
+
+def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Series:
+    """Sum a column of times over the kernels that divide."""
+    divides = operations["name"].str.contains("DivFunctor")
+    return operations[divides].groupby(keys)[time].sum()
+
+
+# -- kernels --------------------------------------------------------------------------------------------------
+
+
+@view(
+    key=[*KEY, "mode", "name"],
+    columns=[
+        "mode_name",
+        "kernel",
+        "full_kernel",
+        "kernel_category",
+        "gpu_ms",
+        "share",
+        "place",
+        "launches",
+        "blocks",
+        "per_block",
+        "beyond_blocks",
+    ],
+    studies=["nsys"],
+)
+def profile_kernels(data: Views) -> pd.DataFrame:
+    """One row per profile and kernel: its GPU time in one pass, the share of all operations, and its ``place``,
+    1 for the kernel with the most time.
+
+    A model of ``blocks`` Transformer blocks launches it ``per_block`` times in each, and ``beyond_blocks`` more.
+    """
+    keys = [*KEY, "mode"]
+    operations = (
+        _operations(data).drop(columns="kernel_category").rename(columns={"of_name": "kernel_category"})
+    )
+    groups = operations.groupby([*keys, "mode_name", "name", "kernel_category"], sort=False)
+    rows = groups[["launches", "gpu_ms"]].sum().reset_index()
+    blocks = rows["size"].map({size: shape.num_layers for size, shape in SIZES.items()})
+    times = rows.groupby(keys)["gpu_ms"]
+    ranked = _named(rows).assign(
+        share=rows["gpu_ms"] / times.transform("sum"),
+        place=times.rank(ascending=False, method="first").astype(int),
+        blocks=blocks,
+        per_block=rows["launches"] // blocks,
+        beyond_blocks=rows["launches"] % blocks,
+    )
+    return _longest_first(ranked, keys)
+
+
+@view(
+    key=[*KEY, "mode", "region", "name"],
+    columns=["kernel", "kernel_category", "launches", "gpu_ms", "share", "place"],
+    studies=["nsys"],
+)
+def region_kernels(data: Views) -> pd.DataFrame:
+    """One row per profile, part of the model and kernel that it launches, as :func:`profile_kernels`; the
+    ``place`` is among the kernels that are not matmuls, 0 for a matmul."""
+    keys = [*KEY, "mode"]
+    groups = _operations(data).groupby([*keys, "region", "name", "kernel_category"], sort=False)
+    rows = groups[["launches", "gpu_ms"]].sum().reset_index()
+    others_ms = rows["gpu_ms"].where(rows["kernel_category"] != MATMUL)
+    place = others_ms.groupby([rows[key] for key in keys]).rank(ascending=False, method="first")
+    share = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
+    return _longest_first(_named(rows).assign(share=share, place=place.fillna(0).astype(int)), keys)
+
+
+@view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
+def model_parts(data: Views) -> pd.DataFrame:
+    """One row per profile and part of the model: GPU time of what it launched, and the share of all of it."""
+    keys = [*KEY, "mode"]
+    rows = _operations(data).groupby([*keys, "column", "region"], sort=False)["gpu_ms"].sum().reset_index()
+    rows["share"] = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
+    return _longest_first(rows, keys)
+
+
+@view(
+    key=[*KEY, "mode", "phase", "kernel_category"],
+    columns=["column", "gpu_ms", "share", "other_place"],
+    studies=["nsys"],
+)
+def profile_categories(data: Views) -> pd.DataFrame:
+    """One row per profile, phase ("total" for all) and kernel category: GPU time, and its share of the whole
+    profile's. ``other_place`` ranks a phase's categories that are not matmuls, 1 for the most time.
+
+    Attention's softmax is a category of its own, whatever its kernels.
+    """
+    keys = [*KEY, "mode", "phase"]
+    groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
+    rows = groups["gpu_ms"].sum().reset_index()
+    total_ms = rows["gpu_ms"].where(rows["phase"] == TOTAL)
+    share = rows["gpu_ms"] / total_ms.groupby([rows[key] for key in [*KEY, "mode"]]).transform("sum")
+    others_ms = rows["gpu_ms"].where(rows["kernel_category"] != MATMUL)
+    place = others_ms.groupby([rows[key] for key in keys]).rank(ascending=False, method="first")
+    return _longest_first(rows.assign(share=share, other_place=place.fillna(0).astype(int)), keys)
+
+
+def _operations(data: Views) -> pd.DataFrame:
+    """The operations of one pass of each profile, by region and kernel.
+
+    A kernel's category is ``of_name`` by its name; in ``kernel_category`` attention's softmax is one of its own.
+    ``column`` names size and mode.
+    """
+    rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
+    category = detailed_family(rows.assign(family=rows["of_name"]))
+    mode_name = rows["mode"].map(MODE_NAMES)
+    return rows.assign(
+        kernel_category=category,
+        launches=rows["count"],
+        gpu_ms=rows["total_ns"] / 1e6,
+        mode_name=mode_name,
+        column=rows["size"] + ", " + mode_name,
+    )
+
+
+def _longest_first(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Sort the rows of each group by GPU time; the groups stay in their order."""
+    group = rows.groupby(keys, sort=False).ngroup()
+    return rows.assign(group=group).sort_values(["group", "gpu_ms"], ascending=[True, False], kind="stable")
+
+
+def _named(rows: pd.DataFrame) -> pd.DataFrame:
+    """Add short names of the kernels that keep a matmul's tile."""
+    kernel = rows["name"].map(readable(rows["name"]))
+    return rows.assign(kernel=kernel, full_kernel=rows["name"].map(short_name))
+
+
+def readable(names: Iterable[str]) -> dict[str, str]:
+    """Return for each distinct kernel a short name; a longer one where two kernels would share it.
+
+    sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... becomes
+    sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma.
+    """
+    long = short_names(names, 200)
+    short = {name: _COMMON.sub("", text) for name, text in long.items()}
+    uses = Counter(short.values())
+    return {name: text if uses[text] == 1 else long[name] for name, text in short.items()}
+
+
+# -- the assignment's questions -------------------------------------------------------------------------------
+
+
+@view(
+    key=KEY,
+    columns=[
+        "scores_ms",
+        "softmax_ms",
+        "values_ms",
+        "matmuls_ms",
+        "time_share",
+        "heads",
+        "layers",
+        "matmul_flops",
+        "softmax_flops",
+        "matmul_gflop",
+        "softmax_gflop",
+        "flops_share",
+        "matrix_bytes",
+        "softmax_bytes",
+        "matrix_mb",
+        "softmax_gb",
+    ],
+    studies=["nsys"],
+)
+def profiled_attention(data: Views) -> pd.DataFrame:
+    """One row per configuration: attention's Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``) in one forward
+    pass, all layers.
+
+    ``matmul_flops`` are those of one of the two matmuls, 2 B T² d_model a layer; ``softmax_flops`` are 5 for
+    each of the B H T² scores a layer. ``time_share`` and ``flops_share`` compare softmax with both matmuls. A
+    layer's scores are ``matrix_bytes`` in fp32; softmax moves ``softmax_bytes``, eight times that in every layer.
+    """
+    rows = _attention_times(data)
+    dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
+    scores = rows["batch_size"] * rows["context_length"] ** 2
+    layers, heads = dimensions["num_layers"], dimensions["num_heads"]
+    matmul_flops = 2 * scores * dimensions["d_model"] * layers
+    softmax_flops = SCORE_FLOPS * scores * heads * layers
+    matrix_bytes = 4 * scores * heads
+    softmax_bytes = SCORE_PASSES * matrix_bytes * layers
+    matmuls_ms = rows["scores_ms"] + rows["values_ms"]
+    return rows.assign(
+        matmuls_ms=matmuls_ms,
+        time_share=rows["softmax_ms"] / matmuls_ms,
+        heads=heads,
+        layers=layers,
+        matmul_flops=matmul_flops,
+        softmax_flops=softmax_flops,
+        matmul_gflop=matmul_flops / 1e9,
+        softmax_gflop=softmax_flops / 1e9,
+        flops_share=softmax_flops / (2 * matmul_flops),
+        matrix_bytes=matrix_bytes,
+        softmax_bytes=softmax_bytes,
+        matrix_mb=matrix_bytes / 1e6,
+        softmax_gb=softmax_bytes / 1e9,
+    )
+
+
+def _attention_times(data: Views) -> pd.DataFrame:
+    """The GPU time of attention's three parts in forward, by configuration."""
+    operations = _operations(data)
+    forward = operations[operations["mode"] == "forward"]
+    is_matmul = forward["kernel_category"] == MATMUL
+    parts = {
+        "scores_ms": is_matmul & (forward["region"] == "attention.scores"),
+        "softmax_ms": forward["kernel_category"] == ATTENTION_SOFTMAX,
+        "values_ms": is_matmul & (forward["region"] == "attention.value"),
+    }
+    rows = forward[KEY].drop_duplicates()
+    for name, is_part in parts.items():
+        summed = forward[is_part].groupby(KEY)["gpu_ms"].sum()
+        rows = rows.join(summed.rename(name), on=KEY, validate="one_to_one")
+    return rows
+
+
+@view(key=[*KEY, "device"], columns=["copy_ms", "matmul_ms"], studies=["nsys", "ladder"])
+def attention_at_peak_rates(data: Views) -> pd.DataFrame:
+    """One row per configuration and GPU: what softmax's bytes would take at a large copy's rate (``copy_ms``), and
+    attention's two matmuls at a large fp32 matmul's (``matmul_ms``)."""
+    rows = data["profiled_attention"].merge(data["rates"], how="cross")
+    copy_ms = rows["softmax_bytes"] / rows["copy_tb_per_s"] / 1e9
+    matmul_ms = 2 * rows["matmul_flops"] / rows["fp32_tflops"] / 1e9
+    return rows.assign(copy_ms=copy_ms, matmul_ms=matmul_ms)
+
+
+@view(
+    key=KEY,
+    columns=[
+        "projected_ms",
+        "wall_ms",
+        "kernel",
+        "launches",
+        "share",
+        "stays_first",
+        "both_kernel",
+        "both_category",
+        "both_share",
+        "other_category",
+        "other_share",
+        "forward_matmul_share",
+        "step_matmul_share",
+        "matmul_ratio",
+        "softmax_time_share",
+        "softmax_flops_share",
+    ],
+    studies=["nsys"],
+)
+def profile_answers(data: Views) -> pd.DataFrame:
+    """One row per configuration: the assignment's questions (a) to (e), each in a column or two.
+
+    (b) The ``kernel`` with the most time in forward, its launches and share, and whether it ``stays_first`` over
+    forward + backward, where ``both_kernel`` is. (c) The largest category besides matmuls in forward.
+    (d) ``matmul_ratio`` is the matmuls' time in a full step over forward's.
+    """
+    times = data["profile_times"]
+    forward = times[(times["mode"] == "forward") & (times["phase"] == TOTAL)]
+    rows = forward[[*KEY, "projected_ms", "wall_ms"]]
+    first = data["profile_kernels"].query("place == 1").set_index(KEY)
+    before, both = (first[first["mode"] == mode] for mode in ("forward", "forward_backward"))
+    rows = rows.join(before[["name", "kernel", "launches", "share"]], on=KEY, validate="one_to_one")
+    named = {"kernel": "both_kernel", "kernel_category": "both_category", "share": "both_share"}
+    both = both[["name", *named]].rename(columns={"name": "both_name", **named})
+    rows = rows.join(both, on=KEY, validate="one_to_one")
+    rows = rows.join(_by_category(data), on=KEY, validate="one_to_one")
+    softmax = data["profiled_attention"].set_index(KEY)[["time_share", "flops_share"]]
+    rows = rows.join(softmax.add_prefix("softmax_"), on=KEY, validate="one_to_one")
+    return rows.assign(
+        stays_first=rows["name"] == rows["both_name"],
+        matmul_ratio=rows["step_matmul_ms"] / rows["forward_matmul_ms"],
+    )
+
+
+def _by_category(data: Views) -> pd.DataFrame:
+    """By configuration the matmuls' time and share of forward and of the step, and forward's next category."""
+    categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
+    matmul = categories[categories["kernel_category"] == MATMUL]
+    found = {}
+    for mode in ("forward", "step"):
+        own = matmul[matmul["mode"] == mode]
+        found[f"{mode}_matmul_ms"], found[f"{mode}_matmul_share"] = own["gpu_ms"], own["share"]
+    other = categories[(categories["mode"] == "forward") & (categories["other_place"] == 1)]
+    return pd.DataFrame(found | {"other_category": other["kernel_category"], "other_share": other["share"]})
+
+
+# -- a timeline -----------------------------------------------------------------------------------------------
+
+
+@view(
+    key=[*KEY, "mode", "launch_ns", "start_ns"],
+    columns=["kernel_category", "launch_duration_ns", "duration_ns"],
+    studies=["nsys"],
+)
+def launch_timeline(data: Views) -> pd.DataFrame:
+    """One row per operation in a window of forward (the mode "replayed": as a CUDA graph), from the window's
+    begin: when the CPU launched it, and when it ran."""
+    return data.table("nsys.timeline")
+
+
+@view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
+def launch_timeline_busy(data: Views) -> pd.DataFrame:
+    """One row per window: the share of its first millisecond in which an operation runs."""
+    rows = data["launch_timeline"]
+    begins = rows["start_ns"].clip(0, DRAWN_NS)
+    ends = (rows["start_ns"] + rows["duration_ns"]).clip(0, DRAWN_NS)
+    groups = rows.assign(begin=begins, end=ends).groupby([*KEY, "mode"], sort=False)
+    busy = {key: union(own["begin"].to_numpy(), own["end"].to_numpy()) / DRAWN_NS for key, own in groups}
+    index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])
+    return pd.Series([*busy.values()], index, name="busy").reset_index()

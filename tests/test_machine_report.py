@@ -1,0 +1,248 @@
+"""Your machine next to the reference: the report of any folder, from copies of real runs."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from stepscope import PROJECT
+from stepscope.report import machine
+from stepscope.report.load import read, steady
+from stepscope.report.output import OutputError, Report, write
+from stepscope.runs.store import Store
+from stepscope.views import Views
+
+CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, without their notebooks
+H200 = Path(str(PROJECT), "runs", "h200")
+SECTIONS = {
+    "benchmark": "Forward, backward and the full step",
+    "nsys": "Profiles",
+    "mixed_precision": "Low precision next to fp32",
+    "memory": "Memory",
+    "attention": "Attention",
+    "ladder": "One optimization at a time",
+}
+SMALL = {
+    "benchmark": "small-ctx512-fp32-a45ad60b",
+    "nsys": "small-ctx512-fp32-a45ad60b",
+    "mixed_precision": "small-ctx512-08d00f3f",
+    "memory": "small-ctx512-fp32-5866c153",
+    "attention": "d64-ctx16384-bf16-0322a67d",
+    "ladder": "small-ctx512-aefaf096",
+}
+TWO_AXES = {  # context length x repeat
+    "small-ctx256-fp32-70cfafda",
+    "small-ctx256-fp32-ccb086ce",
+    "small-ctx512-fp32-a45ad60b",
+    "small-ctx512-fp32-acd90273",
+}
+
+
+def copy_runs(folder: Path, *runs: Path) -> Path:
+    """Copy runs without their notebooks, or what else is large."""
+    for run in runs:
+        record = json.loads((run / "record.json").read_text())
+        tables = {name: table for name, table in record["tables"].items() if "rows" in table}
+        record["tables"] = {name: one for name, one in tables.items() if one["file"].endswith(".parquet")}
+        record["notebook_sha256"] = None
+        place = folder / run.parent.name / run.name
+        place.mkdir(parents=True)
+        (place / "record.json").write_text(json.dumps(record))
+        for table in record["tables"].values():
+            shutil.copy(run / table["file"], place)
+    return folder
+
+
+def of_h200(study: str, pattern: str = "*") -> list[Path]:
+    return [path.parent for path in sorted((H200 / study).glob(f"{pattern}/record.json"))]
+
+
+def composed(runs: Path) -> tuple[Report, str]:
+    """Return a folder's report, of which nothing is left out for want of another table."""
+    found = read(Store(runs))
+    report = machine.compose(found, runs, runs / "out")
+    assert report.notes == found.notes
+    return report, report.texts["report.md"]
+
+
+def tables_of(text: str, heading: str) -> list[pd.DataFrame]:
+    """Return the tables below a heading, with their texts."""
+    [part] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S)
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", part, flags=re.M):
+        rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
+        found.append(pd.DataFrame(rows[2:], columns=rows[0]))
+    return found
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^## (.*)$", text, flags=re.M)
+
+
+FOLDERS = {
+    **{f"one run of {study}": [H200 / study / run] for study, run in SMALL.items()},
+    "benchmark, two axes": [H200 / "benchmark" / run for run in TWO_AXES],
+    "nsys, some": of_h200("nsys", "small-*"),
+    "mixed_precision, some": of_h200("mixed_precision", "small-*"),
+    "memory, some": of_h200("memory", "*bf16*"),
+    "attention, some": of_h200("attention", "d64-*"),
+    "ladder, some": of_h200("ladder", "small-*"),
+    "tour": [H200 / study / run for study, run in SMALL.items()],
+    "cpu": [path.parent for path in sorted(CPU.glob("*/*/record.json"))],
+    "cpu and gpu": [*(CPU / "benchmark").iterdir(), H200 / "benchmark" / SMALL["benchmark"]],
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The report of each folder, made when it is first asked for."""
+    made = {}
+
+    def of(name: str) -> tuple[Report, str]:
+        if name not in made:
+            made[name] = composed(copy_runs(tmp_path_factory.mktemp("runs"), *FOLDERS[name]))
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_partial_folder_is_rendered_without_anything_left_out(reports, name):
+    report, text = reports(name)
+    assert not report.errors
+    studies = {run.parent.name for run in FOLDERS[name]}
+    found = [heading.partition(" (")[0] for heading in headings(text)]
+    for study, section in SECTIONS.items():
+        is_cpu_only = "cpu" in name and study not in studies
+        assert (section in found) == (study in studies) or is_cpu_only, (section, found)
+    assert not re.search(r"\bnan\b|\bNone\b|NaT", text)
+    assert "\0" not in text and "{{" not in text
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_report_begins_with_what_each_run_found(reports, name):
+    _, text = reports(name)
+    for run in FOLDERS[name]:
+        finding = json.loads((run / "record.json").read_text())["results"]["finding"]
+        assert finding.replace("**", "").partition(":")[0][:40].split("_")[0] in text
+    assert headings(text)[0].startswith("What was found")
+
+
+def test_every_axis_of_a_sweep_has_a_column(reports):
+    _, text = reports("benchmark, two axes")
+    [times] = tables_of(text, "Forward, backward and the full step")
+    assert {(row["context length"], row["repeat"]) for _, row in times.iterrows()} == {
+        ("256", "0"),
+        ("256", "2"),
+        ("512", "0"),
+        ("512", "2"),
+    }
+
+
+def test_reference_column_repeats_the_runs_own_numbers_for_the_references_runs(reports):
+    """Copied from the reference, a run has its key, so both columns show the same."""
+    _, text = reports("tour")
+    compared = 0
+    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
+        lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()]
+        for place, heading in enumerate(lines[0]):
+            if "(reference)" in heading:
+                assert [row[place] for row in lines[2:]] == [row[place - 1] for row in lines[2:]], heading
+                compared += len(lines) - 2
+    assert compared > 100
+
+
+def test_report_shows_the_numbers_of_the_runs_table(reports):
+    _, text = reports("one run of benchmark")
+    times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
+    totals = times[times["phase"] == "whole"].set_index("mode")
+    [medians] = tables_of(text, "Medians")
+    for label, mode in {
+        "forward": "forward",
+        "forward + backward": "forward_backward",
+        "full step": "step",
+    }.items():
+        row = medians[medians["mode"] == label].iloc[0]
+        assert float(row["wall, ms"]) == pytest.approx(totals.loc[mode, "wall_ms"], rel=5e-3)
+        assert float(row["GPU time, ms"]) == pytest.approx(totals.loc[mode, "gpu_ms"], rel=5e-3)
+
+
+def test_step_that_ran_out_of_memory_is_named_with_its_configuration(tmp_path):
+    _, text = composed(copy_runs(tmp_path, H200 / "ladder" / "2.7B-ctx512-fcef9447"))
+    [rows] = tables_of(text, "Optimizations without a time")
+    assert [*rows["optimization"]] == ["fused AdamW"] and [*rows["status"]] == ["oom"]
+    assert "size 2.7B, context length 512, vocabulary size 10,000, batch size 32." in text
+
+
+def test_cpu_report_has_no_gpu_columns(reports):
+    _, text = reports("cpu")
+    below = text.partition("## Forward")[2]
+    columns = {
+        cell.strip() for line in below.splitlines() if line.startswith("| ") for cell in line.split("|")
+    }
+    assert not {"GPU time, ms", "busy", "launch-bound", "power-limited"} & columns
+    assert "operators, ms" in columns
+
+
+def test_cpu_and_gpu_runs_of_one_folder_have_their_own_parts(reports):
+    _, text = reports("cpu and gpu")
+    devices = re.findall(r"^## What was found \((.*)\)$", text, flags=re.M)
+    assert len(devices) == 2 and "NVIDIA H200" in devices
+    for device in devices:
+        [times] = tables_of(text, f"Forward, backward and the full step ({device})")
+        assert len(times) == 1
+
+
+def test_replaced_failed_and_unreadable_runs_are_named(tmp_path):
+    runs = copy_runs(tmp_path / "runs", *FOLDERS["benchmark, two axes"])
+    first, second, third, _ = sorted((runs / "benchmark").iterdir())
+    (first / "times.parquet").write_bytes(b"nothing")
+    record = json.loads((second / "record.json").read_text())
+    record |= {"status": "failed", "cause": "the GPU | fell off", "tables": {}, "results": {}}
+    (second / "record.json").write_text(json.dumps(record))
+    results = json.loads((third / "record.json").read_text())
+    results["results"]["unsteady"] = "busy of 120%"
+    (third / "record.json").write_text(json.dumps(results))
+    report, text = composed(runs)
+    assert [first.name in error for error in report.errors] == [True]
+    assert first.name in text
+    assert "**failed** (the GPU \\| fell off)" in text
+    assert f"{third.name}: inconsistent" in text
+
+
+def test_folder_without_a_usable_run_is_one_error(tmp_path):
+    runs = copy_runs(tmp_path / "runs", H200 / "memory" / SMALL["memory"])
+    (next((runs / "memory").iterdir()) / "record.json").write_text("{}")
+    with pytest.raises(OutputError, match=r"record.json: not a valid record"):
+        composed(runs)
+
+
+def test_links_lead_to_headings_of_the_writeup():
+    templates = [path.read_text() for path in machine.FOLDER.glob("*.j2")]
+    linked = {heading for text in templates for heading in re.findall(r'why\("([^"]*)"\)', text)}
+    chapters = [path.read_text() for path in Path(str(PROJECT), "writeup").glob("*.md.j2")]
+    assert len(linked) > 5
+    assert linked <= {title for text in chapters for title in re.findall(r"^#+ (.*)$", text, flags=re.M)}
+
+
+def test_reference_file_is_small_and_what_the_records_say():
+    assert machine.REFERENCE.stat().st_size < 300_000
+    assert machine.reference_difference(Views(steady(read(Store(H200)).tables))) == ""
+
+
+def test_difference_of_the_reference_file_is_named(monkeypatch):
+    stored = machine.reference()
+    stored["steps"].loc[3, "wall_ms"] *= 1.001
+    monkeypatch.setattr(machine, "reference", lambda: stored)
+    assert "steps" in machine.reference_difference(Views(steady(read(Store(H200)).tables)))
+
+
+def test_second_report_removes_the_figures_of_the_first(reports, tmp_path):
+    report, _ = reports("ladder, some")
+    write(report, tmp_path)
+    (tmp_path / "figures" / "mine.svg").write_text("")
+    write(reports("one run of memory")[0], tmp_path)
+    assert [path.name for path in (tmp_path / "figures").iterdir()] == ["mine.svg"]

@@ -1,0 +1,263 @@
+"""MasterAdamW under programs written for torch's optimizers: Hugging Face's Trainer, accelerate, safetensors,
+distributed checkpoints, DDP, FSDP and ZeRO."""
+
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from stepscope.optimizations import MasterAdamW
+
+# -- programs that save, load and train ------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """A language model without biases."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(32, 32), nn.RMSNorm(32)
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.head = nn.Linear(32, 32, bias=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        y = self.norm(x.float()).to(x.dtype)
+        return self.head(x + self.down(F.gelu(self.up(y))))
+
+
+def loss_of(model, number):
+    tokens = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(number))
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), (tokens * 3 + 1).flatten() % 32)
+
+
+def made(seed=0, rate=3e-3):
+    torch.manual_seed(seed)
+    model = Tiny()
+    return model, MasterAdamW(model, rate)
+
+
+def train(model, optimizer, numbers):
+    losses = []
+    for number in numbers:
+        optimizer.zero_grad()
+        loss = loss_of(model, number)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_accelerate_saves_all_weights_and_continues_to_the_bit(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    from safetensors.torch import load_file
+
+    ends = []
+    for resumed in (False, True):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(*made(seed=int(resumed)))
+        if resumed:
+            accelerator.load_state(tmp_path / "state")
+        else:
+            train(model, optimizer, range(5))
+            accelerator.save_state(tmp_path / "state")
+            accelerator.save_model(model, tmp_path / "model")
+        train(model, optimizer, range(5, 10))
+        ends.append(optimizer.optimizer.master)
+    assert torch.equal(*ends)
+    for folder in ("state", "model"):
+        assert set(load_file(tmp_path / folder / "model.safetensors")) == set(Tiny().state_dict())
+
+
+def test_safetensors_saves_all_weights(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model, _ = made()
+    safetensors.save_model(model, tmp_path / "model.safetensors")
+    loaded = safetensors.load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+
+
+class Sequences(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = (torch.arange(16) + index) % 50
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def test_hugging_faces_trainer_trains_and_resumes_to_the_bit(tmp_path, monkeypatch):
+    """A Llama, whose norms cast back to fp32, and GPT-2, which has biases: with bf16=True both train like with
+    torch's AdamW."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+
+    def llama():
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
+        )
+        return transformers.LlamaForCausalLM(config)
+
+    def gpt2():
+        config = transformers.GPT2Config(
+            vocab_size=64,
+            n_positions=32,
+            n_embd=32,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0,
+            embd_pdrop=0,
+            attn_pdrop=0,
+        )
+        return transformers.GPT2LMHeadModel(config)
+
+    def run(make_model, kind, folder, resume=None):
+        torch.manual_seed(0)
+        model = make_model()
+        if kind == "torch":
+            optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
+        else:
+            optimizer = MasterAdamW(model, 3e-3)
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 12)
+        arguments = transformers.TrainingArguments(
+            str(folder),
+            max_steps=12,
+            per_device_train_batch_size=8,
+            logging_steps=4,
+            save_steps=6,
+            report_to=[],
+            use_cpu=True,
+            bf16=True,
+            seed=1,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=Sequences(), optimizers=(optimizer, schedule)
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
+
+    for make_model in (llama, gpt2):
+        folder = tmp_path / make_model.__name__
+        theirs, _ = run(make_model, "torch", folder / "torch")
+        mine, model = run(make_model, "masters", folder / "masters")
+        assert mine == pytest.approx(theirs, rel=5e-3) and mine[-1] < mine[0]
+        _, resumed = run(make_model, "masters", folder / "resumed", str(folder / "masters" / "checkpoint-6"))
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("given", ["model", "parameters"])
+def test_a_distributed_checkpoint_continues_to_the_bit(given, tmp_path):
+    """In the documented order: state dicts of the new model and optimizer, load, set."""
+
+    def make(seed, rate):
+        torch.manual_seed(seed)
+        model = Tiny()
+        return model, MasterAdamW(model if given == "model" else list(model.named_parameters()), rate)
+
+    model, optimizer = make(0, 3e-3)
+    train(model, optimizer, range(5))
+    dicts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(dicts, checkpoint_id=tmp_path, no_dist=True)
+    other, resumed = make(7, 1e-9)
+    dicts = dict(zip(("model", "optimizer"), get_state_dict(other, resumed)))
+    dcp.load(dicts, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, resumed, model_state_dict=dicts["model"], optim_state_dict=dicts["optimizer"])
+    assert torch.equal(optimizer.master, resumed.master)
+    assert train(model, optimizer, range(5, 8)) == train(other, resumed, range(5, 8))
+
+
+# -- several processes ----------------------------------------------------------------------------------------
+
+
+def refusal(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def run_rank(rank, folder):
+    """Train under DDP as one of two ranks with weights of their own; write what the test reads."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    results = {}
+    for case in ("made first", "trained first"):
+        model, optimizer = made(seed=rank)
+        start = {name: master.clone() for name, master in optimizer.masters().items()}
+        if case == "trained first":  # apart, with moments of their own
+            train(model, optimizer, [rank])
+        wrapped = DistributedDataParallel(model)
+        losses = train(wrapped, optimizer, range(rank, 20, 2))
+        results[case] = {"start": start, "end": optimizer.masters(), "losses": losses}
+    with torch.no_grad():  # a later write of one rank, which waits for no other
+        if rank == 0:
+            model.head.weight.mul_(2)
+            model.head.weight.div_(2)
+            optimizer.take_weights()
+    wrapped = DistributedDataParallel(Tiny())
+    results["wrapped first"] = [
+        refusal(lambda: MasterAdamW(wrapped)),
+        refusal(lambda: MasterAdamW(wrapped.module.parameters())),
+    ]
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    results["zero"] = refusal(
+        lambda: ZeroRedundancyOptimizer(Tiny().parameters(), optimizer_class=MasterAdamW)
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh))
+    results["sharded"] = refusal(lambda: MasterAdamW([sharded]))
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(run_rank, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("case", ["made first", "trained first"])
+def test_ranks_of_ddp_that_start_apart_train_alike(ranks, case):
+    one, other = (rank[case] for rank in ranks)
+    assert not torch.equal(one["start"]["up.weight"], other["start"]["up.weight"]), "seeds differ"
+    for name, master in one["end"].items():
+        assert torch.equal(master, other["end"][name]), name
+    for rank in (one, other):
+        assert rank["losses"][-1] < 0.9 * rank["losses"][0]
+
+
+def test_an_optimizer_of_a_model_that_ddp_has_wrapped_is_refused(ranks):
+    for rank in ranks:
+        for message in rank["wrapped first"]:
+            assert re.match("make MasterAdamW before DistributedDataParallel", message)
+
+
+def test_sharded_parameters_are_refused(ranks):
+    for rank in ranks:
+        assert "ZeroRedundancyOptimizer shards" in rank["zero"]
+        assert "got a DTensor, but expected a plain tensor" in rank["sharded"]

@@ -1,0 +1,277 @@
+"""Reports of anybody's records: their texts are shown and never rendered as markup, and no table ends a report."""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from markdown_it import MarkdownIt
+from pandera.errors import SchemaError, SchemaErrors
+
+from stepscope.report import machine
+from stepscope.report.load import read
+from stepscope.report.output import Report
+from stepscope.report.runs_list import runs_page
+from stepscope.report.schemas import measured, tidy, word
+from stepscope.report.tables import escape
+from stepscope.runs.store import Store
+from test_machine_report import FOLDERS, copy_runs
+
+MARKUP = [
+    "<script>alert(1)</script>",
+    "<a href=//x style=position:fixed;inset:0 onclick=alert(1)>x</a>",
+    "<img src=x onerror=alert(1)>",
+    "[x](javascript:alert(1))",
+    "![x](https://evil.example/x.png)",
+    "| a | b |\n|--|--|\n| <b>c</b> | d |",
+    "https://evil.example www.evil.example a@evil.example mailto:a@evil.example",
+    "`<b>` **bold** ~~gone~~ $x$ &lt;b&gt; &#60;b&#62;",
+    "</details></table><h1>x",
+    "{{ 7 * 7 }}{% set x = 1 %}{size}${title}",
+    "<!-- /story -->",
+    "\u202eevil\x00\x01\x02\x1b[31m",
+    "# heading\n\n> quote\n\n1. list",
+    "x" * 5000,
+    "\\",
+    "-",
+    "",
+]
+CONTEXTS = ("{}", "| {} |\n| -- |\n| {} |", "# {}", "A {} goes on.", "![{}](figures/x.svg)", "* {}")
+TAGS = re.compile(
+    "html|head|meta|title|style|body|header|main|footer|nav|ul|ol|li|a|section|details|summary|h[123]|p|strong|em"
+    "|code|pre|img|figure|div|table|thead|tbody|tr|th|td|hr|br|blockquote"
+)
+ATTRIBUTES = re.compile(
+    "lang|charset|http-equiv|content|name|aria-label|class|id|href|src|alt|width|height|role|tabindex|scope|start"
+)
+LINK = re.compile(
+    r"#[\w-]*$|[\w./+-]+(#[\w-]+)?$|data:image/svg\+xml,"
+    r"|https://(pytorch|docs\.|github\.com|arxiv\.org/abs/|cs336\.stanford\.edu$)"
+)
+OUR_HTML = re.compile(r"<details><summary>[^<]*</summary>\n*|</details>\n*")  # folds, as GitHub shows them
+TEXTS = ("name", "reason", "line", "source", "tensor", "region", "kernel")
+GITHUB = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table")
+
+
+class Foreign(HTMLParser):
+    """The elements, attributes and links of a page that no page of ours has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if not TAGS.fullmatch(tag):
+            self.found.append(f"<{tag}>")
+        for name, value in attrs:
+            leads_out = name in ("href", "src") and not LINK.match(value or "")
+            if not ATTRIBUTES.fullmatch(name) or leads_out:
+                self.found.append(f"<{tag} {name}={(value or '')[:60]!r}>")
+
+    def handle_comment(self, data: str) -> None:
+        self.found.append(f"<!--{data}")
+
+
+def rendered_markup(report: Report) -> list[str]:
+    """Return what a browser or GitHub would do with a report beyond showing it."""
+    found = []
+    for name, text in report.texts.items():
+        if name.endswith(".html"):
+            found += Foreign(text).found
+        elif name.endswith(".md"):
+            found += [f"{name}: {one}" for one in markup_on_github(text)]
+    return found
+
+
+def markup_on_github(text: str) -> list[str]:
+    tokens = [inner for token in GITHUB.parse(text) for inner in [token, *(token.children or [])]]
+    html = [one.content for one in tokens if one.type in ("html_block", "html_inline")]
+    targets = [str(one.attrGet("href") or one.attrGet("src") or "") for one in tokens]
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+    return [
+        *(one[:80] for one in html if not OUR_HTML.fullmatch(one)),
+        *(one for one in targets if one and not LINK.match(one)),
+        *re.findall(r"(?i)(?:https?://|\bwww\.|@)evil\.example", prose),
+    ]
+
+
+@pytest.fixture
+def runs(tmp_path) -> Path:
+    """One run of each study, which a test may change."""
+    return copy_runs(tmp_path / "runs", *FOLDERS["tour"])
+
+
+def folders(runs: Path) -> list[Path]:
+    return sorted(path.parent for path in runs.glob("*/*/record.json"))
+
+
+def change_record(run: Path, change: Callable[[dict], object]) -> None:
+    record = json.loads((run / "record.json").read_text())
+    change(record)
+    (run / "record.json").write_text(json.dumps(record))
+
+
+def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
+    """Change a run's table, and the digest in its record."""
+    file = run / f"{table}.parquet"
+    change(pd.read_parquet(file)).to_parquet(file, index=False)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    change_record(run, lambda record: record["tables"][table].update(sha256=digest))
+
+
+def reported(runs: Path) -> Report:
+    """Return the report of a folder, and its list of runs as a further page."""
+    found = read(Store(runs))
+    report = machine.compose(found, runs, runs / "out")
+    report.texts["evidence/runs.md"] = runs_page(found, runs, runs / "out" / "evidence")
+    return report
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_escaped_text_is_one_line_without_markup(text):
+    escaped = escape(text)
+    assert "\n" not in escaped and len(escaped) < 500
+    for context in CONTEXTS:
+        types = []
+        for inner in (escaped, "word"):
+            tokens = GITHUB.parse(context.replace("{}", inner))
+            types.append({one.type for token in tokens for one in [token, *(token.children or [])]})
+        assert types[0] - {"text_special", "softbreak"} <= types[1] | {"text"}, context
+
+
+def test_planted_markup_is_found():
+    """Otherwise the tests below could not fail."""
+    for text in (*MARKUP[:3], MARKUP[4]):
+        assert rendered_markup(Report({"report.md": text})), text
+    assert rendered_markup(Report({"report.html": MARKUP[1]}))
+
+
+def test_texts_of_records_are_shown_and_not_rendered(runs):
+    for place, run in enumerate(folders(runs)):
+
+        def spoil(record: dict, place: int = place) -> None:
+            record["results"]["finding"] = MARKUP[place]
+            record["machine"] |= {"device_name": MARKUP[1], "cpu": MARKUP[1]}
+            record["software"] |= {"torch": MARKUP[1], "driver": MARKUP[2]}
+            if place == 2:
+                record |= {"status": "failed", "cause": MARKUP[1], "tables": {}}
+
+        change_record(run, spoil)
+    report = reported(runs)
+    assert not report.errors and not rendered_markup(report)
+    assert "onclick" in report.texts["report.md"] and "onclick" in report.texts["evidence/runs.md"]
+
+
+def test_devices_with_hostile_names_have_parts_of_their_own(runs):
+    for run, name in zip(folders(runs), MARKUP):
+        change_record(run, lambda record, name=name: record["machine"].update(device_name=name))
+    assert not rendered_markup(reported(runs))
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_texts_of_tables_are_shown_and_not_rendered(runs, first):
+    for run in folders(runs):
+        for file in sorted(run.glob("*.parquet")):
+
+            def spoil(table: pd.DataFrame) -> pd.DataFrame:
+                for column in {*TEXTS} & {*table}:
+                    texts = [f"{MARKUP[(first + n) % len(MARKUP)]}{n}" for n in range(len(table))]
+                    table[column] = texts
+                return table
+
+            change_table(run, file.stem, spoil)
+    assert not rendered_markup(reported(runs))
+
+
+def test_what_cannot_be_used_is_quoted_and_not_rendered(runs):
+    first, *others = sorted(folders(runs), key=lambda run: run.parent.name != "benchmark")
+    hostile = first.parent / "<b onclick=alert(1)>"
+    hostile.mkdir()
+    (hostile / "record.json").write_text("{")
+    changes = [
+        lambda record: record["config"].update(size=MARKUP[1]),
+        lambda record: record.update(beside=[MARKUP[1]]),
+        lambda record: record["results"].update({MARKUP[2]: [1]}),
+        lambda record: record.update(study=MARKUP[0]),
+    ]
+    for run, change in zip(others[1:], changes):  # one run stays as it was
+        change_record(run, change)
+    change_table(first, "times", lambda table: table.rename(columns={"wall_ms": MARKUP[1]}))
+    report = reported(runs)
+    assert len(report.errors) == 2 + len(changes)
+    assert all("\n" not in error for error in report.errors)
+    assert not rendered_markup(report)
+    assert "## Left out" in report.texts["evidence/runs.md"]
+
+
+def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
+    """Yield tables in which one column is wrong, or extreme, with a name of the change."""
+    yield "text", table.assign(**{column: "<b>x</b>"})
+    yield "nothing", table.assign(**{column: None})
+    yield "no number", table.assign(**{column: np.nan})
+    yield "lists", table.assign(**{column: [[1, 2]] * len(table)})
+    yield "missing", table.drop(columns=column)
+    for name, value in {"zero": 0, "negative": -1, "infinite": np.inf, "huge": 1e300}.items():
+        yield name, table.assign(**{column: value})
+    yield "reversed", table.assign(**{column: table[column].to_numpy()[::-1]})
+
+
+def test_changed_table_leaves_its_run_or_a_part_out_and_ends_no_report(runs):
+    every = []
+    for run in folders(runs):
+        for file in sorted(run.glob("*.parquet")):
+            table = pd.read_parquet(file)
+            if len(table):
+                every += [(run, file.stem, column) for column in table]
+    chosen = random.Random(0).sample(every, 4)
+    for number, (run, table, column) in enumerate(chosen):
+        kept = {path: path.read_bytes() for path in (run / f"{table}.parquet", run / "record.json")}
+        changes = [*changed_columns(pd.read_parquet(run / f"{table}.parquet"), column)]
+        changed = changes[number % len(changes)][1]
+        change_table(run, table, lambda _, changed=changed: changed)
+        report = reported(runs)
+        assert "report.md" in report.texts and not rendered_markup(report)
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"ms": [1.0, -1.0]},
+        {"ms": [1.0, 1e16]},
+        {"ms": [1.0, np.inf]},
+        {"ms": ["x", "y"]},
+        {"mode": ["step", "x"]},
+        {"mode": ["step", "step"]},
+        {"beside": [1, 2]},
+    ],
+)
+def test_schema_refuses_what_cannot_be_measured_and_repeated_keys(other):
+    schema = tidy(("mode",), mode=word("step", "forward"), ms=measured())
+    accepted = {"mode": ["step", "forward"], "ms": [1.0, np.nan]}
+    schema.validate(pd.DataFrame(accepted))
+    with pytest.raises((SchemaError, SchemaErrors)):
+        schema.validate(pd.DataFrame(accepted | other))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
+        (lambda times: times.drop(columns="wall_min_ms"), "column 'wall_min_ms' is missing"),
+        (lambda times: pd.concat([times, times]), "its key is not unique"),
+    ],
+)
+def test_wrong_table_is_named_with_what_is_wrong(runs, change, words):
+    run = next(run for run in folders(runs) if run.parent.name == "benchmark")
+    change_table(run, "times", change)
+    [error] = read(Store(runs)).errors
+    assert words in error and run.name in error

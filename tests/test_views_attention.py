@@ -1,0 +1,265 @@
+"""The attention study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from stepscope.views import Views
+
+FOLDER = Path(__file__).parents[1] / "runs" / "h200" / "attention"
+if not FOLDER.is_dir():
+    pytest.skip("no reference runs", allow_module_level=True)
+SETTING = ["d_model", "precision", "batch_size"]
+CASE = [*SETTING, "implementation", "context_length"]
+NAMES = {"efficient": "memory-efficient", "cudnn": "cuDNN", "flex": "FlexAttention"}
+PRECISIONS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16"}
+NAN = math.nan
+Row = dict[str, Any]
+
+
+def read_runs(name: str) -> pd.DataFrame:
+    """Return a table of all runs, joined."""
+    frames = []
+    for path in sorted(FOLDER.glob("*/record.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        config = {field: record["config"][field] for field in SETTING}
+        rows = pd.read_parquet(path.parent / record["tables"][name]["file"])
+        frames.append(rows.assign(**config, run_id=record["run_id"]))
+    return pd.concat(frames, ignore_index=True)
+
+
+RECORDED = read_runs("cases")
+CONSISTENT = RECORDED[RECORDED.unsteady.fillna("") == ""]
+CHECKS = read_runs("checks")
+VIEWS = Views({"attention.cases": CONSISTENT, "attention.checks": CHECKS})
+
+
+def keyed(rows: pd.DataFrame, names: list[str]) -> dict[tuple, Row]:
+    """Return rows by these columns, each key once."""
+    renamed = rows.rename(columns={"sequence": "context_length"})
+    found = {tuple(row[name] for name in names): row for row in renamed.to_dict("records")}
+    assert len(found) == len(rows)
+    return found
+
+
+PHASES = keyed(CONSISTENT, [*CASE, "phase"])
+
+
+def assert_same(shown: Row, expected: Row, key: tuple):
+    for name, value in expected.items():
+        if isinstance(value, str):
+            assert shown[name] == value, (key, name)
+        elif math.isnan(value):
+            assert pd.isna(shown[name]), (key, name)
+        else:
+            assert shown[name] == pytest.approx(value, rel=1e-9), (key, name)
+
+
+def written(value: float) -> str:
+    """Write milliseconds with three significant digits."""
+    rounded = float(f"{value:.2e}")
+    decimals = 2 - math.floor(math.log10(rounded))
+    return f"{value:,.{max(decimals, 0)}f}"
+
+
+def quartiles(row: Row) -> str:
+    if math.isnan(row["wall_ms"]):
+        return ""
+    return f"{written(row['wall_q1_ms'])} to {written(row['wall_q3_ms'])}"
+
+
+def wall_text(row: Row) -> str:
+    if math.isnan(row["wall_ms"]):
+        return "–"
+    best = f", at best {written(row['wall_min_ms'])}" if row["gpu_ms"] < 0.95 * row["wall_ms"] else ""
+    return f"{written(row['wall_ms'])} ({quartiles(row)}){best}"
+
+
+def test_phases_are_recomputed():
+    view = keyed(VIEWS["attention_phases"], [*CASE, "phase"])
+    assert view.keys() == PHASES.keys()
+    for key, row in PHASES.items():
+        expected = {
+            "wall_text": wall_text(row),
+            "gpu_wall_ratio": row["gpu_ms"] / row["wall_ms"],
+            "peak_gib": row["peak_mib"] / 1024,
+            "name": NAMES.get(row["implementation"], row["implementation"]),
+            "precision_name": PRECISIONS[row["precision"]],
+        }
+        assert_same(view[key], expected, key)
+        assert (view[key]["quartiles"] or "") == quartiles(row)
+
+
+def test_recorded_columns_stay_with_their_rows():
+    view, recorded = VIEWS["attention_phases"], CONSISTENT.rename(columns={"sequence": "context_length"})
+    shared = [column for column in view if column in recorded]
+    key = [*CASE, "phase"]
+    frames = [rows[shared].sort_values(key, ignore_index=True) for rows in (view, recorded)]
+    pd.testing.assert_frame_equal(*frames, check_dtype=False)
+
+
+def expected_outcome(key: tuple, row: Row) -> str:
+    """Say where a case ran out: in backward if forward fits, whose peak grows with the square of the length."""
+    if row["status"] != "oom":
+        return ""
+    *case, length, _ = key
+    ran = {
+        other[4]: PHASES[other]["peak_mib"]
+        for other in PHASES
+        if [*other[:4]] == case and other[5] == "forward" and PHASES[other]["peak_mib"] > 0
+    }
+    longest = max(ran, default=1)
+    need_gib = ran.get(longest, NAN) * (length / longest) ** 2 / 1024
+    forward_fits = need_gib <= row["device_gib"]
+    if row["reason"].endswith(": not compiled"):
+        reason = row["reason"].removesuffix(": not compiled")
+        return f"not run: {reason}" + ", though forward alone would fit" * forward_fits
+    return f"in {'backward' if forward_fits else 'forward'}: {row['reason']}"
+
+
+def test_outcome_names_phase_and_reason_of_every_case_that_ran_out_of_memory():
+    view = keyed(VIEWS["attention_phases"], [*CASE, "phase"])
+    outcomes = {key: expected_outcome(key, row) for key, row in PHASES.items()}
+    assert {key: row["out_of_memory"] for key, row in view.items()} == outcomes
+    assert {text.partition(":")[0] for text in outcomes.values()} == {
+        "",
+        "in forward",
+        "in backward",
+        "not run",
+    }
+
+
+def both(key: tuple, column: str) -> float:
+    """Return a time of forward and backward together; nan if one of the two has none."""
+    return sum(PHASES.get((*key, phase), {}).get(column, NAN) for phase in ("forward", "backward"))
+
+
+CASES = {key[:-1] for key in PHASES}
+GPU_MS = {key: both(key, "gpu_ms") for key in CASES}
+
+
+def peak_bytes(key: tuple) -> float:
+    """Return what a pass holds at its peak, tensor by tensor."""
+    d, precision, batch, name, length = key
+    item = 2 if precision == "bf16" else 4
+    vector, row = batch * length * d * item, batch * length * 4
+    square = batch * length**2
+    if name == "naive":  # six T x T matrices, a mask, six T x d tensors, the rows' sums
+        return 6 * square * item + length**2 + 6 * vector + row * item / 4
+    if name == "compiled":
+        return 3 * square * item + length**2 + 6 * vector + 2 * row
+    if name == "math":  # fp32 whatever the input, with fp32 copies of q, k and v
+        return 4 * square * 4 + (11 if item == 2 else 8) * vector
+    total = 8 * vector + 2 * row
+    if name == "flex":
+        return total + length**2 // 1024
+    return total + batch * length * max(d, {"flash": 32, "efficient": 64, "cudnn": 1}[name]) * 4
+
+
+def expected_case(key: tuple) -> Row:
+    _, precision, batch, name, length = key
+    others = sorted(
+        ms for other, ms in GPU_MS.items() if other[:3] == key[:3] and other[4] == length and ms > 0
+    )
+    naive = (*key[:3], "naive", length)
+    gpu_ms, forward = GPU_MS[key], PHASES.get((*key, "forward"), {})
+    backward = PHASES.get((*key, "backward"), {})
+    is_fastest = bool(others) and gpu_ms == others[0]
+    predicted = peak_bytes(key)
+    peak = backward.get("peak_mib", NAN)
+    one = backward or forward
+    texts = {
+        "name": NAMES.get(name, name),
+        "precision_name": PRECISIONS[precision],
+        "status": one["status"],
+        "forward_text": wall_text(forward) if forward else NAN,
+        "backward_text": wall_text(backward) if backward else NAN,
+        "forward_quartiles": quartiles(forward) or NAN if forward else NAN,
+        "backward_quartiles": quartiles(backward) or NAN if backward else NAN,
+        "out_of_memory": expected_outcome((*key, "backward"), backward) if backward else NAN,
+        "device_gib": one["device_gib"],
+    }
+    return texts | {
+        "wall_ms": both(key, "wall_ms"),
+        "gpu_ms": gpu_ms,
+        "wall_speedup": both(naive, "wall_ms") / both(key, "wall_ms"),
+        "gpu_speedup": GPU_MS.get(naive, NAN) / gpu_ms,
+        "lead_speedup": others[1] / others[0] if is_fastest and len(others) > 1 else NAN,
+        "rank": others.index(gpu_ms) + 1 if gpu_ms > 0 else NAN,
+        "forward_ms": forward.get("wall_ms", NAN),
+        "backward_ms": backward.get("wall_ms", NAN),
+        "passes": backward.get("passes", NAN),
+        "saved_mib": backward.get("saved_mib", NAN),
+        "in_use_mib": backward.get("in_use_mib", NAN),
+        "saved_gib": backward.get("saved_mib", NAN) / 1024,
+        "in_use_gib": backward.get("in_use_mib", NAN) / 1024,
+        "peak_gib": peak / 1024,
+        "predicted_gib": predicted / 2**30,
+        "formula_error": abs(peak * 2**20 / predicted - 1),
+        "stores_squares": name in ("naive", "compiled", "math"),
+        "square_gib": batch * length**2 * (2 if precision == "bf16" else 4) / 2**30,
+        "row_mib": batch * length * 4 / 2**20,
+    }
+
+
+def test_cases_are_recomputed():
+    view = keyed(VIEWS["attention"], CASE)
+    assert view.keys() == CASES
+    for key in CASES:
+        assert_same(view[key], expected_case(key), key)
+
+
+def test_inconsistent_phase_leaves_its_case_without_times_of_both():
+    marked = keyed(RECORDED[RECORDED.unsteady.fillna("") != ""], [*CASE, "phase"])
+    view = keyed(VIEWS["attention"], CASE)
+    assert marked
+    for key in marked:
+        assert math.isnan(view[key[:-1]]["gpu_ms"]) and math.isnan(view[key[:-1]]["wall_ms"])
+
+
+def test_compiled_attention_stands_next_to_naive_in_every_setting_with_both():
+    view = keyed(VIEWS["compiled_attention"], [*SETTING, "context_length"])
+    settings = {(*key[:3], key[4]) for key in CASES if key[3] == "naive"}
+    assert view.keys() == settings & {(*key[:3], key[4]) for key in CASES if key[3] == "compiled"}
+    for key, row in view.items():
+        naive, compiled = ((*key[:3], name, key[3]) for name in ("naive", "compiled"))
+        precision = PRECISIONS[key[1]]
+        expected = {
+            "compiled_speedup": GPU_MS[naive] / GPU_MS[compiled],
+            "precision_name": precision,
+            "setting": f"{precision}, d {key[0]}",
+        }
+        for name, case in (("naive", naive), ("compiled", compiled)):
+            forward, backward = PHASES[*case, "forward"], PHASES[*case, "backward"]
+            expected |= {
+                f"{name}_forward": wall_text(forward),
+                f"{name}_backward": wall_text(backward),
+                f"{name}_in_use_mib": backward["in_use_mib"],
+            }
+        assert_same(row, expected, key)
+
+
+def test_parts_add_up_to_the_predicted_peak():
+    view = VIEWS["attention_parts"]
+    total = keyed(view[view.part == "total"], CASE)
+    assert total.keys() == CASES
+    for key, parts in view[view.part != "total"].groupby(CASE):
+        assert parts.part_gib.sum() == pytest.approx(total[key]["part_gib"])
+        assert total[key]["part_gib"] == pytest.approx(peak_bytes(key) / 2**30)
+
+
+def test_errors_are_the_worst_of_all_checks():
+    view = keyed(VIEWS["attention_errors"], ["precision", "implementation"])
+    columns = ["output_error", "dq_error", "dk_error", "dv_error"]
+    for key, rows in CHECKS.groupby(["precision", "implementation"]):
+        worst = rows[columns].to_numpy().max()
+        allowed = rows.allowed_error.min()
+        expected = {"worst_error": worst, "allowed_error": allowed, "cases": len(rows)}
+        expected |= {"worst": f"{worst:.1e}", "allowed": f"{allowed:.1e}"}
+        expected |= {"name": NAMES.get(key[1], key[1]), "precision_name": PRECISIONS[key[0]]}
+        assert_same(view.pop(key), expected, key)
+    assert not view

@@ -1,0 +1,392 @@
+"""The nsys study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+
+import json
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from stepscope.figures import all_figures
+from stepscope.views import Views
+from stepscope.views.nsys import readable
+
+FOLDER = Path(__file__).parents[1] / "runs" / "h200"
+if not FOLDER.is_dir():
+    pytest.skip("no reference runs", allow_module_level=True)
+CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
+EXTRA = {"benchmark": ("compile", "repeat"), "mixed_precision": ("compile",), "nsys": (), "ladder": ()}
+# width, heads, layers
+DIMENSIONS = {
+    "small": (768, 12, 12),
+    "medium": (1024, 16, 24),
+    "large": (1280, 20, 36),
+    "xl": (1600, 25, 48),
+    "2.7B": (2560, 32, 32),
+}
+MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
+MATMUL = "matrix multiply"
+NAN = math.nan
+Row = dict[str, Any]
+
+
+# -- the files ------------------------------------------------------------------------------------------------
+
+
+def read_tables() -> dict[str, pd.DataFrame]:
+    """Return the tables of four studies; none of their rows here is marked as inconsistent."""
+    frames = defaultdict(list)
+    for path in sorted(FOLDER.glob("*/*/record.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        study, run = record["study"], {"run_id": record["run_id"]}
+        if study not in EXTRA:
+            continue
+        fields = ("size", "context_length", "vocab_size") if study == "ladder" else (*CONFIG, *EXTRA[study])
+        config = {name: record["config"][name] for name in fields} | run
+        frames[f"{study}.results"].append(pd.DataFrame([config | record["results"]]))
+        frames["runs"].append(pd.DataFrame([run | {"device": record["machine"]["device_name"]}]))
+        for name, table in record["tables"].items():
+            rows = pd.read_parquet(path.parent / table["file"])
+            own = {field: value for field, value in config.items() if field not in rows}
+            frames[f"{study}.{name}"].append(rows.assign(**own))
+    return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
+
+
+TABLES = read_tables()
+VIEWS = Views(TABLES)
+
+
+def of(row: Row, *names: str) -> tuple:
+    return (*(row[name] for name in CONFIG), *(row[name] for name in names))
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple, list[Row]]:
+    found = defaultdict(list)
+    for row in rows:
+        found[of(row, *names)].append(row)
+    return found
+
+
+def summed(rows: Iterable[Row], column: str = "total_ns") -> float:
+    return math.fsum(row[column] for row in rows)
+
+
+def category(row: Row) -> str:
+    if row["region"] == "attention.softmax":
+        return "attention softmax"
+    return "loss softmax" if (row["family"], row["region"]) == ("softmax", "cross_entropy") else row["family"]
+
+
+OPERATIONS = [row | {"category": category(row)} for row in TABLES["nsys.operations"].to_dict("records")]
+PROFILES = grouped(OPERATIONS, "mode")
+WITH_TOTALS = OPERATIONS + [row | {"phase": "total"} for row in OPERATIONS]
+CLOCKS = [
+    row | {"phase": row["phase"].replace("whole", "total")}
+    for row in TABLES["nsys.clocks"].to_dict("records")
+]
+PASSES = grouped(CLOCKS, "mode", "phase")
+
+
+# -- what is expected -----------------------------------------------------------------------------------------
+
+
+def times() -> dict[tuple, Row]:
+    named = Counter()
+    for row in WITH_TOTALS:
+        named[of(row, "mode", "phase")] += row["count"]
+    return {key: time_of(passes, named[key]) for key, passes in PASSES.items()}
+
+
+def time_of(passes: list[Row], named: int) -> Row:
+    profiled = [row for row in passes if row["captured"]]
+    unprofiled = [row for row in passes if not row["captured"]]
+    found: Row = {
+        f"{name}_ms": statistics.median(row[f"{source}_ns"] for row in profiled) / 1e6
+        for name, source in {"host": "host", "projected": "projected", "gpu": "busy"}.items()
+    }
+    found |= {"profiled_passes": len(profiled), "named_operations": named}
+    found["operations"] = statistics.median(row["operations"] for row in profiled)
+    found["conserved"] = {row["operations"] for row in profiled} == {named}
+    walls = [row["wall_ms"] for row in unprofiled]
+    q1, wall, q3 = np.quantile(walls, [0.25, 0.5, 0.75]) if walls else (NAN, NAN, NAN)
+    enqueue = statistics.median(row["enqueue_ms"] for row in unprofiled) if walls else NAN
+    gpu, ratio = found["gpu_ms"], found["projected_ms"] / wall
+    singles = [abs(row["projected_ns"] / 1e6 / wall - 1) for row in profiled]
+    return found | {
+        "passes": len(walls) or NAN,
+        "wall_ms": wall,
+        "wall_q1_ms": q1,
+        "wall_q3_ms": q3,
+        "enqueue_ms": enqueue,
+        "busy": gpu / wall,
+        "launch_bound": bool(gpu / wall < 0.95 and enqueue > gpu),
+        "projected_ratio": ratio,
+        "projected_error": abs(ratio - 1),
+        "single_error": max(singles),
+        "slowed": bool(ratio > 1.2),
+    }
+
+
+def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
+    """Places of the longest, second longest, ...; of equal times the first comes first."""
+    order = sorted(times_ns, key=lambda key: -times_ns[key])
+    return {key: place for place, key in enumerate(order, 1)}
+
+
+def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
+    """Time, and share of its profile, of each group of a profile's operations."""
+    found = {}
+    for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
+        total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
+        found[key] = {"gpu_ms": summed(own) / 1e6, "share": summed(own) / total_ns}
+    return found
+
+
+def places(found: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
+    """Ranks by time among the groups whose keys begin with the same ``depth`` fields; 0 of those skipped."""
+    together = defaultdict(dict)
+    for key, row in found.items():
+        if key not in skipped:
+            together[key[:depth]][key] = row["gpu_ms"]
+    placed = [ranks(times_ms) for times_ms in together.values()]
+    return dict.fromkeys(skipped, 0) | {key: place for each in placed for key, place in each.items()}
+
+
+def kernels() -> dict[tuple, Row]:
+    split, found = grouped(OPERATIONS, "mode", "name"), parts("name")
+    place = places(found, len(CONFIG) + 1)
+    for key, own in split.items():
+        launches, blocks = sum(row["count"] for row in own), DIMENSIONS[key[0]][2]
+        found[key] |= {
+            "place": place[key],
+            "launches": launches,
+            "blocks": blocks,
+            "per_block": launches // blocks,
+            "beyond_blocks": launches % blocks,
+            "kernel_category": own[0]["family"],
+            "mode_name": MODES[own[0]["mode"]],
+        }
+    return found
+
+
+def regions() -> dict[tuple, Row]:
+    split, found = grouped(OPERATIONS, "mode", "region", "name"), parts("region", "name")
+    matmuls = {key for key, own in split.items() if own[0]["category"] == MATMUL}
+    place = places(found, len(CONFIG) + 1, matmuls)
+    for key, own in split.items():
+        launches = sum(row["count"] for row in own)
+        found[key] |= {"place": place[key], "launches": launches, "kernel_category": own[0]["category"]}
+    return found
+
+
+def categories() -> dict[tuple, Row]:
+    found = parts("phase", "category", phases=True)
+    place = places(found, len(CONFIG) + 2, {key for key in found if key[-1] == MATMUL})
+    return {key: row | {"other_place": place[key]} for key, row in found.items()}
+
+
+def model_parts() -> dict[tuple, Row]:
+    return parts("region")
+
+
+def attention() -> dict[tuple, Row]:
+    return {key[:-1]: attention_of(key, rows) for key, rows in PROFILES.items() if key[-1] == "forward"}
+
+
+def attention_of(key: tuple, rows: list[Row]) -> Row:
+    size, context_length, batch_size = key[:3]
+    width, heads, layers = DIMENSIONS[size]
+    matmuls = [row for row in rows if row["family"] == MATMUL]
+    scores = summed(row for row in matmuls if row["region"] == "attention.scores") / 1e6
+    values = summed(row for row in matmuls if row["region"] == "attention.value") / 1e6
+    softmax = summed(row for row in rows if row["region"] == "attention.softmax") / 1e6
+    numbers = batch_size * heads * context_length**2
+    matmul_flops = layers * numbers * 2 * (width // heads)
+    moved = layers * numbers * 4 * 8
+    return {
+        "scores_ms": scores,
+        "values_ms": values,
+        "softmax_ms": softmax,
+        "matmuls_ms": scores + values,
+        "time_share": softmax / (scores + values),
+        "heads": heads,
+        "layers": layers,
+        "matmul_flops": matmul_flops,
+        "softmax_flops": 5 * numbers * layers,
+        "matmul_gflop": matmul_flops / 1e9,
+        "softmax_gflop": 5 * numbers * layers / 1e9,
+        "flops_share": 5 / (4 * (width // heads)),
+        "matrix_bytes": 4 * numbers,
+        "matrix_mb": 4 * numbers / 1e6,
+        "softmax_bytes": moved,
+        "softmax_gb": moved / 1e9,
+    }
+
+
+def at_peak_rates() -> dict[tuple, Row]:
+    results = TABLES["ladder.results"]
+    copy, matmul = results["copy"].max() * 1e12, results["matmul_fp32"].max() * 1e12
+    (device,) = TABLES["runs"]["device"].unique()
+    return {
+        (*key, device): {
+            "copy_ms": 1e3 * row["softmax_bytes"] / copy,
+            "matmul_ms": 1e3 * 2 * row["matmul_flops"] / matmul,
+        }
+        for key, row in attention().items()
+    }
+
+
+def answers() -> dict[tuple, Row]:
+    shown, clock, softmax = kernels(), times(), attention()
+    return {key: answer(key, shown, clock[(*key, "forward", "total")], softmax[key]) for key in softmax}
+
+
+def answer(key: tuple, shown: dict[tuple, Row], clock: Row, softmax: Row) -> Row:
+    longest = {}
+    for mode in ("forward", "forward_backward"):
+        own = {name: row for name, row in shown.items() if name[:-1] == (*key, mode)}
+        longest[mode] = max(own, key=lambda name: own[name]["gpu_ms"])
+    first, both = (longest[mode] for mode in ("forward", "forward_backward"))
+    by_category = {mode: Counter() for mode in ("forward", "step")}
+    for mode, found in by_category.items():
+        for row in PROFILES[(*key, mode)]:
+            found[row["category"]] += row["total_ns"]
+    forward, step = by_category["forward"], by_category["step"]
+    (other, other_ns), *_ = (pair for pair in forward.most_common(2) if pair[0] != MATMUL)
+    return {
+        "projected_ms": clock["projected_ms"],
+        "wall_ms": clock["wall_ms"],
+        "launches": shown[first]["launches"],
+        "share": shown[first]["share"],
+        "stays_first": first[-1] == both[-1],
+        "both_share": shown[both]["share"],
+        "both_category": shown[both]["kernel_category"],
+        "other_category": other,
+        "other_share": other_ns / forward.total(),
+        "forward_matmul_share": forward[MATMUL] / forward.total(),
+        "step_matmul_share": step[MATMUL] / step.total(),
+        "matmul_ratio": step[MATMUL] / forward[MATMUL],
+        "softmax_time_share": softmax["time_share"],
+        "softmax_flops_share": softmax["flops_share"],
+    }
+
+
+def agreement() -> dict[tuple, Row]:
+    clock, divisions = times(), Counter()
+    for row in WITH_TOTALS:
+        if "DivFunctor" in row["name"]:
+            divisions[of(row, "mode", "phase")] += row["total_ns"] / 1e6
+    found = {}
+    for study in ("benchmark", "mixed_precision"):
+        theirs = Counter()
+        for row in TABLES[f"{study}.operations"].to_dict("records"):
+            if "DivFunctor" in row["name"]:
+                for phase in (row["phase"], "total"):
+                    theirs[of(row, "mode", "run_id"), phase] += row["gpu_ms"]
+        for row in TABLES[f"{study}.times"].to_dict("records"):
+            phase = row["phase"].replace("whole", "total")
+            ours = clock.get((*of(row, "mode"), phase))
+            if ours:
+                key = of(row | {"study": study, "repeat": row.get("repeat", 0)}, "study", "compile", "repeat")
+                division = divisions[*of(row, "mode"), phase] or NAN
+                other = theirs[of(row, "mode", "run_id"), phase] or NAN
+                found[(*key, row["mode"], phase)] = {
+                    "gpu_ms": ours["gpu_ms"],
+                    "in_process_gpu_ms": row["gpu_ms"],
+                    "difference_ms": abs(ours["gpu_ms"] - row["gpu_ms"]),
+                    "gpu_error": abs(ours["gpu_ms"] / row["gpu_ms"] - 1),
+                    "division_ms": division,
+                    "in_process_division_ms": other,
+                    "division_difference_ms": other - division,
+                    "mode_name": MODES[row["mode"]],
+                    "configuration": f"{row['size']}, {row['context_length']:,}",
+                }
+    return found
+
+
+def busy() -> dict[tuple, Row]:
+    found = {}
+    for key, rows in grouped(TABLES["nsys.timeline"].to_dict("records"), "mode").items():
+        runs = np.zeros(1_000_000, dtype=bool)  # each nanosecond of the first millisecond
+        for row in rows:
+            begin, end = row["start_ns"], row["start_ns"] + row["duration_ns"]
+            runs[max(begin, 0) : max(end, 0)] = True
+        found[key] = {"busy": runs.mean()}
+    return found
+
+
+def tools() -> dict[tuple, Row]:
+    return {
+        of(row): {"tool": row["tool"], "same_as_nsys": row["nsys_ns"] == row["operations_ns"]}
+        for row in TABLES["nsys.results"].to_dict("records")
+    }
+
+
+EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
+    "profile_times": (("mode", "phase"), times),
+    "profile_kernels": (("mode", "name"), kernels),
+    "region_kernels": (("mode", "region", "name"), regions),
+    "profile_categories": (("mode", "phase", "kernel_category"), categories),
+    "model_parts": (("mode", "region"), model_parts),
+    "profiled_attention": ((), attention),
+    "attention_at_peak_rates": (("device",), at_peak_rates),
+    "profile_answers": ((), answers),
+    "profiler_agreement": (("study", "compile", "repeat", "mode", "phase"), agreement),
+    "launch_timeline_busy": (("mode",), busy),
+    "profile_runs": ((), tools),
+}
+NAMES = {"kernel", "full_kernel", "both_kernel", "column"}  # words; tested on their own
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_view_equals_its_recomputation(name: str):
+    names, expect = EXPECTED[name]
+    expected = expect()
+    view = VIEWS[name]
+    rows = {of(row, *names): row for row in view.to_dict("records")}
+    assert len(rows) == len(view)
+    assert rows.keys() == expected.keys()
+    for key, row in rows.items():
+        assert expected[key].keys() == {*view} - {*CONFIG, *names} - NAMES
+        for column, value in expected[key].items():
+            same = value if isinstance(value, str) else pytest.approx(value, rel=1e-9, nan_ok=True)
+            assert row[column] == same, (key, column)
+
+
+def test_profile_parts_add_up_to_the_profile():
+    for name in ("profile_kernels", "region_kernels", "model_parts"):
+        assert VIEWS[name].groupby([*CONFIG, "mode"])["share"].sum().to_numpy() == pytest.approx(1)
+
+
+def test_kernel_names_differ_where_kernels_do_and_keep_the_tile():
+    names = {*TABLES["nsys.operations"]["name"]}
+    short = readable(sorted(names))
+    assert len({*short.values()}) == len(names)
+    tiled = {name: text for name, text in short.items() if "_tilesize" in name}
+    assert tiled
+    for name, text in tiled.items():
+        tile = name.partition("_tilesize")[2].partition("_")[0]
+        assert tile in text and "tilesize" not in text
+
+
+def test_figures_draw_rows_of_the_views():
+    draw = all_figures()
+    step = VIEWS["profile_categories"].query(
+        "mode == 'step' and precision == 'fp32' and context_length == 512"
+    )
+    drawn = draw["kernel_families"]("A title", step)
+    assert all(f"{size}: AdamW" in drawn for size in DIMENSIONS)
+    window = VIEWS["launch_timeline"].query(
+        "size == 'small' and precision == 'bf16' and context_length == 128"
+    )
+    assert "as a CUDA graph" in draw["launches_timeline"]("A title", window)
+
+
+def test_profile_without_nsys_reports_is_not_compared_with_them():
+    results = TABLES["nsys.results"].drop(columns="nsys_ns")
+    assert Views({"nsys.results": results})["profile_runs"]["same_as_nsys"].isna().all()
