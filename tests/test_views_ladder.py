@@ -517,7 +517,7 @@ def test_view_equals_recomputation_from_files(name: str):
 def test_views_do_not_depend_on_the_order_of_rows():
     shuffled = Views({name: table.sample(frac=1, random_state=1) for name, table in TABLES.items()})
     for name in EXPECTED:
-        key = VIEWS[name].attrs["key"]
+        key = [*VIEWS[name].attrs["key"]]
         actual = shuffled[name].sort_values(key, ignore_index=True)
         expected = VIEWS[name].sort_values(key, ignore_index=True)
         pd.testing.assert_frame_equal(actual, expected)
