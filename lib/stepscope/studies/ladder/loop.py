@@ -195,7 +195,8 @@ class Ladder:
         show(case)
 
     def time_eager(self, case: Case, subject: TrainedSubject) -> None:
-        if not subject.compiles:
+        makes_own_step = subject.loss is None  # it compiles, and holds the graph of its first step
+        if not subject.compiles and not makes_own_step:
             self.time_steps(case, subject)
 
     def visit(self, case: Case, *parts: Callable[[Case, TrainedSubject], None]) -> None:
