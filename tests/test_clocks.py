@@ -225,8 +225,15 @@ class Graphs:
             "graph": self.graph,
             "set_stream": lambda to: self.called.append("stream restored"),
             "empty_cache": lambda: None,
+            "current_device": lambda: 0,
         }.items():
             monkeypatch.setattr(torch.cuda, name, made)
+        # A failed capture leaves the generator in capture mode, so its state is put back.
+        generator = SimpleNamespace(
+            clone_state=lambda: "state before",
+            graphsafe_set_state=lambda state: self.called.append(f"generator has its {state}"),
+        )
+        monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
 
     @contextmanager
     def stream(self, stream):
@@ -289,7 +296,8 @@ def test_a_graph_that_does_not_fit_says_so_and_leaves_the_step_as_it_was(monkeyp
     step = FakeStep(graphs=graphs, optimizer=optimizer())
     times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients)
     assert not times and reason == "out of memory: CUDA out of memory. Tried 2 GiB."
-    assert graphs.called[-2:] == ["stream restored", "cleared"] and "replay" not in graphs.called
+    restored = ["stream restored", "generator has its state before", "cleared"]
+    assert graphs.called[-3:] == restored and "replay" not in graphs.called
     assert step.optimizer.param_groups[0]["capturable"] is False
 
 
