@@ -581,3 +581,24 @@ def test_step_that_no_range_has_is_refused_with_those_there_are(tmp_path):
         TraceError, match=r"no range is named 'epoch', expected one of 'ProfilerStep#0' \(3\)"
     ):
         load_capture(written(tmp_path / "a.json", steps()), step="epoch")
+
+
+def test_nccl_payloads_separate_transfer_from_waiting():
+    """Two H200s: rank 1 computes for 10 ms longer in each step, so rank 0 waits in its all-reduce of 26,214,400 B."""
+    capture = load_capture(Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz")
+    operations = capture.operations
+    sized = operations[operations["message_bytes"] >= 0]
+    kinds = sized["name"].astype(str).str.extract("_(AllReduce|AllGather|ReduceScatter)_")[0]
+    sizes = sized.groupby(kinds.to_numpy())["message_bytes"].unique()
+    assert {kind: found.tolist() for kind, found in sizes.items()} == {
+        "AllReduce": [26_214_400],
+        "AllGather": [52_428_800],  # NCCL counts what one rank sends
+        "ReduceScatter": [52_428_800],
+    }
+    assert set(sized["group_size"]) == {2}
+    exposed = {}
+    for one in devices(capture):
+        exposed[one.number] = exposed_communication(one)
+    # 26,214,400 B at 450 GB/s, once in and out of each of two GPUs, for each of three collectives
+    assert exposed[0].least_ms == pytest.approx(3 * 26_214_400 / 450e9 * 1e3, rel=0.01)
+    assert exposed[0].waiting_ms > 9 > 1 > exposed[1].waiting_ms

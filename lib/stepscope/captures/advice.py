@@ -5,6 +5,7 @@ communication what is exposed. Each is a bound: an optimization saves at most th
 covers one place and names it.
 """
 
+import math
 import re
 from typing import NamedTuple
 
@@ -76,8 +77,10 @@ def _of_communication(one: Device) -> list[Advice]:
         f"balance the GPUs: {shortened(parts.longest)} waits for another GPU, which arrives later (compare"
         " the ranks' captures)"
     )
+    unknown = "; its message sizes are unknown, so part of it may be waiting for another GPU"
+    hide = f"hide communication behind compute{separate}" + unknown * math.isnan(parts.least_ms)
     return [
-        Advice(parts.transfer_ms, f"hide communication behind compute{separate}"),
+        Advice(parts.transfer_ms, hide),
         Advice(parts.waiting_ms, waiting),
     ]
 

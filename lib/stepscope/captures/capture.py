@@ -30,6 +30,7 @@ from stepscope.traces.attribution import (
     SHORT_NS,
     Records,
     TraceError,
+    find_launches,
     join_launches,
     matching,
     open_range,
@@ -40,6 +41,7 @@ from stepscope.traces.export import (
     GRAPH_REPLAY,
     device_names,
     graph_launches,
+    nccl_payloads,
     read_export,
     waiting_calls,
 )
@@ -213,7 +215,7 @@ def load_capture_or_sums(
         records = read_export(file, domains=None, whole_graphs=True)
         records.path = str(path)
         records.operations[["flops", "dtype", "operator"]] = -1.0, "", -1
-        records.operations[["message_bytes", "group_size"]] = -1, 1
+        _add_messages(records, nccl_payloads(file))
         _mark_whole_graphs(records.operations)
         host = pd.concat([_host_of_ranges(records.ranges), waiting_calls(file)], ignore_index=True)
         found = _attributed(records, _nvtx_of_autograd(records.ranges), host, step, phases)
@@ -228,6 +230,43 @@ def _ranges_on_gpu(records: Records, trace: Trace) -> pd.DataFrame:
     key = np.full(len(rows), records.process[0])
     rows = rows.astype({"name": "category"}).assign(sequence=-1, **thread_columns(key))
     return rows.sort_values(["start_ns", "end_ns"], ascending=[True, False], ignore_index=True)
+
+
+def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
+    """Add message_bytes (-1: unknown) and group_size to operations that were launched inside NCCL's ranges.
+
+    NCCL counts the bytes per rank, so gathering and scattering have as many times that on their larger side as
+    there are ranks. The ranks are taken to be the processes that communicate in this capture.
+    """
+    operations = records.operations
+    operations[["message_bytes", "group_size"]] = -1, 1
+    is_collective = matching(operations["name"], lambda name: "nccl" in name.lower())
+    if payloads.empty or not is_collective.any():
+        return
+    ranks = len(np.unique(records.process[is_collective]))
+    launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
+    launched = np.flatnonzero(is_collective & (launch >= 0))
+    calls = pd.DataFrame(
+        {
+            "row": launched,
+            "key": records.launches[0][launch[launched]],
+            "launch_ns": records.launches[2][launch[launched]],
+        }
+    )
+    inside = pd.merge_asof(
+        calls.sort_values("launch_ns"),
+        payloads.sort_values("start_ns"),
+        left_on="launch_ns",
+        right_on="start_ns",
+        by="key",
+    )
+    inside = inside[inside["launch_ns"] <= inside["end_ns"]]
+    names = operations["name"].iloc[inside["row"]].astype(str)
+    is_per_rank = names.str.contains("AllGather|ReduceScatter").to_numpy()
+    sizes = inside["message_bytes"].to_numpy("int64") * np.where(is_per_rank, ranks, 1)
+    columns = [operations.columns.get_loc(name) for name in ("message_bytes", "group_size")]
+    operations.iloc[inside["row"].to_numpy(), columns[0]] = sizes
+    operations.iloc[inside["row"].to_numpy(), columns[1]] = ranks
 
 
 def _mark_whole_graphs(operations: pd.DataFrame) -> None:

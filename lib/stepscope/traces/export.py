@@ -58,6 +58,7 @@ COPY_LABELS = {
 GRAPH_REPLAY = "[CUDA graph"  # begins the name of a graph that was traced as a whole
 SLOW_LAUNCH_NS = 100_000  # a launch that lasts so long loads a kernel, or waits for room in the queue
 PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
+PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes"]
 DRIVER_WORDS = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")  # the statement
 EXPECTED = "the sqlite export of a capture (nsys export --type sqlite)"
 NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
@@ -187,6 +188,40 @@ def waiting_calls(path: Path | str) -> pd.DataFrame:
 
 
 _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"]
+
+
+def nccl_payloads(path: Path | str) -> pd.DataFrame:
+    """Read the message sizes that NCCL attaches to its NVTX ranges.
+
+    Only an export with ``--include-json=true`` has them; any other gives no rows.
+
+    Returns:
+        A row per range: key (the thread's), start_ns, end_ns, message_bytes.
+    """
+    with _reading(path) as connection:
+        table, name = _nvtx(connection)
+        present = _columns(connection, table)
+        if "jsonText" not in present:
+            return pd.DataFrame(columns=PAYLOAD_COLUMNS, dtype="int64")
+        registered = (
+            f"(SELECT value FROM {STRINGS} WHERE id = jsonTextId)" if "jsonTextId" in present else "NULL"
+        )
+        payload = f"coalesce(jsonText, {registered})"
+        where = f"eventType = {PUSH_POP} AND {payload} IS NOT NULL AND {name} LIKE 'nccl%'"
+        rows = [*_rows(connection, table, ["globalTid", "start", "end", payload], where)]
+    sized = [(*row[:3], _message_bytes(row[3])) for row in rows]
+    known = [row for row in sized if all(isinstance(value, int) for value in row)]
+    return pd.DataFrame(known, columns=PAYLOAD_COLUMNS, dtype="int64")
+
+
+def _message_bytes(payload: object) -> int | None:
+    """Return the size in a payload of NCCL's; None where there is none."""
+    try:
+        content = json.loads(payload) if isinstance(payload, str) else None
+    except ValueError:
+        return None
+    size = content.get("Message size [bytes]") if isinstance(content, dict) else None
+    return size if isinstance(size, int) and 0 <= size < 2**62 else None
 
 
 @contextmanager

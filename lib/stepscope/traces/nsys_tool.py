@@ -66,12 +66,16 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 
 def export_capture(nsys: Path, report: Path, export: Path) -> Path:
-    """A capture's event-level export (sqlite).
+    """Make a capture's event-level export (sqlite), with the payloads of NVTX ranges where this nsys can.
 
     Raises:
         NsysError: nsys exported nothing; quotes it.
     """
-    said = output_of(nsys, "export", "--type=sqlite", "--force-overwrite=true", "--output", export, report)
+    command = ("export", "--type=sqlite", "--force-overwrite=true")
+    output_of(nsys, *command, "--include-json=true", "--output", export, report)
+    said = ""
+    if not export.exists():  # an older nsys, which has no such option
+        said = output_of(nsys, *command, "--output", export, report)
     if not export.exists():
         raise NsysError(f"nsys export made nothing of {report.name}; it said: {said}")
     return export
