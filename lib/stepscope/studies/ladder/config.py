@@ -32,9 +32,7 @@ Baseline = Literal[
     "hugging_face", "hugging_face_graphs", "hugging_face_causal", "hugging_face_captured", "fast_step"
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-AS_IT_COMES = BASELINES[:2]  # Hugging Face's, in its two modes
 FAIR = BASELINES[2:4]  # without a mask; the latter as one CUDA graph, as ours is
-SCRIPT = BASELINES[4]
 
 # Columns of the table of steps, one row a change and batch.
 MEASURES = (
