@@ -1,5 +1,7 @@
 """What a capture means: its steps, why its GPU is idle, whose operations these are, and what to do."""
 
+import gzip
+import math
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -602,3 +604,29 @@ def test_nccl_payloads_separate_transfer_from_waiting():
     # 26,214,400 B at 450 GB/s, once in and out of each of two GPUs, for each of three collectives
     assert exposed[0].least_ms == pytest.approx(3 * 26_214_400 / 450e9 * 1e3, rel=0.01)
     assert exposed[0].waiting_ms > 9 > 1 > exposed[1].waiting_ms
+
+
+def _changed_payloads(path, statement, *values):
+    """Write the sample of two GPUs with one change."""
+    sample = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
+    path.write_bytes(gzip.decompress(sample.read_bytes()))
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(statement, values)
+    return load_capture(path)
+
+
+def test_nccl_payloads_say_nothing_when_one_gpu_is_captured(tmp_path):
+    """How many ranks share the message is unknown there, so its least time is, too."""
+    only = "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE deviceId = 1"
+    capture = _changed_payloads(tmp_path / "one.sqlite", only)
+    (one,) = devices(capture)
+    exposed = exposed_communication(one)
+    assert math.isnan(exposed.least_ms)
+    assert exposed.waiting_ms == 0
+
+
+@pytest.mark.parametrize("payload", ["[" * 200_000, "not JSON", "[]", '{"Message size [bytes]": true}'])
+def test_nccl_payloads_without_a_size_are_unknown(tmp_path, payload):
+    change = "UPDATE NVTX_EVENTS SET jsonText = ? WHERE jsonText IS NOT NULL"
+    capture = _changed_payloads(tmp_path / "changed.sqlite", change, payload)
+    assert (capture.operations["message_bytes"] == -1).all()

@@ -236,14 +236,18 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
     """Add message_bytes (-1: unknown) and group_size to operations that were launched inside NCCL's ranges.
 
     NCCL counts the bytes per rank, so gathering and scattering have as many times that on their larger side as
-    there are ranks. The ranks are taken to be the processes that communicate in this capture.
+    there are ranks. The ranks are taken to be the GPUs that communicate in this capture; where that is one
+    GPU, the others are in captures of their own, and the sizes stay unknown.
     """
     operations = records.operations
     operations[["message_bytes", "group_size"]] = -1, 1
     is_collective = matching(operations["name"], lambda name: "nccl" in name.lower())
     if payloads.empty or not is_collective.any():
         return
-    ranks = len(np.unique(records.process[is_collective]))
+    gpus = {*zip(records.process[is_collective], operations.loc[is_collective, "device"])}
+    ranks = len(gpus)  # of each process, because each may call its own GPU the first
+    if ranks < 2:
+        return
     launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
     launched = np.flatnonzero(is_collective & (launch >= 0))
     calls = pd.DataFrame(

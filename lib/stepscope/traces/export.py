@@ -218,10 +218,10 @@ def _message_bytes(payload: object) -> int | None:
     """Return the size in a payload of NCCL's; None where there is none."""
     try:
         content = json.loads(payload) if isinstance(payload, str) else None
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return None
     size = content.get("Message size [bytes]") if isinstance(content, dict) else None
-    return size if isinstance(size, int) and 0 <= size < 2**62 else None
+    return size if type(size) is int and 0 <= size < 2**62 else None  # JSON's true is an int as well
 
 
 @contextmanager
