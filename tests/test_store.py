@@ -78,8 +78,8 @@ def test_a_folder_that_cannot_be_read_is_named(tiny, barred):
         (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
         (
             lambda place: (
-                place.joinpath("record.json").rename(place / "else")
-                and (place / "record.json").symlink_to("else")
+                place.joinpath("record.json").rename(place.parents[2] / "else")
+                and (place / "record.json").symlink_to(place.parents[2] / "else")
             ),
             "record.json: cannot be read",
         ),
@@ -126,8 +126,7 @@ def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
         (lambda root: (root / ".partial").write_text(""), ".partial: is no folder"),
         (lambda root: (root / "benchmark").symlink_to("/tmp"), "benchmark: is a link"),
         (lambda root: (root / ".partial").symlink_to("/tmp"), ".partial: is a link"),
-        (lambda root: os.mkfifo(root / ".lock"), "no regular file"),
-        (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), "cannot be written to"),
+        (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), ".lock: is a link"),
     ],
 )
 def test_a_folder_with_something_else_in_a_runs_place_is_refused(store, make, words):

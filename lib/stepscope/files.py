@@ -1,4 +1,4 @@
-"""Files of a runs folder: read without leaving it, written so that they are whole.
+"""Files of a runs folder: read without leaving it, written so that they are complete.
 
 A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes
 into, devices. :func:`open_within` is how every file of a run is read.
@@ -6,43 +6,27 @@ into, devices. :func:`open_within` is how every file of a run is read.
 
 import errno
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from io import BufferedReader
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 
 def open_within(root: Path, name: str) -> BufferedReader:
-    """Open a file of a runs folder for reading, without waiting for anything and without following a link.
+    """Open a file of a runs folder for reading.
 
     Args:
         name: its path in the folder.
 
     Raises:
-        OSError: it is not there, is no regular file, or leads out of the folder.
+        OSError: it is not there, is no regular file, or is outside of the folder, by its path or by a link.
     """
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts:
-        raise OSError(errno.EINVAL, "it is not within the folder")
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for part in parts[:-1]:
-            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        # Without waiting: to open a pipe is to wait for its other end.
-        descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, and none is followed") from None
-        raise
-    finally:
-        os.close(folder)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    path = Path(os.path.realpath(root / name))
+    if not path.is_relative_to(os.path.realpath(root)):
+        raise OSError(errno.EINVAL, "it is outside of the folder")
+    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
         raise OSError(errno.EINVAL, "it is no regular file")
-    return os.fdopen(descriptor, "rb")
+    return path.open("rb")
 
 
 def read_within(root: Path, name: str, most_bytes: int) -> bytes:
@@ -75,9 +59,8 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
         for path, temporary in temporaries.items():
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
-            if os.path.lexists(temporary):  # of a process that was killed, or somebody's link
-                temporary.unlink()
-            with temporary.open("x", encoding="utf-8") as file:
+            temporary.unlink(missing_ok=True)  # a link would be written through
+            with temporary.open("w", encoding="utf-8") as file:
                 file.write(texts[path])
                 file.flush()
                 os.fsync(file.fileno())
@@ -85,7 +68,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
             temporary.replace(path)
     finally:
         for temporary in temporaries.values():
-            with suppress(OSError):  # it is in its place
+            with suppress(OSError):  # what could not be written may not be removable either
                 temporary.unlink()
     for folder in {path.parent for path in texts}:
         sync(folder)

@@ -10,13 +10,13 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import BufferedReader
+from contextlib import contextmanager
+from io import TextIOWrapper
 from pathlib import Path
 
 from stepscope import PROJECT, StepscopeError
 from stepscope.config import RunConfig, shown, studies
-from stepscope.files import open_within, sync, write_text_durably
+from stepscope.files import sync, write_text_durably
 from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record
 
 
@@ -73,27 +73,21 @@ class Store:
             finally:
                 shutil.rmtree(self.partial, ignore_errors=True)
 
-    def _open_lock(self) -> BufferedReader:
-        """The lock's file, made where it is not there; open for reading, which keeps no file system busy."""
+    def _open_lock(self) -> TextIOWrapper:
+        """Open the lock's file, and make it where there is none."""
         path = self.root / ".lock"
+        folders = [self.partial, *(self.root / study for study in studies())]
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for entry in os.scandir(self.root):
-                if entry.is_symlink() and entry.is_dir():
-                    raise StoreError(f"{entry.path}: is a link; remove it, or choose another --runs folder")
-                if entry.name in (*studies(), self.partial.name) and not entry.is_dir():
-                    raise StoreError(
-                        f"{entry.path}: is no folder; remove it, or choose another --runs folder"
-                    )
-            if not path.is_symlink():
-                with suppress(FileExistsError):
-                    path.touch(exist_ok=False)
-            lock = open_within(self.root, path.name)
-            os.utime(lock.fileno())  # says at once where nothing can be written
+            for entry in (path, *folders):
+                if entry.is_symlink():
+                    raise StoreError(f"{entry}: is a link; remove it, or choose another --runs folder")
+                if entry in folders and entry.exists() and not entry.is_dir():
+                    raise StoreError(f"{entry}: is no folder; remove it, or choose another --runs folder")
+            return path.open("a")
         except OSError as error:
             reason = f"cannot be written to ({error.strerror}); nothing was started"
             raise StoreError(f"{self.root}: {reason}") from None
-        return lock
 
     def folder_in_making(self) -> Path:
         """A fresh folder for a run. Its name is short: sockets in it have paths of at most 107 bytes."""
