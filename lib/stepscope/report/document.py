@@ -109,7 +109,6 @@ def table(
     *columns: str,
     unit: str = "",
     rows: int = 60,
-    bold: str = "",
     drop_empty: bool = False,
 ) -> str:
     """Print a table. A column is "name", or "name: heading, unit"; without any, all columns are printed.
@@ -117,7 +116,6 @@ def table(
     Args:
         unit: of numbers whose heading has none.
         rows: the most that are printed.
-        bold: a column whose smallest number is bold.
         drop_empty: leave out columns without any value, which are an error otherwise.
 
     Raises:
@@ -138,10 +136,8 @@ def table(
     if empty and not drop_empty:
         raise LookupError(f"the table's column {empty[0]!r} is empty")
     shown = shown.drop(columns=empty)
-    place = [*shown].index(bold) if bold else None
     shown = printing.headed(shown.rename(columns={name: text for name, text in headings.items() if text}))
-    emphasis = None if place is None else ("min", "column", shown.columns[place])
-    return printing.markdown(printing.table(shown, unit, emphasis, rows))
+    return printing.markdown(printing.table(shown, unit, rows))
 
 
 def _no_column(name: str, columns: Iterable[object]) -> str:

@@ -103,10 +103,6 @@ def number(value: Any, unit: str = "") -> str:
     return NONE if missing(value) else digits(value, unit) + UNITS[unit]
 
 
-def _read(text: str) -> float:
-    return float(re.sub(r"[^\d.-]", "", text))
-
-
 def escape(text: object) -> str:
     """Text of a record as markdown that shows it on one line and does nothing: no markup, link or address."""
     cut = str(text)[: MOST_TEXT + 1]
@@ -147,7 +143,6 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
 def table(
     frame: pd.DataFrame,
     unit: str = "",
-    bold: tuple[str, ...] | None = None,
     rows: int = MOST_ROWS,
     note: str = "",
 ) -> pd.DataFrame:
@@ -155,13 +150,11 @@ def table(
 
     Args:
         unit: of the numeric columns whose heading has none (a pivot's: one column a size).
-        bold: ("min" | "max", "row" | "column"): which numbers are bold; after these two the headings that it
-            is about, where it is not about all that are numbers.
         rows: the most that are printed.
         note: one line under it.
     """
     frame = frame.copy()
-    frame.attrs = {"unit": unit, "bold": bold, "rows": rows, "note": note}
+    frame.attrs = {"unit": unit, "rows": rows, "note": note}
     return frame
 
 
@@ -197,43 +190,13 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's, too
 
 
-def _embolden(columns: list[list[str]], numeric: list[int], which: str, along: str) -> None:
-    """Mark the least or greatest number shown of each row or column; none where all are the same."""
-    count = len(columns[0])
-    lines = (
-        [[(place, row) for place in numeric] for row in range(count)]
-        if along == "row"
-        else [[(place, row) for row in range(count)] for place in numeric]
-    )
-    for line in lines:
-        at = {(place, row): columns[place][row] for place, row in line if columns[place][row] != NONE}
-        values = {key: _read(text) for key, text in at.items()}
-        if len(set(values.values())) > 1:
-            best = min(values.values()) if which == "min" else max(values.values())
-            for (place, row), value in values.items():
-                if value == best:
-                    columns[place][row] = f"**{at[place, row]}**"
-
-
 def markdown(frame: pd.DataFrame) -> str:
     """A frame as a GitHub table. Index levels that have names become columns; each text is escaped."""
-    how = {"unit": "", "bold": None, "rows": MOST_ROWS, "note": ""} | frame.attrs
+    how = {"unit": "", "rows": MOST_ROWS, "note": ""} | frame.attrs
     if any(frame.index.names):
         frame = frame.reset_index()
     more = len(frame) - how["rows"]
     headings, columns, units = _cells(frame.head(how["rows"]), how["unit"])
-    if how["bold"] and columns:
-        which, along, *only = how["bold"]
-        _embolden(
-            columns,
-            [
-                place
-                for place, unit in enumerate(units)
-                if unit != "text" and (not only or frame.columns[place] in only)
-            ],
-            which,
-            along,
-        )
     left = [unit == "text" for unit in units]
     lines = [headings, [":--" if text else "--:" for text in left], *map(list, zip(*columns))]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)

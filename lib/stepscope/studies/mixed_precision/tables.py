@@ -4,7 +4,7 @@ import pandas as pd
 
 from stepscope.config import PRECISION_NAMES, WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
-from stepscope.report.tables import number, table
+from stepscope.report.tables import number
 from stepscope.stats import LOST, launch_bound
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer")
@@ -61,20 +61,18 @@ def loss_shift(tables: Tables) -> pd.Series:
 
 def sums(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
-    return table(
-        pd.DataFrame(
-            {
-                "sum": found["result"].map("{:.4f}".format),
-                "off by storing 0.01": found["storing"].map("{:.2g}".format),
-                "off by adding": found["adding"].map("{:.2g}".format),
-            }
-        )
+    return pd.DataFrame(
+        {
+            "sum": found["result"].map("{:.4f}".format),
+            "off by storing 0.01": found["storing"].map("{:.2g}".format),
+            "off by adding": found["adding"].map("{:.2g}".format),
+        }
     )
 
 
 def toy(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "toy", "dtype").T
-    return table(found.rename_axis(index="tensor", columns=None).add_prefix("under ").reset_index())
+    return found.rename_axis(index="tensor", columns=None).add_prefix("under ").reset_index()
 
 
 def norm_parts(tables: Tables) -> pd.DataFrame:
@@ -85,7 +83,7 @@ def norm_parts(tables: Tables) -> pd.DataFrame:
         bad = lost.loc[low] > LOST
         columns[f"{low} loses values at"] = [_ends(bad.index[bad[part]]) for part in bad]
         columns[f"{low} off by, %"] = error.loc[(low, 1.0)].to_numpy()
-    return table(pd.DataFrame(columns))
+    return pd.DataFrame(columns)
 
 
 def _ends(scales: pd.Index) -> str:
@@ -97,25 +95,17 @@ def _ends(scales: pd.Index) -> str:
 
 def gradients(tables: Tables) -> pd.DataFrame:
     found = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
-    return table(
-        found.rename(
-            index=PRECISION_NAMES,
-            columns={
-                "zero": "share that becomes 0, %",
-                "norm off": "norm off by, %",
-                "loss off": "loss off by, %",
-            },
-        )
-    )
+    headings = {
+        "zero": "share that becomes 0, %",
+        "norm off": "norm off by, %",
+        "loss off": "loss off by, %",
+    }
+    return found.rename(index=PRECISION_NAMES, columns=headings)
 
 
 def training(tables: Tables) -> pd.DataFrame:
     shift = loss_shift(tables).sort_values().rename(index=PRECISION_NAMES).rename_axis("trained in")
-    steps = numbers(tables, "training")["at"].nunique()
-    return table(
-        shift.to_frame("loss off from fp32's, mean"),
-        note=(f"Mean distance over the last {steps // 4} of {steps} steps."),
-    )
+    return shift.to_frame("loss off from fp32's, mean")
 
 
 def reading(times: pd.DataFrame, device: str) -> str:
