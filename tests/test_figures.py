@@ -209,7 +209,7 @@ def test_of_a_long_timeline_the_highest_of_each_stretch_is_drawn():
 )
 def test_busy_is_of_the_drawn_millisecond_alone(spans, busy):
     ran = pd.DataFrame([{"start_ns": start, "duration_ns": end - start} for start, end in spans])
-    assert nsys._busy(ran) == pytest.approx(busy)
+    assert nsys.busy_share(ran) == pytest.approx(busy)
 
 
 def test_every_figure_is_shown_by_a_template():

@@ -91,10 +91,9 @@ def prepare(device: str) -> None:
     torch.zeros(1, device=device)
 
 
-def build_step(config: StepConfig, mode: str | None = None, precision: str | None = None) -> Step:
-    """One configuration's step, in its mode ("step" where a run has several) and precision if no others are
-    given: weights, batch and targets drawn from its seed, on its device. A GPU's peaks of memory count from
-    here on.
+def build_step(config: StepConfig, mode: str | None = None) -> Step:
+    """One configuration's step, in its mode ("step" where a run has several) if no other is given: weights,
+    batch and targets drawn from its seed, on its device. A GPU's peaks of memory count from here on.
 
     Raises:
         torch.OutOfMemoryError: the weights alone do not fit.
@@ -103,7 +102,6 @@ def build_step(config: StepConfig, mode: str | None = None, precision: str | Non
         torch.cuda.empty_cache()  # what is kept for reuse would count as reserved
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
-    precision = precision or config.precision
     mode = mode or (config.mode if config.mode in PHASES else "step")
     with out_of_memory_names("building the model"):
         with torch.device(config.device):
@@ -117,8 +115,8 @@ def build_step(config: StepConfig, mode: str | None = None, precision: str | Non
                 model.parameters(), fused=config.optimizer == "fused", foreach=config.optimizer == "foreach"
             )
     compile_parts(model, config.compile)
-    scaler = grad_scaler(precision, config.device)
-    return Step(config, model, optimizer, scaler, tokens, targets, mode, precision)
+    scaler = grad_scaler(config.precision, config.device)
+    return Step(config, model, optimizer, scaler, tokens, targets, mode, config.precision)
 
 
 def compile_parts(model: TransformerLM, parts: str) -> None:

@@ -28,11 +28,11 @@ class RMSNorm(nn.Module):
         return (x_fp32 * scale * self.weight).to(x.dtype)
 
 
-def rope_tables(context_length: int, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rope_tables(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t *
-    base^(-2i/D).
+    10,000^(-2i/D).
     """
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency).repeat(1, 2)
     dtype = torch.get_default_dtype()
     return angle.cos().to(dtype), angle.sin().to(dtype)

@@ -17,9 +17,9 @@ Tables = dict[str, pd.DataFrame]  # by "<study>.<table>", over all runs; of one 
 MOST = 1e15  # of any measure in its unit: more is no measurement
 
 
-def measured(least: float = 0, most: float = MOST, nullable: bool = True) -> pa.Column:
+def measured(least: float = 0, nullable: bool = True) -> pa.Column:
     """A number between bounds; no number passes that is infinite."""
-    return pa.Column(float, pa.Check.in_range(least, most), nullable=nullable, coerce=True)
+    return pa.Column(float, pa.Check.in_range(least, MOST), nullable=nullable, coerce=True)
 
 
 def word(*allowed: str) -> pa.Column:

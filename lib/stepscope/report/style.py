@@ -160,16 +160,17 @@ def lines(
     return {name: (at, value) for name, at, value in zip(last[hue], last[x], last[y])}
 
 
-def label_ends(
-    axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str], gap: float = 1.25
-) -> None:
-    """Name lines at their right ends, (x, y) each, kept apart by ``gap`` lines of text: no legend."""
+LABEL_GAP = 1.25
+
+
+def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
+    """Name lines at their right ends, (x, y) each, kept apart by :data:`LABEL_GAP` lines of text: no legend."""
 
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
     height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will take some of them
-    step = gap * TEXT / height
+    step = LABEL_GAP * TEXT / height
     place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])
     at = [place[name] for name in order]

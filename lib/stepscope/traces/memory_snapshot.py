@@ -19,8 +19,8 @@ PLACE = re.compile(
 RANGES = "stepscope/model/ranges.py"  # calls the model's methods, and makes nothing
 
 
-def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
-    """Every allocation of one device's history, in order: one row each, in :data:`COLUMNS`.
+def allocations(snapshot: dict) -> pd.DataFrame:
+    """Every allocation of the first device's history, in order: one row each, in :data:`COLUMNS`.
 
     ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind
     from 0 on, both in one numbering; ``freed_at`` is infinite while it lives. ``line`` is the innermost line
@@ -29,7 +29,7 @@ def allocations(snapshot: dict, device: int = 0) -> pd.DataFrame:
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
     event = 0
-    for entry in snapshot["device_traces"][device]:
+    for entry in snapshot["device_traces"][0]:
         if entry["action"] == "alloc":
             open_at[entry["addr"]] = len(rows)
             line = line_of(entry.get("frames", []))

@@ -11,15 +11,14 @@ import numpy as np
 import pandas as pd
 
 from stepscope.config import MODE_NAMES, SIZES
-from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows, union
-from stepscope.studies.nsys.tables import CONFIG
+from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
+from stepscope.studies.nsys.tables import CONFIG, busy_share
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL, detailed_family
 from stepscope.traces.kernel_names import short_name, short_names
 from stepscope.views import Views, view
 
 KEY = [*CONFIG]
 TOTAL = "total"
-DRAWN_NS = 1_000_000  # of the timeline
 SCORE_FLOPS = 5  # softmax, for one score: max, subtract, exponentiate, sum, divide
 # Times that a score is read or written by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
 SCORE_PASSES = 8
@@ -497,10 +496,7 @@ def launch_timeline(data: Views) -> pd.DataFrame:
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
     """One row per window: the share of its first millisecond in which an operation runs."""
-    rows = data["launch_timeline"]
-    begins = rows["start_ns"].clip(0, DRAWN_NS)
-    ends = (rows["start_ns"] + rows["duration_ns"]).clip(0, DRAWN_NS)
-    groups = rows.assign(begin=begins, end=ends).groupby([*KEY, "mode"], sort=False)
-    busy = {key: union(own["begin"].to_numpy(), own["end"].to_numpy()) / DRAWN_NS for key, own in groups}
+    groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
+    busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])
     return pd.Series([*busy.values()], index, name="busy").reset_index()

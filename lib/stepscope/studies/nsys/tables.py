@@ -1,12 +1,11 @@
 """The profiling study's tables: what is in a run's files, and what is printed of all runs."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import PHASES
 from stepscope.report.schemas import Tables, measured, tidy, word
+from stepscope.stats import union
 from stepscope.traces.families import FAMILIES, detailed_family, families
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
@@ -14,6 +13,7 @@ OPERATION = ("mode", "phase", "region", "family", "name")
 CLOCK = ("mode", "phase", "step", "captured")
 LANE = ("mode", "launch_ns", "start_ns")
 _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
+DRAWN_NS = 1_000_000  # of the timeline
 REPLAYED = "replayed"  # forward as a CUDA graph, a mode of the timeline alone
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
@@ -65,28 +65,32 @@ def tables(frames: Tables) -> Tables:
     return frames | {"operations": operations.assign(family=families(operations["name"]).astype(str))}
 
 
-def by_family(operations: pd.DataFrame, by: tuple[str, ...] = ("mode", "phase")) -> pd.DataFrame:
-    """Time of operations in ms by family, a column each, the largest first; attention's softmax is a family
-    of its own (see ``families.detailed_family``)."""
+def by_family(operations: pd.DataFrame) -> pd.DataFrame:
+    """Time of operations in ms by phase and family, a column each, the largest first; attention's softmax is
+    a family of its own (see ``families.detailed_family``)."""
     rows = operations.assign(family=detailed_family(operations), time_ms=operations["total_ns"] / 1e6)
     pivoted = rows.pivot_table(
-        index=list(by), columns="family", values="time_ms", aggfunc="sum", sort=False
+        index="phase", columns="family", values="time_ms", aggfunc="sum", sort=False
     ).fillna(0.0)
     return pivoted[pivoted.sum().sort_values(ascending=False).index]
 
 
-def three_clocks(clocks: pd.DataFrame, keys: Sequence[str] = ("mode", "phase")) -> pd.DataFrame:
+def busy_share(timeline: pd.DataFrame) -> float:
+    """The share of the drawn part of a timeline in which an operation runs."""
+    begins = timeline["start_ns"].clip(0, DRAWN_NS)
+    ends = (timeline["start_ns"] + timeline["duration_ns"]).clip(0, DRAWN_NS)
+    return union(begins.to_numpy(), ends.to_numpy()) / DRAWN_NS
+
+
+def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
     """By mode and phase in ms, medians: plain_ms (wall time without a profiler; of whole modes) and its
     enqueue_ms, and of captured steps host_ms (between push and pop), projected_ms (first operation to last),
     gpu_ms, and the number of operations."""
     captured = clocks["captured"].astype(bool)
     names = {"host_ns": "host_ms", "projected_ns": "projected_ms", "busy_ns": "gpu_ms"}
-    groups = clocks[captured].groupby(list(keys), sort=False)
+    groups = clocks[captured].groupby(["mode", "phase"], sort=False)
     table = groups[list(names)].median().div(1e6).rename(columns=names)
-    plain = clocks[~captured].groupby(list(keys))
+    plain = clocks[~captured].groupby(["mode", "phase"])
     table.insert(0, "plain_ms", plain["wall_ms"].median())
     table.insert(1, "enqueue_ms", plain["enqueue_ms"].median())
     return table.assign(operations=groups["operations"].median()).reset_index()
-
-
-# Over all runs
