@@ -39,29 +39,12 @@ interrupted is continued by giving the same command again.
 )
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
-LASTING = "90s|20m|1h"
-MOST_PATH = 1_000  # bytes of a folder's path: what lies in it has longer ones, and Linux ends at 4,096
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m|h)", text)
-    if not found:
-        raise typer.BadParameter(f"got {text!r:.80}, but expected a number with s, m or h, such as 20m")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def _some_seconds(text: str) -> float:
-    if not (found := _seconds(text)):
-        raise typer.BadParameter(f"got {text!r:.80}, in which no run can end")
-    return found
 
 
 def _folder(text: str) -> Path:
     """A variable that a script has not set is not the folder where one stands."""
     if not text:
         raise typer.BadParameter("got an empty text, but expected a folder's path; where one stands is .")
-    if (length := len(os.fsencode(Path(text).absolute()))) > MOST_PATH:
-        raise typer.BadParameter(f"got a path of {length:,} bytes, but expected at most {MOST_PATH:,}")
     return Path(text)
 
 
@@ -89,9 +72,9 @@ BudgetOption = Annotated[
     float | None,
     typer.Option(
         "--time-budget",
-        parser=_seconds,
-        metavar=LASTING,
-        help=("Start no run after this time, and say what is left."),
+        min=0,
+        metavar="MINUTES",
+        help="Start no run after this time, and say what is left.",
     ),
 ]
 WorkersOption = Annotated[
@@ -116,8 +99,8 @@ TimeoutOption = Annotated[
     float | None,
     typer.Option(
         "--timeout",
-        parser=_some_seconds,
-        metavar=LASTING,
+        min=0.1,
+        metavar="MINUTES",
         help="Kill a run's processes after this time; it has then failed.",
     ),
 ]
@@ -154,6 +137,10 @@ def options(
     ] = False,
 ) -> None:
     pass
+
+
+def _seconds(minutes: float | None) -> float | None:
+    return None if minutes is None else minutes * 60
 
 
 def _local_runs(runs: Path | None, reading: bool = False) -> Path:
@@ -246,7 +233,7 @@ def sweep(
     _require_gpu(sweeps, scheduler)
     for path in paths:
         console.print(f"{path.name}: {said_before(path) or 'no word on what it takes'}")
-    options = SweepOptions(workers, scheduler, timeout, time_budget, notebooks, replace)
+    options = SweepOptions(workers, scheduler, _seconds(timeout), _seconds(time_budget), notebooks, replace)
     raise typer.Exit(_sweep(paths, _local_runs(runs), options))
 
 
@@ -278,7 +265,7 @@ def report(
     console.print("Looking at this machine.")
     paths = find_sweeps("tour" if gpus_here() else "cpu")
     console.print(said_before(paths[0]) or "")
-    options = SweepOptions(workers, None, timeout, time_budget, replace=replace)
+    options = SweepOptions(workers, None, _seconds(timeout), _seconds(time_budget), replace=replace)
     _sweep_and_render(paths, _local_runs(runs), options)
 
 
@@ -302,7 +289,7 @@ def ladder(
     contexts = context or [512 if gpus_here() else 64]
     fixed = _shape_asked(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
     block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
-    _sweep_and_render([block], _local_runs(runs), SweepOptions(time_budget_s=time_budget))
+    _sweep_and_render([block], _local_runs(runs), SweepOptions(time_budget_s=_seconds(time_budget)))
 
 
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
@@ -323,12 +310,6 @@ def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> di
 @app.command("list")
 def list_runs(
     runs: RunsOption = None,
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=VALUE", help="Only these, e.g. status=failed; may be given more than once."
-        ),
-    ] = None,
 ) -> None:
     """List the runs of a folder with how they ended, and name the records that cannot be used.
 
@@ -342,20 +323,8 @@ def list_runs(
     if not folder.is_dir():
         raise StepscopeError(f"{folder}: no such runs folder")
     records, errors = Store(folder).records(check_files=True)
-    found = [
-        (record, record.config | {"status": record.status, "run_id": record.run_id}) for record in records
-    ]
-    known = sorted({name for _, fields in found for name in fields})
-    for text in where or []:
-        name, equals, value = text.partition("=")
-        if not equals or (known and name not in known):
-            raise StepscopeError(
-                f"--where: got {text!r:.80}, but expected FIELD=VALUE, where a field is one"
-                f" of {', '.join(known)}"
-            )
-        found = [(record, fields) for record, fields in found if str(fields.get(name)) == value]
     columns = ("study", "run", "what", "status", "seconds", "notebook", "cause")
-    rows = [_row(record, folder) for record, _ in found]
+    rows = [_row(record, folder) for record in records]
     if sys.stdout.isatty():
         table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
