@@ -16,7 +16,7 @@ from types import ModuleType
 import pandas as pd
 import pandera.pandas as pa
 import pyarrow.parquet as pq
-from pandera.errors import SchemaError, SchemaErrors
+from pandera.errors import SchemaErrors
 
 from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
@@ -198,9 +198,11 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
     fit, wrong = {}, {}
     for run, frame in frames.items():
         try:
-            fit[run] = schema.validate(frame)
-        except Exception:  # noqa: BLE001 the same
-            wrong[run] = _why(schema, frame)
+            fit[run] = schema.validate(frame, lazy=True)
+        except SchemaErrors as error:
+            wrong[run] = _why(error)
+        except Exception as error:  # noqa: BLE001 of odd types
+            wrong[run] = _said(error)
     return _together(fit), wrong
 
 
@@ -233,27 +235,17 @@ def _together(frames: Tables) -> pd.DataFrame:
     return pd.concat(named, ignore_index=True) if named else pd.DataFrame(columns=["run_id"])
 
 
-def _why(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> str:
+def _why(error: SchemaErrors) -> str:
     """What is wrong with a table, in words of one line."""
-    try:
-        schema.validate(frame, lazy=True)
-    except (SchemaErrors, SchemaError) as error:
-        cases = getattr(error, "failure_cases", None)
-        if not isinstance(cases, pd.DataFrame) or cases.empty:
-            return _said(error)
-        case = cases.iloc[0]
-        value = case["failure_case"]
-        value = shown(value.item() if hasattr(value, "item") else value)
-        wrong = {
-            "column_in_schema": f"column {value} is not expected",
-            "column_in_dataframe": f"column {value} is missing",
-            "multiple_fields_uniqueness": "its key is not unique",
-        }
-        check, column = str(case["check"]), shown(case["column"])
-        return wrong.get(check, f"column {column}: {check} fails for {value}")
-    except Exception as error:  # noqa: BLE001 of odd types
-        return _said(error)
-    return "it does not fit"  # unlike a moment ago
+    case = error.failure_cases.iloc[0]
+    value = case["failure_case"]
+    value = shown(value.item() if hasattr(value, "item") else value)
+    wrong = {
+        "column_in_schema": f"column {value} is not expected",
+        "column_in_dataframe": f"column {value} is missing",
+        "multiple_fields_uniqueness": "its key is not unique",
+    }
+    return wrong.get(str(case["check"]), f"column {shown(case['column'])}: {case['check']} fails for {value}")
 
 
 def _said(error: Exception) -> str:
