@@ -35,35 +35,33 @@ def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
 STATUSES = ("ok", "oom", "unsupported", "failed")
 WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *PHASES["step"])}
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
+MEASURED = (
+    "steps",
+    "wall_ms",
+    "wall_std_ms",
+    "wall_q1_ms",
+    "wall_q3_ms",
+    "wall_min_ms",
+    "enqueue_ms",
+    "gpu_ms",
+    "operations",
+    "busy",
+    "replayed_ms",
+    "peak_gib",
+    "reserved_gib",
+    "sm_clock_mhz",
+    "power_w",
+    "step_j",
+    "compile_s",
+    "tflops",
+    "mfu",
+    "mfu_measured",
+    "mfu_at_clock",
+    "tokens_per_s",
+)
 TIMES: dict[str, Any] = (
     WITHIN
-    | {
-        name: measured()
-        for name in (
-            "steps",
-            "wall_ms",
-            "wall_std_ms",
-            "wall_q1_ms",
-            "wall_q3_ms",
-            "wall_min_ms",
-            "enqueue_ms",
-            "gpu_ms",
-            "operations",
-            "busy",
-            "replayed_ms",
-            "peak_gib",
-            "reserved_gib",
-            "sm_clock_mhz",
-            "power_w",
-            "step_j",
-            "compile_s",
-            "tflops",
-            "mfu",
-            "mfu_measured",
-            "mfu_at_clock",
-            "tokens_per_s",
-        )
-    }
+    | {name: measured() for name in MEASURED}
     | {"replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
 )
 OPERATIONS: dict[str, Any] = WITHIN | {

@@ -4,6 +4,7 @@ import pandas as pd
 
 from stepscope.studies.benchmark.tables import CONFIG
 from stepscope.views import Views, in_order, view
+from stepscope.views.benchmark import WITHOUT_REPEAT
 
 RECORDED = [
     "status",
@@ -34,21 +35,11 @@ def runs(data: Views) -> pd.DataFrame:
     return found.assign(concurrent_runs=concurrent).sort_values(["study", "run_id"], kind="stable")
 
 
-STEP = [
-    "size",
-    "context_length",
-    "batch_size",
-    "vocab_size",
-    "precision",
-    "attention",
-    "compile",
-    "optimizer",
-]
 TIMED_TWICE = ["wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy", "launch_bound"]
 
 
 @view(
-    key=STEP,
+    key=WITHOUT_REPEAT,
     columns=[
         *[f"back_to_back_{name}" for name in TIMED_TWICE],
         *[f"synchronized_{name}" for name in TIMED_TWICE],
@@ -70,7 +61,7 @@ def same_steps(data: Views) -> pd.DataFrame:
     )
     timed = data["times"].query("study == 'mixed_precision' and mode == 'step' and phase == 'total'")
     made = _named(ladder, "back_to_back").merge(
-        _named(timed, "synchronized"), on=STEP, how="inner", validate="one_to_one"
+        _named(timed, "synchronized"), on=WITHOUT_REPEAT, how="inner", validate="one_to_one"
     )
     walls = made[["back_to_back_wall_ms", "synchronized_wall_ms"]]
     return made.assign(
@@ -81,7 +72,9 @@ def same_steps(data: Views) -> pd.DataFrame:
 
 
 def _named(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
-    return rows[[*STEP, *TIMED_TWICE]].rename(columns={name: f"{prefix}_{name}" for name in TIMED_TWICE})
+    return rows[[*WITHOUT_REPEAT, *TIMED_TWICE]].rename(
+        columns={name: f"{prefix}_{name}" for name in TIMED_TWICE}
+    )
 
 
 WITHOUT_PRECISION = [name for name in CONFIG if name != "precision"]

@@ -2,7 +2,8 @@
 
 import pandas as pd
 
-from stepscope.config import EDITIONS, MODE_NAMES, SIZES
+from stepscope.config import EDITIONS, MODE_NAMES, PHASE_NAMES, SIZES
+from stepscope.report.schemas import MEASURED
 from stepscope.report.tables import digits, quartiles
 from stepscope.stats import LEAST_HOST_GAIN, STEADY, launch_bound_rows, wall_gain
 from stepscope.studies.benchmark.tables import CONFIG
@@ -10,31 +11,9 @@ from stepscope.traces.families import MATMUL
 from stepscope.views import Views, in_order, view
 
 BOTH = ["benchmark", "mixed_precision"]
-MEASURED = [
-    "steps",
-    "wall_ms",
-    "wall_std_ms",
-    "wall_q1_ms",
-    "wall_q3_ms",
-    "wall_min_ms",
-    "enqueue_ms",
-    "gpu_ms",
-    "operations",
-    "busy",
-    "replayed_ms",
-    "peak_gib",
-    "reserved_gib",
-    "sm_clock_mhz",
-    "power_w",
-    "step_j",
-    "compile_s",
-    "tflops",
-    "mfu",
-    "tokens_per_s",
-]
 FIRST_TIMED = 10  # timed steps of the assignment's means and deviations, however many there are
 WARM_UP_STEPS = (0, 1, 2, 5)
-PHASES = ("forward", "loss", "backward", "optimizer")
+WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
 PLACES = ("first", "second", "third")
 
 
@@ -55,7 +34,7 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
 @view(
     key=["study", *CONFIG, "mode", "phase"],
     columns=[
-        *MEASURED,
+        *[name for name in MEASURED if name not in ("mfu_measured", "mfu_at_clock")],
         "status",
         "reason",
         "replay_reason",
@@ -318,9 +297,6 @@ def first_steps(data: Views) -> pd.DataFrame:
     )
 
 
-WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
-
-
 @view(
     key=[*WITHOUT_REPEAT, "mode", "phase"],
     columns=[
@@ -390,8 +366,8 @@ def repeats(data: Views) -> pd.DataFrame:
 @view(
     key=["study", *CONFIG],
     columns=[
-        *[f"{phase}_ms" for phase in PHASES],
-        *[f"{phase}_share" for phase in PHASES],
+        *[f"{phase}_ms" for phase in PHASE_NAMES],
+        *[f"{phase}_share" for phase in PHASE_NAMES],
         "backward_ratio",
         "model_share",
     ],
@@ -404,7 +380,7 @@ def phases(data: Views) -> pd.DataFrame:
     """
     found = data["times"].query("mode == 'step' and phase != 'total'").set_index(["study", *CONFIG, "phase"])
     gpu_ms, shares = (
-        found[name].unstack("phase").reindex(columns=[*PHASES]) for name in ("gpu_ms", "phase_share")
+        found[name].unstack("phase").reindex(columns=[*PHASE_NAMES]) for name in ("gpu_ms", "phase_share")
     )
     made = gpu_ms.add_suffix("_ms").join(shares.add_suffix("_share")).reset_index()
     return in_order(
