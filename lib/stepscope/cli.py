@@ -54,14 +54,14 @@ RunsOption = Annotated[
         "--runs",
         parser=_folder,
         metavar="PATH",
-        help=("Runs folder."),
+        help="Runs folder.",
         show_default="runs/local-<this machine's device>",
     ),
 ]
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", parser=_folder, metavar="PATH", help=("Where the report is."), show_default="the runs folder"
+        "--out", parser=_folder, metavar="PATH", help="Where the report is.", show_default="the runs folder"
     ),
 ]
 ReplaceOption = Annotated[
@@ -83,7 +83,7 @@ WorkersOption = Annotated[
         "--workers",
         min=1,
         metavar="N",
-        help=("So many GPUs; without a GPU, so many runs side by side."),
+        help="So many GPUs; without a GPU, so many runs side by side.",
         show_default="all GPUs, or 1",
     ),
 ]
@@ -92,7 +92,7 @@ SchedulerOption = Annotated[
     typer.Option(
         "--scheduler",
         metavar="tcp://HOST:PORT",
-        help=("Give runs to the workers of this Dask scheduler instead."),
+        help="Give runs to the workers of this Dask scheduler instead.",
     ),
 ]
 TimeoutOption = Annotated[
@@ -109,14 +109,14 @@ EditionOption = Annotated[
     typer.Option(
         "--edition",
         metavar="2025|2026",
-        help=("Whose names of sizes: xl is another model in each."),
+        help="Whose names of sizes: xl is another model in each.",
         show_default="2025",
     ),
 ]
 ShapeOption = Annotated[
     str | None,
     typer.Option(
-        "--shape", metavar="D_MODEL/D_FF/LAYERS/HEADS", help=("A shape of your own, in place of a size.")
+        "--shape", metavar="D_MODEL/D_FF/LAYERS/HEADS", help="A shape of your own, in place of a size."
     ),
 ]
 BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.")]
@@ -200,9 +200,7 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help=(
-                "Sweep files (YAML), or what ships: reference, tour and 2026 on a GPU, cpu without one, a study."
-            )
+            help="Sweep files (YAML), or what ships: reference, tour and 2026 on a GPU, cpu without one, a study."
         ),
     ],
     runs: RunsOption = None,
@@ -216,7 +214,7 @@ def sweep(
         typer.Option(
             exists=True,
             file_okay=False,
-            help=("Run this folder's notebooks, such as your copies in lab."),
+            help="Run this folder's notebooks, such as your copies in lab.",
             show_default="the package's",
         ),
     ] = None,
