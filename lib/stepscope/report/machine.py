@@ -25,7 +25,7 @@ from stepscope.files import one_line
 from stepscope.report.document import Document, DocumentError, table
 from stepscope.report.load import Read, read, steady
 from stepscope.report.output import OutputError, Report, foot
-from stepscope.report.page import page
+from stepscope.report.page import anchor_of, page
 from stepscope.report.runs_list import left_out, runs_found
 from stepscope.report.tables import digits, escape, headed, missing, number
 from stepscope.runs.record import Record
@@ -272,11 +272,6 @@ def link(out: Path) -> Callable[[str], str]:
         )
 
     return why
-
-
-def anchor_of(heading: str) -> str:
-    """Return a heading's anchor, as GitHub makes it."""
-    return re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
 
 
 # -- the report -----------------------------------------------------------------------------------------------

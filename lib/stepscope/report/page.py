@@ -123,6 +123,11 @@ def _fold(paragraph: list[Token]) -> None:
     inline.children, closed.hidden = [], True
 
 
+def anchor_of(heading: str) -> str:
+    """Return a heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
+
+
 def _plain(written: str) -> str:
     return re.sub(r"<[^>]+>", "", written)
 
@@ -142,8 +147,8 @@ class _Writer:
         for place, token in enumerate(tokens):
             if token.type == "paragraph_open" and not token.level:
                 _fold(tokens[place : place + 3])
-            if token.type == "heading_open":  # its address is GitHub's
-                words = re.sub(r"[^\w\s-]", "", tokens[place + 1].content.lower()).replace(" ", "-")
+            if token.type == "heading_open":
+                words = anchor_of(tokens[place + 1].content)
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
             if align := token.attrGet("style"):  # the policy allows no style on an element
                 token.attrs = {"class": "right" if "right" in str(align) else "left"}
