@@ -3,11 +3,20 @@
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import EDITIONS, PHASES, SIZE_RANKS, SIZES, StepConfig, configure
+from stepscope.config import (
+    EDITIONS,
+    PHASES,
+    PRECISION_NAMES,
+    SIZE_RANKS,
+    SIZES,
+    WHOLE,
+    StepConfig,
+    configure,
+)
 from stepscope.model.accounting import KINDS
 from stepscope.model.fit import WRITTEN
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
-from stepscope.report.tables import counted, headed, table
+from stepscope.report.tables import counted, headed, number, table
 from stepscope.studies.memory.config import Config
 
 CONFIG = (
@@ -32,7 +41,7 @@ def column(kind: str) -> str:
     return f"{kind.replace(' ', '_')}_gib"
 
 
-WHOLE = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
+COUNT = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
 SCHEMAS = {
     "peaks": tidy(
         ("mode", "phase"),
@@ -58,25 +67,25 @@ SCHEMAS = {
     "allocations": tidy(
         ("what", "rank"),
         what=word(*WHAT),
-        rank=WHOLE,
+        rank=COUNT,
         line=word(),
         source=word(),
         region=word(),
         tensor=word(),
         mib=measured(nullable=False),
-        count=WHOLE,
+        count=COUNT,
     ),
     "timeline": tidy(
         ("mode", "event"),
         mode=word(*PHASES),
-        event=WHOLE,
+        event=COUNT,
         phase=word(*PHASES["step"]),
         **{column(kind): measured(nullable=False) for kind in LIVE},
     ),
     "checkpoints": tidy(
         ("mode", "blocks", "checkpoint_policy"),
         mode=word(*PHASES),
-        blocks=WHOLE,
+        blocks=COUNT,
         checkpoint_policy=word(),
         **OUTCOME,
         **{
@@ -144,6 +153,30 @@ def begins_backward(whole: pd.Series) -> bool:
     known = SIZES.get(whole["size"])
     last = known is None or whole["layer"] == known.num_layers - 1
     return whole["peak_in"] == "backward" and (bool(pd.isna(whole["layer"])) or last)
+
+
+def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
+    """Return what :func:`stepscope.figures.memory.memory_timeline` draws: a title, one configuration's timeline,
+    and the peaks of its modes.
+
+    Raises:
+        LookupError: no mode was recorded.
+    """
+    if tables["memory.timeline"].empty:
+        raise LookupError("no mode was recorded")
+    rows = largest_plain(tables["memory.timeline"])
+    one = rows.iloc[0]
+    rows, peaks = (
+        frame[(frame[[*CONFIG]] == one[[*CONFIG]]).all(axis=1)] for frame in (rows, tables["memory.peaks"])
+    )
+    peaks = peaks[peaks["phase"] == WHOLE].set_index("mode", drop=False)
+    last = peaks.loc[[mode for mode in PHASES if (rows["mode"] == mode).any()][-1]]
+    place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
+    title = (
+        f"{one['size']} at context length {one['context_length']:,} in {PRECISION_NAMES[one['precision']]}:"
+        f" the peak is {place}, {number(last['peak_gib'], 'GiB')}"
+    )
+    return title, rows, peaks
 
 
 def one_level(tables: Tables) -> pd.DataFrame:
