@@ -248,6 +248,7 @@ class Protocol:
             self.subject.forget_moments()  # they don't belong to this mode's memory
         forget_peaks(self.device)
         state = allocated_memory(self.device)
+        self.readings[case] = self.readings.get(case, {}) | state  # known even if memory runs out
         power = Power(self.device)  # read between steps, outside the clock
         self.samples[case] = self.run_clock(step, warmups, power.read)
         timed_steps = len(walls_ms(self.samples[case]))
