@@ -112,7 +112,7 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
 ):
     config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
     names = recorded(config, monkeypatch)
-    subject, recordings = names["subject"], names["recordings"]
+    subject, recordings = names["subject"], names["recordings"].histories
     rows = history.tables(config, recordings)["peaks"]
     for mode in config.modes:
         whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
@@ -139,7 +139,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
     config = config_of(
         SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"]
     )
-    (one,) = recorded(config, monkeypatch)["recordings"]
+    (one,) = recorded(config, monkeypatch)["recordings"].histories
     table = history.classified(one, config)
     found = table[
         (table["kind"] == "autocast weight cache") & (table["region"] != "head")
@@ -149,7 +149,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
 
 def test_a_full_steps_allocations_have_their_place(monkeypatch):
     config = config_of(SHAPES[0], optimizer="fused")
-    recordings = recorded(config, monkeypatch)["recordings"]
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     step, weights = recordings[1], 4 * parameter_count(config)
     table = history.classified(step, config)
     assert [(table["phase"] == name).sum() for name, *_ in step.phases] == [
@@ -186,7 +186,7 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
 
 def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
     config = config_of(SHAPES[0], modes=["step", "forward"], optimizer="fused")
-    recordings = recorded(config, monkeypatch)["recordings"]
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
     assert rows.loc["forward", "whole"]["requested_gib"] == accounting.peak(config, "forward").requested / GIB
     assert rows.loc["step", "whole"]["requested_gib"] == accounting.peak(config).requested / GIB
@@ -194,7 +194,7 @@ def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
 
 def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
     config = config_of(SHAPES[0])
-    recordings = recorded(config, monkeypatch)["recordings"]
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     monkeypatch.setattr(history, "POINTS", 60)
     for one, table in ((one, history.classified(one, config)) for one in recordings):
         line = history.timeline(one, table)
@@ -211,7 +211,7 @@ def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
 
 def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
     config = config_of(SHAPES[0])
-    recordings = recorded(config, monkeypatch)["recordings"]
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     monkeypatch.setattr(history, "POINTS", 10**6)
     for one in recordings:
         line = history.timeline(one, history.classified(one, config)).set_index("event")["phase"]
@@ -225,7 +225,7 @@ def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
 
 def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
-    recordings = recorded(config, monkeypatch)["recordings"]
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     rows = history.tables(config, recordings)["allocations"]
     assert rows["mib"].is_monotonic_decreasing and rows["rank"].tolist() == list(range(1, len(rows) + 1))
     T = config.context_length
@@ -246,7 +246,7 @@ def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
 )
 def test_a_history_that_does_not_add_up_is_refused(harm, monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
-    (one,) = recorded(config, monkeypatch)["recordings"]
+    (one,) = recorded(config, monkeypatch)["recordings"].histories
     harm(one)
     with pytest.raises(StepscopeError, match="but the allocator says"):
         history.tables(config, [one])
@@ -264,7 +264,7 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "backward", full)
     config = config_of(SHAPES[0])
-    recordings = recorded(config, monkeypatch)["recordings"]
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     tables = history.tables(config, recordings)
     whole = tables["peaks"].set_index(["mode", "phase"])
     assert whole.loc["forward", "whole"]["status"] == "ok"
@@ -315,6 +315,17 @@ def test_memory_notebook_compares_what_it_recorded_with_the_formulas(monkeypatch
     assert names["number"](max(top.allocated for top in tops) / MIB, "MiB") in names["sentence"]
     large = config_of({"size": "2.7B", "context_length": 512}, modes=modes)
     assert executed("memory", "highest =", names | {"config": large})["unit"] == "GiB"
+
+
+def test_weights_stay_as_they_are_while_steps_are_recorded(monkeypatch):
+    config = config_of(SHAPES[0], modes=["step"], optimizer="fused", warmup_steps=2)
+    before = [weight.clone() for weight in cells_of(config, "cases = ")["model"].parameters()]
+    names = recorded(config, monkeypatch)
+    assert all(map(torch.equal, names["model"].parameters(), before)) and len(before) > 0
+    assert names["recordings"].learning_rate == 0 < names["adamw"].param_groups[0]["lr"]
+    assert (
+        cells_of(config_of(SHAPES[0], modes=["forward"]), "always_there")["recordings"].learning_rate is None
+    )
 
 
 def test_without_a_gpu_there_are_predictions_and_the_reason():
@@ -651,7 +662,7 @@ VIEWER = {
 
 def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
-    (one,) = recorded(config, monkeypatch)["recordings"]
+    (one,) = recorded(config, monkeypatch)["recordings"].histories
     stack = [
         {"filename": f"{place}/stepscope/model/transformer.py", "line": 24, "name": "forward"}
         for place in ("/home/someone/lib", "/home/someone/site-packages")
@@ -683,7 +694,7 @@ def test_the_last_modes_snapshot_is_kept_where_that_is_asked_for(monkeypatch, tm
     config = config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep)
     names = recorded(config, monkeypatch, until="is_copy = ")
     kept = [path.read_bytes() for path in tmp_path.iterdir()]
-    assert kept == [memory_snapshot.portable(names["recordings"][-1].snapshot)] * keep
+    assert kept == [memory_snapshot.portable(names["recordings"].histories[-1].snapshot)] * keep
 
 
 def test_places_are_the_projects():

@@ -2,7 +2,8 @@
 
     subject = measure.Subject(model, (tokens, targets), optimizer=adamw)
     cases = {mode: partial(step, mode) for mode in ("forward", "step")}
-    histories = measure.record_memory(subject, cases, config)
+    recordings = measure.record_memory(subject, cases, config)
+    recordings.histories       every allocation of one step of each case
 
 The allocator's history itself is read by :mod:`stepscope.traces.memory_snapshot`.
 """
@@ -16,7 +17,7 @@ import torch
 
 from stepscope.config import StepConfig
 from stepscope.measure.guard import out_of_memory
-from stepscope.measure.subject import Subject
+from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.model import ranges
 from stepscope.model.training_step import out_of_memory_names, release
 
@@ -76,6 +77,18 @@ class MemoryHistory:
     def lost(cls, mode: str, precision: str, reason: str) -> "MemoryHistory":
         """Of a mode that did not fit: nothing but why."""
         return cls(mode, precision, {}, AllocatorCounts(*[0] * 6), [], [], set(), {}, reason)
+
+
+@dataclass
+class Recordings:
+    """What :func:`record_memory` recorded.
+
+    histories: one per case; none on a CPU, whose allocator keeps no history.
+    learning_rate: of the optimizer while steps were recorded; None if no step uses one.
+    """
+
+    histories: list[MemoryHistory]
+    learning_rate: float | None
 
 
 class Recorder:
@@ -143,8 +156,8 @@ def keeps_history(device: str) -> bool:
     return device == "cuda"
 
 
-def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfig) -> list[MemoryHistory]:
-    """Record one step of every case, after its warm-up steps.
+def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfig) -> Recordings:
+    """Record one step of every case, after its warm-up steps. The learning rate is 0 meanwhile.
 
     If a case runs out of memory, its history says why, and the other cases continue. Between cases gradients
     and moments are freed, because the next mode has memory of its own.
@@ -153,23 +166,25 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
         subject: the model, batch and optimizer that the steps use.
         cases: the steps by mode, in the order in which they are recorded. A step takes an optional ``phase``,
             and wraps each of its phases in ``with phase("forward"):``.
-
-    Returns:
-        One history per case; none on a CPU, whose allocator keeps no history.
     """
-    if not keeps_history(config.device):
-        return []
     histories: list[MemoryHistory] = []
+    with zero_learning_rate(subject.optimizer):
+        if keeps_history(config.device):
+            histories = [record_case(subject, mode, step, config) for mode, step in cases.items()]
+        return Recordings(histories, learning_rate(subject.optimizer))
+
+
+def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
+    """Record a case, or say why it ran out of memory, and free what it held."""
     failed: dict[Any, tuple[str, str]] = {}
-    for mode, step in cases.items():
-        with out_of_memory(failed, mode):
-            histories.append(record_step(subject, mode, step, config))
-        if mode in failed:
-            histories.append(MemoryHistory.lost(mode, config.precision, failed[mode][1]))
-        subject.reset()
-        subject.forget_moments()
-        release(config.device, after_error=mode in failed)
-    return histories
+    with out_of_memory(failed, mode):
+        history = record_step(subject, mode, step, config)
+    if failed:
+        history = MemoryHistory.lost(mode, config.precision, failed[mode][1])
+    subject.reset()
+    subject.forget_moments()
+    release(config.device, after_error=mode in failed)
+    return history
 
 
 def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
