@@ -2,6 +2,7 @@
 and what fits."""
 
 from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,6 @@ from stepscope.config import StepConfig
 from stepscope.model import accounting, fit
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
-from stepscope.model.training_step import Step, build_step
 from stepscope.model.transformer import TransformerLM
 from stepscope.report.fit_table import fit_table
 from stepscope.studies.memory.policies import uniform
@@ -73,23 +73,22 @@ def on_gpu(**fields):
 @cache
 def cells():
     """What the checkpointing notebook has before it measures."""
-    return run_cells("checkpointing", "MEASURED = ", device="cpu")
+    return run_cells("checkpointing", "results, tables = ", device="cpu")
 
 
 def peak_of_step(config, mode, monkeypatch, blocks=0):
     """Bytes that a steady step's storages take at most, asked for."""
-    if config.precision == "bf16":
-        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
-    checkpointed = cells()["checkpointed"]
+    names = cells()
+    names["autocast"] = CudaAutocast() if config.precision == "bf16" else nullcontext()
+    names["modes"] = [mode]
+    policy = uniform(config.num_layers, blocks) if blocks else [*range(config.num_layers)]
     storages = stand_in(monkeypatch)
     with storages:
-        step = build_step(config, mode)
-        layers = config.num_layers
-        with checkpointed(step.model, uniform(layers, blocks) if blocks else list(range(layers))):
-            for _ in range(2):
-                step.clear_gradients()
-                storages.reset_peak()
-                step()
+        subject = names["build"](config)
+        for _ in range(2):
+            subject.reset()
+            storages.reset_peak()
+            names["step"](subject, policy, mode)
     return storages.bytes["requested_bytes"]["peak"]
 
 

@@ -8,9 +8,10 @@ import pytest
 from matplotlib.colors import to_hex
 
 from stepscope import PROJECT
-from stepscope.figures import all_figures
-from stepscope.report import machine, style
-from stepscope.studies.memory import figures as memory
+from stepscope.config import PHASES
+from stepscope.figures import all_figures, memory
+from stepscope.report import machine, style, tables
+from stepscope.studies.memory.tables import LIVE, column
 from stepscope.studies.nsys import figures as nsys
 
 
@@ -189,14 +190,35 @@ def test_a_lane_has_what_runs_in_the_window_and_is_busy_for_their_union(launch_n
     )
 
 
-def test_of_a_long_timeline_the_highest_of_each_stretch_is_drawn():
-    totals = [(97 * place) % 401 + 1.0 for place in range(401)]
-    rows = pd.DataFrame({memory.column(kind): 0.0 for kind in memory.LIVE}, range(401)).assign(
-        weights_gib=[total / 4 for total in totals], other_gib=[3 * total / 4 for total in totals]
+def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:
+    """A timeline in which weights and other tensors take these GiB, all in the first phase."""
+    rows = pd.DataFrame({column(kind): 0.0 for kind in LIVE}, range(len(totals)))
+    return rows.assign(
+        mode=mode,
+        phase="forward",
+        weights_gib=[total / 4 for total in totals],
+        other_gib=[3 * total / 4 for total in totals],
     )
-    assert memory._fewer(rows)[["weights_gib", "other_gib"]].sum(axis=1).tolist() == [
+
+
+def test_memory_timeline_draws_the_highest_of_each_stretch():
+    totals = [(97 * place) % 401 + 1.0 for place in range(401)]
+    drawn = memory._highest(memory_rows("step", totals))
+    assert drawn[["weights_gib", "other_gib"]].sum(axis=1).tolist() == [
         max(totals[at : at + 3]) for at in range(0, 401, 3)
     ]
+
+
+@pytest.mark.parametrize("modes", [["forward_backward"], ["step", "forward"], ["step"], [*PHASES]])
+def test_memory_timeline_draws_the_recorded_modes_with_their_peaks(modes):
+    rows = pd.concat([memory_rows(mode, [1.0, len(mode), 2.0]) for mode in modes], ignore_index=True)
+    peaks = pd.DataFrame({"mode": modes, "peak_gib": [len(mode) + 0.25 for mode in modes]})
+    drawn = memory.memory_timeline("A title", rows, peaks)
+    in_order = [mode for mode in PHASES if mode in modes]
+    assert [texts(axes)[-1] for axes in drawn.axes] == [
+        tables.number(len(mode) + 0.25, "") for mode in in_order
+    ]
+    assert drawn.axes[0].get_ylim()[1] > max(map(len, modes))
 
 
 @pytest.mark.parametrize(

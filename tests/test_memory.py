@@ -5,7 +5,7 @@ import gc
 import pickle
 import pickletools
 import weakref
-from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -17,17 +17,16 @@ import torch
 from cells import executed, run_cells
 from conftest import record_of
 from memory_recording import CudaAutocast, stand_in
-from stepscope import StepscopeError, measure
+from stepscope import StepscopeError
 from stepscope.config import ConfigError, configure
-from stepscope.measure import clocks, memory_history
+from stepscope.measure import memory_history
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
-from stepscope.model.training_step import Step, build_step
 from stepscope.runs.record import of_two_notebooks
 from stepscope.runs.run import notebook_of, parameters_of
 from stepscope.studies.memory import history, policies
-from stepscope.studies.memory.tables import CONFIG, LIVE, SCHEMAS, column, of_run
+from stepscope.studies.memory.tables import CONFIG, LIVE, SCHEMAS, checkpoint_rows, column, of_run
 from stepscope.traces import memory_snapshot
 from test_accounting import SHAPES
 
@@ -45,32 +44,35 @@ def threads(monkeypatch):
     torch.set_num_threads(before)
 
 
-def cells_of(config, until, **replaced):
+def cells_of(config, until, wrapped=None, **replaced):
     """The names that the configuration's notebook has when it comes to the cell with ``until``."""
     other = {"memory": ("checkpoints", "stacks", "timed_steps"), "checkpointing": ("keep_snapshot",)}[
         config.notebook
     ]
     fields = {name: value for name, value in parameters_of(config).items() if name not in other}
-    return run_cells(config.notebook, until, replaced, **fields)
+    return run_cells(config.notebook, until, replaced, wrapped, **fields)
 
 
-def recorded(config, monkeypatch):
-    """The step and the histories that the notebook's cells record, on a CPU as if it were a GPU."""
-    if config.precision == "bf16":
-        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+def recorded(config, monkeypatch, until="always_there", **replaced):
+    """The notebook's names once its cells have recorded, on a CPU as if it were a GPU."""
+    monkeypatch.setattr(memory_history, "keeps_history", lambda device: True)
     with stand_in(monkeypatch):
-        names = cells_of(config, "saved: dict", recordable=True)
-    return names["step"], names["recordings"]
+        return cells_of(config, until, **autocast_of(config), **replaced)
+
+
+def autocast_of(config):
+    """What replaces the notebook's autocast in bf16, because a CPU's has other rules."""
+    return {"autocast": CudaAutocast()} if config.precision == "bf16" else {}
 
 
 def saved_by_block(config):
     """What the notebook's cells find that a block saves, on a CPU."""
-    return cells_of(config, "part = ")["tables"]["allocations"]
+    return cells_of(config, "is_copy = ", **autocast_of(config))["tables"]["allocations"]
 
 
-def settings(config, **replaced):
-    """The table of the checkpointing notebook."""
-    return cells_of(config, "byte_columns", **replaced)["table"]
+def settings(config, **wrapped):
+    """The table of the checkpointing notebook, with functions of its cells wrapped."""
+    return cells_of(config, "names = ", wrapped)["table"]
 
 
 def bytes_of(row):
@@ -109,7 +111,8 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
     shape, precision, monkeypatch
 ):
     config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
-    step, recordings = recorded(config, monkeypatch)
+    names = recorded(config, monkeypatch)
+    subject, recordings = names["subject"], names["recordings"].histories
     rows = history.tables(config, recordings)["peaks"]
     for mode in config.modes:
         whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
@@ -126,7 +129,7 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
         ] > 0
         assert np.array_equal([whole["layer"]], np.array([top.layer], float), equal_nan=True)
     one = recordings[1]
-    assert len(one.gradients) == len([*step.model.parameters()]), "each is known by its address"
+    assert len(one.gradients) == len([*subject.model.parameters()]), "each is known by its address"
     table, end = history.classified(one, config), history._ends(one)[1]
     live = dict(zip(LIVE, history.live_bytes(table)[:, end] + [one.before.get(kind, 0) for kind in LIVE]))
     assert live == {kind: after_loss(config)[kind] for kind in LIVE}
@@ -136,7 +139,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
     config = config_of(
         SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"]
     )
-    _, (one,) = recorded(config, monkeypatch)
+    (one,) = recorded(config, monkeypatch)["recordings"].histories
     table = history.classified(one, config)
     found = table[
         (table["kind"] == "autocast weight cache") & (table["region"] != "head")
@@ -146,7 +149,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
 
 def test_a_full_steps_allocations_have_their_place(monkeypatch):
     config = config_of(SHAPES[0], optimizer="fused")
-    _, recordings = recorded(config, monkeypatch)
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     step, weights = recordings[1], 4 * parameter_count(config)
     table = history.classified(step, config)
     assert [(table["phase"] == name).sum() for name, *_ in step.phases] == [
@@ -183,7 +186,7 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
 
 def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
     config = config_of(SHAPES[0], modes=["step", "forward"], optimizer="fused")
-    _, recordings = recorded(config, monkeypatch)
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
     assert rows.loc["forward", "whole"]["requested_gib"] == accounting.peak(config, "forward").requested / GIB
     assert rows.loc["step", "whole"]["requested_gib"] == accounting.peak(config).requested / GIB
@@ -191,7 +194,7 @@ def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
 
 def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
     config = config_of(SHAPES[0])
-    _, recordings = recorded(config, monkeypatch)
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     monkeypatch.setattr(history, "POINTS", 60)
     for one, table in ((one, history.classified(one, config)) for one in recordings):
         line = history.timeline(one, table)
@@ -208,7 +211,7 @@ def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
 
 def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
     config = config_of(SHAPES[0])
-    _, recordings = recorded(config, monkeypatch)
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     monkeypatch.setattr(history, "POINTS", 10**6)
     for one in recordings:
         line = history.timeline(one, history.classified(one, config)).set_index("event")["phase"]
@@ -222,7 +225,7 @@ def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
 
 def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
-    _, recordings = recorded(config, monkeypatch)
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     rows = history.tables(config, recordings)["allocations"]
     assert rows["mib"].is_monotonic_decreasing and rows["rank"].tolist() == list(range(1, len(rows) + 1))
     T = config.context_length
@@ -243,7 +246,7 @@ def test_the_largest_allocations_are_grouped_by_size_and_region(monkeypatch):
 )
 def test_a_history_that_does_not_add_up_is_refused(harm, monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
-    _, (one,) = recorded(config, monkeypatch)
+    (one,) = recorded(config, monkeypatch)["recordings"].histories
     harm(one)
     with pytest.raises(StepscopeError, match="but the allocator says"):
         history.tables(config, [one])
@@ -261,7 +264,7 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "backward", full)
     config = config_of(SHAPES[0])
-    _, recordings = recorded(config, monkeypatch)
+    recordings = recorded(config, monkeypatch)["recordings"].histories
     tables = history.tables(config, recordings)
     whole = tables["peaks"].set_index(["mode", "phase"])
     assert whole.loc["forward", "whole"]["status"] == "ok"
@@ -277,16 +280,6 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
         SCHEMAS[name].validate(table)
 
 
-def test_weights_that_do_not_fit_are_a_result(monkeypatch):
-    def full(config, **named):
-        if config.study == "memory":
-            raise torch.OutOfMemoryError("while building the model")
-        return build_step(config, **named)
-
-    names = cells_of(config_of(SHAPES[0]), "part = ", recordable=True, build_step=full)
-    assert names["step"] is None and names["tables"]["peaks"]["status"].tolist() == ["oom", "oom"]
-
-
 def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
     before = ranges._domain
     recorded(config_of(SHAPES[0], modes=["forward"]), monkeypatch)
@@ -294,81 +287,45 @@ def test_ranges_are_nvtxs_again_after_a_recording(monkeypatch):
 
 
 def test_workspaces_are_what_is_freed_with_them_and_no_gradient_stays(monkeypatch):
+    names = cells_of(config_of(SHAPES[0]), "cases = ")
+    subject, forwards = names["subject"], []
     with stand_in(monkeypatch):
-        workspaces, forwards = [torch.empty(1000)], []
+        workspaces = [torch.empty(1000)]
         monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
-        step = build_step(config_of(SHAPES[0]).step())
-        step.model.register_forward_hook(lambda *_: forwards.append(1))
-        one = memory_history.record_memory_history(step)
+        subject.model.register_forward_hook(lambda *_: forwards.append(1))
+        one = memory_history.record_step(subject, "step", partial(names["step"], "step"), names["config"])
     assert one.before["workspaces"] == 4000 and len(forwards) == 2, "a warm-up, and the step"
-    assert all(weight.grad is None for weight in step.model.parameters())
-    states = [memory_history.living(step.of(mode=mode))["optimizer state"] for mode in ("forward", "step")]
+    assert all(weight.grad is None for weight in subject.model.parameters())
+    states = [memory_history.living(subject, mode)["optimizer state"] for mode in ("forward", "step")]
     assert states[0] == 0 < states[1], "not the other modes'"
 
 
 @pytest.mark.parametrize("precision, modes", [("fp32", ["forward", "step"]), ("bf16", ["step", "forward"])])
-def test_what_the_cells_add_up_follows_from_what_was_recorded(monkeypatch, precision, modes):
-    config, said, recorded, warmups = (
-        config_of(SHAPES[0], modes=modes, precision=precision, warmup_steps=2),
-        [],
-        measure.record_memory_history,
-        [],
-    )
-    if precision == "bf16":
-        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
-    monkeypatch.setattr(
-        measure,
-        "record_memory_history",
-        lambda step, steps: warmups.append((step.mode, steps)) or recorded(step, steps),
-    )
-    with stand_in(monkeypatch):
-        names = cells_of(config, "beyond =", recordable=True)
-    assert warmups == [(mode, 2) for mode in modes] and (names["unit"], names["scale"]) == ("MiB", MIB)
-    number, scale, tops = (
-        names["number"],
-        names["scale"],
-        [accounting.peak(config, mode) for mode in config.modes],
-    )
+def test_memory_notebook_compares_what_it_recorded_with_the_formulas(monkeypatch, precision, modes):
+    config = config_of(SHAPES[0], modes=modes, precision=precision, optimizer="fused", warmup_steps=2)
+    names = recorded(config, monkeypatch, until=None)
     assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
-    for rows in (names["predicted"].loc["all"], names["predicted"].drop(index="all").sum()):
-        assert (rows * scale).tolist() == pytest.approx([top.allocated for top in tops])
-    gradients = 4 * sum(p.numel() for p in build_step(config).model.blocks[0].parameters())
-    assert (
-        names["counted"]
-        == names["told"]
-        == {
-            "saved": sum(row[3] for row in names["saved"].values() if "copy" not in row[2]),
-            "gradients": gradients,
-        }
-    )
-    rows = pd.DataFrame(
-        {"requested_gib": [5 / GIB, 1.0, None], "predicted_requested_gib": [12 / GIB, 1 + 3 / GIB, 4.0]}
-    )
-    executed(
-        "memory", "beyond =", names | {"tables": {"peaks": rows}, "run": SimpleNamespace(say=said.append)}
-    )
-    assert (
-        f"predicted to peak at {number(max(top.allocated for top in tops) / scale, names['unit'])} in {tops[modes.index('step')].phase}"
-        in said[0]
-    )
-    assert "7 B off the formula at most" in said[0] and "as the formula says" in said[0]
-    for kind, answer in zip(("naive", "sdpa"), names["answers"], strict=True):
-        once, twice = (
-            accounting.value(accounting.formulas_of(shape).saved, shape)
-            for shape in (
-                config.step(attention=kind, context_length=config.context_length * times) for times in (1, 2)
-            )
-        )
-        assert (
-            answer
-            == f"{kind}: {number(once / MIB, 'MiB')} become {number(twice / MIB, 'MiB')}, {number(twice / once, 'x')}"
-        )
-    other = names | {"tables": {"peaks": rows[:0]}, "run": SimpleNamespace(say=said.append)}
-    executed("memory", "beyond =", other | {"counted": {"saved": 1, "gradients": 1}})
-    executed("memory", "beyond =", other | {"gradients": []})
-    assert "one block saves" in said[1] and "the formula" not in said[1] and "one block" not in said[2]
+    tops = [accounting.peak(config, mode) for mode in modes]
+    assert (names["unit"], names["scale"]) == ("MiB", MIB) and names["highest"] in tops
+    for rows in (names["predicted"].loc["total"], names["predicted"].drop(index="total").sum()):
+        assert (rows * MIB).tolist() == pytest.approx([top.allocated for top in tops])
+    assert names["counted"] == names["formula"]
+    recorded_steps = names["tables"]["peaks"].query("phase == 'whole'")
+    assert recorded_steps["mode"].tolist() == modes and (names["errors"] == 0).all()
+    assert names["number"](max(top.allocated for top in tops) / MIB, "MiB") in names["sentence"]
     large = config_of({"size": "2.7B", "context_length": 512}, modes=modes)
-    assert executed("memory", "largest =", names | {"config": large})["unit"] == "GiB"
+    assert executed("memory", "highest =", names | {"config": large})["unit"] == "GiB"
+
+
+def test_weights_stay_as_they_are_while_steps_are_recorded(monkeypatch):
+    config = config_of(SHAPES[0], modes=["step"], optimizer="fused", warmup_steps=2)
+    before = [weight.clone() for weight in cells_of(config, "cases = ")["model"].parameters()]
+    names = recorded(config, monkeypatch)
+    assert all(map(torch.equal, names["model"].parameters(), before)) and len(before) > 0
+    assert names["recordings"].learning_rate == 0 < names["adamw"].param_groups[0]["lr"]
+    assert (
+        cells_of(config_of(SHAPES[0], modes=["forward"]), "always_there")["recordings"].learning_rate is None
+    )
 
 
 def test_without_a_gpu_there_are_predictions_and_the_reason():
@@ -389,9 +346,7 @@ def test_without_a_gpu_there_are_predictions_and_the_reason():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_block_saves_what_the_formula_says(shape, attention, precision, monkeypatch):
-    if precision == "bf16":
-        monkeypatch.setattr(Step, "autocast", lambda step: CudaAutocast())
+def test_a_block_saves_what_the_formula_says(shape, attention, precision):
     config = config_of(shape, precision=precision, attention=attention)
     table = saved_by_block(config)
     formulas = accounting.formulas_of(config)
@@ -432,22 +387,21 @@ def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, stacks=[number])
-        checkpointed = cells_of(config, "MEASURED = ")["checkpointed"]
+        names = cells_of(config, "results, tables = ")
         storages = stand_in(monkeypatch)
         gradients = []
         with storages:
-            step = build_step(config, "forward_backward")
-            step()
+            subject = names["build"](config)
+            names["step"](subject, policies.no_checkpoints(number), "forward_backward")
             for name, arrange in policies.POLICIES.items():
-                step.model.zero_grad(set_to_none=False)
+                subject.model.zero_grad(set_to_none=False)
                 state = storages.bytes["requested_bytes"]["current"]
                 storages.reset_peak()
-                with checkpointed(step.model, arrange(number)) as runs:
-                    step()
-                    top = storages.bytes["requested_bytes"]["peak"] - state
-                    gradients.append(torch.cat([p.grad.flatten() for p in step.model.parameters()]))
-                    step.model(step.tokens)
-                assert runs[0] == policies.block_runs(arrange(number))
+                names["ran"].clear()
+                names["step"](subject, arrange(number), "forward_backward")
+                top = storages.bytes["requested_bytes"]["peak"] - state
+                gradients.append(torch.cat([p.grad.flatten() for p in subject.model.parameters()]))
+                assert len(names["ran"]) == policies.block_runs(arrange(number))
                 stream, of_block = (
                     accounting.value(formula, config) for formula in ("4X", accounting.FORMULAS["fp32"].saved)
                 )
@@ -529,62 +483,49 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
     )
 
 
-def test_a_settings_row_is_of_its_own_steps_after_the_warm_up():
-    """Each setting takes other times and peaks elsewhere, and the sentence names the ends."""
+def test_checkpoint_rows_hold_each_policys_readings_and_predictions():
+    """A policy that failed has no block runs, and keeps the memory that was allocated before it."""
+    cases = [("every 1", "step"), ("none", "step")]
+    times = pd.DataFrame(cases, columns=["checkpoint_policy", "mode"]).assign(
+        phase="whole", status=["ok", "oom"], reason=["", "full"], peak_gib=[2.0, None], wall_ms=[5.0, None]
+    )
+    times = pd.concat([times.assign(phase="forward", peak_gib=None), times])
+    rows = checkpoint_rows(
+        times,
+        {case: {"state_gib": number} for number, case in enumerate(cases)},
+        {case: {"predicted_gib": 3.0 + number} for number, case in enumerate(cases)},
+        {cases[0]: 7},
+        4,
+    )
+    SCHEMAS["checkpoints"].validate(rows)
+    found = rows.set_index("checkpoint_policy")
+    assert found["state_gib"].tolist() == [0, 1] and found["predicted_gib"].tolist() == [3, 4]
+    assert found["block_runs"].fillna(0).tolist() == [7, 0] and (found["blocks"] == 4).all()
+    assert found["peak_gib"].fillna(0).tolist() == [2, 0] and found["reason"].tolist() == ["", "full"]
+
+
+def test_checkpointing_notebook_names_the_policies_with_least_and_most_memory():
+    """Of the fullest mode, of the most blocks, and of what ran."""
     config = config_of(
         SHAPES[0] | {"num_layers": 3},
-        modes=["forward_backward"],
+        modes=["forward", "forward_backward"],
         checkpoints=[1, 2, 0],
-        timed_steps=3,
-        warmup_steps=1,
+        timed_steps=1,
+        warmup_steps=0,
     )
-    settings, said = iter((([4.0, 1.0, 1.5], 2.0), ([8.0, 2.0, 3.0], 1.0), ([16.0, 4.0, 6.0], 7.0))), []
-
-    def timed(step):
-        step(), step()
-        walls, peak = next(settings)
-        rows = [
-            (index, index == 0, phase, ms / part, 0.1)
-            for index, ms in enumerate([900.0, *walls])
-            for phase, part in (("forward", 2), ("whole", 1))
-        ]
-        return pd.DataFrame(rows, columns=clocks.SAMPLE_COLUMNS), {"peak_gib": peak, "reserved_gib": peak + 9}
-
-    names = cells_of(config, "run.say(", time_one=timed)
-    table = names["table"]
-    assert table[["checkpoint_policy", "steps", "wall_ms", "peak_gib", "reserved_gib"]].values.tolist() == [
-        ["every 1", 3, 1.5, 2, 11],
-        ["every 2", 3, 3, 1, 10],
-        ["none", 3, 6, 7, 16],
-    ]
-    assert table["wall_std_ms"].tolist() == pytest.approx(
-        [np.std([4, 1, 1.5], ddof=1) * factor for factor in (1, 2, 4)]
-    )
-    assert table["busy"].tolist() == pytest.approx((table["gpu_ms"] / table["wall_ms"]).tolist())
+    names, said = cells_of(config, "VERBS = "), []
+    answer = names["answer"].set_index("checkpoint_policy")
+    assert answer.loc[["none", "every block"]].values.tolist() == [[16, 1, 16], [32, 16, 1]]
     assert names["ratio"].to_dict() == {"every 1": 2, "every 2": 2, "none": 1}
-    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [
-        [16, 1, 16],
-        [32, 16, 1],
-    ]
-    assert names["answer"].set_index("checkpoint_policy").loc[["none", "every block"]].values.tolist() == [
-        [16, 1, 16],
-        [32, 16, 1],
-    ]
+    table = names["table"].assign(peak_gib=[0.5, 2.0, 1.0, 7.0])
     others = [
         table.assign(**change, peak_gib=0.1, block_runs=99)
         for change in ({"mode": "forward"}, {"blocks": 2}, {"status": "oom"})
     ]
-    for unit, factor in (("GiB", 1), ("MiB", 1 / 1024)):  # of the fullest mode, the most blocks, and what ran
-        rows = pd.concat([*others, table]).reset_index(drop=True)
-        own = {
-            "table": rows.assign(peak_gib=rows["peak_gib"] * factor, expected_saved_gib=3.0),
-            "run": SimpleNamespace(say=said.append),
-        }
-        executed("checkpointing", "run.say(", names | own)
-        assert (
-            f"**every 2** peaks at 1.00 {unit}, where none has 7.00 {unit}; its blocks run 6 times for 3"
-            in said[-1]
-        )
+    rows = pd.concat([*others, table]).reset_index(drop=True)
+    executed("checkpointing", "VERBS = ", names | {"table": rows, "run": SimpleNamespace(say=said.append)})
+    assert "**every 2** peaks at 1.00 GiB" in said[0] and "none peaks at 7.00 GiB" in said[0]
+    assert "6 and 3 times" in said[0]
 
 
 def test_what_does_not_fit_has_its_row_too():
@@ -592,102 +533,59 @@ def test_what_does_not_fit_has_its_row_too():
         SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=1, warmup_steps=0
     )
 
-    def patched(policy, x, model):
-        if policy == [0, 1]:
-            raise torch.OutOfMemoryError("too much")
-        return run(policy, x, model)
+    def without_memory(run_blocks):
+        def run(policy, x, model):
+            if policy == [0, 1]:
+                raise torch.OutOfMemoryError("too much")
+            return run_blocks(policy, x, model)
 
-    run = cells_of(config, "MEASURED = ")["run_blocks"]
-    rows = settings(config, run_blocks=patched).set_index("checkpoint_policy")
+        return run
+
+    rows = settings(config, run_blocks=without_memory).set_index("checkpoint_policy")
     assert rows["status"].to_dict() == {"every 1": "ok", "none": "oom"}
     assert pd.isna(rows.loc["none", "wall_ms"]) and pd.isna(rows.loc["none", "block_runs"])
     assert "too much" in rows.loc["none", "reason"]
 
 
-def test_what_cannot_be_captured_stays_timed():
-    def full(step, captured):
-        step(captured.phases("setting", 0))
-        raise torch.OutOfMemoryError("too much")
+def test_block_runs_are_those_of_a_complete_step():
+    calls = count()
 
-    config = config_of(
-        SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=2, warmup_steps=0
-    )
-    rows = settings(config, capture_one=full)
-    assert (
-        rows["status"].tolist() == ["ok", "ok"]
-        and rows["wall_ms"].gt(0).all()
-        and rows["gpu_ms"].isna().all()
-    )
-    assert rows["reason"].str.contains("not captured: while capturing: too much").all()
-    assert rows["block_runs"].tolist() == [4, 2]
+    def without_memory_in_the_second_step(run_blocks):
+        def run(policy, x, model):
+            if policy == [1] and next(calls) == 2:
+                raise torch.OutOfMemoryError("too much")
+            return run_blocks(policy, x, model)
+
+        return run
+
+    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1], warmup_steps=0)
+    table = settings(config, run_blocks=without_memory_in_the_second_step)
+    assert table["status"].tolist() == ["oom"] and table["block_runs"].tolist() == [4]
 
 
-def test_each_settings_steps_begin_without_gradients_and_with_moments_in_full_steps_alone():
-    seen, config = (
-        [],
-        config_of(
-            SHAPES[1], modes=["step", "forward_backward"], checkpoints=[1, 0], timed_steps=3, warmup_steps=1
-        ),
-    )
-
-    def noted(*arguments, **named):
-        step = build_step(*arguments, **named)
-        step.model.register_forward_pre_hook(
-            lambda model, _: seen.append(
-                (any(weight.grad is not None for weight in model.parameters()), bool(step.optimizer.state))
-            )
-        )
-        return step
-
-    names, numbers = cells_of(config, "byte_columns", build_step=noted), []
-    table = names["table"]
-    assert (
-        table["steps"].tolist() == [3] * 4
-        and table["blocks_per_checkpoint"].tolist() == [1, 0] * 2
-        and set(table["blocks"]) == {2}
-    )
-    assert seen == [(False, False), *[(False, True)] * 11, *[(False, False)] * 12], (
-        "of each four are timed and two captured"
-    )
-    names["capture_one"](
-        build_step(config, mode="forward"),
-        SimpleNamespace(phases=lambda *of: numbers.append(of) or (lambda phase: nullcontext())),
-    )
-    assert numbers == [("setting", 0), ("setting", 1)]
-
-
-def test_runs_of_blocks_are_those_of_a_step_that_ended():
-    def one_and_a_part(step):
-        step()
-        step.model.blocks[0].register_forward_hook(lambda *_: full())
-        step()
-
-    def full():
-        raise torch.OutOfMemoryError("too much")
-
-    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1])
-    assert settings(config, time_one=one_and_a_part)["block_runs"].tolist() == [4]
-
-
-def test_a_model_is_gone_before_the_next_is_built():
+def test_a_model_is_gone_before_the_next_is_built_and_its_gradients_are_added_to():
     """Nothing in it is part of a cycle: twice a large model would not fit."""
-    alive, built = [], []
+    alive, built, kept = [], [], []
 
-    def noted(*arguments, **named):
-        alive.append(sum(model() is not None for model in built))
-        step = build_step(*arguments, **named)
-        built.append(weakref.ref(step.model))
-        return step
+    def noted(build):
+        def built_and_noted(shape, kind):
+            alive.append(sum(model() is not None for model in built))
+            subject = build(shape, kind)
+            built.append(weakref.ref(subject.model))
+            subject.model.embedding.register_forward_pre_hook(
+                lambda *_: kept.append(
+                    [p.grad is not None and not p.grad.any() for p in subject.model.parameters()]
+                )
+            )
+            return subject
 
-    def ran(step):
-        step.clear_gradients()  # they are there, and added to: their memory is the state's
-        assert all(not p.grad.any() for p in step.model.parameters())
-        return measure.time_steps(step, 1, 0, "cpu"), {}
+        return built_and_noted
 
     gc.collect()
-    config = config_of(SHAPES[1], stacks=[1, 2])
-    assert len(settings(config, build_step=noted, time_one=ran)) == 10
+    config = config_of(SHAPES[1], stacks=[1, 2], timed_steps=1, warmup_steps=0)
+    assert len(settings(config, build=noted)) == 10
     assert alive == [0] * 2
+    assert [all(zeros) for zeros in kept].count(False) == 2, "only the two steps that create them"
 
 
 def test_a_configuration_names_its_notebook():
@@ -702,7 +600,7 @@ def test_a_configuration_names_its_notebook():
     ]
     assert [notebook_of(one).name for one in (plain, stacks)] == ["memory.ipynb", "checkpointing.ipynb"]
     assert stacks.notebook_for(stacks.model_dump()) == "checkpointing"
-    with pytest.raises(ConfigError, match="one of them is measured here"):
+    with pytest.raises(ConfigError, match="checkpoints, stacks: got neither"):
         run_cells("checkpointing", checkpoints=[], device="cpu")
     records = [
         record_of(one, software={"notebook_source": one.notebook}) for one in (plain, checkpoints, stacks)
@@ -764,7 +662,7 @@ VIEWER = {
 
 def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(monkeypatch):
     config = config_of(SHAPES[0], modes=["forward"])
-    _, (one,) = recorded(config, monkeypatch)
+    (one,) = recorded(config, monkeypatch)["recordings"].histories
     stack = [
         {"filename": f"{place}/stepscope/model/transformer.py", "line": 24, "name": "forward"}
         for place in ("/home/someone/lib", "/home/someone/site-packages")
@@ -793,14 +691,10 @@ def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_last_modes_snapshot_is_kept_where_that_is_asked_for(monkeypatch, tmp_path, keep):
     monkeypatch.chdir(tmp_path)
-    with stand_in(monkeypatch):
-        names = cells_of(
-            config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep),
-            "part = ",
-            recordable=True,
-        )
+    config = config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep)
+    names = recorded(config, monkeypatch, until="is_copy = ")
     kept = [path.read_bytes() for path in tmp_path.iterdir()]
-    assert kept == [memory_snapshot.portable(names["recordings"][-1].snapshot)] * keep
+    assert kept == [memory_snapshot.portable(names["recordings"].histories[-1].snapshot)] * keep
 
 
 def test_places_are_the_projects():
@@ -834,8 +728,7 @@ def test_places_are_the_projects():
 
 def test_tables_pass_their_schemas_and_keys_are_unique(monkeypatch):
     config = config_of(SHAPES[0])
-    with stand_in(monkeypatch):
-        tables = cells_of(config, "part = ", recordable=True)["tables"]
+    tables = recorded(config, monkeypatch, until="is_copy = ")["tables"]
     assert len(set(tables["allocations"]["what"])) == 3
     for name, table in tables.items():
         SCHEMAS[name].validate(table)

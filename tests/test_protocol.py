@@ -164,6 +164,33 @@ def test_cases_of_several_precisions_have_rows_of_their_own_and_so_do_unsupporte
     assert {*results.operations["precision"]} == {*results.samples["precision"]} == {"bf16", "fp32"}
 
 
+def test_cases_of_several_policies_have_a_column_for_them_and_no_extras(toy, monkeypatch):
+    """The key is checked as a whole: only the impossible case is measured again."""
+    for name in ("replay", "ceilings", "kept_up_power"):
+        monkeypatch.setattr(protocol, name, lambda *_, **__: pytest.fail("an extra was measured"))
+    real, tables = protocol.step_times, []
+
+    def step_times(*given):
+        times = real(*given)
+        tables.append(times)
+        odd = (times["policy"] == "b") & (times["mode"] == "step") & (len(tables) == 1)
+        return times.assign(unsteady=np.where(odd, "as planted", ""))
+
+    monkeypatch.setattr(protocol, "step_times", step_times)
+    names = [(policy, mode) for policy in "ab" for mode in ("step", "forward")]
+    config = configure("benchmark", **TINY | {"warmup_steps": 1, "timed_steps": 2})
+    cases = {case: partial(toy.step, case) for case in names}
+    results = measure.steps(toy.subject, cases, config, by="policy", extras=False)
+    assert totals(results, ("policy", "mode")).index.tolist() == names
+    assert not {"precision", "mfu"} & {*results.times} and (results.times["status"] == "ok").all()
+    assert results.operations.groupby(["policy", "mode"])["count"].sum().to_dict() == {
+        (policy, mode): len(PHASES[mode]) for policy, mode in names
+    }
+    assert {*zip(results.samples["policy"], results.samples["mode"])} == {*results.readings} == {*names}
+    timed = [case for case, kind in toy.kinds() if kind == "timed"]
+    assert timed == [*names, ("b", "step")]
+
+
 def test_a_case_without_a_mode_is_refused(toy):
     with pytest.raises(ConfigError, match="cases: got 'backward', but expected a mode"):
         toy.measure(["backward"])

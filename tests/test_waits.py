@@ -3,7 +3,6 @@ takes so long as is asked for, and none of the host's time until somebody waits.
 
 import math
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -283,10 +282,14 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
             name,
             lambda name=name, call=call, **options: (gpu.log.append((name, gpu.left)), call(**options))[1],
         )
-    step = build_step(StepConfig(device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1))
+    config = StepConfig(
+        device="cpu", size="nano", vocab_size=50, context_length=8, batch_size=1, warmup_steps=1
+    )
+    step = build_step(config)
     step.model.register_forward_pre_hook(lambda *_: gpu.work(1.0))
+    subject = measure.Subject(step.model, (step.tokens, step.targets), optimizer=step.optimizer)
     with storages:
-        memory_history.record_memory_history(step)
+        memory_history.record_step(subject, "step", lambda phase=nullcontext: step(phase), config)
     assert gpu.log == [("_record_memory_history", 0.0), ("_snapshot", 0.0), ("_record_memory_history", 0.0)]
 
 
@@ -308,13 +311,6 @@ def measuring(gpu, captured, **also):
     } | also
 
 
-def capture_of_checkpointing(gpu, captured):
-    executed("checkpointing", "def capture_one(step", measuring(gpu, captured, Step=Step))["capture_one"](
-        Step(gpu), captured
-    )
-    return 0.0
-
-
 def capture_of_explore(gpu, captured):
     executed(
         "explore",
@@ -330,7 +326,7 @@ def capture_of_explore(gpu, captured):
     return 0.0
 
 
-@pytest.mark.parametrize("capture", [capture_of_checkpointing, capture_of_explore])
+@pytest.mark.parametrize("capture", [capture_of_explore])
 def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
     assert alone(
         gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"))
@@ -371,41 +367,6 @@ def test_the_ladders_peak_of_memory_is_of_its_timed_steps(monkeypatch):
     )
     loop.Ladder.time_steps(ladder, ladder_case(), SimpleNamespace(step=1))
     assert log == ["forgotten", "warmed up", "timed", "read"]
-
-
-def checkpointing_times(names, timed):
-    step = SimpleNamespace(mode="forward", optimizer=names["adamw"], clear_gradients=None)
-    return partial(executed("checkpointing", "def time_one(step", names | {"Step": Step})["time_one"], step)
-
-
-@pytest.mark.parametrize("notebook", [checkpointing_times])
-def test_a_notebooks_peak_of_memory_is_of_its_own_steps(notebook):
-    """What is held beside them, such as the moments of another mode, is gone when peaks begin anew."""
-    log, state = [], {"moments": 1}
-    names = measuring(
-        None,
-        None,
-        status={"step": "oom"},
-        step=print,
-        zero_grad=lambda: None,
-        clear=None,
-        adamw=SimpleNamespace(state=state),
-    )
-    names["config"] = SimpleNamespace(
-        device="cpu", compile="none", warmup_steps=1, timed_steps=1, training_steps=0
-    )
-
-    def timed(*_, **__):
-        log.append("timed")
-        return pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
-
-    vars(names["measure"]).update(
-        time_steps=timed,
-        forget_peaks=lambda device: log.append("forgotten" if not state else "moments are there"),
-        peak_memory=lambda device: log.append("read") or {},
-    )
-    notebook(names, timed)()
-    assert log == ["forgotten", "timed", "read"]
 
 
 def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):

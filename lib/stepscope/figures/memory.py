@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from stepscope.config import PHASES
 from stepscope.report import style
 from stepscope.report.tables import number
 from stepscope.studies.memory.tables import LIVE, column
@@ -25,30 +26,30 @@ MIN_NAMED_SHARE = 0.08  # of the height or width: a thinner part gets no name
 
 
 @style.look()
-def memory_timeline(
-    title: str, forward: pd.DataFrame, step: pd.DataFrame, peaks: pd.DataFrame
-) -> style.Picture:
-    """Draw requested memory over the allocations and frees of forward alone and of a full step, by kind.
+def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> style.Picture:
+    """Draw requested memory over the allocations and frees of each recorded mode, by kind.
 
     Args:
-        forward, step: of the view ``timeline``, one mode each.
-        peaks: of the view ``peaks``, the phase "total" of these modes.
+        timeline: of the view ``timeline``, one configuration with one mode or more.
+        peaks: of the view ``peaks``, the total of each of these modes.
     """
-    drawn, axes = style.figure(title, 3.6, 1, 2, sharey=True, width_ratios=[2, 4])
-    limit = _live(step).sum(axis=1).max()
+    modes = [mode for mode in PHASES if (timeline["mode"] == mode).any()]
+    widths = [max(2, len(PHASES[mode])) for mode in modes]
+    drawn, axes = style.figure(title, 3.6, 1, len(modes), sharey=True, squeeze=False, width_ratios=widths)
+    limit = _live(timeline).sum(axis=1).max()
     allocated = peaks.set_index("mode")["peak_gib"]
-    for axis, rows, mode in zip(axes, (forward, step), ("forward", "step")):
-        thinned = _highest(rows)
+    for axis, mode in zip(axes[0], modes):
+        thinned = _highest(timeline[timeline["mode"] == mode])
         _stack(axis, thinned, limit)
         _mark_phases(axis, thinned["phase"])
         _mark_peak(axis, _live(thinned).sum(axis=1), number(allocated[mode], ""))
+        axis.set_title("forward alone" if mode == "forward" else "")
         axis.set_xlabel("allocations and frees")
         axis.set_xticks([])
         axis.margins(x=0)
         axis.grid(visible=False)
-    axes[0].set_title("forward alone")
-    axes[0].set_ylabel("GiB")
-    axes[0].set_ylim(0, limit * 1.14)
+    axes[0, 0].set_ylabel("GiB")
+    axes[0, 0].set_ylim(0, limit * 1.14)
     return drawn
 
 

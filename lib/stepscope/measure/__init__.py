@@ -17,7 +17,7 @@
     seconds_with_compiling(step, device)   of a first step
     forget_peaks, peak_memory(device)  peak_gib and reserved_gib since then
     saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
-    record_memory_history(step)        every allocation of a step
+    record_memory(subject, cases, config)   every allocation of a step of each case
     ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
     sheet_tflops, sheet_clock_mhz(precision, device)   what the data sheet says, and at which SM clock
     step_times, operations_by_name     the tables of a run, of all that
@@ -49,7 +49,7 @@ from stepscope.measure.memory import (
     saved_for_backward,
     storage_bytes,
 )
-from stepscope.measure.memory_history import MemoryHistory, record_memory_history
+from stepscope.measure.memory_history import MemoryHistory, record_memory
 from stepscope.measure.power import (
     PowerMonitor,
     power_limit_w,

@@ -20,6 +20,11 @@ def forget_peaks(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def allocated_memory(device: str) -> dict[str, float]:
+    """``state_gib``, what is allocated in tensors now; empty on a CPU."""
+    return {"state_gib": torch.cuda.memory_allocated() / GIB} if device == "cuda" else {}
+
+
 def peak_memory(device: str) -> dict[str, float]:
     """``peak_gib`` (in tensors) and ``reserved_gib`` (of the driver) since :func:`forget_peaks`; empty on a
     CPU, whose allocator counts nothing."""

@@ -32,17 +32,17 @@ from stepscope.measure.clocks import SAMPLE_COLUMNS, keep_up, synchronizer, time
 from stepscope.measure.compiler import fresh_compiler_cache, seconds_with_compiling
 from stepscope.measure.graph import replay
 from stepscope.measure.guard import error_text, out_of_memory
-from stepscope.measure.memory import forget_peaks, peak_memory
+from stepscope.measure.memory import allocated_memory, forget_peaks, peak_memory
 from stepscope.measure.power import Power, highest_clock_mhz, kept_up_power
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
-from stepscope.measure.times import operations_by_name, step_times
+from stepscope.measure.times import key_columns, operations_by_name, step_times
 from stepscope.model.training_step import grad_scaler, release
 from stepscope.traces.captured import CAPTURED
 
-Case = Any  # a mode, or a pair (precision, mode)
+Case = Any  # a mode, or a pair such as (precision, mode)
 Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 Clock = Callable[[Step, int, int, Callable[[], object]], pd.DataFrame]
 
@@ -63,6 +63,8 @@ class Results:
     samples: every timed step. The first case keeps the first steps of the process.
     profiled: every operation of every profiled step, with start and end (columns case, number, ...).
     ceilings: the highest rates measured on this device, of a large matmul in each precision and of a copy.
+    readings: memory and power by case, in GiB, W, J and MHz; on a GPU ``state_gib``, which is what was
+        allocated before the case's first step, is only here.
     learning_rate: of the optimizer while it was measured; None if no step uses one.
     """
 
@@ -72,6 +74,7 @@ class Results:
     samples: pd.DataFrame
     profiled: pd.DataFrame
     ceilings: dict[str, float]
+    readings: dict[Case, dict[str, Any]]
     learning_rate: float | None
 
     @property
@@ -100,17 +103,21 @@ def steps(
     *,
     clock: Clock | None = None,
     unsupported: Mapping[Case, str] | None = None,
+    by: str = "precision",
+    extras: bool = True,
 ) -> Results:
     """Measure every case by the protocol above.
 
     Args:
         subject: the model, batch and optimizer that the steps use.
-        cases: the steps by mode, or by (precision, mode), in the order in which they are timed. A step takes
-            an optional ``phase``, and wraps each of its phases in ``with phase("forward"):``.
+        cases: the steps by mode, or by a pair such as (precision, mode), in the order in which they are timed.
+            A step takes an optional ``phase``, and wraps each of its phases in ``with phase("forward"):``.
         clock: a timing loop to use instead of :func:`stepscope.measure.time_steps`. It gets the step, how
             many warm-up steps and timed steps to run, and a function to call after each step; it returns
             the columns of ``time_steps``.
         unsupported: cases that this device lacks, and why; each gets a row.
+        by: the column that the first part of a pair becomes.
+        extras: also measure sustained power, replays and ceilings. Without them the tables have no rates.
 
     Raises:
         ConfigError: a case is named after no mode.
@@ -121,10 +128,10 @@ def steps(
     for case in cases:
         if mode_of(case) not in PHASES:
             raise ConfigError(
-                f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or (precision, mode)"
+                f"cases: got {case!r}, but expected a mode ({', '.join(PHASES)}) or ({by}, mode)"
             )
     status = {case: ("unsupported", reason) for case, reason in (unsupported or {}).items()}
-    protocol = Protocol(subject, cases, config, clock, status)
+    protocol = Protocol(subject, cases, config, clock, by, extras, status)
     with zero_learning_rate(subject.optimizer):
         try:
             protocol.measure()
@@ -159,6 +166,8 @@ class Protocol:
     cases: Mapping[Case, Step]
     config: StepConfig
     clock: Clock | None = None
+    by: str = "precision"
+    extras: bool = True
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # of cases that have no times
     unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but short of memory later
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
@@ -176,7 +185,8 @@ class Protocol:
         self.profile_cases(self.remaining)
         self.replay_cases(self.remaining)
         self.check_and_repeat()
-        self.measure_ceilings()
+        if self.extras:
+            self.measure_ceilings()
 
     @property
     def device(self) -> str:
@@ -237,11 +247,13 @@ class Protocol:
         if mode != "step":
             self.subject.forget_moments()  # they don't belong to this mode's memory
         forget_peaks(self.device)
+        state = allocated_memory(self.device)
+        self.readings[case] = self.readings.get(case, {}) | state  # known even if memory runs out
         power = Power(self.device)  # read between steps, outside the clock
         self.samples[case] = self.run_clock(step, warmups, power.read)
         timed_steps = len(walls_ms(self.samples[case]))
-        readings = peak_memory(self.device) | power.per_step(timed_steps)
-        if mode == "step" and math.isnan(readings.get("power_w", 0)):
+        readings = state | peak_memory(self.device) | power.per_step(timed_steps)
+        if self.extras and mode == "step" and math.isnan(readings.get("power_w", 0)):
             readings |= kept_up_power(step, self.device, self.subject.reset)
         self.readings[case] = readings
 
@@ -293,17 +305,17 @@ class Protocol:
 
     def replay_cases(self, cases: Sequence[Case]) -> None:
         for case in cases:
-            if mode_of(case) in REPLAYED_MODES:
+            if self.extras and mode_of(case) in REPLAYED_MODES:
                 self.replay_case(case)
 
     def replay_case(self, case: Case) -> None:
         self.subject.reset()
         self.subject.forget_moments()
-        precision, mode = self.key(case)
+        mode = mode_of(case)
         replayed_ms, reason = replay(
             self.cases[case],
             self.device,
-            scaler=grad_scaler(precision, self.device),
+            scaler=grad_scaler(self.key(case)["precision"], self.device),
             clear=self.subject.reset,
             optimizer=self.subject.optimizer if mode == "step" else None,
             replays=REPLAYS_IF_LONG if self.is_long(case) else REPLAYS,
@@ -317,14 +329,15 @@ class Protocol:
 
     def check_and_repeat(self) -> None:
         """Measure cases with impossible readings again. Whatever stays impossible is marked, not removed."""
+        columns = key_columns(self.keys)
         for _ in range(TRIES - 1):
             times = self.times()
             odd = times[times["unsteady"] != ""]
-            odd_keys = {*zip(odd["precision"], odd["mode"])}
+            odd_keys = odd[columns].to_dict("records")
             again = [case for case in self.remaining if self.key(case) in odd_keys]
             if not again:
                 return
-            print("once more:", odd[["precision", "mode", "unsteady"]].to_string(header=False))
+            print("once more:", odd[[*columns, "unsteady"]].to_string(header=False))
             for case in again:
                 with out_of_memory(self.unprofiled, case, "measuring again"):
                     self.time_case(case, min(self.config.warmup_steps, WARMUPS))
@@ -345,13 +358,12 @@ class Protocol:
             self.profiler_error,
             self.device,
         )
-        compile_s = {self.key(case): seconds for case, seconds in self.compile_s.items()}
-        rows = zip(times["precision"], times["mode"], times["phase"])
-        seconds = [
-            compile_s.get((precision, mode), math.nan) if phase == WHOLE else math.nan
-            for precision, mode, phase in rows
-        ]
-        return times.assign(compile_s=pd.Series(seconds, times.index, dtype=float))
+        for case, seconds in self.compile_s.items():
+            rows = times["phase"] == WHOLE
+            for column, value in self.key(case).items():
+                rows &= times[column] == value
+            times.loc[rows, "compile_s"] = seconds
+        return times
 
     def measure_ceilings(self) -> None:
         """Only the weights are in memory now. If the large matmul does not fit as well, rates are unknown."""
@@ -364,19 +376,17 @@ class Protocol:
 
     @property
     def precisions(self) -> list[str]:
-        return list(dict.fromkeys(self.key(case)[0] for case in self.cases))
+        return list(dict.fromkeys(self.key(case)["precision"] for case in self.cases))
 
-    def key(self, case: Case) -> tuple[str, str]:
-        return case if isinstance(case, tuple) else (self.config.precision, str(case))
+    def key(self, case: Case) -> dict[str, str]:
+        """The case's values of the key columns."""
+        key = {"precision": self.config.precision, "mode": mode_of(case)}
+        return key | {self.by: case[0]} if isinstance(case, tuple) else key
 
     @property
     def keys(self) -> dict[Case, dict[str, str]]:
-        """The columns of each case, also of those that the device lacks."""
-        keys = {}
-        for case in [*self.cases, *self.status]:
-            precision, mode = self.key(case)
-            keys[case] = {"precision": precision, "mode": mode}
-        return keys
+        """The key of each case, also of those that the device lacks."""
+        return {case: self.key(case) for case in [*self.cases, *self.status]}
 
     def tidy(self, failed: bool) -> None:
         """Free memory between cases."""
@@ -392,11 +402,14 @@ class Protocol:
                 self.status.setdefault(case, ("failed", f"not measured: {reason}"))
 
     def results(self) -> Results:
-        rates = {name: self.ceilings.get(f"matmul_{name}", math.nan) for name in self.precisions}
-        times = with_rates(self.times(), self.config, rates)
+        times = self.times()
+        if self.extras:
+            rates = {name: self.ceilings.get(f"matmul_{name}", math.nan) for name in self.precisions}
+            times = with_rates(times, self.config, rates)
         operations = operations_by_name(self.keys, self.profiled)
         samples = self.all_samples()
-        if not any(isinstance(case, tuple) for case in self.cases):  # the configuration names the precision
+        has_pairs = any(isinstance(case, tuple) for case in self.cases)
+        if self.by != "precision" or not has_pairs:  # the configuration names the precision
             times = times.drop(columns="precision")
             operations = operations.drop(columns="precision")
             samples = samples.drop(columns="precision")
@@ -407,12 +420,13 @@ class Protocol:
             samples,
             self.profiled,
             self.ceilings,
+            self.readings,
             learning_rate(self.subject.optimizer),
         )
 
     def all_samples(self) -> pd.DataFrame:
         """Return every timed step; of the first case its first steps, even if it was measured again."""
-        columns, tables = ["mode", "precision", *SAMPLE_COLUMNS], []
+        columns, tables = [*key_columns(self.keys), *SAMPLE_COLUMNS], []
         for case, samples in (self.samples | self.first_samples).items():
             table = samples.assign(**self.keys[case])
             tables.append(table[columns])

@@ -60,7 +60,7 @@ def step_times(
     :data:`TIME_COLUMNS`; of a case that did not fit only that.
 
     Args:
-        cases: of each its ``mode`` and ``precision``, in order.
+        cases: of each its ``mode`` and ``precision``, in order; other keys become further columns.
         samples: of each what :func:`time_steps` gave.
         operations: what :class:`capture` gave.
         readings: of each what is known of the whole: peak_gib, power_w, replayed_ms, ...
@@ -69,6 +69,8 @@ def step_times(
         device: on a GPU the whole's ``unsteady`` says what cannot be, or does not repeat
             (:mod:`stepscope.measure.steady`).
     """
+    keys = key_columns(cases)
+    columns, texts = [*keys, *TIME_COLUMNS[len(KEYS) :]], [*keys, *TEXTS[len(KEYS) :]]
     rows: list[dict[str, Any]] = []
     for name, key in cases.items():
         state, why = status.get(name, ("ok", ""))
@@ -85,14 +87,20 @@ def step_times(
             # A step's graph has AdamW's capturable form, whose kernels are not those that were captured.
             seen = rows[-1] | ({"replayed_ms": np.nan} if key["mode"] == "step" else {})
             rows[-1]["unsteady"] = unsteady(seen, [gpu_time_ms(step) for step in whole_steps(captured)])
-    unread = {name: "" if name in TEXTS else np.nan for name in TIME_COLUMNS}
-    times = pd.DataFrame([unread | row for row in rows], columns=TIME_COLUMNS)
-    for _, own in times.groupby("precision") if device == "cuda" else ():
+    unread = {name: "" if name in texts else np.nan for name in columns}
+    times = pd.DataFrame([unread | row for row in rows], columns=columns)
+    alike = [name for name in keys if name != "mode"]
+    for _, own in times.groupby(alike) if device == "cuda" else ():
         for index, words in unlike_inside(own).items():
             times.loc[index, "unsteady"] = "; ".join(filter(None, [times.loc[index, "unsteady"], words]))
-    wholes = times.loc[times["phase"] == WHOLE, [*KEYS, "unsteady"]]  # said of the mode, of all its rows
-    times = times.drop(columns="unsteady").merge(wholes, on=KEYS, how="left")[TIME_COLUMNS]
-    return times.astype({name: str if name in TEXTS else float for name in TIME_COLUMNS})
+    wholes = times.loc[times["phase"] == WHOLE, [*keys, "unsteady"]]  # said of the mode, of all its rows
+    times = times.drop(columns="unsteady").merge(wholes, on=keys, how="left")[columns]
+    return times.astype({name: str if name in texts else float for name in columns})
+
+
+def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:
+    """Return the columns that say which case a row is of: :data:`KEYS` first, then any other."""
+    return list(dict.fromkeys([*KEYS, *(name for key in cases.values() for name in key)]))
 
 
 def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> list[dict[str, Any]]:
@@ -124,13 +132,10 @@ def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> lis
 def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
     """Of each case's quickest captured step each phase's and name's count and summed time, in
     :data:`OPERATION_COLUMNS`."""
+    columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
     of_cases = {name: _of_case(operations, name) for name in cases}
     found = [by_name(quickest_step(own)).assign(**cases[name]) for name, own in of_cases.items() if len(own)]
-    return (
-        pd.concat(found, ignore_index=True)[OPERATION_COLUMNS]
-        if found
-        else pd.DataFrame(columns=OPERATION_COLUMNS)
-    )
+    return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)
 
 
 def _of_case(operations: pd.DataFrame, name: Hashable) -> pd.DataFrame:

@@ -1,7 +1,8 @@
 """One training step, plain: forward, loss, backward and torch's AdamW.
 
-The studies benchmark, nsys, mixed_precision and memory run this one. The ladder's, of which each optimization
-changes a part, is :class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing here is timed.
+The process that nsys profiles, the launch rate and explore.ipynb run this one; other notebooks have the step in a
+cell. The ladder's, of which each optimization changes a part, is
+:class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing here is timed.
 """
 
 import dataclasses

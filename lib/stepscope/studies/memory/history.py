@@ -16,10 +16,11 @@ from stepscope.model import transformer
 from stepscope.model.accounting import GIB, MIB, peak
 from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.tables import LIVE, column, typed
-from stepscope.traces.memory_snapshot import allocations
+from stepscope.traces.memory_snapshot import allocations, portable
 
 POINTS = 2000  # of a timeline, at most
 LARGEST = 12  # groups of allocations that are kept
+TENSOR = ["line", "region", "tensor", "size"]
 
 
 def predicted(config: Config, mode: str) -> dict:
@@ -226,7 +227,7 @@ def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
 def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
     """Tensors of one ``line``, ``region``, ``tensor`` and ``size`` (bytes) as one row of a run's
     ``allocations``, with their ``count``; the first has most of ``order`` (of these, or their ``sum``)."""
-    rows = table.groupby(["line", "region", "tensor", "size"], sort=False).size().reset_index(name="count")
+    rows = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
     rows = rows.assign(sum=rows["size"] * rows["count"]).sort_values(order, ascending=False, kind="stable")
     return typed(
         "allocations",
@@ -254,9 +255,19 @@ def place_here() -> tuple[str, str]:
     return f"stepscope/model/transformer.py:{number}", region
 
 
-def tables(config: Config, recordings: list[MemoryHistory]) -> dict[str, pd.DataFrame]:
-    """``peaks``, ``allocations`` and ``timeline`` of all modes; a mode that ran out of memory has a row in
-    ``peaks`` that says so, and so has every mode where nothing could be recorded."""
+def tables(
+    config: Config,
+    recordings: Sequence[MemoryHistory],
+    saved: Sequence[tuple[str, str, str, int]] = (),
+    gradients: Sequence[int] = (),
+) -> dict[str, pd.DataFrame]:
+    """Return ``peaks``, ``allocations`` and ``timeline`` of all modes. A mode that ran out of memory has one row
+    in ``peaks``, which says why; so has every mode if nothing was recorded.
+
+    Args:
+        saved: line, region, name and bytes of each tensor that one block saves for backward.
+        gradients: bytes of each gradient of that block.
+    """
     nothing = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
     rows = [] if recordings else [predicted(config, mode) | nothing for mode in config.modes]
     lines, times = [], []
@@ -270,8 +281,24 @@ def tables(config: Config, recordings: list[MemoryHistory]) -> dict[str, pd.Data
         if recording.mode == "forward":
             made = grouped("allocated in forward", table.assign(tensor=""), ["size", "count"])
             lines.append(made.head(LARGEST))
+    block = {
+        "saved by a block": saved,
+        "gradients of a block": [("", "", "gradient", size) for size in gradients],
+    }
+    for what, tensors in block.items():
+        if tensors:
+            lines.append(grouped(what, pd.DataFrame(tensors, columns=TENSOR), ["sum"]))
     return {
         "peaks": typed("peaks", pd.DataFrame(rows)),
         "allocations": typed("allocations", *lines),
         "timeline": typed("timeline", *times),
     }
+
+
+def kept_files(config: Config, recordings: Sequence[MemoryHistory], folder: Path) -> list[Path]:
+    """Write the last recorded mode's snapshot to a folder if the configuration asks for it; return its path."""
+    if not (config.keep_snapshot and recordings and recordings[-1].snapshot):
+        return []
+    path = folder / "snapshot.pickle"
+    path.write_bytes(portable(recordings[-1].snapshot))
+    return [path]

@@ -1,13 +1,25 @@
 """The memory study's tables, and those that its notebooks print."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.config import EDITIONS, PHASES, SIZE_RANKS, SIZES, StepConfig, configure
-from stepscope.model.accounting import KINDS
+from stepscope.config import (
+    EDITIONS,
+    PHASES,
+    PRECISION_NAMES,
+    SIZE_RANKS,
+    SIZES,
+    WHOLE,
+    StepConfig,
+    configure,
+)
+from stepscope.model.accounting import GIB, KINDS
 from stepscope.model.fit import WRITTEN
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
-from stepscope.report.tables import counted, headed, table
+from stepscope.report.tables import headed, number
 from stepscope.studies.memory.config import Config
 
 CONFIG = (
@@ -22,7 +34,6 @@ CONFIG = (
 )
 WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": word(*STATUSES), "reason": word()}
-FEW = 3  # steps from which on a median leaves out one that was disturbed
 # What has a history of its own; what the allocator's rounding adds is known at peaks only.
 LIVE = [kind for kind in KINDS if kind != "rounding"]
 
@@ -32,7 +43,7 @@ def column(kind: str) -> str:
     return f"{kind.replace(' ', '_')}_gib"
 
 
-WHOLE = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
+COUNT = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
 SCHEMAS = {
     "peaks": tidy(
         ("mode", "phase"),
@@ -58,25 +69,25 @@ SCHEMAS = {
     "allocations": tidy(
         ("what", "rank"),
         what=word(*WHAT),
-        rank=WHOLE,
+        rank=COUNT,
         line=word(),
         source=word(),
         region=word(),
         tensor=word(),
         mib=measured(nullable=False),
-        count=WHOLE,
+        count=COUNT,
     ),
     "timeline": tidy(
         ("mode", "event"),
         mode=word(*PHASES),
-        event=WHOLE,
+        event=COUNT,
         phase=word(*PHASES["step"]),
         **{column(kind): measured(nullable=False) for kind in LIVE},
     ),
     "checkpoints": tidy(
         ("mode", "blocks", "checkpoint_policy"),
         mode=word(*PHASES),
-        blocks=WHOLE,
+        blocks=COUNT,
         checkpoint_policy=word(),
         **OUTCOME,
         **{
@@ -112,6 +123,29 @@ def typed(name: str, *frames: pd.DataFrame) -> pd.DataFrame:
     return rows.astype(types | dict.fromkeys(texts, "str"))
 
 
+def checkpoint_rows(
+    times: pd.DataFrame,
+    readings: Mapping[Any, Mapping[str, float]],
+    expected: Mapping[Any, Mapping[str, float]],
+    block_runs: Mapping[Any, int],
+    blocks: int,
+) -> pd.DataFrame:
+    """Return the rows of ``checkpoints`` for one model, one per case (checkpoint policy, mode).
+
+    Args:
+        times, readings: of :class:`stepscope.measure.Results`.
+        expected: further columns by case, such as the predicted peak.
+        block_runs: how often blocks ran forward in one step, by case; a case without a complete step has none.
+        blocks: of the model.
+    """
+    rows = times[times["phase"] == WHOLE].copy()
+    cases = [*zip(rows["checkpoint_policy"], rows["mode"])]
+    rows["state_gib"] = [readings.get(case, {}).get("state_gib") for case in cases]
+    rows["block_runs"] = [block_runs.get(case) for case in cases]
+    further = pd.DataFrame([expected[case] for case in cases], index=rows.index)
+    return typed("checkpoints", rows.assign(blocks=blocks, **further))
+
+
 def predicted(size: str = "", **fields: str) -> StepConfig:
     """A step on a GPU, to be computed and not run: of a size, if not another the handout's largest, at the
     context at which sizes are compared."""
@@ -144,6 +178,30 @@ def begins_backward(whole: pd.Series) -> bool:
     known = SIZES.get(whole["size"])
     last = known is None or whole["layer"] == known.num_layers - 1
     return whole["peak_in"] == "backward" and (bool(pd.isna(whole["layer"])) or last)
+
+
+def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
+    """Return what :func:`stepscope.figures.memory.memory_timeline` draws: a title, one configuration's timeline,
+    and the peaks of its modes.
+
+    Raises:
+        LookupError: no mode was recorded.
+    """
+    if tables["memory.timeline"].empty:
+        raise LookupError("no mode was recorded")
+    rows = largest_plain(tables["memory.timeline"])
+    one = rows.iloc[0]
+    rows, peaks = (
+        frame[(frame[[*CONFIG]] == one[[*CONFIG]]).all(axis=1)] for frame in (rows, tables["memory.peaks"])
+    )
+    peaks = peaks[peaks["phase"] == WHOLE].set_index("mode", drop=False)
+    last = peaks.loc[[mode for mode in PHASES if (rows["mode"] == mode).any()][-1]]
+    place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
+    title = (
+        f"{one['size']} at context length {one['context_length']:,} in {PRECISION_NAMES[one['precision']]}:"
+        f" the peak is {place}, {number(last['peak_gib'], 'GiB')}"
+    )
+    return title, rows, peaks
 
 
 def one_level(tables: Tables) -> pd.DataFrame:
@@ -183,18 +241,12 @@ def nested(tables: Tables) -> pd.DataFrame:
 # -- what notebooks print -------------------------------------------------------------------------------------
 
 HEADINGS = {
-    "context_length": "context",
+    "context_length": "context length",
     "gpu_ms": "GPU time, ms",
-    "blocks_per_checkpoint": "blocks a checkpoint",
-    "expected_saved_gib": "kept by formula, GiB",
+    "blocks_per_checkpoint": "blocks per checkpoint",
+    "expected_saved_gib": "saved by formula, GiB",
     "beyond_gib": "beyond weights and gradients, GiB",
     "block_runs": "blocks run, n",
-    "mib": "each, MiB",
-    "share": "of all, %",
-    "line": "made by",
-    "source": "code",
-    "beyond": "requested beyond formula, B",
-    "less": "less, %",
     "wall_std_ms": "std, ms",
 }
 
@@ -204,20 +256,36 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
-    """What is held at the peak of each phase of a full step, and of forward alone."""
+    """Return what is held at the peak of each phase of a full step, and of forward alone."""
     rows = largest_plain(tables["memory.peaks"])
     rows = rows[(rows["status"] == "ok") & rows["phase"].isin(["forward", "backward", "optimizer"])]
     names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
-    pivoted = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "all"], axis=1).set_axis(names).T
-    return table(pivoted[pivoted.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB"), unit="GiB")
+    pivoted = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "total"], axis=1).set_axis(names).T
+    return pivoted[pivoted.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB")
+
+
+def recorded_peaks(peaks: pd.DataFrame, unit: str, scale: float) -> pd.DataFrame:
+    """Return one run's peaks of each phase next to the prediction, with the allocation that reached each, in
+    ``scale`` bytes."""
+    names = {
+        "peak_gib": "peak",
+        "predicted_gib": "predicted",
+        "reserved_gib": "reserved",
+        "allocation_gib": "last allocation",
+    }
+    sizes = {f"{words}, {unit}": peaks[name] * GIB / scale for name, words in names.items()}
+    reason = ["reason"] if peaks["reason"].any() else []
+    return peaks.assign(**sizes)[["mode", "phase", "status", *reason, *sizes, "layer", "region", "line"]]
 
 
 def checkpoint_settings(tables: Tables) -> pd.DataFrame:
-    """Time and peak by blocks a checkpoint, at each context."""
+    """Return time and peak by blocks per checkpoint, at each context length."""
     rows = one_level(tables)
     blocks = rows["blocks_per_checkpoint"].astype(int).astype(str).replace("0", "none")
     printed = _headed(
         rows.assign(blocks_per_checkpoint=blocks),
+        "size",
+        "precision",
         "context_length",
         "blocks_per_checkpoint",
         "peak_gib",
@@ -228,31 +296,22 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
         "wall_std_ms",
         "status",
     )
-    return table(printed.dropna(axis="columns", how="all"), note=_measured(tables, rows))
+    return printed.dropna(axis="columns", how="all")
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
-    """Checkpoint policies over the fewest and the most blocks."""
+    """Return checkpoint policies over the fewest and the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
-    return table(
-        _headed(
-            rows, "blocks", "checkpoint_policy", "expected_saved_gib", "beyond_gib", "block_runs", "gpu_ms"
-        ),
-        note=_measured(tables, rows),
+    return _headed(
+        rows,
+        "size",
+        "precision",
+        "context_length",
+        "blocks",
+        "checkpoint_policy",
+        "expected_saved_gib",
+        "beyond_gib",
+        "block_runs",
+        "gpu_ms",
     )
-
-
-def _measured(tables: Tables, rows: pd.DataFrame) -> str:
-    """What these rows of checkpoints are of, and how many steps."""
-    first = rows.iloc[0]
-    precision = "TF32" if first["precision"] == "tf32" else first["precision"]
-    what = f"{first['size']}, batch {first['batch_size']}, {precision}, {first['attention']} attention"
-    if set(rows["mode"]) == {"forward_backward"}:
-        what += ", forward and backward"
-    if rows["context_length"].nunique() == 1:
-        what += f", context {first['context_length']:,}"
-    steps = rows["steps"]
-    what += f"; steps timed: {counted(steps)}, captured: 2" * bool(steps.notna().any())
-    few = ", too few to leave out one that was disturbed" if steps.min() < FEW else ""
-    return f"{what}{few}."
