@@ -109,7 +109,7 @@ def test_exploring_compares_the_references_fp32_baselines_in_order_of_context(mo
     assert (
         names["busier"] == 2
         and {*names["ends"].index} == {"small", "medium", "xl"}
-        and names["ends"].loc["small", ["first", "last"]].tolist() == [0.6, 0.5]
+        and names["ends"].loc["small", ["first", "last"]].tolist() == [60, 50]
     )
     longest = names["longest"].set_index("configuration")["context_length"]
     assert longest.to_dict() == {"small": 1024, "medium": 1024, "large": 128, "xl": 512}
