@@ -1,4 +1,4 @@
-"""The attention study on a CPU: what is checked, timed, captured, counted, and what the tables say."""
+"""The attention study on a CPU: its check, times, profiles and memory, its tables and its notebook."""
 
 import warnings
 from contextlib import nullcontext
@@ -11,16 +11,15 @@ import torch
 from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
-from cells import by_name, covered_ms, executed, quickest, run_cells, spread
+from cells import by_name, covered_ms, edited, executed, quickest, run_cells, spread
 from stepscope import measure as room
 from stepscope.config import ConfigError, configure
-from stepscope.measure import guard, profiler
+from stepscope.measure import clocks, guard, profiler
 from stepscope.model.transformer import Attention
 from stepscope.optimizations import attention as inputs_of
 from stepscope.optimizations.attention import Inputs, attention_in_float64
 from stepscope.report.tables import number
-from stepscope.stats import location
-from stepscope.studies.attention import memory
+from stepscope.studies.attention import figures, memory, protocol
 from stepscope.studies.attention import tables as attention
 from stepscope.studies.attention.config import PASSES, QUANTITIES
 from stepscope.traces.captured import CAPTURED
@@ -42,33 +41,40 @@ def small(**fields):
     return configure("attention", **SMALL | fields)
 
 
-def cells_until(until="timed_rows =", replaced=None, **fields):
-    """The names of the notebook's cells, up to the first that shows what was kept."""
-    return run_cells("attention", until=until, replaced=replaced, **SMALL | fields)
+def measured_by(notebook="attention", until="errors = results.checks", replaced=None, **fields):
+    """The names of the notebook's cells, up to the first that shows what was measured."""
+    return run_cells(notebook, until=until, replaced=replaced, **SMALL | fields)
 
 
 @pytest.fixture(scope="module")
 def calls():
-    """What the cells hold before the first one runs attention."""
-    return cells_until("checks: dict")
+    """What the cells hold before anything is measured."""
+    return measured_by(until="cases = [")
 
 
 @pytest.fixture(scope="module")
 def left():
-    """The names that one run of everything leaves, compiled too, and the graphs compiled until each reading of the clock."""
+    """The names that one run of everything leaves, and the graphs compiled until each reading of the clock."""
     compiled = []
 
     def timer():
         compiled.append(counters["stats"]["unique_graphs"])
         return default_timer()
 
-    return cells_until("long = passes", {"default_timer": timer}), compiled
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocks, "default_timer", timer)
+        return run_cells("attention", **SMALL), compiled
 
 
 @pytest.fixture(scope="module")
 def measured(left):
     """Of that run configuration, files' tables and the compiled graphs."""
-    return left[0]["config"], left[0]["tables"], left[1]
+    return left[0]["config"], left[0]["results"].tables, left[1]
+
+
+def protocol_of(names, cases):
+    """A protocol of the notebook's functions that has measured nothing yet."""
+    return protocol.Protocol(cases, names["prepare"], names["check"], names["config"], float("nan"))
 
 
 # -- the configuration -----------------------------------------------------------------------------------------
@@ -102,7 +108,7 @@ def test_what_cannot_be_run_is_refused_by_name(field, value):
 def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, left):
     """By the norm of the difference to another attention in float64."""
     names, _ = left
-    checks = names["checked"].set_index(["implementation", "sequence"]).loc[name]
+    checks = names["results"].checks.set_index(["implementation", "sequence"]).loc[name]
     assert (
         (checks.pop("allowed_error") == 2e-5).all()
         and checks.gt(0).all(axis=None)
@@ -177,9 +183,9 @@ def naive_of(scores=lambda scores: scores, future=lambda future: future):
 
 def run_of(naive, **fields):
     """One run of naive and flash where naive attention is this."""
-    return cells_until(
+    return measured_by(
         replaced={"naive": naive}, sequences=[16], implementations=["naive", "flash"], **fields
-    )["tables"]
+    )["results"].tables
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
@@ -191,11 +197,6 @@ def test_a_wrong_implementation_is_caught_and_not_timed(factor):
     assert "fp32 is allowed 2e-05" in cells["reason"].loc["naive", "forward"]
     attention.SCHEMAS["cases"].validate(tables["cases"])
     attention.SCHEMAS["checks"].validate(tables["checks"])
-
-
-def test_a_mask_that_lets_one_position_too_many_through_is_caught():
-    tables = run_of(naive_of(future=lambda future: future.triu(2)), precision="bf16")
-    assert tables["cases"].set_index(["implementation", "phase"])["status"]["naive", "forward"] == "failed"
 
 
 # -- what a run leaves -----------------------------------------------------------------------------------------
@@ -241,37 +242,37 @@ def test_both_clocks_and_the_kernels_of_what_ran(measured):
     assert tables["cases"]["gpu_ms"].notna().equals(tables["cases"]["status"] == "ok")
 
 
-def test_a_cells_row_follows_from_its_passes_its_kernels_and_its_bytes(left):
-    names, said = left[0], []
-    cells, passes = (names[name].query("status == 'ok'") for name in ("cases", "passes"))
-    for row in cells.to_dict("records"):
+def test_a_row_follows_from_its_passes_its_kernels_and_its_bytes(calls):
+    cases = [("naive", 8), ("flash", 16)]
+    measurement = protocol_of(calls, cases)
+    measurement.measure_all()
+    rows = measurement.results().cases
+    assert [*zip(rows["implementation"], rows["sequence"])] == [case for case in cases for _ in PASSES]
+    for row in rows.to_dict("records"):
         case, phase = (row["implementation"], row["sequence"]), row["phase"]
-        walls, memory, kernels = (
-            names["walls"][case][phase].tolist(),
-            names["sizes"][case],
-            names["kernels"][case, phase],
-        )
-        one, lasting = quickest(kernels), by_name(kernels, "name")
-        own = spread(walls) | {
+        walls, sizes = measurement.walls[case][phase].tolist(), measurement.memory[case]
+        operations = measurement.operations[case, phase]
+        fastest, lasting = quickest(operations), by_name(operations, "name")
+        expected = spread(walls) | {
             "passes": len(walls),
-            "gpu_ms": covered_ms(one),
-            "operations": len(one),
-            "saved_mib": memory["saved"] / 2**20,
-            "in_use_mib": memory["in_use"] / 2**20,
+            "gpu_ms": covered_ms(fastest),
+            "operations": len(fastest),
+            "saved_mib": sizes["saved"] / 2**20,
+            "in_use_mib": sizes["in_use"] / 2**20,
         }
-        assert {name: row[name] for name in own} == pytest.approx(own) and row["kernel"] == max(
-            lasting, key=lasting.get
-        ), case
+        assert {name: row[name] for name in expected} == pytest.approx(expected)
+        assert row["kernel"] == max(lasting, key=lasting.get)
+
+
+def test_the_finding_names_the_times_at_the_longest_sequence_from_the_fastest_up(left):
+    names = left[0]
+    cells = names["results"].cases.query("status == 'ok'")
     both = cells.groupby(["implementation", "sequence"])[["wall_ms", "gpu_ms"]].sum()
-    assert passes.set_index(["implementation", "sequence"]).loc[
-        both.index, [*both]
-    ].to_numpy() == pytest.approx(both.to_numpy())
-    executed("attention", "last_timed =", names | {"run": SimpleNamespace(say=said.append)})
+    passes = names["passes"].query("status == 'ok'").set_index(["implementation", "sequence"])
+    assert passes.loc[both.index, [*both]].to_numpy() == pytest.approx(both.to_numpy())
     order = both["wall_ms"].xs(16, level="sequence").sort_values()
-    assert (
-        ": " + ", ".join(f"{number(ms, 'ms')} {attention.LABELS[name]}" for name, ms in order.items()) + "."
-        in said[0]
-    )
+    expected = [f"{attention.LABELS[name]} {number(ms, 'ms')}" for name, ms in order.items()]
+    assert f": {', '.join(expected)}." in names["run"].outcome["results"]["finding"]
 
 
 def test_nothing_is_compiled_while_it_is_timed(measured):
@@ -282,75 +283,11 @@ def test_nothing_is_compiled_while_it_is_timed(measured):
     "fields, passes", [({"cell_seconds": 10.0}, 30), ({"cell_seconds": 1e-9, "least_passes": 4}, 4)]
 )
 def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
-    names = cells_until(sequences=[8], implementations=["flash"], timed_steps=30, **fields)
-    assert (names["cases"]["passes"] == passes).all()
+    names = measured_by(sequences=[8], implementations=["flash"], timed_steps=30, **fields)
+    assert (names["results"].cases["passes"] == passes).all()
 
 
-@pytest.mark.parametrize(
-    "on_gpu, later_ms, cell_seconds, warmups, passes",
-    [
-        (False, 10, 1.0, 3, 100),
-        (False, 10, 0.42, 2, 42),
-        (False, 10, 0.2, 1, 4),
-        (True, 10, 1.0, 3, 100),
-        (True, 4, 1.0, 3, 250),
-    ],
-)
-def test_passes_are_as_many_as_time_allows_for_the_last_of_the_warm_up(
-    on_gpu, later_ms, cell_seconds, warmups, passes
-):
-    """The first pass takes 100 ms, a quarter of it forward; warm-up may take a quarter of the time."""
-    names = run_cells(
-        "attention", until="walls, sizes", **SMALL | {"cell_seconds": cell_seconds, "warmup_steps": 3}
-    )
-    at, readings, settled, order = 0.0, [], [], []
-    for ms in [100, *[later_ms] * 999]:
-        readings += [at, at + ms / 4e3, at + ms / 1e3]
-        at += ms / 1e3
-    left = iter(readings)
-    names["config"] = names["config"].model_copy(update={"timed_steps": 1000, "least_passes": 4})
-    names |= {
-        "default_timer": lambda: order.append("clock") or next(left),
-        "synchronize": lambda: order.append("wait"),
-        "on_gpu": on_gpu,
-        "measure": SimpleNamespace(keep_up=lambda once, device, seconds: settled.append(seconds)),
-    }
-    inputs = SimpleNamespace(q=1, k=2, v=3, gradient=4, clear_gradients=lambda: order.append("clear"))
-    walls = names["timed"](lambda *qkv: order.append(qkv) or SimpleNamespace(backward=order.append), inputs)
-    assert len(walls) == pytest.approx(passes, abs=1)
-    assert order == ["clear", "wait", "clock", (1, 2, 3), "wait", "clock", 4, "wait", "clock"] * (
-        warmups + len(walls)
-    )
-    assert walls.median().to_dict() == pytest.approx({"forward": later_ms / 4, "backward": 3 * later_ms / 4})
-    assert len(settled) == (on_gpu and later_ms == 10), "what lasts long has the clock settle"
-
-
-@pytest.mark.parametrize("forward_ms, settles", [(1.9, 0), (2.1, 1)])
-def test_captured_passes_are_as_many_as_asked_for_once_the_clock_of_what_lasts_long_has_settled(
-    forward_ms, settles
-):
-    names, order = (
-        cells_until(
-            "def row_of(", sequences=[8], implementations=["math"], captured_passes=2, least_passes=3
-        ),
-        [],
-    )
-    assert torch.get_float32_matmul_precision() == "highest"
-    names |= {
-        "on_gpu": True,
-        "walls": {("math", 8): pd.DataFrame({"forward": [forward_ms] * 3, "backward": [3.0, 3.0, 90.0]})},
-        "measure": SimpleNamespace(keep_up=lambda *_: order.append("settles")),
-    }
-    names["capture_one"](
-        "math",
-        8,
-        Inputs(names["config"], 8),
-        SimpleNamespace(phases=lambda *of: order.append(of) or (lambda phase: nullcontext())),
-    )
-    assert order == ["settles"] * settles + [(("math", 8), 0), (("math", 8), 1)]
-
-
-def test_what_twice_the_length_would_save_is_of_the_longest_that_ran(left):
+def test_predicted_memory_is_of_the_longest_sequence_that_ran(left):
     rows = [
         ("naive", 8, 3.0),
         ("naive", 16, 12.0),
@@ -359,10 +296,19 @@ def test_what_twice_the_length_would_save_is_of_the_longest_that_ran(left):
         ("math", 16, 9.0),
     ]
     passes = pd.DataFrame(rows, columns=["implementation", "sequence", "saved_mib"])
-    assert executed("attention", "answers = [", left[0] | {"passes": passes})["answers"] == [
-        f"* {attention.LABELS[name]}: {number(here, 'MiB')} here, {number(then, 'MiB')} then ({then / here:.0f} times)"
-        for name, here, then in (("naive", 12, 48), ("efficient", 0.5, 1))
-    ]
+    answers = executed("attention", "answers = [", left[0] | {"passes": passes})["answers"]
+    assert len(answers) == 2
+    for answer, (name, now, then) in zip(answers, (("naive", 12, 48), ("efficient", 0.5, 1))):
+        for part in (attention.LABELS[name], number(now, "MiB"), number(then, "MiB")):
+            assert part in answer
+
+
+def test_a_cpus_compiled_loops_are_counted_like_operators(calls):
+    """Without them, compiled attention would look several times as fast as it is."""
+    measurement = protocol_of(calls, [("compiled", 16)])
+    measurement.measure_all()
+    forward = measurement.operations[("compiled", 16), "forward"]
+    assert {name.startswith("graph_") for name in forward["name"]} == {True, False}
 
 
 def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
@@ -383,7 +329,7 @@ def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
     )
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
     monkeypatch.setattr("stepscope.measure.sm_clock_mhz", lambda: 1234.0)
-    found = cells_until(sequences=[16], implementations=["math"])["cases"]
+    found = measured_by(sequences=[16], implementations=["math"])["results"].cases
     assert found[["phase", "gpu_ms", "operations", "kernel", "sm_clock_mhz"]].values.tolist() == [
         [phase, 7.0, 3.0, "softmax", 1234] for phase in ("forward", "backward")
     ]
@@ -413,34 +359,27 @@ def test_on_a_gpu_an_odd_cell_is_measured_again_at_most_twice_and_the_others_are
         other: pd.DataFrame({"forward": [11.0, 30.0, 12.0], "backward": [31.0, 13.0, 14.0]}),
     }
 
+    config = small().model_copy(update={"device": "cuda"})
+    measurement = protocol.Protocol([odd, other], None, None, config, 80.0)
+    mib = {"saved": 7, "in_use": 11, "forward": 13, "backward": 17}
+    measurement.walls, measurement.operations = walls, kernels
+    measurement.status = dict.fromkeys(walls, ("ok", ""))
+    measurement.memory = {case: {name: number * 2**20 for name, number in mib.items()} for case in walls}
+    measurement.clocks_mhz = {odd: 1700.0, other: 1980.0}
+
     def time_cases(cases):
         asked.append(cases)
         walls[odd] = walls[odd].assign(forward=[50.0, 12.0, 14.0])
 
-    def capture_cases(cases):
+    def profile_cases(cases):
         asked.append(cases)
-        return passes(odd, "forward", 1) | passes(odd, "backward", 1, 1.02 if mends else 1.3), ""
+        again = passes(odd, "forward", 1) | passes(odd, "backward", 1, 1.02 if mends else 1.3)
+        measurement.operations |= again
 
-    mib = {"saved": 7, "in_use": 11, "forward": 13, "backward": 17}
-    names = executed(
-        "attention",
-        "def row_of",
-        {
-            "walls": walls,
-            "kernels": dict(kernels),
-            "sizes": {case: {name: number * 2**20 for name, number in mib.items()} for case in walls},
-            "clocks_mhz": {odd: 1700.0, other: 1980.0},
-            "location": location,
-            "measure": room,
-            "PASSES": PASSES,
-            "nan": float("nan"),
-            "on_gpu": True,
-            "time_cases": time_cases,
-            "capture_cases": capture_cases,
-        },
-    )
+    measurement.time_cases, measurement.profile_cases = time_cases, profile_cases
+    measurement.repeat_impossible()
     assert asked == [[odd]] * (2 if mends else 4)
-    rows = pd.DataFrame(names["rows"]).set_index(["implementation", "phase"])
+    rows = measurement.results().cases.set_index(["implementation", "phase"])
     assert rows["unsteady"].ne("").to_dict() == {
         (name, phase): (name, phase, mends) == ("naive", "backward", False)
         for name in ("naive", "flash")
@@ -466,17 +405,18 @@ def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
             raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
 
     monkeypatch.setattr(profiler, "profiled", Broken)
-    names = cells_until(sequences=[8], implementations=["flash"])
-    cells = names["cases"]
+    cells = measured_by(sequences=[8], implementations=["flash"])["results"].cases
     assert (cells["status"] == "ok").all() and (cells["wall_ms"] > 0).all() and cells["gpu_ms"].isna().all()
     assert cells["reason"].str.contains("MULTIPLE_SUBSCRIBERS").all()
     attention.SCHEMAS["cases"].validate(cells)
 
 
-def test_where_nothing_can_be_timed_the_notebook_says_so():
-    nothing = cells_until("relplot", sequences=[8], implementations=["flex"])
-    assert nothing["cases"]["wall_ms"].isna().all() and nothing["timings"].empty
-    attention.SCHEMAS["cases"].validate(nothing["cases"])
+def test_notebook_runs_to_its_end_when_nothing_can_be_timed():
+    nothing = run_cells("attention", **SMALL | {"sequences": [8], "implementations": ["flex"]})
+    cases = nothing["results"].cases
+    assert cases["wall_ms"].isna().all() and nothing["picture"] is None and not nothing["times_in_words"]
+    attention.SCHEMAS["cases"].validate(cases)
+    attention.SCHEMAS["checks"].validate(nothing["results"].checks)
 
 
 def test_torchs_warnings_say_why_no_kernel_fits():
@@ -533,14 +473,10 @@ def test_out_of_memory_is_a_result_and_the_others_go_on():
 
 def test_what_cannot_fit_is_not_compiled(monkeypatch):
     monkeypatch.setattr(room, "device_bytes", lambda device: 6.5 * GIB)
-    needed = {
-        "needed_bytes": lambda *given: (
-            {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}[given] * GIB
-        )
-    }
-    tables = cells_until(
-        sequences=[16], implementations=["compiled", "flash"], precision="bf16", replaced=needed
-    )["tables"]
+    needed_gib = {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}
+    monkeypatch.setattr(protocol, "needed_bytes", lambda *given: needed_gib[given] * GIB)
+    fields = {"sequences": [16], "implementations": ["compiled", "flash"], "precision": "bf16"}
+    tables = measured_by(**fields)["results"].tables
     cells = tables["cases"].set_index(["implementation", "phase"])
     assert cells["status"]["compiled", "forward"] == "oom" and cells["status"]["flash", "forward"] == "ok"
     assert cells["reason"]["compiled", "forward"] == "needs 7 GiB by formula: not compiled"
@@ -552,6 +488,93 @@ def test_what_spoils_the_process_ends_the_run():
 
     with pytest.raises(RuntimeError, match="illegal memory access"):
         run_of(naive_of(scores=spoilt))
+
+
+def test_interrupted_measurement_keeps_what_was_checked(calls):
+    def interrupted(call, inputs, expected):
+        if inputs.sequence == 16:
+            raise KeyboardInterrupt
+        return calls["check"](call, inputs, expected)
+
+    cases = [("flash", 8), ("flash", 16)]
+    with pytest.raises(KeyboardInterrupt) as error:
+        protocol.measure_passes(cases, calls["prepare"], interrupted, calls["config"])
+    kept = error.value.results
+    assert kept.checks["sequence"].tolist() == [8]
+    assert (kept.cases["status"] == "failed").all() and {*kept.cases["sequence"]} == {8, 16}
+    for name, schema in attention.SCHEMAS.items():
+        schema.validate(kept.tables[name])
+
+
+# -- the notebook's suggestions --------------------------------------------------------------------------------
+
+
+def test_maximum_with_a_gradient_saves_more_and_stays_right(tmp_path, calls):
+    notebook = edited("attention", tmp_path, "scores.detach()", "scores")
+    fields = {"sequences": [64], "implementations": ["naive"]}
+    after = run_cells(notebook, **SMALL | fields)["results"]
+    before = measured_by(**fields)["results"]
+    assert (after.cases["status"] == "ok").all()
+    matrix_mib = 2 * 64 * 64 * 4 / 2**20
+    assert (after.cases["saved_mib"] - before.cases["saved_mib"] >= 0.99 * matrix_mib).all()
+
+
+def test_mask_that_shows_one_token_too_many_is_caught_and_not_timed(tmp_path):
+    notebook = edited("attention", tmp_path, "masked_fill(future,", "masked_fill(future.triu(2),")
+    fields = {"sequences": [16], "implementations": ["naive", "compiled", "flash"], "precision": "bf16"}
+    names = run_cells(notebook, **SMALL | fields)
+    cases = names["results"].cases.set_index("implementation")
+    assert (cases.loc[["naive", "compiled"], "status"] == "failed").all()
+    assert cases.loc[["naive", "compiled"], "wall_ms"].isna().all()
+    assert cases.loc[["naive", "compiled"], "reason"].str.contains("output_error").all()
+    assert (cases.loc["flash", "status"] == "ok").all() and (cases.loc["flash", "wall_ms"] > 0).all()
+    assert {*names["untimed"]["implementation"]} == {"naive", "compiled"}
+
+
+def test_longer_sequences_show_how_each_line_grows():
+    fields = {"sequences": [64, 256, 1024], "implementations": ["naive", "flash"], "batch_size": 1}
+    names = run_cells("attention", **SMALL | fields)
+    saved = names["passes"].pivot(index="sequence", columns="implementation", values="saved_mib")
+    assert (saved["naive"] / saved["naive"].shift()).dropna().tolist() == pytest.approx([16, 16], rel=0.05)
+    assert (saved["flash"] / saved["flash"].shift()).dropna().tolist() == [4, 4]
+    lines = names["picture"].axes[1].lines
+    lengths = {tuple(round(length) for length in line.get_xdata()) for line in lines}
+    assert lengths == {(64, 256, 1024)}
+
+
+# -- the notebook's picture ------------------------------------------------------------------------------------
+
+
+def readable_ticks(axis, limits):
+    """The labels that a reader sees on an axis."""
+    texts = axis.get_major_formatter().format_ticks(axis.get_majorticklocs())
+    return [text for place, text in zip(axis.get_majorticklocs(), texts) if limits[0] <= place <= limits[1]]
+
+
+@pytest.mark.parametrize("times_ms", [(0.31, 0.42), (1.2, 7.5), (0.09, 140.0)])
+def test_values_can_be_read_from_the_pictures_axes(times_ms):
+    rows = [("naive", 64 * (1 + place), "ok", ms, ms / 10) for place, ms in enumerate(times_ms)]
+    passes = pd.DataFrame(rows, columns=["implementation", "sequence", "status", "wall_ms", "saved_mib"])
+    picture = figures.time_and_memory(passes, "wall_ms")
+    picture._repr_png_()
+    for axes in picture.axes:
+        assert len(readable_ticks(axes.yaxis, axes.get_ylim())) >= 2
+    labels = readable_ticks(picture.axes[1].xaxis, picture.axes[1].get_xlim())
+    assert labels[-1] == "128"
+
+
+def test_picture_marks_what_ran_out_of_memory_and_compares_where_several_ran():
+    rows = [
+        ("naive", 64, "ok", 8.0, 2.0),
+        ("flash", 64, "ok", 2.0, 1.0),
+        ("naive", 128, "oom", None, None),
+        ("flash", 128, "ok", 3.0, 2.0),
+    ]
+    passes = pd.DataFrame(rows, columns=["implementation", "sequence", "status", "gpu_ms", "saved_mib"])
+    picture = figures.time_and_memory(passes, "gpu_ms")
+    crosses = [line for line in picture.axes[0].lines if line.get_marker() == "x"]
+    assert [[*line.get_xdata()] for line in crosses] == [[128]]
+    assert "64" in picture.message and number(4, "x") in picture.message
 
 
 # -- formulas --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The notebooks that explore: what their cells compare, sum and count of two configurations and of a capture."""
+"""The notebooks that explore: what their cells select, compare, sum and count."""
 
 from types import SimpleNamespace
 
@@ -7,11 +7,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cells import covered_ms, executed, quickest, run_cells
+from cells import covered_ms, edited, executed, quickest, run_cells
+from conftest import TINY
+from stepscope import PACKAGE
+from stepscope.report.tables import number
 
 
-def test_exploring_measures_two_by_their_own_steps(monkeypatch):
-    monkeypatch.setattr("stepscope.report.load.load", lambda runs: {})
+@pytest.fixture
+def no_tables(monkeypatch):
+    """Nothing is read from a folder of runs."""
+    monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: {})
+
+
+def test_exploring_measures_two_by_their_own_steps(no_tables):
     explored = run_cells("explore", device="cpu")
     walls = {
         name: own.loc[(own["phase"] == "whole") & ~own["warmup"], "wall_ms"]
@@ -29,19 +37,24 @@ def test_exploring_measures_two_by_their_own_steps(monkeypatch):
         )
     quicker, slower = sorted(walls.values(), key=np.median)
     for both in (explored["both"], explored["both"][::-1]):
-        shown = executed("explore", "apart =", explored | {"both": both, "display": lambda *_: None})
-        assert shown["all_steps"]["wall_ms"].tolist() == [*pd.concat(walls.values())]
-        assert shown["apart"] == pytest.approx(np.median(slower) / np.median(quicker))
+        shown = executed("explore", "ratio =", explored | {"both": both, "display": lambda *_: None})
+        assert shown["every_step"]["wall_ms"].tolist() == [*pd.concat(walls.values())]
+        assert shown["ratio"] == pytest.approx(np.median(slower) / np.median(quicker))
         assert shown["overlap"] == (max(quicker) >= min(slower))
 
 
-def test_exploring_counts_sizes_by_their_plain_runs_in_order_of_context(monkeypatch):
-    """AdamW's share falls all the way in one size of three, and the others are busier at their longest context; large has one context."""
+def test_exploring_compares_the_references_fp32_baselines_in_order_of_context(monkeypatch):
+    """AdamW's share falls all the way in one size of three, and the others are busier at their longest context.
+
+    large has one context length, so it is not compared.
+    """
     plain = {
         "precision": "fp32",
         "attention": "naive",
         "compile": "none",
         "optimizer": "foreach",
+        "batch_size": 4,
+        "vocab_size": 1000,
         "repeat": 0,
     }
     rows = [
@@ -77,50 +90,139 @@ def test_exploring_counts_sizes_by_their_plain_runs_in_order_of_context(monkeypa
                 "attention": "sdpa",
                 "compile": "model",
                 "optimizer": "fused",
+                "batch_size": 8,
                 "repeat": 1,
                 "mode": "forward",
             }
         ).items()
     ]
-    monkeypatch.setattr("stepscope.report.load.load", lambda runs: {})
-    names = run_cells("explore", until="plain =", device="cpu") | {
-        "display": lambda shown: None,
-        "brief": lambda frame, columns: frame,
-    }
-    names["tables"] = {
-        "benchmark.times": pd.DataFrame(others + rows + [row | {"gpu_ms": 5.0} for row in rows])
-    }
-    for cell in ("plain =", "falls =", "longer =", "longest ="):
-        names = executed("explore", cell, names)
-    assert names["falls"].to_dict() == {"small": True, "medium": False, "large": False, "xl": False}
-    shares = names["part"].set_index(["size", "context_length"])["share"]
+    table = pd.DataFrame(others + rows).assign(reserved_gib=1.0, status="ok")
+    loaded = {"benchmark.times": table}
+    monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: loaded)
+    replaced = {"display": lambda shown: None}
+    names = run_cells("explore", until="compared =", replaced=replaced, device="cpu")
+    assert names["falls"].to_dict() == {"small": True, "medium": False, "xl": False}
+    shares = names["share"].set_index(["configuration", "context_length"])["share"]
     assert shares[[("small", 512), ("medium", 128), ("large", 128)]].tolist() == pytest.approx(
         [1e3 / 30, 50, 1e3 / 19]
     )
     assert (
-        names["longer"] == 2
+        names["busier"] == 2
         and {*names["ends"].index} == {"small", "medium", "xl"}
-        and names["ends"].loc["small", ["first", "last"]].tolist() == [0.6, 0.5]
+        and names["ends"].loc["small", ["first", "last"]].tolist() == [60, 50]
     )
-    assert {*names["longest"]["context_length"]} == {1024} and {*names["longest"]["phase"]} == {"whole"}
+    longest = names["longest"].set_index("configuration")["context_length"]
+    assert longest.to_dict() == {"small": 1024, "medium": 1024, "large": 128, "xl": 512}
+    assert {*names["longest"]["phase"]} == {"whole"}
 
 
-def test_exploring_shows_the_largest_sizes_ladder():
+def explored(runs):
+    """What the notebook shows of a folder of runs, and the names that it leaves."""
+    shown = []
+    replaced = {"display": shown.append, "brief": lambda frame: frame}
+    return shown, run_cells("explore", until="compared =", replaced=replaced, device="cpu", runs=str(runs))
+
+
+def pictures(shown):
+    return [one for one in shown if hasattr(one, "message")]
+
+
+@pytest.mark.filterwarnings("error::UserWarning:matplotlib")
+def test_sweep_of_two_axes_shows_both(tmp_path):
+    for context_length in (8, 16):
+        for batch_size in (1, 2):
+            own = {"context_length": context_length, "batch_size": batch_size, "runs": str(tmp_path / "runs")}
+            run_cells("benchmark", **TINY | own)
+    shown, names = explored(tmp_path / "runs")
+    assert {*zip(names["share"]["configuration"], names["share"]["context_length"])} == {
+        (f"batch_size {batch_size}", context_length) for batch_size in (1, 2) for context_length in (8, 16)
+    }
+    (picture,) = pictures(shown)  # a CPU has no picture of how busy the GPU is
+    labels = [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
+    assert labels == ["batch_size 1", "batch_size 2"]
+    lines = [line.get_xdata().tolist() for line in picture.axes[0].lines if len(line.get_xdata())]
+    assert lines == [[8, 16], [8, 16]]
+    assert {*shown[-1]["configuration"]} == {"batch_size 1", "batch_size 2"}
+
+
+def test_sweep_without_context_lengths_has_a_bar_for_each_configuration(tmp_path):
+    for optimizer, attention in (("foreach", "naive"), ("fused", "naive"), ("fused", "sdpa")):
+        own = {"optimizer": optimizer, "attention": attention, "runs": str(tmp_path / "runs")}
+        run_cells("benchmark", **TINY | own)
+    shown, _ = explored(tmp_path / "runs")
+    (picture,) = pictures(shown)
+    labels = {text.get_text() for text in picture.axes[0].get_yticklabels()}
+    assert labels == {"naive, foreach", "naive, fused", "sdpa, fused"}
+
+
+def test_exploring_shows_the_ladder_with_the_slowest_step():
     rows = [
         (size, context, change, wall)
         for size, context, least in (("small", 512, 5.0), ("2.7B", 512, 90.0), ("2.7B", 128, 9.0))
         for change, wall in (("fp32", 10 * least), ("bf16", least), ("fp8", None))
     ]
-    steps = pd.DataFrame(rows, columns=["size", "context_length", "optimization", "wall_ms"]).assign(
-        gpu_ms=1.0, busy=1.0, peak_gib=1.0, tokens_per_s=1.0
-    )
-    own = executed(
-        "explore", "slowest = ", {"steps": steps, "brief": lambda *_: None, "display": lambda *_: None}
-    )["own"]
-    assert own[["size", "context_length", "optimization", "wall_ms"]].values.tolist() == [
-        ["2.7B", 512, "fp32", 900],
-        ["2.7B", 512, "bf16", 90],
+    steps = pd.DataFrame(rows, columns=["size", "context_length", "optimization", "wall_ms"])
+    steps["run_id"] = steps["size"] + steps["context_length"].astype(str)
+    steps = steps.assign(batch_size=4, gpu_ms=1.0, busy=1.0, peak_gib=1.0, tokens_per_s=1.0)
+    names = {"steps": steps, "brief": lambda *_: None, "display": lambda *_: None}
+    ladder = executed("explore", "slowest = ", names)["ladder"]
+    assert ladder[["run_id", "optimization", "wall_ms"]].values.tolist() == [
+        ["2.7B512", "fp32", 900],
+        ["2.7B512", "bf16", 90],
     ]
+
+
+# What the notebooks suggest to change
+
+
+def compared(tmp_path, before, after):
+    """The names that the second half of the notebook leaves once a piece of its code is replaced."""
+    notebook = edited("explore", tmp_path, before, after)
+    return run_cells(notebook, device="cpu")
+
+
+FIELDS = '[{"attention": "naive"}, {"attention": "sdpa"}]'
+
+
+def test_fused_optimizer_has_fewer_operations_and_a_row_for_each_phase(tmp_path, no_tables):
+    names = compared(tmp_path, FIELDS, '[{"optimizer": "foreach"}, {"optimizer": "fused"}]')
+    operations = names["both"].set_index("configuration")["operations"]
+    assert operations["optimizer fused"] < operations["optimizer foreach"]
+    for samples in names["samples"].values():
+        assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "whole"}
+
+
+def test_batch_sizes_are_compared(tmp_path, no_tables):
+    names = compared(tmp_path, FIELDS, '[{"batch_size": 4}, {"batch_size": 8}]')
+    assert names["both"]["configuration"].tolist() == ["batch_size 4", "batch_size 8"]
+    assert [config.batch_size for config in names["configs"]] == [4, 8]
+
+
+def test_context_length_of_the_comparison_can_be_changed(tmp_path, no_tables):
+    names = compared(tmp_path, "512 if on_gpu else 64", "512 if on_gpu else 32")
+    assert [config.context_length for config in names["configs"]] == [32, 32]
+
+
+def test_capture_of_your_choice_is_shown_and_its_tables_can_be_queried(monkeypatch):
+    monkeypatch.setattr(plt, "show", plt.close)
+    other = PACKAGE.parents[1] / "tests" / "data" / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv"
+    names = run_cells("profile", replaced={"display": lambda *_: None}, file=str(other))
+    rows = names["gpu"].operations
+    family = rows["family"].astype(str).iloc[0]
+    queried = rows.query(f"family == '{family}'")
+    assert 0 < len(queried) <= len(rows) <= len(names["capture"].operations)
+    assert len(names["gpu"].accounts) >= 1
+
+
+def test_answer_of_the_profile_notebook_is_folded(monkeypatch):
+    monkeypatch.setattr(plt, "show", plt.close)
+    shown = []
+    names = run_cells("profile", replaced={"display": shown.append})
+    answer = shown[-1].data
+    start, end = answer.index("<summary>"), answer.index("</details>")
+    median = names["gpu"].median
+    for ms in (median["wall"], median["wall"] - median["compute"] / 2):
+        assert start < answer.index(number(ms, "ms")) < end
 
 
 def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
@@ -134,7 +236,7 @@ def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
     assert table.to_dict() == pytest.approx(summed.to_dict()) and table.is_monotonic_decreasing
     shares = own.groupby(own["name"].astype(str))["duration_ns"].sum().nlargest(15) / own["duration_ns"].sum()
     assert names["kernels"]["share"].tolist() == pytest.approx(shares.tolist())
-    assert names["quicker"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
+    assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
     assert names["longest"]["ms"] == names["found"]["ms"].max() <= accounts["idle"][middle]
     longest, placed = names["longest"], gpu.placed
     reach = (

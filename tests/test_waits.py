@@ -13,9 +13,10 @@ import torch
 from cells import executed, run_cells
 from memory_recording import stand_in
 from stepscope import measure
-from stepscope.config import StepConfig
+from stepscope.config import StepConfig, configure
 from stepscope.measure import clocks, compiler, memory_history, profiled_process, protocol, rates
 from stepscope.model.training_step import build_step
+from stepscope.studies.attention import protocol as attention_protocol
 from stepscope.studies.ladder import loop
 from stepscope.traces.captured import CAPTURED
 
@@ -128,40 +129,49 @@ def attention(gpu):
     return call
 
 
-def attention_cells(gpu, until, replaced=None, **parameters):
-    """The names of attention's notebook up to a cell, its waits and, if not told otherwise, its clock that GPU's."""
-    return run_cells(
-        "attention",
-        until=until,
-        replaced=replaced or {"default_timer": lambda: gpu.now, "synchronize": gpu.synchronize},
-        device="cpu",
-        sequences=[8],
-        implementations=["math"],
-        **parameters,
-    )
+def attention_on(gpu, **fields):
+    """The attention study's protocol with one case that runs on that GPU."""
+    tiny = {"d_model": 8, "sequences": [8], "implementations": ["math"], "least_passes": 1}
+    config = configure("attention", device="cpu", **tiny | fields).model_copy(update={"device": "cuda"})
+    cases = [("math", 8)]
+    return attention_protocol.Protocol(cases, lambda name, inputs: attention(gpu), None, config, math.nan)
 
 
 def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
-    names = attention_cells(gpu, "walls, sizes", warmup_steps=1, timed_steps=3, cell_seconds=100.0)
-    found = names["timed"](attention(gpu), Inputs(gpu))
-    assert found["forward"].tolist() == [(LAUNCH_S + 1) * 1e3] * 3
-    assert found["backward"].tolist() == [(LAUNCH_S + 2) * 1e3] * 3
+    measurement = attention_on(gpu, warmup_steps=1, timed_steps=3, cell_seconds=100.0)
+    times = measurement.time_passes(attention(gpu), Inputs(gpu))
+    assert times["forward"].tolist() == [(LAUNCH_S + 1) * 1e3] * 3
+    assert times["backward"].tolist() == [(LAUNCH_S + 2) * 1e3] * 3
 
 
-def test_a_captured_passs_ranges_hold_all_that_their_phase_launched(gpu):
-    names = attention_cells(
-        gpu,
-        "def row_of(",
-        {"synchronize": gpu.synchronize},
-        warmup_steps=1,
-        timed_steps=1,
-        least_passes=1,
-        captured_passes=2,
-        cell_seconds=1.0,
+@pytest.mark.parametrize(
+    "cell_seconds, timed_steps, warmups, passes",
+    [(70.0, 1000, 3, 20), (40.0, 1000, 3, 11), (14.0, 1000, 1, 4), (7.0, 1000, 1, 3), (70.0, 5, 3, 5)],
+)
+@pytest.mark.parametrize("is_long", [False, True])
+def test_passes_fit_the_time_limit_by_the_last_warm_up(
+    gpu, monkeypatch, cell_seconds, timed_steps, warmups, passes, is_long
+):
+    """A pass takes 3.5 s, and warm-up ends after a quarter of the time. The clock settles before long passes."""
+    monkeypatch.setattr(attention_protocol, "LONG_MS", 3499.0 if is_long else 3500.0)
+    calls, call = [], attention(gpu)
+    measurement = attention_on(
+        gpu, warmup_steps=3, timed_steps=timed_steps, least_passes=3, cell_seconds=cell_seconds
     )
-    names |= {"prepare": lambda name, inputs: attention(gpu)}
-    names["capture_one"]("math", 8, Inputs(gpu), SimpleNamespace(phases=lambda case, number: gpu.range))
+    times = measurement.time_passes(lambda *qkv: calls.append(qkv) or call(*qkv), Inputs(gpu))
+    assert len(times) == passes and len(calls) == warmups + is_long + passes
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_profiled_passes_are_alone_and_their_ranges_hold_all_that_they_launched(gpu, monkeypatch, is_long):
+    measurement = attention_on(gpu, captured_passes=2)
+    wall_ms = 2 * attention_protocol.LONG_MS if is_long else attention_protocol.LONG_MS / 4
+    measurement.walls["math", 8] = pd.DataFrame({"forward": [wall_ms / 2], "backward": [wall_ms / 2]})
+    settled = []
+    monkeypatch.setattr(measure, "keep_up", lambda *given: settled.append(len(gpu.log)))
+    measurement.profile_case(("math", 8), Inputs(gpu), captured_on(gpu))
     assert len(gpu.log) == 8 and {left for _, _, left in gpu.log} == {0.0}
+    assert settled == [0] * is_long  # before the first profiled pass
 
 
 def test_memory_is_read_when_the_gpu_has_done_what_it_is_read_for(gpu, monkeypatch):

@@ -6,14 +6,8 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgba
 
 from stepscope.report import style
 from stepscope.report.tables import digits
-from stepscope.studies.attention.tables import LABELS
+from stepscope.studies.attention.figures import LINE_COLORS
 
-LINE_COLORS = dict(
-    zip(
-        LABELS.values(),
-        (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER),
-    )
-)
 MIN_TICK_RATIO = 4  # between context lengths with a tick: nearer names would overlap
 
 

@@ -61,7 +61,7 @@ from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops
 from stepscope.measure.steady import TRIES, at_cap, unsteady
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
-from stepscope.model.training_step import autocast, grad_scaler, prepare, release
+from stepscope.model.training_step import autocast, grad_scaler, prepare, release, show_compiled_loops
 from stepscope.traces.captured import (
     by_name,
     gpu_time,

@@ -120,6 +120,13 @@ def build_step(config: StepConfig, mode: str | None = None) -> Step:
     return Step(config, model, optimizer, scaler, tokens, targets, mode, config.precision)
 
 
+def show_compiled_loops() -> None:
+    """Let torch.profiler see the loops that torch.compile makes on a CPU. Call it before anything is compiled."""
+    from torch._inductor import config as inductor  # imported lazily: it loads the compiler
+
+    inductor.cpp.enable_kernel_profile = True
+
+
 def compile_parts(model: TransformerLM, parts: str) -> None:
     """Have torch.compile take the model in place: each of its ``blocks`` (their code is compiled once for
     all), the head and the loss; or the whole ``model`` as one, and the loss. Nothing is compiled before it is
@@ -127,9 +134,7 @@ def compile_parts(model: TransformerLM, parts: str) -> None:
     """
     if parts == "none":
         return
-    from torch._inductor import config as inductor  # not above: it imports the compiler
-
-    inductor.cpp.enable_kernel_profile = True  # torch.profiler sees a CPU's compiled loops, too
+    show_compiled_loops()
     if parts == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)

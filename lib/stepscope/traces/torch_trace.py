@@ -45,6 +45,7 @@ NO_WORK = re.compile(
     r"|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense|unflatten|flatten"
     r"|reshape$|chunk$|split|item$)"
 )
+COMPILED_LOOP = re.compile(r"graph_\d+_cpp_")  # by torch.compile on a CPU
 # The categories of events that are read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 LAUNCHES, OPERATOR, RANGE = ("cuda_runtime", "cuda_driver"), "cpu_op", "user_annotation"
@@ -128,13 +129,13 @@ def own_records(path: Path) -> Records:
     events = read_trace(path).events
     found = events[events["cat"].isin([*WORK])]
     if found.empty:
-        found = own_times(
-            events[
-                (events["cat"] == OPERATOR)
-                & matching(events["name"], lambda name: name.startswith("aten::") and not NO_WORK.match(name))
-            ]
-        )
+        found = own_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
     return records_of(str(path), events, found, matching(events["name"], lambda name: "#" not in name))[0]
+
+
+def is_cpu_work(name: str) -> bool:
+    """Whether an event of this name computes something on a CPU."""
+    return bool(COMPILED_LOOP.match(name)) or (name.startswith("aten::") and not NO_WORK.match(name))
 
 
 def own_times(operators: pd.DataFrame) -> pd.DataFrame:

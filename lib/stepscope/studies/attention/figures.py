@@ -1,0 +1,102 @@
+"""Figures of the attention study's notebook, and the colors of its implementations."""
+
+import math
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from stepscope.report import style
+from stepscope.report.tables import number
+from stepscope.studies.attention.tables import LABELS
+
+LINE_COLORS = dict(
+    zip(
+        LABELS.values(),
+        (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER),
+    )
+)
+MAX_DECADES = 2.5  # with labels at 1, 2 and 5; on a longer axis, the labels of whole decades suffice
+MIN_TICK_RATIO = 4  # between sequence lengths with a label: nearer labels would overlap
+CROSS_STEP = 0.06  # of the axes' height, between cases at the same sequence length
+METRICS = {"gpu_ms": "GPU time, ms", "wall_ms": "wall time, ms"}
+
+
+@style.look()
+def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
+    """Draw time and saved memory over the sequence length, a line per implementation; None if nothing ran.
+
+    Args:
+        passes: a run's table of forward and backward together. Cases that ran out of memory are crosses.
+        metric: gpu_ms or wall_ms.
+    """
+    rows = passes.assign(name=passes["implementation"].map(LABELS)).sort_values("sequence")
+    timed = rows.dropna(subset=metric)
+    if timed.empty:
+        return None
+    drawn, axes = style.figure(_message(timed, metric), 5.6, rows=2, sharex=True)
+    lengths = sorted(rows["sequence"].unique())
+    limits = lengths[0] / 1.1, lengths[-1] * 1.1
+    labels = {metric: METRICS[metric], "saved_mib": "saved for backward, MiB"}
+    for panel, (column, label) in zip(axes, labels.items()):
+        ends = style.lines(panel, timed[timed[column] > 0], "sequence", column, "name", LINE_COLORS)
+        panel.set(xscale="log", yscale="log", xlim=limits, ylabel=label)
+        if column == metric:
+            _crosses(panel, rows[rows["status"] == "oom"])
+        label_log_axis(panel)
+        at_edge = {name: (limits[1], value) for name, (_, value) in ends.items()}
+        style.label_ends(panel, at_edge, LINE_COLORS)
+    _label_lengths(axes[1], lengths)
+    return drawn
+
+
+def _message(timed: pd.DataFrame, metric: str) -> str:
+    """Compare the slowest and the fastest implementation, at the longest sequence that several of them ran."""
+    counts = timed.groupby("sequence")["name"].nunique().clip(upper=2)
+    length = counts.index[counts == counts.max()].max()
+    rows = timed[timed["sequence"] == length].sort_values(metric)
+    fastest, slowest = rows.iloc[0], rows.iloc[-1]
+    if len(rows) == 1:
+        return f"At {length:,} tokens, {fastest['name']} takes {number(fastest[metric], 'ms')}"
+    ratio = number(slowest[metric] / fastest[metric], "x")
+    return f"At {length:,} tokens, {slowest['name']} takes {ratio} as long as {fastest['name']}"
+
+
+def label_log_axis(axes: Axes) -> None:
+    """Label a logarithmic vertical axis so that values can be read from it, even within one decade."""
+    low, high = axes.get_ylim()
+    is_short = math.log10(high / low) < MAX_DECADES
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_short else (1,)))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    )
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _label_lengths(axes: Axes, lengths: list[int]) -> None:
+    labeled = [lengths[-1]]
+    for length in reversed(lengths):
+        if length * MIN_TICK_RATIO <= labeled[-1]:
+            labeled.append(length)
+    axes.set_xticks(labeled, [f"{length:,}" for length in labeled])
+    axes.set_xticks([], minor=True)
+    axes.set(xlabel="sequence length, tokens")
+
+
+def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
+    """Mark cases that ran out of memory above the lines, in the colors of their implementations."""
+    if rows.empty:
+        return
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.35)
+    for place, (name, length) in enumerate(zip(rows["name"], rows["sequence"])):
+        height = 1 - CROSS_STEP * place
+        axes.plot(
+            length,
+            height,
+            "x",
+            color=LINE_COLORS[name],
+            markeredgewidth=2,
+            transform=axes.get_xaxis_transform(),
+            clip_on=False,
+        )
