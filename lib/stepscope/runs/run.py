@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +34,6 @@ from stepscope.runs.source import code_cells, notebook_source
 # In the environment: a run's folder, which marks its processes; its cores, by number; and another folder of
 # notebooks than the package's.
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
-END_S = 30  # for killed processes to end; one may hang in a driver
 PATIENCE_S = 600  # for a kernel that lives, on a machine that may be busy
 TEMPORARY = "tmp"  # in the run's folder, until it has ended
 # What a run finds in its environment. Inductor would compile a program to try out each vector instruction
@@ -159,7 +157,7 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
 
 def _tidy(folder: Path, status: str) -> None:
     (folder / OUTCOME).unlink(missing_ok=True)
-    shutil.rmtree(folder / TEMPORARY, ignore_errors=True)
+    subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)  # also folders without our write bit
     if (notebook := folder / NOTEBOOK).is_file():
         content = json.loads(notebook.read_text(encoding="utf-8"))
         for key in ("input_path", "output_path"):
@@ -215,16 +213,18 @@ def end_marked(folder: Path) -> None:
     It looks until it has found none twice: one that is becoming another program shows no environment in that
     moment.
     """
-    deadline = time.monotonic() + END_S
-    empty_rounds = 0
-    while empty_rounds < 2 and time.monotonic() < deadline:
-        empty_rounds += 1
+    rounds = 2
+    for _ in range(500):
+        found = False
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # another user's, or ended meanwhile
-                mark = Path(process.environ().get(MARK, "/"))
-                if mark.is_relative_to(folder) and process.pid != os.getpid():
+                mark = process.environ().get(MARK, "") if process.pid != os.getpid() else ""
+                if mark == str(folder) or mark.startswith(f"{folder}/"):
                     process.kill()
-                    empty_rounds = 0
+                    found = found or process.status() != psutil.STATUS_ZOMBIE
+        rounds = 2 if found else rounds - 1
+        if not rounds:
+            return
         time.sleep(0.01)
 
 
@@ -256,8 +256,22 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     # jsonschema would import it, where JupyterLab has brought it, for web addresses: a second of each run.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
+    from jupyter_client.manager import AsyncKernelManager
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
+    from traitlets import default
+
+    class Kernel(AsyncKernelManager):
+        """A kernel that only this user can speak to: through sockets in the run's folder. Their path is
+        relative, since it may have at most 107 bytes."""
+
+        @default("transport")
+        def _sockets(self) -> str:
+            return "ipc"
+
+        @default("ip")
+        def _path(self) -> str:
+            return f"{TEMPORARY}/kernel"
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is the cause
     try:
@@ -269,6 +283,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
             cwd=".",
             progress_bar=False,
             record_timing=False,
+            kernel_manager_class=Kernel,
             start_timeout=PATIENCE_S,
             iopub_timeout=PATIENCE_S,
         )

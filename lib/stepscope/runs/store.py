@@ -90,7 +90,7 @@ class Store:
             raise StoreError(f"{self.root}: {reason}") from None
 
     def folder_in_making(self) -> Path:
-        """Make an empty folder for a run."""
+        """A fresh folder for a run. Its name is short: sockets in it have paths of at most 107 bytes."""
         folder = self.partial / os.urandom(3).hex()
         folder.mkdir(parents=True)
         return folder
