@@ -13,7 +13,7 @@ from torch import nn
 from stepscope import measure
 from stepscope.config import StepConfig
 from stepscope.measure import guard
-from stepscope.measure.times import OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
+from stepscope.measure.times import NULLABLE_TEXTS, OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
 
 FULL = torch.OutOfMemoryError(
@@ -134,11 +134,13 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
     assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[
         times["wall_ms"].isna()
     ].tolist() == [7]
-    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS} == {"float64"} and list(
-        times
-    ) == TIME_COLUMNS
+    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS + NULLABLE_TEXTS} == {
+        "float64"
+    } and list(times) == TIME_COLUMNS
     plain = samples["step"].query("not warmup").groupby("phase")["wall_ms"].median()
     assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
+    mean = samples["step"].query("not warmup").groupby("phase")["wall_ms"].mean()
+    assert times[:5].set_index("phase")["wall_mean_ms"].to_dict() == pytest.approx(mean.to_dict())
     own = measure.quickest_step(found)
     assert times["operations"][:5].tolist() == [
         *own["phase"].value_counts()[["forward", "loss", "backward", "optimizer"]],

@@ -186,6 +186,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
     """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
     cannot be used: all at once, and one by one where that fails."""
+    frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
         by_run = pa.DataFrameSchema(
             schema.columns | {"run_id": pa.Column()},
@@ -202,6 +203,12 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
         except Exception:  # noqa: BLE001 the same
             wrong[run] = _why(schema, frame)
     return _together(fit), wrong
+
+
+def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
+    """Add the columns that older records lack, without values."""
+    optional = [name for name, column in schema.columns.items() if not column.required]
+    return frame.assign(**{name: None for name in optional if name not in frame})
 
 
 def steady(tables: Tables) -> Tables:

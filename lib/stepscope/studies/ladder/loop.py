@@ -40,6 +40,7 @@ from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
 from stepscope.optimizations.transforms import Step, TrainedSubject, Transform, Unsupported, apply
+from stepscope.report.schemas import LATER
 from stepscope.report.tables import number
 from stepscope.stats import location
 from stepscope.studies.ladder import bounds, numerics, training
@@ -506,7 +507,7 @@ class Ladder:
             if "wall_ms" in row and self.ceilings:
                 row |= self.rates(by_key[key])
             rows.append(row)
-        columns = ["optimization", "batch_size", "status", "reason", *MEASURES, *ADDED, "unsteady"]
+        columns = ["optimization", "batch_size", "status", "reason", *MEASURES, *ADDED, *LATER, "unsteady"]
         steps = pd.DataFrame(rows, columns=columns)
         steps["unsteady"] = steps["unsteady"].astype(object).fillna("").astype(str)
         return steps
@@ -562,16 +563,17 @@ def enqueued(step: Step, device: str) -> tuple[float, float]:
     return samples["enqueue_ms"].median(), samples["wall_ms"].median()
 
 
-def stretch(step: Step, device: str, steps: int) -> dict[str, float]:
+def stretch(step: Step, device: str, steps: int) -> dict[str, Any]:
     """Run steps one after another; return their wall time, and on a GPU the power, energy and clock of the
     very same steps."""
     with measure.PowerMonitor() as monitor:  # reads between naps, in a thread
         times = location(measure.back_to_back(step, device, steps))
-    row = {"steps": steps, "wall_ms": times["median"]}
-    row |= {f"wall_{name}_ms": times[name] for name in ("std", "q1", "q3", "min")}
+    row: dict[str, Any] = {"steps": steps, "wall_ms": times["median"]}
+    row |= {f"wall_{name}_ms": times[name] for name in ("mean", "std", "q1", "q3", "min")}
     if device == "cuda":
         row |= {
             "sm_clock_mhz": monitor.sm_clock_mhz,
+            "clock_reasons": monitor.clock_reasons,
             "power_w": monitor.power_w,
             "step_j": monitor.power_w * monitor.seconds / steps,
         }
