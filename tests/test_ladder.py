@@ -1049,6 +1049,7 @@ def test_notebook_records_what_it_measured_without_compiling():
         assert steps[column].to_dict() == pytest.approx(expected.reindex(steps.index).to_dict(), rel=1e-4), (
             column
         )
+    assert (steps["wall_mean_ms"] >= steps["wall_min_ms"]).all() and steps["clock_reasons"].isna().all()
     assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
     assert {"matrix multiply"} <= set(kernels["family"]) and results["compared"] > 0
     assert f"{number(steps['gradient_error'].max(), '%')} off fp32's" in results["finding"]
@@ -1103,6 +1104,17 @@ def test_notebook_refuses_a_changed_transform_that_changes_nothing(tmp_path, bef
     steps = run_cells(notebook, **SHAPE | {"timed_steps": 2})["steps"].set_index("optimization")
     assert steps["status"].to_dict() == dict.fromkeys(EAGER, "ok") | {refused: "failed"}
     assert "changes nothing" in steps.loc[refused, "reason"]
+
+
+def test_notebook_trains_with_its_rate_and_times_without_it(tmp_path):
+    last, operations = [], []
+    for notebook in ("ladder", edited("ladder", tmp_path, "RATE = 3e-4", "RATE = 3e-3")):
+        names = run_cells(notebook, **SHAPE | {"timed_steps": 2, "training_steps": 5})
+        ladder = names["ladder"]
+        assert ladder.results["learning_rate"] == 0
+        last.append(ladder.curves["fused"]["loss"].iloc[-1])
+        operations.append(ladder.steps["operations"].tolist())
+    assert last[1] < last[0] and operations[0] == operations[1]
 
 
 def test_training_needs_room_for_bytes(config):
