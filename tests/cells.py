@@ -91,6 +91,7 @@ def spread(walls_ms: list[float]) -> dict[str, float]:
     q1, _, q3 = statistics.quantiles(walls_ms, n=4, method="inclusive")
     return {
         "wall_ms": statistics.median(walls_ms),
+        "wall_mean_ms": statistics.mean(walls_ms),
         "wall_std_ms": statistics.stdev(walls_ms),
         "wall_q1_ms": q1,
         "wall_q3_ms": q3,

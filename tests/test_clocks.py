@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
+import pynvml
 import pytest
 import torch
 
@@ -600,13 +601,28 @@ def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     own = power.Power("cuda")
     for _ in range(5 + 4):
         own.read()
-    assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1750, "power_w": 300, "step_j": 600})
+    assert own.per_step(4) == pytest.approx(
+        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "step_j": 600}
+    )
     own.readings = own.readings[-4:]  # without warm-ups nothing is read before the first step
-    assert own.per_step(4) == pytest.approx({"sm_clock_mhz": 1750, "power_w": 300, "step_j": 300 * 5 / 3})
+    assert own.per_step(4) == pytest.approx(
+        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "step_j": 300 * 5 / 3}
+    )
     own.readings = own.readings[-1:]
     assert own.per_step(1) == pytest.approx(
-        {"sm_clock_mhz": 1500, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
+        {"sm_clock_mhz": 1500, "clock_reasons": None, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
     )
+
+
+def test_clock_reasons_are_of_counted_steps_only_and_in_words():
+    bits = [pynvml.nvmlClocksEventReasonSyncBoost, pynvml.nvmlClocksEventReasonGpuIdle]
+    bits.append(pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonSwPowerCap)
+    own = power.Power("cuda")
+    own.readings = [Reading(at_s, 1980.0, 0.0, each) for at_s, each in enumerate([*bits, math.nan])]
+    reasons = {steps: own.per_step(steps)["clock_reasons"] for steps in (1, 2, 3, 4)}
+    assert reasons[1] is None and reasons[2] == reasons[3] == "power cap; thermal"
+    assert reasons[4] == "power cap; thermal; sync boost"
+    assert power.clock_reasons(own.readings[1:2]) == "", "between steps a GPU may be idle"
 
 
 def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
@@ -620,7 +636,7 @@ def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
     short = power.Power("cuda")
     short.readings = [Reading(t, 1980.0, 100 * t) for t in np.linspace(0, 0.2, 11)]
     assert short.per_step(10) == pytest.approx(
-        {"sm_clock_mhz": 1980, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
+        {"sm_clock_mhz": 1980, "clock_reasons": None, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
     )
 
 
@@ -657,6 +673,7 @@ def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch)
         "nvmlDeviceGetTotalEnergyConsumption": 8_000_000,
         "nvmlDeviceGetMaxClockInfo": 2520,
         "nvmlDeviceGetClockInfo": 1830,
+        "nvmlDeviceGetCurrentClocksEventReasons": 4,
     }
     for name, number in said.items():
         monkeypatch.setattr(
@@ -677,6 +694,7 @@ def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch)
             2520,
             1830,
             8000,
+            4,
         )
 
         def silent(*_):

@@ -408,7 +408,8 @@ def test_gpu_transforms_apply_when_there_is_a_gpu(notebook, monkeypatch):
     subject = notebook.transformer(2)
     assert apply([notebook.tf32, notebook.cuda_graph], subject) == {}
     assert subject.matmul_precision == "high" and subject.launch is notebook.as_graph
-    assert notebook.fused_adamw(subject.model).defaults["capturable"]
+    adamw = notebook.fused_adamw(subject.model)
+    assert adamw.defaults["capturable"] and isinstance(adamw.defaults["lr"], torch.Tensor)
 
 
 def test_blocks_compile_the_embedding_each_block_and_the_loss(notebook, monkeypatch):
@@ -728,6 +729,92 @@ def test_blocks_get_the_replayed_time_of_the_graph_of_the_same_batch(config):
     assert replayed.to_dict() == {("blocks", 1): 8.0}
 
 
+# The learning rate
+
+
+def measured_alone(ladder, case, *parts):
+    """Load a case and do these parts; return the weights before and after, and the optimizer's rates after."""
+    seen = SimpleNamespace()
+
+    def before(case, subject):
+        seen.before = {name: weight.clone() for name, weight in subject.weights().items()}
+
+    def after(case, subject):
+        seen.after = {name: weight.clone() for name, weight in subject.weights().items()}
+        seen.rates = [float(group["lr"]) for group in subject.optimizer.param_groups]
+
+    ladder.visit(case, before, *parts, after)
+    assert case.row["status"] == "ok", case.row["reason"]
+    return seen
+
+
+@pytest.mark.parametrize("count", [0, 4, 8])
+def test_measured_steps_leave_the_weights_as_they_are_and_the_rate_is_restored(
+    config, notebook, uncompiled, count
+):
+    ladder = ladder_of(config, notebook.transformer, *notebook.OPTIMIZATIONS[:count])
+    case = ladder.cases[-1]
+    case.needed = ()  # a CPU has no CUDA graph
+    seen = measured_alone(ladder, case, ladder.first_step, ladder.time_steps, ladder.profile_steps)
+    assert all(torch.equal(weight, seen.before[name]) for name, weight in seen.after.items())
+    assert seen.rates == pytest.approx([notebook.RATE])
+    assert ladder.results["learning_rate"] == 0
+
+
+def test_measured_steps_of_the_script_leave_the_weights_as_they_are(config, notebook, uncompiled):
+    baselines = {"fast_step": (notebook.script, [])}
+    ladder = Ladder(config(baselines=["fast_step"]), notebook.transformer, [], baselines=baselines)
+    seen = measured_alone(ladder, ladder.cases[-1], ladder.time_steps, ladder.profile_steps)
+    assert all(torch.equal(weight, seen.before[name]) for name, weight in seen.after.items())
+    assert seen.rates == pytest.approx([notebook.RATE])
+
+
+def recorded(subject):
+    """Launch a step that, like a CUDA graph, is more than the eager step."""
+    return lambda: subject.eager_step()
+
+
+def adamw_with(rate):
+    def transform(subject):
+        subject.launch = recorded
+        subject.make_optimizer = lambda model: torch.optim.AdamW(model.parameters(), lr=rate)
+
+    return named("cuda_graph", transform)
+
+
+def test_training_check_trains_after_the_steps_are_timed(config, notebook):
+    ladder = ladder_of(config, notebook.transformer, adamw_with(torch.tensor(1e-2)), training_steps=30)
+    for case in ladder.cases:
+        ladder.visit(case, ladder.time_steps)
+        losses = ladder.curves[case.name].query("seed == 0")["loss"]
+        assert losses.tail(5).mean() < 0.95 * losses.head(5).mean(), case.row["reason"]
+
+
+def test_graph_is_refused_when_its_learning_rate_is_a_number(config):
+    ladder = ladder_of(config, other_model, adamw_with(1e-2))
+    ladder.visit(ladder.cases[-1], ladder.time_steps)
+    assert ladder.cases[-1].row["status"] == "failed"
+    assert "tensor" in ladder.cases[-1].row["reason"]
+
+
+@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)])
+def test_learning_rate_is_restored_when_a_measured_step_fails(config, monkeypatch, rate):
+    def keep_optimizer(case, subject):
+        subject.launch = launch_eagerly
+        optimizers.append(subject.optimizer)
+
+    def fail(step, device, steps):
+        assert float(optimizers[0].param_groups[0]["lr"]) == 0
+        raise RuntimeError("no kernel")
+
+    optimizers: list[torch.optim.Optimizer] = []
+    ladder = ladder_of(config, other_model, adamw_with(rate))
+    monkeypatch.setattr("stepscope.measure.back_to_back", fail)
+    ladder.visit(ladder.cases[-1], keep_optimizer, ladder.time_steps)
+    assert ladder.cases[-1].row["status"] == "failed"
+    assert float(optimizers[0].param_groups[0]["lr"]) == pytest.approx(1e-2)
+
+
 # What only a GPU has: how long it settles, how many steps are timed and profiled
 
 
@@ -758,7 +845,7 @@ def test_step_warms_up_as_its_launch_needs_and_until_the_clock_settles(
     case = Case("fp32", 2, other_model, is_baseline=is_baseline)
     on_gpu.ladder.config = on_gpu.ladder.config.model_copy(update={"warmup_steps": warmups})
     if is_graph:
-        on_gpu.subject.launch = lambda subject: print
+        on_gpu.subject.step = print
     assert on_gpu.ladder.settle(case, on_gpu.subject) == 100.0
     assert on_gpu.asked == [needed, 4]
     assert loop.is_launched(on_gpu.subject) == is_graph
@@ -962,6 +1049,7 @@ def test_notebook_records_what_it_measured_without_compiling():
         assert steps[column].to_dict() == pytest.approx(expected.reindex(steps.index).to_dict(), rel=1e-4), (
             column
         )
+    assert (steps["wall_mean_ms"] >= steps["wall_min_ms"]).all() and steps["clock_reasons"].isna().all()
     assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
     assert {"matrix multiply"} <= set(kernels["family"]) and results["compared"] > 0
     assert f"{number(steps['gradient_error'].max(), '%')} off fp32's" in results["finding"]
@@ -1016,6 +1104,17 @@ def test_notebook_refuses_a_changed_transform_that_changes_nothing(tmp_path, bef
     steps = run_cells(notebook, **SHAPE | {"timed_steps": 2})["steps"].set_index("optimization")
     assert steps["status"].to_dict() == dict.fromkeys(EAGER, "ok") | {refused: "failed"}
     assert "changes nothing" in steps.loc[refused, "reason"]
+
+
+def test_notebook_trains_with_its_rate_and_times_without_it(tmp_path):
+    last, operations = [], []
+    for notebook in ("ladder", edited("ladder", tmp_path, "RATE = 3e-4", "RATE = 3e-3")):
+        names = run_cells(notebook, **SHAPE | {"timed_steps": 2, "training_steps": 5})
+        ladder = names["ladder"]
+        assert ladder.results["learning_rate"] == 0
+        last.append(ladder.curves["fused"]["loss"].iloc[-1])
+        operations.append(ladder.steps["operations"].tolist())
+    assert last[1] < last[0] and operations[0] == operations[1]
 
 
 def test_training_needs_room_for_bytes(config):

@@ -6,6 +6,8 @@ import warnings
 import weakref
 from types import SimpleNamespace
 
+import pandas as pd
+import pandera.pandas as pa
 import pytest
 import torch
 from torch import nn
@@ -13,8 +15,10 @@ from torch import nn
 from stepscope import measure
 from stepscope.config import StepConfig
 from stepscope.measure import guard
-from stepscope.measure.times import OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
+from stepscope.measure.times import NULLABLE_TEXTS, OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
+from stepscope.report import load
+from stepscope.report.schemas import LATER
 
 FULL = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 9 GiB. Including non-PyTorch memory, ..."
@@ -134,11 +138,13 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
     assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[
         times["wall_ms"].isna()
     ].tolist() == [7]
-    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS} == {"float64"} and list(
-        times
-    ) == TIME_COLUMNS
+    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS + NULLABLE_TEXTS} == {
+        "float64"
+    } and list(times) == TIME_COLUMNS
     plain = samples["step"].query("not warmup").groupby("phase")["wall_ms"].median()
     assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
+    mean = samples["step"].query("not warmup").groupby("phase")["wall_ms"].mean()
+    assert times[:5].set_index("phase")["wall_mean_ms"].to_dict() == pytest.approx(mean.to_dict())
     own = measure.quickest_step(found)
     assert times["operations"][:5].tolist() == [
         *own["phase"].value_counts()[["forward", "loss", "backward", "optimizer"]],
@@ -255,3 +261,11 @@ def test_on_a_cpu_what_autograd_is_handed_is_saved_but_for_inputs_output_and_mas
         lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"
     )
     assert found == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the exponentials are the output
+
+
+def test_older_records_lack_later_columns_and_load_beside_newer_ones():
+    schema = pa.DataFrameSchema({"key": pa.Column(str)} | LATER, strict=True, unique=["key"])
+    new = pd.DataFrame({"key": ["a"], "wall_mean_ms": [2.0], "clock_reasons": ["power cap"]})
+    table, wrong = load._typed(schema, {"old": new[["key"]], "new": new})
+    assert not wrong and table["run_id"].tolist() == ["old", "new"]
+    assert table["wall_mean_ms"].isna().tolist() == table["clock_reasons"].isna().tolist() == [True, False]

@@ -138,6 +138,7 @@ def test_a_cpu_has_no_graph_no_clock_and_no_data_sheet(toy):
         "replayed_ms",
         "peak_gib",
         "sm_clock_mhz",
+        "clock_reasons",
         "power_w",
         "step_j",
         "mfu",
@@ -312,7 +313,12 @@ def test_readings_belong_to_their_case_and_rates_to_their_precision(toy, monkeyp
     )
     power = SimpleNamespace(
         read=lambda: None,
-        per_step=lambda steps: {"step_j": 60 / steps, "power_w": next(watts), "sm_clock_mhz": 1990.0},
+        per_step=lambda steps: {
+            "step_j": 60 / steps,
+            "power_w": next(watts),
+            "sm_clock_mhz": 1990.0,
+            "clock_reasons": "power cap",
+        },
     )
     settled, replays = [], []
 
@@ -334,6 +340,7 @@ def test_readings_belong_to_their_case_and_rates_to_their_precision(toy, monkeyp
     monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
     results = toy.measure(precision="bf16", timed_steps=3)
     rows = totals(results).loc[[*MODES]]
+    assert rows["clock_reasons"].tolist() == ["power cap"] * 3
     assert rows["peak_gib"].tolist() == [1, 2, 3] and rows["step_j"].tolist() == [8, 20, 20]
     assert rows["power_w"].tolist() == pytest.approx([9, math.nan, 6], nan_ok=True)
     assert rows["replayed_ms"].tolist() == pytest.approx([4, math.nan, 3], nan_ok=True)

@@ -26,14 +26,15 @@ LOST = 1e-3
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """``median``, quartiles (``q1``, ``q3``), the least (``min``), and the sample standard deviation
-    (``std``; nan of a single value)."""
+    """Return ``median``, ``mean``, quartiles (``q1``, ``q3``), the least (``min``), and the sample standard
+    deviation (``std``; nan of a single value)."""
     samples = np.asarray(values, dtype=float)
     if not len(samples):
-        return dict.fromkeys(("median", "std", "q1", "q3", "min"), np.nan)
+        return dict.fromkeys(("median", "mean", "std", "q1", "q3", "min"), np.nan)
     q1, median, q3 = np.percentile(samples, [25, 50, 75])
     return {
         "median": float(median),
+        "mean": float(samples.mean()),
         "std": float(samples.std(ddof=1)) if len(samples) > 1 else np.nan,
         "q1": float(q1),
         "q3": float(q3),

@@ -1,4 +1,4 @@
-"""The GPU's clock, energy and power, by NVML.
+"""The GPU's clock, what lowers it, energy and power, by NVML.
 
 Nothing runs beside steps that are timed: their readings are taken between them, outside the clocks. Where
 they are over too soon for the energy counter, which is brought up to date about ten times a second, the same
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from timeit import default_timer
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pynvml
@@ -24,12 +24,25 @@ POLL_S = 0.02
 COUNTED_S = KEPT_UP_S = 2.0
 
 
+# Why the clock is lower than it could be, by NVML's bits. Idle is left out: steps are over when they are read.
+CLOCK_REASONS = {
+    "power cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+    "thermal": pynvml.nvmlClocksEventReasonSwThermalSlowdown | pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "hardware slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "application clocks": pynvml.nvmlClocksEventReasonApplicationsClocksSetting,
+    "display clocks": pynvml.nvmlClocksEventReasonDisplayClockSetting,
+    "sync boost": pynvml.nvmlClocksEventReasonSyncBoost,
+}
+
+
 class Reading(NamedTuple):
     """The device at one moment; nan where the driver says nothing."""
 
     at_s: float
     sm_clock_mhz: float
     energy_j: float  # since the driver was loaded
+    clock_reasons: float = float("nan")  # bits of CLOCK_REASONS
 
 
 @functools.cache
@@ -67,13 +80,14 @@ def power_limit_w() -> float:
 def reading() -> Reading:
     """The device now; all but the time nan in a process that uses no GPU."""
     energy_j = _asked(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml_device()) / 1e3)
-    return Reading(default_timer(), sm_clock_mhz(), energy_j)
+    reasons = _asked(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(nvml_device()))
+    return Reading(default_timer(), sm_clock_mhz(), energy_j, reasons)
 
 
 def power_w(readings: Sequence[Reading]) -> float:
     """Mean power from the first to the last change of the energy counter, at which it is not stale; nan where
     it did not change twice."""
-    at_s, _, energy_j = np.array(readings, dtype=float).reshape(-1, len(Reading._fields)).T
+    at_s, _, energy_j, _ = np.array(readings, dtype=float).reshape(-1, len(Reading._fields)).T
     changes = np.flatnonzero(np.diff(energy_j) > 0) + 1
     if len(changes) < 2:
         return float("nan")
@@ -83,7 +97,8 @@ def power_w(readings: Sequence[Reading]) -> float:
 
 class PowerMonitor:
     """A context manager around work on the GPU that is not timed: ``readings`` from a thread that sleeps in
-    between, ``power_w`` and ``sm_clock_mhz`` (their median) afterwards. Of a CPU all is nan.
+    between, ``power_w``, ``sm_clock_mhz`` (their median) and ``clock_reasons`` afterwards. On a CPU nothing is
+    known: the numbers are nan, and the reasons None.
 
     Args:
         read: what reads, if not NVML.
@@ -108,6 +123,7 @@ class PowerMonitor:
         self.thread.join()
         self.power_w = power_w(self.readings)
         self.sm_clock_mhz = median_clock(self.readings)
+        self.clock_reasons = clock_reasons(self.readings)
 
     @property
     def seconds(self) -> float:
@@ -124,10 +140,10 @@ class Power:
         if self.on_gpu:
             self.readings.append(reading())
 
-    def per_step(self, steps: int) -> dict[str, float]:
-        """Of the last so many steps ``sm_clock_mhz``, ``power_w`` and ``step_j``; the last two nan where the
-        steps were over too soon for the energy counter (:func:`kept_up_power` tells them then). Empty on a
-        CPU."""
+    def per_step(self, steps: int) -> dict[str, Any]:
+        """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``step_j`` of the last so many steps; the
+        last two are nan if the steps were over too soon for the energy counter (:func:`kept_up_power` reads
+        them then). Empty on a CPU."""
         if not self.on_gpu:
             return {}
         seen = self.readings[-steps - 1 :]  # from the reading before the first of them
@@ -136,6 +152,7 @@ class Power:
             watts = float("nan")
         return {
             "sm_clock_mhz": median_clock(self.readings[-steps:]),
+            "clock_reasons": clock_reasons(self.readings[-steps:]),
             "power_w": watts,
             "step_j": watts * seconds / (len(seen) - 1) if len(seen) > 1 else float("nan"),
         }
@@ -157,3 +174,12 @@ def median_clock(readings: Sequence[Reading]) -> float:
     """The median SM clock of the readings that have one, in MHz; nan where none has."""
     known = [one.sm_clock_mhz for one in readings if one.sm_clock_mhz == one.sm_clock_mhz]
     return float(np.median(known)) if known else float("nan")
+
+
+def clock_reasons(readings: Sequence[Reading]) -> str | None:
+    """Return the reasons for a lowered clock in any of the readings, such as "power cap; thermal"; empty if
+    there was none, None if no reading reports them."""
+    known = [int(reading.clock_reasons) for reading in readings if not np.isnan(reading.clock_reasons)]
+    if not known:
+        return None
+    return "; ".join(name for name, bits in CLOCK_REASONS.items() if any(bits & each for each in known))

@@ -22,6 +22,7 @@ TIME_COLUMNS = [
     "phase",
     "steps",
     "wall_ms",
+    "wall_mean_ms",
     "wall_std_ms",
     "wall_q1_ms",
     "wall_q3_ms",
@@ -35,6 +36,7 @@ TIME_COLUMNS = [
     "peak_gib",
     "reserved_gib",
     "sm_clock_mhz",
+    "clock_reasons",
     "power_w",
     "step_j",
     "compile_s",
@@ -43,6 +45,7 @@ TIME_COLUMNS = [
     "unsteady",
 ]
 TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason", "unsteady"]
+NULLABLE_TEXTS = ["clock_reasons"]  # missing where nothing reports them
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
 UNTIMED = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
@@ -95,7 +98,8 @@ def step_times(
             times.loc[index, "unsteady"] = "; ".join(filter(None, [times.loc[index, "unsteady"], words]))
     wholes = times.loc[times["phase"] == WHOLE, [*keys, "unsteady"]]  # said of the mode, of all its rows
     times = times.drop(columns="unsteady").merge(wholes, on=keys, how="left")[columns]
-    return times.astype({name: str if name in texts else float for name in columns})
+    types = {name: str if name in texts else float for name in columns}
+    return times.astype(types | dict.fromkeys(NULLABLE_TEXTS, object))
 
 
 def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:

@@ -186,6 +186,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
     """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
     cannot be used: all at once, and one by one where that fails."""
+    frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
         by_run = pa.DataFrameSchema(
             schema.columns | {"run_id": pa.Column()},
@@ -204,6 +205,12 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
         except Exception as error:  # noqa: BLE001 of odd types
             wrong[run] = _said(error)
     return _together(fit), wrong
+
+
+def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
+    """Add the columns that older records lack, without values."""
+    optional = [name for name, column in schema.columns.items() if not column.required]
+    return frame.assign(**{name: None for name in optional if name not in frame})
 
 
 def steady(tables: Tables) -> Tables:

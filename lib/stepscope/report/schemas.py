@@ -17,9 +17,10 @@ Tables = dict[str, pd.DataFrame]  # by "<study>.<table>", over all runs; of one 
 MOST = 1e15  # of any measure in its unit: more is no measurement
 
 
-def measured(least: float = 0, nullable: bool = True) -> pa.Column:
+def measured(least: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
     """A number between bounds; no number passes that is infinite."""
-    return pa.Column(float, pa.Check.in_range(least, MOST), nullable=nullable, coerce=True)
+    check = pa.Check.in_range(least, MOST)
+    return pa.Column(float, check, nullable=nullable, required=required, coerce=True)
 
 
 def word(*allowed: str) -> pa.Column:
@@ -32,6 +33,11 @@ def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
     return pa.DataFrameSchema(columns, strict=True, unique=list(unique))
 
 
+# Columns of timed steps that older records lack.
+LATER: dict[str, pa.Column] = {
+    "wall_mean_ms": measured(required=False),
+    "clock_reasons": pa.Column(str, nullable=True, required=False, coerce=True),
+}
 STATUSES = ("ok", "oom", "unsupported", "failed")
 WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *PHASES["step"])}
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
@@ -63,6 +69,7 @@ TIMES: dict[str, Any] = (
     WITHIN
     | {name: measured() for name in MEASURED}
     | {"replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
+    | LATER
 )
 OPERATIONS: dict[str, Any] = WITHIN | {
     "name": word(),

@@ -174,8 +174,9 @@ def steps(data: Views) -> pd.DataFrame:
     * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU to run it, steps back to back;
       ``best_ms`` is then the fastest step, and ``launch_us`` that by its number of kernels.
     * ``power_limited``: the GPU draws 95% of its power limit or more.
-    * ``mean_...`` and what tokens cost: costs are sums over steps, so they follow from the mean step, which is
-      the energy counter over the power of the same steps, ``step_j / power_w``. ``wall_ms`` is the median.
+    * ``mean_...`` and what tokens cost: costs are sums over steps, so they follow from the mean step,
+      ``wall_mean_ms``. Older records lack it, and the energy counter over the power of the same steps replaces
+      it, ``step_j / power_w``. ``wall_ms`` is the median.
     * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s over the large matmul's, in a
       burst or sustained; ``at_clock_mfu``: ``mean_mfu`` at the step's SM clock, by the clock of the data sheet's
       rate. All three are for steps in bf16.
@@ -226,6 +227,8 @@ def _measured(data: Views) -> pd.DataFrame:
     launch_bound = launch_bound_rows(rows) & is_gpu
     best_ms = rows.wall_min_ms.where(launch_bound)
     mean_ms = rows.step_j / rows.power_w * 1e3
+    if "wall_mean_ms" in rows:
+        mean_ms = rows.wall_mean_ms.fillna(mean_ms)
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
     # each run's reference times are at its own rates

@@ -15,19 +15,23 @@ Only after everything has been timed are the steps profiled, because launches st
 run in a process. Impossible readings are measured again, at most twice. A transform after which neither
 operations nor numbers differ is refused: a wrong attribute name would otherwise give a plausible row.
 
+The learning rate is 0 while steps are timed or profiled, so that all steps run on the same weights.
+
 An optimization that doesn't apply, fails or doesn't fit keeps its row, which says why. Its memory is freed,
 and the next one goes on. Weights are on the device only while their optimization is measured.
 """
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from timeit import default_timer
 from typing import Any
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from stepscope import measure
 from stepscope.measure.clocks import FEWEST, HOST_STEPS, HOST_STEPS_S, LONG_MS
@@ -36,6 +40,7 @@ from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
 from stepscope.optimizations.transforms import Step, TrainedSubject, Transform, Unsupported, apply
+from stepscope.report.schemas import LATER
 from stepscope.report.tables import number
 from stepscope.stats import location
 from stepscope.studies.ladder import bounds, numerics, training
@@ -118,6 +123,7 @@ class Ladder:
         self.kernels: dict[tuple[str, int], pd.DataFrame] = {}
         self.ceilings: dict[str, float] = {}
         self.sustained: dict[str, float] = {}
+        self.learning_rate: float | None = None  # while steps are measured
         self.cases = self._ladder(build, optimizations, beyond)
         self.cases += self._filled(build, optimizations, beyond)
         self.cases += self._without(build, optimizations)
@@ -286,7 +292,8 @@ class Ladder:
             case.row["compile_s"] = self.compile_s[case.program]
         if not case.is_baseline:
             self.compare(case, subject, loss)
-        subject.optimizer.step()  # compiles its kernel, and makes the moments
+        with measure.zero_learning_rate(subject.optimizer):
+            subject.optimizer.step()  # compiles its kernel, and makes the moments
         subject.reset()
         moments = measure.storage_bytes([*subject.optimizer.state.values()])
         case.numbers = loss, type(subject.optimizer), moments, subject.launch
@@ -329,11 +336,25 @@ class Ladder:
 
     # Time
 
-    def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Launch the step and warm up, on a GPU until the clock has settled; return the milliseconds of one
-        step then."""
+    @contextmanager
+    def launched(self, subject: TrainedSubject) -> Iterator[None]:
+        """Launch the step, for example as a CUDA graph, and set the learning rate to 0 meanwhile.
+
+        Raises:
+            RuntimeError: the step is a CUDA graph whose learning rate is a number. The graph would keep it.
+        """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
-        subject.step = subject.launch(subject)
+        with measure.zero_learning_rate(subject.optimizer):  # recording a graph starts with a few steps
+            subject.step = subject.launch(subject)
+        rates = [group["lr"] for group in subject.optimizer.param_groups]
+        if is_launched(subject) and not all(isinstance(rate, Tensor) for rate in rates):
+            raise RuntimeError("a CUDA graph needs a learning rate that is a tensor: lr=torch.tensor(...)")
+        with measure.zero_learning_rate(subject.optimizer):  # the launch may have made another optimizer
+            self.learning_rate = measure.learning_rate(subject.optimizer)
+            yield
+
+    def settle(self, case: Case, subject: TrainedSubject) -> float:
+        """Warm up, on a GPU until the clock has settled; return the milliseconds of one step then."""
         needed = WARMUPS if is_launched(subject) or case.is_baseline else 1
         warmups = max(self.config.warmup_steps, needed)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
@@ -343,8 +364,16 @@ class Ladder:
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back: the host waits only for the last, as in training."""
+        """Time steps back to back: the host waits only for the last, as in training. Then train on text."""
         measure.forget_peaks(self.device)
+        with self.launched(subject):
+            self.time_launched(case, subject)
+        is_last_batch = case.batch_size == max(self.batch_sizes)
+        is_trained = self.config.training_steps and case.name in self.config.optimizations
+        if is_trained and is_last_batch and case.name not in self.curves:
+            self.curves[case.name] = training.train(self.config, subject, case.name)
+
+    def time_launched(self, case: Case, subject: TrainedSubject) -> None:
         step_ms, steps, row = self.settle(case, subject), self.config.timed_steps, case.row
         if self.on_gpu:
             row["enqueue_ms"], wall_ms = enqueued(subject.step, self.device)
@@ -357,10 +386,6 @@ class Ladder:
             row["replayed_ms"] = row["wall_ms"]
         elif self.on_gpu and case.name == EAGER_REPLAYED:
             self.replay(case, subject)
-        is_last_batch = case.batch_size == max(self.batch_sizes)
-        is_trained = self.config.training_steps and case.name in self.config.optimizations
-        if is_trained and is_last_batch and case.name not in self.curves:
-            self.curves[case.name] = training.train(self.config, subject, case.name)
 
     def replay(self, case: Case, subject: TrainedSubject) -> None:
         """Time an eager step as a CUDA graph, too, to see what its launches cost."""
@@ -380,19 +405,9 @@ class Ladder:
         Raises:
             RuntimeError: the profiler gave nothing.
         """
-        row = case.row
-        step_ms, is_limited = self.settle(case, subject), measure.at_cap(row)
-        steps = 2 if step_ms > 500 else max(4, steps_in(PROFILED_S, step_ms)) if is_limited else 3
-        with measure.capture(self.device) as capture:
-            if is_limited:  # starting the profiler was a rest
-                measure.back_to_back(subject.step, self.device, steps_in(RESETTLES_S, step_ms))
-            for index in range(steps):
-                with capture.phases("step", index)("whole"):
-                    subject.step()
-            measure.synchronizer(self.device)()
-        operations = capture.operations
-        if capture.reason:
-            raise RuntimeError(capture.reason)
+        row, is_limited = case.row, measure.at_cap(case.row)
+        with self.launched(subject):
+            operations = self.profiled_operations(case, subject, is_limited)
         profiled = measure.middle_step(operations) if is_limited else measure.quickest_step(operations)
         row |= measure.gpu_time(profiled)
         row["busy"] = row["gpu_ms"] / row["wall_ms"]
@@ -402,6 +417,20 @@ class Ladder:
         by_kernel = measure.by_name(profiled).assign(optimization=case.name, batch_size=case.batch_size)
         columns = ["optimization", "batch_size", "name", "family", "count", "gpu_ms"]
         self.kernels[case.name, case.batch_size] = by_kernel[columns]
+
+    def profiled_operations(self, case: Case, subject: TrainedSubject, is_limited: bool) -> pd.DataFrame:
+        step_ms = self.settle(case, subject)
+        steps = 2 if step_ms > 500 else max(4, steps_in(PROFILED_S, step_ms)) if is_limited else 3
+        with measure.capture(self.device) as capture:
+            if is_limited:  # starting the profiler was a rest
+                measure.back_to_back(subject.step, self.device, steps_in(RESETTLES_S, step_ms))
+            for index in range(steps):
+                with capture.phases("step", index)("whole"):
+                    subject.step()
+            measure.synchronizer(self.device)()
+        if capture.reason:
+            raise RuntimeError(capture.reason)
+        return capture.operations
 
     def refuse_unchanged(self) -> None:
         """Refuse a transform after which the step has the same operations, the same first loss, an optimizer
@@ -478,7 +507,7 @@ class Ladder:
             if "wall_ms" in row and self.ceilings:
                 row |= self.rates(by_key[key])
             rows.append(row)
-        columns = ["optimization", "batch_size", "status", "reason", *MEASURES, *ADDED, "unsteady"]
+        columns = ["optimization", "batch_size", "status", "reason", *MEASURES, *ADDED, *LATER, "unsteady"]
         steps = pd.DataFrame(rows, columns=columns)
         steps["unsteady"] = steps["unsteady"].astype(object).fillna("").astype(str)
         return steps
@@ -494,14 +523,15 @@ class Ladder:
 
     @property
     def results(self) -> dict[str, float]:
-        """The device's rates and limits as far as they are known."""
-        known = self.ceilings | self.sustained
+        """The device's rates and limits as far as they are known, and the learning rate of measured steps."""
+        known: dict[str, float | None] = {**self.ceilings, **self.sustained}
         known |= {
             "parameters": parameter_count(self.config),
             "power_limit_w": measure.power_limit_w(),
+            "learning_rate": self.learning_rate,
             "sheet_bf16": measure.sheet_tflops("bf16", self.device),
         }
-        return {name: value for name, value in known.items() if not math.isnan(value)}
+        return {name: value for name, value in known.items() if value is not None and not math.isnan(value)}
 
 
 def filling_batch(config: Config, memory_bytes: float) -> int:
@@ -533,16 +563,17 @@ def enqueued(step: Step, device: str) -> tuple[float, float]:
     return samples["enqueue_ms"].median(), samples["wall_ms"].median()
 
 
-def stretch(step: Step, device: str, steps: int) -> dict[str, float]:
+def stretch(step: Step, device: str, steps: int) -> dict[str, Any]:
     """Run steps one after another; return their wall time, and on a GPU the power, energy and clock of the
     very same steps."""
     with measure.PowerMonitor() as monitor:  # reads between naps, in a thread
         times = location(measure.back_to_back(step, device, steps))
-    row = {"steps": steps, "wall_ms": times["median"]}
-    row |= {f"wall_{name}_ms": times[name] for name in ("std", "q1", "q3", "min")}
+    row: dict[str, Any] = {"steps": steps, "wall_ms": times["median"]}
+    row |= {f"wall_{name}_ms": times[name] for name in ("mean", "std", "q1", "q3", "min")}
     if device == "cuda":
         row |= {
             "sm_clock_mhz": monitor.sm_clock_mhz,
+            "clock_reasons": monitor.clock_reasons,
             "power_w": monitor.power_w,
             "step_j": monitor.power_w * monitor.seconds / steps,
         }

@@ -2,7 +2,7 @@
 
 import pandera.pandas as pa
 
-from stepscope.report.schemas import STATUSES, measured, tidy, word
+from stepscope.report.schemas import LATER, STATUSES, measured, tidy, word
 from stepscope.studies.ladder.config import (
     ADDED,
     BASELINES,
@@ -28,6 +28,7 @@ SCHEMAS = {
         reason=word(),
         unsteady=word(),
         **{name: measured() for name in (*MEASURES, *ADDED)},
+        **LATER,
     ),
     "kernels": tidy((*CASE, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
     "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
