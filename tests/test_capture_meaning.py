@@ -406,17 +406,6 @@ def test_times_since_1970_give_the_same_as_times_from_zero(tmp_path):
 # Whose operations these are
 
 
-@pytest.mark.parametrize("second_device", [0, 1])
-def test_merged_ranks_have_their_own_steps(tmp_path, second_device):
-    path = written(tmp_path / "a.json", merged(steps(), steps(), second_device), **A100)
-    found = [*devices(load_capture(path))]
-    assert [one.process for one in found] == [11, 22]
-    for one in found:
-        assert len(one.windows) == 3 and one.median[["wall", "compute"]].tolist() == pytest.approx([1, 0.4])
-    counts = "2 processes on 2 GPUs" if second_device else "2 processes"
-    assert line(path, "capture").startswith(f"{counts}, details of GPU 0")
-
-
 def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):
     first, second = slow_host("user_annotation", "load"), slow_host("user_annotation", "save")
     path = written(tmp_path / "a.json", merged(first, second, 1), **A100)
@@ -576,13 +565,6 @@ def test_whole_graphs_are_one_operation_for_each_replay(tmp_path):
     assert found.operations["duration_ns"].tolist() == [800] * 3
     assert "operations within CUDA graphs" in line(path, "not available")
     assert line(path, "category") == "CUDA graph 0.000800 ms"
-
-
-def test_step_that_no_range_has_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(
-        TraceError, match=r"no range is named 'epoch', expected one of 'ProfilerStep#0' \(3\)"
-    ):
-        load_capture(written(tmp_path / "a.json", steps()), step="epoch")
 
 
 def test_nccl_payloads_separate_transfer_from_waiting():

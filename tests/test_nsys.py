@@ -5,7 +5,6 @@ here, what it does with nsys as a program, and what its tables say.
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,51 +161,6 @@ def test_reports_that_differ_from_the_table_are_refused(profile):
     vars(changed).update(operations=profile.operations, events=events, named_step=profile.named_step)
     with pytest.raises(ConservationError, match="the CSV reports and the table of operations differ"):
         changed.report_check  # noqa: B018
-
-
-def test_kernels_within_ranges_are_compared_with_those_of_the_steps_alone():
-    operations = pd.DataFrame({"kind": ["kernel", "kernel", "memcpy", "kernel"], "step": [0, 1, 1, -1]})
-    by_range = pd.DataFrame(
-        {"nvtx_range": [":step", "a:step", ":substep", ":step:forward"], "kern_inst": [3, 4, 100, 1000]}
-    )
-    profile = SimpleNamespace(reports={"nvtx_kern_sum": by_range}, trace=operations)
-    names = executed("nsys", "by_range =", {"profile": profile})
-    assert (names["in_steps"], names["kernels"]) == (7, 2)
-
-
-@pytest.mark.parametrize("nsys", ["/a/nsys", None])
-def test_the_profiled_process_gets_the_runs_step(monkeypatch, tmp_path, nsys):
-    fields = {
-        "context_length": 16,
-        "vocab_size": 100,
-        "batch_size": 3,
-        "precision": "bf16",
-        "attention": "sdpa",
-        "optimizer": "fused",
-        "seed": 5,
-    }
-    config, asked = configure("nsys", size="nano", device="cpu", **fields), []
-
-    def run(command, **options):
-        asked.append((command, options))
-        return SimpleNamespace(stdout="what both said")
-
-    def captured_modes(*given):
-        asked.append(given)
-        return ProfiledModes(None, {}, [])
-
-    monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("", nsys))
-    monkeypatch.setattr(nsys_profile.subprocess, "run", run)
-    monkeypatch.setattr(nsys_profile, "captured_modes", captured_modes)
-    nsys_profile.profile_once(never_run, config, tmp_path)
-    (command, options), given = asked
-    assert command[:1] == [nsys or sys.executable]
-    assert command[-3:-1] == ["nsys" if nsys else "torch", str(tmp_path)]
-    assert (options["stdout"], options["stderr"]) == (subprocess.PIPE, subprocess.STDOUT)
-    assert given == (tmp_path, nsys is not None, "what both said")
-    assert "def never_run(step" in (tmp_path / "ranged.py").read_text()
-    shape = {name: getattr(config, name) for name in ("d_model", "d_ff", "num_layers", "num_heads")}
-    assert json.loads(command[-1]).items() >= (fields | shape | {"device": "cpu"}).items()
 
 
 def test_every_operation_of_a_real_capture_is_in_one_phase_and_one_region(tables):
@@ -702,15 +656,6 @@ def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, s
     reasons = {(mode["status"], mode["reason"]) for mode in outcome["modes"].values()}
     assert outcome["inside"] == ["step"] * fits
     assert reasons == (set() if fits else {("oom", "no room.")})
-
-
-def test_nsys_capture_ends_where_the_steps_end_however_they_do(monkeypatch, tmp_path):
-    order = []
-    for name in ("start", "stop"):
-        monkeypatch.setattr(torch.cuda.profiler, name, lambda name=name: order.append(name))
-    with pytest.raises(ZeroDivisionError), profiled_process.CAPTURES["nsys"](tmp_path):
-        1 / len(order[1:])
-    assert order == ["start", "stop"]
 
 
 def test_impossible_modes_are_profiled_again_and_the_named_step_is_not_compared(monkeypatch):

@@ -917,19 +917,6 @@ def test_a_gpu_that_only_copies_has_a_stream_and_communication_off_it_is_hidden(
     assert values(written(tmp_path / "a.json", copies), "on GPU")["exposed_copies_ms"] == pytest.approx(0.036)
 
 
-def test_kernels_of_a_report_of_sums_are_in_order_of_their_time_with_shares_of_all(tmp_path):
-    rows = ["10.0,100,1,volta_sgemm", "60.0,600,20,other", "30.0,300,3,softmax_warp_forward"]
-    path = tmp_path / "a.csv"
-    path.write_text("Time (%),Total Time (ns),Instances,Name\n" + "\n".join(rows) + "\n")
-    found = [one.values for one in profile(path) if "kernel" in one.values]
-    assert [(one["kernel"], one["count"], one["ms"], one["share"]) for one in found] == [
-        ("other", 20, 0.0006, 0.6),
-        ("softmax_warp_forward", 3, 0.0003, 0.3),
-        ("volta_sgemm", 1, 0.0001, 0.1),
-    ]
-    assert values(path, "capture") == {"kernels": 3, "launches": 24, "kernel_ms": pytest.approx(0.001)}
-
-
 # What reading needs
 
 
