@@ -20,7 +20,7 @@ from torch import nn
 
 from stepscope.optimizations import MasterAdamW, fp8
 from stepscope.studies.ladder import checks
-from test_fast_step import Images
+from test_fast_step import check_statistics_and_copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -489,30 +489,7 @@ def test_two_hundred_steps_train_alike_with_torchs_adamw_and_with_masters(make):
 
 def test_the_fast_step_leaves_statistics_and_random_state_and_copies_have_their_heads(scripts):
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model, images = Images(), torch.randn(4, 8)
-        classes, rate = torch.randint(10, (4,)), torch.tensor(RATE)
-    before = copy.deepcopy(model)
-    random = torch.cuda.get_rng_state(), torch.get_rng_state()
-    step, _ = scripts.fast_step.make_step(model, images, classes, rate)
-    assert torch.equal(torch.cuda.get_rng_state(), random[0]) and torch.equal(
-        torch.get_rng_state(), random[1]
-    )
-    for name, tensor in model.state_dict().items():
-        assert_same(tensor, before.state_dict()[name], name)
-    assert len({step().item() for _ in range(5)}) == 5, "each replay draws a dropout of its own"
-    assert model.norm.num_batches_tracked == 5
-    with pytest.raises(ValueError, match="but the step was made for"):
-        step(images[:1], classes[:1])
-    model.eval()
-    copied = copy.deepcopy(model)
-    expected = model(images)
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.head.bias.zero_()
-    torch.testing.assert_close(copied(images), expected)
-    assert not model(images).any()
+    check_statistics_and_copies(scripts.fast_step, "cuda")
 
 
 def test_the_fast_step_clips(make):
