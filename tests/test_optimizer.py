@@ -69,20 +69,6 @@ def test_groups_schedules_and_clipping_are_torchs(schedule):
         assert (own - other).abs().max() < 1e-5 * other.abs().max()
 
 
-def test_a_rate_that_is_a_tensor_stays_the_callers():
-    model, rate = checks.tried(), torch.tensor(0.0)
-    own = MasterAdamW(model, rate)
-    before = copy.deepcopy(own.masters())
-    for wanted in (0.0, 1e-2):
-        rate.fill_(wanted)
-        draw_gradients(model.values(), torch.Generator().manual_seed(0))
-        own.step()
-        for name, master in own.masters().items():
-            assert torch.equal(master, before[name]) == (wanted == 0), (
-                "a rate of 0 changes no weight, another does"
-            )
-
-
 def test_parameters_come_as_a_model_a_list_or_with_names():
     model = checks.tried()
     model["frozen"] = nn.Parameter(torch.ones(2, 2), requires_grad=False)
