@@ -10,6 +10,7 @@ import pytest
 
 from reference_runs import DIMENSIONS, MODES, NAN, Row, Rows, assert_same, keyed, read_records, read_tables
 from stepscope.views import Views, all_views
+from stepscope.views.facts import FACTS
 
 CONFIG = (
     "size",
@@ -460,3 +461,16 @@ def test_operations_join_both_studies():
     both = (RAW[f"{study}.operations"] for study in ("benchmark", "mixed_precision"))
     gpu_ms = sum(table["gpu_ms"].sum() for table in both)
     assert VIEWS["operations"]["gpu_ms"].sum() == pytest.approx(gpu_ms)
+
+
+def test_flops_of_a_step_add_up_by_hand():
+    step = pd.Series({"size": "small", "context_length": 512, "batch_size": 4, "vocab_size": 10_000})
+    width, feed_forward, layers, _ = DIMENSIONS["small"]
+    weights = layers * (4 * width**2 + 3 * width * feed_forward) + 10_000 * width
+    tokens = 4 * 512
+    parts = {
+        "weights_tflop": 6 * tokens * weights / 1e12,
+        "attention_tflop": 3 * 4 * tokens * 512 * width * layers / 1e12,
+    }
+    expected = {"tokens": tokens, "weights": weights, "total_tflop": sum(parts.values())} | parts
+    assert FACTS["flops_of_step"](step) == pytest.approx(expected)
