@@ -18,7 +18,6 @@ from stepscope.report.schemas import Tables
 from stepscope.runs.source import Cell, code_cells
 
 NOTEBOOKS = sorted((PACKAGE / "notebooks").glob("*.ipynb"))
-CLOCKS = {"perf_counter", "perf_counter_ns", "default_timer", "monotonic", "time", "time_ns", "elapsed_time"}
 
 
 @functools.cache

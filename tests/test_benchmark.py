@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 
-from cells import edited, executed, run_cells
+from cells import edited, run_cells
 from conftest import TINY
 from stepscope import PACKAGE, stats
-from stepscope.config import PHASES, SIZES, WHOLE
+from stepscope.config import PHASES, WHOLE
 from stepscope.measure import clocks
 from stepscope.model.training_step import build_step
 from stepscope.report.tables import number
@@ -75,58 +75,6 @@ def test_what_the_cells_show_and_say_follows_from_the_tables(left):
     ratio, share = number(ms["backward"] / ms["forward"], "x"), number(ms["optimizer"] / ms[WHOLE], "%")
     assert f"Backward took {ratio} as long as forward, and AdamW {share} of the step" in left["answer"]
     assert f"**{number(ms[WHOLE], 'ms')}**, {number(8 / ms[WHOLE] * 1e3, 'n')} tokens/s" in left["sentence"]
-
-
-def test_moments_of_overlapping_kernels_count_once(left):
-    spans_ns = {"start_ns": np.array([0, 2, 3, 9]) * 10**6, "end_ns": np.array([6, 4, 8, 10]) * 10**6}
-    profiled = pd.DataFrame({"case": "step", "number": 0} | spans_ns)
-    results = SimpleNamespace(profiled=profiled, operations=left["results"].operations)
-    shown = []
-    names = left | {"results": results, "display": lambda *_: None, "print": shown.append}
-    executed("benchmark", "summed_ms =", names)
-    assert shown == ["4 operations: 14.000 ms added up, 9.000 ms if each moment counts once"]
-
-
-def test_reference_table_on_a_cpu_has_the_fp32_baseline_sorted_by_size():
-    plain = {
-        "mode": "step",
-        "phase": WHOLE,
-        "precision": "fp32",
-        "context_length": 512,
-        "repeat": 0,
-        "compile": "none",
-        "optimizer": "foreach",
-        "batch_size": 4,
-        "attention": "naive",
-        "size": "xl",
-    } | dict.fromkeys(["wall_ms", "gpu_ms", "busy", "replayed_ms"], 1.0)
-    others = {
-        "mode": "forward",
-        "phase": "forward",
-        "precision": "tf32",
-        "context_length": 128,
-        "repeat": 1,
-        "compile": "model",
-        "optimizer": "fused",
-        "batch_size": 2,
-        "attention": "sdpa",
-    }
-    wrong = [plain | {name: value, "size": "large"} for name, value in others.items()]
-    rows = pd.DataFrame([*wrong, plain, plain | {"size": "small"}])
-    found = executed(
-        "benchmark",
-        "gpu = load(quiet=True)",
-        {
-            "config": SimpleNamespace(device="cpu"),
-            "PROJECT": "here",
-            "run_folder": "",
-            "SIZES": SIZES,
-            "load": lambda quiet: {"benchmark.times": rows},
-            "display": print,
-            "brief": print,
-        },
-    )["gpu"]
-    assert found["size"].tolist() == ["small", "xl"]
 
 
 def test_results_on_a_cpu_have_no_data_sheet(run):
@@ -271,9 +219,3 @@ def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, enqueue_ms, said):
     }
     exec(last, names)
     assert said in names["sentence"]
-
-
-# Warm-up
-
-
-# Over all runs

@@ -376,47 +376,6 @@ def test_what_fits_no_phase_is_listed_with_its_time(tmp_path):
     assert set(load_capture(path, phases={"Forward": "loss"}).operations["phase"]) == {"loss", OUTSIDE}
 
 
-def test_a_gpu_that_waits_is_launch_bound(tmp_path):
-    def text(call, start):
-        events = [
-            one for number in range(10) for one in launched(ADD, call(number), start(number), 10, number + 1)
-        ]
-        return profile_text(written(tmp_path / "a.json", events))
-
-    late = text(lambda number: 100 * number, lambda number: 100 * number + 5)
-    assert "on GPU         0.910 ms: compute 0.100, idle 0.810 ms" in late
-    assert (
-        "launch-bound   the GPU is idle for 0.810 ms (89%), waiting for launches; 10 operations; longest gap 90.0 µs, before"
-        in late
-    )
-    early = text(lambda number: number, lambda number: 1000 + 10.4 * number)
-    assert "GPU-bound      the host is 1.04 ms ahead, longest gap 0.400 µs" in early
-    apart = text(lambda number: number, lambda number: 1000 + 20 * number)
-    assert (
-        "idle           47%, although work is launched in time: the host is 1.08 ms ahead, longest gap 10.0 µs"
-        in apart
-    )
-    both = text(lambda number: min(100 * number, 803), lambda number: 100 * number + 205 * (number == 9) + 5)
-    assert "longest gap 90.0 µs, before" in both  # the GPU's own pause of 295 µs is not the host's
-
-
-def test_what_runs_on_into_the_next_step_counts_there(tmp_path):
-    steps = [event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)]
-    path = written(
-        tmp_path / "a.json",
-        [
-            *steps,
-            *launched(GEMM, 2, 10, 140, 1),
-            *launched(ADD, 102, 120, 10, 2),
-            *launched(ADD, 105, 160, 10, 3),
-        ],
-    )
-    assert (
-        "step on GPU    0.0900 ms (median of 0.120 0.0600): compute 0.0750, idle 0.0150 ms"
-        in profile_text(path, step="step")
-    )
-
-
 def device(tmp_path: Path, events: list[dict]) -> Device:
     return next(devices(load_capture(written(tmp_path / "a.json", events, **HEADER))))
 
@@ -429,25 +388,6 @@ def line(path: Path, label: str, **how: object) -> str:
 def to_do(path: Path) -> list[str]:
     """What is advised, and how much it is."""
     return [one.text.partition(". ")[2] for one in profile(path) if "at_most_ms" in one.values]
-
-
-def test_the_last_step_ends_with_its_operations_and_a_gap_is_where_nothing_runs(tmp_path):
-    one = device(
-        tmp_path,
-        [
-            *(event("user_annotation", f"step {number}", 100 * number, 80) for number in range(2)),
-            *launched(GEMM, 2, 10, 90, 1),
-            *launched(ADD, 4, 20, 10, 2),
-            *launched(ADD, 102, 120, 10, 3),
-            *launched(ADD, 190, 500, 10, 4),
-        ],
-    )
-    assert one.windows.tolist() == [[0, 100_000], [100_000, 180_000]]
-    assert one.gaps[["begin", "end", "head"]].to_numpy().tolist() == [
-        [0, 10_000, True],
-        [100_000, 120_000, True],
-        [130_000, 180_000, False],
-    ]
 
 
 def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_path):
@@ -511,31 +451,6 @@ def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_f
     one = next(devices(load_capture(path)))
     # of the second kernel's 0.05 ms communication runs beside 0.015: so much would not leave the step
     assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))] == [0.035, 0.005]
-
-
-def test_the_rest_of_families_is_all_but_five_and_details_are_of_the_busiest_gpu(tmp_path):
-    names = [
-        GEMM,
-        ADD,
-        "ncclDevKernel_AllReduce(x)",
-        "softmax_warp_forward",
-        "triton_poi_0",
-        "reduce_kernel",
-        "philox_kernel",
-    ]
-    events = [
-        one
-        for at, name in enumerate(names)
-        for one in launched(name, at, 100 * at + 50, 70 - 10 * at, at + 1)
-    ]
-    assert line(written(tmp_path / "a.json", events), "category").endswith("| rest 0.0300 ms")
-    other = [
-        event("cuda_runtime", "cudaLaunchKernel", 20, 2, correlation=9),
-        event("kernel", ADD, 50, 900, 7, correlation=9, device=1, stream=7),
-    ]
-    assert profile_text(written(tmp_path / "b.json", [*events, *other])).startswith(
-        "2 GPUs, details of GPU 1"
-    )
 
 
 def test_phases_are_named_on_the_command_line():
@@ -738,23 +653,6 @@ def test_all_that_was_launched_before_the_first_step_is_an_error(tmp_path):
         profile_text(written(tmp_path / "a.json", events))
 
 
-def test_what_a_process_launched_before_its_steps_is_not_anothers(tmp_path):
-    other = MAIN + (1 << 24)
-    launches = [(10, MAIN, 1), (40, other, 1), (60, other, 2)]  # of the second process the first is too early
-    path = tmp_path / "a.sqlite"
-    write_export(
-        path,
-        StringIds=[(1, "k")],
-        NVTX_EVENTS=[
-            (s, e, 59, "step", tid, None, 0)
-            for s, e, tid in ((0, 100, MAIN), (100, 200, MAIN), (50, 150, other), (150, 250, other))
-        ],
-        CUPTI_ACTIVITY_KIND_RUNTIME=[(t, t + 2, tid, c) for t, tid, c in launches],
-        CUPTI_ACTIVITY_KIND_KERNEL=[(t + 10, t + 15, 0, 7, c, tid & ~0xFFFFFF, 1) for t, tid, c in launches],
-    )
-    assert [len(one.before) for one in devices(load_capture(path))] == [0, 1]
-
-
 def test_two_processes_have_steps_of_their_own(tmp_path):
     other = MAIN + (1 << 24)
     ranges = [
@@ -795,20 +693,6 @@ def test_of_few_operations_no_bound_is_told(tmp_path):
     )
 
 
-def test_communication_that_runs_on_through_a_step_is_in_it_and_the_next_begins_after_it(tmp_path):
-    steps = [event("user_annotation", f"ProfilerStep#{number}", 100 * number, 80) for number in range(3)]
-    beside = launched("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 1, 5, 200, 99)
-    beside[1]["args"]["stream"] = 9
-    own = [one for at in (*range(10, 100, 10), 110, 150, 210) for one in launched(GEMM, at - 4, at, 5, at)]
-    one = device(tmp_path, [*steps, *beside, *own])
-    assert (one.windows // 1000).tolist() == [[0, 110], [110, 205], [205, 280]]
-    assert (one.accounts[["compute", "exposed communication"]] * 1e3).round().to_numpy().tolist() == [
-        [45, 60],
-        [10, 85],
-        [5, 0],
-    ]
-
-
 @pytest.mark.parametrize(("known", "told"), [(40, False), (60, True)])
 def test_no_rate_is_told_where_shapes_are_known_of_less_than_half(tmp_path, known, told):
     shaped = event(
@@ -836,18 +720,6 @@ def test_where_ranges_say_what_is_backward_autograds_do_not(tmp_path):
     assert found.operations["phase"].tolist() == ["backward", OUTSIDE] and not found.autograd
     found = load_capture(written(tmp_path / "a.json", [one for one in events if one["name"] != "backward"]))
     assert found.operations["phase"].tolist() == ["forward", "backward"] and found.autograd
-
-
-def test_of_nvtx_ranges_those_that_last_are_the_hosts_with_plain_names():
-    names = ["aten::add, op_id = 3, seq = 7", "aten::mul, seq = 7", "load", "short"]
-    ranges = pd.DataFrame(
-        {"name": pd.Categorical(names), "key": 5, "start_ns": 100, "end_ns": [5_100, 9_000, 5_100, 5_099]}
-    )
-    assert module._host_of_ranges(ranges)[["kind", "name"]].to_numpy().tolist() == [
-        ["operator", "aten::add"],
-        ["operator", "aten::mul"],
-        ["range", "load"],
-    ]
 
 
 # Accounts beside plain counting, of training that goes every way

@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bench.traces import MAIN, write_export
 from stepscope.captures.account import Device, devices
 from stepscope.captures.advice import advice
 from stepscope.captures.capture import load_capture
@@ -394,27 +393,7 @@ def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path):
 # Nanoseconds stay integers
 
 
-def test_times_since_1970_give_the_same_as_times_from_zero(tmp_path):
-    texts = {
-        shift: rendered(profile(written(tmp_path / "a.json", slow_host("user_annotation", "load", shift))))
-        for shift in (0, 1_700_000_000_000_000)
-    }
-    assert len({*texts.values()}) == 1
-    assert "before the first operation of a step, while the host is in load" in texts[0]
-
-
 # Whose operations these are
-
-
-@pytest.mark.parametrize("second_device", [0, 1])
-def test_merged_ranks_have_their_own_steps(tmp_path, second_device):
-    path = written(tmp_path / "a.json", merged(steps(), steps(), second_device), **A100)
-    found = [*devices(load_capture(path))]
-    assert [one.process for one in found] == [11, 22]
-    for one in found:
-        assert len(one.windows) == 3 and one.median[["wall", "compute"]].tolist() == pytest.approx([1, 0.4])
-    counts = "2 processes on 2 GPUs" if second_device else "2 processes"
-    assert line(path, "capture").startswith(f"{counts}, details of GPU 0")
 
 
 def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):
@@ -549,40 +528,6 @@ def test_kernels_show_the_median_and_the_extremes_of_their_times(tmp_path):
 
 
 # Graphs that nsys traced as a whole
-
-
-def test_whole_graphs_are_one_operation_for_each_replay(tmp_path):
-    path = tmp_path / "a.sqlite"
-    ranges = [(1000 * i, 1000 * i + 990, 59, "train step", MAIN, None, 0) for i in range(3)]
-    write_export(
-        path,
-        StringIds=[(1, "k"), (2, "cudaGraphLaunch_v10000")],
-        NVTX_EVENTS=ranges,
-        CUPTI_ACTIVITY_KIND_RUNTIME=[(1000 * i + 10, 1000 * i + 20, MAIN, i + 1) for i in range(3)],
-    )
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(
-            "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, deviceId INTEGER,"
-            " streamId INTEGER, correlationId INTEGER, globalPid INTEGER, graphId INTEGER)"
-        )
-        rows = [(1000 * i + 50, 1000 * i + 850, 0, 7, i + 1, MAIN & ~0xFFFFFF, 4) for i in range(3)]
-        connection.executemany(
-            "INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (?, ?, ?, ?, ?, ?, ?)", rows
-        )
-        connection.commit()
-    found = load_capture(path)
-    assert found.operations["name"].tolist() == ["[CUDA graph 4]"] * 3
-    assert found.operations["step"].tolist() == [0, 1, 2]
-    assert found.operations["duration_ns"].tolist() == [800] * 3
-    assert "operations within CUDA graphs" in line(path, "not available")
-    assert line(path, "category") == "CUDA graph 0.000800 ms"
-
-
-def test_step_that_no_range_has_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(
-        TraceError, match=r"no range is named 'epoch', expected one of 'ProfilerStep#0' \(3\)"
-    ):
-        load_capture(written(tmp_path / "a.json", steps()), step="epoch")
 
 
 def test_nccl_payloads_separate_transfer_from_waiting():

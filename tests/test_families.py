@@ -86,16 +86,6 @@ def test_the_own_name_decides_before_the_template_and_parameters_never(name, exp
     assert family(name) == expected
 
 
-def test_a_name_is_matched_once_however_often_it_stands_there(monkeypatch):
-    names = KERNELS["name"].tolist()
-    assert list(families(names * 2)) == [family(name) for name in names * 2]
-    assert list(families([])) == []
-    matched = []
-    monkeypatch.setattr("stepscope.traces.families.family", lambda name: matched.append(name) or "other")
-    assert len(families(names * 200)) == 200 * len(names)
-    assert sorted(matched) == sorted(names)
-
-
 def test_softmax_is_told_by_whose_it_is():
     rows = pd.DataFrame(
         {

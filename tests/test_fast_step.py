@@ -274,41 +274,42 @@ class Images(torch.nn.Module):
         return self.read_out(x)
 
 
-@pytest.fixture
-def images(script, monkeypatch):
-    """A step on images and classes, the model before it was made, and the random state before."""
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+def check_statistics_and_copies(script, device):
+    """Check that making a step changes no statistic and no random state; return a copy with its own head."""
     torch.manual_seed(0)
-    model = Images()
-    before, batch = copy.deepcopy(model), (torch.randn(4, 8), torch.randint(10, (4,)))
-    random = torch.get_rng_state()
-    step, _ = script.make_step(model, *batch, torch.tensor(1e-2))
-    return model, before, batch, random, step
-
-
-def test_making_the_step_leaves_statistics_and_the_random_state(images):
-    model, before, _, random, step = images
-    assert torch.equal(torch.get_rng_state(), random)
+    with torch.device(device):
+        model, images = Images(), torch.randn(4, 8)
+        classes, rate = torch.randint(10, (4,)), torch.tensor(1e-2)
+    before = copy.deepcopy(model)
+    random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    step, _ = script.make_step(model, images, classes, rate)
+    assert all(map(torch.equal, random, [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before.state_dict()[name]), name
-    first = step().item()
-    assert [step().item() for _ in range(50)][-1] < first and model.norm.num_batches_tracked == 51
-
-
-def test_a_copy_of_the_model_computes_with_its_own_head(images):
-    model, _, (x, _), _, _ = images
+    losses = [step().item() for _ in range(50)]
+    assert losses[-1] < losses[0] and len({*losses[:5]}) == 5, "each step draws a dropout of its own"
+    assert model.norm.num_batches_tracked == 50
+    with pytest.raises(ValueError, match="but the step was made for"):
+        step(images[:1], classes[:1])
     model.eval()
     copied = copy.deepcopy(model)
-    expected = model(x)
+    expected = model(images)
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
-    assert torch.equal(copied(x), expected) and not model(x).any()
+    torch.testing.assert_close(copied(images), expected)
+    assert not model(images).any()
+    return copied, images, expected
+
+
+def test_making_the_step_leaves_statistics_and_copies_have_their_heads(script, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    copied, images, expected = check_statistics_and_copies(script, "cpu")
     file = io.BytesIO()
     torch.save(copied, file)
     file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(x), expected)
+    assert torch.equal(torch.load(file, weights_only=False)(images), expected)
 
 
 def test_its_model_takes_fewer_tokens_than_it_was_made_for(script):

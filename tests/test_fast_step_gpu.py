@@ -20,7 +20,7 @@ from torch import nn
 
 from stepscope.optimizations import MasterAdamW, fp8
 from stepscope.studies.ladder import checks
-from test_fast_step import Images
+from test_fast_step import check_statistics_and_copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -221,34 +221,6 @@ def test_each_parameter_has_a_storage_of_its_size_at_its_place_in_the_buffer(tmp
     assert_same(drawn[0].detach(), before[0].bfloat16(), "the weights without their optimizer")
 
 
-def test_a_graph_writes_the_memory_that_the_parameters_show(scripts):
-    own, step, feed = stepping(torch.float32)
-    replay = scripts.master_adamw.captured(step, own)
-    before = [parameter.detach().clone() for parameter in own.parameters]
-    scheduled(own, feed, replay)
-    for parameter, master, old in zip(own.parameters, own.masters().values(), before):
-        assert_same(parameter.detach(), master.to(parameter.dtype), "the model's")
-        assert not torch.equal(parameter, old)
-
-
-@pytest.mark.parametrize("write", ["clamp", "load", "copy"])
-def test_weights_that_other_code_writes_are_noticed_before_an_eager_step(write):
-    model = checks.tried().cuda()
-    own = MasterAdamW(list(model.parameters()), 0.0)
-    for parameter in model.values():
-        parameter.grad = torch.ones_like(parameter)
-    own.step()
-    with torch.no_grad():
-        if write == "clamp":
-            model["matrix"].clamp_(7, 7)
-        elif write == "copy":
-            model["matrix"].copy_(torch.full_like(model["matrix"], 7))
-        else:
-            model.load_state_dict({name: torch.full_like(each, 7) for name, each in model.items()})
-    own.step()
-    assert (model["matrix"] == 7).all() and (own.masters()["0"] == 7).all()
-
-
 @pytest.mark.parametrize("write", ["load_state_dict", "fill_ and take_weights"])
 def test_weights_that_are_written_between_replays_are_kept(scripts, write):
     model = checks.tried().cuda()
@@ -271,29 +243,6 @@ def test_weights_that_are_written_between_replays_are_kept(scripts, write):
         own.take_weights()
     replay()
     assert (model["matrix"] == 7).all() and (own.masters()["matrix"] == 7).all()
-
-
-def test_a_model_that_is_cast_later_is_refused():
-    model = checks.tried().cuda()
-    own = MasterAdamW(model)
-    model.float()
-    with pytest.raises(RuntimeError, match="matrix was moved or cast"):
-        own.step()
-
-
-@MOMENTS
-def test_a_state_dict_is_saved_and_loaded_from_a_file_to_the_bit(tmp_path, moments):
-    own, step, feed = stepping(moments)
-    scheduled(own, feed, step)
-    torch.save(own.state_dict(), tmp_path / "optimizer.pt")
-    other, other_step, other_feed = stepping(moments)
-    other.load_state_dict(torch.load(tmp_path / "optimizer.pt", map_location="cpu", weights_only=True))
-    for each_step, each_own, each_feed in ((step, own, feed), (other_step, other, other_feed)):
-        scheduled(each_own, each_feed, each_step)
-    assert_same_state(other, own, "loaded against not interrupted")
-    copied = copy.deepcopy(own)
-    for name in ("count", "master", "m", "v"):
-        assert_same(getattr(copied, name), getattr(own, name), f"a copy against its original: {name}")
 
 
 # -- in a CUDA graph ------------------------------------------------------------------------------------------
@@ -540,30 +489,7 @@ def test_two_hundred_steps_train_alike_with_torchs_adamw_and_with_masters(make):
 
 def test_the_fast_step_leaves_statistics_and_random_state_and_copies_have_their_heads(scripts):
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model, images = Images(), torch.randn(4, 8)
-        classes, rate = torch.randint(10, (4,)), torch.tensor(RATE)
-    before = copy.deepcopy(model)
-    random = torch.cuda.get_rng_state(), torch.get_rng_state()
-    step, _ = scripts.fast_step.make_step(model, images, classes, rate)
-    assert torch.equal(torch.cuda.get_rng_state(), random[0]) and torch.equal(
-        torch.get_rng_state(), random[1]
-    )
-    for name, tensor in model.state_dict().items():
-        assert_same(tensor, before.state_dict()[name], name)
-    assert len({step().item() for _ in range(5)}) == 5, "each replay draws a dropout of its own"
-    assert model.norm.num_batches_tracked == 5
-    with pytest.raises(ValueError, match="but the step was made for"):
-        step(images[:1], classes[:1])
-    model.eval()
-    copied = copy.deepcopy(model)
-    expected = model(images)
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.head.bias.zero_()
-    torch.testing.assert_close(copied(images), expected)
-    assert not model(images).any()
+    check_statistics_and_copies(scripts.fast_step, "cuda")
 
 
 def test_the_fast_step_clips(make):

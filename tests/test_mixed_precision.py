@@ -19,7 +19,6 @@ from stepscope.model.text import text_batches
 from stepscope.model.training_step import build_step
 from stepscope.studies.mixed_precision import numerics, tables
 from stepscope.studies.mixed_precision.config import Config
-from stepscope.traces.families import MATMUL
 
 TINY = {
     "size": "nano",
@@ -172,23 +171,6 @@ def test_a_value_that_is_lost_counts_as_an_error_of_one():
 # Gradients and training
 
 
-def test_gradients_too_small_for_fp16_are_counted(cells):
-    """A quarter of these gradients underflows fp16 without the scale, and none with it."""
-
-    def backward(subject, precision, scale=1.0):
-        low = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision, torch.float32)
-        gradient = torch.tensor([0.1, 1e-3, -1e-6, 1e-9, 0.0]).mul(scale).to(low).float()
-        return 2.0 if precision == "fp32" else 2.02, [gradient]
-
-    compare, rows = cells["compare_gradients"], []
-    names = compare.__globals__ | {"backward": backward, "rows": rows}
-    types.FunctionType(compare.__code__, names)(None, ("bf16", "fp16"))
-    found = table(rows).pivot(index="case", columns="quantity", values="value")
-    assert found["zero"].to_dict() == {"bf16": 0, "fp16, unscaled": 0.25, "fp16, scaled": 0}
-    assert (found["loss off"] - 0.01).abs().max() < 1e-12
-    assert found["norm off"].max() < 2**-8  # unscaled before it is compared
-
-
 def test_gradients_are_those_of_the_librarys_step(cells):
     step = build_step(cells["config"].step(mode="forward_backward", precision="bf16"))
     loss, gradients = cells["backward"](cells["build"](cells["config"]), "bf16", cells["SCALE"])
@@ -287,34 +269,6 @@ def test_a_runs_tables_are_complete():
 MODES = ("step", "forward_backward", "forward")
 
 
-@pytest.fixture(scope="module")
-def model_cells():
-    return run_cells("mixed_precision", until="measure.steps(", **TINY | {"numerics": False})
-
-
-def test_every_precision_is_measured_on_one_model(model_cells):
-    names, seen = model_cells, []
-    model, loss_of = names["model"], names["model"].loss
-
-    def loss(logits, targets):
-        value = loss_of(logits, targets)
-        seen.append((logits.dtype, value.dtype))  # of autocast, too, which has the loss in fp32
-        return value
-
-    model.loss = loss
-    for precision in ("fp32", "bf16", "fp16"):
-        names["scalers"][precision, "forward_backward"] = measure.grad_scaler(precision, "cuda")
-        names["step"](precision, "forward_backward")
-    model.loss = loss_of
-    assert seen == [(low, torch.float32) for low in (torch.float32, torch.bfloat16, torch.float16)]
-    assert [measure.grad_scaler(name, "cuda").is_enabled() for name in ("fp32", "tf32", "bf16", "fp16")] == [
-        False,
-        False,
-        False,
-        True,
-    ] or not torch.cuda.is_available()
-
-
 def test_without_its_autocast_the_loss_is_in_the_low_type(tmp_path):
     """As a reader who removes it sees."""
     loss = 'with phase("loss"), autocast(precision):'
@@ -378,136 +332,3 @@ def test_a_launch_bound_run_says_so():
     assert tables.reading(waits, "cuda").endswith("its kernels need 22.0 ms: it is launch-bound.")
     assert tables.reading(works, "cuda").endswith("its kernels need 49.0 ms: it is GPU-bound.")
     assert tables.reading(unknown, "cuda") == "In bf16 a full step takes 50.0 ms."
-
-
-# All runs: two sizes at two contexts, of which the larger one's step is mostly matmuls
-
-RUN = {"batch_size": 4, "vocab_size": 10_000, "attention": "naive", "compile": "none", "optimizer": "foreach"}
-MATMULS = {
-    "small": (60.0, {"tf32": 20.0, "bf16": 6.0, "fp16": 6.0}),
-    "2.7B": (900.0, {"tf32": 250.0, "bf16": 60.0, "fp16": 60.0}),
-}
-REST = {"small": 20.0, "2.7B": 100.0}
-SPEED = {"forward": 0.3, "forward_backward": 0.9, "step": 1.0}
-PEAKS = {
-    "forward": (20.0, 28.0),
-    "forward_backward": (40.0, 37.0),
-    "step": (65.0, 63.0),
-}  # fp32's, and under autocast
-CAST = "void at::native::unrolled_elementwise_kernel<at::native::bfloat16_copy_kernel_cuda(at::TensorIteratorBase&)>"
-
-
-def cell(size, context, precision, mode):
-    fp32, low = MATMULS[size]
-    matmul, rest = low.get(precision, fp32), REST[size]
-    casts = 0.1 * rest if precision in ("bf16", "fp16") else 0
-    gpu = (matmul + rest + casts) * context / 512 * SPEED[mode]
-    wall = max(gpu * 1.01, {"small": 60.0, "2.7B": 150.0}[size] * SPEED[mode])
-    low = casts > 0 and context > 128  # where activations set the peak
-    return RUN | {
-        "size": size,
-        "context_length": context,
-        "precision": precision,
-        "mode": mode,
-        "phase": WHOLE,
-        "wall_ms": wall,
-        "wall_std_ms": 0.5,
-        "wall_q1_ms": wall - 0.4,
-        "wall_q3_ms": wall + 0.5,
-        "wall_min_ms": 0.9 * wall,
-        "enqueue_ms": np.nan,
-        "steps": 30.0,
-        "gpu_ms": gpu,
-        "busy": gpu / wall,
-        "tokens_per_s": 1000 * context / wall,
-        "peak_gib": PEAKS[mode][low],
-        "reserved_gib": PEAKS[mode][low] + 1,
-        "status": "ok",
-    }
-
-
-def kernels(size, precision):
-    fp32, low = MATMULS[size]
-    found = [
-        ("gemm", MATMUL, low.get(precision, fp32)),
-        ("vectorized", "elementwise", REST[size] * 0.7),
-        ("multi_tensor", "optimizer", REST[size] * 0.3),
-    ]
-    found += [(CAST, "copy and cast", 0.1 * REST[size])] * (precision == "bf16")
-    return [
-        RUN
-        | {
-            "size": size,
-            "context_length": 512,
-            "precision": precision,
-            "mode": "step",
-            "phase": "forward",
-            "name": name,
-            "family": family,
-            "count": 1.0,
-            "gpu_ms": ms,
-        }
-        for name, family, ms in found
-    ]
-
-
-def long_numbers(cells):
-    rows = [row for row in cells["rows"] if row[0] in ("sums", "norm error", "norm lost")]
-    rows += [
-        ("toy", low, tensor, 0, np.nan, dtype or low)
-        for low in ("bf16", "fp16")
-        for tensor, dtype in {
-            "parameters": "fp32",
-            "first layer's output": "",
-            "LayerNorm's output": "fp32",
-            "logits": "",
-            "loss": "fp32",
-            "gradients": "fp32",
-        }.items()
-    ]
-    rows += [
-        ("gradients", case, "zero", 0, zero, "")
-        for case, zero in {"bf16": 0, "fp16, unscaled": 6e-4, "fp16, scaled": 8e-9}.items()
-    ]
-    rows += [
-        ("training", case, "loss", step, 5 - step / 50 + off, "")
-        for step in range(200)
-        for case, off in {
-            "fp32, seed 0": 0,
-            "fp32, seed 1": 0.1,
-            "fp32, seed 2": -0.05,
-            "bf16": 0.002,
-            "fp16": -0.001,
-        }.items()
-    ]
-    return table(rows)
-
-
-@pytest.fixture(scope="module")
-def made(cells):
-    shapes = [(size, context) for size in ("2.7B", "small") for context in (128, 512)]
-    rows = pd.DataFrame(
-        [
-            cell(*shape, precision, mode)
-            for shape in shapes
-            for precision in ("fp32", "tf32", "bf16", "fp16")
-            for mode in SPEED
-        ]
-    )
-    operations = pd.DataFrame(
-        [row for size in REST for precision in ("fp32", "bf16") for row in kernels(size, precision)]
-    )
-    found = {}
-    for name, frame in (("times", rows), ("operations", operations)):
-        fp32 = frame["precision"] == "fp32"
-        found |= {f"benchmark.{name}": frame[fp32].assign(repeat=0), f"mixed_precision.{name}": frame[~fp32]}
-    found["benchmark.results"] = pd.DataFrame(
-        {
-            "precision": ["fp32"] * 3 + ["bf16"] * 3,
-            "size": "small",
-            "matmul_tflops": [50.0, 52.0, 20.0, 750.0, 700.0, 760.0],
-        }
-    )
-    return found | {
-        "mixed_precision.numerics": long_numbers(cells).assign(size="small", context_length=512, **RUN)
-    }

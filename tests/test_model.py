@@ -315,20 +315,6 @@ def test_a_compiled_model_computes_the_same(parts, monkeypatch):
         torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_the_blocks_are_compiled_or_the_model_and_the_loss_with_either(monkeypatch):
-    seen: list[str] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **_: seen.append(type(module).__name__))
-    monkeypatch.setattr(torch, "compile", lambda function, **_: (seen.append(function.__name__), function)[1])
-    for parts, expected in (
-        ("none", []),
-        ("blocks", ["Block"] * 3 + ["loss", "read_out"]),
-        ("model", ["TransformerLM", "loss"]),
-    ):
-        seen.clear()
-        build_step(step_config(**SHAPE, compile=parts, mode="forward"))
-        assert sorted(seen) == expected
-
-
 def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
     config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
     asked, own = build_step(config, "forward", "bf16"), build_step(config)

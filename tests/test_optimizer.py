@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stepscope.optimizations import MasterAdamW, adamw, fp8
-from stepscope.optimizations.optimizer import UNCHANGED
+from stepscope.optimizations import MasterAdamW, fp8
 from stepscope.studies.ladder import checks
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -68,20 +67,6 @@ def test_groups_schedules_and_clipping_are_torchs(schedule):
     assert len(seen) > 5
     for own, other in zip(pair[0].masters().values(), theirs.values()):
         assert (own - other).abs().max() < 1e-5 * other.abs().max()
-
-
-def test_a_rate_that_is_a_tensor_stays_the_callers():
-    model, rate = checks.tried(), torch.tensor(0.0)
-    own = MasterAdamW(model, rate)
-    before = copy.deepcopy(own.masters())
-    for wanted in (0.0, 1e-2):
-        rate.fill_(wanted)
-        draw_gradients(model.values(), torch.Generator().manual_seed(0))
-        own.step()
-        for name, master in own.masters().items():
-            assert torch.equal(master, before[name]) == (wanted == 0), (
-                "a rate of 0 changes no weight, another does"
-            )
 
 
 def test_parameters_come_as_a_model_a_list_or_with_names():
@@ -142,34 +127,6 @@ def tabled():
     own = MasterAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}])
     own._make_tables()
     return own
-
-
-def test_by_its_tables_a_kernel_comes_to_every_number_once_and_to_its_owner(tabled):
-    """As the kernels go: a block of the buffers a program, of FP8 matrices a tile."""
-    counts, offsets = tabled.places
-    found = [
-        (owner, program * adamw.BLOCK + torch.arange(adamw.BLOCK))
-        for program, owner in enumerate(tabled.owners.tolist())
-    ]
-    found = [(owner, at[at - offsets[owner] < counts[owner]]) for owner, at in found]
-    for owner, start in zip(tabled.tile_owners.tolist(), tabled.tiles.tolist()):
-        width = tabled.widths[owner]
-        down, along = (
-            first + torch.arange(side) for first, side in zip((start // width, start % width), adamw.TILE)
-        )
-        assert along[-1] < width
-        found.append((owner, (offsets[owner] + down[:, None] * width + along).flatten()))
-    owners = torch.full_like(tabled.master, -1, dtype=torch.int64)
-    for owner, at in found:
-        assert (owners[at] == -1).all() and (offsets[owner] % adamw.BLOCK == 0)
-        owners[at] = owner
-    assert all((tabled.view(owners, index) == index).all() for index in range(len(counts)))
-    assert (owners >= 0).sum() == counts.sum() and tabled.groups.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert (
-        tabled.in_fp32.tolist()
-        == [parameter.dtype == torch.float32 for parameter in tabled.parameters]
-        == [0, 0, 1, 1, 1, 0, 0]
-    )
 
 
 def test_gradients_are_told_by_where_they_lie_and_refused_where_the_kernel_cannot_read_them(
@@ -280,19 +237,6 @@ def test_weights_that_are_loaded_into_its_model_are_not_undone(eight_bits):
     gc.collect()
     assert alive() is None, "the model does not keep it"
     model.load_state_dict(wanted)
-
-
-def test_training_can_go_on_in_fp8():
-    own, _, train = trained(torch.bfloat16, 0)
-    train(0, 5)
-    saved = own.state_dict()
-    del saved["state"][3], saved["param_groups"][0]["params"][3:]  # the bias that a layer in FP8 has not
-    other, _, _ = trained(torch.bfloat16, 1, eight_bits=True)
-    other.load_state_dict(saved)
-    master, weight = other.masters()["2.weight"], other.named["2.weight"]
-    assert torch.equal(master, own.masters()["2.weight"])
-    restored = fp8.layouts(weight.detach())[0].float() * weight.fp8_scale
-    assert (restored - master).abs().max() < master.abs().max() / 16
 
 
 @pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
@@ -606,21 +550,6 @@ def test_masters_keep_their_digits_when_their_own_rounding_is_loaded(load, eight
     assert torch.equal(optimizer.scales[optimizer.in_fp8], scales[optimizer.in_fp8])
 
 
-def test_a_model_whose_copy_is_loaded_at_every_step_trains_alike():
-    """A target network: with masters rounded at each synchronization, rates of 1e-5 move nothing."""
-    ends = []
-    for synchronize in (False, True):
-        model = small()
-        optimizer = MasterAdamW(model, 1e-5)
-        target = copy.deepcopy(model)
-        for seed in range(50):
-            step_once(model, optimizer, seed)
-            if synchronize:
-                target.load_state_dict(model.state_dict())
-        ends.append(optimizer.master.clone())
-    assert torch.equal(*ends)
-
-
 @pytest.mark.parametrize(
     "move",
     [nn.Module.float, nn.Module.half, nn.Module.double, lambda model: model.to(torch.float32)],
@@ -785,19 +714,6 @@ def test_an_fp8_weight_without_a_gradient_stays_as_it_is():
     assert (restored - before).abs().max() < before.abs().max() / 16
 
 
-@MOMENTS
-def test_the_scalars_of_a_skipped_parameter_change_no_bit(moments):
-    """The GPU's kernel updates a parameter without a gradient with these scalars and zeros for its gradient."""
-    generator = torch.Generator().manual_seed(0)
-    master, m, v = (torch.randn(1000, generator=generator) for _ in range(3))
-    m, v = m.to(moments), v.abs().to(moments)
-    before = master.clone(), m.clone(), v.clone()
-    bits = torch.full((1000,), 2**16 - 1) if moments == torch.bfloat16 else None
-    adamw.update_(master, m, v, torch.zeros(1000), torch.tensor(UNCHANGED), bits)
-    for one, other in zip((master, m, v), before):
-        assert torch.equal(one, other)
-
-
 def test_parameters_that_are_unfrozen_or_lose_their_group_or_state_are_refused():
     model = small()
     model[0].requires_grad_(False)
@@ -816,31 +732,6 @@ def test_parameters_that_are_unfrozen_or_lose_their_group_or_state_are_refused()
     del optimizer.param_groups[0]["params"][0]
     with pytest.raises(RuntimeError, match="other parameters"):
         step_once(model[2:], optimizer)
-
-
-def test_a_scalar_parameter_has_a_place_in_the_kernels_tables():
-    optimizer = MasterAdamW(
-        [nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(3))]
-    )
-    optimizer._make_tables()
-    assert optimizer.owners.tolist() == [0, 2]
-
-
-def test_autocast_trains_a_model_with_biases():
-    model = small(bias=True)
-    optimizer = MasterAdamW(model, 1e-2)
-    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(RuntimeError, match="dtype"):
-        model(x)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = (model(x) - x.flip(0)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.7 * losses[0]
 
 
 # -- the script -----------------------------------------------------------------------------------------------

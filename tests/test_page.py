@@ -170,30 +170,10 @@ def test_the_page_is_sound_in_a_browser(chromium, report, size, scheme):
     with shown(chromium, report, size, color_scheme=scheme) as (opened, said):
         for summary in opened.query_selector_all("summary"):
             summary.click()
-        assert opened.evaluate("document.documentElement.scrollWidth") <= size[0], "it scrolls sideways"
-        assert (
-            opened.evaluate("[...document.images].filter(one => !one.complete || !one.naturalWidth).length")
-            == 0
-        )
-        assert (
-            opened.evaluate(
-                "[...document.images].filter(one => one.getBoundingClientRect().right > innerWidth).length"
-            )
-            == 0
-        )
         background = opened.evaluate("getComputedStyle(document.body).backgroundColor")
         assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 24, 29)")
         assert not said, said
         assert not violations(opened)
-
-
-def test_tables_fit_a_desktop(chromium, report):
-    with shown(chromium, report) as (opened, _):
-        wide = opened.evaluate(
-            "[...document.querySelectorAll('main .scroll')].filter("
-            "one => one.scrollWidth > one.clientWidth + 1).map(one => one.innerText.slice(0, 80))"
-        )
-        assert not wide
 
 
 @pytest.fixture
@@ -212,59 +192,106 @@ def wide(report, tmp_path):
     return path
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_the_last_column_can_be_reached_and_its_row_keeps_its_name(chromium, wide, size):
-    with shown(chromium, wide, size) as (opened, _):
-        first, last = opened.evaluate("""() => {
-            const box = document.querySelector('.scroll'); box.scrollLeft = 1e6;
-            return [...box.querySelectorAll('td:first-child, td:last-child')].map(one => one.getBoundingClientRect().toJSON())}""")
-        assert last["right"] <= size[0] + 1 and last["left"] > first["right"]
-        assert (first["left"] >= 0) == (size == PHONE)
+BOX = "const box = one => one.getBoundingClientRect(), all = q => [...document.querySelectorAll(q)];"
+FIRST_AND_LAST = (
+    "const it = all('.scroll')[0]; it.scrollLeft = 1e6;"
+    "const [first, last] = all('td:first-child, td:last-child').map(box);"
+)
+PLACES = "const [nav, heading, main] = ['nav', 'h1', 'main'].map(q => box(all(q)[0]));"
+SCROLLED = "document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000);" + PLACES
+NO_SIDEWAYS = "return document.documentElement.scrollWidth <= innerWidth"
+PICTURES = "return all('img').every(one => one.complete && one.naturalWidth && box(one).right <= innerWidth)"
+LAYOUTS = {  # page, its size, media, and what is true of it
+    "nothing scrolls sideways": ("report", DESKTOP, "screen", NO_SIDEWAYS),
+    "nothing scrolls sideways on a phone": ("report", PHONE, "screen", NO_SIDEWAYS),
+    "pictures fit": ("report", DESKTOP, "screen", PICTURES),
+    "pictures fit a phone": ("report", PHONE, "screen", PICTURES),
+    "tables fit a desktop": (
+        "report",
+        DESKTOP,
+        "screen",
+        "return all('main .scroll').every(one => one.scrollWidth <= one.clientWidth + 1)",
+    ),
+    "the last column can be reached": (
+        "wide",
+        DESKTOP,
+        "screen",
+        FIRST_AND_LAST + "return last.right <= innerWidth + 1 && last.left > first.right && first.left < 0",
+    ),
+    "the last column can be reached on a phone, where its row keeps its name": (
+        "wide",
+        PHONE,
+        "screen",
+        FIRST_AND_LAST + "return last.right <= innerWidth + 1 && last.left > first.right && first.left >= 0",
+    ),
+    "a phone shows code to its end": (
+        "wide",
+        PHONE,
+        "screen",
+        "return all('pre').every(one => one.scrollWidth <= one.clientWidth)",
+    ),
+    "text has one measure": (
+        "report",
+        DESKTOP,
+        "screen",
+        "return new Set(all('main > p, main > h2, header > h1, footer > p').map(one => box(one).width)).size == 1",
+    ),
+    "tables have the text's middle": (
+        "report",
+        DESKTOP,
+        "screen",
+        "const middle = one => Math.round(box(one).left + box(one).width / 2);"
+        "return new Set(all('main > p, main > .scroll, main > pre, main > figure').map(middle)).size == 1",
+    ),
+    "wide tables are wider than text": (
+        "wide",
+        DESKTOP,
+        "screen",
+        "return box(all('.scroll')[0]).width > 1.4 * box(all('main > p')[0]).width",
+    ),
+    "the contents stay beside the text": (
+        "report",
+        DESKTOP,
+        "screen",
+        SCROLLED
+        + "return nav.top >= 0 && nav.bottom <= innerHeight && nav.right <= main.left && heading.bottom < 0",
+    ),
+    "the contents stand above the text on a phone": (
+        "report",
+        PHONE,
+        "screen",
+        PLACES + "return heading.bottom <= nav.top && nav.bottom <= main.top && nav.bottom < innerHeight",
+    ),
+    "printed it is light, without contents": (
+        "report",
+        DESKTOP,
+        "print",
+        "return getComputedStyle(document.body).backgroundColor == 'rgb(255, 255, 255)'"
+        " && getComputedStyle(all('nav')[0]).display == 'none'",
+    ),
+    "printed, evidence is unfolded": (
+        "report",
+        DESKTOP,
+        "print",
+        "return all('details').length > 0 && all('details').every(one => box(one).height > 40)",
+    ),
+    "paper holds everything": (
+        "report",
+        PAPER,
+        "print",
+        "return all('table, pre, img').every(one => box(one).right <= innerWidth + 1)",
+    ),
+}
 
 
-def test_a_phone_shows_code_to_its_end(chromium, wide):
-    with shown(chromium, wide, PHONE) as (opened, _):
-        assert opened.evaluate(
-            "[...document.querySelectorAll('pre')].every(one => one.scrollWidth <= one.clientWidth)"
-        )
-
-
-def test_text_has_one_measure_and_wide_tables_its_middle(chromium, report, wide):
-    middle = "const middle = one => {const at = one.getBoundingClientRect(); return Math.round(at.left + at.width / 2)};"
-    with shown(chromium, report) as (opened, _):
-        widths = opened.evaluate(
-            "[...document.querySelectorAll('main > p, main > h2, header > h1, footer > p')].map("
-            "one => one.getBoundingClientRect().width)"
-        )
-        assert len({*widths}) == 1
-        assert (
-            opened.evaluate(
-                f"(() => {{{middle} return new Set([...document.querySelectorAll("
-                "'main > p, main > .scroll, main > pre, main > figure')].map(middle)).size})()"
-            )
-            == 1
-        )
-    with shown(chromium, wide) as (opened, _):
-        assert (
-            opened.evaluate("document.querySelector('.scroll').getBoundingClientRect().width")
-            > 1.4 * widths[0]
-        )
-
-
-def test_the_contents_stay_beside_the_text_and_stand_above_it_on_a_phone(chromium, report):
-    places = "['nav', 'h1', 'main'].map(one => document.querySelector(one).getBoundingClientRect().toJSON())"
-    with shown(chromium, report) as (opened, _):
-        opened.evaluate("document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000)")
-        nav, heading, main = opened.evaluate(places)
-        assert (
-            nav["top"] >= 0
-            and nav["bottom"] <= DESKTOP[1]
-            and nav["right"] <= main["left"]
-            and heading["bottom"] < 0
-        )
-    with shown(chromium, report, PHONE) as (opened, _):
-        nav, heading, main = opened.evaluate(places)
-        assert heading["bottom"] <= nav["top"] and nav["bottom"] <= main["top"] and nav["bottom"] < PHONE[1]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout(chromium, request, layout):
+    page_name, size, media, condition = LAYOUTS[layout]
+    with shown(chromium, request.getfixturevalue(page_name), size, color_scheme="dark") as (opened, _):
+        opened.emulate_media(media=media)
+        if media == "screen":  # print unfolds what is folded
+            opened.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+        assert opened.evaluate(f"(() => {{{BOX} {condition}}})()")
 
 
 def test_a_link_to_folded_evidence_opens_it(chromium, report):
@@ -301,24 +328,6 @@ def test_nothing_runs_and_nothing_loads(chromium, report, tmp_path):
         assert opened.title() != "ran"
         assert opened.evaluate("getComputedStyle(document.getElementById('styled')).position") == "static"
         assert said
-
-
-def test_printed_it_is_light_and_all_of_it(chromium, report):
-    with shown(chromium, report, color_scheme="dark") as (opened, _):
-        opened.emulate_media(media="print")
-        assert opened.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-        assert opened.evaluate("getComputedStyle(document.querySelector('nav')).display") == "none"
-        heights = opened.evaluate(
-            "[...document.querySelectorAll('details')].map(one => one.getBoundingClientRect().height)"
-        )
-        assert heights and min(heights) > 40, "evidence stays folded"
-    with shown(chromium, report, PAPER) as (opened, _):
-        opened.emulate_media(media="print")
-        cut = opened.evaluate(
-            "[...document.querySelectorAll('table, pre, img')].filter("
-            "one => one.getBoundingClientRect().right > innerWidth + 1).map(one => one.innerText.slice(0, 80))"
-        )
-        assert not cut
 
 
 def missing_files(page_text: str, folder: Path) -> list[str]:

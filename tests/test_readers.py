@@ -292,6 +292,7 @@ def test_whole_cuda_graphs_are_an_operation_each(tmp_path):
     assert (last["name"], last["kind"], last["duration_ns"]) == ("[CUDA graph 6]", "kernel", 400_000)
     without = ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "DELETE FROM CUPTI_ACTIVITY_KIND_MEMCPY")
     assert len(load_capture(export(tmp_path / "b.sqlite", *graphs, *without)).operations) == 1
+    assert "operations within CUDA graphs" in profile(tmp_path / "b.sqlite")[-1].text
 
 
 def test_an_export_that_lacks_a_column_is_refused_without_sql(tmp_path):

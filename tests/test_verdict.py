@@ -17,11 +17,11 @@ from cells import run_cells
 from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
 from stepscope.captures.account import devices
-from stepscope.captures.advice import _of_waits, advice, unfused_attention
+from stepscope.captures.advice import advice, unfused_attention
 from stepscope.captures.capture import load_capture
 from stepscope.captures.causes import pauses, waits
 from stepscope.captures.lines import FORMATS, rendered
-from stepscope.captures.verdict import BOUNDS, _bound, profile
+from stepscope.captures.verdict import profile
 from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.families import families
@@ -332,29 +332,6 @@ def test_the_kernels_that_take_most_are_always_named(path):
 # Small things
 
 
-def test_one_gpu_has_no_number_and_counts_are_of_the_one_that_is_told(tmp_path):
-    early = [event("kernel", ADD, 0.5 + i, 0.2, 7, correlation=900 + i, device=i, stream=7) for i in range(2)]
-    both = [
-        one
-        for i in range(2)
-        for number in range(6)
-        for one in launched(ADD, 10 + number, 20 + 10 * number, 5, 10 * i + number)
-    ]
-    for one in both[12:]:
-        if one["cat"] == "kernel":
-            one["args"]["device"] = 1
-    text = rendered(profile(written(tmp_path / "a.json", [*early, *both])))
-    assert "6 operations; left out: 1 launched before (0.000200 ms)" in text
-    text = rendered(
-        profile(
-            written(
-                tmp_path / "b.json", launched(ADD, 1, 5, 5, 1), distributedInfo={"rank": 0, "world_size": 1}
-            )
-        )
-    )
-    assert text.startswith("a GPU without a name; no steps")
-
-
 def test_shapes_that_are_recorded_are_not_asked_for(tmp_path):
     shaped = event(
         "cpu_op", "aten::relu", 0, 1, **{"External id": 1, "Input Dims": [[4]], "Input type": ["float"]}
@@ -604,13 +581,6 @@ def kept(tmp_path, events, **header):
     return next(devices(load_capture(written(tmp_path / "a.json", events, **header))))
 
 
-def test_the_step_is_bound_by_the_cause_with_the_most_time_in_all(tmp_path):
-    one = kept(tmp_path, synchronising())
-    causes = pd.DataFrame({"cause": ["launch", "sync", "sync"], "ms": [3.0, 2.0, 2.0]})
-    labels = [_bound(one, pauses(one), rows).label for rows in (causes, causes[:2])]
-    assert labels == [BOUNDS["sync"], BOUNDS["launch"]]
-
-
 def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
     """Thread 1 waits and loads; thread 2 launches what comes after the first pause, thread 1 after the second, nobody known after the third."""
     one = kept(
@@ -735,35 +705,6 @@ def test_where_is_the_outermost_operator_in_the_innermost_range_and_line(tmp_pat
         "cudaMemcpyAsync",
         "aten::item, inner, loss.py(9): loss",
     ]
-
-
-def test_each_piece_of_advice_is_worth_the_time_of_its_place(tmp_path):
-    rows = [
-        ("sync", "s", "x", 3.0),
-        ("sync", "s", "y", 4.0),
-        ("launch", "", "", 1.0),
-        ("device", "", "", 0.5),
-        ("call", "cudaMalloc", "", 2.0),
-        ("host", "", "l", 6.0),
-    ]
-    table = pd.DataFrame(rows, columns=["cause", "call", "where", "ms"])
-    assert sorted((each.ms, each.what.split(" (")[0]) for each in _of_waits(table, 0)) == [
-        (0.5, "shorten the gaps between operations that are already queued, by fewer, larger kernels"),
-        (1, "launch less: use a CUDA graph, torch.compile or fewer, larger kernels"),
-        (2, "keep cudaMalloc out of the step"),
-        (3, "avoid s in x, so that the host can run ahead"),
-        (4, "avoid s in y, so that the host can run ahead"),
-        (6, "move l off the critical path"),
-    ]
-    assert [each.ms for each in _of_waits(table, 5.0)] == [5]
-    small = kept(
-        tmp_path, [*launched(GEMM, 0, 5, 990, 1), *launched(ADD, 6, 1000, 5, 2)]
-    )  # half a percent of pauses and of the other kernel
-    assert [each.what[:4] for each in advice(small, waits(pauses(small), 1))] == ["run "]
-    several = pd.concat(
-        [table.assign(ms=table["ms"] / 10), pd.DataFrame([("host", "", "m", 0.2)], columns=table.columns)]
-    )
-    assert len(advice(small, several)) == 3
 
 
 def product(
@@ -913,19 +854,6 @@ def test_a_gpu_that_only_copies_has_a_stream_and_communication_off_it_is_hidden(
         for one in launched("Memcpy HtoD (Pinned -> Device)", 10 * i, 10 * i + 4, 6, i, cat="gpu_memcpy")
     ]
     assert values(written(tmp_path / "a.json", copies), "on GPU")["exposed_copies_ms"] == pytest.approx(0.036)
-
-
-def test_kernels_of_a_report_of_sums_are_in_order_of_their_time_with_shares_of_all(tmp_path):
-    rows = ["10.0,100,1,volta_sgemm", "60.0,600,20,other", "30.0,300,3,softmax_warp_forward"]
-    path = tmp_path / "a.csv"
-    path.write_text("Time (%),Total Time (ns),Instances,Name\n" + "\n".join(rows) + "\n")
-    found = [one.values for one in profile(path) if "kernel" in one.values]
-    assert [(one["kernel"], one["count"], one["ms"], one["share"]) for one in found] == [
-        ("other", 20, 0.0006, 0.6),
-        ("softmax_warp_forward", 3, 0.0003, 0.3),
-        ("volta_sgemm", 1, 0.0001, 0.1),
-    ]
-    assert values(path, "capture") == {"kernels": 3, "launches": 24, "kernel_ms": pytest.approx(0.001)}
 
 
 # What reading needs

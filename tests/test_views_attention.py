@@ -1,62 +1,28 @@
 """The attention study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
+from reference_runs import NAN, Row, assert_same, keyed, read_tables
 from stepscope.views import Views
 
-FOLDER = Path(__file__).parents[1] / "runs" / "h200" / "attention"
-if not FOLDER.is_dir():
-    pytest.skip("no reference runs", allow_module_level=True)
 SETTING = ["d_model", "precision", "batch_size"]
 CASE = [*SETTING, "implementation", "context_length"]
 NAMES = {"efficient": "memory-efficient", "cudnn": "cuDNN", "flex": "FlexAttention"}
 PRECISIONS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16"}
-NAN = math.nan
-Row = dict[str, Any]
 
 
-def read_runs(name: str) -> pd.DataFrame:
-    """Return a table of all runs, joined."""
-    frames = []
-    for path in sorted(FOLDER.glob("*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        config = {field: record["config"][field] for field in SETTING}
-        rows = pd.read_parquet(path.parent / record["tables"][name]["file"])
-        frames.append(rows.assign(**config, run_id=record["run_id"]))
-    return pd.concat(frames, ignore_index=True)
-
-
-RECORDED = read_runs("cases")
+TABLES = read_tables({"attention": SETTING})
+RECORDED = TABLES["attention.cases"].rename(columns={"sequence": "context_length"})
 CONSISTENT = RECORDED[RECORDED.unsteady.fillna("") == ""]
-CHECKS = read_runs("checks")
-VIEWS = Views({"attention.cases": CONSISTENT, "attention.checks": CHECKS})
-
-
-def keyed(rows: pd.DataFrame, names: list[str]) -> dict[tuple, Row]:
-    """Return rows by these columns, each key once."""
-    renamed = rows.rename(columns={"sequence": "context_length"})
-    found = {tuple(row[name] for name in names): row for row in renamed.to_dict("records")}
-    assert len(found) == len(rows)
-    return found
+CHECKS = TABLES["attention.checks"]
+TIMES = CONSISTENT.rename(columns={"context_length": "sequence"})
+VIEWS = Views({"attention.cases": TIMES, "attention.checks": CHECKS})
 
 
 PHASES = keyed(CONSISTENT, [*CASE, "phase"])
-
-
-def assert_same(shown: Row, expected: Row, key: tuple):
-    for name, value in expected.items():
-        if isinstance(value, str):
-            assert shown[name] == value, (key, name)
-        elif math.isnan(value):
-            assert pd.isna(shown[name]), (key, name)
-        else:
-            assert shown[name] == pytest.approx(value, rel=1e-9), (key, name)
 
 
 def written(value: float) -> str:
@@ -81,21 +47,23 @@ def wall_text(row: Row) -> str:
 
 def test_phases_are_recomputed():
     view = keyed(VIEWS["attention_phases"], [*CASE, "phase"])
-    assert view.keys() == PHASES.keys()
-    for key, row in PHASES.items():
-        expected = {
+    expected = {
+        key: {
             "wall_text": wall_text(row),
             "gpu_wall_ratio": row["gpu_ms"] / row["wall_ms"],
             "peak_gib": row["peak_mib"] / 1024,
             "name": NAMES.get(row["implementation"], row["implementation"]),
             "precision_name": PRECISIONS[row["precision"]],
         }
-        assert_same(view[key], expected, key)
-        assert (view[key]["quartiles"] or "") == quartiles(row)
+        for key, row in PHASES.items()
+    }
+    assert_same(view, expected)
+    shown = {key: row["quartiles"] or "" for key, row in view.items()}
+    assert shown == {key: quartiles(row) for key, row in PHASES.items()}
 
 
 def test_recorded_columns_stay_with_their_rows():
-    view, recorded = VIEWS["attention_phases"], CONSISTENT.rename(columns={"sequence": "context_length"})
+    view, recorded = VIEWS["attention_phases"], CONSISTENT
     shared = [column for column in view if column in recorded]
     key = [*CASE, "phase"]
     frames = [rows[shared].sort_values(key, ignore_index=True) for rows in (view, recorded)]
@@ -208,9 +176,7 @@ def expected_case(key: tuple) -> Row:
 
 def test_cases_are_recomputed():
     view = keyed(VIEWS["attention"], CASE)
-    assert view.keys() == CASES
-    for key in CASES:
-        assert_same(view[key], expected_case(key), key)
+    assert_same(view, {key: expected_case(key) for key in CASES})
 
 
 def test_inconsistent_phase_leaves_its_case_without_times_of_both():
@@ -225,22 +191,23 @@ def test_compiled_attention_stands_next_to_naive_in_every_setting_with_both():
     view = keyed(VIEWS["compiled_attention"], [*SETTING, "context_length"])
     settings = {(*key[:3], key[4]) for key in CASES if key[3] == "naive"}
     assert view.keys() == settings & {(*key[:3], key[4]) for key in CASES if key[3] == "compiled"}
-    for key, row in view.items():
+    expected = {}
+    for key in view:
         naive, compiled = ((*key[:3], name, key[3]) for name in ("naive", "compiled"))
         precision = PRECISIONS[key[1]]
-        expected = {
+        expected[key] = {
             "compiled_speedup": GPU_MS[naive] / GPU_MS[compiled],
             "precision_name": precision,
             "setting": f"{precision}, d {key[0]}",
         }
         for name, case in (("naive", naive), ("compiled", compiled)):
             forward, backward = PHASES[*case, "forward"], PHASES[*case, "backward"]
-            expected |= {
+            expected[key] |= {
                 f"{name}_forward": wall_text(forward),
                 f"{name}_backward": wall_text(backward),
                 f"{name}_in_use_mib": backward["in_use_mib"],
             }
-        assert_same(row, expected, key)
+    assert_same(view, expected)
 
 
 def test_parts_add_up_to_the_predicted_peak():
@@ -254,12 +221,12 @@ def test_parts_add_up_to_the_predicted_peak():
 
 def test_errors_are_the_worst_of_all_checks():
     view = keyed(VIEWS["attention_errors"], ["precision", "implementation"])
+    expected = {}
     columns = ["output_error", "dq_error", "dk_error", "dv_error"]
     for key, rows in CHECKS.groupby(["precision", "implementation"]):
         worst = rows[columns].to_numpy().max()
         allowed = rows.allowed_error.min()
-        expected = {"worst_error": worst, "allowed_error": allowed, "cases": len(rows)}
-        expected |= {"worst": f"{worst:.1e}", "allowed": f"{allowed:.1e}"}
-        expected |= {"name": NAMES.get(key[1], key[1]), "precision_name": PRECISIONS[key[0]]}
-        assert_same(view.pop(key), expected, key)
-    assert not view
+        expected[key] = {"worst_error": worst, "allowed_error": allowed, "cases": len(rows)}
+        expected[key] |= {"worst": f"{worst:.1e}", "allowed": f"{allowed:.1e}"}
+        expected[key] |= {"name": NAMES.get(key[1], key[1]), "precision_name": PRECISIONS[key[0]]}
+    assert_same(view, expected)

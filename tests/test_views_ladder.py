@@ -1,31 +1,19 @@
 """The ladder's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
 
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
+from reference_runs import DIMENSIONS, NAN, RUNS, Row, Rows, is_same, keyed, read_tables
 from stepscope.views import Views
 
-FOLDER = Path(__file__).parents[1] / "runs" / "h200" / "ladder"
-CPU_FOLDER = Path(__file__).parent / "data" / "cpu" / "ladder"
-if not FOLDER.is_dir():
-    pytest.skip("no reference runs", allow_module_level=True)
+CPU_FOLDER = Path(__file__).parent / "data" / "cpu"
 CASE = ("size", "context_length", "vocab_size", "batch_size")
-# width, feed-forward width, layers, heads
-DIMENSIONS = {
-    "small": (768, 3072, 12, 12),
-    "medium": (1024, 4096, 24, 16),
-    "large": (1280, 5120, 36, 20),
-    "xl": (1600, 6400, 48, 25),
-    "2.7B": (2560, 10240, 32, 32),
-}
 LADDER = ("fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments")
 BF16_MOMENTS = (
     "bf16_moments",
@@ -36,41 +24,21 @@ BF16_MOMENTS = (
     "without_blocks",
     "without_cuda_graph",
 )
-NAN = math.nan
-Row = dict[str, Any]
-Rows = dict[tuple, Row]
 
 
-def read_runs(folder: Path) -> dict[str, pd.DataFrame]:
-    """Return the tables of a folder's runs, joined, without what a run marks as inconsistent."""
-    tables = defaultdict(list)
-    for path in sorted(folder.glob("*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        config = {name: record["config"][name] for name in CASE[:3]}
-        named = config | {"run_id": record["run_id"]}
-        tables["results"].append(pd.DataFrame([named | record["results"]]))
-        tables["runs"].append(
-            pd.DataFrame([{"run_id": record["run_id"], "device": record["machine"]["device_name"]}])
-        )
-        for name, table in record["tables"].items():
-            rows = pd.read_parquet(path.parent / table["file"])
-            tables[name].append(rows.assign(**named))
-    joined = {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
-    steps = joined["steps"]
+def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
+    """Return the tables of a folder's ladders, without what a run marks as inconsistent."""
+    tables = read_tables({"ladder": CASE[:3]}, folder)
+    steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
     marked = steps[steps.unsteady.fillna("") != ""]
     case = ["run_id", "optimization", "batch_size"]
-    is_marked = joined["kernels"].set_index(case).index.isin(marked.set_index(case).index)
-    joined["kernels"] = joined["kernels"][~is_marked]
-    joined["steps"] = steps.drop(marked.index).assign(unsteady="")
-    return joined
+    is_marked = kernels.set_index(case).index.isin(marked.set_index(case).index)
+    consistent = steps.drop(marked.index).assign(unsteady="")
+    return tables | {"ladder.kernels": kernels[~is_marked], "ladder.steps": consistent}
 
 
-def named(raw: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    return {name if name == "runs" else f"ladder.{name}": table for name, table in raw.items()}
-
-
-RAW = read_runs(FOLDER)
-TABLES = named(RAW)
+TABLES = read_ladder()
+RAW = {name.removeprefix("ladder."): table for name, table in TABLES.items()}
 VIEWS = Views(TABLES)
 STEPS: Rows = {
     (*(row[name] for name in CASE), row["optimization"]): row for row in RAW["steps"].to_dict("records")
@@ -493,18 +461,12 @@ def is_text(name: str) -> bool:
     return name == "name" or name.endswith("quartiles")
 
 
-def is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return bool(pd.isna(one) and pd.isna(other)) or math.isclose(one, other, rel_tol=1e-7, abs_tol=1e-9)
-
-
 @pytest.mark.parametrize("name", EXPECTED)
 def test_view_equals_recomputation_from_files(name: str):
     view, expected = VIEWS[name], dict(EXPECTED[name]())
     key = view.attrs["key"]
     columns = [column for column in view if column not in key and not is_text(column)]
-    actual = {tuple(row[field] for field in key): row for row in view.to_dict("records")}
+    actual = keyed(view, key)
     assert {*actual} == {*expected}
     wrong = []
     for place, row in actual.items():
@@ -524,13 +486,11 @@ def test_views_do_not_depend_on_the_order_of_rows():
 
 
 def test_views_of_a_cpu_run_lack_only_what_a_gpu_measures():
-    raw = read_runs(CPU_FOLDER)
-    for name in ("results", "steps", "kernels", "curves"):
-        raw[name]["size"] = "nano"  # the run's size has no name
-    views = Views(named(raw))
+    raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
+    views = Views(raw)  # the run's size has no name
     rows = {name: len(views[name]) for name in EXPECTED}
-    assert rows["steps"] == len(raw["steps"]) > 0
-    assert rows["loss_curves"] == len(raw["curves"]) > 0
+    assert rows["steps"] == len(raw["ladder.steps"]) > 0
+    assert rows["loss_curves"] == len(raw["ladder.curves"]) > 0
     assert rows["ablations"] == rows["baselines"] == rows["fp8"] == 0
     steps = views["steps"]
     assert not steps.launch_bound.any()

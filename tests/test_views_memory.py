@@ -1,19 +1,14 @@
 """The memory study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
 
-import json
 import math
 from collections import defaultdict
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
 
+from reference_runs import DIMENSIONS, MODES, RUNS, Row, Rows, assert_same, keyed, read_tables
 from stepscope.views import Views
 
-FOLDER = Path(__file__).parents[1] / "runs" / "h200" / "memory"
-if not FOLDER.is_dir():
-    pytest.skip("no reference runs", allow_module_level=True)
 STEP = [
     "size",
     "context_length",
@@ -24,15 +19,6 @@ STEP = [
     "optimizer",
     "expandable_segments",
 ]
-# width, feed-forward width, layers, heads
-DIMENSIONS = {
-    "small": (768, 3072, 12, 12),
-    "medium": (1024, 4096, 24, 16),
-    "large": (1280, 5120, 36, 20),
-    "xl": (1600, 6400, 48, 25),
-    "2.7B": (2560, 10240, 32, 32),
-    "10B": (4608, 12288, 50, 36),
-}
 KINDS = {
     "weights": "weights_gib",
     "gradients": "gradients_gib",
@@ -45,51 +31,20 @@ KINDS = {
     "rounding": "rounding_gib",
     "all": "peak_gib",
 }
-NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 MIB, GIB = 2**20, 2**30
-Row = dict[str, Any]
 
 
-def read_runs() -> dict[str, pd.DataFrame]:
-    """Return the tables of all runs, joined; none of this study's rows is marked as inconsistent."""
-    tables = defaultdict(list)
-    for path in sorted(FOLDER.glob("*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        named = {name: record["config"][name] for name in STEP} | {"run_id": record["run_id"]}
-        kept = {"study": "memory", "status": "ok", "keep_snapshot": record["config"]["keep_snapshot"]}
-        tables["runs"].append(pd.DataFrame([named | kept]))
-        for name, table in record["tables"].items():
-            if table["file"].endswith(".parquet"):
-                tables[name].append(pd.read_parquet(path.parent / table["file"]).assign(**named))
-    return {name: pd.concat(frames, ignore_index=True) for name, frames in tables.items()}
+TABLES = read_tables({"memory": STEP})
+VIEWS = Views(TABLES)
+RAW = {name.removeprefix("memory."): table for name, table in TABLES.items()}
 
 
-RAW = read_runs()
-VIEWS = Views({name if name == "runs" else f"memory.{name}": table for name, table in RAW.items()})
-
-
-def keyed(rows: pd.DataFrame, *names: str) -> dict[tuple, Row]:
+def by_step(rows: pd.DataFrame, *names: str) -> Rows:
     """Return rows by configuration and these columns, each key once."""
-    found = {tuple(row[name] for name in (*STEP, *names)): row for row in rows.to_dict("records")}
-    assert len(found) == len(rows)
-    return found
+    return keyed(rows, (*STEP, *names))
 
 
-def assert_same(view: dict[tuple, Row], expected: dict[tuple, Row]):
-    """Compare the expected columns of all rows; neither side may have other rows."""
-    assert view.keys() == expected.keys()
-    for key, row in expected.items():
-        for name, value in row.items():
-            shown = view[key][name]
-            if value is None or pd.isna(value):
-                assert pd.isna(shown), (key, name)
-            elif isinstance(value, str):
-                assert shown == value, (key, name)
-            else:
-                assert shown == pytest.approx(value, rel=1e-9, abs=1e-12), (key, name)
-
-
-PEAKS = keyed(
+PEAKS = by_step(
     RAW["peaks"].assign(phase=RAW["peaks"].phase.replace({"whole": "total"})),
     "mode",
     "phase",
@@ -127,11 +82,11 @@ def test_peaks_are_recomputed():
             if not math.isnan(row["requested_gib"] - row["predicted_requested_gib"])
             else math.nan,
             "begins_backward": begins_backward(row),
-            "mode_precision": f"{NAMES[row['mode']]}, {row['precision']}",
+            "mode_precision": f"{MODES[row['mode']]}, {row['precision']}",
         }
         for key, row in PEAKS.items()
     }
-    assert_same(keyed(VIEWS["peaks"], "mode", "phase"), expected)
+    assert_same(by_step(VIEWS["peaks"], "mode", "phase"), expected)
 
 
 def test_peak_kinds_are_the_columns_of_a_peak():
@@ -143,7 +98,7 @@ def test_peak_kinds_are_the_columns_of_a_peak():
         for key, row in PEAKS.items()
         for kind, column in KINDS.items()
     }
-    view = keyed(VIEWS["peak_kinds"], "mode", "phase", "kind")
+    view = by_step(VIEWS["peak_kinds"], "mode", "phase", "kind")
     assert_same(view, expected)
     for key, row in PEAKS.items():
         if row["status"] == "ok":
@@ -166,7 +121,7 @@ def test_stage_peaks_are_recomputed():
         for key, row in fits.items()
         if key[-1] == "total"
     }
-    assert_same(keyed(VIEWS["stage_peaks"], "mode"), expected)
+    assert_same(by_step(VIEWS["stage_peaks"], "mode"), expected)
     highest = VIEWS["stage_peaks"].filter(regex="^(forward|loss|backward|optimizer)_gib$").max(axis=1)
     totals = {key[:-1]: row["peak_gib"] for key, row in fits.items() if key[-1] == "total"}
     assert sorted(highest) == pytest.approx(sorted(totals.values()))
@@ -223,7 +178,7 @@ def test_allocations_are_recomputed():
         for key, rows in groups().items()
         for row in rows
     }
-    assert_same(keyed(VIEWS["allocations"], "what", "rank"), expected)
+    assert_same(by_step(VIEWS["allocations"], "what", "rank"), expected)
 
 
 def test_block_memory_is_recomputed_and_its_formulas_are_what_was_recorded():
@@ -253,7 +208,7 @@ def test_block_memory_is_recomputed_and_its_formulas_are_what_was_recorded():
             "d_ff": f,
         }
     view = VIEWS["block_memory"]
-    assert_same(keyed(view), expected)
+    assert_same(by_step(view), expected)
     assert view.formula_saved_mib.tolist() == pytest.approx(view.saved_mib.tolist(), rel=1e-6)
     assert view.formula_gradients_mib.tolist() == pytest.approx(view.gradients_mib.tolist(), rel=1e-9)
 
@@ -273,7 +228,7 @@ def test_block_operations_save_what_the_lines_of_their_module_were_recorded_to_s
     operations = VIEWS["block_operations"]
     configurations = operations.groupby(STEP)
     assert len(configurations) == sum(
-        key[4] == "fp32" and key[5] == "naive" for key in keyed(VIEWS["block_memory"])
+        key[4] == "fp32" and key[5] == "naive" for key in by_step(VIEWS["block_memory"])
     )
     for key, rows in configurations:
         recorded = defaultdict(float)
@@ -290,7 +245,7 @@ def test_block_operations_save_what_the_lines_of_their_module_were_recorded_to_s
         assert by_rank == sorted(by_rank, reverse=True)
 
 
-CHECKPOINTS = keyed(RAW["checkpoints"], "mode", "blocks", "checkpoint_policy")
+CHECKPOINTS = by_step(RAW["checkpoints"], "mode", "blocks", "checkpoint_policy")
 
 
 def expected_checkpoint(key: tuple, row: Row) -> Row:
@@ -303,7 +258,7 @@ def expected_checkpoint(key: tuple, row: Row) -> Row:
     if number > 1:
         added_gib = (row["peak_gib"] - single["peak_gib"]) / (number - 1)
     return {
-        "mode_name": NAMES[row["mode"]],
+        "mode_name": MODES[row["mode"]],
         "per_checkpoint": "" if math.isnan(number) else f"{number:.0f}" if number else "none",
         "peak_ratio": row["peak_gib"] / without.get("peak_gib", math.nan),
         "gpu_ratio": row["gpu_ms"] / without.get("gpu_ms", math.nan),
@@ -320,7 +275,7 @@ def expected_checkpoint(key: tuple, row: Row) -> Row:
 
 def test_checkpoints_are_recomputed():
     expected = {key: expected_checkpoint(key, row) for key, row in CHECKPOINTS.items()}
-    assert_same(keyed(VIEWS["checkpoints"], "mode", "blocks", "checkpoint_policy"), expected)
+    assert_same(by_step(VIEWS["checkpoints"], "mode", "blocks", "checkpoint_policy"), expected)
 
 
 def test_size_without_a_name_has_no_formulas():
@@ -377,12 +332,12 @@ def test_memory_savings_pair_configurations_that_differ_in_the_change_alone():
         for key, (before, after) in expected.items()
         if not math.isnan(before + after)
     }
-    assert_same(keyed(VIEWS["memory_savings"], "change"), pairs)
+    assert_same(by_step(VIEWS["memory_savings"], "change"), pairs)
 
 
 def test_predictions_have_the_recorded_prediction_and_outcome():
     recorded = {key[: len(STEP)]: row for key, row in PEAKS.items() if key[len(STEP) :] == ("step", "total")}
-    view = keyed(VIEWS["predictions"])
+    view = by_step(VIEWS["predictions"])
     compared = view.keys() & recorded.keys()
     assert len(compared) == sum(key[5:] == ("naive", "foreach", False) for key in recorded)
     for key in compared:
@@ -408,4 +363,4 @@ def test_predictions_are_recomputed():
 
 def test_snapshots_exist():
     paths = VIEWS["snapshots"].path.tolist()
-    assert paths and all((FOLDER.parent / path).is_file() for path in paths)
+    assert paths and all((RUNS / path).is_file() for path in paths)

@@ -1,27 +1,21 @@
 """The mixed_precision study's views, recomputed from the files of runs/h200 by code that imports only the views."""
 
-import json
 import math
 import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
+from reference_runs import MODES, NAN, Row, assert_same, keyed, read_tables
 from stepscope.figures import all_figures
 from stepscope.views import Views
 
-FOLDER = Path(__file__).parents[1] / "runs" / "h200" / "mixed_precision"
-if not FOLDER.is_dir():
-    pytest.skip("no reference runs", allow_module_level=True)
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer")
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
-MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 PARTS = {
     "forward": ("forward_backward", "forward"),
     "backward": ("forward_backward", "backward"),
@@ -30,26 +24,12 @@ PARTS = {
 }
 CATEGORIES = {"matrix multiply": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
 ALL_CATEGORIES = ("matmul", "elementwise", "optimizer", "other", "cast")
-NAN = math.nan
-Row = dict[str, Any]
 
 
 # -- the files ------------------------------------------------------------------------------------------------
 
 
-def read_tables() -> dict[str, pd.DataFrame]:
-    """Return the study's tables, joined; none of its rows here is marked as inconsistent."""
-    frames = defaultdict(list)
-    for path in sorted(FOLDER.glob("*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        config = {name: record["config"][name] for name in CONFIG} | {"run_id": record["run_id"]}
-        for name, table in record["tables"].items():
-            rows = pd.read_parquet(path.parent / table["file"])
-            frames[f"mixed_precision.{name}"].append(rows.assign(**config))
-    return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
-
-
-TABLES = read_tables()
+TABLES = read_tables({"mixed_precision": CONFIG})
 VIEWS = Views(TABLES)
 RAW = {name.partition(".")[2]: table.to_dict("records") for name, table in TABLES.items()}
 
@@ -252,14 +232,8 @@ def test_view_equals_its_recomputation(name: str):
     names, expect = EXPECTED[name]
     expected = expect()
     view = VIEWS[name]
-    rows = {of(row, *names): row for row in view.to_dict("records")}
-    assert len(rows) == len(view)
-    assert rows.keys() == expected.keys()
-    for key, row in rows.items():
-        assert expected[key].keys() == {*view} - {*CONFIG, *names}
-        for column, value in expected[key].items():
-            same = value if isinstance(value, str) else pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True)
-            assert row[column] == same, (key, column)
+    assert_same(keyed(view, (*CONFIG, *names)), expected)
+    assert all(row.keys() == {*view} - {*CONFIG, *names} for row in expected.values())
 
 
 def test_sums_are_those_of_numpy():

@@ -1,63 +1,34 @@
 """The nsys study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
 
-import json
 import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Set
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
+from reference_runs import DIMENSIONS, MODES, NAN, Row, assert_same, keyed, read_tables
 from stepscope.figures import all_figures
 from stepscope.views import Views
 from stepscope.views.nsys import readable
 
-FOLDER = Path(__file__).parents[1] / "runs" / "h200"
-if not FOLDER.is_dir():
-    pytest.skip("no reference runs", allow_module_level=True)
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
-EXTRA = {"benchmark": ("compile", "repeat"), "mixed_precision": ("compile",), "nsys": (), "ladder": ()}
-# width, heads, layers
-DIMENSIONS = {
-    "small": (768, 12, 12),
-    "medium": (1024, 16, 24),
-    "large": (1280, 20, 36),
-    "xl": (1600, 25, 48),
-    "2.7B": (2560, 32, 32),
-}
-MODES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 MATMUL = "matrix multiply"
-NAN = math.nan
-Row = dict[str, Any]
 
 
 # -- the files ------------------------------------------------------------------------------------------------
 
 
-def read_tables() -> dict[str, pd.DataFrame]:
-    """Return the tables of four studies; none of their rows here is marked as inconsistent."""
-    frames = defaultdict(list)
-    for path in sorted(FOLDER.glob("*/*/record.json")):
-        record = json.loads(path.read_text(encoding="utf-8"))
-        study, run = record["study"], {"run_id": record["run_id"]}
-        if study not in EXTRA:
-            continue
-        fields = ("size", "context_length", "vocab_size") if study == "ladder" else (*CONFIG, *EXTRA[study])
-        config = {name: record["config"][name] for name in fields} | run
-        frames[f"{study}.results"].append(pd.DataFrame([config | record["results"]]))
-        frames["runs"].append(pd.DataFrame([run | {"device": record["machine"]["device_name"]}]))
-        for name, table in record["tables"].items():
-            rows = pd.read_parquet(path.parent / table["file"])
-            own = {field: value for field, value in config.items() if field not in rows}
-            frames[f"{study}.{name}"].append(rows.assign(**own))
-    return {name: pd.concat(parts, ignore_index=True) for name, parts in frames.items()}
-
-
-TABLES = read_tables()
+TABLES = read_tables(
+    {
+        "nsys": CONFIG,
+        "benchmark": (*CONFIG, "compile", "repeat"),
+        "mixed_precision": (*CONFIG, "compile"),
+        "ladder": ("size", "context_length", "vocab_size"),
+    }
+)
 VIEWS = Views(TABLES)
 
 
@@ -200,7 +171,7 @@ def attention() -> dict[tuple, Row]:
 
 def attention_of(key: tuple, rows: list[Row]) -> Row:
     size, context_length, batch_size = key[:3]
-    width, heads, layers = DIMENSIONS[size]
+    width, _, layers, heads = DIMENSIONS[size]
     matmuls = [row for row in rows if row["family"] == MATMUL]
     scores = summed(row for row in matmuls if row["region"] == "attention.scores") / 1e6
     values = summed(row for row in matmuls if row["region"] == "attention.value") / 1e6
@@ -348,14 +319,8 @@ def test_view_equals_its_recomputation(name: str):
     names, expect = EXPECTED[name]
     expected = expect()
     view = VIEWS[name]
-    rows = {of(row, *names): row for row in view.to_dict("records")}
-    assert len(rows) == len(view)
-    assert rows.keys() == expected.keys()
-    for key, row in rows.items():
-        assert expected[key].keys() == {*view} - {*CONFIG, *names} - NAMES
-        for column, value in expected[key].items():
-            same = value if isinstance(value, str) else pytest.approx(value, rel=1e-9, nan_ok=True)
-            assert row[column] == same, (key, column)
+    assert_same(keyed(view, (*CONFIG, *names)), expected)
+    assert all(row.keys() == {*view} - {*CONFIG, *names} - NAMES for row in expected.values())
 
 
 def test_profile_parts_add_up_to_the_profile():
@@ -380,7 +345,7 @@ def test_figures_draw_rows_of_the_views():
         "mode == 'step' and precision == 'fp32' and context_length == 512"
     )
     drawn = draw["kernel_families"]("A title", step)
-    assert all(f"{size}: AdamW" in drawn for size in DIMENSIONS)
+    assert all(f"{size}: AdamW" in drawn for size in ("small", "2.7B"))
     window = VIEWS["launch_timeline"].query(
         "size == 'small' and precision == 'bf16' and context_length == 128"
     )

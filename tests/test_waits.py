@@ -1,16 +1,14 @@
 """Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
 takes so long as is asked for, and none of the host's time until somebody waits."""
 
-import math
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pandas as pd
 import pytest
 import torch
 
-from cells import executed, run_cells
+from cells import run_cells
 from memory_recording import stand_in
 from stepscope import measure
 from stepscope.config import StepConfig, configure
@@ -303,46 +301,6 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
     assert gpu.log == [("_record_memory_history", 0.0), ("_snapshot", 0.0), ("_record_memory_history", 0.0)]
 
 
-# Cells of notebooks that capture, each executed alone
-
-
-def measuring(gpu, captured, **also):
-    config = SimpleNamespace(device="cuda", batches=[], batch_size=1, optimizations=[], baselines=[])
-    return {
-        "Any": Any,
-        "math": math,
-        "pd": pd,
-        "torch": torch,
-        "config": config,
-        "measure": SimpleNamespace(
-            **{name: getattr(measure, name) for name in dir(measure)}
-            | {"capture": lambda device: nullcontext(captured), "release": lambda *_, **__: None}
-        ),
-    } | also
-
-
-def capture_of_explore(gpu, captured):
-    executed(
-        "explore",
-        "build_step(config), measure.synchronizer",
-        measuring(
-            gpu,
-            captured,
-            names=["a", "b"],
-            configs=[SimpleNamespace(device="cuda")] * 2,
-            build_step=lambda config: Step(gpu),
-        ),
-    )
-    return 0.0
-
-
-@pytest.mark.parametrize("capture", [capture_of_explore])
-def test_each_captured_step_of_a_notebook_is_alone(gpu, capture):
-    assert alone(
-        gpu, capture(gpu, captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost"))
-    )
-
-
 def test_the_ladders_profiled_steps_are_over_when_the_capture_is(gpu, monkeypatch):
     captured = captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost")
     monkeypatch.setattr(measure, "capture", lambda device: nullcontext(captured))
@@ -361,38 +319,3 @@ def test_an_error_that_has_lost_the_device_ends_the_ladders_run(gpu, monkeypatch
 
     with pytest.raises(torch.AcceleratorError):
         loop.Ladder.visit(SimpleNamespace(device="cuda", do_loaded=lost), ladder_case())
-
-
-def test_the_ladders_peak_of_memory_is_of_its_timed_steps(monkeypatch):
-    log = []
-    monkeypatch.setattr(measure, "forget_peaks", lambda device: log.append("forgotten"))
-    monkeypatch.setattr(measure, "peak_memory", lambda device: log.append("read") or {})
-    monkeypatch.setattr(loop, "stretch", lambda *_: log.append("timed") or {})
-    ladder = SimpleNamespace(
-        device="cpu",
-        on_gpu=False,
-        settle=lambda *_: log.append("warmed up"),
-        config=SimpleNamespace(timed_steps=1, training_steps=0),
-        batch_sizes=[2],
-    )
-    loop.Ladder.time_steps(ladder, ladder_case(), SimpleNamespace(step=1))
-    assert log == ["forgotten", "warmed up", "timed", "read"]
-
-
-def test_the_notebooks_wrong_clock_is_the_launches_and_its_right_one_the_step(gpu):
-    shown = []
-    executed(
-        "benchmark",
-        "wrong_ms",
-        {
-            "full_steps": [1],
-            "subject": SimpleNamespace(reset=gpu.clear),
-            "synchronize": gpu.synchronize,
-            "default_timer": lambda: gpu.now,
-            "step": Step(gpu),
-            "display": shown.append,
-            "brief": lambda frame: frame,
-            "pd": pd,
-        },
-    )
-    assert shown[0]["wall_ms"].tolist() == [2 * LAUNCH_S * 1e3, STEP_MS]
