@@ -19,7 +19,7 @@ from torch.nn import functional
 from cells import edited, run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
 from stepscope.measure import fresh_compiler_cache
-from stepscope.model.fit import last_step_bytes
+from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count
 from stepscope.optimizations import fp8
 from stepscope.optimizations.adamw import hashed, stochastic_round
@@ -655,7 +655,7 @@ def test_filling_batch_is_the_largest_that_the_formula_allows(config):
     memory = 140 * 2**30
     batch = filling_batch(shape, memory)
     needed, more = (
-        last_step_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
+        fully_optimized_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
     )
     assert batch % 4 == 0 and needed <= 0.92 * memory < more
 

@@ -18,7 +18,7 @@ LAST_SAVED, LAST_BESIDE = "20X + 6G + 4n + 8r", "14X + 6G + 4E + 4r"
 MASTER, LOW, MOMENT = 4, 2, 2  # bytes a parameter: fp32 master, bf16 weight (and gradient), one bf16 moment
 
 
-def last_step_bytes(config: StepConfig, moment: int = MOMENT) -> int:
+def fully_optimized_bytes(config: StepConfig, moment: int = MOMENT) -> int:
     """The peak of the ladder's last step: bf16 weights with fp32 masters, moments of so many bytes a number.
 
     Memory moves in a line from where backward begins, with all that blocks saved, to where it ends, with all
@@ -30,7 +30,7 @@ def last_step_bytes(config: StepConfig, moment: int = MOMENT) -> int:
     return state + value(LAST_BESIDE, config) + max(begin, LOW * parameters)
 
 
-def plain_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
+def baseline_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
     return peak(config, "step", blocks_per_checkpoint).allocated
 
 
@@ -38,12 +38,12 @@ FAST = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
 # By name, the fields that differ from the fp32 baseline, and the function that computes the bytes. The bf16
 # baseline uses autocast; the fully optimized step has bf16 moments, too, and fp32 master weights.
 STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
-    "fp32 baseline (naive attention)": ({}, plain_bytes),
-    "bf16 baseline (SDPA, fused AdamW)": (FAST, plain_bytes),
-    "bf16 baseline, checkpointing": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
-    "fully optimized (bf16 weights)": ({}, last_step_bytes),
+    "fp32 baseline (naive attention)": ({}, baseline_bytes),
+    "bf16 baseline (SDPA, fused AdamW)": (FAST, baseline_bytes),
+    "bf16 baseline, checkpointing": (FAST, functools.partial(baseline_bytes, blocks_per_checkpoint=1)),
+    "fully optimized (bf16 weights)": ({}, fully_optimized_bytes),
 }
-WRITTEN = {
+BASELINE_FIELDS = {
     "precision": "fp32",
     "attention": "naive",
     "optimizer": "foreach",
@@ -92,7 +92,7 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
     rows, memory = [], memory_gib * GIB
     sizes = largest_sizes(config, [config.context_length], memory_gib, edition)
     for name, (fields, bytes_of) in STEPS.items():
-        own = config.model_copy(update=WRITTEN | fields)
+        own = config.model_copy(update=BASELINE_FIELDS | fields)
         needed = bytes_of(own)
         context, batch = (
             greatest(field, own, bytes_of, memory) for field in ("context_length", "batch_size")
@@ -139,7 +139,10 @@ def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition
 def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] | None = None) -> StepConfig:
     """The plain step of a size at a context, with other fields."""
     return config.model_copy(
-        update=WRITTEN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {})
+        update=BASELINE_FIELDS
+        | SIZES[size]._asdict()
+        | {"size": size, "context_length": context}
+        | (fields or {})
     )
 
 
