@@ -126,7 +126,7 @@ def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
         (lambda root: (root / ".partial").write_text(""), ".partial: is no folder"),
         (lambda root: (root / "benchmark").symlink_to("/tmp"), "benchmark: is a link"),
         (lambda root: (root / ".partial").symlink_to("/tmp"), ".partial: is a link"),
-        (lambda root: os.mkfifo(root / ".lock"), "no regular file"),
+        (lambda root: os.mkfifo(root / ".lock"), "not a regular file"),
         (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), "cannot be written to"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Files of a runs folder: read without leaving it, written so that they are whole.
+"""Safe reading from a runs folder, and durable, atomic writing.
 
-A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes
-into, devices. :func:`open_within` is how every file of a run is read.
+A folder may come from anywhere, and may contain symlinks to other places, pipes without a writer, or devices.
+Every file of a run is read with :func:`open_within`.
 """
 
 import errno
@@ -14,13 +14,13 @@ from pathlib import Path, PurePosixPath
 
 
 def open_within(root: Path, name: str) -> BufferedReader:
-    """Open a file of a runs folder for reading, without waiting for anything and without following a link.
+    """Open a regular file below ``root`` for reading, without blocking and without following symlinks.
 
     Args:
-        name: its path in the folder.
+        name: the file's path relative to ``root``.
 
     Raises:
-        OSError: it is not there, is no regular file, or leads out of the folder.
+        OSError: the file is missing, is not a regular file, or lies outside ``root``.
     """
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts:
@@ -31,51 +31,53 @@ def open_within(root: Path, name: str) -> BufferedReader:
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
-        # Without waiting: to open a pipe is to wait for its other end.
+        # O_NONBLOCK: opening a pipe would otherwise wait for a writer
         descriptor = os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, and none is followed") from None
+            raise OSError(errno.ELOOP, "it is a symlink, and symlinks are not followed") from None
         raise
     finally:
         os.close(folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
-def read_within(root: Path, name: str, most_bytes: int) -> bytes:
-    """All of a file of a runs folder.
+def read_within(root: Path, name: str, max_bytes: int) -> bytes:
+    """Read a whole file below ``root``.
 
     Raises:
-        OSError: as of :func:`open_within`, or it is larger than that.
+        OSError: as :func:`open_within`, or the file has more than ``max_bytes``.
     """
     with open_within(root, name) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
     return content
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Write a file so that at every instant there is either the old one or the whole new one, on disk."""
+    """Replace a file atomically: at every instant, the disk holds either the old or the complete new text."""
     write_texts_durably({path: text})
 
 
 def write_texts_durably(texts: Mapping[Path, str]) -> None:
-    """Write files that belong together: all are on disk beside their places before any takes its place, so
-    that a full disk leaves the old ones, and nothing beside them.
+    """Write files that belong together.
+
+    All new files are on disk, under temporary names, before the first one replaces its old version. A full
+    disk therefore leaves the old files, and no temporary ones.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: a file cannot be written.
     """
     temporaries = {path: path.with_name(f".{path.name}.tmp") for path in texts}
     try:
         for path, temporary in temporaries.items():
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
-            if os.path.lexists(temporary):  # of a process that was killed, or somebody's link
+            if os.path.lexists(temporary):  # left by a killed process, or a planted symlink
                 temporary.unlink()
             with temporary.open("x", encoding="utf-8") as file:
                 file.write(texts[path])
@@ -85,14 +87,14 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
             temporary.replace(path)
     finally:
         for temporary in temporaries.values():
-            with suppress(OSError):  # it is in its place
+            with suppress(OSError):  # it has been renamed
                 temporary.unlink()
     for folder in {path.parent for path in texts}:
         sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Make what is in a file, or the renames in a folder, survive a power failure."""
+    """Make a file's content, or the renames in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -100,9 +102,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def one_line(text: object, most: int) -> str:
-    """Text that somebody else wrote, on one line: what is not printable is a space, and what is longer is cut
-    with an ellipsis."""
-    line = "".join(char if char.isprintable() else " " for char in str(text)[: 4 * most])
-    line = " ".join(line.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+def one_line(text: object, max_chars: int) -> str:
+    """Return untrusted text on one line.
+
+    Unprintable characters become spaces, and longer text than ``max_chars`` is cut with an ellipsis.
+    """
+    prefix = str(text)[: 4 * max_chars]
+    printable = "".join(char if char.isprintable() else " " for char in prefix)
+    line = " ".join(printable.split())
+    if len(line) <= max_chars:
+        return line
+    return f"{line[: max_chars - 1]}…"

@@ -27,10 +27,8 @@ def at_cap(row: Mapping[str, float]) -> bool:
     Args:
         row: ``sm_clock_mhz``, and ``highest_clock_mhz`` if not of this process's GPU.
     """
-    return bool(
-        row.get("sm_clock_mhz", np.nan)
-        < POWER_LIMITED_CLOCK_RATIO * row.get("highest_clock_mhz", highest_clock_mhz())
-    )
+    highest = row.get("highest_clock_mhz", highest_clock_mhz())
+    return bool(row.get("sm_clock_mhz", np.nan) < POWER_LIMITED_CLOCK_RATIO * highest)
 
 
 def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str:
