@@ -33,7 +33,7 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
         xscale="log",
         xlim=(left * 0.8, rows.wall_ms.max() * 1.9),
         ylim=(len(rows) - 0.4, -2.4),
-        xlabel="milliseconds a step, logarithmic",
+        xlabel="milliseconds per step (log scale)",
     )
     heights = range(len(rows))
     axes.hlines(heights, axes.get_xlim()[0], rows.wall_ms, color=GRID, linewidth=1.2, zorder=1)
@@ -97,7 +97,7 @@ def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
     axes.set(
         xlim=(total.reference_ms - 0.05 * total.over_ms, total.ms + 0.02 * total.over_ms),
         ylim=(len(rows) - 0.4, -1.6),
-        xlabel="milliseconds of a step (the axis does not begin at 0)",
+        xlabel="milliseconds per step (the axis does not begin at 0)",
     )
     axes.set_yticks(heights, [*rows.part])
     axes.grid(False, axis="y")
@@ -130,13 +130,13 @@ def ladder_roofline(
         yscale="log",
         xlim=(left, right),
         ylim=(points.tflops.min() / 2.5, rate.bf16_tflops * 2.5),
-        xlabel="FLOPs a byte, by formula",
+        xlabel="FLOPs per byte, by formula",
         ylabel="TFLOP/s",
     )
     _roofs(axes, rate, left, right)
     axes.hlines(launch_tflops, left, right, color=MUTED, linewidth=1, linestyle="--")
     axes.annotate(
-        f"{step['size']}, a launch at a time\n{number(launch_tflops, 'TFLOP/s')}",
+        f"{step['size']}, one launch at a time\n{number(launch_tflops, 'TFLOP/s')}",
         (left, launch_tflops),
         xytext=(4, 4),
         color=MUTED,
@@ -205,7 +205,7 @@ def fp8(title: str, rows: pd.DataFrame) -> Picture:
     lowest, highest = rows.gpu_speedup.min(), rows.gpu_speedup.max()
     axes.set(
         xscale="log",
-        xlabel="tokens a step",
+        xlabel="tokens per step",
         ylabel="speedup in GPU time",
         ylim=(min(0.97, lowest - 0.02), highest + 0.03),
     )

@@ -38,6 +38,6 @@ def norms(title: str, outputs: pd.DataFrame) -> style.Picture:
     ends = style.lines(axes, measured, "scale", "error", "precision", style.PRECISION_COLORS)
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("standard deviation of the inputs")
-    axes.set_ylabel("output's relative error")
+    axes.set_ylabel("relative error of the output")
     style.label_ends(axes, ends, style.PRECISION_COLORS)
     return drawn

@@ -1,7 +1,7 @@
-"""Code that makes a training step faster, with one file per optimization that explains how it works.
+"""Code that makes a training step faster. Each file implements one optimization and explains how it works.
 
-AdamW with master weights, FP8 matmuls, chunked cross-entropy, the float64 baseline of attention, and the subject
-that the ladder's transforms change.
+There are AdamW with master weights, FP8 matmuls, chunked cross-entropy, attention in float64 to compare with, and
+the subject that the ladder's transforms change.
 
     from stepscope.optimizations import MasterAdamW
 """
