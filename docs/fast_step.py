@@ -1,8 +1,8 @@
-"""A plain PyTorch training step with every change of the ladder that needs no code of ours.
+"""A training step with every optimization that works in stock PyTorch.
 
-Self-contained: `python fast_step.py` trains the model below for some steps on random tokens and prints
-milliseconds a step. On a CPU what only a GPU has (TF32, fused AdamW, the CUDA graph) is passed over.
-`master_adamw.py` beside it trains the same model with bf16 weights and fp32 masters.
+The file is self-contained: `python fast_step.py` trains the model below on random tokens and prints the
+milliseconds per step. On a CPU, it skips what only a GPU has (TF32, fused AdamW, the CUDA graph).
+`master_adamw.py` trains the same model with bf16 weights and fp32 master weights.
 """
 
 import argparse
@@ -70,22 +70,22 @@ def attend(q, k, v):
 
 
 def make_step(model, tokens, targets, rate, clip=None):
-    """Make a training step and its optimizer; weights, buffers and random state stay as they are.
+    """Return a training step and its optimizer. Weights, buffers and random state don't change.
 
-    `model(tokens)` gives logits (..., classes) of `targets` (...), from its layers `model.blocks` and by its
-    method `read_out`. Before each step, fill in `rate`, a tensor () on their device, and give the step a
-    batch, or copy that into `tokens` and `targets`. A scheduler of the optimizer fills in the rate; torch may
-    warn it that `optimizer.step()` was not called, because the graph does that."""
+    `model(tokens)` must return logits (..., classes) for `targets` (...). Its layers are `model.blocks`, and
+    its method `read_out` computes the logits. Before each step, fill `rate`, a tensor () on the same device.
+    Pass the step a batch, or copy one into `tokens` and `targets`. A scheduler of the optimizer fills `rate`
+    for you. It may warn that `optimizer.step()` was not called, because the graph makes that call."""
     on_gpu = tokens.is_cuda
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu, capturable=on_gpu)  # fused AdamW
     for block in model.blocks:
         block.compile(dynamic=False)  # compiled blocks
-    # Bound anew, so that a deep copy of the model computes with its own head.
+    # bound as a method, so that a deep copy of the model computes with its own head
     model.read_out = MethodType(torch.compile(type(model).read_out, dynamic=False), model)
 
     def compute():
         optimizer.zero_grad(set_to_none=True)
-        # Accumulation: loop over micro-batches from here to backward, each loss divided by their number.
+        # gradient accumulation: loop over micro-batches up to backward, and divide each loss by their number
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):  # bf16 autocast
             loss = F.cross_entropy(model(tokens).flatten(0, -2), targets.flatten())
         loss.backward()
@@ -94,14 +94,14 @@ def make_step(model, tokens, targets, rate, clip=None):
         optimizer.step()
         return loss.detach()
 
-    # DDP: wrap the model on the side stream, warm up 11 steps, and set TORCH_NCCL_ASYNC_ERROR_HANDLING=0.
+    # DDP: wrap the model on the side stream, warm up 11 steps, and set TORCH_NCCL_ASYNC_ERROR_HANDLING=0
     side = torch.cuda.Stream() if on_gpu else None
     given, buffers = rate.clone(), [buffer.clone() for buffer in model.buffers()]
-    rate.zero_()  # so that no weight moves
+    rate.zero_()  # so that no weight changes
     if on_gpu:
         side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.random.fork_rng([tokens.device] if on_gpu else []):
-        for _ in range(3):  # compile, make AdamW's moments
+        for _ in range(3):  # compiles, and creates AdamW's moments
             compute()
     if on_gpu:
         torch.cuda.current_stream().wait_stream(side)
@@ -112,14 +112,14 @@ def make_step(model, tokens, targets, rate, clip=None):
         for tensor in state.values():
             tensor.zero_()
     if on_gpu:
-        # Memory: activations and gradients move into a pool of the graph's own, which eager code cannot use.
+        # activations and gradients move into the graph's own memory pool, which eager code cannot use
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=side):  # CUDA graph of the step
             loss = compute()
 
     def step(*batch):
         for place, new in zip((tokens, targets), batch):
-            if new.shape != place.shape:  # copy_ would repeat a single row
+            if new.shape != place.shape:  # copy_ would broadcast a single row
                 raise ValueError(f"got a batch of {new.shape}, but the step was made for {place.shape}")
             place.copy_(new)
         if not on_gpu:
@@ -131,12 +131,12 @@ def make_step(model, tokens, targets, rate, clip=None):
 
 
 def resume(optimizer, saved):
-    """Continue from a state dict (and load the model's weights, too): in place, where a graph reads. AdamW's
-    own `load_state_dict` would make new tensors, and the graph would continue with the old ones."""
+    """Load the optimizer's state dict in place, where a graph reads it; also load the model's weights.
+    AdamW's `load_state_dict` would make new tensors, and the graph would keep using the old ones."""
     states = list(zip(optimizer.state.values(), saved["state"].values(), strict=True))
     groups = list(zip(optimizer.param_groups, saved["param_groups"], strict=True))
     tensors = [(name, own[name], state[name]) for own, state in states for name in own]
-    for name, tensor, given in tensors:  # before anything is written
+    for name, tensor, given in tensors:  # checked before anything is written
         if given.shape != tensor.shape:
             raise ValueError(f"{name}: saved as {given.shape}, but here {tensor.shape}")
     for _, tensor, given in tensors:
@@ -149,7 +149,7 @@ def resume(optimizer, saved):
 
 
 def main(arguments: list[str] | None = None) -> float:
-    """Train on random tokens; milliseconds a step."""
+    """Train on random tokens; return the milliseconds per step."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
         "width": 768,

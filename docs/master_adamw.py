@@ -1,33 +1,37 @@
-"""Training with `MasterAdamW`: bf16 weights, fp32 masters, a schedule, clipping, a CUDA graph, and a resume.
+"""Training with `MasterAdamW`: bf16 weights, fp32 master weights, a schedule, clipping, a CUDA graph, resuming.
 
-`python master_adamw.py` trains fast_step.py's model on random tokens, saves in the middle, makes all anew
-from another seed, resumes, and says whether both runs end alike, to the bit. On a CPU there is no graph.
+`python master_adamw.py` trains the model of fast_step.py on random tokens and saves a checkpoint halfway. It
+then creates everything again from another seed, resumes, and reports whether both runs end bit-identical. On
+a CPU there is no graph.
 
-**If you come from `torch.optim.AdamW`**, most things stay: groups, schedulers, clipping, gradient scaling,
-`group["lr"] = x` in eager steps, copies and pickles, Hugging Face's Trainer and accelerate. These change:
+**If you come from `torch.optim.AdamW`**, most things stay the same: groups, schedulers, clipping, gradient
+scaling, `group["lr"] = x` in eager steps, copying and pickling, Hugging Face's Trainer and accelerate. These
+change:
 
-* *Dtypes.* Weights of two and more dimensions are bf16 once the optimizer is made, and so are their gradients;
-  adding many up, or averaging over many GPUs, loses bits. Cast and move the model before, not after.
-* *Autocast.* This model needs none: it has no biases, and its norms cast back to bf16. Then the residual stream
-  is bf16, too, and only norms and loss are computed in fp32. Leave autocast on if your model has biases or
-  norms that return fp32 (GPT-2, Hugging Face's Llama), or if a convolution reads fp32 images: without it,
-  PyTorch refuses to multiply bf16 weights and fp32 activations.
-* *Checkpoints.* To continue to the bit, save the optimizer's state dict, which holds the fp32 masters. It is
-  loaded in place: the model's weights are written from the masters, and a graph goes on from there, whether it
-  was captured before or after. The model's own state dict is for inference, with weights rounded to bf16 (for
-  FP8 weights, with their bytes). To migrate a run of torch's AdamW, load the model's fp32 weights, make the
-  optimizer, then load AdamW's state dict.
-* *Averages of weights.* Average `optimizer.masters()`: an average in bf16, as `AveragedModel(model)` makes it,
-  stops moving, because a thousandth of the way to the new weight is less than half its last digit.
-* *Writing weights.* A clamp, an initialization or a load is noticed at the next eager step. A replayed graph
-  runs no Python, so call `optimizer.take_weights()` before it, unless you used `load_state_dict` of the model
-  or of a part of it. Nothing can notice a write through `.data`: write under `torch.no_grad()` instead.
-* *Several GPUs.* Make the optimizer, then wrap the model in DistributedDataParallel; the first step gives all
-  ranks the masters of rank 0. FSDP and ZeRO, which shard weights, are refused.
-* *No gradient.* A parameter without a gradient is skipped, as in PyTorch, but not in a captured graph, where all
-  need one. Those that are frozen when the optimizer is made stay fp32 and outside; to train them later, make a
-  new optimizer. Sparse gradients, `maximize`, `amsgrad` and groups that are added later are refused.
-* *Rates* are tensors, and so are those that a scheduler's `get_last_lr()` returns: `float` makes them numbers.
+* *Dtypes.* Creating the optimizer turns weights with two or more dimensions into bf16, and so their gradients.
+  Summing many gradients, or averaging them over many GPUs, therefore loses bits. Cast and move the model
+  before you create the optimizer, not after.
+* *Autocast.* This model needs none, because it has no biases and its norms cast back to bf16. The residual
+  stream is then bf16, too, and only norms and loss are computed in fp32. Leave autocast on if your model has
+  biases or norms that return fp32 (GPT-2, Hugging Face's Llama), or if a convolution reads fp32 images.
+  Otherwise PyTorch refuses to multiply bf16 weights by fp32 activations.
+* *Checkpoints.* To resume bit-identically, save the optimizer's state dict, which holds the fp32 master
+  weights. Loading works in place: it also writes the model's weights from the masters, and a CUDA graph
+  continues from there, whether it was captured before or after. The model's own state dict is for inference:
+  its weights are rounded to bf16 (FP8 weights are stored as their bytes). To migrate a run from torch's
+  AdamW, load the model's fp32 weights, create the optimizer, then load AdamW's state dict.
+* *Weight averaging.* Average `optimizer.masters()`. An average in bf16, as in `AveragedModel(model)`, stops
+  moving, because a thousandth of the distance to the new weight is less than half a unit in its last place.
+* *Writing weights.* The next eager step notices a clamp, an initialization or a load. A replayed graph runs no
+  Python, so call `optimizer.take_weights()` before replaying, unless you used `load_state_dict` of the model
+  or of one of its modules. Writes through `.data` go unnoticed: write under `torch.no_grad()` instead.
+* *Several GPUs.* Create the optimizer, then wrap the model in DistributedDataParallel. The first step
+  broadcasts the masters of rank 0. FSDP and ZeRO shard weights and are rejected.
+* *Missing gradients.* As in PyTorch, parameters without a gradient are skipped. In a captured graph, however,
+  every parameter needs one. Parameters that are frozen when you create the optimizer stay fp32 and are not
+  part of it; to train them later, create a new optimizer. Sparse gradients, `maximize`, `amsgrad` and groups
+  added later are rejected.
+* *Learning rates* are tensors, also those that a scheduler's `get_last_lr()` returns; convert them with `float`.
 """
 
 import argparse
@@ -36,7 +40,7 @@ import io
 import math
 import os
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # two runs are alike to the bit only so
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """A run from its start: the step, which takes a batch's number, the optimizer and its schedule."""
+    """Return a new run: a function that trains on a batch, given its number, the optimizer and its scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
@@ -60,10 +64,10 @@ def make_training(shape, batches, steps, moments):
         betas=(0.9, 0.95),
         weight_decay=0.1,
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(  # a tenth of the steps up, then a cosine down
+    scheduler = torch.optim.lr_scheduler.LambdaLR(  # linear warm-up, then cosine decay
         optimizer, lambda t: min((t + 1) / (steps / 10), (1 + math.cos(math.pi * t / steps)) / 2)
     )
-    batch = batches[0].clone()  # (B, T + 1) token ids, where a graph reads them
+    batch = batches[0].clone()  # (B, T + 1) token ids, at the address that a graph reads
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -77,15 +81,16 @@ def make_training(shape, batches, steps, moments):
 
     def train_on(number):
         batch.copy_(batches[number % len(batches)])
-        loss = launch().clone()  # the next replay overwrites it; to read it here would wait for the GPU
-        scheduler.step()  # fills each group's "lr", which the graph reads
+        # cloned, because the next replay overwrites it; reading the number here would wait for the GPU
+        loss = launch().clone()
+        scheduler.step()  # fills each group's "lr" tensor, which the graph reads
         return loss
 
     return train_on, optimizer, scheduler
 
 
 def captured(step, optimizer):
-    """The step as one CUDA graph; what its warm-up's steps did is undone."""
+    """Capture the step as a CUDA graph, undo its warm-up steps, and return a function that replays it."""
     before = copy.deepcopy(optimizer.state_dict())
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -99,7 +104,8 @@ def captured(step, optimizer):
     with torch.cuda.graph(graph, stream=side):
         loss = step()
 
-    def replay(_held=step):  # what a graph reads it does not keep alive: the model, with its tables of RoPE
+    # holds the step, and with it the model and its RoPE tables: a graph doesn't keep what it reads alive
+    def replay(_held=step):
         graph.replay()
         return loss
 
@@ -107,7 +113,7 @@ def captured(step, optimizer):
 
 
 def main(arguments: list[str] | None = None) -> bool:
-    """Whether the resumed run ended as the other did."""
+    """Return whether the resumed run ended bit-identical to the uninterrupted one."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
         "width": 128,

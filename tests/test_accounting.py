@@ -184,7 +184,7 @@ def test_what_an_h200s_allocator_counted_is_predicted():
 def test_the_ladders_last_step_is_predicted():
     """With fp32 moments, as it was measured; small's CUDA graph has a pool that is a part of so little."""
     off = {
-        row.size: fit.last_step_bytes(config, moment=4) / MIB / row.allocated_mib - 1
+        row.size: fit.fully_optimized_bytes(config, moment=4) / MIB / row.allocated_mib - 1
         for row, config in measured("ladder")
     }
     assert (
@@ -205,8 +205,8 @@ def test_the_ladders_last_step_adds_up_by_hand():
     )
     for moment in (2, 4):
         expected = (4 + 2 + 2 * moment) * parameters + tables + batch + 2 * 32 * MIB + beside + saved
-        assert fit.last_step_bytes(config, moment) == expected and (
-            moment == 4 or fit.last_step_bytes(config) == expected
+        assert fit.fully_optimized_bytes(config, moment) == expected and (
+            moment == 4 or fit.fully_optimized_bytes(config) == expected
         )
 
 
@@ -214,7 +214,7 @@ def test_at_the_ladders_last_steps_peak_all_gradients_can_be_there():
     """Of a short context blocks save less than the gradients take that are there where backward ends."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
     bf16, fp32 = 2, 4  # weights, gradients and both moments; masters
-    assert fit.last_step_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
+    assert fit.fully_optimized_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
 
 
 # -- rounding ------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_each_row_is_of_the_step_that_it_names(context_length):
         for fields in ({}, fast, fast, {})
     ]
     expected = [accounting.peak(step, "step", blocks).allocated for step, blocks in zip(steps, (0, 0, 1))] + [
-        fit.last_step_bytes(steps[3], 2)
+        fit.fully_optimized_bytes(steps[3], 2)
     ]
     assert [row.peak_gib * GIB for row in fit.fit(steps[0], 80)] == expected and len({*expected}) >= 3
 

@@ -164,7 +164,7 @@ def test_the_reference_is_the_definition():
 def test_the_reference_of_a_long_sequence_is_made_of_some_queries_at_a_time(monkeypatch):
     inputs = Inputs(small(), 32)
     whole = attention_in_float64(inputs)
-    monkeypatch.setattr(inputs_of, "SQUARE", 32 * 5)  # five of 32 queries, and a rest of two
+    monkeypatch.setattr(inputs_of, "MAX_SCORES", 32 * 5)  # five of 32 queries, and a rest of two
     assert all(
         torch.allclose(a, b, rtol=1e-12, atol=0)
         for a, b in zip(whole, attention_in_float64(inputs), strict=True)

@@ -392,7 +392,7 @@ def test_a_gain_of_what_waits_for_launches_is_of_the_fastest_steps_and_none_if_s
         full | {"wall_min_ms": row["wall_ms"]} | row | ({"gpu_ms": 3.0} if "busy" in row else {})
         for row in (before, after)
     ]
-    assert stats.wall_gain(*pair) == pytest.approx(gain, nan_ok=True)
+    assert stats.wall_speedup(*pair) == pytest.approx(gain, nan_ok=True)
     assert stats.launch_bound_rows(pd.DataFrame(pair, index=[7, 3])).to_dict() == {
         7: "busy" in before,
         3: "busy" in after,

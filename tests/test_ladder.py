@@ -19,11 +19,11 @@ from torch.nn import functional
 from cells import edited, run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
 from stepscope.measure import fresh_compiler_cache
-from stepscope.model.fit import last_step_bytes
+from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count
 from stepscope.optimizations import fp8
-from stepscope.optimizations.adamw import hashed, stochastic_round
-from stepscope.optimizations.cross_entropy import CHUNK, chunked_cross_entropy
+from stepscope.optimizations.adamw import random_bits, stochastic_round
+from stepscope.optimizations.cross_entropy import MIN_CHUNK, chunked_cross_entropy
 from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.transforms import TrainedSubject, Unsupported, apply, launch_eagerly
 from stepscope.report.tables import number
@@ -168,12 +168,12 @@ def test_rounding_by_chance_is_right_in_the_mean_and_only_to_neighbours():
 
 def test_the_hash_is_numpys_and_its_bits_are_even():
     index = torch.arange(100_000) + 2**31 - 50_000  # across where 32-bit integers would turn negative
-    bits = hashed(index, torch.tensor(7))
+    bits = random_bits(index, torch.tensor(7))
     assert bits.min() >= 0 and bits.max() < 2**16
     assert bits.double().mean().item() == pytest.approx(2**15, rel=0.01)
     for place in range(16):
         assert (bits >> place & 1).double().mean().item() == pytest.approx(0.5, abs=0.01)
-    other = hashed(index, torch.tensor(8))
+    other = random_bits(index, torch.tensor(8))
     assert abs(np.corrcoef(bits, other)[0, 1]) < 0.02 and abs(np.corrcoef(bits[1:], bits[:-1])[0, 1]) < 0.02
     v = torch.rand(100_000) + 0.5
     mine = stochastic_round(v, bits).float().numpy()
@@ -192,7 +192,7 @@ def test_rounded_to_nearest_a_second_moment_cannot_fall():
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-4, 1e-7), (torch.bfloat16, 2e-2, 1e-4)])
 def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
     torch.manual_seed(0)
-    tokens = CHUNK + 9  # the last chunk is another length
+    tokens = MIN_CHUNK + 9  # the last chunk is another length
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     weight = torch.randn(21, 8, requires_grad=True)
     targets = torch.randint(21, (1, tokens))
@@ -211,10 +211,10 @@ def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
 @pytest.mark.parametrize(
     "tokens, chunks",
     [
-        (CHUNK, [CHUNK]),
-        (2 * CHUNK + 9, [CHUNK, CHUNK, 9]),
-        (16 * CHUNK, [2 * CHUNK] * 8),
-        (16 * CHUNK + 1, [*[2 * CHUNK + 1] * 7, 2 * CHUNK - 6]),
+        (MIN_CHUNK, [MIN_CHUNK]),
+        (2 * MIN_CHUNK + 9, [MIN_CHUNK, MIN_CHUNK, 9]),
+        (16 * MIN_CHUNK, [2 * MIN_CHUNK] * 8),
+        (16 * MIN_CHUNK + 1, [*[2 * MIN_CHUNK + 1] * 7, 2 * MIN_CHUNK - 6]),
     ],
 )
 def test_chunks_are_neither_short_nor_many(monkeypatch, tokens, chunks):
@@ -285,7 +285,7 @@ def test_fp8_weights_lie_in_both_layouts_by_a_power_of_two_of_the_step_before():
     own.masters()["0.weight"].mul_(100)
     layer.weight.grad = torch.zeros(160, 96).bfloat16()
     own.step()
-    assert fp8.layouts(layer.weight.detach())[0].float().abs().max() == fp8.LARGEST, (
+    assert fp8.layouts(layer.weight.detach())[0].float().abs().max() == fp8.MAX_FP8, (
         "beyond the range it saturates"
     )
     own.reset()
@@ -293,7 +293,7 @@ def test_fp8_weights_lie_in_both_layouts_by_a_power_of_two_of_the_step_before():
 
 
 def test_the_scales_are_of_magnitudes_of_each_row_of_what_is_multiplied_and_of_a_matrix(monkeypatch):
-    eight, scale = fp8.scaled(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
+    eight, scale = fp8.quantize_rows(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
     assert eight.float().tolist() == [
         [-448, 1],
         [0, 0],
@@ -656,7 +656,7 @@ def test_filling_batch_is_the_largest_that_the_formula_allows(config):
     memory = 140 * 2**30
     batch = filling_batch(shape, memory)
     needed, more = (
-        last_step_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
+        fully_optimized_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
     )
     assert batch % 4 == 0 and needed <= 0.92 * memory < more
 

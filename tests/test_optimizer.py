@@ -721,7 +721,7 @@ def test_parameters_that_are_unfrozen_or_lose_their_group_or_state_are_refused()
     assert model[0].weight.dtype == torch.float32 and list(optimizer.masters()) == ["0", "1"]
     step_once(model[2:], optimizer)
     model[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="make it anew"):
+    with pytest.raises(RuntimeError, match="make a new MasterAdamW"):
         step_once(model[2:], optimizer)
     model[0].requires_grad_(False)
     state = dict(optimizer.state)

@@ -1,6 +1,7 @@
 """Every reading of the host's clock that means the GPU's work waits for the GPU first: on a GPU made up, whose work
 takes so long as is asked for, and none of the host's time until somebody waits."""
 
+import math
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 

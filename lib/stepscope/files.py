@@ -1,7 +1,7 @@
-"""Files of a runs folder: read without leaving it, written so that they are complete.
+"""Safe reading from a runs folder, and durable, atomic writing.
 
-A folder may come from anywhere, and so may what is in it: links to other places, pipes that nobody writes
-into, devices. :func:`open_within` is how every file of a run is read.
+A folder may come from anywhere, and may contain symlinks to other places, pipes without a writer, or devices.
+Every file of a run is read with :func:`open_within`.
 """
 
 import errno
@@ -13,53 +13,55 @@ from pathlib import Path
 
 
 def open_within(root: Path, name: str) -> BufferedReader:
-    """Open a file of a runs folder for reading.
+    """Open a regular file below ``root`` for reading, without blocking and without following symlinks.
 
     Args:
-        name: its path in the folder.
+        name: the file's path relative to ``root``.
 
     Raises:
-        OSError: it is not there, is no regular file, or is outside of the folder, by its path or by a link.
+        OSError: the file is missing, is not a regular file, or lies outside ``root``, by its path or by a link.
     """
     path = Path(os.path.realpath(root / name))
     if not path.is_relative_to(os.path.realpath(root)):
         raise OSError(errno.EINVAL, "it is outside of the folder")
     if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return path.open("rb")
 
 
-def read_within(root: Path, name: str, most_bytes: int) -> bytes:
-    """All of a file of a runs folder.
+def read_within(root: Path, name: str, max_bytes: int) -> bytes:
+    """Read a whole file below ``root``.
 
     Raises:
-        OSError: as of :func:`open_within`, or it is larger than that.
+        OSError: as :func:`open_within`, or the file has more than ``max_bytes``.
     """
     with open_within(root, name) as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes:,} bytes")
     return content
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Write a file so that at every instant there is either the old one or the whole new one, on disk."""
+    """Replace a file atomically: at every instant, the disk holds either the old or the complete new text."""
     write_texts_durably({path: text})
 
 
 def write_texts_durably(texts: Mapping[Path, str]) -> None:
-    """Write files that belong together: all are on disk beside their places before any takes its place, so
-    that a full disk leaves the old ones, and nothing beside them.
+    """Write files that belong together.
+
+    All new files are on disk, under temporary names, before the first one replaces its old version. A full
+    disk therefore leaves the old files, and no temporary ones.
 
     Raises:
-        OSError: one of them cannot be written.
+        OSError: a file cannot be written.
     """
     temporaries = {path: path.with_name(f".{path.name}.tmp") for path in texts}
     try:
         for path, temporary in temporaries.items():
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
-            temporary.unlink(missing_ok=True)  # a link would be written through
+            temporary.unlink(missing_ok=True)  # left by a killed process; a planted link would be followed
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(texts[path])
                 file.flush()
@@ -68,14 +70,14 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
             temporary.replace(path)
     finally:
         for temporary in temporaries.values():
-            with suppress(OSError):  # what could not be written may not be removable either
+            with suppress(OSError):  # it has been renamed
                 temporary.unlink()
     for folder in {path.parent for path in texts}:
         sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Make what is in a file, or the renames in a folder, survive a power failure."""
+    """Make a file's content, or the renames in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -83,9 +85,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def one_line(text: object, most: int) -> str:
-    """Text that somebody else wrote, on one line: what is not printable is a space, and what is longer is cut
-    with an ellipsis."""
-    line = "".join(char if char.isprintable() else " " for char in str(text)[: 4 * most])
-    line = " ".join(line.split())
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+def one_line(text: object, max_chars: int) -> str:
+    """Return untrusted text on one line.
+
+    Unprintable characters become spaces, and longer text than ``max_chars`` is cut with an ellipsis.
+    """
+    prefix = str(text)[: 4 * max_chars]
+    printable = "".join(char if char.isprintable() else " " for char in prefix)
+    line = " ".join(printable.split())
+    if len(line) <= max_chars:
+        return line
+    return f"{line[: max_chars - 1]}…"

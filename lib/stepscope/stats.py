@@ -1,33 +1,36 @@
-"""What is said of samples, and the thresholds by which reports tell a difference from none."""
+"""Statistics of measurements, and the thresholds by which reports separate differences from noise."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-# Busy (GPU time over wall time) from here on: nothing is left to wait for. What is less busy may be
-# launch-bound (:func:`launch_bound`).
+# A step whose GPU is busy (GPU time over wall time) at least this much is not launch-bound.
 LAUNCH_BOUND = 0.95
-# The least gain of an optimization: most of their steps run at the power cap.
-LEAST_GAIN = 0.03
-# Where the host sets the pace wall times do not repeat, not even the fastest of a hundred steps of one
-# process on a machine alone: a smaller difference is none.
-LEAST_HOST_GAIN = 0.20
-# Wall times of warm steps of one process spread by less: what differs by more is still warming up, or waits.
-STEADY = 0.01
-# GPU time is of other steps than wall time, and of another clock, so busy can be a little over 1. More than
-# this cannot be: that case was disturbed, and is left out.
-MOST_BUSY = 1.02
-MOST_BUSY_AT_CAP = 1.03
-# Below this share of its highest SM clock a GPU is held down by its power cap.
-AT_CAP = 0.97
-# The share of values that are inf, NaN or wrongly 0 from which on a precision loses them.
-LOST = 1e-3
+# Smaller speedups are noise, because most optimized steps are power-limited.
+MIN_GAIN = 0.03
+# Smaller speedups of a launch-bound step are noise: its wall times don't repeat, not even the fastest of a
+# hundred steps of one process on an otherwise idle machine.
+MIN_LAUNCH_BOUND_GAIN = 0.20
+# Warm steps of one process spread by less than this in wall time. A step that differs by more is still warming
+# up, or waits for launches.
+MAX_WARM_SPREAD = 0.01
+# GPU time comes from other steps than wall time, at a slightly different clock, so ``busy`` can exceed 1 a
+# little. A larger value is impossible: something disturbed the case, and reports omit it.
+MAX_BUSY = 1.02
+MAX_BUSY_POWER_LIMITED = 1.03
+# A GPU whose SM clock is below this share of its maximum is power-limited.
+POWER_LIMITED_CLOCK_RATIO = 0.97
+# A precision loses values if more than this share of them is inf, NaN or wrongly 0.
+MAX_LOST_SHARE = 1e-3
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return ``median``, ``mean``, quartiles (``q1``, ``q3``), the least (``min``), and the sample standard
-    deviation (``std``; nan of a single value)."""
+    """Return ``median``, ``mean``, quartiles (``q1``, ``q3``), minimum (``min``) and sample standard deviation
+    (``std``).
+
+    ``std`` of a single value is NaN, and so are all statistics of no values.
+    """
     samples = np.asarray(values, dtype=float)
     if not len(samples):
         return dict.fromkeys(("median", "mean", "std", "q1", "q3", "min"), np.nan)
@@ -43,51 +46,56 @@ def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan) -> bool:
-    """Whether a phase or step waits for launches: who waits for whom. Not where it is not known.
+    """Return whether a phase or step is launch-bound; False if ``busy`` is unknown.
 
-    The host takes longer to enqueue it than the GPU to do it, so that the GPU waits for more of the time than
-    the host does, and it waits for more than a twentieth of it. Either alone can be otherwise: small kernels
-    leave gaps of 2 µs between them while the host is far ahead; and where the host is so far ahead that the
-    queue (1,024 launches) is full, it enqueues to the end. Without an enqueue time the second alone decides.
+    It is when (1) the GPU is idle for more than 5% of it and (2) the CPU takes longer to enqueue it than the
+    GPU takes to run it. One condition alone is not enough: small kernels leave gaps of 2 µs even if the CPU is
+    far ahead, and a CPU that is so far ahead that the launch queue (1,024 launches) is full enqueues until the
+    end. If the enqueue time is unknown, only the first condition counts.
     """
-    return bool(busy < LAUNCH_BOUND and not enqueue_ms <= gpu_ms)
+    is_gpu_idle = busy < LAUNCH_BOUND
+    is_cpu_ahead = enqueue_ms <= gpu_ms
+    return bool(is_gpu_idle and not is_cpu_ahead)
 
 
 def launch_bound_rows(rows: pd.DataFrame) -> pd.Series:
-    """:func:`launch_bound` of each row, by its ``busy``, ``enqueue_ms`` and ``gpu_ms``."""
-    known = rows[["busy", "enqueue_ms", "gpu_ms"]].astype(float)
-    return pd.Series([launch_bound(*row) for row in known.to_numpy()], rows.index, dtype=bool)
+    """Apply :func:`launch_bound` to the columns ``busy``, ``enqueue_ms`` and ``gpu_ms`` of each row."""
+    inputs = rows[["busy", "enqueue_ms", "gpu_ms"]].astype(float)
+    results = [launch_bound(*row) for row in inputs.to_numpy()]
+    return pd.Series(results, rows.index, dtype=bool)
 
 
-def wall_gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
-    """How many times faster one step is than another in wall time; nan where they differ by less than such
-    times do.
+def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Return the speedup in wall time from one step to another; NaN if it is within the noise.
 
-    A launch-bound step's median does not repeat, so that where one of two is launch-bound their fastest steps
-    are compared, and nothing under :data:`LEAST_HOST_GAIN` counts. Else it is the medians, whatever their
-    ratio.
+    If one of the steps is launch-bound, the fastest steps are compared, because launch-bound medians don't
+    repeat, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise the medians are compared,
+    and no difference is noise.
 
     Args:
-        before, after: ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.
+        before, after: mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.
     """
-    waits = any(launch_bound(row["busy"], row["enqueue_ms"], row["gpu_ms"]) for row in (before, after))
-    told = "wall_min_ms" if waits else "wall_ms"
-    found = before[told] / after[told]
-    return np.nan if waits and 1 / (1 + LEAST_HOST_GAIN) < found < 1 + LEAST_HOST_GAIN else float(found)
+    steps = (before, after)
+    if not any(launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"]) for step in steps):
+        return float(before["wall_ms"] / after["wall_ms"])
+    speedup = before["wall_min_ms"] / after["wall_min_ms"]
+    limit = 1 + MIN_LAUNCH_BOUND_GAIN
+    is_noise = 1 / limit < speedup < limit
+    return np.nan if is_noise else float(speedup)
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:
-    """How far the middle of a row's wall times reaches: from quartile to quartile, which a few late steps do
-    not move."""
+    """Return the interquartile range of each row's wall times, which a few slow steps don't change."""
     return rows["wall_q3_ms"] - rows["wall_q1_ms"]
 
 
 def union(starts: np.ndarray, ends: np.ndarray) -> float:
-    """The length of what intervals cover together, each moment counted once; in their unit."""
+    """Return the total length that intervals cover, counting overlaps once, in the intervals' unit."""
     if not len(starts):
         return 0
     order = np.argsort(starts, kind="stable")
     starts, ends = np.asarray(starts)[order], np.asarray(ends)[order]
-    reached = np.maximum.accumulate(ends)  # by each interval and all that began before it
-    fresh = np.maximum(starts[1:], reached[:-1])
-    return (ends[0] - starts[0] + np.maximum(ends[1:] - fresh, 0).sum()).item()
+    covered_until = np.maximum.accumulate(ends)
+    uncovered_starts = np.maximum(starts[1:], covered_until[:-1])
+    added = np.maximum(ends[1:] - uncovered_starts, 0)
+    return (ends[0] - starts[0] + added.sum()).item()

@@ -1,4 +1,4 @@
-"""Figures: each draws rows of views under a title that the document gives it."""
+"""Figures, one module per study. Each function draws rows of views under a title from the document."""
 
 import importlib
 from collections.abc import Callable
@@ -9,13 +9,15 @@ MODULES = ("ladder", "benchmark", "nsys", "mixed_precision", "memory", "attentio
 
 
 def all_figures() -> dict[str, Callable[..., str]]:
-    """Return by name a function (title, *frames) that draws a figure and returns its SVG."""
-    found = {}
+    """Return all figures by name, as functions (title, *frames) that return an SVG."""
+    figures = {}
     for module in MODULES:
-        for name, function in vars(importlib.import_module(f"stepscope.figures.{module}")).items():
-            if getattr(function, "__module__", "").endswith(module) and not name.startswith("_"):
-                found[name] = _as_svg(function)
-    return found
+        members = vars(importlib.import_module(f"stepscope.figures.{module}"))
+        for name, function in members.items():
+            is_defined_here = getattr(function, "__module__", "").endswith(module)
+            if is_defined_here and not name.startswith("_"):
+                figures[name] = _as_svg(function)
+    return figures
 
 
 def _as_svg(draw: Callable[..., Picture]) -> Callable[..., str]:

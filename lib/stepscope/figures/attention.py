@@ -8,29 +8,29 @@ from stepscope.report import style
 from stepscope.report.tables import digits
 from stepscope.studies.attention.figures import LINE_COLORS
 
-MIN_TICK_RATIO = 4  # between context lengths with a tick: nearer names would overlap
+MIN_TICK_RATIO = 4  # between labeled context lengths, because closer labels would overlap
 
 
 @style.look()
 def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw GPU time of forward and backward over the context length, a line per implementation.
+    """Draw the GPU time of forward and backward over the context length, with one line per implementation.
 
     Args:
-        rows: of the view ``attention``, in one setting.
+        rows: of the view ``attention``, for one head dimension and precision.
     """
     rows = rows.dropna(subset="gpu_ms")
     drawn, axes = style.figure(title, height=4)
     style.lines(axes, rows, "context_length", "gpu_ms", "name", LINE_COLORS)
     axes.set(xscale="log", yscale="log", xlabel="context length", ylabel="GPU time, ms")
     lengths = sorted(rows["context_length"].unique())
-    named = [lengths[-1]]
+    ticks = [lengths[-1]]
     for length in reversed(lengths):
-        if length * MIN_TICK_RATIO <= named[-1]:
-            named.append(length)
-    axes.set_xticks(named, [f"{length:,}" for length in named])
+        if length * MIN_TICK_RATIO <= ticks[-1]:
+            ticks.append(length)
+    axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # An implementation that ran out of memory earlier is named at the right edge, too, at its last height.
+    # labels are at the right edge, even for implementations that ran out of memory at shorter contexts
     last = rows.sort_values("context_length").groupby("name")["gpu_ms"].last()
     ends = {name: (lengths[-1], ms) for name, ms in last.items()}
     style.label_ends(axes, ends, {name: LINE_COLORS[name] for name in last.index})
@@ -48,7 +48,7 @@ def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
         rows.pivot(index="d_model", columns="context_length", values=name) for name in ("gpu_ms", "status")
     )
     drawn, axes = style.figure(title, 2.9)
-    # one color with varying opacity, so that it fits light and dark paper and its text is readable on both
+    # one color with varying opacity, which is readable on light and dark backgrounds
     shades = LinearSegmentedColormap.from_list("blue", [to_rgba(style.BLUE, 0.08), to_rgba(style.BLUE, 0.55)])
     sns.heatmap(
         times,
@@ -62,8 +62,8 @@ def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
         annot_kws={"color": style.INK},
         ax=axes,
     )
-    for row, place in zip(*(status == "oom").to_numpy().nonzero()):
-        axes.text(place + 0.5, row + 0.5, "out of\nmemory", ha="center", va="center", color=style.RED)
+    for row, column in zip(*(status == "oom").to_numpy().nonzero()):
+        axes.text(column + 0.5, row + 0.5, "out of\nmemory", ha="center", va="center", color=style.RED)
     axes.grid(False)
     axes.set(xlabel="context length", ylabel="head dimension")
     axes.tick_params(left=False, bottom=False, labelrotation=0)

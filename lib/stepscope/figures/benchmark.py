@@ -11,7 +11,7 @@ from stepscope.stats import LAUNCH_BOUND
 
 @style.look()
 def phases(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw each size's full step as shares of GPU time, a part per phase.
+    """Draw the share of each phase in the GPU time of each size's full step.
 
     Args:
         rows: of the view ``phases``, one per size.
@@ -24,7 +24,7 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
         axes,
         shares,
         style.PHASE_COLORS,
-        lambda phase, place: number(by_size[f"{phase}_ms"].iloc[place], "ms"),
+        lambda phase, row: number(by_size[f"{phase}_ms"].iloc[row], "ms"),
     )
     style.without_axis(axes)
     axes.set_xlabel("share of the step's GPU time")
@@ -34,7 +34,7 @@ def phases(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def busy(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw how busy the GPU is over the context length, a line per size, GPU-bound steps hollow.
+    """Draw how busy the GPU is over the context length, with one line per size and hollow GPU-bound points.
 
     Args:
         rows: of the view ``times``, one per size and context length.
@@ -64,7 +64,7 @@ def busy(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def compile_kernels(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw the GPU time of kernels that are no matmuls, two bars per size: eager and compiled.
+    """Draw the GPU time of non-matmul kernels, with two bars per size: eager and compiled.
 
     Args:
         rows: of the view ``compiled``, one per size.
@@ -72,9 +72,9 @@ def compile_kernels(title: str, rows: pd.DataFrame) -> style.Picture:
     drawn, axes = style.figure(title, 1.0 + 0.7 * len(rows))
     labels, values, texts = [], [], []
     for _, row in rows.iterrows():
-        for words, prefix in (("eager", "eager_other"), ("compiled", "other")):
+        for program, prefix in (("eager", "eager_other"), ("compiled", "other")):
             gpu_ms, count = row[f"{prefix}_gpu_ms"], row[f"{prefix}_count"]
-            labels.append(f"{row['size']}, {words}")
+            labels.append(f"{row['size']}, {program}")
             values.append(gpu_ms)
             texts.append(f"{number(gpu_ms, 'ms')}, {number(count, 'n')} kernels")
     style.bars(axes, labels, values, texts, [style.ORANGE, style.BLUE] * len(rows))

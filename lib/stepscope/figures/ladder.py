@@ -1,4 +1,4 @@
-"""The ladder's figures."""
+"""Figures of the ladder study."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,10 +14,13 @@ OFFSET = "offset points"
 
 @style.look()
 def ladder(title: str, rows: pd.DataFrame) -> Picture:
-    """Draw each step's wall time on a logarithmic axis, from rows of ``steps``, our model's in their order.
+    """Draw the wall time of each configuration on a logarithmic axis. Those of Hugging Face are orange.
 
-    Hugging Face's are orange. Dashed lines are the references of our last step: what its FLOPs and bytes would
-    take at the rates of bursts, and with matmuls at the sustained rate.
+    Dashed lines are references for our fully optimized step: the time of its FLOPs and bytes at burst rates, and
+    with matmuls at the sustained rate.
+
+    Args:
+        rows: of the view ``steps``, for one case, with our configurations in order.
     """
     is_peer = rows.optimization.str.startswith("hugging_face")
     ours = rows[~is_peer].tail(1)
@@ -30,15 +33,16 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
         xscale="log",
         xlim=(left * 0.8, rows.wall_ms.max() * 1.9),
         ylim=(len(rows) - 0.4, -2.4),
-        xlabel="milliseconds a step, logarithmic",
+        xlabel="milliseconds per step (log scale)",
     )
-    places = range(len(rows))
-    axes.hlines(places, axes.get_xlim()[0], rows.wall_ms, color=GRID, linewidth=1.2, zorder=1)
+    heights = range(len(rows))
+    axes.hlines(heights, axes.get_xlim()[0], rows.wall_ms, color=GRID, linewidth=1.2, zorder=1)
     colors = is_peer.map({True: ORANGE, False: BLUE})
-    axes.scatter(rows.wall_ms, places, color=colors, s=36, zorder=3)
-    for place, wall in zip(places, rows.wall_ms):
-        axes.annotate(number(wall, "ms"), (wall, place), xytext=(7, 0), textcoords=OFFSET, va="center")
-    axes.set_yticks(places, [*rows.name])
+    axes.scatter(rows.wall_ms, heights, color=colors, s=36, zorder=3)
+    for height, wall_ms in zip(heights, rows.wall_ms):
+        text = number(wall_ms, "ms")
+        axes.annotate(text, (wall_ms, height), xytext=(7, 0), textcoords=OFFSET, va="center")
+    axes.set_yticks(heights, [*rows.name])
     axes.grid(False, axis="y")
     bottom = len(rows)
     _reference(axes, reference_ms, (-2.2, bottom), INK, "FLOPs and bytes alone")
@@ -49,15 +53,15 @@ def ladder(title: str, rows: pd.DataFrame) -> Picture:
     return drawn
 
 
-def _reference(axes: Axes, at: float, span: tuple[float, float], color: str, words: str) -> None:
-    """Draw a dashed line at a time, if it is known, with its words at the upper end."""
-    if pd.isna(at):
+def _reference(axes: Axes, ms: float, span: tuple[float, float], color: str, label: str) -> None:
+    """Draw a labeled dashed line at a time, unless it is unknown."""
+    if pd.isna(ms):
         return
     width = 1.2 if color == INK else 0.6
-    axes.vlines(at, *span, color=color, linewidth=width, linestyle="--", zorder=1)
+    axes.vlines(ms, *span, color=color, linewidth=width, linestyle="--", zorder=1)
     axes.annotate(
-        f"{words} {number(at, 'ms')}",
-        (at, span[0] + 0.3),
+        f"{label} {number(ms, 'ms')}",
+        (ms, span[0] + 0.3),
         xytext=(4, 0),
         color=color,
         textcoords=OFFSET,
@@ -67,21 +71,24 @@ def _reference(axes: Axes, at: float, span: tuple[float, float], color: str, wor
 
 @style.look()
 def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
-    """Draw a waterfall from a step's wall time down to its reference: what each part takes over its own."""
+    """Draw a waterfall from a step's wall time down to its reference time.
+
+    Each bar is the time that one part of the step takes beyond its own reference time.
+    """
     total = parts[parts.part == "the step"].iloc[0]
     rows = parts[parts.part != "the step"].sort_values("over_ms", ascending=False, kind="stable")
     drawn, axes = style.figure(title, height=3.1)
-    places = range(len(rows))
-    ends = total.ms - rows.over_ms.cumsum()
+    heights = range(len(rows))
+    lefts = total.ms - rows.over_ms.cumsum()
     colors = [FILL if part == "between kernels" else BLUE for part in rows.part]
-    axes.barh(places, rows.over_ms, left=ends, height=0.6, color=colors)
-    for place, end, over, reference in zip(places, ends, rows.over_ms, rows.reference_ms):
-        words = f"{digits(over)} over {digits(reference)} ms" if reference else number(over, "ms")
-        begin = end + over
-        is_left = end - total.reference_ms > total.ms - begin  # there is more room
+    axes.barh(heights, rows.over_ms, left=lefts, height=0.6, color=colors)
+    for height, left, over, reference in zip(heights, lefts, rows.over_ms, rows.reference_ms):
+        text = f"{digits(over)} over {digits(reference)} ms" if reference else number(over, "ms")
+        right = left + over
+        is_left = left - total.reference_ms > total.ms - right  # more room on the left
         axes.annotate(
-            words,
-            (end if is_left else begin, place),
+            text,
+            (left if is_left else right, height),
             xytext=(-5 if is_left else 5, 0),
             va="center",
             textcoords=OFFSET,
@@ -90,14 +97,14 @@ def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
     axes.set(
         xlim=(total.reference_ms - 0.05 * total.over_ms, total.ms + 0.02 * total.over_ms),
         ylim=(len(rows) - 0.4, -1.6),
-        xlabel="milliseconds of a step (the axis does not begin at 0)",
+        xlabel="milliseconds per step (the axis does not begin at 0)",
     )
-    axes.set_yticks(places, [*rows.part])
+    axes.set_yticks(heights, [*rows.part])
     axes.grid(False, axis="y")
-    ends_of = ((total.ms, "right", "the step"), (total.reference_ms, "left", "FLOPs and bytes alone"))
-    for at, side, words in ends_of:
-        axes.vlines(at, -0.9, len(rows) - 0.5, color=INK, linewidth=1.2, linestyle="--", zorder=1)
-        axes.annotate(f"{words} {number(at, 'ms')}", (at, -1.2), color=INK, va="center", ha=side)
+    limits = ((total.ms, "right", "the step"), (total.reference_ms, "left", "FLOPs and bytes alone"))
+    for ms, side, label in limits:
+        axes.vlines(ms, -0.9, len(rows) - 0.5, color=INK, linewidth=1.2, linestyle="--", zorder=1)
+        axes.annotate(f"{label} {number(ms, 'ms')}", (ms, -1.2), color=INK, va="center", ha=side)
     return drawn
 
 
@@ -105,13 +112,13 @@ def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
 def ladder_roofline(
     title: str, points: pd.DataFrame, rates: pd.DataFrame, launched: pd.DataFrame, launching: pd.DataFrame
 ) -> Picture:
-    """Draw the parts of an fp32 step and of the fully optimized one by FLOPs per byte and TFLOP/s.
+    """Draw the parts of the fp32 step and of the fully optimized step in a roofline plot.
 
     Args:
-        points: rows of ``roofline``.
-        rates: the row of ``rates`` whose large matmuls and copy are the roofs.
-        launched: one step, whose FLOPs over the time of its launches are the dashed line.
-        launching: steps with ``launch_us``, of which the least counts.
+        points: rows of the view ``roofline``.
+        rates: one row of the view ``rates``. Its large matmuls and its copy are the roofs.
+        launched: one step. Its FLOPs over the time of its launches are the dashed line.
+        launching: steps with ``launch_us``. The dashed line uses the minimum.
     """
     rate, step = rates.iloc[0], launched.iloc[0]
     launch_s = launching.launch_us.min() * step.operations / 1e6
@@ -123,13 +130,13 @@ def ladder_roofline(
         yscale="log",
         xlim=(left, right),
         ylim=(points.tflops.min() / 2.5, rate.bf16_tflops * 2.5),
-        xlabel="FLOPs a byte, by formula",
+        xlabel="FLOPs per byte, by formula",
         ylabel="TFLOP/s",
     )
     _roofs(axes, rate, left, right)
     axes.hlines(launch_tflops, left, right, color=MUTED, linewidth=1, linestyle="--")
     axes.annotate(
-        f"{step['size']}, a launch at a time\n{number(launch_tflops, 'TFLOP/s')}",
+        f"{step['size']}, one launch at a time\n{number(launch_tflops, 'TFLOP/s')}",
         (left, launch_tflops),
         xytext=(4, 4),
         color=MUTED,
@@ -139,14 +146,14 @@ def ladder_roofline(
     for optimization, color in (("fp32", ORANGE), (FULLY_OPTIMIZED, BLUE)):
         _points(axes, points[points.optimization == optimization], color)
     legend = (("fp32 step", ORANGE), ("fully optimized step", BLUE))
-    for place, (words, color) in enumerate(legend):
-        at = (0.98, 0.04 + 0.07 * place)
-        axes.annotate(words, at, xycoords="axes fraction", ha="right", color=color)
+    for line, (label, color) in enumerate(legend):
+        corner = (0.98, 0.04 + 0.07 * line)
+        axes.annotate(label, corner, xycoords="axes fraction", ha="right", color=color)
     return drawn
 
 
 def _roofs(axes: Axes, rate: pd.Series, left: float, right: float) -> None:
-    """Draw the rates of a copy and of large matmuls, each from its ridge on."""
+    """Draw the roofs: the rate of a copy, and those of large matmuls from their ridge points on."""
     copy, bf16, fp32 = rate.copy_tb_per_s, rate.bf16_tflops, rate.fp32_tflops
     ridge = bf16 / copy
     axes.plot([left, ridge], [left * copy, bf16], color=INK, linewidth=1)
@@ -172,11 +179,11 @@ def _roofs(axes: Axes, rate: pd.Series, left: float, right: float) -> None:
 
 
 def _points(axes: Axes, points: pd.DataFrame, color: str) -> None:
-    """Draw a step's parts, each with its name beside it."""
+    """Draw the parts of a step as points with labels."""
     axes.scatter(points.intensity, points.tflops, s=36, color=color, zorder=3)
     for x, y, part in zip(points.intensity, points.tflops, points.part):
         is_above = part in ("AdamW", "attention")
-        is_left = part == "AdamW" and color == BLUE  # beside the roof
+        is_left = part == "AdamW" and color == BLUE  # its right side is next to the roof
         axes.annotate(
             part,
             (x, y),
@@ -190,19 +197,19 @@ def _points(axes: Axes, points: pd.DataFrame, color: str) -> None:
 
 @style.look()
 def fp8(title: str, rows: pd.DataFrame) -> Picture:
-    """Draw what FP8 gains in GPU time by the tokens of a step, a line per size, from rows of ``fp8``."""
-    places = sorted(rows.tokens.unique())
+    """Draw FP8's speedup in GPU time over the tokens per step, with one line per size, from the view ``fp8``."""
+    tokens = sorted(rows.tokens.unique())
     drawn, axes = style.figure(title)
     ends = style.lines(axes, rows, "tokens", "gpu_speedup", "size", SIZE_COLORS)
     axes.axhline(1, color=MUTED, linewidth=1)
     lowest, highest = rows.gpu_speedup.min(), rows.gpu_speedup.max()
     axes.set(
         xscale="log",
-        xlabel="tokens a step",
+        xlabel="tokens per step",
         ylabel="speedup in GPU time",
         ylim=(min(0.97, lowest - 0.02), highest + 0.03),
     )
-    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.2f}x"))
     style.label_ends(axes, ends, SIZE_COLORS)
@@ -211,9 +218,12 @@ def fp8(title: str, rows: pd.DataFrame) -> Picture:
 
 @style.look()
 def ladder_training(title: str, curves: pd.DataFrame) -> Picture:
-    """Draw each optimization's loss minus the baseline's, from the ``loss_curves`` of one case.
+    """Draw each optimization's training loss minus the baseline's.
 
-    Blue: of the same weights; grey: the baseline's of other seeds.
+    Blue curves start from the same weights as the baseline. Gray curves are the baseline with other seeds.
+
+    Args:
+        curves: rows of the view ``loss_curves``, for one case.
     """
     shifts = curves.pivot(index="step", columns=["optimization", "seed"], values="shift_nats")
     baseline, first = curves.baseline.iloc[0], curves.seed.min()

@@ -8,10 +8,10 @@ from stepscope.report import style
 
 @style.look()
 def precision_gain(title: str, gains: pd.DataFrame) -> style.Picture:
-    """Draw a precision's speedup over the context length, a line per size.
+    """Draw a precision's speedup over the context length, with one line per size.
 
     Args:
-        gains: rows of the view ``precision_gains`` of one precision and mode.
+        gains: rows of the view ``precision_gains``, for one precision and mode.
     """
     drawn, axes = style.figure(title)
     ends = style.lines(axes, gains, "context_length", "gpu_speedup", "size", style.SIZE_COLORS)
@@ -28,16 +28,16 @@ def precision_gain(title: str, gains: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def norms(title: str, outputs: pd.DataFrame) -> style.Picture:
-    """Draw the relative error of LayerNorm's output over the scale of its inputs, a line per precision.
+    """Draw the relative error of LayerNorm's output over the scale of its inputs, with one line per precision.
 
     Args:
-        outputs: rows of the view ``layer_norm`` of the part "output".
+        outputs: rows of the view ``layer_norm``, for the part "output".
     """
     drawn, axes = style.figure(title)
     measured = outputs[outputs["error"].notna()]
     ends = style.lines(axes, measured, "scale", "error", "precision", style.PRECISION_COLORS)
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("standard deviation of the inputs")
-    axes.set_ylabel("output's relative error")
+    axes.set_ylabel("relative error of the output")
     style.label_ends(axes, ends, style.PRECISION_COLORS)
     return drawn

@@ -12,7 +12,7 @@ import pandas as pd
 
 from stepscope.config import WHOLE
 from stepscope.measure.power import highest_clock_mhz, power_limit_w
-from stepscope.stats import AT_CAP, MOST_BUSY, MOST_BUSY_AT_CAP
+from stepscope.stats import MAX_BUSY, MAX_BUSY_POWER_LIMITED, POWER_LIMITED_CLOCK_RATIO
 
 TRIES = 3  # of a case, in all
 REPLAYED, A_LAUNCH_MS = 1.05, 2e-3  # a graph's wall time over its kernels': gaps of up to 2 µs each
@@ -27,7 +27,8 @@ def at_cap(row: Mapping[str, float]) -> bool:
     Args:
         row: ``sm_clock_mhz``, and ``highest_clock_mhz`` if not of this process's GPU.
     """
-    return bool(row.get("sm_clock_mhz", np.nan) < AT_CAP * row.get("highest_clock_mhz", highest_clock_mhz()))
+    highest = row.get("highest_clock_mhz", highest_clock_mhz())
+    return bool(row.get("sm_clock_mhz", np.nan) < POWER_LIMITED_CLOCK_RATIO * highest)
 
 
 def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str:
@@ -44,7 +45,7 @@ def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str
         row.get(name, np.nan) for name in ("wall_ms", "gpu_ms", "replayed_ms", "power_w")
     )
     capped, found = at_cap(row), []
-    if gpu > wall * (MOST_BUSY_AT_CAP if capped else MOST_BUSY) and gpu - wall > A_MOMENT_MS:
+    if gpu > wall * (MAX_BUSY_POWER_LIMITED if capped else MAX_BUSY) and gpu - wall > A_MOMENT_MS:
         found.append(f"{gpu:.4g} ms of GPU time in {wall:.4g} ms of wall time")
     if replayed > REPLAYED * gpu and replayed - gpu > A_LAUNCH_MS * row.get("operations", np.nan):
         found.append(f"replayed in {replayed:.4g} ms, of which its operations take {gpu:.4g}")

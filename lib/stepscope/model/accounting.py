@@ -59,27 +59,29 @@ KINDS = (
     "other",
     "rounding",
 )
-# of cuBLAS, for each thread that runs matmuls, on compute capability 9.0; older ones take 8.125 MiB
+# cuBLAS's workspace per thread that runs matmuls, on compute capability 9.0 (8.125 MiB on older GPUs)
 WORKSPACE = 32 * MIB
 
 
 @dataclass(frozen=True)
 class Formulas:
-    """One precision's formulas, in bytes. Keys of instants are "region: operation", each when its result
-    exists beside all that it was made from."""
+    """The byte formulas of one precision.
 
-    saved: str  # what a block leaves for its backward
+    Keys of instants are "region: operation": the moment when the operation's result and all its inputs exist.
+    """
+
+    saved: str  # what a block saves for backward
     weight_cache: str  # autocast's bf16 copies of a block's weights
-    infer: dict[str, str]  # in a block without gradients, beside the weight cache of the blocks below
+    infer: dict[str, str]  # in a block without gradients, besides the weight cache of earlier blocks
     infer_head: dict[str, str]  # after the last block
-    forward: dict[str, str]  # in a block, beside what the blocks below saved and their weight cache
-    loss: dict[str, str]  # beside what all blocks saved; with their weight cache
+    forward: dict[str, str]  # in a block, besides what earlier blocks saved and their weight cache
+    loss: dict[str, str]  # besides what all blocks saved and their weight cache
     backward_head: dict[str, str]
-    # in a block, beside the gradients above, and saved and weight cache of the blocks below
+    # in a block, besides gradients of later blocks, and what earlier blocks saved and their weight cache
     backward: dict[str, str]
-    backward_end: str  # after the first block, the embedding's
+    backward_end: str  # backward of the embedding, after the first block's
     logits: str
-    kernel: str = ""  # taken for itself by a fused kernel on a GPU, in its backward
+    kernel: str = ""  # extra memory of a fused attention kernel in backward, on a GPU
 
 
 BLOCK_GRADIENTS = "16A + 12M + 8C"
@@ -164,16 +166,18 @@ FORMULAS = {
         logits="2V",
     ),
 }
-# What only naive attention does; terms has no scores elsewhere.
+# Only naive attention runs these; with fused attention, terms() has no scores.
 NAIVE_ONLY = ("attention.scores", "attention.softmax", "attention.value")
 FUSED_BACKWARD = "attention.fused: backward"
 
 
 def _fused(naive: Formulas, kernel: str, infer: dict[str, str], backward: dict[str, str]) -> Formulas:
-    """The same step where attention's kernel keeps its output and a number a row (Dao et al. 2022, algorithm
-    1 and appendix B), by what is different in it."""
+    """Derive the formulas of a step with fused attention from those with naive attention.
 
-    def shared(instants: dict[str, str]) -> dict[str, str]:
+    The fused kernel saves its output and one number per row (Dao et al. 2022, algorithm 1 and appendix B).
+    """
+
+    def without_naive(instants: dict[str, str]) -> dict[str, str]:
         return {
             operation: formula
             for operation, formula in instants.items()
@@ -183,14 +187,14 @@ def _fused(naive: Formulas, kernel: str, infer: dict[str, str], backward: dict[s
     return replace(
         naive,
         kernel=kernel,
-        infer=shared(naive.infer) | infer,
-        forward=shared(naive.forward),
-        backward=shared(naive.backward) | backward,
+        infer=without_naive(naive.infer) | infer,
+        forward=without_naive(naive.forward),
+        backward=without_naive(naive.backward) | backward,
     )
 
 
-# In backward cuDNN's and flash's kernels take fp32 sums of the queries' gradients and a number a row; the
-# memory-efficient one, which fp32 gets, two and 128 numbers a row (measured: heads of 80).
+# In backward, the kernels of cuDNN and FlashAttention need fp32 sums of the queries' gradients and one number per
+# row. The memory-efficient kernel, which fp32 uses, needs 130 numbers per row (measured with head dim 80).
 FUSED_FORMULAS = {
     "fp32": _fused(
         FORMULAS["fp32"],
@@ -211,8 +215,10 @@ FUSED_FORMULAS = {
 
 
 def terms(config: StepConfig) -> dict[str, int]:
-    """Elements of the tensors there are, by the letters of the formulas (B batch, T context, C d_model, F
-    d_ff, H heads)."""
+    """Return the number of elements for each letter of the formulas.
+
+    Names: B batch, T context length, C d_model, F d_ff, H heads, V vocabulary.
+    """
     B, T, C, F, H, V = (
         config.batch_size,
         config.context_length,
@@ -224,67 +230,73 @@ def terms(config: StepConfig) -> dict[str, int]:
     return {
         "X": B * T * C,  # residual stream, and each projection of attention
         "G": B * T * F,  # feed-forward
-        # attention scores, of which fused kernels keep none
-        "S": B * H * T * T * (config.attention == "naive"),
+        "S": B * H * T * T if config.attention == "naive" else 0,  # attention scores; fused kernels keep none
         "V": B * T * V,  # logits
-        "n": B * H * T,  # a number for each row of scores
-        "r": B * T,  # a number for each token
-        # weights: attention, feed-forward, embedding or head, a norm
-        "A": C * C,
-        "M": C * F,
-        "E": C * V,
-        "C": C,
-        "t": T * (C // H),
+        "n": B * H * T,  # one number per row of scores
+        "r": B * T,  # one number per token
+        "A": C * C,  # an attention weight
+        "M": C * F,  # a feed-forward weight
+        "E": C * V,  # weight of the embedding, or of the head
+        "C": C,  # a norm's weight
+        "t": T * (C // H),  # a RoPE table
         "": 1,
-    }  # a table of RoPE
+    }
 
 
 def evaluator(config: StepConfig) -> Callable[[str], int]:
-    """What says a formula's bytes for a configuration."""
-    letters = terms(config)
+    """Return a function that evaluates formulas, in bytes, for this configuration."""
+    elements = terms(config)
 
-    @functools.cache  # the same few formulas in every block
-    def of(formula: str) -> int:
-        return sum(
-            int(number) * letters[letter] for number, letter in re.findall(r"(\d+)([A-Za-z]?)", formula)
-        )
+    @functools.cache  # every block evaluates the same few formulas
+    def evaluate(formula: str) -> int:
+        factors = re.findall(r"(\d+)([A-Za-z]?)", formula)
+        return sum(int(number) * elements[letter] for number, letter in factors)
 
-    return of
+    return evaluate
 
 
 def value(formula: str, config: StepConfig) -> int:
-    """A formula's bytes."""
+    """Evaluate one formula, in bytes."""
     return evaluator(config)(formula)
 
 
 def rounding(size: int, number: int) -> int:
-    """Bytes that the caching allocator takes beyond ``number`` tensors of ``size`` bytes, made one after
-    another in fresh memory.
+    """Return the bytes that the caching allocator adds to ``number`` tensors of ``size`` bytes.
 
-    The rules of c10/cuda/CUDACachingAllocator.cpp: sizes are multiples of 512 bytes; up to 1 MiB they share
-    segments of 2 MiB; below 10 MiB, segments of 20 MiB; from 10 MiB on each has a segment that is a multiple
-    of 2 MiB. What a segment has left is cut off for others only if it is more than 1 MiB (512 bytes in the
-    small ones); otherwise the last tensor takes it, too.
+    The tensors are allocated one after another in fresh memory. The rules are those of
+    c10/cuda/CUDACachingAllocator.cpp: sizes are rounded up to multiples of 512 bytes. Tensors up to 1 MiB share
+    segments of 2 MiB, those below 10 MiB share segments of 20 MiB, and each larger one has a segment that is a
+    multiple of 2 MiB. The rest of a segment is split off only if it has more than 1 MiB (512 bytes in small
+    segments); otherwise the last tensor gets it, too.
     """
-    exact = -(-size // 512) * 512
+    rounded = _round_up(size, 512)
+    added = number * (rounded - size)
     if size <= MIB:
-        return number * (exact - size)
-    segment = -(-exact // (2 * MIB)) * (2 * MIB) if exact >= 10 * MIB else 20 * MIB
-    fit = segment // exact
-    left = segment - fit * exact
-    return number * (exact - size) + (number // fit * left if left <= MIB else 0)
+        return added
+    segment = _round_up(rounded, 2 * MIB) if rounded >= 10 * MIB else 20 * MIB
+    per_segment = segment // rounded
+    rest = segment - per_segment * rounded
+    if rest > MIB:
+        return added
+    return added + number // per_segment * rest
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def parameter_rounding(config: StepConfig) -> int:
-    """Bytes that the allocator adds to one set of tensors of the parameters' shapes, each in fresh memory."""
-    t = terms(config)
+    """Return the bytes that the allocator adds to one fp32 tensor per parameter, each in fresh memory."""
+    elements = terms(config)
     counts = {"A": 4 * config.num_layers, "M": 3 * config.num_layers, "E": 2, "C": 2 * config.num_layers + 1}
-    return sum(rounding(4 * t[letter], number) for letter, number in counts.items())
+    return sum(rounding(4 * elements[letter], number) for letter, number in counts.items())
 
 
 class Instant(NamedTuple):
-    """What lives at one instant beside the weights, the optimizer's state and the batch, in bytes; ``layer``
-    is None outside the blocks. ``variables`` is what the step's own hold (logits, loss)."""
+    """The live bytes at one instant, besides the weights, the optimizer state and the batch.
+
+    ``layer`` is None outside the blocks. ``variables`` counts the step's local variables (logits, loss).
+    """
 
     phase: str
     layer: int | None
@@ -297,12 +309,16 @@ class Instant(NamedTuple):
 
     @property
     def like_parameters(self) -> int:
-        """Of these the bytes in tensors of the parameters' shapes, which are rounded as those are."""
-        return self.gradients + self.temporaries * (self.phase == "optimizer")
+        """Return the bytes in tensors of the parameters' shapes, which are rounded like parameters."""
+        return self.gradients + (self.temporaries if self.phase == "optimizer" else 0)
+
+    @property
+    def total(self) -> int:
+        return self.temporaries + self.saved + self.weight_cache + self.gradients + self.variables
 
 
 class Peak(NamedTuple):
-    """The instant of a step at which most is allocated, and all that lives then: bytes by :data:`KINDS`."""
+    """The instant of a step with the most allocated bytes, and all live bytes by :data:`KINDS`."""
 
     phase: str
     layer: int | None
@@ -311,125 +327,180 @@ class Peak(NamedTuple):
 
     @property
     def requested(self) -> int:
-        """Bytes that the program asks for."""
+        """The bytes that the program requests."""
         return sum(self.kinds.values()) - self.kinds["rounding"]
 
     @property
     def allocated(self) -> int:
-        """Bytes that the allocator counts."""
+        """The bytes that the allocator counts, including rounding."""
         return sum(self.kinds.values())
 
 
 def formulas_of(config: StepConfig) -> Formulas:
-    """The formulas of a configuration's attention and precision.
+    """Return the formulas for a configuration's attention and precision.
 
     Raises:
-        StepscopeError: there are none for it.
+        StepscopeError: the configuration compiles, and there are no formulas for compiled steps.
     """
     if config.compile != "none":
-        raise StepscopeError(f"compile: got {config.compile!r}, but the memory formulas are of 'none' only")
+        raise StepscopeError(f"compile: got {config.compile!r}, but the memory formulas only cover 'none'")
     formulas = FUSED_FORMULAS if config.attention == "sdpa" else FORMULAS
     return formulas["fp32" if config.precision in ("fp32", "tf32") else "bf16"]
 
 
-def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> Iterator[Instant]:
-    """Every instant of a steady step that can be its peak, in order.
+class _Sizes:
+    """The bytes that the instants of one configuration consist of."""
 
-    In a block at work, what it saved and has not used up yet, and its own gradients, count as temporaries.
-    With ``blocks_per_checkpoint`` forward keeps the input of every group of so many blocks and nothing else,
-    and backward runs each group's forward again (0: all is kept).
+    def __init__(self, config: StepConfig, blocks_per_checkpoint: int):
+        self.formulas = formulas_of(config)
+        self.evaluate = evaluator(config)
+        self.layers = config.num_layers
+        self.blocks_per_checkpoint = blocks_per_checkpoint
+        self.saved = self.evaluate(self.formulas.saved)  # by a block
+        self.weight_cache = self.evaluate(self.formulas.weight_cache)  # of a block
+        self.stream = self.evaluate("4X")  # a block's input
+        self.logits = self.evaluate(self.formulas.logits)
+        self.head_gradients = self.evaluate(HEAD_GRADIENTS)
+        self.block_gradients = self.evaluate(BLOCK_GRADIENTS)
+        self.kernel = self.evaluate(self.formulas.kernel) if config.device == "cuda" else 0
+
+
+def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> Iterator[Instant]:
+    """Yield every instant of a warmed-up step that can be its peak, in order.
+
+    The current block's gradients, and what it saved and still needs, count as temporaries.
+
+    Args:
+        blocks_per_checkpoint: if not 0, forward keeps only the input of every group of this many blocks, and
+            backward runs each group's forward again.
 
     Raises:
         StepscopeError: the configuration has no formulas.
     """
-    f, layers, of, k = formulas_of(config), config.num_layers, evaluator(config), blocks_per_checkpoint
-    saved, weight_cache, stream, logits = of(f.saved), of(f.weight_cache), of("4X"), of(f.logits)
-    keeps = mode != "forward" and not k
-    for layer in range(layers):
-        below = layer * saved if keeps else layer // k * stream if k and mode != "forward" else 0
-        for operation, formula in (f.forward if keeps else f.infer).items():
-            yield Instant("forward", layer, operation, of(formula), below, layer * weight_cache)
+    sizes = _Sizes(config, blocks_per_checkpoint)
     if mode == "forward":
-        for operation, formula in f.infer_head.items():
-            yield Instant("forward", None, operation, of(formula), weight_cache=layers * weight_cache)
+        yield from _inference_instants(sizes)
         return
-    kept = -(-layers // k) * stream if k else layers * saved
-    cached = 0 if k else layers * weight_cache  # what is run again casts its weights again
-    for phase, these in (("loss", f.loss), ("backward", f.backward_head)):
-        for operation, formula in these.items():
-            yield Instant(phase, None, operation, of(formula) - logits, kept, cached, variables=logits)
-    head, block, group = of(HEAD_GRADIENTS), of(BLOCK_GRADIENTS), k or layers
-    kernel = of(f.kernel) if config.device == "cuda" else 0
-    for layer in reversed(range(layers)):
-        first = layer // group * group  # of the blocks that are run again together
-        below, done = first // group * stream, head + (layers - 1 - layer) * block
-        if k and layer + 1 == min(first + k, layers):
-            for again in range(first, layer + 1):
-                for operation, formula in f.forward.items():
-                    yield Instant(
-                        "backward",
-                        again,
-                        f"again {operation}",
-                        of(formula) + stream,
-                        below + (again - first) * saved,
-                        (again - first) * weight_cache,
-                        done,
-                        logits,
-                    )
-        for operation, formula in f.backward.items():
-            own = of(formula) + kernel * (operation == FUSED_BACKWARD) - logits
-            yield Instant(
-                "backward",
-                layer,
-                operation,
-                own,
-                below + (layer - first) * saved,
-                (layer - first) * weight_cache,
-                done,
-                logits,
-            )
-    # the gradients of embedding, head and final norm stand in the formula
-    yield Instant(
-        "backward",
-        None,
-        "embedding: dense_backward",
-        of(f.backward_end) - head - logits,
-        gradients=head + layers * block,
-        variables=logits,
-    )
+    yield from _forward_instants(sizes)
+    yield from _loss_instants(sizes)
+    yield from _backward_instants(sizes)
     if mode == "step":
-        # foreach AdamW takes the square root of all second moments at once; the fused kernel needs nothing.
-        root = config.optimizer == "foreach"
-        weights = 4 * parameter_count(config)
-        yield Instant(
-            "optimizer",
-            None,
-            "AdamW: foreach_sqrt" if root else "AdamW",
-            weights * root,
-            gradients=weights,
-            variables=logits + 4,
+        yield _optimizer_instant(config, sizes.logits)
+
+
+def _inference_instants(sizes: _Sizes) -> Iterator[Instant]:
+    """Yield the instants of a forward pass without gradients, which keeps only its weight cache."""
+    evaluate = sizes.evaluate
+    for layer in range(sizes.layers):
+        cached = layer * sizes.weight_cache
+        for operation, formula in sizes.formulas.infer.items():
+            yield Instant("forward", layer, operation, evaluate(formula), weight_cache=cached)
+    cached = sizes.layers * sizes.weight_cache
+    for operation, formula in sizes.formulas.infer_head.items():
+        yield Instant("forward", None, operation, evaluate(formula), weight_cache=cached)
+
+
+def _forward_instants(sizes: _Sizes) -> Iterator[Instant]:
+    group = sizes.blocks_per_checkpoint
+    formulas = sizes.formulas.infer if group else sizes.formulas.forward
+    for layer in range(sizes.layers):
+        saved = layer // group * sizes.stream if group else layer * sizes.saved
+        cached = layer * sizes.weight_cache
+        for operation, formula in formulas.items():
+            yield Instant("forward", layer, operation, sizes.evaluate(formula), saved, cached)
+
+
+def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
+    """Yield the instants of the loss, and of backward through loss and head."""
+    group = sizes.blocks_per_checkpoint
+    if group:
+        groups = -(-sizes.layers // group)
+        saved = groups * sizes.stream
+        cached = 0  # recomputation casts the weights again
+    else:
+        saved = sizes.layers * sizes.saved
+        cached = sizes.layers * sizes.weight_cache
+    logits = sizes.logits
+    for phase, formulas in (("loss", sizes.formulas.loss), ("backward", sizes.formulas.backward_head)):
+        for operation, formula in formulas.items():
+            temporaries = sizes.evaluate(formula) - logits
+            yield Instant(phase, None, operation, temporaries, saved, cached, variables=logits)
+
+
+def _backward_instants(sizes: _Sizes) -> Iterator[Instant]:
+    """Yield the instants of backward through the blocks, with recomputation, and through the embedding."""
+    layers, logits = sizes.layers, sizes.logits
+    group = sizes.blocks_per_checkpoint or layers
+    for layer in reversed(range(layers)):
+        first = layer // group * group  # of the group that this block belongs to
+        last = min(first + group, layers) - 1
+        inputs = first // group * sizes.stream  # of the groups before
+        gradients = sizes.head_gradients + (layers - 1 - layer) * sizes.block_gradients
+        if sizes.blocks_per_checkpoint and layer == last:
+            yield from _recomputation_instants(sizes, first, last, inputs, gradients)
+        saved = inputs + (layer - first) * sizes.saved
+        cached = (layer - first) * sizes.weight_cache
+        for operation, formula in sizes.formulas.backward.items():
+            temporaries = sizes.evaluate(formula) - logits
+            if operation == FUSED_BACKWARD:
+                temporaries += sizes.kernel
+            yield Instant("backward", layer, operation, temporaries, saved, cached, gradients, logits)
+    # the formula includes the gradients of embedding, head and final norm
+    temporaries = sizes.evaluate(sizes.formulas.backward_end) - sizes.head_gradients - logits
+    gradients = sizes.head_gradients + layers * sizes.block_gradients
+    operation = "embedding: dense_backward"
+    yield Instant("backward", None, operation, temporaries, gradients=gradients, variables=logits)
+
+
+def _recomputation_instants(
+    sizes: _Sizes, first: int, last: int, inputs: int, gradients: int
+) -> Iterator[Instant]:
+    """Yield the instants of a group's second forward pass, from its ``first`` to its ``last`` block."""
+    for layer in range(first, last + 1):
+        saved = inputs + (layer - first) * sizes.saved
+        cached = (layer - first) * sizes.weight_cache
+        for operation, formula in sizes.formulas.forward.items():
+            temporaries = sizes.evaluate(formula) + sizes.stream
+            name = f"again {operation}"
+            yield Instant("backward", layer, name, temporaries, saved, cached, gradients, sizes.logits)
+
+
+def _optimizer_instant(config: StepConfig, logits: int) -> Instant:
+    gradients = 4 * parameter_count(config)
+    variables = logits + 4
+    if config.optimizer == "foreach":  # takes the square root of all second moments at once
+        return Instant(
+            "optimizer", None, "AdamW: foreach_sqrt", gradients, gradients=gradients, variables=variables
         )
+    return Instant("optimizer", None, "AdamW", 0, gradients=gradients, variables=variables)
 
 
 def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
-    """Bytes by kind between two steps, gradients cleared: weights, AdamW's two moments, tables and the
-    batch."""
-    t, weights, training = terms(config), 4 * parameter_count(config), mode == "step"
-    # The fused optimizer has each tensor's count of steps on the GPU, a number of 4 bytes; the others do not.
-    counts = (9 * config.num_layers + 3) * (training and config.optimizer == "fused")
-    # cos and sin, the mask, tokens and targets
-    other = 8 * t["t"] + config.context_length**2 + 2 * 8 * t["r"]
-    rounded = (1 + 2 * training) * parameter_rounding(config) + (512 - 4) * counts
+    """Return the live bytes by kind between two steps, without gradients.
+
+    These are the weights, AdamW's two moments, the model's tables and the batch.
+    """
+    elements = terms(config)
+    weights = 4 * parameter_count(config)
+    is_training = mode == "step"
+    # the fused optimizer keeps each tensor's step count on the GPU, as a number of 4 bytes
+    has_counts = is_training and config.optimizer == "fused"
+    counts = 9 * config.num_layers + 3 if has_counts else 0
+    rope_tables = 8 * elements["t"]
+    mask = config.context_length**2
+    batch = 2 * 8 * elements["r"]  # tokens and targets
+    tensors_per_parameter = 3 if is_training else 1
+    rounded = tensors_per_parameter * parameter_rounding(config) + (512 - 4) * counts
     return dict.fromkeys(KINDS, 0) | {
         "weights": weights,
-        "optimizer state": 2 * weights * training + 4 * counts,
-        "other": other,
-        "rounding": rounded * (config.device == "cuda"),
+        "optimizer state": (2 * weights if is_training else 0) + 4 * counts,
+        "other": rope_tables + mask + batch,
+        "rounding": rounded if config.device == "cuda" else 0,
     }
 
 
-def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int]:
-    """All that lives at an instant, in bytes by kind."""
+def bytes_by_kind(instant: Instant, config: StepConfig, mode: str) -> dict[str, int]:
+    """Return all live bytes at an instant, by kind."""
     kinds = at_rest(config, mode)
     kinds |= {
         "temporaries": instant.temporaries,
@@ -439,17 +510,20 @@ def everything(instant: Instant, config: StepConfig, mode: str) -> dict[str, int
         "other": kinds["other"] + instant.variables,
     }
     if config.device == "cuda":
-        kinds["workspaces"] = WORKSPACE * (1 if mode == "forward" else 2)  # backward has a thread of its own
+        threads = 1 if mode == "forward" else 2  # autograd runs backward in its own thread
+        kinds["workspaces"] = WORKSPACE * threads
         kinds["rounding"] += round(_rounding_share(config) * instant.like_parameters)
     return kinds
 
 
 def _rounding_share(config: StepConfig) -> float:
-    return parameter_rounding(config) / (4 * parameter_count(config)) * (config.device == "cuda")
+    if config.device != "cuda":
+        return 0.0
+    return parameter_rounding(config) / (4 * parameter_count(config))
 
 
 def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> Peak:
-    """The peak of a steady step (or of the part of it that ``mode`` names).
+    """Return the peak of a warmed-up step, or of the part of it that ``mode`` names.
 
     Raises:
         StepscopeError: the configuration has no formulas.
@@ -457,13 +531,6 @@ def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0)
     share = _rounding_share(config)
     top = max(
         instants(config, mode, blocks_per_checkpoint),
-        key=lambda one: (
-            one.temporaries
-            + one.saved
-            + one.weight_cache
-            + one.gradients
-            + one.variables
-            + share * one.like_parameters
-        ),
+        key=lambda instant: instant.total + share * instant.like_parameters,
     )
-    return Peak(top.phase, top.layer, top.operation, everything(top, config, mode))
+    return Peak(top.phase, top.layer, top.operation, bytes_by_kind(top, config, mode))

@@ -1,4 +1,4 @@
-"""What fits into a GPU's memory, by the formulas of accounting: ``stepscope fit`` answers at once."""
+"""Predict what fits into a GPU's memory, from the formulas of accounting, without running anything."""
 
 import functools
 from bisect import bisect_right
@@ -9,47 +9,58 @@ from stepscope.config import EDITIONS, PHASES, SIZES, StepConfig
 from stepscope.model.accounting import GIB, WORKSPACE, at_rest, peak, value
 from stepscope.model.flops import parameter_count
 
-# Of the memory: where a peak takes more, what the allocator reserves beyond tensors may not fit any more.
+# A peak above this share of the memory is "tight": what the allocator reserves in addition may not fit.
 TIGHT = 0.9
-CONTEXTS = (128, 256, 512, 1024)  # the handout's
-# The step with all optimizations, in bytes: what a compiled block saves, what lives beside all blocks' where
-# backward begins. Weights and gradients are bf16, the master copies fp32 (see optimizations/).
-LAST_SAVED, LAST_BESIDE = "20X + 6G + 4n + 8r", "14X + 6G + 4E + 4r"
-MASTER, LOW, MOMENT = 4, 2, 2  # bytes a parameter: fp32 master, bf16 weight (and gradient), one bf16 moment
+CONTEXTS = (128, 256, 512, 1024)  # of the handout
+# Formulas of the fully optimized step (bf16 weights and gradients, fp32 master weights; see optimizations/):
+# what a compiled block saves, and what else lives when backward begins.
+COMPILED_BLOCK_SAVED = "20X + 6G + 4n + 8r"
+BACKWARD_START = "14X + 6G + 4E + 4r"
+# bytes per parameter: fp32 master weight, bf16 weight (or gradient), one bf16 moment
+MASTER, LOW, MOMENT = 4, 2, 2
 
 
-def last_step_bytes(config: StepConfig, moment: int = MOMENT) -> int:
-    """The peak of the ladder's last step: bf16 weights with fp32 masters, moments of so many bytes a number.
+def fully_optimized_bytes(config: StepConfig, moment: int = MOMENT) -> int:
+    """Return the peak of the ladder's fully optimized step, in bytes.
 
-    Memory moves in a line from where backward begins, with all that blocks saved, to where it ends, with all
-    gradients: one of the ends is the peak.
+    Between the start of backward (everything saved, no gradients) and its end (all gradients, nothing saved),
+    memory changes linearly, so the peak is at one of the two ends.
+
+    Args:
+        moment: bytes per parameter of each of AdamW's moments.
     """
-    parameters, layers = parameter_count(config), config.num_layers
-    state = (MASTER + LOW + 2 * moment) * parameters + at_rest(config, "forward")["other"] + 2 * WORKSPACE
-    begin = layers * value(LAST_SAVED, config)
-    return state + value(LAST_BESIDE, config) + max(begin, LOW * parameters)
+    parameters = parameter_count(config)
+    state = (MASTER + LOW + 2 * moment) * parameters
+    other = at_rest(config, "forward")["other"] + 2 * WORKSPACE
+    saved = config.num_layers * value(COMPILED_BLOCK_SAVED, config)
+    gradients = LOW * parameters
+    return state + other + value(BACKWARD_START, config) + max(saved, gradients)
 
 
-def plain_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
+def baseline_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
     return peak(config, "step", blocks_per_checkpoint).allocated
 
 
-FAST = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
+BF16_FIELDS = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
 # By name, the fields that differ from the fp32 baseline, and the function that computes the bytes. The bf16
 # baseline uses autocast; the fully optimized step has bf16 moments, too, and fp32 master weights.
 STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
-    "fp32 baseline (naive attention)": ({}, plain_bytes),
-    "bf16 baseline (SDPA, fused AdamW)": (FAST, plain_bytes),
-    "bf16 baseline, checkpointing": (FAST, functools.partial(plain_bytes, blocks_per_checkpoint=1)),
-    "fully optimized (bf16 weights)": ({}, last_step_bytes),
+    "fp32 baseline (naive attention)": ({}, baseline_bytes),
+    "bf16 baseline (SDPA, fused AdamW)": (BF16_FIELDS, baseline_bytes),
+    "bf16 baseline, checkpointing": (
+        BF16_FIELDS,
+        functools.partial(baseline_bytes, blocks_per_checkpoint=1),
+    ),
+    "fully optimized (bf16 weights)": ({}, fully_optimized_bytes),
 }
-WRITTEN = {
+# the step that the assignment has you write
+BASELINE_FIELDS = {
     "precision": "fp32",
     "attention": "naive",
     "optimizer": "foreach",
     "compile": "none",
     "device": "cuda",
-}  # the step as the assignment has one write it
+}
 # The formulas don't count this, because the amount depends on the step.
 RESERVED = (
     "Peaks count tensors; the allocator reserves more than that. A CUDA graph, which the fully optimized step"
@@ -59,9 +70,11 @@ RESERVED = (
 
 
 class Fit(NamedTuple):
-    """How one step fits: its predicted peak, ``fits`` ("yes"; "tight": over :data:`TIGHT` of the memory;
-    "no"), the largest context (at the batch asked for) and batch (at the context asked for) whose peaks do,
-    and the largest size (at both); "none" where not even the smallest does."""
+    """How one step fits into the memory.
+
+    ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). The largest context
+    length, batch and size are those that fit if the other fields stay the same; 0 or "none" if none fits.
+    """
 
     step: str
     peak_gib: float
@@ -72,7 +85,7 @@ class Fit(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One of the handout's grid, and how its plain step, or the part that ``mode`` names, fits."""
+    """One case of the handout's benchmark, and how its fp32 step, or the part that ``mode`` names, fits."""
 
     size: str
     mode: str
@@ -82,74 +95,79 @@ class Case(NamedTuple):
 
 
 def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]:
-    """Whether a shape trains in a GPU's memory, before running it: a row for each of :data:`STEPS`.
+    """Predict whether a configuration trains in a GPU's memory: one row per step of :data:`STEPS`.
 
     Args:
-        config: size, context, batch and vocabulary count; precision, attention and optimizer are the rows'.
-        memory_gib: as torch and nvidia-smi (its MiB over 1,024) say it; a data sheet's GB are larger numbers.
-        edition: whose names of sizes; see :data:`stepscope.config.EDITIONS`.
+        config: gives size, context length, batch and vocabulary. The rows set all other fields.
+        memory_gib: as torch reports it, or nvidia-smi's MiB over 1,024. The GB of a data sheet are larger numbers.
+        edition: the year whose size names to use; see :data:`stepscope.config.EDITIONS`.
     """
-    rows, memory = [], memory_gib * GIB
+    memory = memory_gib * GIB
     sizes = largest_sizes(config, [config.context_length], memory_gib, edition)
+    rows = []
     for name, (fields, bytes_of) in STEPS.items():
-        own = config.model_copy(update=WRITTEN | fields)
-        needed = bytes_of(own)
-        context, batch = (
-            greatest(field, own, bytes_of, memory) for field in ("context_length", "batch_size")
-        )
-        rows.append(Fit(name, needed / GIB, _fits(needed, memory), context, batch, *sizes[name]))
+        step_config = config.model_copy(update=BASELINE_FIELDS | fields)
+        needed = bytes_of(step_config)
+        largest_context = _largest_fitting("context_length", step_config, bytes_of, memory)
+        largest_batch = _largest_fitting("batch_size", step_config, bytes_of, memory)
+        (largest_size,) = sizes[name]
+        verdict = _fits(needed, memory)
+        rows.append(Fit(name, needed / GIB, verdict, largest_context, largest_batch, largest_size))
     return rows
 
 
 def largest_sizes(
     config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025
 ) -> dict[str, list[str]]:
-    """By :data:`STEPS` the largest of the handout's sizes that fits, at each context; "none": not even the
-    smallest does. Arguments as in :func:`grid`."""
+    """Return, for each of :data:`STEPS`, the largest size of the handout that fits at each context length.
 
-    def at(context: int, fields: dict[str, str], bytes_of: Callable[[StepConfig], int]) -> str:
-        return next(
-            (
-                name
-                for name, size in reversed(EDITIONS[edition].items())
-                if bytes_of(_sized(config, size, context, fields)) <= memory_gib * GIB
-            ),
-            "none",
-        )
+    It is "none" if not even the smallest size fits. The arguments are those of :func:`grid`.
+    """
+    memory = memory_gib * GIB
 
-    return {name: [at(context, *step) for context in contexts] for name, step in STEPS.items()}
+    def largest_size(context: int, fields: dict[str, str], bytes_of: Callable[[StepConfig], int]) -> str:
+        for name, size in reversed(EDITIONS[edition].items()):
+            if bytes_of(_sized(config, size, context, fields)) <= memory:
+                return name
+        return "none"
+
+    return {name: [largest_size(context, *step) for context in contexts] for name, step in STEPS.items()}
 
 
 def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition: int = 2025) -> list[Case]:
-    """The handout's benchmark before running it: its sizes, in the order of their parameters, by modes and
-    contexts.
+    """Predict the peaks of the handout's benchmark: its sizes in ascending order, by mode and context length.
 
     Args:
-        config: batch and vocabulary count.
+        config: gives batch and vocabulary.
         memory_gib, edition: as in :func:`fit`.
     """
     cases = []
     for name, size in EDITIONS[edition].items():
-        for mode, context in ((mode, context) for mode in PHASES for context in contexts):
-            needed = peak(_sized(config, size, context), mode).allocated
-            cases.append(Case(name, mode, context, needed / GIB, _fits(needed, memory_gib * GIB)))
+        for mode in PHASES:
+            for context in contexts:
+                needed = peak(_sized(config, size, context), mode).allocated
+                cases.append(Case(name, mode, context, needed / GIB, _fits(needed, memory_gib * GIB)))
     return cases
 
 
 def _sized(config: StepConfig, size: str, context: int, fields: dict[str, str] | None = None) -> StepConfig:
-    """The plain step of a size at a context, with other fields."""
-    return config.model_copy(
-        update=WRITTEN | SIZES[size]._asdict() | {"size": size, "context_length": context} | (fields or {})
-    )
+    """Return the fp32 baseline of a size at a context length, with some fields replaced."""
+    dimensions = SIZES[size]._asdict() | {"size": size, "context_length": context}
+    return config.model_copy(update=BASELINE_FIELDS | dimensions | (fields or {}))
 
 
 def _fits(needed: float, memory: float) -> str:
-    return "yes" if needed <= TIGHT * memory else "tight" if needed <= memory else "no"
+    if needed > memory:
+        return "no"
+    return "tight" if needed > TIGHT * memory else "yes"
 
 
-def greatest(field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float) -> int:
-    """The greatest number in a field, of those that it may have, whose step takes at most so many bytes; 0 if
-    1 does not fit. What is larger needs more."""
-    return bisect_right(
-        range(1, 2**24), memory, key=lambda number: bytes_of(config.model_copy(update={field: number}))
-    )
+def _largest_fitting(
+    field: str, config: StepConfig, bytes_of: Callable[[StepConfig], int], memory: float
+) -> int:
+    """Return the largest value of a numeric field whose step fits into the memory; 0 if 1 does not fit."""
+
+    def needed(number: int) -> int:
+        return bytes_of(config.model_copy(update={field: number}))
+
+    return bisect_right(range(1, 2**24), memory, key=needed)  # larger values need more

@@ -1,7 +1,7 @@
-"""Names for the parts of a model, as NVTX ranges on demand.
+"""Name the parts of a model, and open NVTX ranges around them on demand.
 
-``@region("ffn")`` only writes the name on a method. Nothing wraps the method until :func:`annotated` asks for
-it, so that an unannotated model runs exactly the code one reads: annotation that is off costs nothing at all.
+``@region("ffn")`` only stores the name on a method. Nothing wraps the method until :func:`annotated` is entered,
+so an unannotated model runs exactly the code that you read, at no cost.
 """
 
 import functools
@@ -19,7 +19,7 @@ _domain = nvtx.get_domain(DOMAIN)
 
 
 class ProfilerRanges:
-    """Stands in for the NVTX domain where torch.profiler watches: the same calls, its ranges."""
+    """Replaces the NVTX domain under torch.profiler: the same calls open ranges of the profiler."""
 
     def __init__(self) -> None:
         self.threads = threading.local()
@@ -28,23 +28,27 @@ class ProfilerRanges:
         return message
 
     def push_range(self, name: str) -> None:
-        opened = torch.profiler.record_function(name)
-        opened.__enter__()
-        vars(self.threads).setdefault("open", []).append(opened)
+        opened_range = torch.profiler.record_function(name)
+        opened_range.__enter__()
+        vars(self.threads).setdefault("open", []).append(opened_range)
 
     def pop_range(self) -> None:
         self.threads.open.pop().__exit__(None, None, None)
 
 
 def use_ranges(ranges: Any) -> None:
-    """From now on, open these ranges and not NVTX's: an object with the calls of :class:`ProfilerRanges`."""
+    """Open ``ranges`` instead of NVTX ranges from now on.
+
+    Args:
+        ranges: an object with the methods of :class:`ProfilerRanges`.
+    """
     global _domain
     _domain = ranges
     _attributes.cache_clear()
 
 
 def region(name: str) -> Callable:
-    """Name a method as one region of the model; the method itself is returned unchanged."""
+    """Return a decorator that stores the name of a model's region on a method and returns it unchanged."""
 
     def mark(method: Callable) -> Callable:
         setattr(method, "region", name)  # noqa: B010
@@ -55,7 +59,7 @@ def region(name: str) -> Callable:
 
 @contextmanager
 def nvtx_range(name: str) -> Iterator[None]:
-    """An NVTX push/pop range on this thread, in the project's domain."""
+    """Open an NVTX push/pop range on this thread, in the project's domain."""
     _domain.push_range(_attributes(name))
     try:
         yield
@@ -69,37 +73,37 @@ def _attributes(name: str):
 
 
 class Annotation:
-    """What is known of an annotated model's last forward pass, so that its backward pass can bear the same
-    names.
+    """Records an annotated model's forward pass, so that its backward pass gets the same names.
 
-    Autograd runs backward on threads of its own, where no range of the forward's thread is open, and gives
-    each of its nodes the number that its thread's counter had when forward made it. The counter's values at
-    the two ends of a region therefore tell the nodes that the region made: exactly, fused or rewritten
-    operations included, where ranges from module hooks would miss what lies between modules.
+    Autograd runs backward in its own threads, where no range of the forward pass is open. But forward numbers
+    every autograd node from a counter of its thread, so the counter's values at the two ends of a region
+    identify the nodes that the region created. This is exact, also for fused or rewritten operations, whereas
+    ranges from module hooks would miss operations between modules.
     """
 
     def __init__(self) -> None:
-        # (first, end) of each region's numbers; inner regions before outer
+        # (first number, end, name) of each region; inner regions precede outer ones
         self.made: list[tuple[int, int, str]] = []
-        self.output: Any = None  # of the region that ended last
+        self.output: Any = None  # of the last region that ended
 
     def link_backward(self) -> None:
-        """Between forward and backward: hang on each autograd node an NVTX range of the region that made
-        it.
+        """Make each autograd node open the range of the region that created it.
+
+        Call this between forward and backward.
         """
-        owners: dict[int, str] = {}
+        regions: dict[int, str] = {}  # by the number of a node
         for first, end, region_name in reversed(self.made):  # inner regions overwrite outer ones
-            owners.update(dict.fromkeys(range(first, end), region_name))
+            regions.update(dict.fromkeys(range(first, end), region_name))
         todo: list[tuple[Any, str | None]] = [(self.output.grad_fn, None)]
-        seen = set()
+        visited = set()
         while todo:
-            node, maker = todo.pop()
-            if node is None or node in seen:
+            node, user_region = todo.pop()
+            if node is None or node in visited:
                 continue
-            seen.add(node)
-            # A parameter's node that stores its gradient has no number of its own; it belongs to the
-            # parameter's user.
-            name = owners.get(node._sequence_nr(), maker if node.name().endswith("AccumulateGrad") else None)
+            visited.add(node)
+            # a node that accumulates a parameter's gradient has no number; it belongs to the parameter's user
+            is_accumulation = node.name().endswith("AccumulateGrad")
+            name = regions.get(node._sequence_nr(), user_region if is_accumulation else None)
             if name:
                 attributes = _attributes(name)
                 node.register_prehook(lambda _, attributes=attributes: _domain.push_range(attributes))
@@ -110,25 +114,26 @@ class Annotation:
 
 
 def _wrapped(method: Callable, name: str, annotation: Annotation) -> Callable:
+    # looked up once: these calls are part of the profiled step
     attributes, push, pop = _attributes(name), _domain.push_range, _domain.pop_range
-    number, made = torch._C._autograd._get_sequence_nr, annotation.made
+    next_number, made = torch._C._autograd._get_sequence_nr, annotation.made
 
     @functools.wraps(method)
     def call(*args, **kwargs):
-        first = number()
+        first = next_number()
         push(attributes)
         try:
             output = annotation.output = method(*args, **kwargs)
         finally:
             pop()
-        made.append((first, number(), name))
+        made.append((first, next_number(), name))
         return output
 
     return call
 
 
-def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """The methods that bear a region's name: the module, its attribute, the region."""
+def _named_methods(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield each method that has a region's name, as module, attribute and region."""
     for module in model.modules():
         for attribute in dir(type(module)):
             name = getattr(getattr(type(module), attribute, None), "region", None)
@@ -138,18 +143,18 @@ def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
 
 @contextmanager
 def annotated(model: nn.Module) -> Iterator[Annotation]:
-    """Open an NVTX range around every method of ``model`` that bears a region's name, until the block ends.
+    """Open an NVTX range around every method of ``model`` that has a region's name, until the block ends.
 
-    Call ``link_backward()`` of what it gives before each backward pass that is to bear the names as well, and
-    ``made.clear()`` after a forward pass without one.
+    To name a backward pass as well, call the annotation's ``link_backward()`` before it. After a forward pass
+    without a backward pass, call ``made.clear()``.
     """
     annotation = Annotation()
-    # An instance attribute shadows the class's method; deleting it brings the plain method back.
-    named = list(_named(model))
-    for module, attribute, name in named:
+    named_methods = list(_named_methods(model))
+    # an instance attribute shadows the class's method; deleting it restores the method
+    for module, attribute, name in named_methods:
         setattr(module, attribute, _wrapped(getattr(module, attribute), name, annotation))
     try:
         yield annotation
     finally:
-        for module, attribute, _ in named:
+        for module, attribute, _ in named_methods:
             delattr(module, attribute)

@@ -1,5 +1,7 @@
-"""Text to train on, which every machine has: the Python documentation's topics as the standard library ships
-them (``pydoc_data/topics.py``, about 0.7 MB, PSF licence), a byte a token."""
+"""Training text that every machine has: the documentation topics in Python's standard library.
+
+The file is ``pydoc_data/topics.py``, about 0.7 MB under the PSF license. Each byte is one token.
+"""
 
 import importlib.util
 from pathlib import Path
@@ -11,16 +13,16 @@ from stepscope import StepscopeError
 
 
 def text_batches(steps: int, batch_size: int, context_length: int) -> Tensor:
-    """(steps, B, T + 1) token ids below 256, int64 on the CPU: the same whoever asks.
+    """Return token ids below 256, (steps, B, T + 1) int64 on the CPU. They are the same in every call.
 
     Raises:
-        StepscopeError: this Python comes without pydoc_data.
+        StepscopeError: this Python has no ``pydoc_data``.
     """
-    found = importlib.util.find_spec("pydoc_data.topics")
-    if found is None or found.origin is None:
-        raise StepscopeError("this Python comes without pydoc_data, whose text is trained on")
-    text = torch.frombuffer(bytearray(Path(found.origin).read_bytes()), dtype=torch.uint8)
-    starts = torch.randint(
-        len(text) - context_length, (steps * batch_size,), generator=torch.Generator().manual_seed(0)
-    )
-    return text.unfold(0, context_length + 1, 1)[starts].view(steps, batch_size, -1).long()
+    spec = importlib.util.find_spec("pydoc_data.topics")
+    if spec is None or spec.origin is None:
+        raise StepscopeError("this Python has no pydoc_data, which contains the training text")
+    text = torch.frombuffer(bytearray(Path(spec.origin).read_bytes()), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(text) - context_length, (steps * batch_size,), generator=generator)
+    windows = text.unfold(0, context_length + 1, 1)
+    return windows[starts].view(steps, batch_size, -1).long()

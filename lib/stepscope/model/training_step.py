@@ -1,7 +1,7 @@
-"""One training step, plain: forward, loss, backward and torch's AdamW.
+"""One unoptimized training step: forward, loss, backward and torch's AdamW.
 
-The process that nsys profiles, the launch rate and explore.ipynb run this one; other notebooks have the step in a
-cell. The ladder's, of which each optimization changes a part, is
+The process that nsys profiles, the launch rate and explore.ipynb run this step; other notebooks define the step in
+a cell. The ladder has another step, of which each optimization changes a part:
 :class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing here is timed.
 """
 
@@ -23,11 +23,11 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Step:
-    """A model on its device with one batch, and what one step of a mode and precision does with them."""
+    """A model on its device, one batch, and a callable step in one mode and precision."""
 
     config: StepConfig
     model: TransformerLM
-    optimizer: Any  # torch.optim.AdamW; None where it was built for a mode that does not use one
+    optimizer: Any  # torch.optim.AdamW; None if built for a mode without one
     scaler: torch.amp.GradScaler
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
@@ -39,23 +39,25 @@ class Step:
         return self.config.device
 
     def of(self, mode: str | None = None, precision: str | None = None) -> "Step":
-        """The same model, optimizer and batch in another mode or precision."""
+        """Return a step with the same model, optimizer and batch in another mode or precision."""
+        mode = mode or self.mode
         precision = precision or self.precision
-        return dataclasses.replace(
-            self, mode=mode or self.mode, precision=precision, scaler=grad_scaler(precision, self.device)
-        )
+        scaler = grad_scaler(precision, self.device)
+        return dataclasses.replace(self, mode=mode, precision=precision, scaler=scaler)
 
     def clear_gradients(self) -> None:
-        """Not part of the step, and called before its clocks start: freeing is the allocator's work."""
+        """Free the gradients. Call this before timing starts, because freeing them is not part of the step."""
         self.model.zero_grad(set_to_none=True)
 
     def __call__(
         self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
     ) -> Tensor | None:
-        """Run one step; each phase inside ``phase(name)``. Work is enqueued only: the caller synchronises.
-        Returns the loss, None of a forward alone."""
+        """Run one step, with each phase inside ``phase(name)``, and return the loss (None in mode "forward").
+
+        The step only enqueues work on a GPU: the caller synchronizes.
+        """
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
-        with torch.set_grad_enabled(self.mode != "forward"):  # forward alone is inference
+        with torch.set_grad_enabled(self.mode != "forward"):  # mode "forward" is inference
             with phase("forward"), self.autocast():
                 logits = self.model(self.tokens)
             if self.mode == "forward":
@@ -75,32 +77,36 @@ class Step:
 
 
 def autocast(precision: str, device: str) -> AbstractContextManager:
-    """In bf16 and fp16 torch's autocast, which casts what matmuls read; else nothing."""
+    """Return torch's autocast for bf16 and fp16, which casts the inputs of matmuls; otherwise a null context."""
     dtype = AUTOCAST_DTYPES.get(precision)
     return torch.autocast(device, dtype=dtype) if dtype else nullcontext()
 
 
 def grad_scaler(precision: str, device: str) -> torch.amp.GradScaler:
-    """Scales the loss in fp16, whose gradients would underflow; else it does nothing."""
+    """Return a scaler that is enabled for fp16 only, whose gradients would underflow without it."""
     return torch.amp.GradScaler(device, enabled=precision == "fp16")
 
 
 def prepare(device: str) -> None:
-    """What takes seconds once in a process and needs no lock: the GPU's context, and what AdamW imports."""
-    from torch import _dynamo  # noqa: F401  not above: who builds no optimizer need not wait for it
+    """Create the GPU context and import what AdamW needs, which takes seconds once per process."""
+    from torch import _dynamo  # noqa: F401  imported lazily: only steps with an optimizer need it
 
     torch.zeros(1, device=device)
 
 
 def build_step(config: StepConfig, mode: str | None = None) -> Step:
-    """One configuration's step, in its mode ("step" where a run has several) if no other is given: weights,
-    batch and targets drawn from its seed, on its device. A GPU's peaks of memory count from here on.
+    """Build a configuration's step on its device, with weights, tokens and targets drawn from its seed.
+
+    This resets the GPU's peak memory statistics.
+
+    Args:
+        mode: defaults to the configuration's mode, or to "step" if the run has several.
 
     Raises:
-        torch.OutOfMemoryError: the weights alone do not fit.
+        torch.OutOfMemoryError: the weights alone don't fit.
     """
     if config.device == "cuda":
-        torch.cuda.empty_cache()  # what is kept for reuse would count as reserved
+        torch.cuda.empty_cache()  # cached blocks would count as reserved
         torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(config.seed)
     mode = mode or (config.mode if config.mode in PHASES else "step")
@@ -110,7 +116,7 @@ def build_step(config: StepConfig, mode: str | None = None) -> Step:
             tokens, targets = torch.randint(
                 config.vocab_size, (2, config.batch_size, config.context_length)
             ).unbind()
-        optimizer = None  # making one imports torch._dynamo, seconds that the other modes need not spend
+        optimizer = None  # only in mode "step": creating one imports torch._dynamo, which takes seconds
         if mode == "step":
             optimizer = torch.optim.AdamW(
                 model.parameters(), fused=config.optimizer == "fused", foreach=config.optimizer == "foreach"
@@ -128,9 +134,11 @@ def show_compiled_loops() -> None:
 
 
 def compile_parts(model: TransformerLM, parts: str) -> None:
-    """Have torch.compile take the model in place: each of its ``blocks`` (their code is compiled once for
-    all), the head and the loss; or the whole ``model`` as one, and the loss. Nothing is compiled before it is
-    called.
+    """Apply torch.compile to the model in place. Compilation happens in the first call.
+
+    Args:
+        parts: "none"; "blocks" (each block, the head and the loss; all blocks share one compilation); or
+            "model" (the complete model, and the loss).
     """
     if parts == "none":
         return
@@ -145,10 +153,11 @@ def compile_parts(model: TransformerLM, parts: str) -> None:
 
 
 def release(device: str, after_error: bool = False) -> None:
-    """Give freed memory back to the driver, so that one measurement's blocks do not shape the next one's.
+    """Return cached GPU memory to the driver, so that it doesn't affect the next measurement.
 
-    After an error tensors may hang in cycles, which only the collector frees; it takes a third of a second,
-    so not otherwise.
+    Args:
+        after_error: first run the garbage collector, because an error can leave tensors in reference cycles. It
+            takes a third of a second.
     """
     if after_error:
         gc.collect()
@@ -158,8 +167,10 @@ def release(device: str, after_error: bool = False) -> None:
 
 @contextmanager
 def out_of_memory_names(doing: str) -> Iterator[None]:
-    """Say what was being done when memory ran out, in the error itself; the CPU allocator's error becomes the
-    GPU's type.
+    """Prefix out-of-memory errors with "while ``doing``".
+
+    Raises:
+        torch.OutOfMemoryError: memory ran out in the block. A CPU allocator's RuntimeError becomes this type.
     """
     try:
         yield
@@ -170,5 +181,5 @@ def out_of_memory_names(doing: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, a GPU's or a CPU's."""
+    """Return whether the error means that a GPU's or the CPU's memory ran out."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate" in str(error)

@@ -1,4 +1,4 @@
-"""The model under study: a pre-norm decoder, every part written out in plain torch.
+"""The model that the studies measure: a pre-norm decoder, with every part written out in PyTorch.
 
 Shapes in comments: B batch, T context length, C d_model, H heads, D = C / H, F d_ff, V vocabulary.
 """
@@ -12,9 +12,7 @@ from stepscope.model.ranges import region
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019, eq. 4), computed in fp32 at least whatever the input's
-    type.
-    """
+    """Root-mean-square norm (Zhang & Sennrich 2019, eq. 4), computed in at least fp32 for any input dtype."""
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
@@ -29,8 +27,9 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D): pair i turns by t *
-    10,000^(-2i/D).
+    """Return the cosines and sines of RoPE's angles (Su et al. 2021, eq. 15), each (T, D).
+
+    At position t, pair i is rotated by t * 10,000^(-2i/D).
     """
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency).repeat(1, 2)
@@ -39,7 +38,7 @@ def rope_tables(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with RoPE: naive, so that its parts can be seen, or fused ("sdpa")."""
+    """Causal multi-head self-attention with RoPE, naive (its parts are visible in profiles) or fused ("sdpa")."""
 
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
@@ -68,11 +67,11 @@ class Attention(nn.Module):
     def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         # two of (B, H, T, D), tables (T, D) -> two of (B, H, T, D); pairs are (i, i + D/2)
         cos, sin = cos.to(q.dtype), sin.to(q.dtype)
-        turned = []
+        rotated = []
         for x in (q, k):
             first, second = x.chunk(2, dim=-1)
-            turned.append(x * cos + torch.cat((-second, first), dim=-1) * sin)
-        return turned
+            rotated.append(x * cos + torch.cat((-second, first), dim=-1) * sin)
+        return rotated
 
     @region("attention.scores")
     def scores(self, q: Tensor, k: Tensor) -> Tensor:  # two of (B, H, T, D) -> (B, H, T, T)
@@ -84,7 +83,7 @@ class Attention(nn.Module):
 
     @region("attention.softmax")
     def softmax(self, scores: Tensor) -> Tensor:  # (B, H, T, T) -> (B, H, T, T)
-        # Softmax does not change when a row is shifted, so no gradient has to flow through the maximum.
+        # softmax is invariant to shifts of a row, so the maximum needs no gradient
         exponentials = torch.exp(scores - scores.detach().amax(-1, keepdim=True))
         return exponentials / exponentials.sum(-1, keepdim=True)
 
@@ -102,7 +101,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward with three matrices (Shazeer 2020): down(silu(gate x) * up x)."""
+    """Feed-forward layer with three matrices (Shazeer 2020): down(silu(gate x) * up x)."""
 
     def __init__(self, d_model: int, d_ff: int):
         super().__init__()
@@ -111,7 +110,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(d_ff, d_model, bias=False)
 
     @region("ffn")
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), by two of (B, T, F)
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, C), via two of (B, T, F)
         gate = self.gate_proj(x)
         return self.down_proj(gate * torch.sigmoid(gate) * self.up_proj(x))
 
@@ -137,9 +136,7 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Decoder-only language model: token ids (B, T) to logits (B, T, V). The head is not tied to the
-    embedding.
-    """
+    """Decoder-only language model: token ids (B, T) to logits (B, T, V). Head and embedding are not tied."""
 
     def __init__(self, config: StepConfig):
         super().__init__()

@@ -1,10 +1,12 @@
-"""What makes a training step faster, each in a file that teaches it: attention in float64, AdamW with
-master weights, FP8 matmuls, a loss in chunks, and the subject that transforms change.
+"""Code that makes a training step faster. Each file implements one optimization and explains how it works.
+
+There are AdamW with master weights, FP8 matmuls, chunked cross-entropy, attention in float64 to compare with, and
+the subject that the ladder's transforms change.
 
     from stepscope.optimizations import MasterAdamW
 """
 
-from stepscope.optimizations.adamw import hashed, stochastic_round
+from stepscope.optimizations.adamw import random_bits, stochastic_round
 from stepscope.optimizations.attention import Inputs, attention_in_float64
 from stepscope.optimizations.cross_entropy import chunked_cross_entropy
 from stepscope.optimizations.fp8 import Fp8Linear, use_fp8
@@ -20,8 +22,8 @@ __all__ = [
     "Unsupported",
     "attention_in_float64",
     "chunked_cross_entropy",
-    "hashed",
     "keeps_program",
+    "random_bits",
     "stochastic_round",
     "use_fp8",
 ]

@@ -1,24 +1,24 @@
-"""AdamW's arithmetic (optimizer.py): a plain formula, which a CPU computes, and the GPU's kernels.
+"""AdamW's arithmetic for optimizer.py: the formula in PyTorch, which runs on a CPU, and the GPU's Triton kernels.
 
-**bf16 moments.** Arithmetic stays fp32; only what is stored is rounded. The first moment is rounded to
-nearest: it changes by a tenth of its distance to the gradient a step, far more than half a bf16 ulp (2^-9
-to 2^-8 of a number). The second moment decays by 1 - beta2 = 0.001 a step, less than half an ulp: rounded
-to nearest it could never fall. So it is rounded up or down at random, up as often as it lies nearer to the
-number above (stochastic rounding: Gupta et al. 2015, arXiv:1502.02551): right in the mean.
+**bf16 moments.** Arithmetic stays fp32; only stored values are rounded. The first moment is rounded to
+nearest, because each step changes it by a tenth of its distance to the gradient, far more than half a bf16 ulp
+(2^-9 to 2^-8 of a number). The second moment, however, decays by only 1 - beta2 = 0.001 per step, which is less
+than half an ulp: rounded to nearest, it could never fall. So we round it up or down at random, with the
+probabilities that make the mean exact (stochastic rounding: Gupta et al. 2015, arXiv:1502.02551):
 
-    2.000  rounds to 2.000, always
-    2.004  lies a quarter of the way to bf16's next number 2.016: a quarter of the times up, else down
+    2.000  always rounds to 2.000
+    2.004  is a quarter of the way to the next bf16 number, 2.016: it rounds up in a quarter of the steps
 
-The random bits are a hash of the element's index and the step's number, which a replayed CUDA graph reads
-from the GPU; Philox would cost several times as much arithmetic, and rounding needs no better numbers.
+The random bits are a hash of the element's index and the step count, which a replayed CUDA graph reads from the
+GPU. Philox would cost several times as much arithmetic, and rounding doesn't need better random numbers.
 
-**At the memory's speed.** All parameters are views of flat buffers, so that one kernel updates them all,
-whatever groups they are in, and a program knows where its block of weights and moments lies from its number
-alone: it asks for them at once, while it still looks up whose they are. Gradients are the tensors that
-backward makes, wherever these lie; the kernel finds them in a table of their addresses. Each parameter's
-scalars (lr, betas, eps and weight decay of its group, and its number of steps) it reads from the GPU, too.
-With bf16 moments there is so much less to wait for that arithmetic shows: there division and root are the
-GPU's approximate ones, off by an ulp or two of a change that is itself a small part of the weight.
+**At memory speed.** All parameters are views of flat buffers, so one kernel updates them all, across parameter
+groups. A program computes the address of its block of weights and moments from its index alone, and loads them
+while it looks up the parameter. The gradients stay where backward created them; the kernel finds them in a
+table of addresses. It also reads each parameter's scalars from the GPU (its group's lr, betas, eps and weight
+decay, and its step count). With bf16 moments there is so much less memory traffic that arithmetic shows. The
+kernel then uses the GPU's approximate division and square root, which are off by an ulp or two of an update
+that is itself a small part of the weight.
 """
 
 from importlib.util import find_spec
@@ -29,16 +29,20 @@ from torch import Tensor
 
 adamw_kernel: Any = None
 adamw_fp8_kernel: Any = None
-HAS_TRITON = find_spec("triton") is not None  # torch for a CPU comes without
-BLOCK = 512  # elements of one program of the kernel: every tensor starts at a multiple of so many
-TILE = (32, 64)  # rows and columns of one, where it writes FP8 weights and their transpose
-COLUMNS = 8  # scalars of a parameter that the kernel reads
-GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # of the hash
+HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs has no Triton
+BLOCK = 512  # elements per program of the kernel; every tensor starts at a multiple
+TILE = (32, 64)  # rows and columns per program of the FP8 kernel, which also writes the transpose
+COLUMNS = 8  # scalars per parameter that the kernel reads
+GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # constants of the hash
 
 
-def hashed(index: Tensor, count: Tensor) -> Tensor:
-    """16 random bits for each element of a step, int64: MurmurHash3's finalizer (Appleby 2011) of its index
-    (int64, of any shape) and the step's number ``count``, (), in 32 bits."""
+def random_bits(index: Tensor, count: Tensor) -> Tensor:
+    """Return 16 random bits per element as int64, from MurmurHash3's 32-bit finalizer (Appleby 2011).
+
+    Args:
+        index: of each element, int64 of any shape.
+        count: number of the step, ().
+    """
     mask = 0xFFFFFFFF
     h = (index & mask) ^ (count * GOLDEN & mask)
     h = (h ^ (h >> 16)) * MIX1 & mask
@@ -47,8 +51,7 @@ def hashed(index: Tensor, count: Tensor) -> Tensor:
 
 
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16 of the same shape, up with the probability of being nearer there: 16 random ``bits`` are
-    added below the last that stays, and what is below it is cut off."""
+    """Round fp32 stochastically to bf16: add 16 random ``bits`` below bf16's last bit, then truncate."""
     truncated = (x.view(torch.int32) + bits.to(torch.int32)) & -(2**16)
     return truncated.view(torch.float32).bfloat16()
 
@@ -56,21 +59,23 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 def update_(
     master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None
 ) -> None:
-    """The plain formula (Loshchilov & Hutter 2019, algorithm 2), each operation rounded to fp32 by itself.
+    """Update one parameter with AdamW's formula (Loshchilov & Hutter 2019, algorithm 2).
+
+    Every operation is rounded to fp32 separately.
 
     Args:
         master: fp32, changed in place.
         m, v: fp32 or bf16, changed in place.
         gradient: fp32 or bf16, of the same shape.
-        scalars: 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t); then of its group beta1,
-            1 - beta1, beta2, 1 - beta2, eps. (8,), fp32.
-        bits: by which a bf16 ``v`` is rounded (:func:`hashed`); None where it is fp32.
+        scalars: fp32, (8,): 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t), and the group's beta1,
+            1 - beta1, beta2, 1 - beta2 and eps.
+        bits: :func:`random_bits` to round a bf16 ``v``; None if ``v`` is fp32.
     """
     gradient = gradient.float()
     kept, rate, correction, beta1, rest1, beta2, rest2, eps = scalars
     new_m = m.float() * beta1 + gradient * rest1
     new_v = v.float() * beta2 + gradient * gradient * rest2
-    root = new_v.double().sqrt().float()  # torch's in fp32 is an ulp off for some numbers on a CPU
+    root = new_v.double().sqrt().float()  # PyTorch's fp32 sqrt is an ulp off for some numbers on a CPU
     master.copy_(master * kept - rate * (new_m / (root * correction + eps)))
     m.copy_(new_m)
     v.copy_(new_v if bits is None else stochastic_round(new_v, bits))
@@ -80,12 +85,14 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    FIELDS, HASH, MIXED1, MIXED2 = map(tl.constexpr, (COLUMNS, GOLDEN, MIX1, MIX2))  # as a kernel reads them
+    # a kernel can read only globals that are tl.constexpr
+    FIELDS, HASH, MIXED1, MIXED2 = map(tl.constexpr, (COLUMNS, GOLDEN, MIX1, MIX2))
 
     @triton.jit
     def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
-        """:func:`update_` of the numbers ``at`` these places, written back; the new weights. ``scalars`` and
-        ``step`` point to their parameter's."""
+        """Apply :func:`update_` to the elements ``at`` these offsets of the buffers, and return the new weights.
+
+        ``scalars`` and ``step`` point to those of the elements' parameter."""
         old_m, old_v, old = tl.load(m + at), tl.load(v + at), tl.load(master + at)
         kept, rate, correction = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
         beta1, rest1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -124,12 +131,11 @@ if HAS_TRITON:
         block: tl.constexpr,
         aligned: tl.constexpr,
     ):
-        """A block of the flat buffers, whose place a program knows without looking it up. ``gradients`` has
-        the address of each parameter's."""
+        """Update one block of the flat buffers. ``gradients`` holds the address of each parameter's gradient."""
         program = tl.program_id(0)
         start = program.to(tl.int64) * block
         owner = tl.load(owners + program)
-        # What is said to be a multiple is read and written 16 bytes at a time.
+        # tl.multiple_of lets the compiler read and write 16 bytes at a time
         within = start - tl.multiple_of(tl.load(offsets + owner), block) + tl.arange(0, block)
         inside = within < tl.multiple_of(tl.load(counts + owner), aligned)
         address = tl.load(gradients + owner)
@@ -173,7 +179,7 @@ if HAS_TRITON:
         rows: tl.constexpr,
         columns: tl.constexpr,
     ):
-        """A tile of a matrix whose two FP8 layouts are written where its bf16 weight would lie."""
+        """Update one tile of a matrix, and write its two FP8 layouts into the bytes of the bf16 weight."""
         program = tl.program_id(0)
         owner = tl.load(owners + program)
         offset, width = tl.load(offsets + owner), tl.load(widths + owner).to(tl.int32)
@@ -196,14 +202,15 @@ if HAS_TRITON:
             exact,
         )
         most = tl.max(tl.abs(weight))
-        tl.atomic_max(largest + owner, most, mask=most > tl.load(largest + owner))  # few are larger
+        # the mask skips most atomics, because few tiles have a larger magnitude
+        tl.atomic_max(largest + owner, most, mask=most > tl.load(largest + owner))
         scale = tl.load(scales + owner)
         eight = (low + offset).to(tl.pointer_type(tl.float8e4nv))
         tl.store(eight + within, (weight / scale).to(tl.float8e4nv))
         count = tl.load(counts + owner).to(tl.int32)
         height = tl.multiple_of(count // width, 64)
         across = along[:, None] * height + down[None, :]
-        # These are the same numbers, as the scale is a power of two. They are converted a second time because
-        # the assembler of CUDA before 13 mixes up bytes that two stores share (issue 11111 of Triton).
+        # The scale is a power of two, so these are the same numbers. They are converted a second time because the
+        # assembler of CUDA before 13 mixes up bytes that two stores share (Triton issue 11111).
         turned = tl.trans(weight * (1 / scale))
         tl.store(eight + tl.multiple_of(count, 64) + across, turned.to(tl.float8e4nv))

@@ -1,6 +1,6 @@
-"""Attention's inputs, and what it is in float64; the implementations stand in the attention notebook.
+"""Attention's inputs, and its result in float64. The implementations are in the attention notebook.
 
-Shapes in comments: B batch, T sequence, d head dimension. There is one head, so the tensors are (B, 1, T, d).
+Shapes in comments: B batch, T context length, d head dimension. There is one head: tensors are (B, 1, T, d).
 """
 
 from functools import cached_property
@@ -15,17 +15,16 @@ from stepscope.config import RunConfig
 from stepscope.measure import storage_bytes
 from stepscope.model.training_step import AUTOCAST_DTYPES
 
-# Scores that are there at once, 2 GiB in float64: of a longer sequence those of some queries at a time.
-SQUARE = 2**28
+MAX_SCORES = 2**28  # that exist at once, 2 GiB in float64; long sequences are computed some queries at a time
 
 
 class Inputs:
-    """Queries, keys, values and the output's gradient of one sequence, drawn from the seed, and their causal
-    masks, which are made when first asked for."""
+    """Random queries, keys, values and output gradient of one context length, and lazily created causal masks."""
 
     def __init__(self, config: RunConfig, sequence: int):
         generator = torch.Generator(config.device).manual_seed(config.seed)
-        shape, dtype = (config.batch_size, 1, sequence, config.d_model), AUTOCAST_DTYPES.get(config.precision)
+        shape = (config.batch_size, 1, sequence, config.d_model)
+        dtype = AUTOCAST_DTYPES.get(config.precision)
         self.sequence = sequence
         self.q, self.k, self.v, self.gradient = (
             torch.randn(shape, generator=generator, device=config.device, dtype=dtype) for _ in range(4)
@@ -39,52 +38,54 @@ class Inputs:
 
     @cached_property
     def future(self) -> Tensor:
-        """What a query must not see, (T, T) bool, as the model holds it."""
+        """The model's causal mask, (T, T) bool: True where a query must not see a key."""
         return torch.ones(self.sequence, self.sequence, dtype=torch.bool, device=self.q.device).triu_(1)
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """The same for FlexAttention. Of blocks of 128 x 128, but a whole (T, T) while it is made."""
-        return create_block_mask(seen, None, None, self.sequence, self.sequence, device=self.q.device)
+        """The causal mask for FlexAttention, in blocks of 128 x 128. Creating it takes a full (T, T) mask."""
+        return create_block_mask(
+            causal_mask_mod, None, None, self.sequence, self.sequence, device=self.q.device
+        )
 
     def held_bytes(self, name: str) -> int:
-        """In use before a forward: q, k, v, the output's gradient and the implementation's mask."""
+        """Return the bytes in use before forward: q, k, v, the output gradient and the implementation's mask."""
         mask: Any = self.future if name in ("naive", "compiled") else ()
         if name == "flex":
             mask = self.blocks.as_tuple()
         return storage_bytes(self.q, self.k, self.v, self.gradient, mask)
 
 
-def seen(batch, head, query, key):
-    """FlexAttention's causal rule; one function, since for another it would compile again."""
+def causal_mask_mod(batch, head, query, key):
+    """Return whether a query sees a key. Not a lambda, because FlexAttention recompiles for a new function."""
     return query >= key
 
 
 def attention_in_float64(inputs: Inputs) -> list[Tensor]:
-    """Output and gradients of q, k, v in float64, by textbook softmax, one batch element at a time."""
-    batches = zip(*(x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.gradient)))
-    rows = [_element(*tensors) for tensors in batches]
-    return [torch.stack(column) for column in zip(*rows)]
+    """Return the output and the gradients of q, k and v in float64, computed with a textbook softmax."""
+    tensors = [x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.gradient)]
+    elements = [_attention_of_element(*element) for element in zip(*tensors)]
+    return [torch.stack(results) for results in zip(*elements)]
 
 
-def _element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """Output, dq, dk and dv of one batch element, (1, T, d) each."""
+def _attention_of_element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return output, dq, dk and dv of one batch element, (1, T, d) each."""
     sequence = q.shape[-2]
-    queries = max(1, SQUARE // sequence)
+    num_queries = max(1, MAX_SCORES // sequence)
     outputs, dqs = [], []
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    places = torch.arange(sequence, device=q.device)
-    for first in range(0, sequence, queries):
-        these = slice(first, first + queries)
-        leaves = [x.requires_grad_() for x in (q[:, these].clone(), k.clone(), v.clone())]
-        some, keys, values = leaves
-        scores = some @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
-        scores.masked_fill_(places > places[these, None], -inf)
+    positions = torch.arange(sequence, device=q.device)
+    for first in range(0, sequence, num_queries):
+        rows = slice(first, first + num_queries)
+        leaves = [x.requires_grad_() for x in (q[:, rows].clone(), k.clone(), v.clone())]
+        queries, keys, values = leaves
+        scores = queries @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
+        scores.masked_fill_(positions > positions[rows, None], -inf)
         output = torch.softmax(scores, dim=-1) @ values
         del scores
-        dq, its_dk, its_dv = torch.autograd.grad(output, leaves, gradient[:, these])
+        dq, partial_dk, partial_dv = torch.autograd.grad(output, leaves, gradient[:, rows])
         outputs.append(output.detach())
         dqs.append(dq)
-        dk += its_dk
-        dv += its_dv
+        dk += partial_dk
+        dv += partial_dv
     return torch.cat(outputs, dim=1), torch.cat(dqs, dim=1), dk, dv

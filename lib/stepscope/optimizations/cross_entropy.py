@@ -1,7 +1,7 @@
-"""Head and cross-entropy a chunk of tokens at a time: the logits of all tokens never exist at once.
+"""Chunked cross-entropy: compute head and loss for one chunk of tokens at a time, to save memory.
 
-Each chunk's gradients are made right after its logits, as in Liger Kernel's fused linear cross-entropy (Hsu
-et al. 2024), so that backward has nothing left to recompute.
+The logits of all tokens never exist at once. Each chunk's gradients are computed right after its logits, as in
+Liger Kernel's fused linear cross-entropy (Hsu et al. 2024), so backward recomputes nothing.
 """
 
 from typing import Any
@@ -9,27 +9,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 1024  # tokens at least
-CHUNKS = 8  # at most: each is compiled anew, and a larger matmul runs nearer to the ceiling
+MIN_CHUNK = 1024  # tokens
+MAX_CHUNKS = 8  # because each chunk is compiled separately, and larger matmuls run closer to the peak rate
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy of ``hidden @ weight.T`` against targets; matmuls in ``dtype``, all else in
-    fp32."""
+    """Mean cross-entropy of ``hidden @ weight.T``, with matmuls in ``dtype`` and everything else in fp32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         # (N, C), (V, C), (N,) -> ()
         low_weight = weight.to(dtype)
-        total, d_hidden = hidden.new_zeros((), dtype=torch.float32), []
+        total = hidden.new_zeros((), dtype=torch.float32)
+        d_hidden = []
         d_weight: Any = None
-        chunk = max(CHUNK, -(-len(targets) // CHUNKS))
+        chunk = max(MIN_CHUNK, -(-len(targets) // MAX_CHUNKS))
         for x, target in zip(hidden.to(dtype).split(chunk), targets.split(chunk)):
             logits = (x @ low_weight.t()).float()
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            total = total + (normaliser - logits.gather(-1, target[:, None])).sum()
+            logsumexp = logits.logsumexp(-1, keepdim=True)
+            total = total + (logsumexp - logits.gather(-1, target[:, None])).sum()
             is_target = torch.arange(logits.shape[-1], device=logits.device) == target[:, None]
-            d_logits = (((logits - normaliser).exp() - is_target.float()) / len(targets)).to(dtype)
+            softmax = (logits - logsumexp).exp()
+            d_logits = ((softmax - is_target.float()) / len(targets)).to(dtype)
             d_hidden.append(d_logits @ low_weight)
             part = (d_logits.t() @ x).float()
             d_weight = part if d_weight is None else d_weight + part
@@ -43,5 +44,12 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """(B, T, C), (V, C), (B, T) -> mean over tokens, ()."""
+    """Return the mean cross-entropy over all tokens, ().
+
+    Args:
+        hidden: input of the head, (B, T, C).
+        weight: of the head, (V, C).
+        targets: token ids, (B, T).
+        dtype: of the matmuls.
+    """
     return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), dtype)

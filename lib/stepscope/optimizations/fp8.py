@@ -3,7 +3,7 @@
 **Why.** Tensor cores of compute capability 9.0 multiply 8-bit floats twice as fast as bf16, and read half
 the bytes. What is given up is arithmetic: there are only 256 different 8-bit numbers.
 
-    format   exponent  mantissa   largest    smallest normal   neighbours differ by
+    format   exponent  mantissa   largest    smallest normal   neighbors differ by
     bf16      8 bits    7 bits    3.4e38         1.2e-38       1/128 of a power of two
     e4m3      4 bits    3 bits    448            2^-6          1/8
     e5m2      5 bits    2 bits    57,344         2^-14         1/4
@@ -67,45 +67,51 @@ import torch
 from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max
-CAPABILITY = (9, 0)  # from where row-wise scales are a matmul's own
+MAX_FP8 = torch.finfo(FP8).max
+MIN_CAPABILITY = (9, 0)  # for matmuls that apply row-wise scales
 
 
 def has_fp8(device: str) -> bool:
-    return device == "cuda" and torch.cuda.get_device_capability() >= CAPABILITY
+    return device == "cuda" and torch.cuda.get_device_capability() >= MIN_CAPABILITY
 
 
-def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(M, K) -> FP8 of the same shape and each row's scale, (M, 1), fp32."""
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale each row of x (M, K) by its largest magnitude; return FP8 (M, K) and the fp32 scales (M, 1)."""
     x_fp32 = x.float()
-    scale = x_fp32.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return (x_fp32 / scale).clamp(-LARGEST, LARGEST).to(FP8).contiguous(), scale
+    scale = x_fp32.abs().amax(-1, keepdim=True).clamp(min=1e-12) / MAX_FP8
+    return (x_fp32 / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8).contiguous(), scale
 
 
 def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16 (N, K) -> the two FP8 layouts that lie in its bytes, (N, K) and (K, N): views, to be written."""
+    """Return the two FP8 layouts in the bytes of a bf16 weight (N, K), as writable views (N, K) and (K, N)."""
     rows, columns = weight.view(FP8).flatten().split(weight.numel())
     return rows.view(weight.shape), columns.view(weight.shape[::-1])
 
 
-def power_of_two(largest: Tensor) -> Tensor:
-    """The scale of weights whose largest magnitude is this, (): of the power of two's multiples that is 128
-    to 256."""
+def power_of_two_scale(largest: Tensor) -> Tensor:
+    """Return the power of two by which the largest magnitude, (), is divided to be in [128, 256)."""
     return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 8)
 
 
-def write(weight: Tensor, master: Tensor, scale: Tensor) -> None:
-    """Both layouts of fp32 ``master`` (N, K), divided by ``scale``, (), into the bytes of bf16 ``weight``."""
-    rounded = (master / scale).clamp(-LARGEST, LARGEST).to(FP8)
+def write_layouts(weight: Tensor, master: Tensor, scale: Tensor) -> None:
+    """Write both FP8 layouts of fp32 ``master / scale``, (N, K) and (), into the bytes of bf16 ``weight``."""
+    rounded = (master / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
     for layout, values in zip(layouts(weight), (rounded, rounded.t())):
         layout.copy_(values)
 
 
 def matmul(a: Tensor, b8: Tensor, b_scale: Tensor, ones: Tensor, fast: bool) -> Tensor:
-    """(M, K), FP8 (N, K) of one scale () -> (M, N) = a @ b.T, summed in the tensor cores' own width where
-    ``fast``. A CPU computes it in fp32 from the same 8 bits."""
-    a8, a_scale = scaled(a)
-    scale = a_scale * b_scale  # the kernel has a scale a row for each factor; b's are then ones
+    """Return a @ b.T, (M, N). A CPU computes it in fp32 from the same 8-bit numbers.
+
+    Args:
+        a: (M, K), quantized here.
+        b8: FP8, (N, K).
+        b_scale: ().
+        ones: fp32, (1, at least N).
+        fast: accumulate in the tensor cores' reduced precision.
+    """
+    a8, a_scale = quantize_rows(a)
+    scale = a_scale * b_scale  # the kernel takes one scale per row of each factor; those of b are then 1
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
     return torch._scaled_mm(
@@ -114,7 +120,7 @@ def matmul(a: Tensor, b8: Tensor, b_scale: Tensor, ones: Tensor, fast: bool) -> 
 
 
 class Fp8Matmul(torch.autograd.Function):
-    """x (M, K), a weight (N, K) that holds two layouts, its scale () -> x @ weight.T."""
+    """x @ weight.T for x (M, K), and a weight (N, K) that holds two FP8 layouts, with its scale ()."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, ones: Tensor) -> Tensor:  # -> (M, N)
@@ -128,11 +134,12 @@ class Fp8Matmul(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer without bias by :class:`Fp8Matmul`. Its weight is MasterAdamW's to write: until then
-    the scale, and with it what the layer gives, is not a number.
+    """A linear layer without bias that uses :class:`Fp8Matmul`.
+
+    MasterAdamW writes its weight. Before that, the scale is NaN, and so is the output.
 
     Raises:
-        TypeError: the weight is not bf16, so that no two layouts lie in it.
+        TypeError: in forward, the weight is not bf16, because MasterAdamW has not been created yet.
     """
 
     weight_scale: Tensor
@@ -140,14 +147,18 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
         if self.weight.dtype != torch.bfloat16:
-            raise TypeError(f"an FP8 layer's weights are {self.weight.dtype}: make its MasterAdamW first")
-        found = Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale, self.ones)
-        return found.unflatten(0, x.shape[:-1])
+            raise TypeError(
+                f"got an FP8 layer with {self.weight.dtype} weights: create its MasterAdamW before you run it"
+            )
+        out = Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale, self.ones)
+        return out.unflatten(0, x.shape[:-1])
 
 
 def use_fp8(blocks: nn.Module) -> None:
-    """Give every linear layer below FP8 matmuls; the head is not among them. On the device that it stays on,
-    and before the optimizer is made, which then writes FP8 weights."""
+    """Turn every linear layer in ``blocks`` into an :class:`Fp8Linear`; the head is not in the blocks.
+
+    Call this after moving the model to its device, and before creating MasterAdamW, which writes FP8 weights.
+    """
     for module in blocks.modules():
         if type(module) is nn.Linear:
             module.__class__ = Fp8Linear

@@ -1,7 +1,7 @@
-"""Refuse what MasterAdamW cannot do: parameters that do not fit in one buffer, and options that it lacks.
+"""Checks of MasterAdamW: parameters must fit into one buffer, and options must be supported.
 
-Each refusal is one ValueError, because the alternative is silent: with an option that is ignored, or with
-parameters that another program shards or averages, training goes on and goes wrong.
+Each failed check raises a ValueError, because otherwise training would continue with wrong results: with an
+ignored option, or with parameters that another library shards or averages.
 """
 
 import gc
@@ -19,11 +19,13 @@ UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # options of torch's Ad
 
 
 def find_wrapper(parameters: Iterable[Tensor]) -> Any:
-    """Find the DDP, FSDP or ZeRO object that holds one of these parameters; None where there is none. PyTorch
-    leaves no mark on a parameter, so all live objects are searched, in processes of a process group alone."""
+    """Return the DDP, FSDP or ZeRO object that holds one of these parameters, or None.
+
+    PyTorch doesn't mark wrapped parameters, so this searches all live objects if there is a process group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    gc.collect()  # a wrapper that nobody refers to any more
+    gc.collect()  # removes wrappers that are no longer referenced
     wanted = set(map(id, parameters))
     for candidate in gc.get_objects():
         kind = type(candidate)
@@ -41,10 +43,10 @@ def find_wrapper(parameters: Iterable[Tensor]) -> Any:
 
 
 def check_group(group: dict[str, Any], moments: torch.dtype) -> None:
-    """Refuse options that are out of range, in torch's words, and those that MasterAdamW lacks.
+    """Check a parameter group's options.
 
     Raises:
-        ValueError: such an option.
+        ValueError: an option is out of range (with torch's message), or MasterAdamW doesn't support it.
     """
     rate, beta1 = group["lr"], group["betas"][0]
     if isinstance(rate, Tensor):
@@ -66,15 +68,14 @@ def check_group(group: dict[str, Any], moments: torch.dtype) -> None:
         )
     for name in UNSUPPORTED:
         if group.get(name):
-            raise ValueError(f"{name}: got {group[name]}, but MasterAdamW does not have this option")
+            raise ValueError(f"{name}: got {group[name]}, but MasterAdamW doesn't support this option")
 
 
 def check_parameters(named: Mapping[str, Tensor]) -> None:
-    """Refuse parameters that cannot become views of one buffer.
+    """Check that the parameters can become views of one buffer.
 
     Raises:
-        ValueError: parameters that are sharded, wrapped by DDP already, on several devices, or neither fp32
-            nor bf16.
+        ValueError: parameters are sharded, already wrapped by DDP, on several devices, or neither fp32 nor bf16.
     """
     first, *_ = named
     device = named[first].device
@@ -82,8 +83,8 @@ def check_parameters(named: Mapping[str, Tensor]) -> None:
         kind = type(parameter.data)
         if kind is not Tensor:
             raise ValueError(
-                f"{name}: got a {kind.__name__}, but expected a plain tensor: MasterAdamW trains on one GPU or"
-                f" under {DDP}, and shards nothing"
+                f"{name}: got a {kind.__name__}, but expected a plain tensor: MasterAdamW works on one GPU or"
+                f" under {DDP}, without sharding"
             )
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"{name}: got {parameter.dtype}, but expected torch.float32 or torch.bfloat16")
@@ -97,4 +98,4 @@ def check_parameters(named: Mapping[str, Tensor]) -> None:
     kinds = [base.__name__ for base in type(wrapper).__mro__]
     if DDP in kinds:
         raise ValueError(f"make MasterAdamW before {DDP} wraps the model, which fixes the weights' dtypes")
-    raise ValueError(f"MasterAdamW trains on one GPU or under {DDP}, but {kinds[0]} shards its parameters")
+    raise ValueError(f"MasterAdamW works on one GPU or under {DDP}, but {kinds[0]} shards its parameters")

@@ -5,7 +5,7 @@ import pandas as pd
 from stepscope.config import EDITIONS, MODE_NAMES, PHASE_NAMES, SIZES
 from stepscope.report.schemas import MEASURED
 from stepscope.report.tables import digits, quartiles
-from stepscope.stats import LEAST_HOST_GAIN, STEADY, launch_bound_rows, wall_gain
+from stepscope.stats import MAX_WARM_SPREAD, MIN_LAUNCH_BOUND_GAIN, launch_bound_rows, wall_speedup
 from stepscope.studies.benchmark.tables import CONFIG
 from stepscope.traces.families import MATMUL
 from stepscope.views import Views, in_order, view
@@ -281,7 +281,7 @@ def first_steps(data: Views) -> pd.DataFrame:
     step = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'total'")
     made = made.merge(step[[*CONFIG, "launch_bound"]], on=[*CONFIG], how="left", validate="many_to_one")
     launch_bound = made["launch_bound"].eq(True)
-    limit = launch_bound.map({True: LEAST_HOST_GAIN, False: STEADY})
+    limit = launch_bound.map({True: MIN_LAUNCH_BOUND_GAIN, False: MAX_WARM_SPREAD})
     made["launch_bound"] = launch_bound
     for name in PLACES:
         made[f"{name}_excess_ms"] = made[f"{name}_ms"] - made["later_ms"]
@@ -448,7 +448,7 @@ def compiled(data: Views) -> pd.DataFrame:
     """One row per compiled configuration and mode that was also measured uncompiled (``eager_...``), by the
     benchmark, or by mixed_precision if the benchmark did not.
 
-    ``wall_speedup`` is :func:`stepscope.stats.wall_gain`: empty where the two differ by less than launch-bound
+    ``wall_speedup`` is :func:`stepscope.stats.wall_speedup`: empty where the two differ by less than launch-bound
     times do. ``break_even_steps`` is compile time over what a step then saves, by the fastest steps if one of
     the two is launch-bound. ``other_...`` are the kernels that are no matmuls. ``optimizer_share`` is the
     optimizer's part of the compiled step's GPU time.
@@ -495,4 +495,4 @@ def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.Data
 def _wall_speedup(row: pd.Series) -> float:
     names = ("wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy")
     before = {name: row[f"eager_{name}"] for name in names}
-    return wall_gain(before, {name: row[name] for name in names})
+    return wall_speedup(before, {name: row[name] for name in names})

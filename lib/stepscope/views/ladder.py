@@ -2,7 +2,7 @@
 
 A speedup is a ratio of GPU times where it isn't called one of wall time. Two wall times of which one is
 launch-bound are compared by their fastest steps, and are too close to call below
-:data:`stepscope.stats.LEAST_HOST_GAIN`.
+:data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN`.
 """
 
 from itertools import combinations
@@ -13,7 +13,7 @@ from stepscope.config import StepConfig
 from stepscope.data_sheets import data_sheet
 from stepscope.model.flops import step_flops
 from stepscope.report.tables import quartiles
-from stepscope.stats import LEAST_GAIN, LEAST_HOST_GAIN, launch_bound_rows, spread_ms
+from stepscope.stats import MIN_GAIN, MIN_LAUNCH_BOUND_GAIN, launch_bound_rows, spread_ms
 from stepscope.studies.ladder.config import BEYOND, FAIR, LEFT_OUT, RUNGS, WITHOUT
 from stepscope.views import Views, in_order, view
 
@@ -277,13 +277,13 @@ def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
     """Return how many times faster ``rows`` are than ``others`` in wall time; empty where it can't be called."""
     waits = rows.launch_bound | others.launch_bound.eq(True)
     speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
-    is_close = speedup.between(1 / (1 + LEAST_HOST_GAIN), 1 + LEAST_HOST_GAIN)
+    is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
     return speedup.mask(waits & is_close)
 
 
 def _callable(speedup: pd.Series) -> pd.Series:
     """Return speedups (or slowdowns) of 3% at least; the others are too small to call."""
-    return speedup.where((speedup - 1).abs() >= LEAST_GAIN)
+    return speedup.where((speedup - 1).abs() >= MIN_GAIN)
 
 
 def timed(data: Views, names: list[str]) -> pd.DataFrame:
@@ -302,7 +302,7 @@ def speedups(data: Views) -> pd.DataFrame:
     """
     single = timed(data, [*RUNGS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
-    is_disturbed = fp32.spread_ms > LEAST_GAIN * fp32.wall_ms
+    is_disturbed = fp32.spread_ms > MIN_GAIN * fp32.wall_ms
     last = timed(data, [LAST])
     last = last[last.fp32_gpu_speedup.notna()]
     in_kernels = single[single.optimization.isin(RUNGS) & (single.optimization != GRAPH)]
@@ -458,7 +458,7 @@ def fp8(data: Views) -> pd.DataFrame:
     found = pd.concat(both, axis="columns").assign(
         gpu_speedup=speedup,
         speedup=_callable(speedup),
-        clear_gain=is_clear & (speedup >= 1 + LEAST_GAIN),
+        clear_gain=is_clear & (speedup >= 1 + MIN_GAIN),
     )
     return found[bf16.wall_ms.notna()]
 

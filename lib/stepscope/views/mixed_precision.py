@@ -9,7 +9,7 @@ import pandas as pd
 
 from stepscope.config import MODE_NAMES
 from stepscope.report.tables import digits, quartiles
-from stepscope.stats import LOST, launch_bound_rows
+from stepscope.stats import MAX_LOST_SHARE, launch_bound_rows
 from stepscope.studies.mixed_precision.tables import CONFIG
 from stepscope.traces.families import MATMUL, is_cast
 from stepscope.views import Views, in_order, view
@@ -226,7 +226,7 @@ def layer_norm(data: Views) -> pd.DataFrame:
     rows = rows.rename(columns={"case": "precision", "quantity": "part", "at": "scale"})
     is_fp16 = rows["precision"] == "fp16"
     return rows.assign(
-        is_lost=rows["lost_share"] > LOST,
+        is_lost=rows["lost_share"] > MAX_LOST_SHARE,
         expected_lost_share=_expected_lost_share(rows).where(is_fp16),
     )
 

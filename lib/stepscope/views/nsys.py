@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from stepscope.config import MODE_NAMES, SIZES
-from stepscope.stats import LEAST_HOST_GAIN, launch_bound_rows
+from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound_rows
 from stepscope.studies.nsys.tables import CONFIG, busy_share
 from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL, detailed_family
 from stepscope.traces.kernel_names import short_name, short_names
@@ -80,7 +80,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
     ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` its distance from 1, and ``single_error``
     the largest distance of a single profiled pass. A pass is ``slowed`` if the profiler adds more than
-    launch-bound times vary by (LEAST_HOST_GAIN).
+    launch-bound times vary by (MIN_LAUNCH_BOUND_GAIN).
     """
     keys = [*KEY, "mode", "phase"]
     clocks = data.table("nsys.clocks")
@@ -99,7 +99,7 @@ def profile_times(data: Views) -> pd.DataFrame:
         projected_ratio=ratio,
         projected_error=(ratio - 1).abs(),
         single_error=np.maximum(shortest_error, longest_error),
-        slowed=ratio > 1 + LEAST_HOST_GAIN,
+        slowed=ratio > 1 + MIN_LAUNCH_BOUND_GAIN,
     )
 
 

@@ -4,7 +4,7 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
-from stepscope.stats import MOST_BUSY
+from stepscope.stats import MAX_BUSY
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
 
@@ -62,11 +62,11 @@ LABELS = {
 
 def tables(frames: Tables) -> Tables:
     """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
-    ``gpu_ms`` (missing where a GPU's exceeds wall time by more than :data:`MOST_BUSY` allows), memory, and
+    ``gpu_ms`` (missing where a GPU's exceeds wall time by more than :data:`MAX_BUSY` allows), memory, and
     ``predicted_mib``, the peak by formula."""
     cases = frames["cases"]
     key = [*CONFIG, *CASE]
-    cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MOST_BUSY * cases["wall_ms"])
+    cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MAX_BUSY * cases["wall_ms"])
     odd = cases.get("unsteady", pd.Series("", cases.index)) != ""
     clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be | odd), wall_ms=cases["wall_ms"].mask(odd))
     times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stepscope.optimizations.adamw import GOLDEN, MIX1, MIX2, hashed, stochastic_round
+from stepscope.optimizations.adamw import GOLDEN, MIX1, MIX2, random_bits, stochastic_round
 from stepscope.optimizations.optimizer import BETAS, EPS, WEIGHT_DECAY, MasterAdamW
 
 SHAPES = {
@@ -112,7 +112,7 @@ def falling_moment() -> dict[str, float]:
     exact, chance, nearest = (torch.ones(FALLING) for _ in range(3))
     for step in range(1, FALLING_STEPS + 1):
         squared = (1 - BETAS[1]) * (torch.randn(FALLING, generator=generator) / 2).square()
-        bits = hashed(torch.arange(FALLING), torch.tensor(step))
+        bits = random_bits(torch.arange(FALLING), torch.tensor(step))
         exact = exact * BETAS[1] + squared
         chance = stochastic_round(chance * BETAS[1] + squared, bits).float()
         nearest = (nearest * BETAS[1] + squared).bfloat16().float()

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from stepscope import measure
 from stepscope.measure.clocks import FEWEST, HOST_STEPS, HOST_STEPS_S, LONG_MS
-from stepscope.model.fit import last_step_bytes
+from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
@@ -538,7 +538,7 @@ def filling_batch(config: Config, memory_bytes: float) -> int:
     """Return the largest multiple of four sequences whose fully optimized step needs at most
     :data:`FILLING` of the memory by formula, and at least four."""
     batch = 4
-    while last_step_bytes(config.step(batch_size=batch + 4, device="cuda")) <= FILLING * memory_bytes:
+    while fully_optimized_bytes(config.step(batch_size=batch + 4, device="cuda")) <= FILLING * memory_bytes:
         batch += 4
     return batch
 

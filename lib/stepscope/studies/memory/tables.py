@@ -17,7 +17,7 @@ from stepscope.config import (
     configure,
 )
 from stepscope.model.accounting import GIB, KINDS
-from stepscope.model.fit import WRITTEN
+from stepscope.model.fit import BASELINE_FIELDS
 from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
 from stepscope.report.tables import headed, number
 from stepscope.studies.memory.config import Config
@@ -151,7 +151,7 @@ def predicted(size: str = "", **fields: str) -> StepConfig:
     context at which sizes are compared."""
     size = size or [*EDITIONS[2025]][-1]
     config = configure("benchmark", size=size, context_length=512, device="cpu").step(mode="step")
-    return config.model_copy(update=WRITTEN | fields)
+    return config.model_copy(update=BASELINE_FIELDS | fields)
 
 
 def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:

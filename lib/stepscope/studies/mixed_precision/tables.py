@@ -5,7 +5,7 @@ import pandas as pd
 from stepscope.config import PRECISION_NAMES, WHOLE
 from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
 from stepscope.report.tables import number
-from stepscope.stats import LOST, launch_bound
+from stepscope.stats import MAX_LOST_SHARE, launch_bound
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "compile", "optimizer")
 CASE = ("precision", "mode", "phase")
@@ -80,7 +80,7 @@ def norm_parts(tables: Tables) -> pd.DataFrame:
     error, lost = pivoted(tables, "norm error"), pivoted(tables, "norm lost")
     columns = {"part": lost.columns}
     for low in ("fp16", "bf16"):
-        bad = lost.loc[low] > LOST
+        bad = lost.loc[low] > MAX_LOST_SHARE
         columns[f"{low} loses values at"] = [_ends(bad.index[bad[part]]) for part in bad]
         columns[f"{low} off by, %"] = error.loc[(low, 1.0)].to_numpy()
     return pd.DataFrame(columns)
