@@ -149,15 +149,17 @@ class RunConfig(BaseModel):
 
         A record holds every field, and one whose fields differ from the configuration's is not taken for it.
         """
-        fields = self.model_dump(exclude_defaults=True, exclude={"size"})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+        return digest_of(self.fields_of_id())
+
+    def fields_of_id(self) -> dict[str, Any]:
+        return self.model_dump(exclude_defaults=True, exclude={"size"})
 
     @property
     def shape(self) -> str:
         """What is run, by its dimensions or their name."""
         return f"d{self.d_model}"
 
-    def _named(self) -> list[str]:
+    def words_of_id(self) -> list[str]:
         """Shape, context, and of mode and precision those that are free to choose in this study."""
         free = [name for name in ("mode", "precision") if name in self.free_fields()]
         return [
@@ -169,7 +171,7 @@ class RunConfig(BaseModel):
     @property
     def run_id(self) -> str:
         """Readable, and the same for the same configuration whatever spelled it."""
-        return "-".join([*self._named(), self.digest()])
+        return "-".join([*self.words_of_id(), self.digest()])
 
     @property
     def label(self) -> str:
@@ -179,10 +181,15 @@ class RunConfig(BaseModel):
         others = self.model_dump(exclude_defaults=True, exclude=said)
         return ", ".join(
             [
-                " ".join([self.study, *self._named()]),
+                " ".join([self.study, *self.words_of_id()]),
                 *(f"{name} {_value(value)}" for name, value in others.items()),
             ]
         )
+
+
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """Return eight hexadecimal digits that name a configuration's fields."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _value(value: Any) -> str:

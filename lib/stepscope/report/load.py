@@ -22,6 +22,7 @@ from stepscope import PROJECT, StepscopeError, studies
 from stepscope.config import shown
 from stepscope.files import one_line, open_within
 from stepscope.report.schemas import Tables
+from stepscope.runs import schema3
 from stepscope.runs.record import Record, named_unsteady, of_two_notebooks
 from stepscope.runs.store import Store, runs_folder
 
@@ -176,7 +177,10 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
             if about.num_rows > MOST_ROWS or size > MOST_BYTES:
                 raise TableError(f"{path}: has {about.num_rows:,} rows, more than any run leaves")
-            return parquet.read().to_pandas(ignore_metadata=True)
+            content = parquet.read().to_pandas(ignore_metadata=True)
+            if record.schema_version == 3:
+                return schema3.upgrade_table(record.study, content)
+            return content
     except TableError:
         raise
     except Exception as error:  # noqa: BLE001 pyarrow raises of many kinds for what is no Parquet

@@ -27,6 +27,7 @@ from typing_extensions import TypedDict  # typing's is not enough for pydantic b
 from stepscope import StepscopeError
 from stepscope.config import ConfigError, RunConfig, configure, shown, studies, worded
 from stepscope.files import open_within, read_within
+from stepscope.runs import schema3
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 # What a run hands over, a line of JSON each: what it runs on, what is kept, what is said, how it ended. Gone
@@ -95,7 +96,7 @@ class Record(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: Literal[3] = 3
+    schema_version: Literal[3, 4] = 4  # 3: read under today's names by stepscope.runs.schema3
     run_id: PlainName
     study: PlainName
     status: Status
@@ -192,7 +193,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
     try:
-        record = Record.model_validate_json(read_within(root, f"{run}/{RECORD}", MOST_RECORD_BYTES))
+        record = _parse(read_within(root, f"{run}/{RECORD}", MOST_RECORD_BYTES))
     except FileNotFoundError:
         raise unusable(run, RECORD, "no record in this run folder") from None
     except OSError as error:
@@ -204,9 +205,10 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
         what = f"holds a configuration that is not valid ({str(error)[:500]})"
         raise unusable(run, RECORD, what) from None
-    names = {(config.study, config.run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
+    run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id
+    names = {(config.study, run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
     if len(names) > 1 or record.config.get("device") != config.device:  # 'auto' would be this machine's
-        other = f"{config.study}/{config.run_id} on {config.device}"
+        other = f"{config.study}/{run_id} on {config.device}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
     record.config = config.model_dump(mode="json")
     if check_files:
@@ -215,6 +217,19 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         if record.notebook_sha256:  # none of a run whose kernel never started
             _check_file(root, run, NOTEBOOK, record.notebook_sha256)
     return record
+
+
+def _parse(content: bytes) -> Record:
+    """Parse a record.json, under today's names.
+
+    Raises:
+        ValidationError: not JSON, or not the schema.
+    """
+    with suppress(ValueError, RecursionError):
+        document = json.loads(content)
+        if isinstance(document, dict) and document.get("schema_version") == 3:
+            return Record.model_validate_json(json.dumps(schema3.upgrade_record(document)))
+    return Record.model_validate_json(content)
 
 
 def unusable(run: str, file: str, what: str) -> RecordError:

@@ -176,6 +176,12 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
             "the sweep asks for runs on a GPU and on a CPU, and a runs folder holds one"
             " device's; make it two sweeps, each with its --runs folder"
         )
+    older = [record for record in store.records()[0] if record.schema_version == 3]
+    if older:
+        raise SweepError(
+            f"{store.root}: holds {len(older)} runs of stepscope 0.2 (records of schema 3), and this version"
+            " would measure them again under new names; give another --runs folder"
+        )
     if name and (there := store.device_name()) and there != name:
         raise SweepError(
             f"{store.root}: holds runs of {there!r}, and this sweep's are of {name!r};"

@@ -1,0 +1,119 @@
+"""Records of schema 3: loaded under today's names, with nothing on disk rewritten."""
+
+import hashlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from stepscope import PROJECT
+from stepscope.config import configure
+from stepscope.report.load import read
+from stepscope.runs import schema3
+from stepscope.runs.store import Store
+from stepscope.runs.sweep import SweepError, SweepOptions, run_sweep
+
+REFERENCE = Path(str(PROJECT), "runs", "h200")
+CPU = Path(__file__).parent / "data" / "cpu"
+SCHEMA_3 = [path for path in (REFERENCE, CPU) if (path / "benchmark").is_dir()]
+
+
+def documents(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*/*/record.json"))]
+
+
+def digest(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+@pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
+def test_folder_of_schema_3_loads_complete_under_new_names_and_stays_as_it_is(folder):
+    before = digest(folder)
+    loaded = read(Store(folder))
+    assert not loaded.errors
+    assert len(loaded.records) + len(loaded.replaced) == len(documents(folder))
+    old_names = {*schema3.COLUMNS, *schema3.RESULTS}
+    for name, table in loaded.tables.items():
+        assert not old_names & {*table.columns}, name
+    assert "total" in set(loaded.tables["benchmark.times"]["phase"])
+    assert "nsys.times" in loaded.tables and "profiled" in loaded.tables["nsys.times"]
+    assert digest(folder) == before
+
+
+@pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
+def test_values_of_schema_3_are_unchanged_under_new_names(folder):
+    """Every cell of every table, compared with the file by position: only names may differ."""
+    for document in documents(folder):
+        for name, table in document["tables"].items():
+            if table["rows"] is None:
+                continue
+            study = document["study"]
+            path = folder / study / document["run_id"] / table["file"]
+            raw = pd.read_parquet(path)
+            upgraded = schema3.upgrade_table(study, raw)
+            assert upgraded.shape == raw.shape and upgraded.columns.is_unique, path
+            for old, new in zip(raw.columns, upgraded.columns):
+                names = schema3.COLUMN_VALUES.get(new, {})
+                expected = [names.get(value, value) if names else value for value in raw[old]]
+                pd.testing.assert_series_equal(
+                    upgraded[new], pd.Series(expected, name=new), check_dtype=False, check_index=False
+                )
+
+
+@pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
+def test_ids_of_schema_3_are_those_of_the_old_names(folder):
+    for document in documents(folder):
+        config = configure(**schema3.upgrade_record(document)["config"])
+        assert schema3.run_id(config) == document["run_id"]
+
+
+def test_new_and_old_names_are_one_to_one():
+    tables = [
+        *schema3.CONFIG_FIELDS.values(),
+        *schema3.STUDY_COLUMNS.values(),
+        *schema3.TABLES.values(),
+        *schema3.COLUMN_VALUES.values(),
+        schema3.COLUMNS,
+        schema3.RESULTS,
+    ]
+    for names in tables:
+        assert len({*names.values()}) == len(names)
+        assert not {*names} & {*names.values()}
+
+
+def test_record_whose_configuration_was_altered_is_refused(tmp_path):
+    shutil.copytree(CPU, tmp_path / "runs")
+    path = next((tmp_path / "runs" / "ladder").glob("*/record.json"))
+    document = json.loads(path.read_text())
+    document["config"]["optimizations"] = document["config"]["optimizations"][:-1]
+    path.write_text(json.dumps(document))
+    _, errors = Store(tmp_path / "runs").records()
+    assert len(errors) == 1 and "is the record of" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("config", 3), ("config", {"optimizations": [["fused"], None]}), ("study", ["nsys"]), ("tables", [])],
+)
+def test_malformed_record_of_schema_3_gives_one_line_error(tmp_path, field, value):
+    shutil.copytree(CPU, tmp_path / "runs")
+    path = next((tmp_path / "runs" / "ladder").glob("*/record.json"))
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document | {field: value}))
+    _, errors = Store(tmp_path / "runs").records()
+    assert len(errors) == 1 and "\n" not in str(errors[0])
+
+
+def test_sweep_into_folder_of_schema_3_stops_and_replaces_nothing(tmp_path):
+    runs = tmp_path / "runs"
+    shutil.copytree(CPU, runs)
+    before = digest(runs)
+    grid = {"study": "attention", "fixed": {"d_model": 16, "device": "cpu", "context_lengths": [8]}}
+    with pytest.raises(SweepError, match="schema 3.*give another --runs folder"):
+        run_sweep([grid], Store(runs), SweepOptions(), Console(file=io.StringIO()))
+    assert digest(runs) == before
