@@ -17,11 +17,11 @@ from cells import run_cells
 from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
 from stepscope.captures.account import devices
-from stepscope.captures.advice import _of_waits, advice, unfused_attention
+from stepscope.captures.advice import _advice_for_idle, rank_advice, unfused_attention
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import pauses, waits
+from stepscope.captures.causes import explain_gaps, sum_by_cause
 from stepscope.captures.lines import FORMATS, rendered
-from stepscope.captures.verdict import BOUNDS, _bound, profile
+from stepscope.captures.verdict import BOUND_BY_CAUSE, _bound_line, profile
 from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.families import families
@@ -54,9 +54,11 @@ def test_a_step_holds_what_the_host_does_before_its_first_operation():
 
 def test_prefetched_copies_shift_no_window():
     one = next(devices(load_capture(PREFETCH)))
-    walls = one.accounts["wall"]
+    walls = one.breakdowns["wall"]
     assert len(walls) == 6 and walls.between(114, 124).all() and not one.outliers
-    copies = one.placed[(one.placed["kind"] == "memcpy") & (one.placed["stream"] != one.stream)]
+    copies = one.classified_ops[
+        (one.classified_ops["kind"] == "memcpy") & (one.classified_ops["stream"] != one.stream)
+    ]
     assert (copies.groupby("step")["start_ns"].min().to_numpy() < one.windows[:, 0]).any()
     assert (one.windows[1:, 0] == one.windows[:-1, 1]).all()
 
@@ -143,7 +145,7 @@ def synchronising(**sync: float) -> list[dict]:
 def test_pauses_after_a_wait_are_the_waits_as_long_as_the_host_would_be_ahead_without_it(tmp_path):
     def cause(events, steps=1):
         one = next(devices(load_capture(written(tmp_path / "a.json", events))))
-        return waits(pauses(one), steps).iloc[0]
+        return sum_by_cause(explain_gaps(one), steps).iloc[0]
 
     found = cause(synchronising())
     assert (found["cause"], found["call"], found["where"], found["count"]) == (
@@ -182,7 +184,7 @@ def test_what_fills_a_long_pause_is_its_cause(tmp_path, cat, name, cause, where)
             *(one for i in range(8) for one in launched(ADD, 2200 + 50 * i, 2210 + 50 * i, 45, 2 + i)),
         ],
     )
-    found = waits(pauses(next(devices(load_capture(path)))), 1).iloc[0]
+    found = sum_by_cause(explain_gaps(next(devices(load_capture(path)))), 1).iloc[0]
     assert (found["cause"], found["where"], found["call"]) == (
         cause,
         where,
@@ -283,11 +285,15 @@ def test_why_communication_is_not_hidden_is_said():
 
 def test_what_runs_beside_something_else_would_leave_no_time():
     one = next(devices(load_capture(PREFETCH)))
-    loose = one.running["family"] == "elementwise"
-    assert one.leaves(loose) < one.a_step((one.running["end_ns"] - one.running["start_ns"])[loose].sum())
-    assert one.leaves(one.running["family"] != "") == pytest.approx(one.median["wall"] - one.median["idle"])
-    assert one.a_step(one.gaps["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
-    found = advice(one, waits(pauses(one), len(one.middle)))
+    loose = one.running_ops["family"] == "elementwise"
+    assert one.time_saved_without(loose) < one.ms_per_step(
+        (one.running_ops["end_ns"] - one.running_ops["start_ns"])[loose].sum()
+    )
+    assert one.time_saved_without(one.running_ops["family"] != "") == pytest.approx(
+        one.median["wall"] - one.median["idle"]
+    )
+    assert one.ms_per_step(one.gaps["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
+    found = rank_advice(one, sum_by_cause(explain_gaps(one), len(one.median_indices)))
     assert [each.ms for each in found] == sorted((each.ms for each in found), reverse=True)
     assert all(each.ms <= one.median["wall"] for each in found)
 
@@ -442,7 +448,7 @@ def test_a_name_that_only_contains_a_gpus_has_no_sheet_of_its_own():
 def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
-        with pytest.raises(TraceError, match=f"{path.name}: is no file, expected"):
+        with pytest.raises(TraceError, match=f"{path.name}: is not a regular file, expected"):
             profile(path)
 
 
@@ -591,7 +597,7 @@ def test_pauses_are_summed_by_what_they_are_for():
         ("unknown", "", "z", -1, 0.5),
         ("call", "b", "x", 4, 8.0),
     ]
-    found = waits(pd.DataFrame(rows, columns=["cause", "call", "where", "event", "ms"]), 2)
+    found = sum_by_cause(pd.DataFrame(rows, columns=["cause", "call", "where", "event", "ms"]), 2)
     assert found[["cause", "call", "where", "ms", "longest_ms", "count"]].to_numpy().tolist() == [
         ["launch", "", "", 10, 16, 1],
         ["sync", "a", "x", 4.5, 6, 1],
@@ -609,8 +615,8 @@ def kept(tmp_path, events, **header):
 def test_the_step_is_bound_by_the_cause_with_the_most_time_in_all(tmp_path):
     one = kept(tmp_path, synchronising())
     causes = pd.DataFrame({"cause": ["launch", "sync", "sync"], "ms": [3.0, 2.0, 2.0]})
-    labels = [_bound(one, pauses(one), rows).label for rows in (causes, causes[:2])]
-    assert labels == [BOUNDS["sync"], BOUNDS["launch"]]
+    labels = [_bound_line(one, explain_gaps(one), rows).label for rows in (causes, causes[:2])]
+    assert labels == [BOUND_BY_CAUSE["sync"], BOUND_BY_CAUSE["launch"]]
 
 
 def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
@@ -629,7 +635,7 @@ def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
             *launched(ADD, 3010, 3015, 5, 5),
         ],
     )
-    found = pauses(one)
+    found = explain_gaps(one)
     assert found[["begin", "end", "cause", "where"]].to_numpy().tolist() == [
         [100_000, 605_000, "unnamed", ""],
         [700_000, 1_000_000, "unnamed", ""],
@@ -642,7 +648,9 @@ def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
 def test_what_launches_or_lasts_far_longer_than_a_pause_is_no_reason_of_it(tmp_path):
     def cause(*events):
         return (
-            pauses(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *launched(ADD, 1000, 1005, 95, 2), *events]))
+            explain_gaps(
+                kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *launched(ADD, 1000, 1005, 95, 2), *events])
+            )
             .nlargest(1, "ms")
             .iloc[0][["cause", "where"]]
             .tolist()
@@ -662,7 +670,7 @@ def test_what_launches_or_lasts_far_longer_than_a_pause_is_no_reason_of_it(tmp_p
 def test_a_pause_is_explained_until_its_launch_or_the_steps_end(tmp_path):
     def cause(*events):
         return (
-            pauses(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *events]))
+            explain_gaps(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *events]))
             .query("cause != 'device'")
             .nlargest(1, "ms")
             .iloc[0][["cause", "where"]]
@@ -691,7 +699,7 @@ def test_what_is_attentions_is_advised_once(tmp_path):
         tmp_path,
         [one for at, name in enumerate(names) for one in launched(name, at, 10 + 100 * at, 100 - at, at + 1)],
     )
-    found = {each.what[:5]: each.ms for each in advice(one, waits(pauses(one), 1))}
+    found = {each.what[:5]: each.ms for each in rank_advice(one, sum_by_cause(explain_gaps(one), 1))}
     assert found == {
         "use F": pytest.approx(0.099 + 0.098),
         "fuse ": pytest.approx(0.096),
@@ -711,7 +719,7 @@ def test_only_products_without_tensor_cores_are_to_be_put_on_them_and_nothing_fu
             tmp_path,
             [*launched(name, 0, 10, 100, 1), *(one for at in others for one in launched(at, 5, 110, 10, 2))],
         )
-        return {each.what[:5] for each in advice(one, waits(pauses(one), 1))}
+        return {each.what[:5] for each in rank_advice(one, sum_by_cause(explain_gaps(one), 1))}
 
     assert found() == advised and found("triton_poi_fused_7") == advised - {"fuse "}
 
@@ -732,7 +740,7 @@ def test_where_is_the_outermost_operator_in_the_innermost_range_and_line(tmp_pat
             event("cuda_runtime", "cudaMemcpyAsync", 130, 840),
         ],
     )
-    assert pauses(one).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist() == [
+    assert explain_gaps(one).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist() == [
         "call",
         "cudaMemcpyAsync",
         "aten::item, inner, loss.py(9): loss",
@@ -749,23 +757,23 @@ def test_each_piece_of_advice_is_worth_the_time_of_its_place(tmp_path):
         ("host", "", "l", 6.0),
     ]
     table = pd.DataFrame(rows, columns=["cause", "call", "where", "ms"])
-    assert sorted((each.ms, each.what.split(" (")[0]) for each in _of_waits(table, 0)) == [
-        (0.5, "shorten the gaps between operations that are already queued, by fewer, larger kernels"),
-        (1, "launch less: use a CUDA graph, torch.compile or fewer, larger kernels"),
+    assert sorted((each.ms, each.what.split(" (")[0]) for each in _advice_for_idle(table, 0)) == [
+        (0.5, "use fewer, larger kernels to shorten the gaps between operations that are already queued"),
+        (1, "launch fewer kernels: use a CUDA graph, torch.compile or larger kernels"),
         (2, "keep cudaMalloc out of the step"),
         (3, "avoid s in x, so that the host can run ahead"),
         (4, "avoid s in y, so that the host can run ahead"),
         (6, "move l off the critical path"),
     ]
-    assert [each.ms for each in _of_waits(table, 5.0)] == [5]
+    assert [each.ms for each in _advice_for_idle(table, 5.0)] == [5]
     small = kept(
         tmp_path, [*launched(GEMM, 0, 5, 990, 1), *launched(ADD, 6, 1000, 5, 2)]
     )  # half a percent of pauses and of the other kernel
-    assert [each.what[:4] for each in advice(small, waits(pauses(small), 1))] == ["run "]
+    assert [each.what[:4] for each in rank_advice(small, sum_by_cause(explain_gaps(small), 1))] == ["run "]
     several = pd.concat(
         [table.assign(ms=table["ms"] / 10), pd.DataFrame([("host", "", "m", 0.2)], columns=table.columns)]
     )
-    assert len(advice(small, several)) == 3
+    assert len(rank_advice(small, several)) == 3
 
 
 def product(
@@ -798,7 +806,7 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
             *launched(ADD, at + 600, at + 620, 370, 50 + step),
         ]
     one = kept(tmp_path, events, deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
-    found = {each.what[:5]: each for each in advice(one, waits(pauses(one), 2))}
+    found = {each.what[:5]: each for each in rank_advice(one, sum_by_cause(explain_gaps(one), 2))}
     assert {name: each.ms for name, each in found.items()} == {
         "fuse ": pytest.approx(0.37),
         "run f": pytest.approx(0.4 - 2 / 989.5, rel=1e-4),
@@ -810,7 +818,7 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
         [one for one in events if one["cat"] != "cpu_op"],
         deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
     )
-    saved = {each.what[:5]: each.ms for each in advice(unknown, waits(pauses(unknown), 2))}
+    saved = {each.what[:5]: each.ms for each in rank_advice(unknown, sum_by_cause(explain_gaps(unknown), 2))}
     assert saved["run f"] == pytest.approx(
         0.39 * (1 - 67 / 989.5), rel=1e-2
     )  # at fp32's own rate, and without the split's sum
@@ -819,14 +827,14 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
         [one for one in events if one["cat"] != "cpu_op" or one["ts"] < 1000],
         deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
     )
-    saved = {each.what[:5]: each.ms for each in advice(partly, waits(pauses(partly), 2))}
+    saved = {each.what[:5]: each.ms for each in rank_advice(partly, sum_by_cause(explain_gaps(partly), 2))}
     assert saved["1 mat"] == pytest.approx(
         0.09 - 2 / 989.5, rel=1e-4
     )  # at the rate of those whose FLOPs are known
     nameless = kept(tmp_path, events)
-    assert {each.what[:5]: each.ms for each in advice(nameless, waits(pauses(nameless), 2))}[
-        "1 mat"
-    ] == pytest.approx(0.09)
+    assert {
+        each.what[:5]: each.ms for each in rank_advice(nameless, sum_by_cause(explain_gaps(nameless), 2))
+    }["1 mat"] == pytest.approx(0.09)
 
 
 def test_softmax_is_attentions_only_among_its_own_streams_products():
