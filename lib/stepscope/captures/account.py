@@ -22,9 +22,8 @@ from stepscope.traces.families import MATMUL
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # only for names of copies
-TENSOR_CORES = re.compile(
-    r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE
-)  # an fp32 matmul on these is TF32
+# an fp32 matmul that runs on tensor cores is TF32
+TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
 MIN_SHARE_RATED = 0.5  # of matmul time with known shapes: below it, no rate is reported
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
 STARTUP_BUSY_RATIO = 2  # the GPU is at least this many times busier after the start-up
@@ -319,14 +318,12 @@ class Device:
         elapsed_ns, remaining_ns = starts - begin, end - starts
         busy_before = (elapsed_ns - idle_ns)[1:] / np.maximum(elapsed_ns[1:], 1)
         busy_after = (remaining_ns - (idle_ns[-1] - idle_ns))[1:] / np.maximum(remaining_ns[1:], 1)
-        is_candidate = (busy_after > STARTUP_BUSY_RATIO * busy_before) & (
-            elapsed_ns[1:] > 0.5 * (end - begin)
-        )
+        is_busier_after = busy_after > STARTUP_BUSY_RATIO * busy_before
+        is_candidate = is_busier_after & (elapsed_ns[1:] > 0.5 * (end - begin))
         is_candidate[-MIN_OPS_FOR_STARTUP // 2 :] = False  # a short burst at the end is no steady work
         # Otsu's threshold: where the two parts differ most, weighted by their lengths.
-        separation = np.where(
-            is_candidate, elapsed_ns[1:] * remaining_ns[1:] * (busy_after - busy_before) ** 2.0, 0
-        )
+        weights = elapsed_ns[1:] * remaining_ns[1:]
+        separation = np.where(is_candidate, weights * (busy_after - busy_before) ** 2.0, 0)
         return float(elapsed_ns[1:][separation.argmax()]) / 1e6 if is_candidate.any() else 0.0
 
     @cached_property
@@ -336,13 +333,11 @@ class Device:
         Empty if the shapes of too few matmuls are known.
         """
         rows = self.operations[self.operations["flops"] > 0]
-        is_first_kernel = ~rows.duplicated(
-            "operator"
-        )  # an operator's FLOPs count once, however many kernels it runs
         is_tf32 = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
-        rows = rows.assign(
-            dtype=rows["dtype"].mask(is_tf32, "tf32"), flops=rows["flops"].where(is_first_kernel, 0)
-        )
+        dtype = rows["dtype"].mask(is_tf32, "tf32")
+        # an operator's FLOPs count once, however many kernels it runs
+        flops = rows["flops"].mask(rows.duplicated("operator"), 0)
+        rows = rows.assign(dtype=dtype, flops=flops)
         sums = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
         rates = pd.DataFrame(
             {"ms": self.ms_per_step(sums["duration_ns"]), "tflops": sums["flops"] / sums["duration_ns"] / 1e3}

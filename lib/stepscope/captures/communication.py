@@ -52,9 +52,9 @@ def exposed_communication(gpu: Device) -> Exposed:
     if rows.empty or not exposed_ms:
         return Exposed(exposed_ms, 0.0, np.nan, "")
     exposed_ns = _exposed_ns(rows, gpu.running_ops[gpu.running_ops["part"] != COMMUNICATION])
-    exposed_ns *= min(
-        1.0, exposed_ms * 1e6 * len(gpu.median_indices) / max(1.0, exposed_ns.sum())
-    )  # overlapping collectives count once
+    # overlapping collectives count once
+    total_ns = exposed_ms * 1e6 * len(gpu.median_indices)
+    exposed_ns *= min(1.0, total_ns / max(1.0, exposed_ns.sum()))
     min_ns = min_transfer_ns(rows, gpu.sheet.get("link_gb_s"))
     is_known = np.isfinite(min_ns)
     waiting_ns = np.maximum(0, exposed_ns - np.where(is_known, min_ns, _max_transfer_ns(gpu, rows)))

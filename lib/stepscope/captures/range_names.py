@@ -6,9 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-OPERATOR_RANGE = re.compile(
-    r", (op_id|seq) = \d+|^autograd::|^ProfilerStep"
-)  # from emit_nvtx, and torch's own
+# from emit_nvtx, and torch's own
+OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")
 LIBRARY_RANGE = re.compile(
     r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled|^Torch-Compiled Region"
 )

@@ -111,10 +111,9 @@ def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndar
     best, score = ranges[:0], (False, True, MIN_STEP_SHARE, 0)
     is_phase = ranges["phase"] != ""
     in_phase = pd.Series(_are_within(ranges[is_phase], ranges), ranges.index)
-    is_library = matching(ranges["name"], OPERATOR_RANGE.search) | matching(
-        ranges["name"], LIBRARY_RANGE.search
-    )
-    ranges = ranges[~is_library]
+    is_operator = matching(ranges["name"], OPERATOR_RANGE.search)
+    is_library = matching(ranges["name"], LIBRARY_RANGE.search)
+    ranges = ranges[~is_operator & ~is_library]
     total_ns = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
     candidates = ranges[ranges["plain"].isin(total_ns.nlargest(MAX_CANDIDATES).index)]
     for name, rows in candidates.groupby("plain"):

@@ -227,9 +227,9 @@ def _message_bytes(payload: object) -> int | None:
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return None
     size = content.get("Message size [bytes]") if isinstance(content, dict) else None
-    return (
-        size if type(size) is int and 0 <= size < 2**62 else None
-    )  # not isinstance, because True is an int, too
+    if type(size) is not int:  # not isinstance, because True is an int, too
+        return None
+    return size if 0 <= size < 2**62 else None
 
 
 @contextmanager

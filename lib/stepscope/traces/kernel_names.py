@@ -115,15 +115,13 @@ def short_name(name: str) -> str:
         return name.partition(" (")[0]
     _, base, template = split_name(name)
     template = re.sub(r"\b\w+::(?=[\w~])", "", template)
-    words = [
-        w for w in dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template)) if not _GENERIC_WORDS.fullmatch(w)
-    ]
+    tokens = dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template))
+    words = [word for word in tokens if not _GENERIC_WORDS.fullmatch(word)]
     # in CUTLASS, the wrapper's argument has the name
     if words and re.fullmatch(r"Kernel2?|device_kernel", base):
         base, *words = words
-    base = re.sub(
-        r"_align\w\d_align\w\d_execute|_kernel__5x_cublas$", "", base
-    )  # suffixes of every xmma kernel
+    # suffixes of every xmma kernel
+    base = re.sub(r"_align\w\d_align\w\d_execute|_kernel__5x_cublas$", "", base)
     return f"{base}<{' '.join(words)}>" if words else base or name
 
 
