@@ -814,7 +814,9 @@ def test_of_several_nsys_the_newest_of_the_first_place_is_taken_and_the_paths_be
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
     monkeypatch.setattr(
-        nsys_tool, "INSTALL_PATTERNS", [f"{tmp_path}/{place}/*/bin/nsys" for place in ("none", "systems", "compute")]
+        nsys_tool,
+        "INSTALL_PATTERNS",
+        [f"{tmp_path}/{place}/*/bin/nsys" for place in ("none", "systems", "compute")],
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nsys_tool.find_nsys() == here[1]
