@@ -47,7 +47,9 @@ def test_a_name_is_split_where_its_parts_end():
         "BFloat16, 9, tr",
     )
     assert split_name("_ZN5aiter24fmha_fwd_hd128_bf16_rtneE.kd") == ("aiter", "fmha_fwd_hd128_bf16_rtne", "")
-    assert split_name("_ZN2at6native13reduce_kernelILi512ENS0_8ReduceOpIfEEEEvT1_").function == "reduce_kernel"
+    assert (
+        split_name("_ZN2at6native13reduce_kernelILi512ENS0_8ReduceOpIfEEEEvT1_").function == "reduce_kernel"
+    )
     for odd in ("_Z", "_ZN99999f", "f<<<(", ")))>>>", "operator<", "void ", "_ZN3abcIL"):
         assert family(odd) == "other"
 
