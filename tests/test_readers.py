@@ -187,7 +187,7 @@ def device_event(category: str | None, name: str = "op") -> dict:
 
 XLA = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}}
 WITHOUT_KERNELS = {
-    "mtia": ([device_event("mtia_ccp_events")] * 3, "holds 3 events of the category 'mtia_ccp_events'"),
+    "mtia": ([device_event("mtia_ccp_events")] * 3, "has 3 events of the category 'mtia_ccp_events'"),
     "jax": ([XLA, device_event(None)], "is a trace of XLA .JAX or TensorFlow."),
     "mps": ([device_event("cpu_op", "aten::_mps_convolution")], "no kernels of Apple's GPUs"),
 }
