@@ -18,9 +18,9 @@ from bench.traces import MAIN, make_capture, make_trace, write_export
 from stepscope.captures import capture as module
 from stepscope.captures import files
 from stepscope.captures.account import Device, devices
-from stepscope.captures.advice import advice
+from stepscope.captures.advice import rank_advice
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import pauses, waits
+from stepscope.captures.causes import explain_gaps, sum_by_cause
 from stepscope.captures.lines import rendered
 from stepscope.captures.range_names import phase_of
 from stepscope.captures.verdict import phases_of, profile
@@ -122,7 +122,7 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
     found = load_capture(training)
     rows = found.operations
     assert found.steps == ["ProfilerStep#3", "ProfilerStep#4"] and found.rank == (1, 4) and found.autograd
-    assert (found.left_out, found.before["duration_ns"].sum()) == (1, 5000)
+    assert (found.left_out, found.excluded["duration_ns"].sum()) == (1, 5000)
     assert rows["phase"].tolist() == ["forward", "backward", "backward", "optimizer"] * 2
     assert rows["step"].tolist() == [0] * 4 + [1] * 4
     assert rows["kind"].tolist() == ["kernel", "kernel", "kernel", "memcpy"] * 2
@@ -185,7 +185,7 @@ def test_the_lines_of_a_trace_and_its_operations_as_csv(training, tmp_path):
 )
 def test_work_is_told_by_the_shapes_of_factors_and_arguments(name, shapes, work):
     types = ["c10::Half" if shape else "Scalar" for shape in shapes]
-    assert module._work(name, shapes, types) == work
+    assert module._operator_work(name, shapes, types) == work
 
 
 AUTOGRAD = [
@@ -328,7 +328,7 @@ def test_steps_are_ranges_that_repeat_or_those_named(tmp_path):
     assert load_capture(path).steps == ["measurement step 1", "measurement step 2"]
     assert load_capture(path, step="warm-up step").steps == ["Warm-up Step 0"]
     measured = load_capture(path, step="Forward")
-    assert measured.operations["step"].tolist() == [0, -1, 1, -1] and measured.before["warm_up"].all()
+    assert measured.operations["step"].tolist() == [0, -1, 1, -1] and measured.excluded["warm_up"].all()
     with pytest.raises(
         TraceError,
         match=r"no range is named 'train', expected one of 'measurement step 1' \(2\), 'Forward' \(3\)",
@@ -415,7 +415,10 @@ def test_an_operators_work_counts_once_and_advice_is_what_could_be_saved(tmp_pat
         "fp32": pytest.approx(98.95, rel=1e-3)
     }  # a tenth of bf16's on the data sheet
     # by their FLOPs the matmuls take 0.1 ms at bf16's rate; the second generated kernel 0.01 ms at the first one's
-    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))][:2] == [0.9, 0.09]
+    assert [round(each.ms, 4) for each in rank_advice(one, sum_by_cause(explain_gaps(one), 1))][:2] == [
+        0.9,
+        0.09,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -450,7 +453,10 @@ def test_what_is_hidden_is_not_exposed_and_an_optimizers_kernels_are_not_to_be_f
     assert "75% hidden" in line(path, "communication")
     one = next(devices(load_capture(path)))
     # of the second kernel's 0.05 ms communication runs beside 0.015: so much would not leave the step
-    assert [round(each.ms, 4) for each in advice(one, waits(pauses(one), 1))] == [0.035, 0.005]
+    assert [round(each.ms, 4) for each in rank_advice(one, sum_by_cause(explain_gaps(one), 1))] == [
+        0.035,
+        0.005,
+    ]
 
 
 def test_phases_are_named_on_the_command_line():
@@ -474,7 +480,7 @@ def test_work_whose_launch_is_not_told_is_kept_within_the_capture(tmp_path):
     assert found.operations["device"].tolist() == [0, 2, 0]
     text = profile_text(tmp_path / "a.json", device=2)
     assert text.startswith("2 GPUs, details of GPU 2; no steps found") and "bound          unknown" in text
-    with pytest.raises(TraceError, match="has no work of GPU 1, expected one of 0, 2"):
+    with pytest.raises(TraceError, match="has no operations of GPU 1, expected one of 0, 2"):
         profile_text(tmp_path / "a.json", device=1)
 
 
@@ -509,7 +515,7 @@ def test_made_up_captures_of_both_kinds_say_the_same(tmp_path):
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: path.name)
 def test_other_peoples_captures_add_up_and_have_families(path):
     found = load_capture(path)
-    whole = found.operations["duration_ns"].sum() + found.before["duration_ns"].sum()
+    whole = found.operations["duration_ns"].sum() + found.excluded["duration_ns"].sum()
     if ".json" in path.name:
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         work = [
@@ -544,9 +550,9 @@ REFUSED = {
     "whole.sqlite.gz": (gzip.compress(SAMPLE.read_bytes()[:40_000]), "database disk image is malformed"),
     "cpu.json": (
         json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
-        "holds no GPU work, only 3 operators of the CPU; expected kernels of CUDA, ROCm or XPU.*ProfilerActivity.CUDA",
+        "has no GPU work, only 3 operators of the CPU; expected kernels of CUDA, ROCm or XPU.*ProfilerActivity.CUDA",
     ),
-    "none.json": (b'{"traceEvents": []}', "holds no GPU work; expected"),
+    "none.json": (b'{"traceEvents": []}', "has no GPU work; expected"),
     "report.nsys-rep": (b"\x00nsys", "is nsys's own report"),
 }
 
@@ -628,7 +634,7 @@ def test_an_empty_nsys_capture_says_what_nsys_says(tmp_path):
         connection.commit()
     with pytest.raises(
         TraceError,
-        match=r"holds no kernels, .*; nsys says: CUDA device 0: Unified Memory cannot be traced on",
+        match=r"has no kernels, .*; nsys says: CUDA device 0: Unified Memory cannot be traced on",
     ):
         load_capture(path)
 
@@ -642,7 +648,7 @@ def test_a_report_is_exported_where_nsys_is(tmp_path, monkeypatch):
     assert len(load_capture(report).operations) == 1380
     program.write_text("#!/bin/sh\necho importer failed\n")
     with pytest.raises(
-        TraceError, match=r"a.nsys-rep: nsys export made nothing of a.nsys-rep; it said: importer failed"
+        TraceError, match=r"a.nsys-rep: nsys export could not export a.nsys-rep; its output: importer failed"
     ):
         load_capture(report)
 
@@ -688,7 +694,7 @@ def test_two_processes_have_steps_of_their_own(tmp_path):
 
 
 def test_of_few_operations_no_bound_is_told(tmp_path):
-    assert "unknown: too little to judge by" in profile_text(
+    assert "unknown: too few operations" in profile_text(
         written(tmp_path / "a.json", launched(ADD, 0, 5, 10, 1))
     )
 
@@ -813,10 +819,10 @@ def training_of_two_gpus(seed: int) -> list[dict]:
 def in_microseconds(tmp_path: Path, seed: int) -> Iterator[tuple[Device, list[dict]]]:
     """Each GPU with all of its operations, those before the steps too, in order of start."""
     capture = load_capture(written(tmp_path / "a.json", training_of_two_gpus(seed), **HEADER))
-    seen = pd.concat([capture.before.assign(early=True), capture.operations.assign(early=False)]).sort_values(
-        "start_ns"
-    )
-    assert seen["device"].nunique() == 2 and len(capture.before) >= 6
+    seen = pd.concat(
+        [capture.excluded.assign(early=True), capture.operations.assign(early=False)]
+    ).sort_values("start_ns")
+    assert seen["device"].nunique() == 2 and len(capture.excluded) >= 6
     for one in devices(capture):
         rows = seen[seen["device"] == one.number].to_dict("records")
         for row in rows:
@@ -890,12 +896,12 @@ def test_windows_and_accounts_are_what_plain_counting_says(tmp_path, seed):
             accounts.append(
                 [end - begin, len(compute), len(local - compute), len(busy - local), end - begin - len(busy)]
             )
-        assert (one.accounts * 1e3).round().to_numpy().tolist() == accounts
+        assert (one.breakdowns * 1e3).round().to_numpy().tolist() == accounts
         order = sorted(range(len(windows)), key=lambda place: accounts[place][0])
         wall = statistics.median(account[0] for account in accounts)
-        assert one.middle == sorted(order[(len(order) - 1) // 2 : len(order) // 2 + 1]) and one.median[
-            "wall"
-        ] * 1e3 == pytest.approx(wall)
+        assert one.median_indices == sorted(
+            order[(len(order) - 1) // 2 : len(order) // 2 + 1]
+        ) and one.median["wall"] * 1e3 == pytest.approx(wall)
         assert one.outliers == [
             place for place, account in enumerate(accounts) if not 0.8 * wall <= account[0] <= 1.25 * wall
         ]
@@ -904,7 +910,7 @@ def test_windows_and_accounts_are_what_plain_counting_says(tmp_path, seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
     for one, rows in in_microseconds(tmp_path, seed):
-        middle, gaps = [tuple(window) for window in (one.windows[one.middle] // 1000).tolist()], []
+        middle, gaps = [tuple(window) for window in (one.windows[one.median_indices] // 1000).tolist()], []
         for window in middle:
             idle = sorted({*range(*window)} - ticks(rows, window))
             for began in (tick for tick in idle if tick - 1 not in idle):
@@ -921,7 +927,8 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
                 )
         found = one.gaps
         following = [
-            one.placed["start_ns"].iloc[place] // 1000 if place >= 0 else -1 for place in found["next"]
+            one.classified_ops["start_ns"].iloc[place] // 1000 if place >= 0 else -1
+            for place in found["next"]
         ]
         assert [
             *zip(
@@ -937,7 +944,7 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
             for row in rows
             if not row["early"] and any(begin <= row["begin"] < end for begin, end in middle)
         ]
-        assert one.ahead_ms * 1e3 == pytest.approx(
+        assert one.host_lead_ms * 1e3 == pytest.approx(
             statistics.median(row["begin"] - row["called"] for row in of_step)
         )
         counts, lasted = Counter(row["name"] for row in of_step), Counter()
@@ -946,7 +953,7 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
         table = one.kernels
         assert (
             table["ms"].is_monotonic_decreasing
-            and one.summed(one.operations, "family").is_monotonic_decreasing
+            and one.total_ms_by(one.operations, "family").is_monotonic_decreasing
         )
         assert table["count"].to_dict() == {name: count / len(middle) for name, count in counts.items()}
         assert table["ms"].to_dict() == pytest.approx({name: ms / len(middle) for name, ms in lasted.items()})
@@ -958,7 +965,7 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
                 ticks(rows, window) - ticks(rows, window, lambda row, name=name: row["name"] != name)
                 for window in middle
             ]
-            assert one.leaves(one.running["name"] == name) * 1e3 == pytest.approx(
+            assert one.time_saved_without(one.running_ops["name"] == name) * 1e3 == pytest.approx(
                 sum(map(len, alone)) / len(middle)
             )
         operators = {

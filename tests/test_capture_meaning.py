@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from stepscope.captures.account import Device, devices
-from stepscope.captures.advice import advice
+from stepscope.captures.advice import rank_advice
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import HOST_CAUSES, pauses, waits
+from stepscope.captures.causes import HOST_CAUSES, explain_gaps, sum_by_cause
 from stepscope.captures.communication import exposed_communication
 from stepscope.captures.lines import rendered
 from stepscope.captures.verdict import profile
@@ -170,17 +170,17 @@ def merged(first: list[dict], second: list[dict], device: int) -> list[dict]:
 # it, and the place that the first piece of advice names
 CASES = {
     "baseline": (steps(), 3, 1.0, 0.4, "host-bound", "find out what the host does"),
-    "layers": (layered("layer {}"), 0, 4.727, 2.16, "launch-bound", "launch less"),
-    "attention": (layered("attention", None), 0, 4.727, 2.16, "launch-bound", "launch less"),
+    "layers": (layered("layer {}"), 0, 4.727, 2.16, "launch-bound", "launch fewer"),
+    "attention": (layered("attention", None), 0, 4.727, 2.16, "launch-bound", "launch fewer"),
     "compiled": (
         layered("Torch-Compiled Region: 0/0", None),
         0,
         4.727,
         2.16,
         "launch-bound",
-        "launch less",
+        "launch fewer",
     ),
-    "warm-up": (warmed_up(), 10, 0.31, 0.16, "launch-bound", "launch less"),
+    "warm-up": (warmed_up(), 10, 0.31, 0.16, "launch-bound", "launch fewer"),
     "only warm-up": (warmed_up(measured=False), 3, 1.0, 0.6, "launch-bound", "run fp32 matmuls"),
     "empty first step": (
         steps(5, empty=frozenset({0})),
@@ -245,7 +245,7 @@ def test_range_with_a_word_for_a_step_in_a_phase_is_no_step(tmp_path):
 def test_warm_up_is_left_out_and_counted(tmp_path):
     path = written(tmp_path / "a.json", warmed_up())
     found = load_capture(path)
-    assert len(found.before) == 90 and found.before["warm_up"].all()
+    assert len(found.excluded) == 90 and found.excluded["warm_up"].all()
     assert "left out: 90 launched in a warm-up (1.80 ms)" in line(path, "capture")
     inside = [event("user_annotation", "warmup", 0, 2000), *steps(5, "iteration {}")]
     assert load_capture(written(tmp_path / "b.json", inside)).steps == [f"iteration {i}" for i in (2, 3, 4)]
@@ -259,7 +259,7 @@ def test_empty_steps_are_counted_and_outliers_have_their_own_names(tmp_path):
     assert "7 steps (ProfilerStep#0 to ProfilerStep#6), 2 of them without GPU work" in line(path, "capture")
     one = next(devices(load_capture(path)))
     assert one.step_names == [f"ProfilerStep#{i}" for i in (1, 2, 4, 5, 6)]
-    walls = one.accounts["wall"].tolist()
+    walls = one.breakdowns["wall"].tolist()
     assert walls[1] == pytest.approx(0.999), "an empty step follows, and its time is not this one's"
     assert [one.step_names[place] for place in one.outliers] == ["ProfilerStep#5", "ProfilerStep#6"]
 
@@ -267,7 +267,7 @@ def test_empty_steps_are_counted_and_outliers_have_their_own_names(tmp_path):
 def test_neither_of_two_steps_is_an_outlier(tmp_path):
     events = [*steps(2), *launched(GEMM, 1990, 2000, 3000, 500)]
     one = device(tmp_path, events)
-    assert one.accounts["wall"].max() > 2 * one.accounts["wall"].min() and not one.outliers
+    assert one.breakdowns["wall"].max() > 2 * one.breakdowns["wall"].min() and not one.outliers
 
 
 def test_steps_are_not_known_without_launches(tmp_path):
@@ -335,7 +335,7 @@ def test_span_of_a_capture_has_the_steps_that_lie_in_it(tmp_path):
     capture = load_capture(path)  # the first operation begins 15 µs after the first step
     found = capture.between(0.9, 3.9)
     assert found.steps == ["ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3"]
-    assert len(found.operations) == 60 and len(found.before) == 20
+    assert len(found.operations) == 60 and len(found.excluded) == 20
     assert capture.between(1.3, None).steps == [f"ProfilerStep#{i}" for i in (2, 3, 4, 5)]
     only = profile(path, from_ms=2.9, to_ms=3.9)
     assert only[0].values["steps"] == 1 and only[1].values["compute_ms"] == pytest.approx(0.4)
@@ -349,13 +349,13 @@ def test_span_of_a_capture_has_the_steps_that_lie_in_it(tmp_path):
 
 
 def test_idle_time_is_the_hosts_until_the_launch_returned(tmp_path):
-    found = pauses(device(tmp_path, waiting_for_an_event())).groupby("cause")["ms"].sum()
+    found = explain_gaps(device(tmp_path, waiting_for_an_event())).groupby("cause")["ms"].sum()
     assert found.to_dict() == pytest.approx({"launch": 0.006, "device": 99.974})
 
 
 def test_gap_that_ends_soon_after_its_launch_is_the_hosts(tmp_path):
     one = device(tmp_path, [*launched(GEMM, 0, 5, 10, 1), *launched(GEMM, 100, 109, 10, 2)])
-    assert pauses(one)[["cause", "ms"]].to_numpy().tolist() == [["launch", 0.094]]
+    assert explain_gaps(one)[["cause", "ms"]].to_numpy().tolist() == [["launch", 0.094]]
 
 
 def test_idle_time_before_an_unknown_launch_is_unknown(tmp_path):
@@ -364,19 +364,19 @@ def test_idle_time_before_an_unknown_launch_is_unknown(tmp_path):
         event("kernel", ADD, 400, 10, 7, correlation=99, device=0, stream=7),
         *launched(GEMM, 420, 426, 10, 2),
     ]
-    found = pauses(device(tmp_path, events)).groupby("cause")["ms"].sum()
+    found = explain_gaps(device(tmp_path, events)).groupby("cause")["ms"].sum()
     assert found.to_dict() == pytest.approx({"unknown": 0.385, "launch": 0.016})
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[4] != "bound"])
 def test_causes_together_last_as_long_as_the_idle_time(tmp_path, name):
     one = device(tmp_path, CASES[name][0])
-    found = pauses(one)
-    assert one.a_step(found["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
-    summed = waits(found, len(one.middle))
+    found = explain_gaps(one)
+    assert one.ms_per_step(found["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
+    summed = sum_by_cause(found, len(one.median_indices))
     assert summed["ms"].sum() == pytest.approx(one.median["idle"])
     hosts = summed.loc[summed["cause"].isin(HOST_CAUSES), "ms"].sum()
-    assert all(each.ms <= max(hosts, one.median["wall"]) for each in advice(one, summed))
+    assert all(each.ms <= max(hosts, one.median["wall"]) for each in rank_advice(one, summed))
 
 
 def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path):
@@ -387,7 +387,10 @@ def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path):
     for one in between:
         one["args"] |= {"device": 1} if one["cat"] == "kernel" else {}
     alone, beside = (device(tmp_path, [*events, *more]) for more in ([], between))
-    assert pauses(alone)["cause"].iloc[0] == "unnamed" and pauses(beside)["cause"].iloc[0] == "launch"
+    assert (
+        explain_gaps(alone)["cause"].iloc[0] == "unnamed"
+        and explain_gaps(beside)["cause"].iloc[0] == "launch"
+    )
 
 
 # Nanoseconds stay integers
@@ -399,7 +402,7 @@ def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path):
 def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):
     first, second = slow_host("user_annotation", "load"), slow_host("user_annotation", "save")
     path = written(tmp_path / "a.json", merged(first, second, 1), **A100)
-    places = [pauses(one).nlargest(1, "ms")["where"].iloc[0] for one in devices(load_capture(path))]
+    places = [explain_gaps(one).nlargest(1, "ms")["where"].iloc[0] for one in devices(load_capture(path))]
     assert places == ["load", "save"]
 
 

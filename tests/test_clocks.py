@@ -489,7 +489,7 @@ def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown(read):
     events = [phase_range(0, 0, "forward", 0, 10), event("kernel", "lost", 3, 4, 1)]
     with pytest.raises(CaptureError, match="launches of 1 of 1 operations"):
         read(events)
-    with pytest.raises(CaptureError, match="none of the phases"):
+    with pytest.raises(CaptureError, match="none of the named phases"):
         read(events[1:])
 
 

@@ -1,13 +1,11 @@
 """Configurations: what is allowed, how it is named, and what an error says."""
 
 import json
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from conftest import TINY
-from stepscope import PROJECT
 from stepscope.config import (
     EDITIONS,
     PRECISIONS,

@@ -228,7 +228,7 @@ def test_answer_of_the_profile_notebook_is_folded(monkeypatch):
 def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     names = run_cells("profile", replaced={"display": lambda *_: None})
-    gpu, accounts, operations = names["gpu"], names["accounts"], names["capture"].operations
+    gpu, accounts, operations = names["gpu"], names["breakdowns"], names["capture"].operations
     middle = accounts["wall"].sort_values().index[len(accounts) // 2]
     own = operations[operations["step"] == middle]
     table = names["table"].astype({"phase": str, "family": str}).set_index(["phase", "family"])["ms"]
@@ -237,8 +237,8 @@ def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
     shares = own.groupby(own["name"].astype(str))["duration_ns"].sum().nlargest(15) / own["duration_ns"].sum()
     assert names["kernels"]["share"].tolist() == pytest.approx(shares.tolist())
     assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
-    assert names["longest"]["ms"] == names["found"]["ms"].max() <= accounts["idle"][middle]
-    longest, placed = names["longest"], gpu.placed
+    assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
+    longest, placed = names["longest"], gpu.classified_ops
     reach = (
         2 * longest["end"] - longest["begin"],
         2 * longest["begin"] - longest["end"],
@@ -249,7 +249,7 @@ def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
     )
     gpus = [
         SimpleNamespace(
-            number=number, all_operations=pd.DataFrame({"duration_ns": lasting}), accounts=gpu.accounts
+            number=number, all_operations=pd.DataFrame({"duration_ns": lasting}), breakdowns=gpu.breakdowns
         )
         for number, lasting in enumerate(([9, 1], [6, 6], [1, 1, 1]))
     ]

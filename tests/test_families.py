@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from stepscope.traces.families import FAMILIES, detailed_family, families, family, is_cast
-from stepscope.traces.kernel_names import identifiers, short_name, short_names, split, words
+from stepscope.traces.kernel_names import identifiers, short_name, short_names, split_name, words
 
 DATA = Path(__file__).parent / "data"
 KERNELS = pd.read_csv(DATA / "kernels.csv")
@@ -39,15 +39,17 @@ def test_little_of_a_capture_is_other(path):
 
 def test_a_name_is_split_where_its_parts_end():
     gemv = "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, cublasGemvParams<float> >(f<g>)"
-    assert split(gemv) == ("internal::gemvx", "kernel", "int, cublasGemvParams<float> ")
-    assert split("void <unnamed>::f<(int)8, (bool)0>(T1 *)") == ("", "f", "8, 0")
-    assert split("void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, 9, tr") == (
+    assert split_name(gemv) == ("internal::gemvx", "kernel", "int, cublasGemvParams<float> ")
+    assert split_name("void <unnamed>::f<(int)8, (bool)0>(T1 *)") == ("", "f", "8, 0")
+    assert split_name("void (anonymous namespace)::softmax_warp_forward<c10::BFloat16, 9, tr") == (
         "",
         "softmax_warp_forward",
         "BFloat16, 9, tr",
     )
-    assert split("_ZN5aiter24fmha_fwd_hd128_bf16_rtneE.kd") == ("aiter", "fmha_fwd_hd128_bf16_rtne", "")
-    assert split("_ZN2at6native13reduce_kernelILi512ENS0_8ReduceOpIfEEEEvT1_").own == "reduce_kernel"
+    assert split_name("_ZN5aiter24fmha_fwd_hd128_bf16_rtneE.kd") == ("aiter", "fmha_fwd_hd128_bf16_rtne", "")
+    assert (
+        split_name("_ZN2at6native13reduce_kernelILi512ENS0_8ReduceOpIfEEEEvT1_").function == "reduce_kernel"
+    )
     for odd in ("_Z", "_ZN99999f", "f<<<(", ")))>>>", "operator<", "void ", "_ZN3abcIL"):
         assert family(odd) == "other"
 

@@ -641,9 +641,9 @@ def test_a_profiler_that_fails_is_quoted(monkeypatch, tmp_path, script, message)
     monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("nsys 1", program))
     with pytest.raises(NsysError, match=message):
         nsys_profile.profile_with_nsys(never_run, configure("nsys", **SMALL))
-    with pytest.raises(NsysError, match=r"nsys export made nothing of a.nsys-rep; it said"):
+    with pytest.raises(NsysError, match=r"nsys export could not export a.nsys-rep; its output"):
         nsys_tool.export_capture(program, tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
-    with pytest.raises(NsysError, match=r"nsys stats made nothing of step.sqlite"):
+    with pytest.raises(NsysError, match=r"nsys stats wrote no reports of step.sqlite"):
         nsys_tool.make_reports(program, Path(shutil.copy(EXPORT, tmp_path)), ("cuda_gpu_kern_sum",))
 
 
@@ -659,7 +659,9 @@ def test_of_several_nsys_the_newest_of_the_first_place_is_taken_and_the_paths_be
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
     monkeypatch.setattr(
-        nsys_tool, "PLACES", [f"{tmp_path}/{place}/*/bin/nsys" for place in ("none", "systems", "compute")]
+        nsys_tool,
+        "INSTALL_PATTERNS",
+        [f"{tmp_path}/{place}/*/bin/nsys" for place in ("none", "systems", "compute")],
     )
     monkeypatch.setenv("PATH", str(tmp_path))
     assert nsys_tool.find_nsys() == here[1]

@@ -117,7 +117,7 @@ def test_nothing_to_show_is_an_empty_table(tmp_path, text):
         ),
         (
             HEADER + ROWS.replace("3000", '"3,000"'),
-            "'3,000' in its column 'Total Time .ns.', expected whole numbers without separators",
+            "'3,000' in its column 'Total Time .ns.', expected whole numbers without thousands separators",
         ),
         (HEADER + ROWS.replace("3000", "3.5"), "has '3.5' in its column 'Total Time"),
         (HEADER + ROWS.replace("3000", ""), "has 'nan' in its column 'Total Time"),
@@ -129,16 +129,16 @@ def test_nothing_to_show_is_an_empty_table(tmp_path, text):
         (HEADER + ROWS.replace("3000", "9" * 30), "in its column 'Total Time"),
         (
             HEADER + ROWS + "\n" + HEADER + ROWS,
-            "holds 2 reports .cuda_gpu_kern_sum, cuda_gpu_kern_sum., expected one",
+            "contains 2 reports .cuda_gpu_kern_sum, cuda_gpu_kern_sum., expected one",
         ),
         (
             " Time (%)  Total Time (ns)  Instances  Name\n ---\n 75.0  3,000  2  f\n",
-            "is nsys's table for people to read, expected a report of nsys stats --format csv",
+            "is a report in text format, expected a report of nsys stats --format csv",
         ),
         (
             "SKIPPED: a.sqlite does not contain NV Tools Extension (NVTX) data.\n\n"
             " ** CUDA GPU Kernel Summary (cuda_gpu_kern_sum):\n\n Time (%)  Name\n --------  ----\n 16.0  f\n",
-            "is nsys's table for people to read",
+            "is a report in text format",
         ),
         ("The log does not contain a table.", "found 'The log does not contain"),
     ],

@@ -65,7 +65,7 @@ def steps_of(capture: Capture) -> list[tuple[int, float, float]]:
     found = []
     for one in devices(capture):
         median = one.median
-        found.append((len(one.accounts), round(median["wall"], 3), round(median["compute"], 3)))
+        found.append((len(one.breakdowns), round(median["wall"], 3), round(median["compute"], 3)))
     return found
 
 
@@ -101,7 +101,9 @@ def test_merged_traces_keep_processes_apart(tmp_path, case):
 def test_merged_traces_without_order_or_labels_are_refused(tmp_path):
     events = [one for events in TWO_PROCESSES["one GPU's name"] for one in events]
     events.sort(key=lambda one: one["ts"])
-    with pytest.raises(TraceError, match="120 GPU operations that the processes 11, 22 may have launched"):
+    with pytest.raises(
+        TraceError, match="120 GPU operations that any of the processes 11, 22 may have launched"
+    ):
         load_capture(written(tmp_path / "merged.json", events))
 
 
@@ -185,7 +187,7 @@ def device_event(category: str | None, name: str = "op") -> dict:
 
 XLA = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}}
 WITHOUT_KERNELS = {
-    "mtia": ([device_event("mtia_ccp_events")] * 3, "holds 3 events of the category 'mtia_ccp_events'"),
+    "mtia": ([device_event("mtia_ccp_events")] * 3, "has 3 events of the category 'mtia_ccp_events'"),
     "jax": ([XLA, device_event(None)], "is a trace of XLA .JAX or TensorFlow."),
     "mps": ([device_event("cpu_op", "aten::_mps_convolution")], "no kernels of Apple's GPUs"),
 }
@@ -260,7 +262,7 @@ EXPORTS = {
 def test_variants_of_an_export_are_read_alike(tmp_path, case):
     capture = load_capture(export(tmp_path / "a.sqlite", *EXPORTS[case]), step="train_step")
     (one,) = devices(capture)
-    accounts = one.accounts.round(3)
+    accounts = one.breakdowns.round(3)
     assert accounts["compute"].tolist() == [0.5] * 3
     assert accounts["exposed copies"].tolist() == [0.3] * 3
 
@@ -335,8 +337,8 @@ REFUSED = {
         REPORT.replace("Name", "Source,Name").replace("gemm", "a,b").encode(),
         "report mpi_event_sum",
     ),
-    "no_stream.csv": (trace_report(strm=""), "a value in its column strm that is no integer"),
-    "text_stream.csv": (trace_report(strm="{13"), "a value in its column strm that is no integer"),
+    "no_stream.csv": (trace_report(strm=""), "a value in column strm that is not an integer"),
+    "text_stream.csv": (trace_report(strm="{13"), "a value in column strm that is not an integer"),
     "more_values.csv": (trace_report(strm="13,14,15"), "Length of header or names does not match"),
     "old.qdrep": (b"\x00qdrep", "nsys export --type sqlite old.qdrep"),
     "raw.qdstrm": (b"\x00qdstrm", "QdstrmImporter -i raw.qdstrm"),

@@ -145,12 +145,12 @@ REFUSED = {
     "cut": (pickle.dumps(SNAPSHOT)[:-300], "is cut off|truncated"),
     "memory": (b"\x80\x02Nr" + struct.pack("<I", 2**28) + b".", "needs more memory than its size explains"),
     "number": (pickle.dumps(3), "is a pickle without the lists segments and device_traces"),
-    "form": (pickle.dumps({"segments": [1], "device_traces": []}), "has an entry of another form"),
+    "form": (pickle.dumps({"segments": [1], "device_traces": []}), "has an entry with an unknown format"),
     "sizes": (
         pickle.dumps({"segments": [], "device_traces": [[event("alloc", 1, -5)]]}),
-        "another form .ValueError size -5242880",
+        "unknown format .ValueError size -5242880",
     ),
-    "empty": (pickle.dumps({"segments": [], "device_traces": []}), "holds no allocations"),
+    "empty": (pickle.dumps({"segments": [], "device_traces": []}), "has no allocations"),
     "stack": (b"\x80\x04...", "cannot be read as plain data"),
 }
 

@@ -16,7 +16,7 @@ from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
-from stepscope.traces.torch_trace import own_records, own_times
+from stepscope.traces.torch_trace import records_of_own_trace, self_times
 
 DATA = Path(__file__).parent / "data" / "nsys"
 SAMPLE = DATA / "sample.sqlite"
@@ -486,12 +486,12 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
 @pytest.mark.parametrize(
     ("statements", "message"),
     [
-        ([f"DROP TABLE {KERNEL}"], f"{KERNEL} holds no kernels, expected a capture"),
-        ([f"DELETE FROM {KERNEL}"], f"{KERNEL} holds no kernels, expected a capture"),
+        ([f"DROP TABLE {KERNEL}"], f"{KERNEL} has no kernels, expected a capture"),
+        ([f"DELETE FROM {KERNEL}"], f"{KERNEL} has no kernels, expected a capture"),
         ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "has no column globalPid"),
         (
             ["CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end"],
-            "CUPTI_ACTIVITY_KIND_GRAPH_TRACE holds 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",
+            "CUPTI_ACTIVITY_KIND_GRAPH_TRACE has 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",
         ),
         (
             [f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)"],
@@ -525,7 +525,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
             [f"UPDATE {KERNEL} SET end = start - 7"],
             f"{KERNEL} has a row that ends at 1005 ns and starts at 1012 ns",
         ),
-        ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end of 1 rows"),
+        ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end in 1 rows"),
         (
             [f"UPDATE {KERNEL} SET correlationId = 4294967296"],
             f"{KERNEL} has 4294967296 in its column correlationId",
@@ -648,7 +648,7 @@ def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path)
             }
         )
     )
-    found = own_records(trace).operations
+    found = records_of_own_trace(trace).operations
     lasted = found.groupby(found["name"].astype(str))["duration_ns"].sum().to_dict()
     assert lasted == {
         "aten::flash_backward": 65_000,
@@ -663,5 +663,5 @@ def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path)
 
 def test_an_operator_after_one_with_children_begins_after_them():
     operators = pd.DataFrame({"key": 1, "start": [0, 10, 20, 60], "end": [100, 50, 30, 80]})
-    laid = own_times(operators)
+    laid = self_times(operators)
     assert laid[["start", "end"]].to_numpy().tolist() == [[0, 40], [40, 70], [70, 80], [80, 100]]

@@ -17,9 +17,9 @@ from cells import run_cells
 from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
 from stepscope.captures.account import devices
-from stepscope.captures.advice import advice, unfused_attention
+from stepscope.captures.advice import rank_advice, unfused_attention
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import pauses, waits
+from stepscope.captures.causes import explain_gaps, sum_by_cause
 from stepscope.captures.lines import FORMATS, rendered
 from stepscope.captures.verdict import profile
 from stepscope.data_sheets import data_sheet
@@ -54,9 +54,11 @@ def test_a_step_holds_what_the_host_does_before_its_first_operation():
 
 def test_prefetched_copies_shift_no_window():
     one = next(devices(load_capture(PREFETCH)))
-    walls = one.accounts["wall"]
+    walls = one.breakdowns["wall"]
     assert len(walls) == 6 and walls.between(114, 124).all() and not one.outliers
-    copies = one.placed[(one.placed["kind"] == "memcpy") & (one.placed["stream"] != one.stream)]
+    copies = one.classified_ops[
+        (one.classified_ops["kind"] == "memcpy") & (one.classified_ops["stream"] != one.stream)
+    ]
     assert (copies.groupby("step")["start_ns"].min().to_numpy() < one.windows[:, 0]).any()
     assert (one.windows[1:, 0] == one.windows[:-1, 1]).all()
 
@@ -143,7 +145,7 @@ def synchronising(**sync: float) -> list[dict]:
 def test_pauses_after_a_wait_are_the_waits_as_long_as_the_host_would_be_ahead_without_it(tmp_path):
     def cause(events, steps=1):
         one = next(devices(load_capture(written(tmp_path / "a.json", events))))
-        return waits(pauses(one), steps).iloc[0]
+        return sum_by_cause(explain_gaps(one), steps).iloc[0]
 
     found = cause(synchronising())
     assert (found["cause"], found["call"], found["where"], found["count"]) == (
@@ -182,7 +184,7 @@ def test_what_fills_a_long_pause_is_its_cause(tmp_path, cat, name, cause, where)
             *(one for i in range(8) for one in launched(ADD, 2200 + 50 * i, 2210 + 50 * i, 45, 2 + i)),
         ],
     )
-    found = waits(pauses(next(devices(load_capture(path)))), 1).iloc[0]
+    found = sum_by_cause(explain_gaps(next(devices(load_capture(path)))), 1).iloc[0]
     assert (found["cause"], found["where"], found["call"]) == (
         cause,
         where,
@@ -283,11 +285,15 @@ def test_why_communication_is_not_hidden_is_said():
 
 def test_what_runs_beside_something_else_would_leave_no_time():
     one = next(devices(load_capture(PREFETCH)))
-    loose = one.running["family"] == "elementwise"
-    assert one.leaves(loose) < one.a_step((one.running["end_ns"] - one.running["start_ns"])[loose].sum())
-    assert one.leaves(one.running["family"] != "") == pytest.approx(one.median["wall"] - one.median["idle"])
-    assert one.a_step(one.gaps["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
-    found = advice(one, waits(pauses(one), len(one.middle)))
+    loose = one.running_ops["family"] == "elementwise"
+    assert one.time_saved_without(loose) < one.ms_per_step(
+        (one.running_ops["end_ns"] - one.running_ops["start_ns"])[loose].sum()
+    )
+    assert one.time_saved_without(one.running_ops["family"] != "") == pytest.approx(
+        one.median["wall"] - one.median["idle"]
+    )
+    assert one.ms_per_step(one.gaps["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
+    found = rank_advice(one, sum_by_cause(explain_gaps(one), len(one.median_indices)))
     assert [each.ms for each in found] == sorted((each.ms for each in found), reverse=True)
     assert all(each.ms <= one.median["wall"] for each in found)
 
@@ -419,7 +425,7 @@ def test_a_name_that_only_contains_a_gpus_has_no_sheet_of_its_own():
 def test_a_pipe_or_a_device_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
-        with pytest.raises(TraceError, match=f"{path.name}: is no file, expected"):
+        with pytest.raises(TraceError, match=f"{path.name}: is not a regular file, expected"):
             profile(path)
 
 
@@ -566,7 +572,7 @@ def test_pauses_are_summed_by_what_they_are_for():
         ("unknown", "", "z", -1, 0.5),
         ("call", "b", "x", 4, 8.0),
     ]
-    found = waits(pd.DataFrame(rows, columns=["cause", "call", "where", "event", "ms"]), 2)
+    found = sum_by_cause(pd.DataFrame(rows, columns=["cause", "call", "where", "event", "ms"]), 2)
     assert found[["cause", "call", "where", "ms", "longest_ms", "count"]].to_numpy().tolist() == [
         ["launch", "", "", 10, 16, 1],
         ["sync", "a", "x", 4.5, 6, 1],
@@ -597,7 +603,7 @@ def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
             *launched(ADD, 3010, 3015, 5, 5),
         ],
     )
-    found = pauses(one)
+    found = explain_gaps(one)
     assert found[["begin", "end", "cause", "where"]].to_numpy().tolist() == [
         [100_000, 605_000, "unnamed", ""],
         [700_000, 1_000_000, "unnamed", ""],
@@ -610,7 +616,9 @@ def test_a_pause_is_of_the_thread_that_launched_what_ended_it(tmp_path):
 def test_what_launches_or_lasts_far_longer_than_a_pause_is_no_reason_of_it(tmp_path):
     def cause(*events):
         return (
-            pauses(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *launched(ADD, 1000, 1005, 95, 2), *events]))
+            explain_gaps(
+                kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *launched(ADD, 1000, 1005, 95, 2), *events])
+            )
             .nlargest(1, "ms")
             .iloc[0][["cause", "where"]]
             .tolist()
@@ -630,7 +638,7 @@ def test_what_launches_or_lasts_far_longer_than_a_pause_is_no_reason_of_it(tmp_p
 def test_a_pause_is_explained_until_its_launch_or_the_steps_end(tmp_path):
     def cause(*events):
         return (
-            pauses(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *events]))
+            explain_gaps(kept(tmp_path, [*launched(GEMM, 0, 5, 95, 1), *events]))
             .query("cause != 'device'")
             .nlargest(1, "ms")
             .iloc[0][["cause", "where"]]
@@ -659,7 +667,7 @@ def test_what_is_attentions_is_advised_once(tmp_path):
         tmp_path,
         [one for at, name in enumerate(names) for one in launched(name, at, 10 + 100 * at, 100 - at, at + 1)],
     )
-    found = {each.what[:5]: each.ms for each in advice(one, waits(pauses(one), 1))}
+    found = {each.what[:5]: each.ms for each in rank_advice(one, sum_by_cause(explain_gaps(one), 1))}
     assert found == {
         "use F": pytest.approx(0.099 + 0.098),
         "fuse ": pytest.approx(0.096),
@@ -679,7 +687,7 @@ def test_only_products_without_tensor_cores_are_to_be_put_on_them_and_nothing_fu
             tmp_path,
             [*launched(name, 0, 10, 100, 1), *(one for at in others for one in launched(at, 5, 110, 10, 2))],
         )
-        return {each.what[:5] for each in advice(one, waits(pauses(one), 1))}
+        return {each.what[:5] for each in rank_advice(one, sum_by_cause(explain_gaps(one), 1))}
 
     assert found() == advised and found("triton_poi_fused_7") == advised - {"fuse "}
 
@@ -700,7 +708,7 @@ def test_where_is_the_outermost_operator_in_the_innermost_range_and_line(tmp_pat
             event("cuda_runtime", "cudaMemcpyAsync", 130, 840),
         ],
     )
-    assert pauses(one).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist() == [
+    assert explain_gaps(one).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist() == [
         "call",
         "cudaMemcpyAsync",
         "aten::item, inner, loss.py(9): loss",
@@ -737,7 +745,7 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
             *launched(ADD, at + 600, at + 620, 370, 50 + step),
         ]
     one = kept(tmp_path, events, deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}])
-    found = {each.what[:5]: each for each in advice(one, waits(pauses(one), 2))}
+    found = {each.what[:5]: each for each in rank_advice(one, sum_by_cause(explain_gaps(one), 2))}
     assert {name: each.ms for name, each in found.items()} == {
         "fuse ": pytest.approx(0.37),
         "run f": pytest.approx(0.4 - 2 / 989.5, rel=1e-4),
@@ -749,7 +757,7 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
         [one for one in events if one["cat"] != "cpu_op"],
         deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
     )
-    saved = {each.what[:5]: each.ms for each in advice(unknown, waits(pauses(unknown), 2))}
+    saved = {each.what[:5]: each.ms for each in rank_advice(unknown, sum_by_cause(explain_gaps(unknown), 2))}
     assert saved["run f"] == pytest.approx(
         0.39 * (1 - 67 / 989.5), rel=1e-2
     )  # at fp32's own rate, and without the split's sum
@@ -758,14 +766,14 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
         [one for one in events if one["cat"] != "cpu_op" or one["ts"] < 1000],
         deviceProperties=[{"id": 0, "name": "NVIDIA H100 80GB HBM3"}],
     )
-    saved = {each.what[:5]: each.ms for each in advice(partly, waits(pauses(partly), 2))}
+    saved = {each.what[:5]: each.ms for each in rank_advice(partly, sum_by_cause(explain_gaps(partly), 2))}
     assert saved["1 mat"] == pytest.approx(
         0.09 - 2 / 989.5, rel=1e-4
     )  # at the rate of those whose FLOPs are known
     nameless = kept(tmp_path, events)
-    assert {each.what[:5]: each.ms for each in advice(nameless, waits(pauses(nameless), 2))}[
-        "1 mat"
-    ] == pytest.approx(0.09)
+    assert {
+        each.what[:5]: each.ms for each in rank_advice(nameless, sum_by_cause(explain_gaps(nameless), 2))
+    }["1 mat"] == pytest.approx(0.09)
 
 
 def test_softmax_is_attentions_only_among_its_own_streams_products():

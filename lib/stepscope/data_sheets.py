@@ -1,4 +1,4 @@
-"""What vendors' data sheets say of GPUs."""
+"""Peak rates of GPUs from their vendors' data sheets."""
 
 import re
 from pathlib import Path
@@ -8,9 +8,11 @@ from stepscope.yaml_files import load_yaml
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """A GPU's dense rates in TFLOP/s by precision, ``tb_s`` of its memory, ``link`` and
-    ``link_gb_s`` to other GPUs, ``source`` and ``url``, by the words of its name; empty of one that is not
-    listed."""
+    """Return a GPU's data sheet, which is found by the words of its name; empty if it is not listed.
+
+    Keys: the dense rate of each precision in TFLOP/s, the memory bandwidth ``tb_s`` in TB/s, the ``link`` to
+    other GPUs and its bandwidth ``link_gb_s`` in GB/s, ``source`` and ``url``.
+    """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     return next(
         (

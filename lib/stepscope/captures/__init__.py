@@ -1,11 +1,10 @@
 """Summaries of profiler captures: where a step's time goes, why the GPU is idle, and what to optimize.
 
-``capture`` reads a capture, whoever made it (``files`` recognizes its kind, ``reports`` reads nsys's CSV) and
-attributes its operations; ``steps`` decides which ranges are steps, by their ``range_names``. ``account``
-divides each step of a GPU, ``causes`` explains its idle gaps, ``communication`` separates transfer from
-waiting, and ``advice`` ranks what would leave the step. ``verdict`` and ``kernel_summary`` write the
-``lines``. ``snapshot`` reads a memory snapshot instead. A comparison of two captures would stand beside
-``verdict``, on two accounts.
+``capture`` reads captures of any program (``files`` recognizes the kind of file, ``reports`` reads nsys's CSV)
+and attributes their operations; ``steps`` decides which ranges are steps, based on ``range_names``. ``account``
+breaks each step of a GPU into parts, ``causes`` explains its idle gaps, ``communication`` separates transfer
+from waiting, and ``advice`` ranks what could save time. ``verdict`` and ``kernel_summary`` turn the results into
+``lines``. ``snapshot`` summarizes memory snapshots instead.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Where a step's time goes on one GPU: its windows, what they are the sum of, and its idle gaps.
+"""Break a step's time on one GPU down into compute, exposed copies, exposed communication and idle time.
 
-wall = compute + exposed copies and communication + idle, by unions of intervals. Exposed is the time in which
-nothing else runs. All numbers are those of the median step (the mean of the two in the middle, if the number
-of steps is even), so that they add up and no outlier is among them.
+The parts are unions of intervals, so they sum to the wall time. Copies are exposed while no compute runs,
+communication while nothing else runs. All numbers describe the median step (with an even
+number of steps, the mean of the two middle ones), so they add up and outliers don't distort them.
 """
 
 import re
@@ -21,18 +21,19 @@ from stepscope.traces.attribution import LATEST, OUTSIDE, matching
 from stepscope.traces.families import MATMUL
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
-HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # names of copies alone are asked
-TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)  # of fp32: so it is TF32
-MIN_SHARE_RATED = 0.5  # of the matmuls' time: where shapes are known for less, no rate is reported
-OUTLIER_RATIO = 1.25  # of a step's time to the median, or the reverse: beyond it, the step is an outlier
-STARTUP_BUSY_RATIO = 2  # of the busy share after a start-up to that in it
-MIN_OPS_FOR_STARTUP = 100  # operations
-MIN_SHARE_OF_STEPS = 0.5  # that have operations: of fewer none is typical
+HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # only for names of copies
+# an fp32 matmul that runs on tensor cores is TF32
+TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
+MIN_SHARE_RATED = 0.5  # of matmul time with known shapes: below it, no rate is reported
+OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
+STARTUP_BUSY_RATIO = 2  # the GPU is at least this many times busier after the start-up
+MIN_OPS_FOR_STARTUP = 100  # with fewer operations, no start-up is looked for
+MIN_SHARE_OF_STEPS = 0.5  # with operations: if fewer have any, no step is typical
 
 
 @dataclass
 class Device:
-    """The operations of one process on one GPU, and the windows of its steps."""
+    """One process's operations on one GPU, divided into steps."""
 
     capture: Capture
     number: int
@@ -40,14 +41,14 @@ class Device:
     all_operations: pd.DataFrame
 
     @cached_property
-    def before(self) -> pd.DataFrame:
-        """What was launched before the first step or in a warm-up."""
-        rows = self.capture.before
+    def excluded(self) -> pd.DataFrame:
+        """Operations launched before the first step or in a warm-up."""
+        rows = self.capture.excluded
         return rows[(rows["device"] == self.number) & (rows["process"] == self.process)]
 
     @cached_property
     def stream(self) -> int:
-        """The stream that computes most."""
+        """The main compute stream: the one with the most kernel time, communication aside."""
         rows = self.all_operations
         rows = rows[(rows["kind"] == "kernel") & (rows["family"] != COMMUNICATION)]
         rows = rows if len(rows) else self.all_operations
@@ -59,14 +60,16 @@ class Device:
 
     @cached_property
     def host_steps(self) -> pd.DataFrame:
-        """The ranges on the host of this process's steps, by step: name, start_ns, end_ns."""
+        """The process's step ranges on the host: name, start_ns and end_ns, indexed by step."""
         ranges = self.capture.ranges
         return ranges[ranges["process"] == self.process].set_index("step").sort_index()
 
     @cached_property
     def first_starts(self) -> pd.Series:
-        """By step, in order of time, the start in ns of its first operation on the stream that computes most;
-        empty where most of the steps have no operation, so that none of them is typical."""
+        """When each step's first operation on the main stream starts, in ns, ordered by time.
+
+        Empty if most steps have no operation there, because then no step is typical.
+        """
         rows = self.all_operations
         rows = rows[(rows["step"] >= 0) & (rows["stream"] == self.stream)]
         first = rows.groupby("step")["start_ns"].min().sort_values()
@@ -74,7 +77,7 @@ class Device:
 
     @cached_property
     def empty_steps(self) -> int:
-        """How many steps launched nothing that ran on this GPU."""
+        """The number of steps that launched nothing on this GPU."""
         steps = self.all_operations["step"]
         return len(self.host_steps) - steps[steps >= 0].nunique()
 
@@ -84,248 +87,276 @@ class Device:
 
     @cached_property
     def step_names(self) -> list[str]:
-        """The name of the step of each window; none where the capture is not divided into steps."""
+        """The step name of each window; empty if the capture has no steps."""
         return self.host_steps["name"].reindex(self.first_starts.index).astype(str).tolist()
 
     @cached_property
     def windows(self) -> np.ndarray:
-        """(steps, 2) ns: a step begins with its first operation on the stream that computes most, or, where
-        the GPU has nothing to do before that, with its range on the host; it lasts until the next one begins.
-        The last one, and one that a step without operations follows, ends with its operations and its range.
+        """Start and end of each step, (steps, 2) in ns.
+
+        A step starts with its first operation on the main stream; if the GPU is idle before that, it starts
+        with its range on the host. It ends when the next step starts. The last step, and any step followed by
+        one without operations, ends when both its operations and its host range have ended.
         """
         rows = self.all_operations
         ends = rows["start_ns"] + rows["duration_ns"]
         first = self.first_starts
         if first.empty:
             return np.array([[rows["start_ns"].min(), ends.max()]])
-        # when the GPU had finished what had been launched before the step; integers, as float64 has no room
-        # for nanoseconds since 1970
+        # When the GPU finished the work launched before each step. Integers, because float64 cannot hold
+        # nanoseconds since 1970.
         step_ends = ends.groupby(rows["step"]).max().reindex(first.index).cummax()
-        done = step_ends.shift(fill_value=-LATEST).to_numpy("int64")
-        before = self.before["start_ns"] + self.before["duration_ns"]
-        loose = np.sort(np.append(ends[rows["step"] < 0], before)).astype("int64")
-        place = np.searchsorted(loose, first.to_numpy(), side="right") - 1
-        done = np.maximum(done, np.append(loose, -LATEST)[place])
+        gpu_idle_from = step_ends.shift(fill_value=-LATEST).to_numpy("int64")
+        excluded_ends = self.excluded["start_ns"] + self.excluded["duration_ns"]
+        other_ends = np.sort(np.append(ends[rows["step"] < 0], excluded_ends)).astype("int64")
+        previous = np.searchsorted(other_ends, first.to_numpy(), side="right") - 1
+        gpu_idle_from = np.maximum(gpu_idle_from, np.append(other_ends, -LATEST)[previous])
         host_start = self.host_steps["start_ns"].reindex(first.index, fill_value=-LATEST).to_numpy("int64")
-        begin = np.minimum(first.to_numpy("int64"), np.maximum(host_start, done))
+        begin = np.minimum(first.to_numpy("int64"), np.maximum(host_start, gpu_idle_from))
         begin = np.maximum.accumulate(begin)
         end = np.append(begin[1:], LATEST)
-        followed = np.append(np.diff(first.index) == 1, False)  # by a step with operations
-        for window in np.flatnonzero(~followed):
-            end[window] = min(end[window], self._own_end(int(first.index[window])))
+        has_next_step = np.append(np.diff(first.index) == 1, False)
+        for window in np.flatnonzero(~has_next_step):
+            end[window] = min(end[window], self._end_of_step(int(first.index[window])))
         return np.stack([begin, np.maximum(begin, end)], axis=1)
 
-    def _own_end(self, step: int) -> int:
-        """When a step's operations, without copies beside them, and its range on the host have ended, ns."""
+    def _end_of_step(self, step: int) -> int:
+        """Return when a step's operations (except copies on other streams) and its host range end, in ns."""
         rows = self.all_operations
-        own = rows[(rows["step"] == step) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))]
-        last = int((own["start_ns"] + own["duration_ns"]).max())
+        operations = rows[
+            (rows["step"] == step) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))
+        ]
+        last = int((operations["start_ns"] + operations["duration_ns"]).max())
         return max(last, int(self.host_steps["end_ns"].get(step, last)))
 
     @cached_property
-    def placed(self) -> pd.DataFrame:
-        """All operations in order, with ``end_ns`` and the part that each is: compute, copies to and from the
-        host, communication."""
-        return self._placed(self.all_operations)
+    def classified_ops(self) -> pd.DataFrame:
+        """All operations in order, with ``end_ns`` and ``part``: compute, copies (to or from the host) or
+        communication."""
+        return self._classify(self.all_operations)
 
-    def _placed(self, rows: pd.DataFrame) -> pd.DataFrame:
-        host = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY.search)
-        part = np.where(rows["family"] == COMMUNICATION, COMMUNICATION, np.where(host, "copies", "compute"))
+    def _classify(self, rows: pd.DataFrame) -> pd.DataFrame:
+        is_host_copy = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY.search)
+        part = np.where(
+            rows["family"] == COMMUNICATION, COMMUNICATION, np.where(is_host_copy, "copies", "compute")
+        )
         return rows.assign(end_ns=rows["start_ns"] + rows["duration_ns"], part=part)
 
     @cached_property
-    def working(self) -> pd.DataFrame:
-        """As ``placed``, with what was launched before the first step and may run on in it; ``place``: of an
-        operation in ``placed``, -1 of what was launched before."""
+    def ops_with_carryover(self) -> pd.DataFrame:
+        """``classified_ops`` together with excluded operations, which may still run in the first step.
+
+        ``position`` is the row in ``classified_ops``; -1 for an excluded operation.
+        """
         rows = pd.concat(
             [
-                self._placed(self.before).assign(place=-1),
-                self.placed.assign(place=np.arange(len(self.placed))),
+                self._classify(self.excluded).assign(position=-1),
+                self.classified_ops.assign(position=np.arange(len(self.classified_ops))),
             ]
         )
         return rows.sort_values("start_ns", kind="stable")
 
     @cached_property
-    def pieces(self) -> list[pd.DataFrame]:
-        """Of each window the operations that run in it, cut to it; what began before may run on."""
-        rows = self.working
-        starts, reach = rows["start_ns"].to_numpy(), rows["end_ns"].cummax().to_numpy()
-        found = []
+    def ops_per_step(self) -> list[pd.DataFrame]:
+        """The operations that run in each window, clipped to it."""
+        rows = self.ops_with_carryover
+        starts, latest_ends = rows["start_ns"].to_numpy(), rows["end_ns"].cummax().to_numpy()
+        pieces = []
         for begin, end in self.windows:
-            first, last = np.searchsorted(reach, begin, "right"), np.searchsorted(starts, end)
-            cut = rows.iloc[int(first) : int(last)]
-            cut = cut[cut["end_ns"] > begin]
-            found.append(
-                cut.assign(start_ns=cut["start_ns"].clip(begin, end), end_ns=cut["end_ns"].clip(begin, end))
+            first, last = np.searchsorted(latest_ends, begin, "right"), np.searchsorted(starts, end)
+            piece = rows.iloc[int(first) : int(last)]
+            piece = piece[piece["end_ns"] > begin]
+            pieces.append(
+                piece.assign(
+                    start_ns=piece["start_ns"].clip(begin, end), end_ns=piece["end_ns"].clip(begin, end)
+                )
             )
-        return found
+        return pieces
 
     @cached_property
-    def accounts(self) -> pd.DataFrame:
-        """A row a step, ms: wall, and what it is the sum of."""
-        found = []
-        for (begin, end), rows in zip(self.windows, self.pieces):
-            compute, busy = covered(rows[rows["part"] == "compute"]), covered(rows)
-            local = covered(rows[rows["part"] != COMMUNICATION])
-            found.append(
+    def breakdowns(self) -> pd.DataFrame:
+        """A row per step, in ms: wall time and the parts that sum to it."""
+        records = []
+        for (begin, end), rows in zip(self.windows, self.ops_per_step):
+            compute_ns, any_ns = busy_ns(rows[rows["part"] == "compute"]), busy_ns(rows)
+            local_ns = busy_ns(rows[rows["part"] != COMMUNICATION])
+            records.append(
                 {
                     "wall": end - begin,
-                    "compute": compute,
-                    "exposed copies": local - compute,
-                    "exposed communication": busy - local,
-                    "idle": end - begin - busy,
+                    "compute": compute_ns,
+                    "exposed copies": local_ns - compute_ns,
+                    "exposed communication": any_ns - local_ns,
+                    "idle": end - begin - any_ns,
                 }
             )
-        return pd.DataFrame(found) / 1e6
+        return pd.DataFrame(records) / 1e6
 
     @cached_property
-    def middle(self) -> list[int]:
-        """The median step, or the two in the middle."""
-        order = np.argsort(self.accounts["wall"].to_numpy(), kind="stable")
+    def median_indices(self) -> list[int]:
+        """The index of the median step; the two middle ones if the number of steps is even."""
+        order = np.argsort(self.breakdowns["wall"].to_numpy(), kind="stable")
         return sorted(order[(len(order) - 1) // 2 : len(order) // 2 + 1].tolist())
 
     @cached_property
     def median(self) -> pd.Series:
-        """The account of the median step, ms."""
-        return self.accounts.iloc[self.middle].mean()
+        """The breakdown of the median step, in ms."""
+        return self.breakdowns.iloc[self.median_indices].mean()
 
     @cached_property
     def outliers(self) -> list[int]:
-        """The windows that are far from the median one; none of fewer than three, as neither of two is
-        typical."""
-        walls = self.accounts["wall"]
-        far = (walls > OUTLIER_RATIO * self.median["wall"]) | (walls * OUTLIER_RATIO < self.median["wall"])
-        return np.flatnonzero(far).tolist() if len(walls) > 2 else []
+        """The steps whose time is far from the median; none with fewer than three steps, because
+        neither of two steps is typical."""
+        walls = self.breakdowns["wall"]
+        is_outlier = (walls > OUTLIER_RATIO * self.median["wall"]) | (
+            walls * OUTLIER_RATIO < self.median["wall"]
+        )
+        return np.flatnonzero(is_outlier).tolist() if len(walls) > 2 else []
 
     @cached_property
-    def running(self) -> pd.DataFrame:
-        """The operations that run in the median step, cut to it."""
-        return pd.concat([self.pieces[place] for place in self.middle])
+    def running_ops(self) -> pd.DataFrame:
+        """The operations that run in the median step, clipped to it."""
+        return pd.concat([self.ops_per_step[index] for index in self.median_indices])
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """The operations that begin in the median step."""
-        rows = self.placed
+        """The operations that start in the median step."""
+        rows = self.classified_ops
         inside = np.full(len(rows), False)
-        for begin, end in self.windows[self.middle]:
+        for begin, end in self.windows[self.median_indices]:
             inside |= ((rows["start_ns"] >= begin) & (rows["start_ns"] < end)).to_numpy()
         return rows[inside]
 
-    def a_step(self, ns: Any) -> Any:
-        """Convert ns in the median step, or in the two in the middle, to ms in one step."""
-        return ns / 1e6 / len(self.middle)
+    def ms_per_step(self, ns: Any) -> Any:
+        """Convert ns summed over the median step (or the two middle ones) to ms per step."""
+        return ns / 1e6 / len(self.median_indices)
 
-    def summed(self, rows: pd.DataFrame, by: str) -> pd.Series:
-        """Return the sums of operations' times by a column, ms a step, the longest first."""
-        found = rows.groupby(by, observed=True)["duration_ns"].sum()
-        return self.a_step(found[found > 0].sort_values(ascending=False))
+    def total_ms_by(self, rows: pd.DataFrame, by: str) -> pd.Series:
+        """Sum the operations' times by a column; return ms per step, longest first."""
+        sums = rows.groupby(by, observed=True)["duration_ns"].sum()
+        return self.ms_per_step(sums[sums > 0].sort_values(ascending=False))
 
-    def leaves(self, chosen: pd.Series) -> float:
-        """Return the ms that would leave a step without these of the running operations: the time in which
-        nothing else runs."""
-        return float(self.a_step(covered(self.running) - covered(self.running[~chosen.to_numpy()])))
+    def time_saved_without(self, is_removed: pd.Series) -> float:
+        """Return the ms per step that removing these running operations would save: the time in which no
+        other operation runs."""
+        return float(
+            self.ms_per_step(busy_ns(self.running_ops) - busy_ns(self.running_ops[~is_removed.to_numpy()]))
+        )
 
-    def exposed(self, labels: pd.Series) -> pd.Series:
-        """Return by label of the running operations the ms that would leave a step without them."""
-        found = {label: self.leaves(labels == label) for label in labels.dropna().unique()}
-        return pd.Series(found, dtype=float).sort_values(ascending=False)
+    def time_saved_by_label(self, labels: pd.Series) -> pd.Series:
+        """Return the ms per step that removing each label's running operations would save."""
+        saved_ms = {label: self.time_saved_without(labels == label) for label in labels.dropna().unique()}
+        return pd.Series(saved_ms, dtype=float).sort_values(ascending=False)
 
     @cached_property
     def gaps(self) -> pd.DataFrame:
-        """Idle gaps of the GPU in the median step.
+        """Idle gaps of the GPU in the median step; they sum to the breakdown's idle time.
 
-        begin, end (ns), next (the place in ``placed`` of the operation that ends the gap; -1: the step ends),
-        head (before the first operation of the step), returned (ns: when the call that launched this
-        operation returned; LATEST: the step ends without one; -LATEST: its launch is not in the capture).
-        Together they last as long as the account's idle time.
+        Columns:
+            begin, end: in ns; and ms, the duration.
+            next: the row in ``classified_ops`` of the operation that ends the gap; -1 if the step ends it.
+            head: whether the gap is before the first operation of the step.
+            returned: when the call that launched ``next`` returned, in ns; LATEST if the step ends the gap,
+                -LATEST if the launch is not in the capture.
         """
-        rows = self.working
-        starts = rows["start_ns"].to_numpy()
-        ends = np.append(rows["end_ns"].cummax().to_numpy(), LATEST)
+        operations = self.ops_with_carryover
+        starts = operations["start_ns"].to_numpy()
+        ends = np.append(operations["end_ns"].cummax().to_numpy(), LATEST)
         begins = np.append(-LATEST, ends[:-1])
-        returned = (rows["launch_start_ns"] + rows["launch_duration_ns"]).to_numpy("int64", na_value=-LATEST)
-        found = []
-        for begin, end in self.windows[self.middle]:
-            gap = pd.DataFrame(
+        returned = operations["launch_start_ns"] + operations["launch_duration_ns"]
+        returned = returned.to_numpy("int64", na_value=-LATEST)
+        parts = []
+        for begin, end in self.windows[self.median_indices]:
+            rows = pd.DataFrame(
                 {
                     "begin": begins.clip(begin, end),
                     "end": np.append(starts, end).clip(begin, end),
-                    "next": np.append(rows["place"], -1),
+                    "next": np.append(operations["position"], -1),
                     "returned": np.append(returned, LATEST),
                 }
             )
-            gap = gap[gap["end"] > gap["begin"]]
-            found.append(gap.assign(head=gap["begin"] == begin))
-        return pd.concat(found, ignore_index=True).assign(ms=lambda gap: (gap["end"] - gap["begin"]) / 1e6)
+            rows = rows[rows["end"] > rows["begin"]]
+            parts.append(rows.assign(head=rows["begin"] == begin))
+        return pd.concat(parts, ignore_index=True).assign(ms=lambda rows: (rows["end"] - rows["begin"]) / 1e6)
 
     @cached_property
-    def unseen_graphs(self) -> int:
-        """How many CUDA graphs of this process were launched in the windows, none of whose operations is in
-        the capture, so that what looks idle may be their work; all, where there are no steps."""
-        graphs = self.capture.unseen_graphs
-        start = graphs.loc[graphs["process"] == self.process, "start_ns"]
+    def untraced_graphs(self) -> int:
+        """The number of CUDA graph launches in the windows whose operations the capture lacks.
+
+        The GPU may be running these graphs when it looks idle. Without steps, all launches count.
+        """
+        graphs = self.capture.untraced_graphs
+        launch_ns = graphs.loc[graphs["process"] == self.process, "start_ns"]
         if not self.has_steps:
-            return len(start)
-        return int(((start >= self.windows[0, 0]) & (start < self.windows[-1, 1])).sum())
+            return len(launch_ns)
+        return int(((launch_ns >= self.windows[0, 0]) & (launch_ns < self.windows[-1, 1])).sum())
 
     @cached_property
-    def known_launches(self) -> float:
-        """The share of the median step's operations whose launch is in the capture."""
+    def known_launch_share(self) -> float:
+        """The share of the median step's operations whose launch the capture has."""
         return float(self.operations["launch_start_ns"].notna().mean()) if len(self.operations) else 0.0
 
     @cached_property
-    def ahead_ms(self) -> float:
-        """The median time in ms from an operation's launch to its start."""
+    def host_lead_ms(self) -> float:
+        """The median time from an operation's launch to its start, in ms."""
         launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
-        ahead = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
-        return float(ahead.median()) / 1e6
+        lead_ns = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
+        return float(lead_ns.median()) / 1e6
 
     @cached_property
-    def started_ms(self) -> float:
-        """In a capture without steps the time that its start takes, where that is most of it: until then the
-        GPU computes far less than after, because it is idle or its communication waits for other GPUs."""
-        rows = self.placed[self.placed["part"] != COMMUNICATION].reset_index(drop=True)
+    def startup_ms(self) -> float:
+        """How long the start-up lasts, in ms; 0 if there are steps or no start-up is found.
+
+        A start-up takes at least half of the capture, and the GPU is far less busy in it than afterwards: it
+        is idle, or its communication waits for other GPUs.
+        """
+        rows = self.classified_ops[self.classified_ops["part"] != COMMUNICATION].reset_index(drop=True)
         if self.has_steps or len(rows) < MIN_OPS_FOR_STARTUP:
             return 0.0
         begin, end = self.windows[0]
-        starts, reached = rows["start_ns"].to_numpy(), np.append(begin, rows["end_ns"].cummax()[:-1])
-        idle = np.maximum(starts - reached, 0).cumsum()
-        passed, left = starts - begin, end - starts
-        busy_before = (passed - idle)[1:] / np.maximum(passed[1:], 1)
-        busy_after = (left - (idle[-1] - idle))[1:] / np.maximum(left[1:], 1)
-        fits = (busy_after > STARTUP_BUSY_RATIO * busy_before) & (passed[1:] > 0.5 * (end - begin))
-        fits[-MIN_OPS_FOR_STARTUP // 2 :] = False  # steady work is more than a last burst
-        # Where the two parts differ most, each by how long it is (Otsu's threshold).
-        apart = np.where(fits, passed[1:] * left[1:] * (busy_after - busy_before) ** 2.0, 0)
-        return float(passed[1:][apart.argmax()]) / 1e6 if fits.any() else 0.0
+        starts, previous_ends = rows["start_ns"].to_numpy(), np.append(begin, rows["end_ns"].cummax()[:-1])
+        idle_ns = np.maximum(starts - previous_ends, 0).cumsum()
+        elapsed_ns, remaining_ns = starts - begin, end - starts
+        busy_before = (elapsed_ns - idle_ns)[1:] / np.maximum(elapsed_ns[1:], 1)
+        busy_after = (remaining_ns - (idle_ns[-1] - idle_ns))[1:] / np.maximum(remaining_ns[1:], 1)
+        is_busier_after = busy_after > STARTUP_BUSY_RATIO * busy_before
+        is_candidate = is_busier_after & (elapsed_ns[1:] > 0.5 * (end - begin))
+        is_candidate[-MIN_OPS_FOR_STARTUP // 2 :] = False  # a short burst at the end is no steady work
+        # Otsu's threshold: where the two parts differ most, weighted by their lengths.
+        weights = elapsed_ns[1:] * remaining_ns[1:]
+        separation = np.where(is_candidate, weights * (busy_after - busy_before) ** 2.0, 0)
+        return float(elapsed_ns[1:][separation.argmax()]) / 1e6 if is_candidate.any() else 0.0
 
     @cached_property
     def matmuls(self) -> pd.DataFrame:
-        """By dtype ms a step and TFLOP/s of the matmuls whose shapes are known, the longest first; empty
-        where these are too few."""
+        """The ms per step and TFLOP/s of matmuls with known shapes, by dtype, longest first.
+
+        Empty if the shapes of too few matmuls are known.
+        """
         rows = self.operations[self.operations["flops"] > 0]
-        first = ~rows.duplicated("operator")  # one operator's FLOPs, of however many kernels
-        cores = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
-        rows = rows.assign(dtype=rows["dtype"].mask(cores, "tf32"), flops=rows["flops"].where(first, 0))
-        found = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
+        is_tf32 = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
+        dtype = rows["dtype"].mask(is_tf32, "tf32")
+        # an operator's FLOPs count once, however many kernels it runs
+        flops = rows["flops"].mask(rows.duplicated("operator"), 0)
+        rows = rows.assign(dtype=dtype, flops=flops)
+        sums = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
         rates = pd.DataFrame(
-            {"ms": self.a_step(found["duration_ns"]), "tflops": found["flops"] / found["duration_ns"] / 1e3}
+            {"ms": self.ms_per_step(sums["duration_ns"]), "tflops": sums["flops"] / sums["duration_ns"] / 1e3}
         )
-        total = self.summed(self.operations, "family").get(MATMUL, 0)
-        enough = rates["ms"].sum() >= MIN_SHARE_RATED * total
-        return rates.sort_values("ms", ascending=False)[: None if enough else 0]
+        total = self.total_ms_by(self.operations, "family").get(MATMUL, 0)
+        is_enough = rates["ms"].sum() >= MIN_SHARE_RATED * total
+        return rates.sort_values("ms", ascending=False)[: None if is_enough else 0]
 
     @cached_property
     def generated(self) -> pd.DataFrame:
-        """By name the bytes and ns of generated kernels whose arguments' sizes are known."""
+        """The bytes and ns of compiler-generated kernels with known argument sizes, by name."""
         rows = self.operations
         rows = rows[(rows["family"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
         return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
 
     @cached_property
     def kernels(self) -> pd.DataFrame:
-        """By name, in order of their time: count and ms a step, the share of all operations' time, and the
-        median, shortest and longest time of one operation, ms."""
+        """Operations by name, longest first: count and ms per step, the share of all operations' time, and the
+        median, shortest and longest time of one operation in ms."""
         return self._by_name(self.operations)
 
     def _by_name(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -335,8 +366,8 @@ class Device:
         lasted = lasted.sort_values("sum", ascending=False)
         return pd.DataFrame(
             {
-                "count": lasted["size"] / len(self.middle),
-                "ms": self.a_step(lasted["sum"]),
+                "count": lasted["size"] / len(self.median_indices),
+                "ms": self.ms_per_step(lasted["sum"]),
                 "share": lasted["sum"] / max(1, lasted["sum"].sum()),
                 "median_ms": lasted["median"] / 1e6,
                 "shortest_ms": lasted["min"] / 1e6,
@@ -346,16 +377,20 @@ class Device:
 
     @cached_property
     def leading_kernels(self) -> pd.DataFrame:
-        """By phase, or by range where no phase is known, the kernel with the most time: part (the phase's or
-        range's name), name, and the columns of ``kernels``; share is of the part's time."""
+        """The kernel with the most time in each phase, or in each range if no phase is known.
+
+        Columns: part (the phase or range), part_ms, name, and those of ``kernels``; share is of the part.
+        """
         rows = self.operations
         rows = rows[(rows["kind"] == "kernel") & (rows["part"] != COMMUNICATION)]
         by = "phase" if (rows["phase"] != OUTSIDE).any() else "range"
         rows = rows[(rows[by] != OUTSIDE) & (rows[by] != "")]
         leading = []
-        for part, own in rows.groupby(by, observed=True):
-            kernel = self._by_name(own).iloc[[0]].rename_axis("name").reset_index()
-            leading.append(kernel.assign(part=str(part), part_ms=self.a_step(own["duration_ns"].sum())))
+        for part, part_rows in rows.groupby(by, observed=True):
+            kernel = self._by_name(part_rows).iloc[[0]].rename_axis("name").reset_index()
+            leading.append(
+                kernel.assign(part=str(part), part_ms=self.ms_per_step(part_rows["duration_ns"].sum()))
+            )
         if not leading:
             return pd.DataFrame(columns=["part", "part_ms", "name", "count", "ms", "share"])
         return pd.concat(leading, ignore_index=True)
@@ -366,18 +401,16 @@ class Device:
 
 
 def devices(capture: Capture) -> Iterator[Device]:
-    """Yield each GPU of each process; processes may all call their own GPU the first."""
+    """Yield each GPU of each process; several processes may each call their GPU number 0."""
     groups = capture.operations.groupby(["device", "process"])
-    several = len(groups) > capture.operations["device"].nunique()
+    has_several_processes = len(groups) > capture.operations["device"].nunique()
     for (device, process), rows in groups:
-        yield Device(
-            capture,
-            int(device),
-            f"GPU {device}" + f" (process {capture.processes.get(process, process)})" * several,
-            rows.reset_index(drop=True),
-        )
+        name = f"GPU {device}"
+        if has_several_processes:
+            name += f" (process {capture.processes.get(process, process)})"
+        yield Device(capture, int(device), name, rows.reset_index(drop=True))
 
 
-def covered(rows: pd.DataFrame) -> float:
-    """Return the ns in which at least one of these runs."""
+def busy_ns(rows: pd.DataFrame) -> float:
+    """Return the ns in which at least one of the operations runs."""
     return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

@@ -1,8 +1,8 @@
-"""What exposed communication is made of: the least time that its bytes take, and waiting for other GPUs.
+"""Split exposed communication into the minimum time to transfer its bytes and the time spent waiting.
 
-A collective kernel starts on each GPU when that GPU arrives, and ends when the last one has arrived and the
-data has been moved. How long the data takes at least follows from its bytes and the data sheet's bandwidth
-of the link; the rest of an exposed collective is latency and waiting.
+A collective kernel starts on each GPU when that GPU arrives, and ends once the last GPU has arrived and the
+data has been moved. The minimum transfer time follows from the bytes and the data sheet's link bandwidth;
+the rest of an exposed collective is latency and waiting for other GPUs.
 """
 
 import re
@@ -17,22 +17,24 @@ from stepscope.traces.kernel_names import words
 COLLECTIVE = re.compile(
     r"reduce ?scatter|all ?gather|all ?reduce|all ?to ?all|send ?recv|broadcast|dispatch"
     r"|combine|barrier"
-)  # of a name's words
-SPELLED = {
+)  # matches a kernel name split into words
+HYPHENATED = {
     "reducescatter": "reduce-scatter",
     "allgather": "all-gather",
     "allreduce": "all-reduce",
     "alltoall": "all-to-all",
     "sendrecv": "send-recv",
 }
-MIN_TO_COMPARE = 5  # operations of one name: fewer have no typical time
-FAR_LONGER = 10  # times the typical time of its name: so long an operation has waited
+MIN_OPS_TO_COMPARE = 5  # with fewer operations of a name, there is no typical time
+WAITING_RATIO = 10  # an operation this many times longer than is typical of its name has waited
 
 
 class Exposed(NamedTuple):
-    """Exposed communication of a step, ms: transfer and waiting together are all of it. least_ms: what the
-    bytes of the exposed collectives take at the link's bandwidth; nan where sizes or bandwidth are unknown.
-    longest: the name of the operation that waits most, "" for none."""
+    """A step's exposed communication in ms; transfer and waiting sum to all of it.
+
+    least_ms: the minimum transfer time of the exposed collectives; nan if a size or the bandwidth is unknown.
+    longest: the name of the operation that waits longest, "" for none.
+    """
 
     transfer_ms: float
     waiting_ms: float
@@ -40,83 +42,90 @@ class Exposed(NamedTuple):
     longest: str
 
 
-def exposed_communication(one: Device) -> Exposed:
-    """Divide the exposed communication of the median step into transfer and waiting.
+def exposed_communication(gpu: Device) -> Exposed:
+    """Split the exposed communication of the median step into transfer and waiting.
 
-    An operation of unknown size counts as transfer, unless it lasts far longer than most of its name.
+    An operation of unknown size counts as transfer, unless it takes far longer than is typical of its name.
     """
-    exposed_ms = float(one.median["exposed communication"])
-    rows = one.running[one.running["part"] == COMMUNICATION]
+    exposed_ms = float(gpu.median["exposed communication"])
+    rows = gpu.running_ops[gpu.running_ops["part"] == COMMUNICATION]
     if rows.empty or not exposed_ms:
         return Exposed(exposed_ms, 0.0, np.nan, "")
-    alone = _alone(rows, one.running[one.running["part"] != COMMUNICATION])
-    alone *= min(1.0, exposed_ms * 1e6 * len(one.middle) / max(1.0, alone.sum()))  # of those that overlap
-    least = least_ns(rows, one.sheet.get("link_gb_s"))
-    known = np.isfinite(least)
-    waiting = np.maximum(0, alone - np.where(known, least, _typical(one, rows)))
-    waiting_ms = min(exposed_ms, float(one.a_step(waiting.sum())))
-    matters = known[alone > 0]
-    all_known = len(matters) > 0 and matters.all()
-    least_ms = float(one.a_step(np.minimum(least, alone)[known].sum())) if all_known else np.nan
-    longest = str(rows["name"].iloc[int(waiting.argmax())]) if waiting.any() else ""
+    exposed_ns = _exposed_ns(rows, gpu.running_ops[gpu.running_ops["part"] != COMMUNICATION])
+    # overlapping collectives count once
+    total_ns = exposed_ms * 1e6 * len(gpu.median_indices)
+    exposed_ns *= min(1.0, total_ns / max(1.0, exposed_ns.sum()))
+    min_ns = min_transfer_ns(rows, gpu.sheet.get("link_gb_s"))
+    is_known = np.isfinite(min_ns)
+    waiting_ns = np.maximum(0, exposed_ns - np.where(is_known, min_ns, _max_transfer_ns(gpu, rows)))
+    waiting_ms = min(exposed_ms, float(gpu.ms_per_step(waiting_ns.sum())))
+    is_exposed_known = is_known[exposed_ns > 0]
+    all_known = len(is_exposed_known) > 0 and is_exposed_known.all()
+    least_ms = float(gpu.ms_per_step(np.minimum(min_ns, exposed_ns)[is_known].sum())) if all_known else np.nan
+    longest = str(rows["name"].iloc[int(waiting_ns.argmax())]) if waiting_ns.any() else ""
     return Exposed(exposed_ms - waiting_ms, waiting_ms, least_ms, longest)
 
 
-def least_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
-    """Return the least time of collectives by their bytes; nan where size or bandwidth is unknown.
+def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
+    """Return the minimum transfer time of collectives in ns; nan if the size or bandwidth is unknown.
 
-    Every algorithm without a reducing switch moves so much in and out of each of n GPUs: an all-reduce
-    2 (n - 1) / n of its tensor; gather, scatter and all-to-all (n - 1) / n of the larger side; others all.
+    Without in-switch reduction, each of n GPUs sends and receives at least 2 (n - 1) / n of the tensor in an
+    all-reduce, (n - 1) / n of the larger side in an all-gather, reduce-scatter or all-to-all, and all of it
+    otherwise.
     """
     n = np.maximum(1.0, rows["group_size"].to_numpy(float))
     kinds = rows["name"].map(collective, na_action="ignore").astype(str).to_numpy()
-    part = (n - 1) / n
-    factor = np.where(kinds == "all-reduce", 2 * part, 1.0)
-    factor = np.where(np.isin(kinds, ["all-gather", "reduce-scatter", "all-to-all"]), part, factor)
+    ring_share = (n - 1) / n
+    factor = np.where(kinds == "all-reduce", 2 * ring_share, 1.0)
+    factor = np.where(np.isin(kinds, ["all-gather", "reduce-scatter", "all-to-all"]), ring_share, factor)
     size = rows["message_bytes"].to_numpy(float)
     return np.where((size >= 0) & bool(gb_s), factor * size / (gb_s or np.nan), np.nan)
 
 
-def _alone(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Return the ns of each operation in which none of the others runs."""
+def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
+    """Return for each operation the ns in which none of ``others`` runs."""
     others = others.sort_values("start_ns")
     starts, ends = others["start_ns"].to_numpy("int64"), others["end_ns"].to_numpy("int64")
     begins, stops = rows["start_ns"].to_numpy("int64"), rows["end_ns"].to_numpy("int64")
     if not len(starts):
         return (stops - begins).astype(float)
-    reached = np.maximum.accumulate(ends)
-    starts = np.maximum(starts, np.append(starts[0], reached[:-1]))  # each moment once
-    lasted = np.maximum(0, ends - starts)
-    busy = np.append(0, lasted.cumsum())
+    latest_ends = np.maximum.accumulate(ends)
+    starts = np.maximum(starts, np.append(starts[0], latest_ends[:-1]))  # count overlaps once
+    new_ns = np.maximum(0, ends - starts)
+    busy = np.append(0, new_ns.cumsum())
 
     def busy_until(times: np.ndarray) -> np.ndarray:
-        place = np.searchsorted(starts, times, side="right")
-        over = np.maximum(0, np.append(0, reached)[place] - times) * (place > 0)
-        return busy[place] - over
+        position = np.searchsorted(starts, times, side="right")
+        not_yet_ns = np.maximum(0, np.append(0, latest_ends)[position] - times) * (position > 0)
+        return busy[position] - not_yet_ns
 
     return (stops - begins - (busy_until(stops) - busy_until(begins))).astype(float)
 
 
-def _typical(one: Device, rows: pd.DataFrame) -> np.ndarray:
-    """Return what an operation of unknown size may take: the median of its name where it lasts far longer
-    than that, else all of its time."""
-    every = one.placed[one.placed["part"] == COMMUNICATION]
-    lasted = every.groupby("name", observed=True)["duration_ns"].agg(["median", "size"])
-    median = lasted["median"].where(lasted["size"] >= MIN_TO_COMPARE).reindex(rows["name"].astype(str))
+def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
+    """Return how much of an operation of unknown size may be transfer, in ns.
+
+    This is the median for its name if the operation takes far longer than that, otherwise infinity.
+    """
+    collectives = gpu.classified_ops[gpu.classified_ops["part"] == COMMUNICATION]
+    durations = collectives.groupby("name", observed=True)["duration_ns"].agg(["median", "size"])
+    median = (
+        durations["median"].where(durations["size"] >= MIN_OPS_TO_COMPARE).reindex(rows["name"].astype(str))
+    )
     duration = rows["duration_ns"].to_numpy(float)
     typical = median.to_numpy(float)
-    return np.where(duration > FAR_LONGER * typical, typical, np.inf)
+    return np.where(duration > WAITING_RATIO * typical, typical, np.inf)
 
 
 def collective(name: str) -> str:
-    """Return the kind of a collective by its kernel's name: "all-reduce"; "other" where it is unknown."""
-    found = COLLECTIVE.search(words(name))
-    kind = found[0].replace(" ", "") if found else "other"
-    return SPELLED.get(kind, kind)
+    """Return the kind of collective that a kernel's name says, such as "all-reduce"; "other" if none."""
+    match = COLLECTIVE.search(words(name))
+    kind = match[0].replace(" ", "") if match else "other"
+    return HYPHENATED.get(kind, kind)
 
 
-def on_compute_stream(one: Device) -> bool:
-    """Whether most communication of the step runs on the stream that computes, which hides nothing."""
-    rows = one.operations[one.operations["part"] == COMMUNICATION]
-    own = rows.loc[rows["stream"] == one.stream, "duration_ns"].sum()
-    return bool(own > 0.5 * max(1, rows["duration_ns"].sum()))
+def communicates_on_compute_stream(gpu: Device) -> bool:
+    """Whether most of the step's communication runs on the compute stream, where nothing can hide it."""
+    rows = gpu.operations[gpu.operations["part"] == COMMUNICATION]
+    on_stream_ns = rows.loc[rows["stream"] == gpu.stream, "duration_ns"].sum()
+    return bool(on_stream_ns > 0.5 * max(1, rows["duration_ns"].sum()))

@@ -1,4 +1,4 @@
-"""What kind of capture a file is, and one that can be read: itself, or made from it."""
+"""Recognize the kind of a capture file, and unzip or export it if necessary."""
 
 import gzip
 import shutil
@@ -8,72 +8,71 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from stepscope.traces.attribution import TraceError
-from stepscope.traces.nsys_csv import decoded, is_report
+from stepscope.traces.nsys_csv import decode_text, is_report
 from stepscope.traces.nsys_tool import export_capture, find_nsys
-from stepscope.traces.torch_trace import opened
+from stepscope.traces.torch_trace import open_capture
 
 EXPECTED = (
     "expected nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats, also gzipped"
 )
-HEAD = 8192  # bytes, by which a file is recognized
-MAX_PREAMBLE = 2**26  # bytes of other text before the headings of a report
-# By a name's ending, why a file is no capture that can be read, and what to do.
-ENDINGS = {
+HEAD_BYTES = 8192  # a file is recognized by this many bytes
+MAX_PREAMBLE = 2**26  # a report's headings are looked for in this many bytes
+# Why files with these suffixes can't be read, and what to do.
+UNREADABLE_SUFFIXES = {
     ".qdrep": "a report of nsys before 2021.4; export it with that nsys: nsys export --type sqlite",
     ".qdstrm": "a capture that nsys has not finished; import it with that nsys: QdstrmImporter -i",
 }
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[tuple[str, Path]]:
-    """What a file is by its first bytes ("json", "sqlite", "csv"), and one that can be read: itself, or made
-    from it.
+def readable_capture(path: Path) -> Iterator[tuple[str, Path]]:
+    """Yield a capture's kind ("json", "sqlite" or "csv") and a file to read: itself, or a temporary export.
 
     Raises:
-        TraceError: it is none of these, or no file.
+        TraceError: the path is not a file, or none of these kinds.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):  # to open a pipe would wait for who writes
-        raise TraceError(f"{path}: is no file, {EXPECTED}")
+    if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would block
+        raise TraceError(f"{path}: is not a regular file, {EXPECTED}")
     with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
-        made = Path(folder, "capture.sqlite")
+        export = Path(folder, "capture.sqlite")
         try:
-            yield _recognized(path, made)
-        except TraceError as error:  # what is wrong with the one that was made
-            raise TraceError(str(error).replace(str(made), str(path))) from None
+            yield _recognize(path, export)
+        except TraceError as error:  # name the original file, not the temporary export
+            raise TraceError(str(error).replace(str(export), str(path))) from None
 
 
-def _recognized(path: Path, made: Path) -> tuple[str, Path]:
-    with opened(path) as stream:
-        head, zipped = stream.read(HEAD), isinstance(stream, gzip.GzipFile)
+def _recognize(path: Path, export: Path) -> tuple[str, Path]:
+    with open_capture(path) as stream:
+        head, zipped = stream.read(HEAD_BYTES), isinstance(stream, gzip.GzipFile)
     is_export = head.startswith(b"SQLite format 3\0")
     if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
         return "json", path
     if is_export and not zipped:
         return "sqlite", path
     if is_export:
-        with opened(path) as stream, made.open("wb") as out:
+        with open_capture(path) as stream, export.open("wb") as out:
             shutil.copyfileobj(stream, out)
-        return "sqlite", made
+        return "sqlite", export
     if path.suffix == ".nsys-rep":
-        _export(path, made)
-        return "sqlite", made
-    if path.suffix in ENDINGS:
-        raise TraceError(f"{path}: is {ENDINGS[path.suffix]} {path.name}")
+        _export(path, export)
+        return "sqlite", export
+    if path.suffix in UNREADABLE_SUFFIXES:
+        raise TraceError(f"{path}: is {UNREADABLE_SUFFIXES[path.suffix]} {path.name}")
     if _is_text(head):
-        with opened(path) as stream:
-            text = decoded(stream.read(MAX_PREAMBLE), "replace")
+        with open_capture(path) as stream:
+            text = decode_text(stream.read(MAX_PREAMBLE), "replace")
         if is_report(text):
             return "csv", path
-    what = f"no capture: it begins with {head[:16]!r}" if head else "empty"
-    raise TraceError(f"{path}: is {what}, {EXPECTED}")
+    problem = f"no capture: it begins with {head[:16]!r}" if head else "empty"
+    raise TraceError(f"{path}: is {problem}, {EXPECTED}")
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether a file's first bytes are text; a character may be cut at their end."""
-    return bool(head) and "\0" not in decoded(head, "ignore")
+    """Whether a file's first bytes are text, whose last character may be cut off."""
+    return bool(head) and "\0" not in decode_text(head, "ignore")
 
 
-def _export(path: Path, made: Path) -> None:
+def _export(path: Path, export: Path) -> None:
     nsys = find_nsys()
     if nsys is None:
         raise TraceError(
@@ -81,7 +80,7 @@ def _export(path: Path, made: Path) -> None:
             f" run 'nsys export --type sqlite {path.name}' where nsys is"
         )
     try:
-        export_capture(nsys, path, made)
+        export_capture(nsys, path, export)
     except (OSError, RuntimeError) as error:
         raise TraceError(
             f"{path}: {' '.join(str(error).split())}, expected a report that nsys can export"

@@ -1,80 +1,84 @@
-"""What a capture shows of its kernels: by phase, by category, by name, and how fast they are."""
+"""Summarize a capture's kernels: time by phase, category and name, and rates."""
 
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import COMMUNICATION, Device, covered
-from stepscope.captures.advice import SHOWN, WORTH
+from stepscope.captures.account import COMMUNICATION, Device, busy_ns
+from stepscope.captures.advice import MAX_NAME_CHARS, MIN_ADVICE_SHARE
 from stepscope.captures.lines import Line, clean, count_text, counted, listed, short
 from stepscope.report.tables import digits, number
 from stepscope.traces.attribution import OUTSIDE
 from stepscope.traces.families import MATMUL, families
 from stepscope.traces.kernel_names import short_names
 
-TOP = 5  # kernels that are named
-MAX_NAMED = 4  # ranges and phases that are named
-MIN_SHARE_SHOWN = 0.0005  # of all of it: less is not mentioned
-MOST_WORK = 0.9  # of all of it: a range that holds so much is no phase
-RATE_BYTES = 1e8  # moved by generated kernels: of less a rate says nothing, it fits into caches
+MAX_KERNELS = 5
+MAX_NAMED = 4  # ranges or phases in one line
+MIN_SHARE_SHOWN = 0.0005  # of all kernel time: smaller overlaps are omitted
+MAX_PHASE_SHARE = 0.9  # of all kernel time: a range with more is no phase
+MIN_RATED_BYTES = 1e8  # fewer bytes fit into caches, so that their rate means nothing
 
 
-def phases_line(one: Device) -> Line:
-    rows = one.operations
-    found = one.summed(rows, "phase").sort_index()
-    least = WORTH * found.sum()
-    phases = found.drop(OUTSIDE, errors="ignore")
+def phases_line(gpu: Device) -> Line:
+    rows = gpu.operations
+    phase_ms = gpu.total_ms_by(rows, "phase").sort_index()
+    min_ms = MIN_ADVICE_SHARE * phase_ms.sum()
+    phases = phase_ms.drop(OUTSIDE, errors="ignore")
     text = listed(phases, " | ") or "none found"
     if len(phases):
-        overlap = found.sum() - one.a_step(covered(one.running))
-        if overlap > MIN_SHARE_SHOWN * found.sum():
+        overlap = phase_ms.sum() - gpu.ms_per_step(busy_ns(gpu.running_ops))
+        if overlap > MIN_SHARE_SHOWN * phase_ms.sum():
             text += f" (kernel sums; {number(overlap, 'ms')} overlap)"
-        text += ", from autograd's ranges" * one.capture.autograd
-        if found.get(OUTSIDE, 0.0) > least:
-            text += f"; outside {number(found[OUTSIDE], 'ms')}"
-    if hints := _ranges(one, least):
+        if gpu.capture.autograd:
+            text += ", from autograd's ranges"
+        if phase_ms.get(OUTSIDE, 0.0) > min_ms:
+            text += f"; outside {number(phase_ms[OUTSIDE], 'ms')}"
+    if hints := _ranges_text(gpu, min_ms):
         text += f"; in other ranges (--phase forward=NAME assigns one): {hints}"
-    return Line("phase", text, {f"{name}_ms": value for name, value in found.items()})
+    return Line("phase", text, {f"{name}_ms": value for name, value in phase_ms.items()})
 
 
-def _ranges(one: Device, least: float) -> str:
-    """List the ranges of no phase that hold work, not only communication: outer ones, or, where one of them holds
-    nearly all of it, the ones within."""
-    rows = one.operations[(one.operations["phase"] == OUTSIDE) & (one.operations["part"] != COMMUNICATION)]
+def _ranges_text(gpu: Device, min_ms: float) -> str:
+    """List the ranges that belong to no phase and launch more than communication.
+
+    These are the outer ranges; or the inner ones, if one outer range holds nearly all of the time.
+    """
+    rows = gpu.operations[(gpu.operations["phase"] == OUTSIDE) & (gpu.operations["part"] != COMMUNICATION)]
     for column in ("range", "inner_range"):
-        found = one.summed(rows[rows[column] != ""], column)
-        found = found[found >= least]
-        if found.max() < MOST_WORK * one.a_step(rows["duration_ns"].sum()):
+        range_ms = gpu.total_ms_by(rows[rows[column] != ""], column)
+        range_ms = range_ms[range_ms >= min_ms]
+        if range_ms.max() < MAX_PHASE_SHARE * gpu.ms_per_step(rows["duration_ns"].sum()):
             break
     else:
         return ""
-    return listed(found.head(MAX_NAMED).rename(index=lambda name: f"{name[: SHOWN - 2]!r}"))
+    return listed(range_ms.head(MAX_NAMED).rename(index=lambda name: f"{name[: MAX_NAME_CHARS - 2]!r}"))
 
 
-def categories_line(one: Device) -> Line:
-    found = one.summed(one.operations, "family").rename(index=str).rename({MATMUL: "matmul"})
-    values = {f"{name}_ms": value for name, value in found.items()}
-    if len(found) > 5:
-        found = pd.concat([found.head(5), pd.Series({"rest": found.iloc[5:].sum()})])
-    return Line("category", listed(found, " | "), values)
+def categories_line(gpu: Device) -> Line:
+    category_ms = gpu.total_ms_by(gpu.operations, "family").rename(index=str).rename({MATMUL: "matmul"})
+    values = {f"{name}_ms": value for name, value in category_ms.items()}
+    if len(category_ms) > 5:
+        category_ms = pd.concat([category_ms.head(5), pd.Series({"rest": category_ms.iloc[5:].sum()})])
+    return Line("category", listed(category_ms, " | "), values)
 
 
 def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
-    """List the kernels (and copies) with the most time, a line each: count, ms, share of all operations' time, and
-    how long one takes."""
-    top = kernels.head(TOP)
-    shown = short_names([str(name) for name in top.index], SHOWN)
+    """List the kernels and copies with the most time, one per line: count, ms, share of the total, duration."""
+    top = kernels.head(MAX_KERNELS)
+    names = short_names([str(name) for name in top.index], MAX_NAME_CHARS)
     lines = []
-    for place, (name, row) in enumerate(top.iterrows()):
-        times = f"{count_text(row['count'])} x {clean(shown[str(name)])}: {number(row['ms'], 'ms')}"
+    for rank, (name, row) in enumerate(top.iterrows()):
+        times = f"{count_text(row['count'])} x {clean(names[str(name)])}: {number(row['ms'], 'ms')}"
         values = {"kernel": str(name), **row.to_dict()}
-        text = f"{times} ({number(row['share'], '%')}){_each(row)}"
-        lines.append(Line("" if place else "kernels", text, values))
+        text = f"{times} ({number(row['share'], '%')}){_duration_text(row)}"
+        lines.append(Line("" if rank else "kernels", text, values))
     return lines
 
 
-def _each(row: pd.Series) -> str:
-    """Describe how long one of a kernel's operations takes: the median, the shortest and the longest; "" for one
-    operation a step, or where the times are not known."""
+def _duration_text(row: pd.Series) -> str:
+    """Describe how long one launch of a kernel takes: median, shortest and longest.
+
+    The text is "" for a single launch per step or unknown times.
+    """
     shortest, longest = row.get("shortest_ms", np.nan), row.get("longest_ms", np.nan)
     if row["count"] <= 1 or not np.isfinite(longest):
         return ""
@@ -84,45 +88,45 @@ def _each(row: pd.Series) -> str:
     return f", each {median} ms ({digits(shortest, 'ms')} to {digits(longest, 'ms')})"
 
 
-def leading_lines(one: Device) -> list[Line]:
-    """Name the kernel with the most time in each phase, or range: how often it is launched there, and where else
-    it leads."""
-    leading = one.leading_kernels
+def leading_lines(gpu: Device) -> list[Line]:
+    """Name the kernel with the most time in each phase or range, its count, and where else it leads."""
+    leading = gpu.leading_kernels
     if len(leading) < 2:
         return []
-    leading = leading[leading["part_ms"] >= WORTH * leading["part_ms"].sum()]
+    leading = leading[leading["part_ms"] >= MIN_ADVICE_SHARE * leading["part_ms"].sum()]
     leading = leading[leading["part_ms"].rank(ascending=False, method="first") <= MAX_NAMED]
     lines = []
     for row in leading.to_dict("records"):
         also = [part for part in leading.loc[leading["name"] == row["name"], "part"] if part != row["part"]]
         times = f"{count_text(row['count'])} x {short(row['name'])}: {number(row['ms'], 'ms')}"
         text = f"{clean(row['part'])}: {times} ({number(row['share'], '%')} of its kernels)"
-        text += f", leads in {clean(' and '.join(also))} too" * bool(also)
+        if also:
+            text += f", leads in {clean(' and '.join(also))} too"
         lines.append(Line("" if lines else "leading", text, {**row, "also": also}))
     return lines
 
 
-def matmul_line(one: Device) -> Line:
-    rated = []
-    for dtype, row in one.matmuls[one.matmuls["ms"] >= WORTH * one.matmuls["ms"].sum()].iterrows():
-        most = one.sheet.get(str(dtype), one.sheet.get("bf16") if dtype == "fp16" else None)
-        of = f" ({number(row.tflops / most, '%')} of {most:,.0f})" if most else ""
-        rated.append(f"{clean(str(dtype))} {number(row.tflops, 'TFLOP/s')}{of}")
-    rates = {f"{dtype}_tflops": row.tflops for dtype, row in one.matmuls.iterrows()}
-    return Line("matmul", ", ".join(rated), rates)
+def matmul_line(gpu: Device) -> Line:
+    texts = []
+    for dtype, row in gpu.matmuls[gpu.matmuls["ms"] >= MIN_ADVICE_SHARE * gpu.matmuls["ms"].sum()].iterrows():
+        peak = gpu.sheet.get(str(dtype), gpu.sheet.get("bf16") if dtype == "fp16" else None)
+        share_text = f" ({number(row.tflops / peak, '%')} of {peak:,.0f})" if peak else ""
+        texts.append(f"{clean(str(dtype))} {number(row.tflops, 'TFLOP/s')}{share_text}")
+    rates = {f"{dtype}_tflops": row.tflops for dtype, row in gpu.matmuls.iterrows()}
+    return Line("matmul", ", ".join(texts), rates)
 
 
-def generated_line(one: Device) -> Line:
-    made = one.generated.sum()
-    if made["bytes"] < RATE_BYTES:
+def generated_line(gpu: Device) -> Line:
+    total = gpu.generated.sum()
+    if total["bytes"] < MIN_RATED_BYTES:
         return Line("generated", "")
-    rate, most = made["bytes"] / made["duration_ns"] / 1e3, one.sheet.get("tb_s")
-    of = f" ({number(rate / most, '%')} of {most})" if most else ""
-    return Line("generated", f"{number(rate, 'TB/s')} by argument sizes{of}", {"tb_s": rate})
+    rate, peak = total["bytes"] / total["duration_ns"] / 1e3, gpu.sheet.get("tb_s")
+    share_text = f" ({number(rate / peak, '%')} of {peak})" if peak else ""
+    return Line("generated", f"{number(rate, 'TB/s')} by argument sizes{share_text}", {"tb_s": rate})
 
 
-def lines_of_sums(table: pd.DataFrame) -> list[Line]:
-    """Summarize nsys's sums of kernels."""
+def summarize_kernel_sums(table: pd.DataFrame) -> list[Line]:
+    """Summarize nsys's report cuda_gpu_kern_sum."""
     name = table["name"].astype("category")
     total = table["total_time_ns"].sum()
     kernels = pd.DataFrame(
@@ -132,8 +136,10 @@ def lines_of_sums(table: pd.DataFrame) -> list[Line]:
             "share": table["total_time_ns"] / max(1, total),
         }
     ).set_index(name)
-    family = (table["total_time_ns"] / 1e6).groupby(families(name.array)).sum().sort_values(ascending=False)
-    found = family.rename(index=str)[family > 0].rename({MATMUL: "matmul"})
+    family_ms = (
+        (table["total_time_ns"] / 1e6).groupby(families(name.array)).sum().sort_values(ascending=False)
+    )
+    category_ms = family_ms.rename(index=str)[family_ms > 0].rename({MATMUL: "matmul"})
     text = (
         f"sums of {counted(table, 'kernel')}, all of the capture; {table['instances'].sum():,} launches"
         f" of {number(total / 1e6, 'ms')}"
@@ -144,7 +150,7 @@ def lines_of_sums(table: pd.DataFrame) -> list[Line]:
             text,
             {"kernels": len(table), "launches": int(table["instances"].sum()), "kernel_ms": total / 1e6},
         ),
-        Line("category", listed(found, " | "), {f"{name}_ms": ms for name, ms in found.items()}),
+        Line("category", listed(category_ms, " | "), {f"{name}_ms": ms for name, ms in category_ms.items()}),
         *kernel_lines(kernels.sort_values("ms", ascending=False)),
         Line(
             "not available",

@@ -1,4 +1,4 @@
-"""The lines of a summary: what one holds, how it is rendered, and how names and counts are written."""
+"""Render the lines of a summary, and format the names, counts and times in them."""
 
 import json
 import textwrap
@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from stepscope.captures.advice import SHOWN, shortened
+from stepscope.captures.advice import MAX_NAME_CHARS, short_kernel_name
 from stepscope.files import one_line
 from stepscope.report.tables import MOST_TEXT, digits, escape
 from stepscope.traces.attribution import TraceError
@@ -18,7 +18,7 @@ FORMATS = ("text", "json", "markdown")
 
 @dataclass
 class Line:
-    """One fact: a label, a text in words, and its numbers with their units at the ends of their names."""
+    """One fact of a summary: a label, a text, and its numbers, whose keys end with their units."""
 
     label: str
     text: str
@@ -29,49 +29,51 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
     """Render lines as text, markdown or JSON.
 
     Raises:
-        TraceError: there is no such format.
+        TraceError: the format is none of these.
     """
     if how == "json":
         facts = [{"label": line.label, "text": line.text, **line.values} for line in lines]
         return json.dumps({"lines": facts}, ensure_ascii=False, indent=1, default=float)
     if how == "markdown":
-        label, found = "", []
+        label, items = "", []
         for line in lines[1:]:
             label = line.label or label
-            found.append(f"* **{escape(label)}**: {escape_all(line.text)}")
-        return "\n".join([escape_all(lines[0].text), "", *found])
+            items.append(f"* **{escape(label)}**: {escape_all(line.text)}")
+        return "\n".join([escape_all(lines[0].text), "", *items])
     if how != "text":
         raise TraceError(f"--format: got {clean(how)!r}, expected one of {', '.join(FORMATS)}")
     return "\n".join([lines[0].text, *(f"{line.label:<14} {line.text}" for line in lines[1:])])
 
 
 def escape_all(text: str) -> str:
-    """Escape a line's text for markdown, however long it is. The text never begins a line of markdown, so that
-    no number makes a list."""
+    """Escape a line's text for markdown, however long it is.
+
+    The text never starts a markdown line, so a number at its start must not be escaped as a list item.
+    """
     parts = textwrap.wrap(text, MOST_TEXT - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
-def clean(name: object, most: int = SHOWN) -> str:
-    """Return a name from a file on one line: printable, and not too long."""
-    return one_line(name, most)
+def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
+    """Make a name from a file safe to print: on one line, printable and shortened."""
+    return one_line(name, max_chars)
 
 
-def listed(found: pd.Series, between: str = ", ") -> str:
-    """Write names and their ms, "matmul 27.2 | attention 5.20 ms"; "" for none."""
-    text = between.join(f"{clean(name)} {digits(value, 'ms')}" for name, value in found.items())
+def listed(times_ms: pd.Series, separator: str = ", ") -> str:
+    """Format names with their times, such as "matmul 27.2 | attention 5.20 ms"; "" for an empty series."""
+    text = separator.join(f"{clean(name)} {digits(value, 'ms')}" for name, value in times_ms.items())
     return f"{text} ms" if text else ""
 
 
 def count_text(value: float) -> str:
-    """Write a count per step, which is a mean where two steps are in the middle."""
+    """Format a count per step, which may be fractional as the mean of two steps."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 
-def counted(things: Sized | int, word: str) -> str:
-    count = things if isinstance(things, int) else len(things)
+def counted(items: Sized | int, word: str) -> str:
+    count = items if isinstance(items, int) else len(items)
     return f"{count:,} {word}{'s' * (count != 1)}"
 
 
 def short(name: object) -> str:
-    return clean(shortened(str(name)))
+    return clean(short_kernel_name(str(name)))

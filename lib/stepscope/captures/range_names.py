@@ -1,4 +1,4 @@
-"""What the name of a range says: an operator, a library's range, a phase, a layer, a warm-up, a step."""
+"""Recognize ranges by name: operators, libraries' ranges, phases, layers, warm-ups and steps."""
 
 import re
 from collections.abc import Callable
@@ -6,21 +6,22 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")  # emit_nvtx's, and torch's own
+# from emit_nvtx, and torch's own
+OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")
 LIBRARY_RANGE = re.compile(
     r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled|^Torch-Compiled Region"
 )
 PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
 OPTIMIZER = re.compile(r"^Optimizer\.step#")
-SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipelines': "attn(F)", "mlp(B)"
+SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipeline parallelism: "attn(F)", "mlp(B)"
 SPLIT_PHASE = re.compile(r"\((F|B|W)\)$")
-WARM_UP = re.compile(r"\bwarm(?:ing)? ?up\b")  # of a plain name
+WARM_UP = re.compile(r"\bwarm(?:ing)? ?up\b")  # matches a plain name
 STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
 LAYER_WORD = re.compile(
     r"\b(layer|block|attn|attention|mlp|ffn|conv|norm|layernorm|rmsnorm|linear|embed|expert|module|relu"
     r"|softmax|dropout|head)"
 )
-# What people call a phase, in any case; beside these words a name may have only those of FILL.
+# Words for phases, in any case; otherwise the name may only contain FILLER_WORDS.
 PHASE_WORDS = {
     word: phase
     for phase, words in {
@@ -31,28 +32,42 @@ PHASE_WORDS = {
     }.items()
     for word in words.split()
 }
-FILL = {"pass", "step", "model", "the", "compute", "train", "training", "phase", "update", "calc", "run"}
+FILLER_WORDS = {
+    "pass",
+    "step",
+    "model",
+    "the",
+    "compute",
+    "train",
+    "training",
+    "phase",
+    "update",
+    "calc",
+    "run",
+}
 
 
 def plain_name(name: str) -> str:
-    """Return a range's name without numbers and signs, in lower case: "ProfilerStep#7" is "profilerstep"."""
+    """Lower-case a range's name and drop numbers and signs: "Profiler_Step#7" becomes "profiler step"."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return " ".join(re.findall(r"[a-z]+", text.lower()))
 
 
 def phase_of(name: str) -> str | None:
-    """Return the phase that a range's name says, in any case and spelling: "## Forward pass ##" and
-    "attn(F)" are forward; None for no phase."""
+    """Return the phase that a range's name stands for, or None.
+
+    Case and spelling don't matter: "## Forward pass ##" and "attn(F)" are both forward.
+    """
     if OPTIMIZER.match(name):
         return "optimizer"
     if split := SPLIT_PHASE.search(name):
         return SPLIT_PHASES[split[1]]
     words = plain_name(name).split()
     phases = {PHASE_WORDS[word] for word in words if word in PHASE_WORDS}
-    only_words = set(words) <= {*PHASE_WORDS, *FILL} and "#" not in name.strip("# ")
+    only_words = set(words) <= {*PHASE_WORDS, *FILLER_WORDS} and "#" not in name.strip("# ")
     return phases.pop() if only_words and len(phases) == 1 else None
 
 
-def of_each(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Return some text of each name of a categorical column; it is made once for each distinct name."""
+def map_categories(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
+    """Apply a function to each name of a categorical column, once per distinct name."""
     return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]

@@ -1,7 +1,7 @@
-"""Report what a PyTorch memory snapshot shows: the peak, what holds it, and which line allocated that.
+"""Summarize a PyTorch memory snapshot: the peak, and the lines of code whose allocations make it up.
 
-``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, texts and numbers. A pickle can run any
-code when it is loaded, so this one is loaded without classes: a file that names one is refused.
+``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Loading a pickle can
+run arbitrary code, so we load it without classes: a file that names one is rejected.
 """
 
 import io
@@ -19,32 +19,32 @@ import pandas as pd
 from stepscope.captures.lines import Line, clean
 from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
-from stepscope.traces.torch_trace import opened
+from stepscope.traces.torch_trace import open_capture
 
-MAX_BYTES = 2**29  # of a snapshot's pickle
-OBJECT_BYTES = 40  # memory for each byte of a pickle, at most
+MAX_BYTES = 2**29  # of the pickle
+MAX_OBJECT_BYTES = 40  # allowed for each byte of the pickle
 EXPECTED = "expected a memory snapshot that torch.cuda.memory._dump_snapshot wrote"
-TOP = 6  # lines that are named
+MAX_HOLDERS = 6  # lines of code in the summary
 NEVER = np.iinfo(np.int64).max
 LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|^torch/|/lib/python3|^<frozen")
 PYTHON = re.compile(r"\.py$|^<|ipykernel")
-NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # among C++ frames
-UNKNOWN, OLDER = "no stack was recorded", "allocated before the history begins"
+AUTOGRAD_NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # among C++ frames
+NO_STACK, BEFORE_HISTORY = "no stack was recorded", "allocated before the history begins"
 COLUMNS = ["size", "allocated_at", "freed_at", "file", "line", "function"]
 
 
 class _DataOnly(pickle.Unpickler):
-    """An unpickler for plain data."""
+    """An unpickler that rejects everything but plain data."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is code")
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file is a pickle of protocol 2 or later, by its first bytes."""
+    """Whether a file starts like a pickle of protocol 2 to 5."""
     if not path.is_file():
         return False
-    with opened(path) as stream:
+    with open_capture(path) as stream:
         head = stream.read(2)
     return len(head) == 2 and head[0] == 0x80 and 2 <= head[1] <= 5
 
@@ -53,18 +53,18 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     """Read a memory snapshot without executing anything from it.
 
     Returns:
-        its segments and device_traces, as PyTorch documents them.
+        The snapshot's segments and device_traces, as PyTorch documents them.
 
     Raises:
         TraceError: the file is too large, cut off, or no memory snapshot.
     """
-    with opened(path) as stream:
+    with open_capture(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise TraceError(f"{path}: has more than {MAX_BYTES:,} bytes, {EXPECTED} with fewer max_entries")
     try:
-        with _limited_memory(OBJECT_BYTES * len(data) + 2**30):
-            found = _DataOnly(io.BytesIO(data)).load()
+        with _limited_memory(MAX_OBJECT_BYTES * len(data) + 2**30):
+            snapshot = _DataOnly(io.BytesIO(data)).load()
     except MemoryError:
         raise TraceError(f"{path}: needs more memory than its size explains, {EXPECTED}") from None
     except EOFError:
@@ -72,17 +72,19 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  what an unpickler raises depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
         raise TraceError(f"{path}: cannot be read as plain data: {reason}, {EXPECTED}") from None
-    if isinstance(found, list):  # torch.cuda.memory_snapshot() returns the segments alone
-        found = {"segments": found, "device_traces": []}
-    parts = [found.get(key) if isinstance(found, dict) else None for key in ("segments", "device_traces")]
+    if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns the segments alone
+        snapshot = {"segments": snapshot, "device_traces": []}
+    parts = [
+        snapshot.get(key) if isinstance(snapshot, dict) else None for key in ("segments", "device_traces")
+    ]
     if not all(isinstance(part, list) for part in parts):
         raise TraceError(f"{path}: is a pickle without the lists segments and device_traces, {EXPECTED}")
-    return found
+    return snapshot
 
 
 @contextmanager
 def _limited_memory(extra_bytes: int) -> Iterator[None]:
-    """Let this process map so many more bytes: a few bytes of a pickle can ask for any amount of memory."""
+    """Limit how many more bytes this process can map: a tiny pickle can request any amount of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -99,34 +101,35 @@ def _limited_memory(extra_bytes: int) -> Iterator[None]:
 
 
 def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.DataFrame:
-    """Every allocation of a device that the snapshot shows, a row each, in :data:`COLUMNS`.
+    """List every allocation of a device in the snapshot, one row each with :data:`COLUMNS`.
 
-    ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` are places in the device's
-    history: -1 where the allocation is older than the history, and NEVER where it lives at the end. ``file``,
-    ``line`` and ``function`` are the innermost Python frame outside of installed packages, or, where all are
-    inside, the innermost one.
+    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are indices into the device's
+    history: -1 if the allocation is older than the history, NEVER if it is still alive at the end. ``file``,
+    ``line`` and ``function`` are the innermost Python frame outside installed packages, or the innermost one
+    if all are inside.
 
     Raises:
-        TraceError: an entry is not of the form that PyTorch documents.
+        TraceError: an entry does not have the format that PyTorch documents.
     """
     events = _events(snapshot, device)
-    places: dict[int, tuple[str, int, str]] = {}  # by the list of frames, which events share
+    locations: dict[int, tuple[str, int, str]] = {}  # by id of the list of frames, which events share
     rows: list[list[Any]] = []
     live: dict[int, int] = {}
 
     def add(size: int, begin: int, end: int, frames: Any) -> None:
         key = id(frames) if frames else begin < 0
-        if key not in places:
-            places[key] = _place(frames) if frames else ("", 0, OLDER if begin < 0 and events else UNKNOWN)
+        if key not in locations:
+            reason = BEFORE_HISTORY if begin < 0 and events else NO_STACK
+            locations[key] = _location(frames) if frames else ("", 0, reason)
         if not 0 <= size < 2**60:
             raise ValueError(f"size {size}")
-        rows.append([int(size), begin, end, *places[key]])
+        rows.append([int(size), begin, end, *locations[key]])
 
-    with _documented(path):
+    with _checking_format(path):
         for event, entry in enumerate(events):
             action, address = entry["action"], int(entry.get("addr", 0))
             if action == "alloc":
-                if address in live:  # its end was not recorded
+                if address in live:  # the free was not recorded
                     rows[live[address]][2] = event
                 live[address] = len(rows)
                 add(entry["size"], event, NEVER, entry.get("frames"))
@@ -141,23 +144,23 @@ def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.Data
 
 
 @contextmanager
-def _documented(path: Path) -> Iterator[None]:
-    """Raise TraceError where an entry is not of the form that PyTorch documents."""
+def _checking_format(path: Path) -> Iterator[None]:
+    """Raise TraceError if an entry does not have the format that PyTorch documents."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         reason = f"{type(error).__name__} {clean(error)}"
-        raise TraceError(f"{path}: has an entry of another form ({reason}), {EXPECTED}") from None
+        raise TraceError(f"{path}: has an entry with an unknown format ({reason}), {EXPECTED}") from None
 
 
 def _events(snapshot: dict[str, Any], device: int) -> list[dict]:
-    """The history of a device; empty where none was recorded."""
+    """Return a device's history; empty if none was recorded."""
     traces = snapshot["device_traces"]
     return traces[device] if device < len(traces) else []
 
 
 def _blocks(snapshot: dict[str, Any], device: int) -> Iterator[dict]:
-    """The blocks of a device's segments. Snapshots of PyTorch before 2.1 give them no address."""
+    """Yield the blocks of a device's segments; add addresses, which PyTorch before 2.1 omits."""
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device:
             continue
@@ -168,142 +171,149 @@ def _blocks(snapshot: dict[str, Any], device: int) -> Iterator[dict]:
 
 
 def _frames_of_block(block: dict) -> Any:
-    history = block.get("history")  # of PyTorch before 2.1
+    history = block.get("history")  # PyTorch before 2.1
     return block.get("frames") or (history[0].get("frames") if history else None) or ()
 
 
-def _place(frames: Any) -> tuple[str, int, str]:
-    """The file, line and function that allocated, by the frames from the innermost outwards."""
-    python = [frame for frame in frames if PYTHON.search(str(frame.get("filename", "")))]
-    own = [frame for frame in python if not LIBRARY.search(str(frame["filename"]))]
-    for frame in (own or python)[:1]:
+def _location(frames: Any) -> tuple[str, int, str]:
+    """Return the file, line and function that allocated, from frames that start with the innermost."""
+    python_frames = [frame for frame in frames if PYTHON.search(str(frame.get("filename", "")))]
+    user_frames = [frame for frame in python_frames if not LIBRARY.search(str(frame["filename"]))]
+    for frame in (user_frames or python_frames)[:1]:
         return str(frame["filename"]), int(frame.get("line", 0)), str(frame.get("name", ""))
     for frame in frames:
-        if node := NODE.search(str(frame.get("name", ""))):
+        if node := AUTOGRAD_NODE.search(str(frame.get("name", ""))):
             return "", 0, f"autograd's {node[1]}"
     return "", 0, "a thread without Python frames, such as autograd's"
 
 
 def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None = None) -> list[Line]:
-    """Report a memory snapshot, a line for each fact.
+    """Summarize a memory snapshot, one line per fact.
 
     Args:
-        device: the GPU; None takes the one with the most memory allocated at its peak.
-        csv: where the allocations go, one for each line.
+        device: the GPU; None for the one with the highest peak.
+        csv: a file to write the allocations to, one per line.
 
     Raises:
-        TraceError: the file is no memory snapshot, or has nothing of such a GPU.
+        TraceError: the file is not a memory snapshot, or has no allocations of the GPU.
         OSError: the CSV cannot be written.
     """
     snapshot = read_snapshot(path)
-    with _documented(path):
+    with _checking_format(path):
         numbers = {int(segment.get("device", 0)) for segment in snapshot["segments"]}
-        numbers |= {place for place, trace in enumerate(snapshot["device_traces"]) if trace}
-    tables = {one: allocations_of(path, snapshot, one) for one in sorted(numbers)}
-    tables = {one: table for one, table in tables.items() if len(table)}
+        numbers |= {number for number, trace in enumerate(snapshot["device_traces"]) if trace}
+    tables = {number: allocations_of(path, snapshot, number) for number in sorted(numbers)}
+    tables = {number: table for number, table in tables.items() if len(table)}
     if not tables:
-        raise TraceError(f"{path}: holds no allocations, {EXPECTED} (after _record_memory_history)")
+        raise TraceError(f"{path}: has no allocations, {EXPECTED} (after _record_memory_history)")
     if device is not None and device not in tables:
         raise TraceError(f"{path}: has no allocations of GPU {device}, expected one of {[*tables]}")
-    most = device if device is not None else max(tables, key=lambda one: peak_of(tables[one])[1])
+    device_shown = (
+        device if device is not None else max(tables, key=lambda number: peak_of(tables[number])[1])
+    )
     if csv is not None:
-        tables[most].replace({"freed_at": {NEVER: -1}}).to_csv(csv, index=False)
-    with _documented(path):
-        return _lines(snapshot, most, tables[most], len(tables))
+        tables[device_shown].replace({"freed_at": {NEVER: -1}}).to_csv(csv, index=False)
+    with _checking_format(path):
+        return _summary_lines(snapshot, device_shown, tables[device_shown], len(tables))
 
 
 def peak_of(table: pd.DataFrame) -> tuple[int, int]:
-    """The place in the history, and the bytes, of the most memory that is allocated at once; -1: before it."""
+    """Return the event after which allocated memory peaks (-1 for before the history) and the peak in bytes."""
     begin, end = table["allocated_at"].to_numpy(), table["freed_at"].to_numpy()
-    ended = end < NEVER
-    places = np.concatenate([begin, end[ended]])
-    changes = np.concatenate([table["size"], -table["size"].to_numpy()[ended]])
-    level = np.zeros(places.max() + 2, np.int64)
-    np.add.at(level, places + 1, changes)
-    level = level.cumsum()
-    place = int(level.argmax())
-    return place - 1, int(level[place])
+    is_freed = end < NEVER
+    events = np.concatenate([begin, end[is_freed]])
+    changes = np.concatenate([table["size"], -table["size"].to_numpy()[is_freed]])
+    allocated = np.zeros(events.max() + 2, np.int64)
+    np.add.at(allocated, events + 1, changes)
+    allocated = allocated.cumsum()
+    peak_index = int(allocated.argmax())
+    return peak_index - 1, int(allocated[peak_index])
 
 
-def _lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, devices: int) -> list[Line]:
-    place, peak = peak_of(table)
+def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, devices: int) -> list[Line]:
+    peak_event, peak = peak_of(table)
     unit, scale = ("GiB", 2**30) if peak >= 2**30 else ("MiB", 2**20)
-    held = table[(table["allocated_at"] <= place) & (table["freed_at"] > place)]
+    held = table[(table["allocated_at"] <= peak_event) & (table["freed_at"] > peak_event)]
     events = _events(snapshot, device)
     reserved = [
         segment.get("total_size", 0) for segment in snapshot["segments"] if segment.get("device", 0) == device
     ]
-    lines = [_header(table, device, devices, len(events))]
+    lines = [_header_line(table, device, devices, len(events))]
 
     def size(value: float) -> str:
         return number(value / scale, unit)
 
-    known = (table["allocated_at"] >= 0).any()
-    at_peak = sum(reserved) - _reserved_later(events, place)
+    has_history = (table["allocated_at"] >= 0).any()
+    at_peak = sum(reserved) - _bytes_reserved_after(events, peak_event)
     lines.append(
         Line(
-            "peak" if known else "allocated",
+            "peak" if has_history else "allocated",
             f"{size(peak)} in {len(held):,} allocations, of {size(at_peak)} reserved",
-            {"peak_bytes": peak, "allocations": len(held), "reserved_bytes": at_peak, "event": place},
+            {"peak_bytes": peak, "allocations": len(held), "reserved_bytes": at_peak, "event": peak_event},
         )
     )
-    lines += _holders(held, peak, unit, scale)
+    lines += _holder_lines(held, peak, unit, scale)
     largest = held.loc[held["size"].idxmax()]
     values = {"largest_bytes": int(largest["size"])}
-    lines.append(Line("largest", f"{size(largest['size'])} at once: {_place_text(largest)}", values))
-    old = int(held.loc[held["allocated_at"] < 0, "size"].sum())
-    if known and old:
-        text = f"{size(old)} ({number(old / peak, '%')}) of it was allocated before the history begins"
-        lines.append(Line("older", text, {"older_bytes": old}))
-    if known:
-        end = int(table.loc[table["freed_at"] == NEVER, "size"].sum())
-        text = f"{size(end)} allocated, {size(sum(reserved))} reserved"
-        lines.append(Line("at the end", text, {"end_bytes": end, "end_reserved_bytes": sum(reserved)}))
+    lines.append(Line("largest", f"{size(largest['size'])} at once: {_location_text(largest)}", values))
+    older_bytes = int(held.loc[held["allocated_at"] < 0, "size"].sum())
+    if has_history and older_bytes:
+        share = number(older_bytes / peak, "%")
+        text = f"{size(older_bytes)} ({share}) of it was allocated before the history begins"
+        lines.append(Line("older", text, {"older_bytes": older_bytes}))
+    if has_history:
+        end_bytes = int(table.loc[table["freed_at"] == NEVER, "size"].sum())
+        text = f"{size(end_bytes)} allocated, {size(sum(reserved))} reserved"
+        lines.append(Line("at the end", text, {"end_bytes": end_bytes, "end_reserved_bytes": sum(reserved)}))
     failed = [entry for entry in events if entry["action"] == "oom"]
     if failed:
-        asked, free = (int(failed[-1].get(key, 0)) for key in ("size", "device_free"))
-        text = f"{len(failed):,} x; the last asked for {size(asked)} with {size(free)} free on the GPU"
+        requested, free = (int(failed[-1].get(key, 0)) for key in ("size", "device_free"))
+        text = f"{len(failed):,} x; the last requested {size(requested)} with {size(free)} free on the GPU"
         lines.append(
-            Line("out of memory", text, {"failures": len(failed), "asked_bytes": asked, "free_bytes": free})
+            Line(
+                "out of memory", text, {"failures": len(failed), "asked_bytes": requested, "free_bytes": free}
+            )
         )
     return lines
 
 
-def _header(table: pd.DataFrame, device: int, devices: int, events: int) -> Line:
-    of = f" (of {devices} GPUs)" if devices > 1 else ""
+def _header_line(table: pd.DataFrame, device: int, devices: int, events: int) -> Line:
+    of_gpus = f" (of {devices} GPUs)" if devices > 1 else ""
     history = f"a history of {events:,} events" if events else "no history, only what is allocated now"
-    text = f"memory snapshot of GPU {device}{of}: {len(table):,} allocations, {history}"
+    text = f"memory snapshot of GPU {device}{of_gpus}: {len(table):,} allocations, {history}"
     return Line("snapshot", text, {"device": device, "devices": devices, "events": events})
 
 
-def _reserved_later(events: list[dict], place: int) -> int:
-    """The bytes that were reserved after an event, less those that were released after it."""
+def _bytes_reserved_after(events: list[dict], event: int) -> int:
+    """Return the bytes reserved minus the bytes released after an event."""
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    later = events[place + 1 :]
-    return sum(signs[entry["action"]] * int(entry["size"]) for entry in later if entry["action"] in signs)
+    later_events = events[event + 1 :]
+    return sum(
+        signs[entry["action"]] * int(entry["size"]) for entry in later_events if entry["action"] in signs
+    )
 
 
-def _holders(held: pd.DataFrame, peak: int, unit: str, scale: int) -> list[Line]:
-    """The lines of code whose allocations hold the peak, largest first."""
+def _holder_lines(held: pd.DataFrame, peak: int, unit: str, scale: int) -> list[Line]:
+    """Name the lines of code whose allocations make up the peak, largest first."""
     sums = held.groupby(["file", "line", "function"])["size"].agg(["sum", "size"])
     sums = sums.sort_values("sum", ascending=False).reset_index()
     lines = []
-    for place, row in sums.head(TOP).iterrows():
+    for rank, row in sums.head(MAX_HOLDERS).iterrows():
         share = number(row["sum"] / peak, "%")
         text = f"{number(row['sum'] / scale, unit)} ({share}) in"
         count = f"{row['size']:,} allocation{'s' * (row['size'] != 1)}"
         values = {"bytes": int(row["sum"]), "count": int(row["size"])}
         values |= {"file": row["file"], "line": int(row["line"]), "function": row["function"]}
-        lines.append(Line("" if place else "held by", f"{text} {count}: {_place_text(row)}", values))
-    if rest := int(sums["sum"].iloc[TOP:].sum()):
+        lines.append(Line("" if rank else "held by", f"{text} {count}: {_location_text(row)}", values))
+    if rest := int(sums["sum"].iloc[MAX_HOLDERS:].sum()):
         share = number(rest / peak, "%")
-        text = f"{number(rest / scale, unit)} ({share}) in {len(sums) - TOP:,} other places"
+        text = f"{number(rest / scale, unit)} ({share}) in {len(sums) - MAX_HOLDERS:,} other places"
         lines.append(Line("", text, {"bytes": rest}))
     return lines
 
 
-def _place_text(row: pd.Series) -> str:
-    """A line of code as "project/train.py:42 in step"."""
+def _location_text(row: pd.Series) -> str:
+    """Format a line of code, such as "project/train.py:42 in step"."""
     if not row["file"]:
         return clean(row["function"])
     file = "/".join(Path(row["file"]).parts[-2:])

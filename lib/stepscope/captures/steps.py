@@ -1,15 +1,15 @@
-"""Which ranges of a capture are its steps.
+"""Decide which ranges of a capture are its steps.
 
-A step is a range that repeats on one thread of a process, around most of what the process launches. Some
-ranges do so too and are no steps:
+A step is a range that repeats on one thread of a process and encloses most of what the process launches. Some
+other ranges do so too, and are not steps:
 
-- a part of a step: a range within a phase's range, or one with a layer's name;
-- a range that a library opens for its own purposes;
-- a warm-up and what lies within it, as long as something else was launched.
+- parts of a step: ranges within a phase's range, and ranges named after a layer;
+- ranges that a library opens for its own purposes;
+- warm-ups and everything in them, as long as something else was launched.
 
-Where no range is a step, but nearly all work is launched within one repeated phase (a benchmark of forward,
-say), that phase's ranges are the steps. Where there is no such phase either, each replay of a large CUDA
-graph begins a step, as in an inference server.
+If no range is a step, but one repeated phase launches nearly all work (for example, in a benchmark of forward),
+that phase's ranges are the steps. Without such a phase, each replay of a large CUDA graph begins a step, as in
+an inference server.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,22 @@ from stepscope.captures.range_names import (
 )
 from stepscope.traces.attribution import LATEST, NEVER, PROCESS, TraceError, matching, open_range, outermost
 
-MAX_CANDIDATES = 50  # names of ranges, those with the most time, among which steps are looked for
+MAX_CANDIDATES = 50  # range names considered: those with the most time
 MAX_STEPS = 10_000
-MIN_SHARE = 0.5  # of all operations: a range that repeats around fewer is no step
-MIN_SHARE_NAMED = 0.2  # the same of a range with a word such as "step" in its name
-MIN_SHARE_PHASE = 0.9  # the same of a phase that stands for a step
-MIN_GRAPH = 50  # operations of a CUDA graph: a smaller one may be a layer
-MIN_MEASURED = 0.05  # of all operations: where fewer are launched outside of warm-ups, these are the steps
+MIN_STEP_SHARE = 0.5  # of all operations: a step's ranges enclose more
+MIN_NAMED_STEP_SHARE = 0.2  # the same for a name with a word such as "step"
+MIN_PHASE_SHARE = 0.9  # the same for a phase used as a step
+MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
+MIN_MEASURED_SHARE = 0.05  # of all operations: if fewer are outside warm-ups, the warm-ups are the steps
 
 
 @dataclass
 class Steps:
-    """rows: the ranges that are steps, with ``step``, their number in each process. warm_up: the ranges that
-    say warm-up and are no steps, because something else was measured."""
+    """The steps of a capture.
+
+    rows: the ranges that are steps, with ``step``, their number in each process.
+    warm_up: the ranges named as a warm-up; empty if nothing else was measured.
+    """
 
     rows: pd.DataFrame
     warm_up: pd.DataFrame
@@ -52,31 +55,31 @@ def find_steps(
     """Find the ranges that are steps.
 
     Args:
-        ranges: of Records, with ``plain`` (``plain_name``) and ``phase`` ("" for none).
-        process, launch: the process's key and the launch of each operation (NEVER: unknown).
-        name: the steps' name; None finds it.
+        ranges: the ranges of Records, with ``plain`` (see ``plain_name``) and ``phase`` ("" for none).
+        process, launch: the process key and launch time of each operation (NEVER if unknown).
+        name: the name of the steps; None to find it.
 
     Raises:
-        TraceError: no range has the name.
+        TraceError: no range has this name.
     """
     process, launch = process[launch < NEVER], launch[launch < NEVER]
     warm_up = outermost(ranges[ranges["plain"].str.contains(WARM_UP)])
     if name is not None and WARM_UP.search(plain_name(name)):
         warm_up = ranges[:0]
-    measured = open_range(warm_up, process, launch) < 0
-    if measured.sum() < MIN_MEASURED * len(launch):
-        warm_up, measured = ranges[:0], np.full(len(launch), True)
-    process, launch = process[measured], launch[measured]
-    measured_ranges = ranges[~_lies_in(warm_up, ranges)]
+    is_measured = open_range(warm_up, process, launch) < 0
+    if is_measured.sum() < MIN_MEASURED_SHARE * len(launch):
+        warm_up, is_measured = ranges[:0], np.full(len(launch), True)
+    process, launch = process[is_measured], launch[is_measured]
+    measured_ranges = ranges[~_are_within(warm_up, ranges)]
     if name is not None:
         rows = measured_ranges[measured_ranges["plain"] == plain_name(name)]
         if rows.empty:
             raise no_such_range(path, repr(name[:80]), ranges)
     else:
-        own = matching(measured_ranges["name"], PROFILER_STEP.search)
-        rows = measured_ranges[own]
+        is_profiler_step = matching(measured_ranges["name"], PROFILER_STEP.search)
+        rows = measured_ranges[is_profiler_step]
         if rows.empty:
-            rows = _repeating(measured_ranges, process, launch)
+            rows = _repeating_ranges(measured_ranges, process, launch)
         if rows.empty:
             rows = _repeated_phase(measured_ranges, process, launch)
         if rows.empty:
@@ -86,81 +89,92 @@ def find_steps(
     return Steps(rows.assign(step=rows.groupby(processes).cumcount()), warm_up)
 
 
-def _lies_in(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
-    """Return which ranges are a part of one of ``outer``, or one of them, on any thread of the process."""
+def _are_within(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
+    """Return a mask of the ranges that one of ``outer`` encloses (or is), on any thread of the process."""
     processes = ranges["key"].to_numpy("int64") & PROCESS
     index = open_range(outer, processes, ranges["start_ns"].to_numpy("int64"))
     outer_end = outer["end_ns"].reindex(index, fill_value=-LATEST).to_numpy()
     return (index >= 0) & (ranges["end_ns"].to_numpy() <= outer_end)
 
 
-def _share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> float:
-    """Return the share of operations that were launched within these ranges."""
+def _launch_share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> float:
+    """Return the share of operations launched within the ranges."""
     return float((open_range(rows, process, launch) >= 0).sum() / max(1, len(launch)))
 
 
-def _repeating(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges of the one name that repeat around most operations, best with a word for a step in
-    it; of two that hold as much, the longer ones."""
-    best, score = ranges[:0], (False, True, MIN_SHARE, 0)
+def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
+    """Return the ranges whose name repeats and encloses most operations.
+
+    A name with a word such as "step" comes first; of two names that enclose as many operations, the one with
+    more time.
+    """
+    best, score = ranges[:0], (False, True, MIN_STEP_SHARE, 0)
     is_phase = ranges["phase"] != ""
-    in_phase = pd.Series(_lies_in(ranges[is_phase], ranges), ranges.index)
-    library = matching(ranges["name"], OPERATOR_RANGE.search) | matching(ranges["name"], LIBRARY_RANGE.search)
-    ranges = ranges[~library]
-    lasted = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
-    candidates = ranges[ranges["plain"].isin(lasted.nlargest(MAX_CANDIDATES).index)]
+    in_phase = pd.Series(_are_within(ranges[is_phase], ranges), ranges.index)
+    is_operator = matching(ranges["name"], OPERATOR_RANGE.search)
+    is_library = matching(ranges["name"], LIBRARY_RANGE.search)
+    ranges = ranges[~is_operator & ~is_library]
+    total_ns = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
+    candidates = ranges[ranges["plain"].isin(total_ns.nlargest(MAX_CANDIDATES).index)]
     for name, rows in candidates.groupby("plain"):
-        is_layer = LAYER_WORD.search(str(name)) is not None  # "batch norm", too
-        worded = bool({*str(name).split()} & STEP_WORDS) and not is_layer
+        is_layer = LAYER_WORD.search(str(name)) is not None  # so "batch norm" is no batch
+        has_step_word = bool({*str(name).split()} & STEP_WORDS) and not is_layer
         is_part = in_phase[rows.index].mean() > 0.5 or is_layer
-        several_threads = rows["key"].nunique() > (rows["key"] & PROCESS).nunique()
-        if not (1 if worded else 2) <= len(rows) <= MAX_STEPS or is_part or several_threads:
+        is_on_several_threads = rows["key"].nunique() > (rows["key"] & PROCESS).nunique()
+        if not (1 if has_step_word else 2) <= len(rows) <= MAX_STEPS or is_part or is_on_several_threads:
             continue
-        share = _share(rows, process, launch)
-        enough = MIN_SHARE if len(rows) == 1 else MIN_SHARE_NAMED
-        rank = (worded and share > enough, len(rows) > 1, share, int(lasted[name]))
+        share = _launch_share(rows, process, launch)
+        min_share = MIN_STEP_SHARE if len(rows) == 1 else MIN_NAMED_STEP_SHARE
+        rank = (has_step_word and share > min_share, len(rows) > 1, share, int(total_ns[name]))
         if rank > score:
             best, score = rows, rank
     return best
 
 
 def _repeated_phase(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges of a phase that repeats around nearly all operations."""
+    """Return the ranges of a repeated phase that encloses nearly all operations."""
     phases = ranges[ranges["phase"] != ""]
     for _, rows in phases.groupby("plain"):
-        if 2 <= len(rows) <= MAX_STEPS and _share(rows, process, launch) > MIN_SHARE_PHASE:
+        if 2 <= len(rows) <= MAX_STEPS and _launch_share(rows, process, launch) > MIN_PHASE_SHARE:
             return rows
     return ranges[:0]
 
 
 def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return a step for each replay of the CUDA graph that holds most operations, until the next replay. A
-    call that launched many operations is a graph's launch."""
+    """Return a step for each replay of the CUDA graph with the most operations, up to its next replay.
+
+    A call that launched many operations counts as a graph's launch.
+    """
     calls = pd.DataFrame({"key": process, "start_ns": launch})
     calls = calls.groupby(["key", "start_ns"]).size().rename("size").reset_index()
-    calls = calls[calls["size"] >= MIN_GRAPH]
+    calls = calls[calls["size"] >= MIN_GRAPH_OPS]
     replays = [rows for _, rows in calls.groupby(["key", "size"]) if len(rows) > 1]
-    most = max(replays, key=lambda rows: rows["size"].sum(), default=calls[:0])
-    if most["size"].sum() < MIN_SHARE * len(launch) or len(most) > MAX_STEPS or most.empty:
+    main_replays = max(replays, key=lambda rows: rows["size"].sum(), default=calls[:0])
+    is_small = main_replays["size"].sum() < MIN_STEP_SHARE * len(launch)
+    if is_small or main_replays.empty or len(main_replays) > MAX_STEPS:
         return ranges[:0]
-    start = most["start_ns"].to_numpy()
+    start = main_replays["start_ns"].to_numpy()
     end = np.append(start[1:], start[-1] + int(np.median(np.diff(start))))
-    name = pd.Categorical(["CUDA graph replay"] * len(most))
-    steps = pd.DataFrame({"name": name, "start_ns": start, "end_ns": end, "key": most["key"].to_numpy()})
-    return steps.set_axis(range(-1 - len(steps), -1))  # no row of ranges
+    name = pd.Categorical(["CUDA graph replay"] * len(main_replays))
+    steps = pd.DataFrame(
+        {"name": name, "start_ns": start, "end_ns": end, "key": main_replays["key"].to_numpy()}
+    )
+    return steps.set_axis(range(-1 - len(steps), -1))  # collides with no row of ranges
 
 
 def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
-    """Return the error that there is no such range; it lists those there are, the longest first."""
+    """Return an error that lists the ranges of the capture, longest first."""
     is_step = matching(ranges["name"], PROFILER_STEP.search)
     rows = ranges[is_step | ~matching(ranges["name"], OPERATOR_RANGE.search)]
-    summed = (
+    longest = (
         rows.assign(time=rows["end_ns"] - rows["start_ns"])
         .groupby("plain")
         .agg(time=("time", "sum"), name=("name", "first"), count=("time", "size"))
         .nlargest(8, "time")
     )
-    known = ", ".join(f"{str(name)[:60]!r} ({count})" for name, count in zip(summed["name"], summed["count"]))
+    expected = ", ".join(
+        f"{str(name)[:60]!r} ({count})" for name, count in zip(longest["name"], longest["count"])
+    )
     return TraceError(
-        f"{path}: no range is named {name}, expected one of {known or 'none: the capture has no ranges'}"
+        f"{path}: no range is named {name}, expected one of {expected or 'none: the capture has no ranges'}"
     )

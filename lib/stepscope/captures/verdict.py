@@ -1,4 +1,4 @@
-"""The summary of a capture, one line for each fact, with its numbers. ``stepscope profile FILE`` prints it."""
+"""Summarize a capture, one line per fact with its numbers; ``stepscope profile FILE`` prints the summary."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,24 +6,30 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import COMMUNICATION, Device, covered, devices
-from stepscope.captures.advice import MIN_KNOWN, SHOWN, WORTH, advice, capture_again
+from stepscope.captures.account import COMMUNICATION, Device, busy_ns, devices
+from stepscope.captures.advice import (
+    MAX_NAME_CHARS,
+    MIN_ADVICE_SHARE,
+    MIN_KNOWN_LAUNCH_SHARE,
+    capture_again,
+    rank_advice,
+)
 from stepscope.captures.capture import WHOLE_GRAPH, Capture, load_capture_or_sums
-from stepscope.captures.causes import HOST_CAUSES, pauses, waits
+from stepscope.captures.causes import HOST_CAUSES, explain_gaps, sum_by_cause
 from stepscope.captures.communication import (
     Exposed,
     collective,
+    communicates_on_compute_stream,
     exposed_communication,
-    on_compute_stream,
 )
 from stepscope.captures.kernel_summary import (
     categories_line,
     generated_line,
     kernel_lines,
     leading_lines,
-    lines_of_sums,
     matmul_line,
     phases_line,
+    summarize_kernel_sums,
 )
 from stepscope.captures.lines import Line, clean, count_text, counted, listed, short
 from stepscope.report.tables import digits, number
@@ -31,11 +37,11 @@ from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.families import MATMUL
 
-MIN_OPS_TO_JUDGE = 5  # operations: too few to judge what bounds them
-MIN_SHARE_SHOWN = 0.0005  # of the step: less is not mentioned
-MIN_WAITING = 0.05  # of exposed communication: less waiting is not mentioned
-MAX_NAMED = 4  # outliers, or causes of idle time, that are named
-BOUNDS = {
+MIN_OPS_TO_JUDGE = 5  # with fewer operations, the bound is unknown
+MIN_SHARE_SHOWN = 0.0005  # of the step: smaller parts are omitted
+MIN_WAITING = 0.05  # of exposed communication: less waiting is omitted
+MAX_NAMED = 4  # outliers or causes of idle time in one line
+BOUND_BY_CAUSE = {
     "sync": "sync-bound",
     "call": "host-bound",
     "host": "host-bound",
@@ -53,13 +59,13 @@ def profile(
     from_ms: float | None = None,
     to_ms: float | None = None,
 ) -> list[Line]:
-    """Summarize a capture, in one line for each fact; the first says what it is a capture of.
+    """Summarize a capture file, one line per fact; the first line describes the capture itself.
 
     Args:
-        step, phases: as of ``load_capture``.
-        device: the GPU to look into; None takes the busiest.
-        csv: the file to write all operations to, one per line.
-        from_ms, to_ms: as of ``Capture.between``.
+        step, phases: as in ``load_capture``.
+        device: the GPU to summarize; None for the busiest one.
+        csv: a file to write all operations to, one per line.
+        from_ms, to_ms: as in ``Capture.between``.
 
     Raises:
         TraceError: the capture cannot be read, or has no such GPU, step or phase.
@@ -70,52 +76,52 @@ def profile(
         capture = capture.between(from_ms, to_ms)
     if csv is not None:
         (capture.operations if isinstance(capture, Capture) else capture).to_csv(csv, index=False)
-    return lines_of(capture, device) if isinstance(capture, Capture) else lines_of_sums(capture)
+    return summarize(capture, device) if isinstance(capture, Capture) else summarize_kernel_sums(capture)
 
 
-def lines_of(capture: Capture, device: int | None = None) -> list[Line]:
-    """Summarize a capture that is loaded, as ``profile`` does."""
+def summarize(capture: Capture, device: int | None = None) -> list[Line]:
+    """Summarize a loaded capture; see ``profile``."""
     gpus = list(devices(capture))
     if not gpus:
         raise TraceError(
             f"{capture.path}: all {capture.left_out:,} operations were launched before"
             f" {'its first step' if capture.steps else 'the capture'}, expected some within"
         )
-    asked = [one for one in gpus if device is None or one.number == device]
-    if not asked:
-        numbers = ", ".join(str(number) for number in sorted({one.number for one in gpus}))
-        raise TraceError(f"{capture.path}: has no work of GPU {device}, expected one of {numbers}")
-    most = max(asked, key=lambda one: one.all_operations["duration_ns"].sum())
-    found = pauses(most)
-    causes = waits(found, len(most.middle))
-    accounts = [_account(one.name if len(gpus) > 1 else "step on GPU", one) for one in gpus]
+    candidates = [gpu for gpu in gpus if device is None or gpu.number == device]
+    if not candidates:
+        numbers = ", ".join(str(number) for number in sorted({gpu.number for gpu in gpus}))
+        raise TraceError(f"{capture.path}: has no operations of GPU {device}, expected one of {numbers}")
+    busiest = max(candidates, key=lambda gpu: gpu.all_operations["duration_ns"].sum())
+    gaps = explain_gaps(busiest)
+    causes = sum_by_cause(gaps, len(busiest.median_indices))
+    breakdowns = [_breakdown_line(gpu.name if len(gpus) > 1 else "step on GPU", gpu) for gpu in gpus]
     lines = [
-        _header(most, gpus),
-        *accounts,
-        _outliers(most),
-        _start(most, found),
-        phases_line(most),
-        categories_line(most),
-        *kernel_lines(most.kernels),
-        *leading_lines(most),
-        _bound(most, found, causes),
-        _causes(most, causes),
-        _communication(most),
-        matmul_line(most),
-        generated_line(most),
-        *_advice(most, causes),
-        _not_available(most),
+        _capture_line(busiest, gpus),
+        *breakdowns,
+        _outliers_line(busiest),
+        _startup_line(busiest, gaps),
+        phases_line(busiest),
+        categories_line(busiest),
+        *kernel_lines(busiest.kernels),
+        *leading_lines(busiest),
+        _bound_line(busiest, gaps, causes),
+        _idle_line(busiest, causes),
+        _communication_line(busiest),
+        matmul_line(busiest),
+        generated_line(busiest),
+        *_advice_lines(busiest, causes),
+        _not_available_line(busiest),
     ]
     return [line for line in lines if line.text]
 
 
 def phases_of(options: Sequence[str]) -> dict[str, str] | None:
-    """Return the phase for each range's name or pattern, from "forward=NAME"; None without options.
+    """Parse options such as "forward=NAME" into a phase by range name or pattern; None without options.
 
     Raises:
-        TraceError: one is of no such form.
+        TraceError: an option has another form.
     """
-    found = {}
+    phases = {}
     for text in options:
         phase, _, name = text.partition("=")
         if not phase or not name:
@@ -123,36 +129,39 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
                 f"--phase: got {clean(text)!r}, expected forward=NAME, with the name of a range"
                 " or a pattern such as *(F)"
             )
-        found[name] = phase
-    return found or None
+        phases[name] = phase
+    return phases or None
 
 
-def _header(one: Device, gpus: Sequence[Device]) -> Line:
-    capture, parts = one.capture, []
+def _capture_line(gpu: Device, gpus: Sequence[Device]) -> Line:
+    capture, parts = gpu.capture, []
     if capture.rank and capture.rank[1] > 1:
         parts.append(f"rank {capture.rank[0]} of {capture.rank[1]}")
-    name = clean(capture.gpus.get(one.number, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
+    name = clean(capture.gpus.get(gpu.number, "").removeprefix("NVIDIA ").removesuffix(" HBM3"))
     numbers, processes = {gpu.number for gpu in gpus}, {gpu.process for gpu in gpus}
-    counts = [f"{len(processes)} processes"] * (len(processes) > 1) + [f"{len(numbers)} GPUs"] * (
-        len(numbers) > 1
-    )
-    details = ", ".join(filter(None, (" on ".join(counts), f"details of {one.name}", name)))
+    counts = []
+    if len(processes) > 1:
+        counts.append(f"{len(processes)} processes")
+    if len(numbers) > 1:
+        counts.append(f"{len(numbers)} GPUs")
+    details = ", ".join(filter(None, (" on ".join(counts), f"details of {gpu.name}", name)))
     parts.append(details if len(gpus) > 1 else name or "a GPU without a name")
-    start, end = one.windows[0, 0], one.windows[-1, 1]
-    starts = one.placed["start_ns"]
+    start, end = gpu.windows[0, 0], gpu.windows[-1, 1]
+    starts = gpu.classified_ops["start_ns"]
     operations = int(((starts >= start) & (starts < end)).sum())
-    text = "; ".join([", ".join(parts), _steps(one), counted(operations, "operation")])
+    text = "; ".join([", ".join(parts), _steps_text(gpu), counted(operations, "operation")])
     left_out = (
-        (one.before[~one.before["warm_up"]], "launched before"),
-        (one.before[one.before["warm_up"]], "launched in a warm-up"),
-        (one.placed[starts >= end], "after the last step"),
+        (gpu.excluded[~gpu.excluded["warm_up"]], "launched before"),
+        (gpu.excluded[gpu.excluded["warm_up"]], "launched in a warm-up"),
+        (gpu.classified_ops[starts >= end], "after the last step"),
     )
     reasons = [
         f"{len(rows):,} {where} ({number(rows['duration_ns'].sum() / 1e6, 'ms')})"
         for rows, where in left_out
         if len(rows)
     ]
-    text += f"; left out: {', '.join(reasons)}" * bool(reasons)
+    if reasons:
+        text += f"; left out: {', '.join(reasons)}"
     return Line(
         "capture",
         text,
@@ -160,39 +169,41 @@ def _header(one: Device, gpus: Sequence[Device]) -> Line:
             "gpu": name,
             "gpus": len(numbers),
             "processes": len(processes),
-            "steps": len(one.windows) if one.has_steps else 0,
-            "empty_steps": one.empty_steps,
+            "steps": len(gpu.windows) if gpu.has_steps else 0,
+            "empty_steps": gpu.empty_steps,
             "operations": operations,
-            "launched_before": len(one.before),
+            "launched_before": len(gpu.excluded),
         },
     )
 
 
-def _steps(one: Device) -> str:
-    """Describe how the capture is divided into steps, and how many of them have no GPU work."""
-    names, count = one.host_steps["name"].tolist(), len(one.host_steps)
+def _steps_text(gpu: Device) -> str:
+    """Describe the capture's steps, and how many of them have no GPU work."""
+    names, count = gpu.host_steps["name"].tolist(), len(gpu.host_steps)
     if not count:
         return "no steps found: the whole capture counts as one"
     from_to = " to ".join(dict.fromkeys(clean(name) for name in (names[0], names[-1])))
     text = f"{counted(count, 'step')} ({from_to})"
-    if one.empty_steps == count:
+    if gpu.empty_steps == count:
         text += ", but no operation's launch is in one of them"
-    elif one.empty_steps:
-        text += f", {one.empty_steps:,} of them without GPU work"
-    return text if one.has_steps else f"{text}: the whole capture counts as one"
+    elif gpu.empty_steps:
+        text += f", {gpu.empty_steps:,} of them without GPU work"
+    return text if gpu.has_steps else f"{text}: the whole capture counts as one"
 
 
-def _account(label: str, one: Device) -> Line:
-    walls, median = one.accounts["wall"], one.median
-    each = " ".join(digits(wall, "ms") for wall in walls.head(8)) + " ..." * (len(walls) > 8)
-    shown = (median >= MIN_SHARE_SHOWN * median["wall"]) | median.index.isin(["compute", "idle"])
-    several = f" (median of {each})" * (len(walls) > 1)
-    parts = median[shown].drop("wall")
-    if one.unseen_graphs:
+def _breakdown_line(label: str, gpu: Device) -> Line:
+    walls, median = gpu.breakdowns["wall"], gpu.median
+    step_times = [digits(wall, "ms") for wall in walls.head(8)]
+    if len(walls) > 8:
+        step_times.append("...")
+    steps_text = f" (median of {' '.join(step_times)})" if len(walls) > 1 else ""
+    is_shown = (median >= MIN_SHARE_SHOWN * median["wall"]) | median.index.isin(["compute", "idle"])
+    parts = median[is_shown].drop("wall")
+    if gpu.untraced_graphs:
         parts = parts.rename({"idle": "unknown"})
     return Line(
-        label if one.has_steps else label.removeprefix("step "),
-        f"{number(median['wall'], 'ms')}{several}: {listed(parts)}",
+        label if gpu.has_steps else label.removeprefix("step "),
+        f"{number(median['wall'], 'ms')}{steps_text}: {listed(parts)}",
         {
             **{f"{name.replace(' ', '_')}_ms": value for name, value in median.items()},
             "steps_ms": walls.tolist(),
@@ -200,115 +211,120 @@ def _account(label: str, one: Device) -> Line:
     )
 
 
-def _outliers(one: Device) -> Line:
-    """Name the steps that are far from the median one, and what makes them so."""
-    found = []
-    for place in one.outliers[:MAX_NAMED]:
-        more = (one.accounts.iloc[place] - one.median).drop("wall")
-        part = str(more.abs().idxmax())
-        wall = number(one.accounts["wall"].iloc[place], "ms")
-        found.append(f"{clean(one.step_names[place])} {wall} ({part} {more[part]:+.3g} ms)")
-    more_text = f" and {len(one.outliers) - MAX_NAMED} more" * (len(one.outliers) > MAX_NAMED)
-    return Line("outliers", ", ".join(found) + more_text, {"count": len(one.outliers)})
+def _outliers_line(gpu: Device) -> Line:
+    """Name the steps whose time is far from the median, and the part that differs most."""
+    texts = []
+    for index in gpu.outliers[:MAX_NAMED]:
+        extra_ms = (gpu.breakdowns.iloc[index] - gpu.median).drop("wall")
+        part = str(extra_ms.abs().idxmax())
+        wall = number(gpu.breakdowns["wall"].iloc[index], "ms")
+        texts.append(f"{clean(gpu.step_names[index])} {wall} ({part} {extra_ms[part]:+.3g} ms)")
+    text = ", ".join(texts)
+    if len(gpu.outliers) > MAX_NAMED:
+        text += f" and {len(gpu.outliers) - MAX_NAMED} more"
+    return Line("outliers", text, {"count": len(gpu.outliers)})
 
 
-def _start(one: Device, found: pd.DataFrame) -> Line:
-    """Describe what comes before the work: in a capture without steps its start-up, in a step what the host
-    does before its first operation."""
-    wall = one.median["wall"]
-    if one.started_ms:
-        share = number(one.started_ms / wall, "%")
-        text = f"{number(one.started_ms, 'ms')} ({share}) pass before the GPU computes steadily"
-        begin = one.windows[0, 0]
-        early = one.placed[one.placed["start_ns"] < begin + one.started_ms * 1e6]
+def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
+    """Describe the time before the GPU works: a start-up if there are no steps, else the start of each step."""
+    wall = gpu.median["wall"]
+    if gpu.startup_ms:
+        share = number(gpu.startup_ms / wall, "%")
+        text = f"{number(gpu.startup_ms, 'ms')} ({share}) pass before the GPU computes steadily"
+        begin = gpu.windows[0, 0]
+        early = gpu.classified_ops[gpu.classified_ops["start_ns"] < begin + gpu.startup_ms * 1e6]
         early = early[early["part"] == COMMUNICATION]
-        lasted = number(early["duration_ns"].max() / 1e6, "ms") if len(early) else ""
-        if len(early) and early["duration_ns"].max() / 1e6 > 0.5 * one.started_ms:
+        longest_ms = early["duration_ns"].max() / 1e6
+        if longest_ms > 0.5 * gpu.startup_ms:
             longest = str(early["name"].loc[early["duration_ns"].idxmax()])
-            text += f"; for {lasted} of it {short(longest)} waits for other GPUs to arrive"
-        return Line("start-up", text, {"started_ms": one.started_ms})
-    head = found[found["head"] & (found["ms"] > 0) & found["cause"].isin(HOST_CAUSES)]
-    ms = head["ms"].sum() / len(one.middle)
-    if not one.has_steps or one.unseen_graphs or head.empty or ms < (1 - LAUNCH_BOUND) * wall:
+            text += f"; for {number(longest_ms, 'ms')} of it {short(longest)} waits for other GPUs to arrive"
+        return Line("start-up", text, {"started_ms": gpu.startup_ms})
+    head = gaps[gaps["head"] & (gaps["ms"] > 0) & gaps["cause"].isin(HOST_CAUSES)]
+    ms = head["ms"].sum() / len(gpu.median_indices)
+    if not gpu.has_steps or gpu.untraced_graphs or head.empty or ms < (1 - LAUNCH_BOUND) * wall:
         return Line("before", "")
     longest = head.loc[head["ms"].idxmax()]
-    place = f", while the host is in {clean(longest['where'])}" * bool(longest["where"])
+    location = f", while the host is in {clean(longest['where'])}" if longest["where"] else ""
     share = number(ms / wall, "%")
     return Line(
         "before",
-        f"the GPU is idle for {number(ms, 'ms')} ({share}) before the first operation of a step{place}",
+        f"the GPU is idle for {number(ms, 'ms')} ({share}) before the first operation of a step{location}",
         {"before_ms": ms, "where": longest["where"]},
     )
 
 
-def _bound(one: Device, found: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """Name what limits the step: its GPU, or the host, and what the host does."""
-    known = one.operations["launch_start_ns"].notna().sum()
+def _bound_line(gpu: Device, gap_causes: pd.DataFrame, causes: pd.DataFrame) -> Line:
+    """Name what bounds the step: the GPU, launches, synchronization or other host work."""
+    known = gpu.operations["launch_start_ns"].notna().sum()
     if not known:
         return Line("bound", "unknown: the capture has no launch records")
-    if one.unseen_graphs:
+    if graphs := gpu.untraced_graphs:
+        launches = f"{graphs:,} CUDA graph {'launch' if graphs == 1 else 'launches'}"
         return Line(
             "bound",
-            f"unknown: {counted(one.unseen_graphs, 'CUDA graph launch').replace('launchs', 'launches')} in"
-            " these steps left no operations in the capture, so the GPU may be busy when it looks idle",
-            {"unseen_graphs": one.unseen_graphs},
+            f"unknown: {launches} in these steps left no operations in the capture, so the GPU may"
+            " be busy when it looks idle",
+            {"unseen_graphs": graphs},
         )
-    if len(one.operations) < MIN_OPS_TO_JUDGE:
-        return Line("bound", f"unknown: too little to judge by, {counted(one.operations, 'operation')}")
-    if one.known_launches < MIN_KNOWN:
+    if len(gpu.operations) < MIN_OPS_TO_JUDGE:
+        return Line("bound", f"unknown: too few operations, {counted(gpu.operations, 'operation')}")
+    if gpu.known_launch_share < MIN_KNOWN_LAUNCH_SHARE:
         return Line(
             "bound",
-            f"unknown: the capture has the launches of only {known:,} of {counted(one.operations, 'operation')}",
+            f"unknown: the capture has the launches of only {known:,} of {counted(gpu.operations, 'operation')}",
         )
-    wall, idle, gaps = one.median["wall"], one.median["idle"], one.gaps
-    late = found[found["cause"].isin(HOST_CAUSES)]
-    waiting = late["ms"].sum() / len(one.middle)
+    wall, idle, gaps = gpu.median["wall"], gpu.median["idle"], gpu.gaps
+    late = gap_causes[gap_causes["cause"].isin(HOST_CAUSES)]
+    waiting = late["ms"].sum() / len(gpu.median_indices)
     values = {"waiting_ms": waiting, "longest_gap_us": gaps["ms"].max() * 1e3 if len(gaps) else 0.0}
     if waiting <= (1 - LAUNCH_BOUND) * wall:
-        ahead = f"the host is {number(max(one.ahead_ms, 0), 'ms')} ahead"
-        ahead += f", longest gap {_gap(gaps['ms'].max())}" if len(gaps) else ""
+        lead_text = f"the host is {number(max(gpu.host_lead_ms, 0), 'ms')} ahead"
+        lead_text += f", longest gap {_gap_text(gaps['ms'].max())}" if len(gaps) else ""
         if idle <= (1 - LAUNCH_BOUND) * wall:
-            return Line("GPU-bound", ahead, values)
-        return Line("idle", f"{number(idle / wall, '%')}, although work is launched in time: {ahead}", values)
+            return Line("GPU-bound", lead_text, values)
+        return Line(
+            "idle", f"{number(idle / wall, '%')}, although work is launched in time: {lead_text}", values
+        )
     host = causes[causes["cause"].isin(HOST_CAUSES)]
-    label = str(host.groupby(host["cause"].map(BOUNDS))["ms"].sum().idxmax())
-    each = " a step" * one.has_steps
-    gap = (late["begin"] != late["end"].shift()).cumsum()  # parts of one gap follow one another
-    gap_ms = late.groupby(gap)["ms"].sum()
-    worst = late.loc[late.loc[gap == gap_ms.idxmax(), "ms"].idxmax()]
-    following = int(worst["next"])
-    before = short(one.placed["name"].iloc[following]) if following >= 0 else "the end of the step"
-    place = f", in {clean(worst['where'])}" * bool(worst["where"])
-    waits_for = "launches" if label == "launch-bound" else "the host"
-    per_step = count_text(len(one.operations) / len(one.middle))
-    return Line(
-        label,
-        f"the GPU is idle for {number(waiting, 'ms')}{each} ({number(waiting / wall, '%')}), waiting for"
-        f" {waits_for}; {per_step} operations{each}; longest gap {_gap(gap_ms.max())}, before {before}{place}",
-        values,
+    bound = str(host.groupby(host["cause"].map(BOUND_BY_CAUSE))["ms"].sum().idxmax())
+    a_step = " a step" if gpu.has_steps else ""
+    gap_number = (late["begin"] != late["end"].shift()).cumsum()  # the parts of one gap are adjacent
+    gap_ms = late.groupby(gap_number)["ms"].sum()
+    longest = late.loc[late.loc[gap_number == gap_ms.idxmax(), "ms"].idxmax()]
+    following = int(longest["next"])
+    before = short(gpu.classified_ops["name"].iloc[following]) if following >= 0 else "the end of the step"
+    location = f", in {clean(longest['where'])}" if longest["where"] else ""
+    waits_for = "launches" if bound == "launch-bound" else "the host"
+    share = number(waiting / wall, "%")
+    operations = count_text(len(gpu.operations) / len(gpu.median_indices))
+    text = (
+        f"the GPU is idle for {number(waiting, 'ms')}{a_step} ({share}), waiting for {waits_for};"
+        f" {operations} operations{a_step};"
+        f" longest gap {_gap_text(gap_ms.max())}, before {before}{location}"
     )
+    return Line(bound, text, values)
 
 
-def _gap(ms: float) -> str:
+def _gap_text(ms: float) -> str:
     return number(ms, "ms") if ms >= 1 else number(ms * 1e3, "µs")
 
 
-def _causes(one: Device, causes: pd.DataFrame) -> Line:
-    """List what the GPU waits for when it is idle."""
-    shown = causes[causes["ms"] >= max(WORTH * one.median["wall"], 0.05 * one.median["idle"])]
-    if shown.empty or one.unseen_graphs or set(shown["cause"]) <= {"launch", "unknown"}:
+def _idle_line(gpu: Device, causes: pd.DataFrame) -> Line:
+    """List the main causes of idle time."""
+    shown = causes[causes["ms"] >= max(MIN_ADVICE_SHARE * gpu.median["wall"], 0.05 * gpu.median["idle"])]
+    if shown.empty or gpu.untraced_graphs or set(shown["cause"]) <= {"launch", "unknown"}:
         return Line("idle time", "")
-    parts = [f"{_cause(row)}: {number(row['ms'], 'ms')}" for _, row in shown.head(MAX_NAMED).iterrows()]
+    parts = [f"{_cause_text(row)}: {number(row['ms'], 'ms')}" for _, row in shown.head(MAX_NAMED).iterrows()]
     return Line("idle time", " | ".join(parts), {"causes": shown.to_dict("records")})
 
 
-def _cause(row: pd.Series) -> str:
-    place = f" in {clean(row['where'])}" * bool(row["where"])
+def _cause_text(row: pd.Series) -> str:
+    location = f" in {clean(row['where'])}" if row["where"] else ""
     return {
-        "sync": f"the host is late after {count_text(row['count'])} x {clean(row['call'])}{place}",
-        "call": f"the host is in {clean(row['call'])}{place}",
-        "host": f"the host is{place}",
-        "unnamed": f"the host does something that this capture does not name{place}",
+        "sync": f"the host is late after {count_text(row['count'])} x {clean(row['call'])}{location}",
+        "call": f"the host is in {clean(row['call'])}{location}",
+        "host": f"the host is{location}",
+        "unnamed": f"the host does something that this capture does not name{location}",
         "launch": "the host launches",
         "device": (
             f"{short(row['where'])} is launched in time, but waits"
@@ -319,83 +335,84 @@ def _cause(row: pd.Series) -> str:
     }[row["cause"]]
 
 
-def _communication(one: Device) -> Line:
-    communicates = one.running["part"] == COMMUNICATION
-    total = one.a_step(covered(one.running[communicates]))
+def _communication_line(gpu: Device) -> Line:
+    communicates = gpu.running_ops["part"] == COMMUNICATION
+    total = gpu.ms_per_step(busy_ns(gpu.running_ops[communicates]))
     if not total:
         return Line("communication", "")
-    exposed = one.median["exposed communication"]
-    parts = exposed_communication(one)
+    exposed = gpu.median["exposed communication"]
+    parts = exposed_communication(gpu)
     values = {"communication_ms": total, "exposed_ms": exposed, "waiting_ms": parts.waiting_ms}
     if np.isfinite(parts.least_ms):  # JSON has no nan
         values["least_ms"] = parts.least_ms
     text = f"{number(total, 'ms')}, {number(1 - exposed / total, '%')} hidden"
     if exposed:
-        text += ", as it runs on the compute stream" * bool(on_compute_stream(one) and exposed > 0.5 * total)
-        kinds = one.exposed(
-            one.running["name"].astype(str).where(communicates).map(collective, na_action="ignore")
+        if exposed > 0.5 * total and communicates_on_compute_stream(gpu):
+            text += ", as it runs on the compute stream"
+        kinds = gpu.time_saved_by_label(
+            gpu.running_ops["name"].astype(str).where(communicates).map(collective, na_action="ignore")
         )
         text += f"; exposed: {listed(kinds[kinds >= 0.05 * exposed])}"
-        phases = one.exposed(one.running["phase"].astype(str).where(communicates))
+        phases = gpu.time_saved_by_label(gpu.running_ops["phase"].astype(str).where(communicates))
         if phases.iloc[0] > 0.5 * exposed and phases.index[0] != OUTSIDE:
             share = number(phases.iloc[0] / exposed, "%")
             text += f", {share} of it launched by the {clean(phases.index[0])}"
-        text += _waiting(one, parts)
+        text += _waiting_text(gpu, parts)
     return Line("communication", text, values)
 
 
-def _waiting(one: Device, parts: Exposed) -> str:
-    """Describe how much of exposed communication is waiting for another GPU."""
+def _waiting_text(gpu: Device, parts: Exposed) -> str:
+    """Describe how much of the exposed communication is waiting for other GPUs."""
     waiting = number(parts.waiting_ms, "ms")
     if np.isfinite(parts.least_ms):
-        speed = f"{one.sheet['link_gb_s']:g} GB/s ({one.sheet['link']})"
+        speed = f"{gpu.sheet['link_gb_s']:g} GB/s ({gpu.sheet['link']})"
         least = number(parts.least_ms, "ms")
         return (
             f"; its bytes take at least {least} at {speed}; {waiting} is latency and waiting for other GPUs"
         )
-    if parts.waiting_ms >= MIN_WAITING * one.median["exposed communication"]:
+    if parts.waiting_ms >= MIN_WAITING * gpu.median["exposed communication"]:
         return f"; at least {waiting} is waiting for other GPUs ({short(parts.longest)})"
     return ""
 
 
-def _advice(one: Device, causes: pd.DataFrame) -> list[Line]:
-    if len(one.operations) < MIN_OPS_TO_JUDGE:
+def _advice_lines(gpu: Device, causes: pd.DataFrame) -> list[Line]:
+    if len(gpu.operations) < MIN_OPS_TO_JUDGE:
         return []
-    if again := capture_again(one):
+    if again := capture_again(gpu):
         return [Line("to do", again)]
-    found = advice(one, causes)
-    if not found:
-        text = "nothing stands out: what is left is to make kernels faster, beginning with those above"
+    items = rank_advice(gpu, causes)
+    if not items:
+        text = "nothing stands out: all that is left is to make kernels faster, starting with those above"
         return [Line("to do", text)]
     lines = []
-    for place, (ms, what) in enumerate(found, start=1):
-        saved = f"{number(ms, 'ms')} ({number(ms / one.median['wall'], '%')})"
+    for rank, (ms, what) in enumerate(items, start=1):
+        saved = f"{number(ms, 'ms')} ({number(ms / gpu.median['wall'], '%')})"
         lines.append(
             Line(
-                "" if place > 1 else "to do",
-                f"{place}. {clean(what, 4 * SHOWN)}: saves up to {saved}",
+                "" if rank > 1 else "to do",
+                f"{rank}. {clean(what, 4 * MAX_NAME_CHARS)}: saves up to {saved}",
                 {"what": what, "at_most_ms": ms},
             )
         )
     return lines
 
 
-def _not_available(one: Device) -> Line:
-    """List what the capture does not show."""
-    rows, lacking, capture = one.operations, [], one.capture
+def _not_available_line(gpu: Device) -> Line:
+    """List what the capture does not contain."""
+    rows, missing, capture = gpu.operations, [], gpu.capture
     if capture.rank and capture.rank[1] > 1:
-        lacking.append("other ranks")
-    if (rows["family"] == MATMUL).any() and one.matmuls.empty:
+        missing.append("other ranks")
+    if (rows["family"] == MATMUL).any() and gpu.matmuls.empty:
         why = (
-            "shapes are recorded for too few"
+            "too few have recorded shapes"
             if capture.shapes
             else "torch.profiler records shapes with record_shapes=True"
         )
-        lacking.append(f"matmul rates ({why})")
+        missing.append(f"matmul rates ({why})")
     if (rows["family"] == WHOLE_GRAPH).any():
-        lacking.append("operations within CUDA graphs (nsys profile --cuda-graph-trace=node records them)")
+        missing.append("operations within CUDA graphs (nsys profile --cuda-graph-trace=node records them)")
     if 0 < (unknown := int(rows["launch_start_ns"].isna().sum())) < len(rows):
-        lacking.append(f"the launches of {counted(unknown, 'operation')}")
+        missing.append(f"the launches of {counted(unknown, 'operation')}")
     if capture.unfinished:
-        lacking.append(f"the end of {counted(capture.unfinished, 'host event')}")
-    return Line("not available", ", ".join([*lacking, "clocks", "the step without the profiler"]))
+        missing.append(f"the end of {counted(capture.unfinished, 'host event')}")
+    return Line("not available", ", ".join([*missing, "clocks", "the step without the profiler"]))

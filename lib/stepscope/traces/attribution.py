@@ -53,29 +53,30 @@ from stepscope.config import PHASE_NAMES
 STEP = "step"
 OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 KINDS = ("kernel", "memcpy", "memset")
-PROCESS = ~0xFFFFFF  # of a thread's key, the lowest 24 bits are the thread, and the rest is its process's key
+PROCESS = ~0xFFFFFF  # mask: a thread's key has the thread in the lowest 24 bits, the process above
 NEVER = np.iinfo(np.int64).max
-LATEST = 2**62  # ns: of two times within it, the difference fits into 64 bits
+LATEST = 2**62  # ns: the difference of two times up to it fits into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
-SHORT_NS = 5_000  # a host event that is shorter explains no idle gap of a GPU
+SHORT_NS = 5_000  # shorter host events don't explain idle gaps
 
 
 class TraceError(StepscopeError, ValueError):
-    """A file that cannot be read as a capture of GPU operations; the text names it and says what is wrong."""
+    """A file that cannot be read as a capture of GPU operations; the message names it and the problem."""
 
 
 class ConservationError(StepscopeError, ValueError):
-    """Operations of a capture that do not add up: lost, counted twice, or in two phases at once."""
+    """A capture's operations do not add up: some are lost, counted twice, or in two phases at once."""
 
 
 @dataclass
 class Records:
-    """What the records of a capture tell by themselves, before any of them is joined to another.
+    """The records of a capture, before they are joined.
 
-    operations: kind, name, family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row; in
-        order of start. ranges: name, start_ns, end_ns, process, thread, key; by thread and start, outer ones
-        first. process (operations,): the process's key of each operation. launches (4, calls): thread's key,
-        correlation id, start and end in ns.
+    operations: kind, name, family, start_ns, duration_ns, device, stream, correlation_id (-1 for none) and row;
+        sorted by start.
+    process: (operations,) the process key of each operation.
+    launches: (4, calls) thread key, correlation id, and start and end in ns.
+    ranges: name, start_ns, end_ns, process, thread, key; sorted by thread and start, outer ranges first.
     """
 
     path: str
@@ -86,61 +87,62 @@ class Records:
 
 
 def thread_columns(key: np.ndarray) -> dict[str, np.ndarray]:
-    """process, thread and key of ranges, by their threads' keys."""
+    """Return the columns process, thread and key for thread keys."""
     return {"process": key >> 24 & 0xFFFFFF, "thread": key & 0xFFFFFF, "key": key}
 
 
 def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Put each operation into one phase, one region and one step. Ranges named as the phases and "step" are
-    these, all others regions.
+    """Assign each operation to one phase, one region and one step.
+
+    Ranges with the name of a phase, or named "step", are phases and steps; all others are regions.
 
     Args:
-        records: those of the tables are used up.
+        records: its operations are modified in place.
 
     Returns:
-        operations: with launch_start_ns and launch_duration_ns (of the call on the host; NA: not in the
-            capture), process, thread (that launched it; -1: not in the capture), phase ("outside": none
-            open), region ("unattributed": none open within the phase), step (0, 1, ... in each process; -1:
-            none open).
+        operations: with launch_start_ns and launch_duration_ns (of the call on the host; NA if the capture
+            lacks it), process, thread (of the launch; -1 if unknown), phase ("outside" if none is open),
+            region ("unattributed" if none is open within the phase), step (0, 1, ... in each process; -1 if
+            none is open).
         ranges: with role (phase, step, region) and step.
 
     Raises:
-        TraceError: the ranges of one thread cross, or the capture's times span too much.
-        ConservationError: two phases, or two steps, of one process overlap.
+        TraceError: the ranges of a thread cross, or the capture spans too much time.
+        ConservationError: two phases or two steps of a process overlap.
     """
     _check_span(records)
     path, operations = records.path, records.operations
     names, roles = records.ranges["name"].cat, {STEP: "step"} | dict.fromkeys(PHASE_NAMES, "phase")
     role = pd.Categorical([roles.get(str(name), "region") for name in names.categories])
     ranges = records.ranges.assign(role=role[names.codes])
-    launched, thread, time_ns = join_launches(records)
-    own_process = records.process[launched]
+    is_known, thread, time_ns = join_launches(records)
+    launch_process = records.process[is_known]
 
     def spread(values: np.ndarray) -> np.ndarray:
-        """From the operations whose launch is known to all of them; -1 for the others."""
+        """Expand values of the operations with known launches to all; -1 for the others."""
         result = np.full(len(operations), -1)
-        result[launched] = values
+        result[is_known] = values
         return result
 
     def opened(role: str) -> np.ndarray:
         rows = ranges[ranges["role"] == role]
-        return spread(open_range(rows, own_process, time_ns, strict=(path, role)))
+        return spread(open_range(rows, launch_process, time_ns, strict=(path, role)))
 
-    innermost = spread(_nest(path, ranges, thread, time_ns))
+    innermost = spread(_innermost_ranges(path, ranges, thread, time_ns))
     steps = opened("step")
-    phase = _pick(ranges["name"], opened("phase"), OUTSIDE)
+    phase = _take_or_missing(ranges["name"], opened("phase"), OUTSIDE)
     operations["phase"] = phase.set_categories([*PHASE_NAMES, OUTSIDE])
     in_region = np.append(ranges["role"] == "region", False)[innermost]
-    operations["region"] = _pick(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
+    operations["region"] = _take_or_missing(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
     operations["step"] = np.append(ranges["step"], -1)[steps]
     return operations, ranges.drop(columns="key")
 
 
 def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Give operations launch_start_ns, launch_duration_ns, process and thread (see attribute).
+    """Add launch_start_ns, launch_duration_ns, process and thread to the operations (see ``attribute``).
 
     Returns:
-        which operations' launches are known; and of those the thread's key and the time.
+        A mask of the operations with known launches; and the thread key and time in ns of these launches.
     """
     operations = records.operations
     launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
@@ -154,7 +156,7 @@ def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _check_span(records: Records) -> None:
-    """enclosing puts the times of all threads on one axis, one thread's after the other's."""
+    """Raise TraceError if the threads' times don't fit on the one axis that ``enclosing`` puts them on."""
     launches, ranges = records.launches, records.ranges
     times = np.concatenate([launches[2], launches[3], ranges["start_ns"], ranges["end_ns"]])
     threads = len(pd.unique(np.concatenate([launches[0], ranges["key"], records.process])))
@@ -162,119 +164,117 @@ def _check_span(records: Records) -> None:
     if len(times) and threads * (last - first + 2) > NEVER:
         raise TraceError(
             f"{records.path}: {threads} threads have times from {first} to {last} ns, expected"
-            " so short a capture that the times of all, one after the other, fit into 64 bits"
+            " a capture short enough that the times of all threads, one after another, fit into 64 bits"
         )
 
 
 def open_range(
     ranges: pd.DataFrame, process: np.ndarray, time_ns: np.ndarray, strict: tuple[str, str] | None = None
 ) -> np.ndarray:
-    """Find the range that is open in a process at each time, on any thread.
+    """Find the range that is open in a process, on any thread, at each time.
 
     Args:
-        ranges: those of one role, such as the steps; key, start_ns and end_ns.
-        process, time_ns: (n,) the process's key and the time of each point.
-        strict: the file and the role of the ranges, for the error message; None is lenient: of ranges that
-            overlap, the one that began first counts.
+        ranges: ranges of one role, such as the steps: key, start_ns and end_ns.
+        process, time_ns: (n,) process key and time of each point.
+        strict: the file and the ranges' role, for the error message. None is lenient: of ranges that overlap,
+            the one that started first counts.
 
     Returns:
-        (n,) the index of the range in ``ranges``; -1 where none is open.
+        (n,) the index of the open range in ``ranges``; -1 if none is open.
 
     Raises:
-        ConservationError: two of the ranges overlap, and ``strict`` is given.
+        ConservationError: ``strict`` is given, and two of the ranges overlap.
     """
     rows = outermost(ranges)
     if strict and len(rows) < len(ranges):
         inner = ranges.drop(index=rows.index).iloc[0]
-        own = rows[
-            (rows["key"] & PROCESS == inner["key"] & PROCESS) & (rows["start_ns"] <= inner["start_ns"])
-        ]
-        outer = own.iloc[-1]
+        is_same_process = rows["key"] & PROCESS == inner["key"] & PROCESS
+        outer = rows[is_same_process & (rows["start_ns"] <= inner["start_ns"])].iloc[-1]
         path, role = strict
         raise ConservationError(
             f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
             f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
         )
-    found = np.full(len(time_ns), -1)
+    open_index = np.full(len(time_ns), -1)
     keys, index = rows["key"].to_numpy() & PROCESS, rows.index.to_numpy()
     starts, ends = rows["start_ns"].to_numpy(), np.maximum(rows["end_ns"], rows["start_ns"] + 1).to_numpy()
     for key in np.unique(keys):
-        own, points = keys == key, process == key
-        times = time_ns[points]
-        place = np.searchsorted(starts[own], times, side="right") - 1
-        inside = (place >= 0) & (times < ends[own][place])
-        found[points] = np.where(inside, index[own][place], -1)
-    return found
+        is_process, is_point = keys == key, process == key
+        times = time_ns[is_point]
+        position = np.searchsorted(starts[is_process], times, side="right") - 1
+        is_inside = (position >= 0) & (times < ends[is_process][position])
+        open_index[is_point] = np.where(is_inside, index[is_process][position], -1)
+    return open_index
 
 
 def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Sort ranges by process and start; leave out those that begin within another of their process."""
+    """Sort ranges by process and start; drop those that start inside another one of their process."""
     process, start = ranges["key"].to_numpy("int64") & PROCESS, ranges["start_ns"].to_numpy("int64")
-    end = np.maximum(ranges["end_ns"].to_numpy("int64"), start + 1)  # an empty range holds its start
+    end = np.maximum(ranges["end_ns"].to_numpy("int64"), start + 1)  # an empty range contains its start
     order = np.lexsort((-end, start, process))
-    kept = np.full(len(order), True)
+    is_outermost = np.full(len(order), True)
     firsts = np.flatnonzero(np.diff(process[order])) + 1
     for rows in np.split(np.arange(len(order)), firsts):
         reached = np.maximum.accumulate(end[order[rows]])
-        kept[rows[1:]] = start[order[rows[1:]]] >= reached[:-1]
-    return ranges.iloc[order[kept]]
+        is_outermost[rows[1:]] = start[order[rows[1:]]] >= reached[:-1]
+    return ranges.iloc[order[is_outermost]]
 
 
-def _nest(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
-    """Give ranges their step; returns the row of the innermost one at each time on a thread.
+def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
+    """Add the step of each range; return the row of the innermost range at each time on its thread.
 
     Raises:
-        TraceError: the ranges of one thread cross.
+        TraceError: the ranges of a thread cross.
     """
     range_key, starts, ends = (ranges[column].to_numpy() for column in ("key", "start_ns", "end_ns"))
     innermost, parent, _ = enclosing(range_key, starts, ends, key, time_ns)
-    crossing = np.append(ends, NEVER)[parent] < ends
-    if crossing.any():
+    is_crossing = np.append(ends, NEVER)[parent] < ends
+    if is_crossing.any():
         raise TraceError(
-            f"{path}: range '{ranges['name'][crossing.argmax()]:.100}' ends after the range it"
+            f"{path}: range '{ranges['name'][is_crossing.argmax()]:.100}' ends after the range it"
             " began in, expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
-    number = np.full(len(ranges) + 1, -1)  # the last is for "no range", which is row -1
-    number[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
-    ranges["step"] = number[open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))]
+    step_numbers = np.full(len(ranges) + 1, -1)  # the last is for row -1, "no range"
+    step_numbers[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
+    ranges["step"] = step_numbers[open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))]
     return innermost
 
 
 def enclosing(
     keys: np.ndarray, start: np.ndarray, end: np.ndarray, point_keys: np.ndarray, points: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The innermost interval [start, end) around each point, among the intervals of the point's key.
+    """Find the innermost interval [start, end) around each point, among the intervals with the point's key.
 
     Args:
-        keys, start, end: (n,) int64. Intervals of one key nest: of any two, one holds the other or they are
-            disjoint.
+        keys, start, end: (n,) int64. Intervals with the same key must nest: of any two, one contains the other
+            or they are disjoint.
         point_keys, points: (m,) int64.
 
     Returns:
-        innermost (m,): the index of the innermost interval around each point, -1 for none.
-        parent (n,): the index of the innermost interval around each interval, -1 for none.
-        depth (n,): how many intervals hold each interval, itself included.
+        innermost: (m,) index of the innermost interval around each point; -1 for none.
+        parent: (n,) index of the innermost interval around each interval; -1 for none.
+        depth: (n,) the number of intervals that contain each interval, itself included.
     """
     n = len(start)
     if not n:
         return np.full(len(points), -1), np.zeros(0, int), np.zeros(0, int)
-    # One axis for all keys, one key's times after the other's: in between, no interval is open.
+    # Put all keys on one axis, one after another; between two keys, no interval is open.
     _, codes = np.unique(np.concatenate([keys, point_keys]), return_inverse=True)
-    end = np.maximum(end, start + 1)  # an empty interval, too, opens before it closes
+    end = np.maximum(end, start + 1)  # so that empty intervals also open before they close
     first = min(start.min(), points.min(initial=NEVER))
     offset = codes * (max(end.max(), points.max(initial=end[0])) - first + 1) - first
     opened, closed = start + offset[:n], end + offset[:n]
 
-    order = np.lexsort((-closed, opened))  # of those that open together, the larger opens first
+    order = np.lexsort((-closed, opened))  # if several open at once, the longest opens first
     events = np.concatenate([closed[order], opened[order]])
-    by_time = np.argsort(events, kind="stable")  # at one time, closings come before openings
+    by_time = np.argsort(events, kind="stable")  # at the same time, closings come first
     events, opens, which = events[by_time], by_time >= n, np.concatenate([order, order])[by_time]
     depth = np.cumsum(np.where(opens, 1, -1))  # after each event
-    # Innermost after an event is what last opened to the depth that the event leaves.
+    # After an event, the innermost interval is the last one that opened at the remaining depth.
     by_depth = np.argsort(depth, kind="stable")
     last_opened = np.maximum.accumulate(np.where(opens[by_depth], np.arange(2 * n), 0))
-    innermost = np.full(2 * n + 1, -1)  # the last is for "before all events", which is event -1
+    innermost = np.full(2 * n + 1, -1)  # the last is for event -1, "before all events"
     innermost[by_depth] = which[by_depth][last_opened]
     innermost[:-1][depth == 0] = -1
 
@@ -287,26 +287,26 @@ def enclosing(
 
 
 def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
-    """The column of launches with each process and correlation id; -1 for none."""
+    """Return the column of ``launches`` for each process and correlation id; -1 for none."""
     _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
-    # Correlation ids are unique in a process; an operation without one (-1) finds nothing.
+    # Correlation ids are unique within a process; operations without one (-1) match nothing.
     key = codes << 32 | np.concatenate([launches[1], correlation])
-    key, wanted = key[: launches.shape[1]], key[launches.shape[1] :]
-    # where a runtime call made a driver call under the same id: the outer one
+    key, operation_key = key[: launches.shape[1]], key[launches.shape[1] :]
+    # if a runtime call made a driver call with the same id, take the outer call
     order = np.lexsort((launches[2], key))
-    at = np.searchsorted(key[order], wanted)
+    positions = np.searchsorted(key[order], operation_key)
     order, key = np.append(order, -1), np.append(key, -1)
-    return np.where((key[order[at]] == wanted) & (correlation >= 0), order[at], -1)
+    return np.where((key[order[positions]] == operation_key) & (correlation >= 0), order[positions], -1)
 
 
-def matching(names: pd.Series, wanted: Callable[[str], object]) -> np.ndarray:
-    """Which names of a categorical column are wanted; each distinct one is asked once."""
-    asked = np.array([bool(wanted(str(name))) for name in names.cat.categories], bool)
-    return asked[names.cat.codes]
+def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
+    """Return a mask of the names that fulfill a predicate, which is called once per distinct name."""
+    is_match = np.array([bool(predicate(str(name))) for name in names.cat.categories], bool)
+    return is_match[names.cat.codes]
 
 
-def _pick(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
-    """values[rows] of a categorical column, `missing` where a row is -1."""
+def _take_or_missing(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
+    """Return values[rows] of a categorical column, or ``missing`` if the row is -1."""
     categories = values.cat.categories.union([missing], sort=False)
     codes: np.ndarray = np.append(values.cat.codes.astype(int), categories.get_loc(missing))
     return pd.Categorical.from_codes(codes[rows], categories).remove_unused_categories()

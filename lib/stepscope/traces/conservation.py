@@ -1,4 +1,4 @@
-"""Do the operations of a capture add up, and to what: conservation, and the clocks of a phase."""
+"""Check that a capture's operations add up, and measure each phase on the host and on the GPU."""
 
 import pandas as pd
 
@@ -8,25 +8,25 @@ from stepscope.traces.attribution import ConservationError
 
 
 def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
-    """Check that phases, regions and steps each hold every operation of the capture exactly once.
+    """Check that phases, regions and steps each contain every operation of the capture exactly once.
 
     Args:
-        operations: as load_trace returns them.
-        totals: as activity_totals returns them.
+        operations: from load_trace.
+        totals: from activity_totals.
 
     Raises:
-        ConservationError: an operation is there twice, or the number or time of the operations of some kind,
-            summed over phases, over regions or over steps, is not the capture's.
+        ConservationError: an operation occurs twice; or the number or time of a kind of operation, summed over
+            phases, regions or steps, differs from the capture's.
     """
-    doubled = operations.duplicated(["kind", "row"])
-    if doubled.any():
+    is_duplicate = operations.duplicated(["kind", "row"])
+    if is_duplicate.any():
         raise ConservationError(
-            f"{doubled.sum()} operations are counted twice, the first in row {doubled.idxmax()}"
+            f"{is_duplicate.sum()} operations are counted twice, the first in row {is_duplicate.idxmax()}"
         )
     for column in ("phase", "region", "step"):
         parts = operations.groupby([column, "kind"], observed=True)["duration_ns"].agg(["size", "sum"])
-        whole = parts.groupby("kind", observed=False).sum().reindex(totals.index, fill_value=0)
-        for kind, (count, time_ns) in whole.iterrows():
+        sums = parts.groupby("kind", observed=False).sum().reindex(totals.index, fill_value=0)
+        for kind, (count, time_ns) in sums.iterrows():
             expected_count, expected_ns = totals.loc[kind]
             if (count, time_ns) != (expected_count, expected_ns):
                 raise ConservationError(
@@ -36,26 +36,26 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
 
 
 def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame:
-    """The phases of each step, and the steps (phase "whole"), by the host's clock and the GPU's.
+    """Measure each step and its phases on the host and on the GPU.
 
     Args:
-        operations, ranges: as load_trace returns them; the operations of one process and device.
+        operations, ranges: from load_trace; the operations of one process and device.
 
     Returns:
-        step, phase, host_ns (between push and pop; NaN outside of phases), projected_ns (from the start of
-        the first operation to the end of the last), operations_ns (the sum of their times), busy_ns (the time
-        in which at least one of them ran) and operations (their number).
+        A row per step and phase, and one per step for the total: host_ns (between push and pop; NaN outside
+        phases), projected_ns (from the start of the first operation to the end of the last), operations_ns
+        (the sum of their times), busy_ns (the union of their intervals) and operations (their number).
 
     Raises:
-        ConservationError: the operations are of several processes or devices.
+        ConservationError: the operations belong to several processes or devices.
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
         raise ConservationError(
-            "operations of several processes or devices, expected those of one: their clocks run side by side"
+            "got operations of several processes or devices, expected one of each: the times of several overlap"
         )
-    own = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]
-    name = own["name"].astype(str).mask(own["role"] == "step", WHOLE).rename("phase")
-    host = (own["end_ns"] - own["start_ns"]).groupby([own["step"], name]).sum()
+    own_ranges = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]
+    name = own_ranges["name"].astype(str).mask(own_ranges["role"] == "step", WHOLE).rename("phase")
+    host_ns = (own_ranges["end_ns"] - own_ranges["start_ns"]).groupby([own_ranges["step"], name]).sum()
     phases = [*operations["phase"].cat.categories, WHOLE]
     rows = operations.assign(
         end_ns=operations["start_ns"] + operations["duration_ns"], phase=operations["phase"].astype(str)
@@ -69,8 +69,8 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
             "operations": groups.size(),
         }
     )
-    table = table.reindex(table.index.union(host.index), fill_value=0)
-    table.insert(0, "host_ns", host.reindex(table.index).astype(float))
+    table = table.reindex(table.index.union(host_ns.index), fill_value=0)
+    table.insert(0, "host_ns", host_ns.reindex(table.index).astype(float))
     table = table.reset_index(names=["step", "phase"])
     return table.assign(phase=pd.Categorical(table["phase"], phases)).sort_values(
         ["step", "phase"], ignore_index=True

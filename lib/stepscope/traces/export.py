@@ -1,7 +1,7 @@
-"""The records of an Nsight Systems capture: every GPU operation, launch and NVTX range.
+"""Read an Nsight Systems capture: every GPU operation, launch and NVTX range.
 
-Reads the event-level export (`nsys export --type sqlite`); :mod:`stepscope.traces.attribution` says which
-phase, region and step each operation is of.
+The input is the event-level export (``nsys export --type sqlite``); :mod:`stepscope.traces.attribution` assigns
+each operation to a phase, a region and a step.
 """
 
 import json
@@ -32,14 +32,14 @@ from stepscope.traces.attribution import (
 )
 from stepscope.traces.families import families
 
-# NVTX's default domain and this project's; ranges of libraries' domains are no regions
+# NVTX's default domain and this project's; ranges in libraries' domains are not regions
 DOMAINS = ("", "stepscope")
 ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in KINDS}
 LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 DIAGNOSTICS, GPUS = "DIAGNOSTIC_EVENT", "TARGET_INFO_GPU"
 NVTX_TABLES = ("NVTX_EVENTS", "NVTX_EVENTS_V2")
 STRINGS, COPY_KINDS = "StringIds", "ENUM_CUDA_MEMCPY_OPER"
-# Names of copies by CUpti_ActivityMemcpyKind, as ENUM_CUDA_MEMCPY_OPER has them: nsys 2022 exports without it.
+# Names of copies by CUpti_ActivityMemcpyKind, as in ENUM_CUDA_MEMCPY_OPER, which nsys 2022 does not export.
 COPY_LABELS = {
     1: "Host-to-Device",
     2: "Device-to-Host",
@@ -55,34 +55,35 @@ COPY_LABELS = {
     12: "Unified Device-to-Host",
     13: "Unified Device-to-Device",
 }
-GRAPH_REPLAY = "[CUDA graph"  # begins the name of a graph that was traced as a whole
-SLOW_LAUNCH_NS = 100_000  # a launch that lasts so long loads a kernel, or waits for room in the queue
+GRAPH_REPLAY = "[CUDA graph"  # the name of a graph that was traced as a whole starts with this
+MIN_SLOW_LAUNCH_NS = 100_000  # a slower launch loads a kernel, or waits for room in the queue
 PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
 PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes"]
-DRIVER_WORDS = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")  # the statement
+# the driver's messages quote the SQL statement
+DRIVER_BOILERPLATE = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")
 EXPECTED = "the sqlite export of a capture (nsys export --type sqlite)"
-NEEDED = ("start", "end", "globalTid", "globalPid")  # columns in which a row has to have a value
+NOT_NULL_COLUMNS = ("start", "end", "globalTid", "globalPid")  # columns that must not be NULL
 LIMITS = {"start": (-LATEST, LATEST), "end": (-LATEST, LATEST), "correlationId": (-1, CORRELATIONS)}
 
 
 def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """All GPU operations of a capture, and its NVTX push/pop ranges in DOMAINS.
+    """Load all GPU operations of a capture, and its NVTX push/pop ranges in DOMAINS.
 
     Args:
-        path: the sqlite export; it is only read.
+        path: the sqlite export, which is opened read-only.
 
     Returns:
-        operations: a row per operation, in order of start. kind (kernel, memcpy, memset), name (demangled),
-            family, start_ns, duration_ns, device, stream, correlation_id (-1: none), row (in the export's
-            table of its kind), bytes (of a copy or fill; -1: not known), and what
+        operations: a row per operation, in order of start: kind (kernel, memcpy, memset), name (demangled),
+            family, start_ns, duration_ns, device, stream, correlation_id (-1 for none), row (in the export's
+            table of that kind), bytes (of a copy or fill; -1 if unknown), and the columns that
             :func:`~stepscope.traces.attribution.attribute` adds.
-        ranges: a row per range, by thread and start. name, role (phase, step, region), start_ns, end_ns,
+        ranges: a row per range, by thread and start: name, role (phase, step, region), start_ns, end_ns,
             process, thread, step.
 
     Raises:
-        TraceError: the file is absent, no export of nsys, or has no kernels; a value is no integer, or a time
-            ends before it starts; a CUDA graph was traced as a whole; the ranges of one thread cross.
-        ConservationError: two phases, or two steps, of one process overlap.
+        TraceError: the file is missing, is not an nsys export, or has no kernels; a value is not an integer, or
+            an event ends before it starts; a CUDA graph was traced as a whole; or the ranges of a thread cross.
+        ConservationError: two phases or two steps of a process overlap.
     """
     return attribute(read_export(path))
 
@@ -90,33 +91,34 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
 def read_export(
     path: Path | str, domains: Sequence[str] | None = DOMAINS, whole_graphs: bool = False
 ) -> Records:
-    """The records of an export; the push/pop ranges of these domains. None: push/pop and start/end ranges of
-    all domains, of which those of one thread may cross.
+    """Read the records of an export.
 
     Args:
-        whole_graphs: CUDA graphs that were traced as a whole are read as one operation for each replay.
+        domains: the NVTX domains whose push/pop ranges to read; None for push/pop and start/end ranges of all
+            domains, which may cross on a thread.
+        whole_graphs: whether to read a CUDA graph that was traced as a whole as one operation per replay.
 
     Raises:
-        TraceError: as load_trace; graphs were traced as a whole, and whole_graphs is false.
+        TraceError: as in ``load_trace``; graphs traced as a whole are only an error without ``whole_graphs``.
     """
-    # sqlite reads tables side by side, outside of the GIL
+    # sqlite releases the GIL, so tables are read in parallel
     with _reading(path) as connection, ThreadPoolExecutor() as pool:
         graphs = len(list(_rows(connection, GRAPHS, ["1"])))
         has_kernels = next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None)
         if not has_kernels and not (graphs and whole_graphs):
             raise TraceError(
-                f"{path}: {ACTIVITIES['kernel']} holds no kernels, expected a capture of a"
-                f" program that runs some{_diagnosis(connection)}"
+                f"{path}: {ACTIVITIES['kernel']} has no kernels, expected a capture of a"
+                f" program that runs some{_diagnostics_text(connection)}"
             )
         if graphs and not whole_graphs:
             raise TraceError(
-                f"{path}: {GRAPHS} holds {graphs} CUDA graphs traced as a whole, expected"
+                f"{path}: {GRAPHS} has {graphs} CUDA graphs traced as a whole, expected"
                 " their kernels (nsys profile --cuda-graph-trace=node)"
             )
         events, calls = (
             pool.submit(_events, path, (PUSH_POP, START_END) if domains is None else (PUSH_POP,)),
             pool.submit(
-                _integers,
+                _integer_columns,
                 path,
                 LAUNCHES,
                 ["globalTid", "correlationId", "start", "end"],
@@ -130,24 +132,26 @@ def read_export(
 
 
 def graph_launches(path: Path | str) -> np.ndarray:
-    """The calls that launched CUDA graphs, (3, n): key of the thread, correlation id, start in ns; none where
-    the export names no calls."""
+    """Return the launches of CUDA graphs, (3, n): thread key, correlation id and start in ns.
+
+    The result is empty if the export does not name calls.
+    """
     with _reading(path) as connection:
         columns = _columns(connection, LAUNCHES)
         ids = dict(_rows(connection, STRINGS, ["id", "value"], "value LIKE '%GraphLaunch%'"))
         if "nameId" not in columns or not ids:
             return np.zeros((3, 0), np.int64)
-        wanted = f"nameId IN ({', '.join(map(str, ids))}) AND correlationId IS NOT NULL"
-        rows = _rows(connection, LAUNCHES, ["globalTid", "correlationId", "start"], wanted)
-        found = [row for row in rows if all(isinstance(value, int) for value in row)]
-    return np.array(found, np.int64).reshape(-1, 3).T
+        condition = f"nameId IN ({', '.join(map(str, ids))}) AND correlationId IS NOT NULL"
+        rows = _rows(connection, LAUNCHES, ["globalTid", "correlationId", "start"], condition)
+        launches = [row for row in rows if all(isinstance(value, int) for value in row)]
+    return np.array(launches, np.int64).reshape(-1, 3).T
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
-    """What check_conservation compares with, counted by sqlite: operations and duration_ns, by kind.
+    """Count operations and sum duration_ns by kind in sqlite, for ``check_conservation`` to compare with.
 
     Raises:
-        TraceError: as load_trace.
+        TraceError: as in ``load_trace``.
     """
     with _reading(path) as connection:
         rows = [
@@ -158,16 +162,18 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 
 
 def device_names(path: Path | str) -> dict[int, str]:
-    """The names of the GPUs that nsys saw, by id, as far as the export has them."""
+    """Return the GPUs' names by id, as far as the export has them."""
     with _reading(path) as connection:
-        known = {"id", "name"} <= _columns(connection, GPUS)
-        rows = _rows(connection, GPUS, ["id", "name"]) if known else ()
+        has_names = {"id", "name"} <= _columns(connection, GPUS)
+        rows = _rows(connection, GPUS, ["id", "name"]) if has_names else ()
         return {device: str(name) for device, name in rows if isinstance(device, int)}
 
 
 def waiting_calls(path: Path | str) -> pd.DataFrame:
-    """The calls on the host that last (kind "call", name, key of the thread, start_ns, end_ns), but for
-    launches; empty where the export names none."""
+    """Return the long host calls: kind ("call"), name, key (the thread's), start_ns, end_ns.
+
+    Launches are left out unless they are slow. The result is empty if the export does not name calls.
+    """
     with _reading(path) as connection:
         rows = (
             _rows(
@@ -179,12 +185,12 @@ def waiting_calls(path: Path | str) -> pd.DataFrame:
             if "nameId" in _columns(connection, LAUNCHES)
             else ()
         )
-        found = [
+        calls = [
             (re.sub(r"_(v\d+|ptsz)+$", "", str(name)), *times)
             for name, *times in rows
-            if "Launch" not in str(name) or times[2] - times[1] >= SLOW_LAUNCH_NS
+            if "Launch" not in str(name) or times[2] - times[1] >= MIN_SLOW_LAUNCH_NS
         ]
-    return pd.DataFrame(found, columns=["name", "key", "start_ns", "end_ns"]).assign(kind="call")
+    return pd.DataFrame(calls, columns=["name", "key", "start_ns", "end_ns"]).assign(kind="call")
 
 
 _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPid"]
@@ -193,40 +199,42 @@ _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPi
 def nccl_payloads(path: Path | str) -> pd.DataFrame:
     """Read the message sizes that NCCL attaches to its NVTX ranges.
 
-    Only an export with ``--include-json=true`` has them; any other gives no rows.
+    Only exports made with ``--include-json=true`` have them; the result is empty for others.
 
     Returns:
         A row per range: key (the thread's), start_ns, end_ns, message_bytes.
     """
     with _reading(path) as connection:
-        table, name = _nvtx(connection)
+        table, name = _nvtx_table_and_name(connection)
         present = _columns(connection, table)
         if "jsonText" not in present:
             return pd.DataFrame(columns=PAYLOAD_COLUMNS, dtype="int64")
-        registered = (
+        registered_text = (
             f"(SELECT value FROM {STRINGS} WHERE id = jsonTextId)" if "jsonTextId" in present else "NULL"
         )
-        payload = f"coalesce(jsonText, {registered})"
+        payload = f"coalesce(jsonText, {registered_text})"
         where = f"eventType = {PUSH_POP} AND {payload} IS NOT NULL AND {name} LIKE 'nccl%'"
         rows = [*_rows(connection, table, ["globalTid", "start", "end", payload], where)]
     sized = [(*row[:3], _message_bytes(row[3])) for row in rows]
-    known = [row for row in sized if all(isinstance(value, int) for value in row)]
-    return pd.DataFrame(known, columns=PAYLOAD_COLUMNS, dtype="int64")
+    complete = [row for row in sized if all(isinstance(value, int) for value in row)]
+    return pd.DataFrame(complete, columns=PAYLOAD_COLUMNS, dtype="int64")
 
 
 def _message_bytes(payload: object) -> int | None:
-    """Return the size in a payload of NCCL's; None where there is none."""
+    """Return the message size in an NCCL payload, or None."""
     try:
         content = json.loads(payload) if isinstance(payload, str) else None
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return None
     size = content.get("Message size [bytes]") if isinstance(content, dict) else None
-    return size if type(size) is int and 0 <= size < 2**62 else None  # JSON's true is an int as well
+    if type(size) is not int:  # not isinstance, because True is an int, too
+        return None
+    return size if 0 <= size < 2**62 else None
 
 
 @contextmanager
 def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
-    """An export, opened read-only; what sqlite finds wrong with it is a TraceError."""
+    """Open an export read-only; raise sqlite's errors as TraceError."""
     path = Path(path)
     if not path.is_file():
         raise TraceError(f"{path}: no such file, expected the sqlite export of a capture")
@@ -246,22 +254,24 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
                     raise TraceError(f"{path}: {view} is a view, expected a table")
             yield connection
     except (sqlite3.Error, adbc_driver_manager.Error, pa.ArrowException, UnicodeDecodeError) as error:
-        what = DRIVER_WORDS.sub("", " ".join(str(error).split()))
+        what = DRIVER_BOILERPLATE.sub("", " ".join(str(error).split()))
         raise TraceError(f"{path}: {what}, expected {EXPECTED}") from error
 
 
-def _diagnosis(connection: sqlite3.Connection) -> str:
-    """What nsys itself says of a capture without kernels, for an error's end."""
+def _diagnostics_text(connection: sqlite3.Connection) -> str:
+    """Return nsys's own diagnostics, to be appended to an error message."""
     rows = _rows(connection, DIAGNOSTICS, ["severity", "text"], "text IS NOT NULL")
-    said = sorted({(-severity, one_line(text, 200)) for severity, text in rows if isinstance(severity, int)})
-    return "; nsys says: " + " ".join(text for _, text in said[:2]) if said else ""
+    messages = sorted(
+        {(-severity, one_line(text, 200)) for severity, text in rows if isinstance(severity, int)}
+    )
+    return "; nsys says: " + " ".join(text for _, text in messages[:2]) if messages else ""
 
 
 def _uri(path: Path | str) -> str:
     return Path(path).resolve().as_uri() + "?mode=ro"
 
 
-def _has(connection: sqlite3.Connection, table: str) -> bool:
+def _has_table(connection: sqlite3.Connection, table: str) -> bool:
     return bool(
         connection.execute(
             "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", [table]
@@ -270,75 +280,78 @@ def _has(connection: sqlite3.Connection, table: str) -> bool:
 
 
 def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
-    """The columns of a table; none where there is no such table."""
+    """Return a table's columns; empty if there is no such table."""
     return {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
 
 
-def _nvtx(connection: sqlite3.Connection) -> tuple[str, str]:
-    """The table of NVTX events, and what gives the name of one: its own text, or that of a registered
-    string, which not every export has."""
-    table = next((name for name in NVTX_TABLES if _has(connection, name)), NVTX_TABLES[0])
-    registered = f"(SELECT value FROM {STRINGS} WHERE id = textId)"
-    registered = registered if "textId" in _columns(connection, table) else "NULL"
-    return table, f"CAST(coalesce(nullif(text, ''), {registered}, '') AS TEXT)"
+def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
+    """Return the table of NVTX events, and the SQL expression for an event's name.
+
+    The name is the event's text or a registered string, which not every export has.
+    """
+    table = next((name for name in NVTX_TABLES if _has_table(connection, name)), NVTX_TABLES[0])
+    registered_text = f"(SELECT value FROM {STRINGS} WHERE id = textId)"
+    registered_text = registered_text if "textId" in _columns(connection, table) else "NULL"
+    return table, f"CAST(coalesce(nullif(text, ''), {registered_text}, '') AS TEXT)"
 
 
 def _rows(
     connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
 ) -> Iterable[tuple]:
-    """Rows in the order of the table; none where the capture lacks the table, as when there was no such
-    event.
-    """
-    if not _has(connection, table):
+    """Select rows in the order of the table; empty if the export lacks it because there were no such events."""
+    if not _has_table(connection, table):
         return ()
     return connection.execute(
         f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid"
     )
 
 
-def _arrow(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
-    """Columns of a table, in its order, with no Python object per row; None where there are no rows."""
+def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
+    """Read columns of a table in its order, without a Python object per row; None without rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
-        if not _has(connection, table):
+        if not _has_table(connection, table):
             return None
-        plain = {name for name in columns if name.isidentifier()} - {"rowid"}
-        if lacking := sorted(plain - _columns(connection, table)):
-            raise TraceError(f"{path}: {table} has no column {', '.join(lacking)}, expected {EXPECTED}")
-    with adbc_driver_sqlite.dbapi.connect(_uri(path)) as connected, connected.cursor() as cursor:
+        plain_columns = {name for name in columns if name.isidentifier()} - {"rowid"}
+        if missing := sorted(plain_columns - _columns(connection, table)):
+            raise TraceError(f"{path}: {table} has no column {', '.join(missing)}, expected {EXPECTED}")
+    with (
+        adbc_driver_sqlite.dbapi.connect(_uri(path)) as arrow_connection,
+        arrow_connection.cursor() as cursor,
+    ):
         cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": "65536"})
         cursor.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {table}.rowid")
         try:
-            found = cursor.fetch_arrow_table().combine_chunks()
-        except OSError as error:  # how the driver says that a later row has another type than the first ones
+            rows = cursor.fetch_arrow_table().combine_chunks()
+        except OSError as error:  # the driver raises it if a later row has a different type
             raise TraceError(
                 f"{path}: {table} has values of several types in one column ({error}), expected"
                 " one type in each"
             ) from None
-    return found if len(found) else None
+    return rows if len(rows) else None
 
 
-def _integers(path: Path | str, table: str, columns: Sequence[str], where: str = "1") -> np.ndarray:
-    """Columns of a table, (columns, rows) of int64; NULL is -1.
+def _integer_columns(path: Path | str, table: str, columns: Sequence[str], where: str = "1") -> np.ndarray:
+    """Read columns of a table as int64, (columns, rows); NULL becomes -1.
 
     Raises:
-        TraceError: a value is no integer, or none where one is needed; a time or correlation id is out of
-            range, or a row ends before it starts.
+        TraceError: a value is not an integer, or missing from NOT_NULL_COLUMNS; a time or correlation id is out
+            of range; or a row ends before it starts.
     """
-    found = _arrow(path, table, columns, where)
-    return np.zeros((len(columns), 0), np.int64) if found is None else _checked(path, table, found)
+    rows = _arrow_columns(path, table, columns, where)
+    return np.zeros((len(columns), 0), np.int64) if rows is None else _check_values(path, table, rows)
 
 
-def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
-    """_integers of what was read of a table."""
+def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
+    """Check and convert the rows that ``_integer_columns`` reads."""
     values = {}
-    for name, column in zip(found.column_names, found.columns):
+    for name, column in zip(rows.column_names, rows.columns):
         if not pa.types.is_int64(column.type):
             raise TraceError(
                 f"{path}: {table} has {column.type} values in its column {name}, expected integers"
             )
-        if column.null_count and name in NEEDED:
+        if column.null_count and name in NOT_NULL_COLUMNS:
             raise TraceError(
-                f"{path}: {table} has no value in column {name} of {column.null_count} rows,"
+                f"{path}: {table} has no value in column {name} in {column.null_count} rows,"
                 " expected one in each"
             )
         values[name] = column.fill_null(-1).to_numpy()
@@ -348,9 +361,9 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
                 f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name},"
                 f" expected {least} to {most}"
             )
-    backward = values["end"] < values["start"] if "end" in values else np.zeros(0, bool)
-    if backward.any():
-        row = backward.argmax()
+    ends_early = values["end"] < values["start"] if "end" in values else np.zeros(0, bool)
+    if ends_early.any():
+        row = ends_early.argmax()
         raise TraceError(
             f"{path}: {table} has a row that ends at {values['end'][row]} ns and starts at"
             f" {values['start'][row]} ns, expected no end before its start"
@@ -361,28 +374,28 @@ def _checked(path: Path | str, table: str, found: pa.Table) -> np.ndarray:
 def _operations(
     path: Path | str, connection: sqlite3.Connection, whole_graphs: bool
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """load_trace's operations, with what their own records tell; and the globalPid of each."""
+    """Return ``load_trace``'s operations before attribution, and the globalPid of each."""
     name_ids = {"kernel": "demangledName", "memcpy": "copyKind", "memset": "0"}
-    listed = COPY_LABELS | dict(_rows(connection, COPY_KINDS, ["id", "label"]))
-    copies = {i: f"[CUDA memcpy {label}]" for i, label in listed.items()}
-    found: list[np.ndarray] = []
+    copy_labels = COPY_LABELS | dict(_rows(connection, COPY_KINDS, ["id", "label"]))
+    copies = {i: f"[CUDA memcpy {label}]" for i, label in copy_labels.items()}
+    parts: list[np.ndarray] = []
     names: dict[str, int] = {}
     for code, (kind, table) in enumerate(ACTIVITIES.items()):
         has_size = "bytes" in _columns(connection, table)
         size = "coalesce(bytes, -1) AS bytes" if has_size else "-1 AS bytes"
-        *values, name_id = _integers(
+        *values, name_id = _integer_columns(
             path, table, ["rowid AS row", *_OPERATION, size, f"{name_ids[kind]} AS name"]
         )
         ids, index = np.unique(name_id, return_inverse=True)
         labels = {"kernel": _strings(connection, ids), "memcpy": copies, "memset": {0: "[CUDA memset]"}}[kind]
         texts = [labels.get(i, f"[CUDA {kind} {i}]") for i in ids.tolist()]
         codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
-        found.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
+        parts.append(np.stack([np.full(len(name_id), code), codes[index], *values]))
     if whole_graphs:
-        found.append(_graph_replays(path, connection, names))
-    parts = np.concatenate(found, axis=1)
-    parts = parts[:, np.argsort(parts[3], kind="stable")]  # by their starts
-    kinds, name_codes, row, start, end, device, stream, correlation, process, size = parts
+        parts.append(_graph_replays(path, connection, names))
+    table = np.concatenate(parts, axis=1)
+    table = table[:, np.argsort(table[3], kind="stable")]  # by start
+    kinds, name_codes, row, start, end, device, stream, correlation, process, size = table
     name = pd.Categorical.from_codes(name_codes, list(names))
     return pd.DataFrame(
         {
@@ -401,19 +414,23 @@ def _operations(
 
 
 def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict[str, int]) -> np.ndarray:
-    """CUDA graphs that were traced as a whole, as rows of _operations: kernels that are named for their
-    graph."""
+    """Return CUDA graphs that were traced as a whole, as kernels named after their graph.
+
+    The rows have the form that ``_operations`` assembles.
+    """
     columns = _columns(connection, GRAPHS)
-    lacking = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
-    wanted = [name if name in columns else f"{lacking[name]} AS {name}" for name in (*_OPERATION, "graphId")]
-    *values, graph = _integers(path, GRAPHS, ["rowid AS row", *wanted])
+    defaults = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
+    selected = [
+        name if name in columns else f"{defaults[name]} AS {name}" for name in (*_OPERATION, "graphId")
+    ]
+    *values, graph = _integer_columns(path, GRAPHS, ["rowid AS row", *selected])
     texts = [f"{GRAPH_REPLAY} {i}]" if i >= 0 else f"{GRAPH_REPLAY}]" for i in graph.tolist()]
     codes = np.array([names.setdefault(text, len(names)) for text in texts], np.int64)
     return np.stack([np.zeros(len(graph), np.int64), codes, *values, np.full(len(graph), -1)])
 
 
 def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
-    """The strings with these ids."""
+    """Look up strings by id."""
     query = (
         f"SELECT id, CAST(value AS TEXT) FROM {STRINGS} WHERE value IS NOT NULL"
         " AND id IN (SELECT value FROM json_each(?))"
@@ -422,11 +439,12 @@ def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
 
 
 def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.DictionaryArray]:
-    """All ranges of these types, (5, n): start, end, whether still open (its end is then its start),
-    globalTid, domain; and their names.
+    """Return all NVTX events of these types, and their names.
+
+    The events are (5, n): start, end, whether still open (end is then start), globalTid and domain.
     """
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
-        table, range_name = _nvtx(connection)
+        table, range_name = _nvtx_table_and_name(connection)
     columns = [
         "start",
         'coalesce("end", start) AS "end"',
@@ -435,11 +453,11 @@ def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.Di
         "coalesce(domainId, 0) AS domainId",
         f"{range_name} AS name",
     ]
-    found = _arrow(path, table, columns, f"eventType IN ({', '.join(map(str, types))})")
-    if found is None:
+    rows = _arrow_columns(path, table, columns, f"eventType IN ({', '.join(map(str, types))})")
+    if rows is None:
         return np.zeros((len(columns) - 1, 0), np.int64), pa.array([], pa.string()).dictionary_encode()
-    names = found["name"].combine_chunks().cast(pa.string()).dictionary_encode()
-    return _checked(path, table, found.drop_columns(["name"])), names
+    names = rows["name"].combine_chunks().cast(pa.string()).dictionary_encode()
+    return _check_values(path, table, rows.drop_columns(["name"])), names
 
 
 def _ranges(
@@ -449,23 +467,23 @@ def _ranges(
     domains: Sequence[str] | None,
     capture_end: int,
 ) -> pd.DataFrame:
-    """The ranges of Records; one that is still open ends with the capture."""
+    """Return the ranges for Records; a range that is still open ends with the capture."""
     start, end, still_open, thread, domain = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
-    keep = np.full(len(start), True)
-    table, range_name = _nvtx(connection)
+    is_kept = np.full(len(start), True)
+    table, range_name = _nvtx_table_and_name(connection)
     domain_names = {
-        (tid & PROCESS, i): n
-        for tid, i, n in _rows(
+        (thread_key & PROCESS, domain_id): domain_name
+        for thread_key, domain_id, domain_name in _rows(
             connection, table, ["globalTid", "domainId", range_name], f"eventType = {DOMAIN_CREATE}"
         )
     }
     for process in np.unique(thread & PROCESS).tolist():
-        for i in np.unique(domain).tolist():
-            if domains is not None and domain_names.get((process, i), "") not in domains:
-                keep &= (thread & PROCESS != process) | (domain != i)
+        for domain_id in np.unique(domain).tolist():
+            if domains is not None and domain_names.get((process, domain_id), "") not in domains:
+                is_kept &= (thread & PROCESS != process) | (domain != domain_id)
     order = np.lexsort((-end, start, thread))
-    order = order[keep[order]]
+    order = order[is_kept[order]]
     name = pd.Categorical.from_codes(np.asarray(names.indices)[order], names.dictionary.to_pylist())
     return pd.DataFrame(
         {"name": name, "start_ns": start[order], "end_ns": end[order], **thread_columns(thread[order])}

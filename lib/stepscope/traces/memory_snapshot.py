@@ -1,7 +1,7 @@
-"""PyTorch's memory history: as a table of allocations, and as a file for PyTorch's memory viewer.
+"""Turn PyTorch's memory history into a table of allocations or a file for PyTorch's memory viewer.
 
-The history comes from this process (``torch.cuda.memory._snapshot()``), not from a file; other people's
-snapshots are read by :mod:`stepscope.captures.snapshot`.
+The history comes from this process (``torch.cuda.memory._snapshot()``). Snapshot files, which may come from
+anyone, are read by :mod:`stepscope.captures.snapshot`.
 """
 
 import pickle
@@ -12,19 +12,19 @@ from typing import Any
 import pandas as pd
 
 COLUMNS = ["size", "address", "allocated_at", "freed_at", "line"]
-# The part of a path that says where in which project a file is, wherever that is installed.
-PLACE = re.compile(
+# The part of a path that does not depend on where a package is installed.
+PORTABLE_PATH = re.compile(
     r"(?:^|/)(?:(?:lib|site-packages|dist-packages)/(stepscope/.+)|(?:site|dist)-packages/(.+))$"
 )
-RANGES = "stepscope/model/ranges.py"  # calls the model's methods, and makes nothing
+RANGES_FILE = "stepscope/model/ranges.py"  # wraps the model's methods, and allocates nothing itself
 
 
 def allocations(snapshot: dict) -> pd.DataFrame:
-    """Every allocation of the first device's history, in order: one row each, in :data:`COLUMNS`.
+    """List every allocation in the first device's history, in order, one row each with :data:`COLUMNS`.
 
-    ``size`` is what was asked for, in bytes. ``allocated_at`` and ``freed_at`` count the events of this kind
-    from 0 on, both in one numbering; ``freed_at`` is infinite while it lives. ``line`` is the innermost line
-    of this package or of torch's optimizers, as ``path:line``; empty where no Python ran (backward).
+    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` number all allocations and frees
+    together, from 0; ``freed_at`` is infinite for memory that is still allocated. ``line`` is the innermost
+    line of this package or torch's optimizers as ``path:line``; empty if no Python code ran (in backward).
     """
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
@@ -35,7 +35,7 @@ def allocations(snapshot: dict) -> pd.DataFrame:
             line = line_of(entry.get("frames", []))
             rows.append([entry["size"], entry["addr"], event, float("inf"), line])
         elif entry["action"] == "free_requested":
-            if entry["addr"] in open_at:  # what was there before the history began has no row
+            if entry["addr"] in open_at:  # allocations older than the history have no row
                 rows[open_at.pop(entry["addr"])][3] = event
         else:
             continue
@@ -44,33 +44,33 @@ def allocations(snapshot: dict) -> pd.DataFrame:
 
 
 def line_of(frames: list[dict]) -> str:
-    """The innermost frame in this package (its ranges aside) or in torch's optimizers: "path:line"."""
+    """Return "path:line" of the innermost frame in this package (except its ranges) or torch's optimizers."""
     for frame in frames:
-        found = PLACE.search(frame["filename"])
-        path = found and (found[1] or found[2])
-        if path and path.startswith(("stepscope/", "torch/optim/")) and path != RANGES:
+        match = PORTABLE_PATH.search(frame["filename"])
+        path = match and (match[1] or match[2])
+        if path and path.startswith(("stepscope/", "torch/optim/")) and path != RANGES_FILE:
             return f"{path}:{frame['line']}"
     return ""
 
 
 def portable(snapshot: dict) -> bytes:
-    """A snapshot for others, as a pickle that PyTorch's memory viewer reads.
+    """Pickle a snapshot for PyTorch's memory viewer, without absolute paths, so that it can be shared.
 
-    Of each stack it has the frames of this package and of installed ones, their files named as
-    ``stepscope/...`` and ``torch/...``; no other text is an absolute path. Equal stacks are stored once.
+    Stacks keep the frames of this package and of installed ones, with files named ``stepscope/...`` and
+    ``torch/...``. Equal stacks are stored once.
     """
-    places: dict[tuple, dict] = {}
+    frames_by_location: dict[tuple, dict] = {}
     stacks: dict[tuple, list[dict]] = {}
 
-    def frame(one: dict) -> dict | None:
-        found = PLACE.search(one.get("filename", ""))
-        if not found:
+    def frame(entry: dict) -> dict | None:
+        match = PORTABLE_PATH.search(entry.get("filename", ""))
+        if not match:
             return None
-        place = found[1] or found[2], one.get("line", 0), one.get("name", "")
-        return places.setdefault(place, dict(zip(("filename", "line", "name"), place)))
+        location = match[1] or match[2], entry.get("line", 0), entry.get("name", "")
+        return frames_by_location.setdefault(location, dict(zip(("filename", "line", "name"), location)))
 
     def stack(frames: list[dict]) -> list[dict]:
-        kept = [one for each in frames if (one := frame(each)) is not None]
+        kept = [entry for item in frames if (entry := frame(item)) is not None]
         return stacks.setdefault(tuple(map(id, kept)), kept)
 
     def clean(value: Any) -> Any:
@@ -80,7 +80,7 @@ def portable(snapshot: dict) -> bytes:
                 for key, held in value.items()
             }
         if isinstance(value, (list, tuple)):
-            return type(value)(clean(one) for one in value)
+            return type(value)(clean(entry) for entry in value)
         return "" if isinstance(value, str) and value.startswith("/") else value
 
     # torch/utils/viz/MemoryViz.js reads protocols 2 to 4.

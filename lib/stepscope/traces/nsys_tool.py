@@ -1,4 +1,4 @@
-"""Nsight Systems as a program: where it is, whether it is whole, and what it makes of a capture. No torch."""
+"""Find and run Nsight Systems. This module does not import torch."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepscope import StepscopeError
 
-PLACES = (
+INSTALL_PATTERNS = (
     "/opt/nvidia/nsight-systems/*/bin/nsys",
     "/opt/nvidia/nsight-systems-cli/*/bin/nsys",
     "/usr/local/cuda*/bin/nsys",
@@ -17,23 +17,24 @@ PLACES = (
 
 
 class NsysError(StepscopeError, RuntimeError):
-    """nsys is missing, incomplete, or made no use of a capture; quotes what it said itself."""
+    """nsys is missing, incomplete or failed; the message quotes its output."""
 
 
 def find_nsys() -> Path | None:
-    """The nsys to use: on the PATH, else the newest in the usual install folders, the copy inside Nsight
-    Compute last.
+    """Return nsys from the PATH, else the newest one in the usual install folders; None if there is none.
+
+    The copy inside Nsight Compute comes last.
     """
     if on_path := shutil.which("nsys"):
         return Path(on_path)
-    for place in PLACES:
-        if found := sorted(Path("/").glob(place.removeprefix("/"))):
-            return found[-1]
+    for pattern in INSTALL_PATTERNS:
+        if matches := sorted(Path("/").glob(pattern.removeprefix("/"))):
+            return matches[-1]
     return None
 
 
 def nsys_version(nsys: Path) -> str:
-    """What ``nsys --version`` says of itself."""
+    """Return the version that ``nsys --version`` prints."""
     return (
         subprocess.run([nsys, "--version"], capture_output=True, text=True, check=True)
         .stdout.strip()
@@ -42,19 +43,20 @@ def nsys_version(nsys: Path) -> str:
 
 
 def missing_libraries(nsys: Path) -> list[str]:
-    """Shared libraries that the importer, which turns a capture into a report, cannot find; empty when nsys
-    is whole.
+    """Return the shared libraries that nsys's importer cannot find; empty if nsys is complete.
 
-    The copy inside Nsight Compute comes without ``libdw.so.1`` and ``libelf.so.1`` and then captures, but
-    reports nothing.
+    The importer turns a capture into a report. The copy inside Nsight Compute comes without ``libdw.so.1`` and
+    ``libelf.so.1``; without them, it captures but makes no reports.
     """
-    real = Path(os.path.realpath(nsys))
-    if real.stat().st_size < 4096:  # a wrapper script: what it executes is what matters
-        words = real.read_text(errors="replace").split()
-        real = next((Path(word) for word in words if word.endswith("/nsys") and Path(word).exists()), real)
+    program_path = Path(os.path.realpath(nsys))
+    if program_path.stat().st_size < 4096:  # a wrapper script: check the program that it runs
+        words = program_path.read_text(errors="replace").split()
+        program_path = next(
+            (Path(word) for word in words if word.endswith("/nsys") and Path(word).exists()), program_path
+        )
     missing = set()
     for host in ("host-linux-*", "linux-desktop-*"):
-        for program in real.parent.parent.glob(f"{host}/QdstrmImporter"):
+        for program in program_path.parent.parent.glob(f"{host}/QdstrmImporter"):
             listed = subprocess.run(
                 ["ldd", program],
                 capture_output=True,
@@ -66,30 +68,30 @@ def missing_libraries(nsys: Path) -> list[str]:
 
 
 def export_capture(nsys: Path, report: Path, export: Path) -> Path:
-    """Make a capture's event-level export (sqlite), with the payloads of NVTX ranges where this nsys can.
+    """Export a capture to sqlite, with the payloads of NVTX ranges if this nsys supports them.
 
     Raises:
-        NsysError: nsys exported nothing; quotes it.
+        NsysError: nsys exported nothing; the message quotes its output.
     """
     command = ("export", "--type=sqlite", "--force-overwrite=true")
     output_of(nsys, *command, "--include-json=true", "--output", export, report)
-    said = ""
-    if not export.exists():  # an older nsys, which has no such option
-        said = output_of(nsys, *command, "--output", export, report)
+    output = ""
+    if not export.exists():  # an older nsys lacks --include-json
+        output = output_of(nsys, *command, "--output", export, report)
     if not export.exists():
-        raise NsysError(f"nsys export made nothing of {report.name}; it said: {said}")
+        raise NsysError(f"nsys export could not export {report.name}; its output: {output}")
     return export
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """By ``nsys stats``, beside an export, its CSV reports; one that nsys makes nothing of is absent.
+    """Write CSV reports next to an export with ``nsys stats``; return the paths of those that nsys wrote.
 
     Raises:
-        NsysError: nsys made none; quotes it.
+        NsysError: nsys wrote none; the message quotes its output.
     """
-    # A copy: nsys does not say whether it leaves alone what it reads.
+    # a copy, because nsys does not promise to leave its input unchanged
     copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))
-    said = output_of(
+    output = output_of(
         nsys,
         "stats",
         "--format=csv",
@@ -101,12 +103,12 @@ def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str
     )
     made = {name: export.with_name(f"stats_{name}.csv") for name in reports}
     if not any(path.exists() for path in made.values()):
-        raise NsysError(f"nsys stats made nothing of {export.name}; it said: {said}")
+        raise NsysError(f"nsys stats wrote no reports of {export.name}; its output: {output}")
     return {name: path for name, path in made.items() if path.exists()}
 
 
 def output_of(*command: str | Path) -> str:
-    """The end of what a command says."""
+    """Run a command and return the end of its output."""
     return subprocess.run(
         [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ).stdout[-2000:]
