@@ -211,7 +211,7 @@ def test_capture_of_your_choice_is_shown_and_its_tables_can_be_queried(monkeypat
     family = rows["family"].astype(str).iloc[0]
     queried = rows.query(f"family == '{family}'")
     assert 0 < len(queried) <= len(rows) <= len(names["capture"].operations)
-    assert len(names["gpu"].accounts) >= 1
+    assert len(names["gpu"].breakdowns) >= 1
 
 
 def test_answer_of_the_profile_notebook_is_folded(monkeypatch):

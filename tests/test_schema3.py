@@ -49,7 +49,7 @@ def test_folder_of_schema_3_loads_complete_under_new_names_and_stays_as_it_is(fo
 def test_values_of_schema_3_are_unchanged_under_new_names(folder):
     """Every cell of every table, compared with the file by position: only names may differ."""
     for document in documents(folder):
-        for name, table in document["tables"].items():
+        for table in document["tables"].values():
             if table["rows"] is None:
                 continue
             study = document["study"]
