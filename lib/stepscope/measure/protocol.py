@@ -35,10 +35,11 @@ from stepscope.measure.guard import error_text, out_of_memory
 from stepscope.measure.memory import forget_peaks, peak_memory
 from stepscope.measure.power import Power, highest_clock_mhz, kept_up_power
 from stepscope.measure.profiler import capture
-from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
+from stepscope.measure.rates import FROM_FLOPS, ceilings, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
+from stepscope.model.flops import formula_mismatch
 from stepscope.model.training_step import grad_scaler, release
 from stepscope.traces.captured import CAPTURED
 
@@ -64,6 +65,8 @@ class Results:
     profiled: every operation of every profiled step, with start and end (columns case, number, ...).
     ceilings: the highest rates measured on this device, of a large matmul in each precision and of a copy.
     learning_rate: of the optimizer while it was measured; None if no step uses one.
+    formula_mismatch: why the FLOPs formula doesn't describe the model; empty if it does. Where it doesn't,
+        ``times`` has no achieved FLOP/s and no MFU.
     """
 
     config: StepConfig
@@ -73,6 +76,7 @@ class Results:
     profiled: pd.DataFrame
     ceilings: dict[str, float]
     learning_rate: float | None
+    formula_mismatch: str
 
     @property
     def limits(self) -> dict[str, float | None]:
@@ -394,6 +398,9 @@ class Protocol:
     def results(self) -> Results:
         rates = {name: self.ceilings.get(f"matmul_{name}", math.nan) for name in self.precisions}
         times = with_rates(self.times(), self.config, rates)
+        mismatch = formula_mismatch(self.subject.model, self.config)
+        if mismatch:
+            times[FROM_FLOPS] = math.nan
         operations = operations_by_name(self.keys, self.profiled)
         samples = self.all_samples()
         if not any(isinstance(case, tuple) for case in self.cases):  # the configuration names the precision
@@ -408,6 +415,7 @@ class Protocol:
             self.profiled,
             self.ceilings,
             learning_rate(self.subject.optimizer),
+            mismatch,
         )
 
     def all_samples(self) -> pd.DataFrame:
