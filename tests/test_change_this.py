@@ -4,6 +4,7 @@ test_benchmark.py, test_mixed_precision.py and test_nsys.py try some of them; th
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -109,10 +110,12 @@ def test_doubled_clock_is_kept(tmp_path):
     clock = "wall_ms = (default_timer() - start) * 1e3"
     (tmp_path / "lab").mkdir()
     edited("benchmark", tmp_path / "lab", clock, clock.replace("(", "2 * (", 1))
-    (command,) = [code for code in HINTS["benchmark"] if "papermill" in code]
-    program, *arguments = command.split()
+    (hint,) = [code for code in HINTS["benchmark"] if "papermill" in code]
+    program, *arguments = hint.split()
     assert program == ".venv/bin/papermill"
-    subprocess.run([sys.executable, "-m", "papermill", *arguments], cwd=tmp_path, check=True)
+    places = {"PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "papermill", *arguments]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | places)
     times = load(tmp_path / "runs" / "doubled")["benchmark.times"].query("mode == 'step'")
     ms = times.set_index("phase")["wall_min_ms"]
     assert ms[WHOLE] >= 2 * ms.drop(WHOLE).sum() > 0
