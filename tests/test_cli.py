@@ -10,9 +10,11 @@ from typer.main import get_command
 
 from conftest import RAISES, TINY, put
 from stepscope import cli
+from stepscope.config import studies
 from stepscope.runs import sweep, sweep_file, workers
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import SweepEnd
+from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def run(monkeypatch, capsys):
     "arguments, words",
     [
         (["sweep", "nothing"], "nothing: is no file, and none of the sweeps that ship"),
-        (["sweep", "reference"], "need a CUDA GPU"),
+        (["sweep", "reference"], "needs a CUDA GPU"),
         (["sweep", "cpu", "--time-budget", "-1"], "--time-budget"),
         (["sweep", "cpu", "--timeout", "1 day"], "--timeout"),
         (["sweep", "cpu", "--timeout", "0"], "--timeout"),
@@ -214,7 +216,7 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
     store, rendered = Store(tmp_path / "runs"), []
     for seed in (0, 1):
         put(store, tiny(seed=seed))
-    monkeypatch.setattr(sweep_file, "find_sweeps", lambda name: [path])
+    monkeypatch.setattr(sweep_file, "find_sweeps", lambda name, device: [path])
     monkeypatch.setattr(cli, "_render", lambda folder, out: rendered.append(folder))
     code, _, err = run("report", "--runs", store.root)
     assert code == 0 and rendered == [store.root] and "2 done" in err
@@ -304,13 +306,26 @@ def test_what_fits_is_told_for_the_smallest_gpu_here_or_for_80_gib(run, monkeypa
     assert asked == [(3, 256, 80.0, 2025), (3, 256, 24.0, 2026), (3, 256, 48.0, 2025)]
 
 
-def test_what_ships_for_a_gpu_is_refused_without_one_and_a_file_or_a_scheduler_is_not(monkeypatch, tmp_path):
-    file = tmp_path / "own.yaml"
-    file.touch()
+@pytest.mark.parametrize("study", studies())
+def test_study_sweep_is_its_part_of_the_cpu_sweep_without_a_gpu(run, monkeypatch, tmp_path, study):
+    asked = []
     monkeypatch.setattr(cli, "gpus_here", list)
-    cli._require_gpu(["cpu", str(file)], None)
-    cli._require_gpu(["tour"], "tcp://a:1")
-    with pytest.raises(cli.StepscopeError, match="^tour: its models need"):
-        cli._require_gpu(["cpu", str(file), "tour"], None)
-    monkeypatch.setattr(cli, "gpus_here", lambda: [{"name": "x"}])
-    cli._require_gpu(["tour"], None)
+    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
+    code, _, err = run("sweep", study, "--runs", tmp_path)
+    (sources,) = asked
+    assert code == 0 and err.count("\n") == 1 and f"{study}: no CUDA GPU here" in err
+    plan = load_sweeps(sources, "cpu")
+    everything = load_sweeps(find_sweeps("cpu"), "cpu")
+    assert plan.configs == [config for config in everything.configs if config.study == study]
+
+
+def test_sweep_of_all_studies_needs_a_gpu_or_a_scheduler(run, monkeypatch, tmp_path, write_sweep):
+    asked = []
+    monkeypatch.setattr(cli, "gpus_here", list)
+    monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
+    code, _, err = run("sweep", "cpu", "tour", "--runs", tmp_path)
+    assert code == 2 and "tour: needs a CUDA GPU" in err and not asked
+    own = write_sweep({"study": "benchmark", "fixed": TINY})
+    assert run("sweep", "cpu", own, "--runs", tmp_path)[0] == 0
+    assert run("sweep", "tour", "benchmark", "--scheduler", "tcp://a:1", "--runs", tmp_path)[0] == 0
+    assert asked == [[*find_sweeps("cpu"), own], [*find_sweeps("tour"), *find_sweeps("benchmark")]]

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stepscope.config import SIZES, StepConfig
 from stepscope.measure.clocks import time_steps
 from stepscope.model import ranges
-from stepscope.model.flops import forward_flops, parameter_count, step_flops
+from stepscope.model.flops import formula_mismatch, forward_flops, parameter_count, step_flops
 from stepscope.model.training_step import build_step
 from stepscope.model.transformer import Attention, RMSNorm, TransformerLM
 
@@ -80,6 +80,25 @@ def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
     with torch.device("meta"):  # shapes without memory
         count = sum(parameter.numel() for parameter in TransformerLM(config).parameters())
     assert count == parameter_count(config) == HANDOUT.get(size, count)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_formulas_describe_the_model_of_every_size(size):
+    config = step_config(size=size, context_length=128)
+    with torch.device("meta"):
+        assert formula_mismatch(TransformerLM(config), config) == ""
+
+
+def test_formulas_do_not_describe_a_model_with_another_part():
+    config = step_config(size="nano", context_length=8)
+    with torch.device("meta"):
+        gelu, tied, wider = (TransformerLM(config) for _ in range(3))
+        gelu.blocks[1].ffn = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        tied.head.weight = tied.embedding.weight
+        wider.head = nn.Linear(config.d_model, config.vocab_size + 1, bias=False)
+    assert "blocks.1.ffn.gate_proj.weight is missing" in formula_mismatch(gelu, config)
+    assert "head.weight is missing" in formula_mismatch(tied, config)
+    assert f"of shape ({config.vocab_size + 1}, 32)" in formula_mismatch(wider, config)
 
 
 # Numerics

@@ -334,6 +334,7 @@ def test_readings_belong_to_their_case_and_rates_to_their_precision(toy, monkeyp
         "keep_up": lambda step, *_: settled.append(step.args[0]),
         "replay": replay,
         "sheet_tflops": lambda *given: {("bf16", "cpu"): 8.0}[given],
+        "formula_mismatch": lambda *given: "",
     }.items():
         monkeypatch.setattr(protocol, name, answer)
     monkeypatch.setattr(rates, "sheet_tflops", protocol.sheet_tflops)

@@ -200,7 +200,8 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: reference, tour and 2026 on a GPU, cpu without one, a study."
+            help="Sweep files (YAML), or what ships: reference, tour or 2026 on a GPU, cpu without one, or a"
+            " study's name (tiny models if there is no GPU)."
         ),
     ],
     runs: RunsOption = None,
@@ -224,25 +225,22 @@ def sweep(
     Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
     left.
     """
+    from stepscope.config import studies
     from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, said_before
 
-    paths = [path for name in sweeps for path in find_sweeps(name)]
-    _require_gpu(sweeps, scheduler)
-    for path in paths:
-        console.print(f"{path.name}: {said_before(path) or 'no word on what it takes'}")
+    device = "cuda" if scheduler or gpus_here() else "cpu"
+    paths = []
+    for name in sweeps:
+        files = find_sweeps(name, device)
+        if device == "cpu" and name in studies():
+            console.print(f"{name}: no CUDA GPU here, so this runs the study's tiny models on the CPU")
+        else:
+            for path in files:
+                console.print(f"{path.name}: {said_before(path) or 'no time estimate available'}")
+        paths += files
     options = SweepOptions(workers, scheduler, _seconds(timeout), _seconds(time_budget), notebooks, replace)
     raise typer.Exit(_sweep(paths, _local_runs(runs), options))
-
-
-def _require_gpu(names: list[str], scheduler: str | None) -> None:
-    """What ships is for a GPU, but for what is named cpu."""
-    shipped = [name for name in names if name != "cpu" and not Path(name).is_file()]
-    if shipped and not scheduler and not gpus_here():
-        raise StepscopeError(
-            f"{shipped[0]}: its models need a CUDA GPU, and there is none here; the same"
-            " studies over tiny models are called cpu"
-        )
 
 
 @app.command()
@@ -261,8 +259,12 @@ def report(
     from stepscope.runs.sweep_file import find_sweeps, said_before
 
     console.print("Looking at this machine.")
-    paths = find_sweeps("tour" if gpus_here() else "cpu")
-    console.print(said_before(paths[0]) or "")
+    if gpus_here():
+        paths = find_sweeps("tour")
+        console.print(said_before(paths[0]) or "no time estimate available")
+    else:
+        paths = find_sweeps("cpu", "cpu")
+        console.print("There is no CUDA GPU here, so every study runs tiny models on the CPU.")
     options = SweepOptions(workers, None, _seconds(timeout), _seconds(time_budget), replace=replace)
     _sweep_and_render(paths, _local_runs(runs), options)
 

@@ -35,10 +35,11 @@ from stepscope.measure.guard import error_text, out_of_memory
 from stepscope.measure.memory import allocated_memory, forget_peaks, peak_memory
 from stepscope.measure.power import Power, highest_clock_mhz, kept_up_power
 from stepscope.measure.profiler import capture
-from stepscope.measure.rates import ceilings, sheet_tflops, with_rates
+from stepscope.measure.rates import FROM_FLOPS, ceilings, sheet_tflops, with_rates
 from stepscope.measure.steady import TRIES, at_cap
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import key_columns, operations_by_name, step_times
+from stepscope.model.flops import formula_mismatch
 from stepscope.model.training_step import grad_scaler, release
 from stepscope.traces.captured import CAPTURED
 
@@ -66,6 +67,8 @@ class Results:
     readings: memory and power by case, in GiB, W, J and MHz; on a GPU ``state_gib``, which is what was
         allocated before the case's first step, is only here.
     learning_rate: of the optimizer while it was measured; None if no step uses one.
+    formula_mismatch: why the FLOPs formula doesn't describe the model; empty if it does. Where it doesn't,
+        ``times`` has no achieved FLOP/s and no MFU.
     """
 
     config: StepConfig
@@ -76,6 +79,7 @@ class Results:
     ceilings: dict[str, float]
     readings: dict[Case, dict[str, Any]]
     learning_rate: float | None
+    formula_mismatch: str
 
     @property
     def limits(self) -> dict[str, float | None]:
@@ -406,6 +410,9 @@ class Protocol:
         if self.extras:
             rates = {name: self.ceilings.get(f"matmul_{name}", math.nan) for name in self.precisions}
             times = with_rates(times, self.config, rates)
+        mismatch = formula_mismatch(self.subject.model, self.config)
+        if mismatch and self.extras:
+            times[FROM_FLOPS] = math.nan
         operations = operations_by_name(self.keys, self.profiled)
         samples = self.all_samples()
         has_pairs = any(isinstance(case, tuple) for case in self.cases)
@@ -422,6 +429,7 @@ class Protocol:
             self.ceilings,
             self.readings,
             learning_rate(self.subject.optimizer),
+            mismatch,
         )
 
     def all_samples(self) -> pd.DataFrame:

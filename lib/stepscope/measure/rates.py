@@ -23,6 +23,7 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
 SHEET_RATES = {"fp16": "bf16"}  # printed once for both
+FROM_FLOPS = ["tflops", "mfu", "mfu_measured", "mfu_at_clock"]  # columns that assume our model
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:

@@ -4,6 +4,9 @@ We follow ``torch.utils.flop_counter`` and appendix B of the PaLM paper: norms, 
 are omitted, and attention counts the full T x T square, because naive attention computes it.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from stepscope.config import PHASES, StepConfig
 
 
@@ -45,3 +48,41 @@ def phase_flops(config: StepConfig) -> dict[str, int]:
 def step_flops(config: StepConfig, mode: str = "step") -> int:
     """Return the FLOPs of all phases that ``mode`` runs."""
     return sum(phase_flops(config)[phase] for phase in PHASES[mode])
+
+
+def formula_mismatch(model: Any, config: StepConfig) -> str:
+    """Say why the formulas don't describe a model, or return "" if they do.
+
+    The formulas of this module and of :mod:`stepscope.model.accounting` assume the parameters of our model. A
+    model with another part, for example GELU instead of SwiGLU, has other parameters, so its FLOPs and bytes
+    are not what the formulas give.
+
+    Args:
+        model: an ``nn.Module``; only the names and shapes of its parameters are read.
+    """
+    expected = dict(_parameter_shapes(config))
+    actual = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in expected | actual:
+        if actual.get(name) != expected.get(name):
+            got, assumed = (
+                f"of shape {shapes[name]}" if name in shapes else "missing" for shapes in (actual, expected)
+            )
+            return f"parameter {name} is {got}, but in the model that the formulas describe it is {assumed}"
+    return ""
+
+
+def _parameter_shapes(config: StepConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each parameter that the formulas count."""
+    width, hidden, vocab = config.d_model, config.d_ff, config.vocab_size
+    yield "embedding.weight", (vocab, width)
+    for index in range(config.num_layers):
+        block = f"blocks.{index}"
+        yield f"{block}.attention_norm.weight", (width,)
+        yield f"{block}.ffn_norm.weight", (width,)
+        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"{block}.attention.{projection}.weight", (width, width)
+        yield f"{block}.ffn.gate_proj.weight", (hidden, width)
+        yield f"{block}.ffn.up_proj.weight", (hidden, width)
+        yield f"{block}.ffn.down_proj.weight", (width, hidden)
+    yield "final_norm.weight", (width,)
+    yield "head.weight", (vocab, width)

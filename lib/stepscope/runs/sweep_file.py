@@ -68,18 +68,26 @@ class SweepPlan:
     too_large: list[RunConfig] = field(default_factory=list)
 
 
-def find_sweeps(name: str) -> list[Path]:
-    """A sweep's files by its path, or by the name of one that ships with stepscope: ``reference``, ``tour``
-    or ``2026``, of all studies on a GPU; ``cpu``, of all studies over tiny models; a study's.
+def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
+    """Return a sweep's files, by its path or by the name of one that ships with stepscope.
+
+    ``reference``, ``tour`` and ``2026`` run all studies on a GPU, and ``cpu`` runs all studies over tiny
+    models. A study's name stands for that study's sweep on a GPU, or for its part of ``cpu``.
+
+    Args:
+        device: where the sweep will run, "cuda" or "cpu".
 
     Raises:
-        SweepError: there is none.
+        SweepError: there is no such sweep, or it needs a GPU and ``device`` is "cpu".
     """
-    shipped = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))}
-    own = [STUDIES / study / "sweep_cpu.yaml" for study in studies()]
-    shipped |= {"cpu": [path for path in own if path.is_file()]}
-    shipped |= {study: [path] for study in studies() if (path := STUDIES / study / "sweep.yaml").is_file()}
+    on_cpu = _sweeps_of_studies("sweep_cpu.yaml")
+    on_gpu = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))} | _sweeps_of_studies("sweep.yaml")
+    shipped = on_gpu | {"cpu": [path for paths in on_cpu.values() for path in paths]}
+    if device == "cpu":
+        shipped |= on_cpu
     if name in shipped:
+        if device == "cpu" and shipped[name] == on_gpu.get(name):
+            raise SweepError(f"{name}: needs a CUDA GPU, but this machine has none; cpu runs tiny models")
         return shipped[name]
     with suppress(OSError):  # a name too long
         if (path := Path(name)).is_file():
@@ -88,6 +96,11 @@ def find_sweeps(name: str) -> list[Path]:
         f"{name:.200}: is no file, and none of the sweeps that ship with stepscope, which are"
         f" {', '.join(shipped)}"
     )
+
+
+def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
+    """Return the studies that have such a sweep file."""
+    return {study: [path] for study in studies() if (path := STUDIES / study / file).is_file()}
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:

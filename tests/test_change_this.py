@@ -1,0 +1,189 @@
+"""What the notebooks tell readers to change: each change has the effect that its hint promises, on a CPU.
+
+test_benchmark.py, test_mixed_precision.py and test_nsys.py try some of them; the others are tried here.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import matplotlib.pyplot as plt
+import pytest
+
+from cells import edited, run_cells
+from conftest import TINY
+from stepscope import PACKAGE, PROJECT
+from stepscope.config import WHOLE
+from stepscope.report.load import load
+
+QUICK = TINY | {"warmup_steps": 1}
+PROFILE = {"context_length": 16, "vocab_size": 100, "device": "cpu"}
+MIXED = TINY | {"numerics": False}
+
+# Each hint's code, and where it is tried.
+HINTS = {
+    "benchmark": {
+        "context_length = 256": "test_longer_context_adds_tokens_and_leaves_adamw_as_it_is",
+        "batch_size = 16": "test_longer_context_adds_tokens_and_leaves_adamw_as_it_is",
+        "2 * (default_timer() - start) * 1e3": "test_benchmark.py",
+        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_doubled_clock_is_kept",
+        "synchronize()": "test_step_without_waiting_is_the_same_on_a_cpu",
+        'optimizer = "fused"': "test_fused_adamw_has_fewer_operations",
+    },
+    "mixed_precision": {
+        "TERM = Fraction(1, 128)": "test_mixed_precision.py",
+        '[*low, "fp16"]': "test_mixed_precision.py",
+        'size = "tiny"': "test_larger_model_gives_matmuls_a_larger_share",
+        "context_length = 128": "test_larger_model_gives_matmuls_a_larger_share",
+        "autocast(precision)": "test_loss_without_autocast_has_fewer_operations",
+    },
+    "nsys": {
+        "context_length = 256": "test_longer_context_shows_softmax_next_to_its_matmuls",
+        'attention = "sdpa"': "test_nsys.py",
+        "synchronize()": "test_wait_after_forward_changes_no_operation",
+    },
+}
+NAMES = {"step", "timed", "ranged", "low"}  # functions and lists that a hint says where to look for
+
+
+def hints(notebook: str) -> str:
+    """Return a notebook's texts on what to change, up to the question that follows."""
+    cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    found = [
+        re.search(r"Change this(.*?)(?=Predict, then open|^## |\Z)", text, re.S | re.M) for text in texts
+    ]
+    return "\n".join(match[1] for match in found if match)
+
+
+@pytest.mark.parametrize("notebook", HINTS)
+def test_every_change_in_a_notebook_is_tried(notebook):
+    code = {*re.findall("`([^`]+)`", hints(notebook))}
+    assert code - NAMES == HINTS[notebook].keys()
+
+
+@pytest.mark.parametrize(("notebook", "fields"), [("benchmark", QUICK), ("mixed_precision", MIXED)])
+def test_pictures_are_shown_once(notebook, fields):
+    """An open figure would be shown again below its cell, empty."""
+    run_cells(notebook, **fields)
+    assert plt.get_fignums() == []
+
+
+# -- benchmark ------------------------------------------------------------------------------------------------
+
+
+def operations(times, phase):
+    return times.query("mode == 'step'").set_index("phase").loc[phase, "operations"]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run_cells("benchmark", **QUICK)["results"].times
+
+
+@pytest.mark.parametrize("field", [{"context_length": 256}, {"batch_size": 16}])
+def test_longer_context_adds_tokens_and_leaves_adamw_as_it_is(plain, field):
+    times = run_cells("benchmark", **QUICK | field)["results"].times
+    assert operations(times, "optimizer") == operations(plain, "optimizer")
+    step = times.query("mode == 'step' and phase == 'whole'").iloc[0]
+    tokens = (QUICK | field)["context_length"] * (QUICK | field)["batch_size"]
+    assert step["tokens_per_s"] * step["wall_ms"] / 1e3 == pytest.approx(tokens)
+
+
+def test_fused_adamw_has_fewer_operations(plain):
+    fused = run_cells("benchmark", **QUICK | {"optimizer": "fused"})["results"].times
+    assert operations(fused, "optimizer") < operations(plain, "optimizer")
+    assert operations(fused, "forward") == operations(plain, "forward")
+
+
+def test_step_without_waiting_is_the_same_on_a_cpu(plain, tmp_path):
+    wait = "        synchronize()  # now the work is done\n"
+    times = run_cells(edited("benchmark", tmp_path, wait, ""), **QUICK)["results"].times
+    assert times["operations"].tolist() == plain["operations"].tolist() and (times["wall_ms"] > 0).all()
+
+
+@pytest.mark.trials
+def test_doubled_clock_is_kept(tmp_path):
+    clock = "wall_ms = (default_timer() - start) * 1e3"
+    (tmp_path / "lab").mkdir()
+    edited("benchmark", tmp_path / "lab", clock, clock.replace("(", "2 * (", 1))
+    (hint,) = [code for code in HINTS["benchmark"] if "papermill" in code]
+    program, *arguments = hint.split()
+    assert program == ".venv/bin/papermill"
+    places = {"PYTHONPATH": str(PACKAGE.parent), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "papermill", *arguments]
+    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | places)
+    times = load(tmp_path / "runs" / "doubled")["benchmark.times"].query("mode == 'step'")
+    ms = times.set_index("phase")["wall_min_ms"]
+    assert ms[WHOLE] >= 2 * ms.drop(WHOLE).sum() > 0
+
+
+# -- another model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
+def test_another_feed_forward_is_measured_and_its_formula_is_not_used(tmp_path, capsys):
+    """As docs/notebooks.md has it."""
+    text = (PROJECT / "docs" / "notebooks.md").read_text()
+    (block,) = re.findall(r"```python\n( +for block in model.blocks:.*?)```", text, re.S)
+    build = "    model = TransformerLM(config)\n"
+    path = edited("benchmark", tmp_path, build, build + textwrap.indent(textwrap.dedent(block), " " * 4))
+    names = run_cells(path, **QUICK)
+    results, said = names["results"], capsys.readouterr().out
+    assert "our FLOPs formula doesn't apply" in said and "ffn.gate_proj.weight" in said
+    assert results.times[["tflops", "mfu_measured"]].isna().all(axis=None)
+    assert (results.times["status"] == "ok").all() and (results.times["wall_ms"] > 0).all()
+    count = sum(parameter.numel() for parameter in names["model"].parameters())
+    assert names["run"].outcome["results"]["parameters"] == count
+    assert "aten::gelu" in {*results.operations["name"]}
+
+
+# -- mixed_precision ------------------------------------------------------------------------------------------
+
+
+def flops_per_operation(**fields):
+    times = run_cells("mixed_precision", **MIXED | {"vocab_size": 1000} | fields)["results"].times
+    step = times.query("mode == 'step' and precision == 'fp32' and phase == 'whole'").iloc[0]
+    return step["tflops"] * step["wall_ms"] / step["operations"]
+
+
+@pytest.mark.trials
+def test_larger_model_gives_matmuls_a_larger_share():
+    """By FLOPs, because shares of time depend on the machine."""
+    assert flops_per_operation(size="tiny", context_length=128) > flops_per_operation(context_length=64)
+
+
+def test_loss_without_autocast_has_fewer_operations(tmp_path):
+    loss = 'with phase("loss"), autocast(precision):'
+    path = edited("mixed_precision", tmp_path, loss, 'with phase("loss"):')
+    counts = []
+    for notebook in ("mixed_precision", path):
+        times = run_cells(notebook, **MIXED)["results"].times
+        counts.append(times.query("mode == 'step' and phase == 'whole'").set_index("precision")["operations"])
+    before, after = counts
+    assert after["bf16"] < before["bf16"] and after["fp32"] == before["fp32"]
+
+
+# -- nsys -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.trials
+def test_longer_context_shows_softmax_next_to_its_matmuls():
+    names = run_cells("nsys", "by_range =", **PROFILE | {"context_length": 256})
+    time_ms = names["time_ms"]
+    assert time_ms[["attention.scores", "attention.softmax", "attention.value"]].gt(0).all()
+    assert names["shares"]["forward"].sum() == pytest.approx(1)
+
+
+@pytest.mark.trials
+def test_wait_after_forward_changes_no_operation(tmp_path):
+    line = "                logits = step.model(step.tokens)\n"
+    path = edited("nsys", tmp_path, line, f"{line}            synchronize()\n")
+    counts = []
+    for notebook in ("nsys", path):
+        profile = run_cells(notebook, "shares =", **PROFILE)["profile"]
+        counts.append(profile.operations.groupby(["mode", "phase", "name"])["count"].sum())
+    assert counts[0].equals(counts[1])
