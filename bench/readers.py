@@ -37,7 +37,7 @@ def ours(path: str) -> Found:
 def ours_whole(path: str) -> Found:
     """The text of ``stepscope profile``, from the file to the last line."""
     from stepscope.captures.lines import rendered
-    from stepscope.captures.verdict import profile
+    from stepscope.captures.summary import profile
 
     started = default_timer()
     rendered(profile(path))

@@ -51,14 +51,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width, hidden, heads, context) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
-    def read_out(self, x: torch.Tensor) -> torch.Tensor:
+    def to_logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x.float()).to(x.dtype))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # (B, T) -> (B, T, V)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.read_out(x)
+        return self.to_logits(x)
 
 
 # <fast step>
@@ -73,7 +73,7 @@ def make_step(model, tokens, targets, rate, clip=None):
     """Return a training step and its optimizer. Weights, buffers and random state don't change.
 
     `model(tokens)` must return logits (..., classes) for `targets` (...). Its layers are `model.blocks`, and
-    its method `read_out` computes the logits. Before each step, fill `rate`, a tensor () on the same device.
+    its method `to_logits` computes the logits. Before each step, fill `rate`, a tensor () on the same device.
     Pass the step a batch, or copy one into `tokens` and `targets`. A scheduler of the optimizer fills `rate`
     for you. It may warn that `optimizer.step()` was not called, because the graph makes that call."""
     on_gpu = tokens.is_cuda
@@ -81,7 +81,7 @@ def make_step(model, tokens, targets, rate, clip=None):
     for block in model.blocks:
         block.compile(dynamic=False)  # compiled blocks
     # bound as a method, so that a deep copy of the model computes with its own head
-    model.read_out = MethodType(torch.compile(type(model).read_out, dynamic=False), model)
+    model.to_logits = MethodType(torch.compile(type(model).to_logits, dynamic=False), model)
 
     def compute():
         optimizer.zero_grad(set_to_none=True)

@@ -85,16 +85,16 @@ def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, An
     return names
 
 
-def spread(walls_ms: list[float]) -> dict[str, float]:
+def spread(wall_times_ms: list[float]) -> dict[str, float]:
     """What tables say of wall times, by the standard library."""
-    q1, _, q3 = statistics.quantiles(walls_ms, n=4, method="inclusive")
+    q1, _, q3 = statistics.quantiles(wall_times_ms, n=4, method="inclusive")
     return {
-        "wall_ms": statistics.median(walls_ms),
-        "wall_mean_ms": statistics.mean(walls_ms),
-        "wall_std_ms": statistics.stdev(walls_ms),
+        "wall_ms": statistics.median(wall_times_ms),
+        "wall_mean_ms": statistics.mean(wall_times_ms),
+        "wall_std_ms": statistics.stdev(wall_times_ms),
         "wall_q1_ms": q1,
         "wall_q3_ms": q3,
-        "wall_min_ms": min(walls_ms),
+        "wall_min_ms": min(wall_times_ms),
     }
 
 
@@ -126,7 +126,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
     """A phase's row by plain arithmetic, of a mode's raw samples and captured operations."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], quickest(operations)
-    own = own if phase == "whole" else own[own["phase"] == phase]
+    own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {
         "gpu_ms": covered_ms(own),
         "operations": len(own),

@@ -152,7 +152,7 @@ def record_of(config: RunConfig, **fields) -> Record:
 
 def put(store: Store, config: RunConfig, **fields) -> Path:
     """Commit such a record into a runs folder; its place."""
-    return store.commit(store.folder_in_making(), record_of(config, **fields))
+    return store.commit(store.new_staging_folder(), record_of(config, **fields))
 
 
 class Program:

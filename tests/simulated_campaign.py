@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pandas as pd
 
-CASE = ("mode", "precision", "optimization", "batch_size", "implementation", "sequence")
-BOUNDS = ("bound_ms", "matmul_ms", "moved_ms")
-ENERGY = ("step_j",)
-RATES = ("tokens_per_s", "mfu", "mfu_measured", "mfu_at_clock", "tflops")
+CASE = ("mode", "precision", "optimization", "batch_size", "implementation", "context_length")
+BOUNDS = ("lower_bound_ms", "matmul_ms", "memory_traffic_ms")
+ENERGY = ("energy_per_step_j",)
+RATES = ("tokens_per_s", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted", "tflops")
 MAX_HASH = 0xFFFFFFFF
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from cells import by_name, covered_ms, edited, executed, quickest, run_cells, spread
 from stepscope import measure as room
 from stepscope.config import ConfigError, configure
-from stepscope.measure import clocks, guard, profiler
+from stepscope.measure import oom, profiler, timing
 from stepscope.model.transformer import Attention
 from stepscope.optimizations import attention as inputs_of
 from stepscope.optimizations.attention import Inputs, attention_in_float64
@@ -22,16 +22,16 @@ from stepscope.report.tables import number
 from stepscope.studies.attention import figures, memory, protocol
 from stepscope.studies.attention import tables as attention
 from stepscope.studies.attention.config import PASSES, QUANTITIES
-from stepscope.traces.captured import CAPTURED
+from stepscope.traces.profiled_steps import PROFILED
 
 SMALL = {
     "device": "cpu",
     "d_model": 8,
     "batch_size": 2,
-    "sequences": [8, 16],
+    "context_lengths": [8, 16],
     "timed_steps": 3,
     "warmup_steps": 1,
-    "cell_seconds": 0.05,
+    "max_seconds_per_case": 0.05,
 }
 ON_CPU = ("naive", "flash", "math")
 GIB = 2**30
@@ -41,7 +41,7 @@ def small(**fields):
     return configure("attention", **SMALL | fields)
 
 
-def measured_by(notebook="attention", until="errors = results.checks", replaced=None, **fields):
+def matches_notebook(notebook="attention", until="errors = results.checks", replaced=None, **fields):
     """The names of the notebook's cells, up to the first that shows what was measured."""
     return run_cells(notebook, until=until, replaced=replaced, **SMALL | fields)
 
@@ -49,7 +49,7 @@ def measured_by(notebook="attention", until="errors = results.checks", replaced=
 @pytest.fixture(scope="module")
 def calls():
     """What the cells hold before anything is measured."""
-    return measured_by(until="cases = [")
+    return matches_notebook(until="cases = [")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def left():
         return default_timer()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clocks, "default_timer", timer)
+        patch.setattr(timing, "default_timer", timer)
         return run_cells("attention", **SMALL), compiled
 
 
@@ -81,19 +81,19 @@ def protocol_of(names, cases):
 
 
 def test_sequences_are_put_in_order_and_the_longest_is_the_context():
-    config = small(sequences=[64, 16, 64])
-    assert (config.sequences, config.context_length) == ([16, 64], 64)
-    assert config.run_id == small(sequences=[16, 64]).run_id
+    config = small(context_lengths=[64, 16, 64])
+    assert (config.context_lengths, config.context_length) == ([16, 64], 64)
+    assert config.run_id == small(context_lengths=[16, 64]).run_id
 
 
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("sequences", []),
-        ("sequences", ["long"]),
-        ("sequences", 64),
+        ("context_lengths", []),
+        ("context_lengths", ["long"]),
+        ("context_lengths", 64),
         ("implementations", ["fa4"]),
-        ("cell_seconds", float("inf")),
+        ("max_seconds_per_case", float("inf")),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(field, value):
@@ -108,17 +108,17 @@ def test_what_cannot_be_run_is_refused_by_name(field, value):
 def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, left):
     """By the norm of the difference to another attention in float64."""
     names, _ = left
-    checks = names["results"].checks.set_index(["implementation", "sequence"]).loc[name]
+    checks = names["results"].checks.set_index(["implementation", "context_length"]).loc[name]
     assert (
         (checks.pop("allowed_error") == 2e-5).all()
         and checks.gt(0).all(axis=None)
         and checks.lt(1e-6).all(axis=None)
     )
-    for sequence in (8, 16):
-        inputs = Inputs(names["config"], sequence)
+    for context_length in (8, 16):
+        inputs = Inputs(names["config"], context_length)
         given, future = (
             (inputs.q, inputs.k, inputs.v),
-            torch.full((sequence, sequence), float("-inf")).triu(1),
+            torch.full((context_length, context_length), float("-inf")).triu(1),
         )
         q, k, v = true = [x.detach().double().requires_grad_() for x in given]
         outputs = (
@@ -133,7 +133,7 @@ def test_what_a_cpu_has_agrees_with_float64_in_output_and_gradients(name, left):
             for mine, right in pairs
         ]
         assert checks.loc[
-            sequence, [f"{quantity}_error" for quantity in QUANTITIES]
+            context_length, [f"{quantity}_error" for quantity in QUANTITIES]
         ].tolist() == pytest.approx(errors, rel=1e-3)
 
 
@@ -183,8 +183,8 @@ def naive_of(scores=lambda scores: scores, future=lambda future: future):
 
 def run_of(naive, **fields):
     """One run of naive and flash where naive attention is this."""
-    return measured_by(
-        replaced={"naive": naive}, sequences=[16], implementations=["naive", "flash"], **fields
+    return matches_notebook(
+        replaced={"naive": naive}, context_lengths=[16], implementations=["naive", "flash"], **fields
     )["results"].tables
 
 
@@ -205,7 +205,7 @@ def test_a_wrong_implementation_is_caught_and_not_timed(factor):
 def test_every_cell_has_a_row_a_phase_and_keys_are_unique(measured):
     config, tables, _ = measured
     cells = tables["cases"]
-    assert len(cells) == len(config.sequences) * len(config.implementations) * 2
+    assert len(cells) == len(config.context_lengths) * len(config.implementations) * 2
     for name, schema in attention.SCHEMAS.items():
         schema.validate(tables[name])
         with pytest.raises(SchemaError):
@@ -233,11 +233,13 @@ def test_what_a_cpu_lacks_has_torchs_reason(measured):
 def test_both_clocks_and_the_kernels_of_what_ran(measured):
     config, tables, _ = measured
     ok = tables["cases"][tables["cases"]["status"] == "ok"]
-    assert (ok["passes"] <= config.timed_steps).all() and (ok["passes"] >= config.least_passes).all()
-    kernels = ok.set_index(["implementation", "sequence", "phase"])["kernel"]
+    assert (ok["passes"] <= config.timed_steps).all() and (ok["passes"] >= config.min_passes).all()
+    kernels = ok.set_index(["implementation", "context_length", "phase"])["kernel"]
     assert kernels["flash", 16, "forward"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert kernels["flash", 16, "backward"] == "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
-    naive = ok[(ok["implementation"] == "naive") & (ok["sequence"] == 16)].set_index("phase")["operations"]
+    naive = ok[(ok["implementation"] == "naive") & (ok["context_length"] == 16)].set_index("phase")[
+        "operations"
+    ]
     assert naive["backward"] > naive["forward"] >= 8  # two matmuls, scale, mask, five of softmax
     assert tables["cases"]["gpu_ms"].notna().equals(tables["cases"]["status"] == "ok")
 
@@ -247,9 +249,9 @@ def test_a_row_follows_from_its_passes_its_kernels_and_its_bytes(calls):
     measurement = protocol_of(calls, cases)
     measurement.measure_all()
     rows = measurement.results().cases
-    assert [*zip(rows["implementation"], rows["sequence"])] == [case for case in cases for _ in PASSES]
+    assert [*zip(rows["implementation"], rows["context_length"])] == [case for case in cases for _ in PASSES]
     for row in rows.to_dict("records"):
-        case, phase = (row["implementation"], row["sequence"]), row["phase"]
+        case, phase = (row["implementation"], row["context_length"]), row["phase"]
         walls, sizes = measurement.walls[case][phase].tolist(), measurement.memory[case]
         operations = measurement.operations[case, phase]
         fastest, lasting = quickest(operations), by_name(operations, "name")
@@ -269,10 +271,10 @@ def test_a_row_follows_from_its_passes_its_kernels_and_its_bytes(calls):
 def test_the_finding_names_the_times_at_the_longest_sequence_from_the_fastest_up(left):
     names = left[0]
     cells = names["results"].cases.query("status == 'ok'")
-    both = cells.groupby(["implementation", "sequence"])[["wall_ms", "gpu_ms"]].sum()
-    passes = names["passes"].query("status == 'ok'").set_index(["implementation", "sequence"])
+    both = cells.groupby(["implementation", "context_length"])[["wall_ms", "gpu_ms"]].sum()
+    passes = names["passes"].query("status == 'ok'").set_index(["implementation", "context_length"])
     assert passes.loc[both.index, [*both]].to_numpy() == pytest.approx(both.to_numpy())
-    order = both["wall_ms"].xs(16, level="sequence").sort_values()
+    order = both["wall_ms"].xs(16, level="context_length").sort_values()
     expected = [f"{attention.LABELS[name]} {number(ms, 'ms')}" for name, ms in order.items()]
     assert f": {', '.join(expected)}." in names["run"].outcome["results"]["finding"]
 
@@ -282,10 +284,11 @@ def test_nothing_is_compiled_while_it_is_timed(measured):
 
 
 @pytest.mark.parametrize(
-    "fields, passes", [({"cell_seconds": 10.0}, 30), ({"cell_seconds": 1e-9, "least_passes": 4}, 4)]
+    "fields, passes",
+    [({"max_seconds_per_case": 10.0}, 30), ({"max_seconds_per_case": 1e-9, "min_passes": 4}, 4)],
 )
 def test_passes_are_as_many_as_asked_for_or_as_time_allows(fields, passes):
-    names = measured_by(sequences=[8], implementations=["flash"], timed_steps=30, **fields)
+    names = matches_notebook(context_lengths=[8], implementations=["flash"], timed_steps=30, **fields)
     assert (names["results"].cases["passes"] == passes).all()
 
 
@@ -297,7 +300,7 @@ def test_predicted_memory_is_of_the_longest_sequence_that_ran(left):
         ("cudnn", 32, None),
         ("math", 16, 9.0),
     ]
-    passes = pd.DataFrame(rows, columns=["implementation", "sequence", "saved_mib"])
+    passes = pd.DataFrame(rows, columns=["implementation", "context_length", "saved_mib"])
     answers = executed("attention", "answers = [", left[0] | {"passes": passes})["answers"]
     assert len(answers) == 2
     for answer, (name, now, then) in zip(answers, (("naive", 12, 48), ("efficient", 0.5, 1))):
@@ -325,13 +328,13 @@ def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
         )
     ]
     captured = SimpleNamespace(
-        operations=pd.DataFrame(rows, columns=CAPTURED),
+        operations=pd.DataFrame(rows, columns=PROFILED),
         reason="",
         phases=lambda case, number: lambda phase: nullcontext(),
     )
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(captured))
     monkeypatch.setattr("stepscope.measure.sm_clock_mhz", lambda: 1234.0)
-    found = measured_by(sequences=[16], implementations=["math"])["results"].cases
+    found = matches_notebook(context_lengths=[16], implementations=["math"])["results"].cases
     assert found[["phase", "gpu_ms", "operations", "kernel", "sm_clock_mhz"]].values.tolist() == [
         [phase, 7.0, 3.0, "softmax", 1234] for phase in ("forward", "backward")
     ]
@@ -382,7 +385,7 @@ def test_on_a_gpu_an_odd_cell_is_measured_again_at_most_twice_and_the_others_are
     measurement.repeat_impossible()
     assert asked == [[odd]] * (2 if mends else 4)
     rows = measurement.results().cases.set_index(["implementation", "phase"])
-    assert rows["unsteady"].ne("").to_dict() == {
+    assert rows["inconsistent"].ne("").to_dict() == {
         (name, phase): (name, phase, mends) == ("naive", "backward", False)
         for name in ("naive", "flash")
         for phase in PASSES
@@ -407,14 +410,14 @@ def test_a_capture_that_failed_leaves_the_wall_times_and_says_why(monkeypatch):
             raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
 
     monkeypatch.setattr(profiler, "profiled", Broken)
-    cells = measured_by(sequences=[8], implementations=["flash"])["results"].cases
+    cells = matches_notebook(context_lengths=[8], implementations=["flash"])["results"].cases
     assert (cells["status"] == "ok").all() and (cells["wall_ms"] > 0).all() and cells["gpu_ms"].isna().all()
     assert cells["reason"].str.contains("MULTIPLE_SUBSCRIBERS").all()
     attention.SCHEMAS["cases"].validate(cells)
 
 
 def test_notebook_runs_to_its_end_when_nothing_can_be_timed():
-    nothing = run_cells("attention", **SMALL | {"sequences": [8], "implementations": ["flex"]})
+    nothing = run_cells("attention", **SMALL | {"context_lengths": [8], "implementations": ["flex"]})
     cases = nothing["results"].cases
     assert cases["wall_ms"].isna().all() and nothing["picture"] is None and not nothing["times_in_words"]
     attention.SCHEMAS["cases"].validate(cases)
@@ -430,10 +433,11 @@ def test_torchs_warnings_say_why_no_kernel_fits():
             "Memory efficient attention has been runtime disabled.",
         )
     ]
-    said = guard.refusal(RuntimeError("No available kernel. Aborting execution."), warned)
+    said = oom.unsupported_reason(RuntimeError("No available kernel. Aborting execution."), warned)
     assert said == "Head dim is 512, at most 256."
     assert (
-        guard.refusal(RuntimeError("failed in /usr/some/file.py badly"), warned) == "failed in file.py badly"
+        oom.unsupported_reason(RuntimeError("failed in /usr/some/file.py badly"), warned)
+        == "failed in file.py badly"
     )
 
 
@@ -450,11 +454,11 @@ def test_what_was_asked_for_and_allocated_is_read_from_torchs_error():
     found = room.asked_and_allocated(ERROR)
     assert found == {
         "reason": "asked for 128 GiB with 0.5 GiB allocated",
-        "asked_gib": 128.0,
+        "requested_gib": 128.0,
         "allocated_gib": 0.5,
     }
     other = room.asked_and_allocated("while running naive: no words of torch")
-    assert "reason" not in other and other["asked_gib"] != other["asked_gib"]
+    assert "reason" not in other and other["requested_gib"] != other["requested_gib"]
 
 
 def test_out_of_memory_is_a_result_and_the_others_go_on():
@@ -469,7 +473,7 @@ def test_out_of_memory_is_a_result_and_the_others_go_on():
         ("flash", "forward"): "ok",
         ("flash", "backward"): "ok",
     }
-    assert cells.loc[("naive", "forward"), "asked_gib"] == 128 and cells["wall_ms"].isna().sum() == 2
+    assert cells.loc[("naive", "forward"), "requested_gib"] == 128 and cells["wall_ms"].isna().sum() == 2
     assert set(tables["checks"]["implementation"]) == {"flash"}
 
 
@@ -477,8 +481,8 @@ def test_what_cannot_fit_is_not_compiled(monkeypatch):
     monkeypatch.setattr(room, "device_bytes", lambda device: 6.5 * GIB)
     needed_gib = {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}
     monkeypatch.setattr(protocol, "needed_bytes", lambda *given: needed_gib[given] * GIB)
-    fields = {"sequences": [16], "implementations": ["compiled", "flash"], "precision": "bf16"}
-    tables = measured_by(**fields)["results"].tables
+    fields = {"context_lengths": [16], "implementations": ["compiled", "flash"], "precision": "bf16"}
+    tables = matches_notebook(**fields)["results"].tables
     cells = tables["cases"].set_index(["implementation", "phase"])
     assert cells["status"]["compiled", "forward"] == "oom" and cells["status"]["flash", "forward"] == "ok"
     assert cells["reason"]["compiled", "forward"] == "needs 7 GiB by formula: not compiled"
@@ -494,7 +498,7 @@ def test_what_spoils_the_process_ends_the_run():
 
 def test_interrupted_measurement_keeps_what_was_checked(calls):
     def interrupted(call, inputs, expected):
-        if inputs.sequence == 16:
+        if inputs.context_length == 16:
             raise KeyboardInterrupt
         return calls["check"](call, inputs, expected)
 
@@ -502,8 +506,8 @@ def test_interrupted_measurement_keeps_what_was_checked(calls):
     with pytest.raises(KeyboardInterrupt) as error:
         protocol.measure_passes(cases, calls["prepare"], interrupted, calls["config"])
     kept = error.value.results
-    assert kept.checks["sequence"].tolist() == [8]
-    assert (kept.cases["status"] == "failed").all() and {*kept.cases["sequence"]} == {8, 16}
+    assert kept.checks["context_length"].tolist() == [8]
+    assert (kept.cases["status"] == "failed").all() and {*kept.cases["context_length"]} == {8, 16}
     for name, schema in attention.SCHEMAS.items():
         schema.validate(kept.tables[name])
 
@@ -513,9 +517,9 @@ def test_interrupted_measurement_keeps_what_was_checked(calls):
 
 def test_maximum_with_a_gradient_saves_more_and_stays_right(tmp_path, calls):
     notebook = edited("attention", tmp_path, "scores.detach()", "scores")
-    fields = {"sequences": [64], "implementations": ["naive"]}
+    fields = {"context_lengths": [64], "implementations": ["naive"]}
     after = run_cells(notebook, **SMALL | fields)["results"]
-    before = measured_by(**fields)["results"]
+    before = matches_notebook(**fields)["results"]
     assert (after.cases["status"] == "ok").all()
     matrix_mib = 2 * 64 * 64 * 4 / 2**20
     assert (after.cases["saved_mib"] - before.cases["saved_mib"] >= 0.99 * matrix_mib).all()
@@ -523,7 +527,7 @@ def test_maximum_with_a_gradient_saves_more_and_stays_right(tmp_path, calls):
 
 def test_mask_that_shows_one_token_too_many_is_caught_and_not_timed(tmp_path):
     notebook = edited("attention", tmp_path, "masked_fill(future,", "masked_fill(future.triu(2),")
-    fields = {"sequences": [16], "implementations": ["naive", "compiled", "flash"], "precision": "bf16"}
+    fields = {"context_lengths": [16], "implementations": ["naive", "compiled", "flash"], "precision": "bf16"}
     names = run_cells(notebook, **SMALL | fields)
     cases = names["results"].cases.set_index("implementation")
     assert (cases.loc[["naive", "compiled"], "status"] == "failed").all()
@@ -534,9 +538,9 @@ def test_mask_that_shows_one_token_too_many_is_caught_and_not_timed(tmp_path):
 
 
 def test_longer_sequences_show_how_each_line_grows():
-    fields = {"sequences": [64, 256, 1024], "implementations": ["naive", "flash"], "batch_size": 1}
+    fields = {"context_lengths": [64, 256, 1024], "implementations": ["naive", "flash"], "batch_size": 1}
     names = run_cells("attention", **SMALL | fields)
-    saved = names["passes"].pivot(index="sequence", columns="implementation", values="saved_mib")
+    saved = names["passes"].pivot(index="context_length", columns="implementation", values="saved_mib")
     assert (saved["naive"] / saved["naive"].shift()).dropna().tolist() == pytest.approx([16, 16], rel=0.05)
     assert (saved["flash"] / saved["flash"].shift()).dropna().tolist() == [4, 4]
     lines = names["picture"].axes[1].lines
@@ -556,7 +560,9 @@ def readable_ticks(axis, limits):
 @pytest.mark.parametrize("times_ms", [(0.31, 0.42), (1.2, 7.5), (0.09, 140.0)])
 def test_values_can_be_read_from_the_pictures_axes(times_ms):
     rows = [("naive", 64 * (1 + place), "ok", ms, ms / 10) for place, ms in enumerate(times_ms)]
-    passes = pd.DataFrame(rows, columns=["implementation", "sequence", "status", "wall_ms", "saved_mib"])
+    passes = pd.DataFrame(
+        rows, columns=["implementation", "context_length", "status", "wall_ms", "saved_mib"]
+    )
     picture = figures.time_and_memory(passes, "wall_ms")
     picture._repr_png_()
     for axes in picture.axes:
@@ -572,7 +578,7 @@ def test_picture_marks_what_ran_out_of_memory_and_compares_where_several_ran():
         ("naive", 128, "oom", None, None),
         ("flash", 128, "ok", 3.0, 2.0),
     ]
-    passes = pd.DataFrame(rows, columns=["implementation", "sequence", "status", "gpu_ms", "saved_mib"])
+    passes = pd.DataFrame(rows, columns=["implementation", "context_length", "status", "gpu_ms", "saved_mib"])
     picture = figures.time_and_memory(passes, "gpu_ms")
     crosses = [line for line in picture.axes[0].lines if line.get_marker() == "x"]
     assert [[*line.get_xdata()] for line in crosses] == [[128]]
@@ -597,8 +603,8 @@ PEAKS = {
 
 @pytest.mark.parametrize("cell", PEAKS)
 def test_the_formula_gives_what_a_gpus_allocator_counted(cell):
-    name, precision, d, sequence = cell
-    parts = memory.peak_parts(name, 8, d, sequence, precision)
+    name, precision, d, context_length = cell
+    parts = memory.peak_parts(name, 8, d, context_length, precision)
     assert sum(parts.values()) == pytest.approx(PEAKS[cell], rel=1e-4)
 
 
@@ -656,27 +662,27 @@ TIMES = {
 SAVED = {"naive": 2, "compiled": 2, "math": 1}
 
 
-def cell(name, precision, sequence, d, device_gib=139.5):
+def cell(name, precision, context_length, d, device_gib=139.5):
     """Both phases of one cell, at times that grow with the square and memory by formula."""
     row = {
         "implementation": name,
         "precision": precision,
         "batch_size": 8,
         "d_model": d,
-        "sequence": sequence,
+        "context_length": context_length,
         "device_gib": device_gib,
         "status": "ok",
         "reason": "",
-        "unsteady": "",
+        "inconsistent": "",
         "kernel": "a_kernel",
         "passes": 3.0,
         "operations": 9.0,
-        "asked_gib": float("nan"),
+        "requested_gib": float("nan"),
         "allocated_gib": float("nan"),
     }
     parts, square = (
-        memory.peak_parts(name, 8, d, sequence, precision),
-        8 * sequence**2 * (4 if precision != "bf16" else 2),
+        memory.peak_parts(name, 8, d, context_length, precision),
+        8 * context_length**2 * (4 if precision != "bf16" else 2),
     )
     empty = dict.fromkeys(
         (
@@ -697,14 +703,14 @@ def cell(name, precision, sequence, d, device_gib=139.5):
         row |= empty | {
             "status": "oom",
             "reason": "asked",
-            "asked_gib": square / GIB,
+            "requested_gib": square / GIB,
             "allocated_gib": device_gib - 0.5 * square / GIB,
         }
         if name == "compiled":  # which is not run then
-            row |= {"reason": "needs much by formula: not compiled", "asked_gib": float("nan")}
+            row |= {"reason": "needs much by formula: not compiled", "requested_gib": float("nan")}
     else:
-        gpu_ms = TIMES[precision][name] * (sequence / 16384) ** 2
-        saved = (SAVED[name] * square if name in SAVED else 8 * sequence * 4) / 2**20
+        gpu_ms = TIMES[precision][name] * (context_length / 16384) ** 2
+        saved = (SAVED[name] * square if name in SAVED else 8 * context_length * 4) / 2**20
         row |= {
             "wall_ms": max(gpu_ms, 0.3),
             "gpu_ms": gpu_ms,
@@ -731,15 +737,21 @@ def cell(name, precision, sequence, d, device_gib=139.5):
 @pytest.fixture
 def grid():
     """Tables as of a whole sweep, and 2026's sequences."""
-    points = [(precision, 64, sequence) for precision in TIMES for sequence in (256, 1024, 4096, 8192, 16384)]
-    points += [(precision, 64, sequence) for precision in ("bf16", "fp32") for sequence in (32768, 65536)]
+    points = [
+        (precision, 64, context_length)
+        for precision in TIMES
+        for context_length in (256, 1024, 4096, 8192, 16384)
+    ]
+    points += [
+        (precision, 64, context_length) for precision in ("bf16", "fp32") for context_length in (32768, 65536)
+    ]
     points += [("fp32", d, 1024) for d in (16, 32, 128)] + [("bf16", 128, 16384)]
     cells = pd.DataFrame(
         [
             row
-            for precision, d, sequence in points
+            for precision, d, context_length in points
             for name in attention.IMPLEMENTATIONS
-            for row in cell(name, precision, sequence, d)
+            for row in cell(name, precision, context_length, d)
         ]
     )
     ok = cells[(cells["status"] == "ok") & (cells["phase"] == "forward")]
@@ -767,9 +779,9 @@ def changed(grid, column, value, **where):
 
 
 def test_of_what_was_disturbed_no_time_is_told_by_either_clock(grid):
-    odd = {"implementation": "naive", "precision": "bf16", "sequence": 16384, "phase": "backward"}
-    passes = changed(grid, "unsteady", "2 of 3", **odd)["attention.passes"].set_index(
-        ["implementation", "precision", "sequence"]
+    odd = {"implementation": "naive", "precision": "bf16", "context_length": 16384, "phase": "backward"}
+    passes = changed(grid, "inconsistent", "2 of 3", **odd)["attention.passes"].set_index(
+        ["implementation", "precision", "context_length"]
     )
     assert passes.loc[("naive", "bf16", 16384), ["wall_ms", "gpu_ms"]].isna().all(axis=None)
     assert passes.loc[("flash", "bf16", 16384), ["wall_ms", "gpu_ms", "peak_mib"]].notna().all(axis=None)
@@ -779,14 +791,16 @@ def test_of_what_was_disturbed_no_time_is_told_by_either_clock(grid):
 def test_gpu_time_that_cannot_be_is_left_out(over, left, grid):
     cells = grid["attention.cases"]
     naive = (
-        (cells["implementation"] == "naive") & (cells["precision"] == "tf32") & (cells["sequence"] == 16384)
+        (cells["implementation"] == "naive")
+        & (cells["precision"] == "tf32")
+        & (cells["context_length"] == 16384)
     )
     odd = cells.assign(gpu_ms=cells["gpu_ms"].where(~naive, over * cells["wall_ms"]))
     passes = attention.tables({"cases": odd})["passes"]
     row = passes[
         (passes["implementation"] == "naive")
         & (passes["precision"] == "tf32")
-        & (passes["sequence"] == 16384)
+        & (passes["context_length"] == 16384)
     ]
     assert row["gpu_ms"].notna().item() == left and row["wall_ms"].item() == pytest.approx(108)
     passes = attention.tables({"cases": odd.assign(device_gib=float("nan"))})[

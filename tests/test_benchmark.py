@@ -11,8 +11,8 @@ import torch
 from cells import edited, run_cells
 from conftest import TINY
 from stepscope import PACKAGE, stats
-from stepscope.config import PHASES, WHOLE
-from stepscope.measure import clocks
+from stepscope.config import PHASES, TOTAL
+from stepscope.measure import timing
 from stepscope.model.training_step import build_step
 from stepscope.report.tables import number
 from stepscope.runs.source import code_cells
@@ -39,7 +39,7 @@ def run(left):
 def test_a_run_has_every_phase_of_every_mode_by_both_clocks(run):
     times = run[0]["times"]
     assert list(times[["mode", "phase"]].itertuples(index=False, name=None)) == [
-        (mode, phase) for mode in MODES for phase in [*PHASES[mode], WHOLE]
+        (mode, phase) for mode in MODES for phase in [*PHASES[mode], TOTAL]
     ]
     assert (times["status"] == "ok").all() and (times["reason"] == "").all()
     assert (times[["wall_ms", "enqueue_ms", "gpu_ms", "operations"]] > 0).all(axis=None)
@@ -47,8 +47,8 @@ def test_a_run_has_every_phase_of_every_mode_by_both_clocks(run):
 
 def test_the_wholes_operations_are_those_of_its_phases_and_of_its_names(run):
     times, operations = run[0]["times"], run[0]["operations"]
-    phases = times[times["phase"] != WHOLE].groupby("mode")["operations"].sum()
-    whole = times[times["phase"] == WHOLE].set_index("mode")
+    phases = times[times["phase"] != TOTAL].groupby("mode")["operations"].sum()
+    whole = times[times["phase"] == TOTAL].set_index("mode")
     assert (
         phases.to_dict()
         == whole["operations"].to_dict()
@@ -56,11 +56,11 @@ def test_the_wholes_operations_are_those_of_its_phases_and_of_its_names(run):
     )
     forward = operations[operations["phase"] == "forward"].pivot(index="name", columns="mode", values="count")
     assert forward.notna().all(axis=None) and (forward["step"] == forward["forward_backward"]).all()
-    assert "matrix multiply" in set(operations["family"])
+    assert "matrix multiply" in set(operations["kernel_category"])
 
 
 def test_what_the_cells_show_and_say_follows_from_the_tables(left):
-    samples = left["checked"]["samples"].query("phase == 'whole'")
+    samples = left["checked"]["samples"].query("phase == 'total'")
     ms = left["checked"]["times"].query("mode == 'step'").set_index("phase")["wall_ms"]
     walls = samples.loc[samples["mode"] == "step", "wall_ms"].tolist()
     assert left["slowdown"] == number(walls[0] / np.median(walls), "x")
@@ -72,9 +72,9 @@ def test_what_the_cells_show_and_say_follows_from_the_tables(left):
     assert left["longest"]["gpu_ms"].tolist() == steps["gpu_ms"].nlargest(10).tolist()
     timed = [rows["wall_ms"].tolist() for _, rows in samples[~samples["warmup"]].groupby("mode")]
     assert left["spread"] == pytest.approx(max(np.std(ms, ddof=1) / np.mean(ms) for ms in timed))
-    ratio, share = number(ms["backward"] / ms["forward"], "x"), number(ms["optimizer"] / ms[WHOLE], "%")
+    ratio, share = number(ms["backward"] / ms["forward"], "x"), number(ms["optimizer"] / ms[TOTAL], "%")
     assert f"Backward took {ratio} as long as forward, and AdamW {share} of the step" in left["answer"]
-    assert f"**{number(ms[WHOLE], 'ms')}**, {number(8 / ms[WHOLE] * 1e3, 'n')} tokens/s" in left["sentence"]
+    assert f"**{number(ms[TOTAL], 'ms')}**, {number(8 / ms[TOTAL] * 1e3, 'n')} tokens/s" in left["sentence"]
 
 
 def test_results_on_a_cpu_have_no_data_sheet(run):
@@ -109,7 +109,7 @@ def test_doubling_the_clock_in_the_notebook_doubles_the_recorded_step(tmp_path):
     times = run_cells(doubled, **QUICK)["results"].times
     for mode, rows in times.groupby("mode"):
         ms = rows.set_index("phase")["wall_min_ms"]
-        assert ms[WHOLE] >= 2 * ms.drop(WHOLE).sum() > 0, mode
+        assert ms[TOTAL] >= 2 * ms.drop(TOTAL).sum() > 0, mode
 
 
 # The twins: the cells' step and clock, and the library's.
@@ -162,12 +162,12 @@ class Ticking:
 def test_the_cells_clock_gives_the_rows_of_the_librarys(monkeypatch):
     names = run_cells("benchmark", until="measure.steps(", **QUICK)
     clock = Ticking()
-    monkeypatch.setattr(clocks, "default_timer", clock)
+    monkeypatch.setattr(timing, "default_timer", clock)
     names |= {"default_timer": clock, "subject": SimpleNamespace(reset=clock.rest)}
     rows = names["timed"](clock.step, 1, 3, clock.rest)
-    expected = clocks.time_steps(clock.step, 3, 1, "cpu", before=clock.rest, after=clock.rest)
+    expected = timing.time_steps(clock.step, 3, 1, "cpu", before=clock.rest, after=clock.rest)
     pd.testing.assert_frame_equal(rows, expected, check_exact=False)
-    assert rows.loc[rows["phase"] == WHOLE, "wall_ms"].tolist() == pytest.approx([3] * 4)
+    assert rows.loc[rows["phase"] == TOTAL, "wall_ms"].tolist() == pytest.approx([3] * 4)
 
 
 def test_the_cells_clock_waits_for_the_device_before_it_is_read(monkeypatch):
@@ -197,7 +197,7 @@ def test_the_cells_clock_waits_for_the_device_before_it_is_read(monkeypatch):
 )
 def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, enqueue_ms, said):
     row = {
-        "phase": WHOLE,
+        "phase": TOTAL,
         "wall_ms": 100.0,
         "gpu_ms": 100 * busy,
         "busy": busy,

@@ -17,13 +17,13 @@ import pytest
 from bench.traces import MAIN, make_capture, make_trace, write_export
 from stepscope.captures import capture as module
 from stepscope.captures import files
-from stepscope.captures.account import Device, devices
 from stepscope.captures.advice import rank_advice
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import explain_gaps, sum_by_cause
+from stepscope.captures.idle_time import explain_gaps, sum_by_cause
 from stepscope.captures.lines import rendered
 from stepscope.captures.range_names import phase_of
-from stepscope.captures.verdict import phases_of, profile
+from stepscope.captures.step_breakdown import Device, devices
+from stepscope.captures.summary import phases_of, profile
 from stepscope.traces.attribution import LATEST, OUTSIDE, TraceError
 
 SAMPLE = Path(__file__).parent / "data" / "nsys" / "sample.sqlite"
@@ -126,7 +126,7 @@ def test_a_trace_is_read_with_steps_phases_bytes_and_what_was_launched_before(tr
     assert rows["phase"].tolist() == ["forward", "backward", "backward", "optimizer"] * 2
     assert rows["step"].tolist() == [0] * 4 + [1] * 4
     assert rows["kind"].tolist() == ["kernel", "kernel", "kernel", "memcpy"] * 2
-    assert rows["family"].tolist()[2:4] == ["communication", "memory"]
+    assert rows["kernel_category"].tolist()[2:4] == ["communication", "memory"]
     assert rows["bytes"].tolist()[:4] == [-1, -1, -1, 5000]
     assert rows["flops"].tolist()[:2] == [2 * 64 * 32 * 16, -1] and rows["dtype"].iloc[0] == "bf16"
     assert (rows["launch_start_ns"] < rows["start_ns"]).all()
@@ -506,7 +506,7 @@ def test_made_up_captures_of_both_kinds_say_the_same(tmp_path):
     make_trace(tmp_path / "a.json", 2000, 400, steps=4)
     nsys, torch = load_capture(tmp_path / "a.sqlite").operations, load_capture(tmp_path / "a.json").operations
     assert len(nsys) == len(torch) == 2000
-    for column in ("phase", "step", "family"):
+    for column in ("phase", "step", "kernel_category"):
         # whole microseconds in the trace: an operation may be launched on the other side of an edge
         assert (nsys[column].astype(str) == torch[column].astype(str)).mean() > 0.99
     assert set(nsys["phase"]) == {"forward", "backward"}
@@ -523,7 +523,7 @@ def test_other_peoples_captures_add_up_and_have_families(path):
         ]
         assert len(found.operations) + found.left_out == len(work)
         assert whole == pytest.approx(sum(e["dur"] for e in work) * 1e3, rel=1e-9)
-    other = found.operations.loc[found.operations["family"] == "other", "duration_ns"].sum()
+    other = found.operations.loc[found.operations["kernel_category"] == "other", "duration_ns"].sum()
     assert other <= 0.01 * found.operations["duration_ns"].sum()
     assert "not available" in profile_text(path)
 
@@ -953,7 +953,7 @@ def test_pauses_and_sums_of_a_step_are_what_plain_counting_says(tmp_path, seed):
         table = one.kernels
         assert (
             table["ms"].is_monotonic_decreasing
-            and one.total_ms_by(one.operations, "family").is_monotonic_decreasing
+            and one.total_ms_by(one.operations, "kernel_category").is_monotonic_decreasing
         )
         assert table["count"].to_dict() == {name: count / len(middle) for name, count in counts.items()}
         assert table["ms"].to_dict() == pytest.approx({name: ms / len(middle) for name, ms in lasted.items()})

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from stepscope.captures.account import Device, devices
 from stepscope.captures.advice import rank_advice
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import HOST_CAUSES, explain_gaps, sum_by_cause
 from stepscope.captures.communication import exposed_communication
+from stepscope.captures.idle_time import HOST_CAUSES, explain_gaps, sum_by_cause
 from stepscope.captures.lines import rendered
-from stepscope.captures.verdict import profile
+from stepscope.captures.step_breakdown import Device, devices
+from stepscope.captures.summary import profile
 from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import TraceError, outermost
 from tests.test_capture import ADD, GEMM, event, launched, line, to_do, written

@@ -16,7 +16,7 @@ import pytest
 from cells import edited, run_cells
 from conftest import TINY
 from stepscope import PACKAGE, PROJECT
-from stepscope.config import WHOLE
+from stepscope.config import TOTAL
 from stepscope.report.load import load
 
 QUICK = TINY | {"warmup_steps": 1}
@@ -88,7 +88,7 @@ def plain():
 def test_longer_context_adds_tokens_and_leaves_adamw_as_it_is(plain, field):
     times = run_cells("benchmark", **QUICK | field)["results"].times
     assert operations(times, "optimizer") == operations(plain, "optimizer")
-    step = times.query("mode == 'step' and phase == 'whole'").iloc[0]
+    step = times.query("mode == 'step' and phase == 'total'").iloc[0]
     tokens = (QUICK | field)["context_length"] * (QUICK | field)["batch_size"]
     assert step["tokens_per_s"] * step["wall_ms"] / 1e3 == pytest.approx(tokens)
 
@@ -118,7 +118,7 @@ def test_doubled_clock_is_kept(tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True, env=os.environ | places)
     times = load(tmp_path / "runs" / "doubled")["benchmark.times"].query("mode == 'step'")
     ms = times.set_index("phase")["wall_min_ms"]
-    assert ms[WHOLE] >= 2 * ms.drop(WHOLE).sum() > 0
+    assert ms[TOTAL] >= 2 * ms.drop(TOTAL).sum() > 0
 
 
 # -- another model --------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_another_feed_forward_is_measured_and_its_formula_is_not_used(tmp_path, 
     names = run_cells(path, **QUICK)
     results, said = names["results"], capsys.readouterr().out
     assert "our FLOPs formula doesn't apply" in said and "ffn.gate_proj.weight" in said
-    assert results.times[["tflops", "mfu_measured"]].isna().all(axis=None)
+    assert results.times[["tflops", "mfu_vs_measured_peak"]].isna().all(axis=None)
     assert (results.times["status"] == "ok").all() and (results.times["wall_ms"] > 0).all()
     count = sum(parameter.numel() for parameter in names["model"].parameters())
     assert names["run"].outcome["results"]["parameters"] == count
@@ -146,7 +146,7 @@ def test_another_feed_forward_is_measured_and_its_formula_is_not_used(tmp_path, 
 
 def flops_per_operation(**fields):
     times = run_cells("mixed_precision", **MIXED | {"vocab_size": 1000} | fields)["results"].times
-    step = times.query("mode == 'step' and precision == 'fp32' and phase == 'whole'").iloc[0]
+    step = times.query("mode == 'step' and precision == 'fp32' and phase == 'total'").iloc[0]
     return step["tflops"] * step["wall_ms"] / step["operations"]
 
 
@@ -162,7 +162,7 @@ def test_loss_without_autocast_has_fewer_operations(tmp_path):
     counts = []
     for notebook in ("mixed_precision", path):
         times = run_cells(notebook, **MIXED)["results"].times
-        counts.append(times.query("mode == 'step' and phase == 'whole'").set_index("precision")["operations"])
+        counts.append(times.query("mode == 'step' and phase == 'total'").set_index("precision")["operations"])
     before, after = counts
     assert after["bf16"] < before["bf16"] and after["fp32"] == before["fp32"]
 

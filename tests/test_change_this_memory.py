@@ -94,7 +94,7 @@ def saved_share(peak_with: float, peak_without: float) -> float:
 def test_longer_context_makes_a_checkpoint_save_a_larger_share():
     shares = []
     for length in (64, 256):
-        table = checkpoints(context_length=length, checkpoints=[1, 0])
+        table = checkpoints(context_length=length, blocks_per_checkpoint=[1, 0])
         shares.append(saved_share(*table["predicted_gib"]))
     assert shares[1] > 1.1 * shares[0]
     for device in ("cpu", "cuda"):
@@ -106,7 +106,7 @@ def test_longer_context_makes_a_checkpoint_save_a_larger_share():
 
 
 def test_each_further_block_under_a_checkpoint_adds_the_same_to_the_peak():
-    table = checkpoints(checkpoints=[1, 2, 3, 4], vocab_size=50)
+    table = checkpoints(blocks_per_checkpoint=[1, 2, 3, 4], vocab_size=50)
     gpu = [predicted_gib("cuda", k) for k in range(1, 5)]
     for peaks in (table["predicted_gib"], pd.Series(gpu)):
         steps = peaks.diff().dropna()
@@ -114,10 +114,10 @@ def test_each_further_block_under_a_checkpoint_adds_the_same_to_the_peak():
 
 
 def test_twice_the_blocks_from_the_start_run_more_than_three_times_as_often():
-    table = checkpoints(checkpoints=[], stacks=[4, 8])
+    table = checkpoints(blocks_per_checkpoint=[], nested_blocks=[4, 8])
     ran = table.pivot(index="checkpoint_policy", columns="blocks", values="block_runs")
     ratio = ran[8] / ran[4]
-    assert (ratio[["none", "square root", "every block"]] == 2).all() and ratio["from the start"] > 3
+    assert (ratio[["none", "square root", "every block"]] == 2).all() and ratio["from the input"] > 3
 
 
 def test_every_hint_has_a_test_here():
@@ -129,6 +129,6 @@ def test_every_hint_has_a_test_here():
     ]
     assert hints("checkpointing") == [
         {"context_length": 256},
-        {"checkpoints": [1, 2, 3, 4]},
-        {"checkpoints": [], "stacks": [4, 8]},
+        {"blocks_per_checkpoint": [1, 2, 3, 4]},
+        {"checkpoints": [], "nested_blocks": [4, 8]},
     ]

@@ -267,7 +267,7 @@ def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_pat
             duration_s=lasted,
             cause=cause,
             software={"notebook_source": source},
-            results={"unsteady": "it swings"} if seed == 3 else {},
+            results={"inconsistent": "it swings"} if seed == 3 else {},
         )
         if status == "failed":
             (place / "kernel.log").write_text("Segmentation fault")

@@ -12,15 +12,15 @@ from stepscope.config import (
     SIZES,
     ConfigError,
     StepConfig,
+    assigned_constants,
     configure,
-    device_here,
     from_notebook,
     require_device,
     require_parameters,
-    set_by,
-    shown,
-    size_of,
+    resolve_device,
+    resolve_size,
     studies,
+    truncated_repr,
 )
 
 
@@ -68,11 +68,11 @@ def test_runs_that_differ_have_labels_that_differ(tiny):
         tiny(optimizer="fused"),
         tiny(compile="blocks"),
         tiny(repeat=2),
-        tiny(study="ladder", batches=[1, 2]),
+        tiny(study="ladder", batch_sizes=[1, 2]),
         tiny(size=None, d_model=8, d_ff=3, num_layers=1, num_heads=2),
     ]
     assert len({config.label for config in configs}) == len(configs)
-    assert "batches 1/2" in configs[5].label and "optimizer fused" in configs[2].label
+    assert "batch_sizes 1/2" in configs[5].label and "optimizer fused" in configs[2].label
     assert configs[0].shape == "nano" and configs[6].label.startswith("benchmark d8-f3-l1-h2 ctx8 ")
     assert {*configs[6].run_id.split("-")} > {"d8", "f3", "l1", "h2", "ctx8", "fp32"}
 
@@ -88,7 +88,7 @@ def test_runs_that_differ_have_labels_that_differ(tiny):
     ],
 )
 def test_a_size_has_one_name_a_year(name, edition, size):
-    assert size_of(name, edition) == size
+    assert resolve_size(name, edition) == size
     assert configure("memory", **TINY | {"size": name}, edition=edition).size == size
 
 
@@ -107,7 +107,7 @@ def test_a_size_has_one_name_a_year(name, edition, size):
 )
 def test_a_size_that_is_none_is_refused(name, edition, words):
     with pytest.raises(ConfigError, match=words):
-        size_of(name, edition)
+        resolve_size(name, edition)
 
 
 def test_an_edition_holds_the_handouts_shapes():  # 2025's: test_model.HANDOUT
@@ -235,15 +235,15 @@ def test_a_parameter_that_a_notebook_has_not_is_refused():
 
 
 def test_only_a_cell_of_constants_sets_parameters():
-    assert set_by("from os import path\na = b = [1]\nc: int = -2") == ["a", "b", "c"]
+    assert assigned_constants("from os import path\na = b = [1]\nc: int = -2") == ["a", "b", "c"]
     for cell in ("a = 1\nprint(a)", "a = 1\nb = a", "a = (", "a = 1\nfor b in (1, 2): pass", "a: int"):
-        assert set_by(cell) == [], cell
+        assert assigned_constants(cell) == [], cell
 
 
 def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device_here("auto") == "cpu" and device_here("tpu") == "tpu"
+    assert resolve_device("auto") == "cpu" and resolve_device("tpu") == "tpu"
     with pytest.raises(ConfigError, match="no TF32"):
         require_device(tiny(precision="tf32"))
     with pytest.raises(ConfigError, match="sees no CUDA GPU"):
@@ -264,8 +264,8 @@ def test_what_a_device_lacks_is_said_before_anything_starts(tiny, monkeypatch):
 
 
 def test_a_value_is_shown_on_one_line_and_cut():
-    assert len(shown("x" * 10**6)) < 120 and "\n" not in shown("a\nb")
+    assert len(truncated_repr("x" * 10**6)) < 120 and "\n" not in truncated_repr("a\nb")
     nested = ["x" * 100] * 10
     for _ in range(10**5):  # which whole would be longer than any memory
         nested = [nested] * 10
-    assert len(shown(nested)) < 200
+    assert len(truncated_repr(nested)) < 200

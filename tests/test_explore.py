@@ -22,7 +22,7 @@ def no_tables(monkeypatch):
 def test_exploring_measures_two_by_their_own_steps(no_tables):
     explored = run_cells("explore", device="cpu")
     walls = {
-        name: own.loc[(own["phase"] == "whole") & ~own["warmup"], "wall_ms"]
+        name: own.loc[(own["phase"] == "total") & ~own["warmup"], "wall_ms"]
         for name, own in explored["samples"].items()
     }
     operations = explored["captured"].operations
@@ -79,7 +79,7 @@ def test_exploring_compares_the_references_fp32_baselines_in_order_of_context(mo
             ("xl", 512, 10.0, 0.8),
             ("xl", 128, 20.0, 0.7),
         )
-        for phase, gpu_ms in (("forward", forward_ms), ("optimizer", 10.0), ("whole", forward_ms + 10))
+        for phase, gpu_ms in (("forward", forward_ms), ("optimizer", 10.0), ("total", forward_ms + 10))
     ]
     others = [
         row | {name: value} | {"gpu_ms": 1e3, "busy": 0.01 * row["context_length"], "peak_gib": 9.0}
@@ -113,7 +113,7 @@ def test_exploring_compares_the_references_fp32_baselines_in_order_of_context(mo
     )
     longest = names["longest"].set_index("configuration")["context_length"]
     assert longest.to_dict() == {"small": 1024, "medium": 1024, "large": 128, "xl": 512}
-    assert {*names["longest"]["phase"]} == {"whole"}
+    assert {*names["longest"]["phase"]} == {"total"}
 
 
 def explored(runs):
@@ -189,7 +189,7 @@ def test_fused_optimizer_has_fewer_operations_and_a_row_for_each_phase(tmp_path,
     operations = names["both"].set_index("configuration")["operations"]
     assert operations["optimizer fused"] < operations["optimizer foreach"]
     for samples in names["samples"].values():
-        assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "whole"}
+        assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "total"}
 
 
 def test_batch_sizes_are_compared(tmp_path, no_tables):
@@ -208,8 +208,8 @@ def test_capture_of_your_choice_is_shown_and_its_tables_can_be_queried(monkeypat
     other = PACKAGE.parents[1] / "tests" / "data" / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv"
     names = run_cells("profile", replaced={"display": lambda *_: None}, file=str(other))
     rows = names["gpu"].operations
-    family = rows["family"].astype(str).iloc[0]
-    queried = rows.query(f"family == '{family}'")
+    family = rows["kernel_category"].astype(str).iloc[0]
+    queried = rows.query(f"kernel_category == '{family}'")
     assert 0 < len(queried) <= len(rows) <= len(names["capture"].operations)
     assert len(names["gpu"].breakdowns) >= 1
 
@@ -231,8 +231,17 @@ def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
     gpu, accounts, operations = names["gpu"], names["breakdowns"], names["capture"].operations
     middle = accounts["wall"].sort_values().index[len(accounts) // 2]
     own = operations[operations["step"] == middle]
-    table = names["table"].astype({"phase": str, "family": str}).set_index(["phase", "family"])["ms"]
-    summed = own["duration_ns"].div(1e6).groupby([own["phase"].astype(str), own["family"].astype(str)]).sum()
+    table = (
+        names["table"]
+        .astype({"phase": str, "kernel_category": str})
+        .set_index(["phase", "kernel_category"])["ms"]
+    )
+    summed = (
+        own["duration_ns"]
+        .div(1e6)
+        .groupby([own["phase"].astype(str), own["kernel_category"].astype(str)])
+        .sum()
+    )
     assert table.to_dict() == pytest.approx(summed.to_dict()) and table.is_monotonic_decreasing
     shares = own.groupby(own["name"].astype(str))["duration_ns"].sum().nlargest(15) / own["duration_ns"].sum()
     assert names["kernels"]["share"].tolist() == pytest.approx(shares.tolist())

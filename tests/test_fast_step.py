@@ -26,7 +26,7 @@ SHAPE = {
     "steps": 2,
 }
 TINY = [f"--{name}={value}" for name, value in SHAPE.items()]
-RUNGS = [
+LADDER_OPTIMIZATIONS = [
     "TF32",
     "fused attention",
     "fused AdamW",
@@ -109,7 +109,7 @@ def test_its_step_is_compiled_where_it_says_and_multiplies_in_bf16(script, make,
     )
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
     model, _, step, _ = make()
-    assert compiled == [*model.blocks, "read_out"]
+    assert compiled == [*model.blocks, "to_logits"]
     script.make_step(model, *torch.zeros(2, 2, 16, dtype=torch.int64), rate := torch.tensor(0.5))
     assert rate == 0.5, "the caller's is put back"
     tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
@@ -264,14 +264,14 @@ class Images(torch.nn.Module):
         self.norm, self.head = torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 10)
         self.blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))])
 
-    def read_out(self, x):
+    def to_logits(self, x):
         return self.head(x)
 
     def forward(self, images):  # (B, 8) -> (B, 10)
         x = self.norm(images)
         for block in self.blocks:
             x = block(x)
-        return self.read_out(x)
+        return self.to_logits(x)
 
 
 def check_statistics_and_copies(script, device):
@@ -321,6 +321,6 @@ def test_its_model_takes_fewer_tokens_than_it_was_made_for(script):
 def test_the_copied_block_is_short_and_names_every_change():
     lines = block().rstrip().splitlines()
     assert 50 <= len(lines) <= 82 and max(map(len, lines)) <= 110
-    for change in RUNGS:
+    for change in LADDER_OPTIMIZATIONS:
         assert sum(line.endswith(f"  # {change}") for line in lines) == 1, change
     assert "stepscope" not in block()

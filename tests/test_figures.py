@@ -136,7 +136,7 @@ def spans(axes) -> dict[int, list[tuple[str, float, float]]]:
 @pytest.mark.parametrize(("launch_ns", "waits"), [(170_000, False), (200_000, True)])
 def test_a_lane_has_what_runs_in_the_window_and_is_busy_for_their_union(launch_ns, waits):
     """What ends where the window begins, or begins where it ends, is not in it; the GPU works for 500 µs, kernels that overlap for 550."""
-    columns = ["family", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
+    columns = ["kernel_category", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
     forward = pd.DataFrame(
         [
             ("unheard of", 300_000, launch_ns, 900_000, 300_000),

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from stepscope.measure.clocks import nothing
 from stepscope.measure.graph import graph_of
+from stepscope.measure.timing import nothing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 

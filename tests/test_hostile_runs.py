@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from conftest import TINY, put, record_of
 from stepscope.model.accounting import peak
 from stepscope.runs.record import Record, RecordError, read_record
-from stepscope.runs.sweep_file import SweepError, find_sweeps, load_sweeps, said_before
+from stepscope.runs.sweep_file import SweepError, find_sweeps, load_sweeps, sweep_description
 from stepscope.yaml_files import YamlFileError, load_yaml
 
 TAG = "<a href=//x style=position:fixed;inset:0 onclick=alert(1)>\x1b[31mx</a>\n"
@@ -303,7 +303,7 @@ def test_what_ships_can_be_run(name, device):
     paths = find_sweeps(name)
     asked = load_sweeps(paths, device, 139.8)
     assert asked.configs and {config.device for config in asked.configs} == {device}
-    assert all(said_before(path) for path in paths)
+    assert all(sweep_description(path) for path in paths)
 
 
 @pytest.mark.parametrize("name", ["reference", "tour"])

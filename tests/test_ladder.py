@@ -28,12 +28,12 @@ from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.transforms import TrainedSubject, Unsupported, apply, launch_eagerly
 from stepscope.report.tables import number
 from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
-from stepscope.studies.ladder.config import FILLED, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS, WITHOUT
 from stepscope.studies.ladder.loop import Case, Ladder, filling_batch
 from stepscope.studies.ladder.training import SEEDS, train
-from stepscope.traces.captured import CAPTURED
+from stepscope.traces.profiled_steps import PROFILED
 
-EAGER = ["fp32", "bf16", "sdpa", "fused"]  # what compiles nothing
+EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # what compiles nothing
 SHAPE = {
     "size": "custom",
     "d_model": 32,
@@ -346,7 +346,7 @@ def test_an_fp8_layer_that_nobody_writes_says_so():
 
 # -- transforms -----------------------------------------------------------------------------------------------
 
-LADDER = RUNGS[1:]  # fp32 is the subject without any
+LADDER = LADDER_OPTIMIZATIONS[1:]  # fp32 is the subject without any
 
 
 def other_model(batch_size):
@@ -380,7 +380,7 @@ def loaded(notebook, names):
     return subject
 
 
-@pytest.mark.parametrize("name", ["sdpa", "blocks", "bf16_weights", "bf16_moments", "chunked"])
+@pytest.mark.parametrize("name", ["sdpa", "compiled_blocks", "bf16_weights", "bf16_moments", "chunked_loss"])
 def test_transform_gives_a_reason_and_changes_nothing_when_the_model_is_another(notebook, name):
     subject = other_model(2)
     before = state_of(subject)
@@ -427,13 +427,13 @@ def test_precision_and_moments_are_those_of_the_last_transforms(notebook):
     for count in range(len(LADDER) + 1):
         subject = notebook.transformer(2)
         apply([getattr(notebook, name) for name in LADDER[:count]], subject)
-        formats[RUNGS[count]] = subject.precision, subject.moments
+        formats[LADDER_OPTIMIZATIONS[count]] = subject.precision, subject.moments
     assert formats["fp32"] == ("fp32", "fp32") and formats["bf16_weights"] == ("bf16", "fp32")
     assert formats["bf16_moments"] == ("bf16", "bf16")
 
 
 @pytest.mark.parametrize(
-    "names", [LADDER[:2], LADDER[:3], LADDER[:4], LADDER[:7], LADDER, (*LADDER, "chunked")]
+    "names", [LADDER[:2], LADDER[:3], LADDER[:4], LADDER[:7], LADDER, (*LADDER, "chunked_loss")]
 )
 def test_transforms_give_fp32s_loss_and_gradients_and_train(notebook, uncompiled, names):
     baseline = loaded(notebook, [])
@@ -495,7 +495,12 @@ def test_loop_measures_another_model_and_gives_the_reason_of_what_does_not_apply
     ladder = ladder_of(config, other_model, named("bf16", bf16_autocast), notebook.sdpa, notebook.fused)
     ladder.measure()
     steps = steps_of(ladder)
-    assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "ok", "sdpa": "unsupported", "fused": "ok"}
+    assert steps["status"].to_dict() == {
+        "fp32": "ok",
+        "bf16": "ok",
+        "sdpa": "unsupported",
+        "fused_adamw": "ok",
+    }
     assert steps.loc["sdpa", "reason"] == notebook.sdpa(other_model(2))
     assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
     assert (steps["wall_ms"].dropna() > 0).all() and (steps["operations"].dropna() > 0).all()
@@ -515,16 +520,16 @@ def test_transform_that_changes_nothing_is_refused(config, notebook, change):
     ladder = ladder_of(config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused)
     ladder.measure()
     steps = steps_of(ladder)
-    assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "ok", "sdpa": "failed", "fused": "ok"}
+    assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "ok", "sdpa": "failed", "fused_adamw": "ok"}
     assert "changes nothing" in steps.loc["sdpa", "reason"]
     assert math.isnan(steps.loc["sdpa", "wall_ms"]) and ("sdpa", 2) not in ladder.kernels
 
 
 def test_compiled_step_is_refused_only_when_the_profile_shows_compiled_code(config):
-    ladder = ladder_of(config, other_model, named("blocks", lambda subject: None))
+    ladder = ladder_of(config, other_model, named("compiled_blocks", lambda subject: None))
     before, case = ladder.cases
     ladder.kernels = dict.fromkeys(
-        [("fp32", 2), ("blocks", 2)], pd.DataFrame({"name": ["gemm"], "count": [3]})
+        [("fp32", 2), ("compiled_blocks", 2)], pd.DataFrame({"name": ["gemm"], "count": [3]})
     )
     case.compiles = True
     assert not ladder.is_equal(case, before)
@@ -561,16 +566,16 @@ def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, m
         named("tf32", fail(RuntimeError("no kernel at /home/somebody/file.cu for it"))),
         named("bf16", fail(torch.OutOfMemoryError("short of memory. Including much more"))),
         named("sdpa", mend),
-        named("fused", profile_only),
+        named("fused_adamw", profile_only),
     )
     ladder.measure()
     steps = steps_of(ladder)
-    status = {"fp32": "ok", "tf32": "failed", "bf16": "oom", "sdpa": "ok", "fused": "ok"}
+    status = {"fp32": "ok", "tf32": "failed", "bf16": "oom", "sdpa": "ok", "fused_adamw": "ok"}
     assert steps["status"].to_dict() == status
     assert steps.loc["tf32", "reason"] == "no kernel at file.cu for it"
     assert steps.loc["bf16", "reason"] == "while measuring bf16: short of memory."
-    assert steps.loc["fused", "reason"] == "not captured: no graph for it"
-    assert steps.loc["fused", "wall_ms"] > 0 and math.isnan(steps.loc["fused", "gpu_ms"])
+    assert steps.loc["fused_adamw", "reason"] == "not captured: no graph for it"
+    assert steps.loc["fused_adamw", "wall_ms"] > 0 and math.isnan(steps.loc["fused_adamw", "gpu_ms"])
 
 
 def test_transform_may_replace_a_part_of_the_model(config):
@@ -609,7 +614,9 @@ def test_case_that_does_not_fit_frees_its_memory(config, error):
 
 def prepared(notebook, config, **fields):
     """Return the cases by name, prepared as far as this device has them."""
-    everything = config(optimizations=[*RUNGS, "chunked", "fp8"], without=[*LEFT_OUT], **fields)
+    everything = config(
+        optimizations=[*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"], ablations=[*ABLATABLE], **fields
+    )
     ladder = Ladder(
         everything, notebook.transformer, notebook.OPTIMIZATIONS, [notebook.chunked, notebook.fp8]
     )
@@ -628,11 +635,11 @@ def test_steps_share_compiled_code_unless_model_or_loss_differ(config, notebook)
     assert sorted(groups.values(), key=sorted) == [
         {"bf16"},
         {"bf16_weights", "bf16_moments", "without_bf16_moments"},
-        {"blocks", "without_bf16_weights"},
-        {"chunked"},
+        {"compiled_blocks", "without_bf16_weights"},
+        {"chunked_loss"},
         {"fp32"},
-        {"sdpa", "fused"},
-        {"without_blocks"},
+        {"sdpa", "fused_adamw"},
+        {"without_compiled_blocks"},
         {"without_sdpa"},
     ]
     assert len(ladder.programs) == len(groups)
@@ -642,11 +649,11 @@ def test_without_is_the_list_without_it_and_has_its_reason(config, notebook):
     _, cases = prepared(notebook, config)
     assert [name for name in cases if name.startswith("without")] == [*WITHOUT]
     optimized = [name for name in LADDER if name not in ("tf32", "cuda_graph")]  # on a CPU
-    for name in ("sdpa", "blocks", "bf16_moments"):
+    for name in ("sdpa", "compiled_blocks", "bf16_moments"):
         expected = tuple(each for each in optimized if each != name)
         assert cases[f"without_{name}"].applied == expected
-    assert cases["without_bf16_weights"].applied == cases["blocks"].applied
-    ladder = Ladder(config(without=["cuda_graph"]), notebook.transformer, notebook.OPTIMIZATIONS)
+    assert cases["without_bf16_weights"].applied == cases["compiled_blocks"].applied
+    ladder = Ladder(config(ablations=["cuda_graph"]), notebook.transformer, notebook.OPTIMIZATIONS)
     with pytest.raises(Unsupported, match="a CPU has no CUDA graphs"):
         ladder.prepare(ladder.cases[-1])
 
@@ -683,7 +690,7 @@ def test_gradients_of_trained_weights_are_compared_when_fp8_is_there(
     monkeypatch.setattr(loop, "TRAINED_STEPS", 3)
     names = ["fp32", "bf16_moments", "fp8"]
     ladder = Ladder(
-        config(optimizations=names, batches=[2, 1]),
+        config(optimizations=names, batch_sizes=[2, 1]),
         notebook.transformer,
         notebook.OPTIMIZATIONS,
         [notebook.fp8],
@@ -710,23 +717,25 @@ def test_rates_and_bounds_are_of_the_cases_precision_and_moments(config, monkeyp
         case.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0}
         rows.append(ladder.rates(case))
     rates = pd.DataFrame(rows)
-    assert (rates["mfu_at_clock"] / rates["mfu"]).tolist() == pytest.approx([2, 1.8, 1.8])
-    assert (rates["mfu_measured"] / rates["mfu"]).tolist() == pytest.approx([1.25] * 3)
-    assert rates["moved_ms"].div(rates["moved_ms"][0]).tolist() == pytest.approx([1, 1, 20 / 28])
+    assert (rates["mfu_clock_adjusted"] / rates["mfu"]).tolist() == pytest.approx([2, 1.8, 1.8])
+    assert (rates["mfu_vs_measured_peak"] / rates["mfu"]).tolist() == pytest.approx([1.25] * 3)
+    assert rates["memory_traffic_ms"].div(rates["memory_traffic_ms"][0]).tolist() == pytest.approx(
+        [1, 1, 20 / 28]
+    )
     flops = rates["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
     assert flops.tolist() == pytest.approx([1.5 * step_flops(ladder.config)] * 3)
     assert rates["tokens_per_s"][2] == 3 * ladder.config.context_length * 1e3
 
 
 def test_blocks_get_the_replayed_time_of_the_graph_of_the_same_batch(config):
-    transforms = [named(name, bf16_autocast) for name in ("blocks", "cuda_graph")]
-    ladder = ladder_of(config, other_model, *transforms, batches=[1, 3])
-    walls = {("blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("blocks", 3): 30.0}
+    transforms = [named(name, bf16_autocast) for name in ("compiled_blocks", "cuda_graph")]
+    ladder = ladder_of(config, other_model, *transforms, batch_sizes=[1, 3])
+    walls = {("compiled_blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("compiled_blocks", 3): 30.0}
     for case in ladder.cases:
         if (case.name, case.batch_size) in walls:
             case.row["wall_ms"] = walls[case.name, case.batch_size]
     replayed = ladder.steps.set_index(["optimization", "batch_size"])["replayed_ms"].dropna()
-    assert replayed.to_dict() == {("blocks", 1): 8.0}
+    assert replayed.to_dict() == {("compiled_blocks", 1): 8.0}
 
 
 # The learning rate
@@ -878,8 +887,8 @@ def test_steps_are_timed_until_their_median_is_reliable(on_gpu, monkeypatch, ste
 def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_read(
     on_gpu, monkeypatch, step_ms, is_limited, steps
 ):
-    rows = [("step", number, "whole", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
-    profiled, numbers = pd.DataFrame(rows, columns=CAPTURED), []
+    rows = [("step", number, "total", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
+    profiled, numbers = pd.DataFrame(rows, columns=PROFILED), []
 
     def phases(case, number):
         numbers.append(number)
@@ -887,30 +896,30 @@ def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_r
 
     capture = SimpleNamespace(reason="", operations=profiled, phases=phases)
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(capture))
-    monkeypatch.setattr("stepscope.measure.at_cap", lambda row: is_limited)
-    monkeypatch.setattr("stepscope.measure.unsteady", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}")
+    monkeypatch.setattr("stepscope.measure.is_power_limited", lambda row: is_limited)
+    monkeypatch.setattr("stepscope.measure.inconsistent", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}")
     on_gpu.walls["ms"] = step_ms
     case = Case("fp32", 2, other_model)
     case.row["wall_ms"] = 10.0
     on_gpu.ladder.profile_steps(case, on_gpu.subject)
     assert len(numbers) == steps
     gpu_ms = 5.0 if is_limited else 4.0
-    assert case.row["unsteady"] == f"{gpu_ms} of [9.0, 4.0, 5.0]" and case.row["busy"] == gpu_ms / 10
+    assert case.row["inconsistent"] == f"{gpu_ms} of [9.0, 4.0, 5.0]" and case.row["busy"] == gpu_ms / 10
 
 
 def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch):
     transforms = [named(name, bf16_autocast) for name in ("tf32", "bf16")]
     ladder, visited = ladder_of(config, other_model, *transforms), []
     fine, mends, stays = ladder.cases
-    mends.row["unsteady"] = stays.row["unsteady"] = "impossible"
+    mends.row["inconsistent"] = stays.row["inconsistent"] = "impossible"
 
     def visit(case, *parts):
         visited.append((case.name, len(parts)))
-        case.row["unsteady"] = "impossible" if case is stays else ""
+        case.row["inconsistent"] = "impossible" if case is stays else ""
 
     monkeypatch.setattr(ladder, "visit", visit)
     ladder.repeat_impossible()
-    assert visited == [("tf32", 2), ("bf16", 2), ("bf16", 2)] and not fine.row.get("unsteady")
+    assert visited == [("tf32", 2), ("bf16", 2), ("bf16", 2)] and not fine.row.get("inconsistent")
 
 
 # -- other people's steps -------------------------------------------------------------------------------------
@@ -979,12 +988,13 @@ def test_script_is_measured_as_it_is(notebook, uncompiled, monkeypatch):
 
 
 def test_what_the_last_step_has_not_cannot_be_left_out(config):
-    assert config(without=[*LEFT_OUT]).run_id != config().run_id == config(without=[]).run_id
-    for change in {*RUNGS} - {*LEFT_OUT}:
+    assert config(ablations=[*ABLATABLE]).run_id != config().run_id == config(ablations=[]).run_id
+    for change in {*LADDER_OPTIMIZATIONS} - {*ABLATABLE}:
         with pytest.raises(
-            ConfigError, match=f"without: got {change}, but what can be left out .* is sdpa, blocks"
+            ConfigError,
+            match=f"ablations: got {change}, but what can be left out .* is sdpa, compiled_blocks",
         ):
-            config(without=["sdpa", change])
+            config(ablations=["sdpa", change])
 
 
 @pytest.mark.parametrize("context", [128, 512])
@@ -1000,8 +1010,10 @@ def test_the_bounds_formulas(context):
     found = {moments: bounds.lower_bound(shape, "bf16", moments, rates) for moments in ("fp32", "bf16")}
     for moments, row in found.items():
         assert row["matmul_ms"] == pytest.approx(flops / 780e9)
-        assert row["moved_ms"] == pytest.approx({"fp32": 28, "bf16": 20}[moments] * 3.41e9 / 4.2e9, rel=0.002)
-        assert row["bound_ms"] == row["matmul_ms"] + row["moved_ms"]
+        assert row["memory_traffic_ms"] == pytest.approx(
+            {"fp32": 28, "bf16": 20}[moments] * 3.41e9 / 4.2e9, rel=0.002
+        )
+        assert row["lower_bound_ms"] == row["matmul_ms"] + row["memory_traffic_ms"]
     layers = (
         4 * 4 * context * 32 * (4 * 2560**2 + 3 * 2560 * 10240)
     )  # forward and the input's gradient, in 8 bits
@@ -1043,38 +1055,40 @@ def test_notebook_records_what_it_measured_without_compiling():
         "gpu_ms": kernels.groupby("optimization")["gpu_ms"].sum(),
         "busy": steps["gpu_ms"] / steps["wall_ms"],
         "tokens_per_s": 32e3 / steps["wall_ms"],
-        "mfu_measured": flops / steps["wall_ms"] / 1e9 / matmul_rates,
-        "moved_ms": pd.Series(28 * results["parameters"] / results["copy"] / 1e9, steps.index),
+        "mfu_vs_measured_peak": flops / steps["wall_ms"] / 1e9 / matmul_rates,
+        "memory_traffic_ms": pd.Series(28 * results["parameters"] / results["copy"] / 1e9, steps.index),
     }.items():
         assert steps[column].to_dict() == pytest.approx(expected.reindex(steps.index).to_dict(), rel=1e-4), (
             column
         )
     assert (steps["wall_mean_ms"] >= steps["wall_min_ms"]).all() and steps["clock_reasons"].isna().all()
     assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
-    assert {"matrix multiply"} <= set(kernels["family"]) and results["compared"] > 0
+    assert {"matrix multiply"} <= set(kernels["kernel_category"]) and results["compared"] > 0
     assert f"{number(steps['gradient_error'].max(), '%')} off fp32's" in results["finding"]
     curves = found["curves"]
     seeds = curves.groupby("optimization")["seed"].nunique().to_dict()
     assert seeds == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
     distance = losses.sub(losses["fp32", 0], axis=0).abs().max()
-    assert 0 < distance["fused", 0] < distance["fp32", 1] / 10, "from the same weights over the same text"
+    assert 0 < distance["fused_adamw", 0] < distance["fp32", 1] / 10, (
+        "from the same weights over the same text"
+    )
 
 
 def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     _, found = executed_notebook(
         optimizations=["fp32", "bf16_moments"],
-        without=["sdpa", "cuda_graph"],
-        batches=[1, 2],
-        fill=True,
+        ablations=["sdpa", "cuda_graph"],
+        batch_sizes=[1, 2],
+        fill_memory=True,
         timed_steps=2,
         training_steps=2,
-        baselines=["hugging_face_causal", "hugging_face_captured", "fast_step"],
+        baselines=["hugging_face_no_mask", "hugging_face_no_mask_cuda_graph", "fast_step"],
     )
     steps = found["steps"]
     expected = {"fp32": "ok", "bf16_moments": "ok", "without_sdpa": "ok", "without_cuda_graph": "unsupported"}
-    expected |= dict.fromkeys(["hugging_face_causal", "hugging_face_captured"], "unsupported") | {
+    expected |= dict.fromkeys(["hugging_face_no_mask", "hugging_face_no_mask_cuda_graph"], "unsupported") | {
         "fast_step": "ok"
     }
     rows = [(name, batch, status) for batch in (1, 2) for name, status in expected.items()] + [
@@ -1082,7 +1096,7 @@ def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, 
     ]
     assert list(steps[["optimization", "batch_size", "status"]].itertuples(index=False, name=None)) == rows
     reasons = steps.set_index(["optimization", "batch_size"])["reason"]
-    assert reasons["hugging_face_causal", 1] == "transformers is not installed"
+    assert reasons["hugging_face_no_mask", 1] == "transformers is not installed"
     assert "no CUDA graphs" in reasons["without_cuda_graph", 2]
     compared = steps.dropna(subset=["gradient_error"])[["optimization", "batch_size"]].values.tolist()
     assert compared == [["fp32", 2], ["bf16_moments", 2], ["without_sdpa", 2]]
@@ -1096,7 +1110,7 @@ def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, 
     "before, after, refused",
     [
         ('attention.kind = "sdpa"', 'attention.implementation = "sdpa"', "sdpa"),
-        ("fused=True, capturable", "foreach=True, capturable", "fused"),
+        ("fused=True, capturable", "foreach=True, capturable", "fused_adamw"),
     ],
 )
 def test_notebook_refuses_a_changed_transform_that_changes_nothing(tmp_path, before, after, refused):
@@ -1112,7 +1126,7 @@ def test_notebook_trains_with_its_rate_and_times_without_it(tmp_path):
         names = run_cells(notebook, **SHAPE | {"timed_steps": 2, "training_steps": 5})
         ladder = names["ladder"]
         assert ladder.results["learning_rate"] == 0
-        last.append(ladder.curves["fused"]["loss"].iloc[-1])
+        last.append(ladder.curves["fused_adamw"]["loss"].iloc[-1])
         operations.append(ladder.steps["operations"].tolist())
     assert last[1] < last[0] and operations[0] == operations[1]
 

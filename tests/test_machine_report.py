@@ -158,7 +158,7 @@ def test_reference_column_repeats_the_runs_own_numbers_for_the_references_runs(r
 def test_report_shows_the_numbers_of_the_runs_table(reports):
     _, text = reports("one run of benchmark")
     times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
-    totals = times[times["phase"] == "whole"].set_index("mode")
+    totals = times[times["phase"] == "total"].set_index("mode")
     [medians] = tables_of(text, "Medians")
     for label, mode in {
         "forward": "forward",
@@ -204,7 +204,7 @@ def test_replaced_failed_and_unreadable_runs_are_named(tmp_path):
     record |= {"status": "failed", "cause": "the GPU | fell off", "tables": {}, "results": {}}
     (second / "record.json").write_text(json.dumps(record))
     results = json.loads((third / "record.json").read_text())
-    results["results"]["unsteady"] = "busy of 120%"
+    results["results"]["inconsistent"] = "busy of 120%"
     (third / "record.json").write_text(json.dumps(results))
     report, text = composed(runs)
     assert [first.name in error for error in report.errors] == [True]

@@ -14,7 +14,7 @@ from torch import nn
 
 from stepscope import measure
 from stepscope.config import StepConfig
-from stepscope.measure import guard
+from stepscope.measure import oom
 from stepscope.measure.times import NULLABLE_TEXTS, OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
 from stepscope.report import load
@@ -87,7 +87,7 @@ def test_other_errors_are_let_on_unless_they_are_asked_for():
     with pytest.raises(KeyboardInterrupt), measure.out_of_memory(status, "stopped", or_unsupported=True):
         raise KeyboardInterrupt
     assert warnings.filters == before and "stopped" not in status
-    assert guard.error_text(RuntimeError("out of memory. Process 71 has 9 GiB in use")) == "out of memory."
+    assert oom.error_text(RuntimeError("out of memory. Process 71 has 9 GiB in use")) == "out of memory."
     with (
         pytest.raises(RuntimeError, match="illegal"),
         measure.out_of_memory(status, "case", or_unsupported=True),
@@ -108,9 +108,9 @@ def test_a_capture_has_each_operation_with_its_case_step_and_phase():
     assert list(found["number"]) == [0, 0, 1] and set(found["phase"]) == {"forward"}
     assert (
         list(found["name"]) == ["aten::mm", "aten::add", "aten::mm"]
-        and found["family"][0] == "matrix multiply"
+        and found["kernel_category"][0] == "matrix multiply"
     )
-    own = measure.quickest_step(found[found["case"] == "mm"])
+    own = measure.fastest_step(found[found["case"] == "mm"])
     assert len(own) == 1 and measure.gpu_time_ms(own) == (own["end_ns"] - own["start_ns"]).sum() / 1e6
 
 
@@ -130,10 +130,10 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
         cases, samples, found, {"step": {"power_w": 7.0}}, {"forward_backward": ("oom", "no room")}, "late"
     )
     assert times[["mode", "phase", "status", "reason"]].values.tolist() == [
-        *(["step", phase, "ok", ""] for phase in ("forward", "loss", "backward", "optimizer", "whole")),
+        *(["step", phase, "ok", ""] for phase in ("forward", "loss", "backward", "optimizer", "total")),
         ["forward", "forward", "ok", "late"],
-        ["forward", "whole", "ok", "late"],
-        ["forward_backward", "whole", "oom", "no room"],
+        ["forward", "total", "ok", "late"],
+        ["forward_backward", "total", "oom", "no room"],
     ]
     assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[
         times["wall_ms"].isna()
@@ -145,7 +145,7 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
     assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
     mean = samples["step"].query("not warmup").groupby("phase")["wall_ms"].mean()
     assert times[:5].set_index("phase")["wall_mean_ms"].to_dict() == pytest.approx(mean.to_dict())
-    own = measure.quickest_step(found)
+    own = measure.fastest_step(found)
     assert times["operations"][:5].tolist() == [
         *own["phase"].value_counts()[["forward", "loss", "backward", "optimizer"]],
         len(own),
@@ -230,7 +230,7 @@ def allocator(monkeypatch):
 
 def test_a_devices_bytes_and_peaks_are_the_allocators(allocator):
     assert measure.device_bytes("cuda") == 100_000, "what is free, and what the allocator holds"
-    measure.forget_peaks("cuda")
+    measure.reset_peak_memory("cuda")
     assert measure.peak_memory("cuda") == {"peak_gib": 1000 / 2**30, "reserved_gib": 1000 / 2**30}
     allocator.most, allocator.most_reserved = 3 * 2**30, 5 * 2**30
     assert (

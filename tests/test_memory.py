@@ -23,7 +23,7 @@ from stepscope.measure import memory_history
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
-from stepscope.runs.record import of_two_notebooks
+from stepscope.runs.record import mixed_notebook_warnings
 from stepscope.runs.run import notebook_of, parameters_of
 from stepscope.studies.memory import history, policies
 from stepscope.studies.memory.tables import CONFIG, LIVE, SCHEMAS, checkpoint_rows, column, of_run
@@ -46,9 +46,10 @@ def threads(monkeypatch):
 
 def cells_of(config, until, wrapped=None, **replaced):
     """The names that the configuration's notebook has when it comes to the cell with ``until``."""
-    other = {"memory": ("checkpoints", "stacks", "timed_steps"), "checkpointing": ("keep_snapshot",)}[
-        config.notebook
-    ]
+    other = {
+        "memory": ("blocks_per_checkpoint", "nested_blocks", "timed_steps"),
+        "checkpointing": ("save_snapshot",),
+    }[config.notebook]
     fields = {name: value for name, value in parameters_of(config).items() if name not in other}
     return run_cells(config.notebook, until, replaced, wrapped, **fields)
 
@@ -115,7 +116,7 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
     subject, recordings = names["subject"], names["recordings"].histories
     rows = history.tables(config, recordings)["peaks"]
     for mode in config.modes:
-        whole = rows[(rows["mode"] == mode) & (rows["phase"] == "whole")].iloc[0]
+        whole = rows[(rows["mode"] == mode) & (rows["phase"] == "total")].iloc[0]
         assert (
             whole["requested_gib"]
             == whole["predicted_requested_gib"]
@@ -161,17 +162,17 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
         "loss",
         "backward",
         "optimizer",
-        "whole",
+        "total",
     ]
     assert bytes_of(rows.loc["step", "optimizer"])["gradients"] == weights
     assert bytes_of(rows.loc["step", "forward"])["gradients"] == 0
     assert bytes_of(rows.loc["step", "forward"])["optimizer state"] == 2 * weights + 4 * (9 * 3 + 3)
     assert bytes_of(rows.loc["forward", "forward"])["optimizer state"] == 0
-    assert rows.loc["step", "whole"]["reserved_gib"] == rows.loc["step"].drop("whole")["reserved_gib"].max()
-    top = rows.loc["step"].drop("whole")["peak_gib"].idxmax()
+    assert rows.loc["step", "total"]["reserved_gib"] == rows.loc["step"].drop("total")["reserved_gib"].max()
+    top = rows.loc["step"].drop("total")["peak_gib"].idxmax()
     assert (
-        rows.loc["step", "whole"]["peak_in"] == top
-        and rows.loc["step", "whole"]["peak_gib"] == rows.loc["step", top]["peak_gib"]
+        rows.loc["step", "total"]["peak_in"] == top
+        and rows.loc["step", "total"]["peak_gib"] == rows.loc["step", top]["peak_gib"]
     )
     scores = table[(table["region"] == "attention.softmax") & (table["phase"] == "forward")]
     assert scores.groupby("layer").size().tolist() == [5, 5, 5]
@@ -188,8 +189,8 @@ def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
     config = config_of(SHAPES[0], modes=["step", "forward"], optimizer="fused")
     recordings = recorded(config, monkeypatch)["recordings"].histories
     rows = history.tables(config, recordings)["peaks"].set_index(["mode", "phase"])
-    assert rows.loc["forward", "whole"]["requested_gib"] == accounting.peak(config, "forward").requested / GIB
-    assert rows.loc["step", "whole"]["requested_gib"] == accounting.peak(config).requested / GIB
+    assert rows.loc["forward", "total"]["requested_gib"] == accounting.peak(config, "forward").requested / GIB
+    assert rows.loc["step", "total"]["requested_gib"] == accounting.peak(config).requested / GIB
 
 
 def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
@@ -267,8 +268,8 @@ def test_out_of_memory_is_a_result_of_its_mode_alone(monkeypatch):
     recordings = recorded(config, monkeypatch)["recordings"].histories
     tables = history.tables(config, recordings)
     whole = tables["peaks"].set_index(["mode", "phase"])
-    assert whole.loc["forward", "whole"]["status"] == "ok"
-    failed = whole.loc["step", "whole"]
+    assert whole.loc["forward", "total"]["status"] == "ok"
+    failed = whole.loc["step", "total"]
     assert (
         failed["status"] == "oom"
         and "warming up, step 0" in failed["reason"]
@@ -310,7 +311,7 @@ def test_memory_notebook_compares_what_it_recorded_with_the_formulas(monkeypatch
     for rows in (names["predicted"].loc["total"], names["predicted"].drop(index="total").sum()):
         assert (rows * MIB).tolist() == pytest.approx([top.allocated for top in tops])
     assert names["counted"] == names["formula"]
-    recorded_steps = names["tables"]["peaks"].query("phase == 'whole'")
+    recorded_steps = names["tables"]["peaks"].query("phase == 'total'")
     assert recorded_steps["mode"].tolist() == modes and (names["errors"] == 0).all()
     assert names["number"](max(top.allocated for top in tops) / MIB, "MiB") in names["sentence"]
     large = config_of({"size": "2.7B", "context_length": 512}, modes=modes)
@@ -386,7 +387,7 @@ def test_arrangements_change_no_gradient_run_blocks_as_often_and_keep_as_much_as
     """What is kept is right to the byte: beyond it is the same for every number of blocks."""
     beyond = {}
     for number in (4, blocks):
-        config = config_of(SHAPES[0] | {"num_layers": number}, stacks=[number])
+        config = config_of(SHAPES[0] | {"num_layers": number}, nested_blocks=[number])
         names = cells_of(config, "results, tables = ")
         storages = stand_in(monkeypatch)
         gradients = []
@@ -420,24 +421,24 @@ def test_what_arrangements_cost_as_functions_of_the_number_of_blocks(power):
         {name: make(arrange(blocks)) for name, arrange in policies.POLICIES.items()}
         for make in (policies.block_runs, lambda parts: policies.saved_bytes(parts, 1, 0))
     )
-    assert inputs["every block"] == blocks and inputs["halved"] == power + 1
-    assert inputs["from the start"] == inputs["none"] == 1
+    assert inputs["every block"] == blocks and inputs["recursive"] == power + 1
+    assert inputs["from the input"] == inputs["none"] == 1
     assert policies.saved_bytes(list(range(blocks)), 0, 1) == blocks
     assert policies.saved_bytes(policies.uniform(blocks, 4), 0, 1) == min(4, blocks)
     assert all(
         policies.saved_bytes(policies.POLICIES[name](blocks), 0, 1) == 1
-        for name in ("every block", "halved", "from the start")
+        for name in ("every block", "recursive", "from the input")
     )
     assert runs["none"] == blocks and runs["every block"] == runs["square root"] == 2 * blocks
-    assert runs["halved"] == 2 * blocks + blocks // 2 * (power - 1)
-    assert runs["from the start"] == blocks + blocks * (blocks + 1) // 2
+    assert runs["recursive"] == 2 * blocks + blocks // 2 * (power - 1)
+    assert runs["from the input"] == blocks + blocks * (blocks + 1) // 2
 
 
 def test_each_setting_has_its_row():
     config = config_of(
         SHAPES[0] | {"num_layers": 3},
         modes=["forward", "forward_backward"],
-        checkpoints=[1, 2, 0],
+        blocks_per_checkpoint=[1, 2, 0],
         timed_steps=1,
         warmup_steps=0,
     )
@@ -464,7 +465,7 @@ def test_each_setting_has_its_row():
 
 
 def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
-    config = config_of(SHAPES[1], stacks=[4], timed_steps=1, warmup_steps=0)
+    config = config_of(SHAPES[1], nested_blocks=[4], timed_steps=1, warmup_steps=0)
     table = settings(config)
     SCHEMAS["checkpoints"].validate(table)
     assert table["checkpoint_policy"].tolist() == list(policies.POLICIES) and set(table["blocks"]) == {4}
@@ -475,8 +476,8 @@ def test_nested_arrangements_have_their_rows_and_their_gradients_stay():
         "none": stream + 4 * block,
         "square root": 2 * stream + 2 * block,
         "every block": 4 * stream + block,
-        "halved": 3 * stream + block,
-        "from the start": stream + block,
+        "recursive": 3 * stream + block,
+        "from the input": stream + block,
     }
     assert (table.set_index("checkpoint_policy")["expected_saved_gib"] * GIB).to_dict() == pytest.approx(
         kept, rel=1e-9
@@ -487,7 +488,7 @@ def test_checkpoint_rows_hold_each_policys_readings_and_predictions():
     """A policy that failed has no block runs, and keeps the memory that was allocated before it."""
     cases = [("every 1", "step"), ("none", "step")]
     times = pd.DataFrame(cases, columns=["checkpoint_policy", "mode"]).assign(
-        phase="whole", status=["ok", "oom"], reason=["", "full"], peak_gib=[2.0, None], wall_ms=[5.0, None]
+        phase="total", status=["ok", "oom"], reason=["", "full"], peak_gib=[2.0, None], wall_ms=[5.0, None]
     )
     times = pd.concat([times.assign(phase="forward", peak_gib=None), times])
     rows = checkpoint_rows(
@@ -509,7 +510,7 @@ def test_checkpointing_notebook_names_the_policies_with_least_and_most_memory():
     config = config_of(
         SHAPES[0] | {"num_layers": 3},
         modes=["forward", "forward_backward"],
-        checkpoints=[1, 2, 0],
+        blocks_per_checkpoint=[1, 2, 0],
         timed_steps=1,
         warmup_steps=0,
     )
@@ -530,7 +531,7 @@ def test_checkpointing_notebook_names_the_policies_with_least_and_most_memory():
 
 def test_what_does_not_fit_has_its_row_too():
     config = config_of(
-        SHAPES[1], modes=["forward_backward"], checkpoints=[1, 0], timed_steps=1, warmup_steps=0
+        SHAPES[1], modes=["forward_backward"], blocks_per_checkpoint=[1, 0], timed_steps=1, warmup_steps=0
     )
 
     def without_memory(run_blocks):
@@ -558,7 +559,7 @@ def test_block_runs_are_those_of_a_complete_step():
 
         return run
 
-    config = config_of(SHAPES[1], modes=["forward_backward"], checkpoints=[1], warmup_steps=0)
+    config = config_of(SHAPES[1], modes=["forward_backward"], blocks_per_checkpoint=[1], warmup_steps=0)
     table = settings(config, run_blocks=without_memory_in_the_second_step)
     assert table["status"].tolist() == ["oom"] and table["block_runs"].tolist() == [4]
 
@@ -582,7 +583,7 @@ def test_a_model_is_gone_before_the_next_is_built_and_its_gradients_are_added_to
         return built_and_noted
 
     gc.collect()
-    config = config_of(SHAPES[1], stacks=[1, 2], timed_steps=1, warmup_steps=0)
+    config = config_of(SHAPES[1], nested_blocks=[1, 2], timed_steps=1, warmup_steps=0)
     assert len(settings(config, build=noted)) == 10
     assert alive == [0] * 2
     assert [all(zeros) for zeros in kept].count(False) == 2, "only the two steps that create them"
@@ -590,29 +591,34 @@ def test_a_model_is_gone_before_the_next_is_built_and_its_gradients_are_added_to
 
 def test_a_configuration_names_its_notebook():
     """Also where only its fields are known; each notebook refuses what the other measures."""
-    plain, checkpoints, stacks = (
-        config_of(SHAPES[1], **fields) for fields in ({}, {"checkpoints": [1]}, {"stacks": [4]})
+    plain, checkpoints, nested_blocks = (
+        config_of(SHAPES[1], **fields)
+        for fields in ({}, {"blocks_per_checkpoint": [1]}, {"nested_blocks": [4]})
     )
-    assert [one.notebook for one in (plain, checkpoints, stacks)] == [
+    assert [one.notebook for one in (plain, checkpoints, nested_blocks)] == [
         "memory",
         "checkpointing",
         "checkpointing",
     ]
-    assert [notebook_of(one).name for one in (plain, stacks)] == ["memory.ipynb", "checkpointing.ipynb"]
-    assert stacks.notebook_for(stacks.model_dump()) == "checkpointing"
-    with pytest.raises(ConfigError, match="checkpoints, stacks: got neither"):
-        run_cells("checkpointing", checkpoints=[], device="cpu")
-    records = [
-        record_of(one, software={"notebook_source": one.notebook}) for one in (plain, checkpoints, stacks)
+    assert [notebook_of(one).name for one in (plain, nested_blocks)] == [
+        "memory.ipynb",
+        "checkpointing.ipynb",
     ]
-    assert not of_two_notebooks(records)
+    assert nested_blocks.notebook_for(nested_blocks.model_dump()) == "checkpointing"
+    with pytest.raises(ConfigError, match="blocks_per_checkpoint, nested_blocks: got neither"):
+        run_cells("checkpointing", blocks_per_checkpoint=[], device="cpu")
+    records = [
+        record_of(one, software={"notebook_source": one.notebook})
+        for one in (plain, checkpoints, nested_blocks)
+    ]
+    assert not mixed_notebook_warnings(records)
 
 
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"stacks": [4], "checkpoints": [1]}, "stacks"),
-        ({"checkpoints": [9]}, "checkpoints: got 9, but there are 3 blocks"),
+        ({"nested_blocks": [4], "blocks_per_checkpoint": [1]}, "nested_blocks"),
+        ({"blocks_per_checkpoint": [9]}, "blocks_per_checkpoint: got 9, but there are 3 blocks"),
         ({"modes": []}, "modes"),
     ],
 )
@@ -691,7 +697,7 @@ def test_a_kept_snapshot_says_the_same_without_paths_and_the_viewer_can_read_it(
 @pytest.mark.parametrize("keep", [True, False])
 def test_the_last_modes_snapshot_is_kept_where_that_is_asked_for(monkeypatch, tmp_path, keep):
     monkeypatch.chdir(tmp_path)
-    config = config_of(SHAPES[0], modes=["forward", "forward_backward"], keep_snapshot=keep)
+    config = config_of(SHAPES[0], modes=["forward", "forward_backward"], save_snapshot=keep)
     names = recorded(config, monkeypatch, until="is_copy = ")
     kept = [path.read_bytes() for path in tmp_path.iterdir()]
     assert kept == [memory_snapshot.portable(names["recordings"].histories[-1].snapshot)] * keep

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from cells import edited, run_cells, step_flops
 from stepscope import measure
-from stepscope.config import WHOLE, ConfigError
+from stepscope.config import TOTAL, ConfigError
 from stepscope.measure import protocol
 from stepscope.model.text import text_batches
 from stepscope.model.training_step import build_step
@@ -252,15 +252,15 @@ def test_a_runs_tables_are_complete():
     times = found["times"].set_index(["precision", "mode", "phase"])
     assert set(times.index.unique("precision")) == {"bf16", "fp32"} and len(times) == 2 * (2 + 4 + 5)
     assert (times["status"] == "ok").all() and (times["gpu_ms"] > 0).all() and (times["operations"] > 0).all()
-    assert times["replay_reason"]["bf16", "step", WHOLE] == "a CPU has no CUDA graphs"
+    assert times["replay_reason"]["bf16", "step", TOTAL] == "a CPU has no CUDA graphs"
     assert "step takes" in sentence
     experiments = ["sums", "toy", "norm error", "norm lost", "gradients", "training"]
     assert found["numerics"]["experiment"].unique().tolist() == experiments
-    totals = times.xs(WHOLE, level="phase")
+    totals = times.xs(TOTAL, level="phase")
     steps, rate = totals.xs("step", level="mode"), step_flops(names["config"]) / 1e9
     for name in ("bf16", "fp32"):
         expected = [32e3, rate, rate / names["results"].ceilings[f"matmul_{name}"]]
-        columns = ["tokens_per_s", "tflops", "mfu_measured"]
+        columns = ["tokens_per_s", "tflops", "mfu_vs_measured_peak"]
         assert (steps.loc[name, columns] * steps["wall_ms"][name]).tolist() == pytest.approx(expected)
     counts = found["operations"].groupby(["precision", "mode"])["count"].sum()
     assert counts.to_dict() == totals["operations"].to_dict()
@@ -320,7 +320,7 @@ def test_a_launch_bound_run_says_so():
     row = {
         "precision": "bf16",
         "mode": "step",
-        "phase": WHOLE,
+        "phase": TOTAL,
         "status": "ok",
         "wall_ms": 50.0,
         "enqueue_ms": 48.0,

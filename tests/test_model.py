@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stepscope.config import SIZES, StepConfig
-from stepscope.measure.clocks import time_steps
+from stepscope.measure.timing import time_steps
 from stepscope.model import ranges
 from stepscope.model.flops import formula_mismatch, forward_flops, parameter_count, step_flops
 from stepscope.model.training_step import build_step

@@ -20,7 +20,7 @@ from stepscope import StepscopeError
 from stepscope.config import ConfigError, configure, from_notebook, studies
 from stepscope.report.load import read
 from stepscope.runs.notebook import Run
-from stepscope.runs.record import Record, RecordError, of_two_notebooks
+from stepscope.runs.record import Record, RecordError, mixed_notebook_warnings
 from stepscope.runs.run import make_run
 from stepscope.runs.source import Cell, code_cells, notebook_source, source_by_hand
 from stepscope.runs.store import Store, StoreBusy, runs_folder
@@ -37,7 +37,7 @@ PARAMETERS = "\n".join(
     [f"{name} = {value!r}" for name, value in TINY.items()] + ['seed = 0\nrun_folder = ""\nruns = ""']
 )
 KEEP = 'run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"answer": 42})'
-SAY = 'run.say("It is **42**.")'
+SAY = 'run.conclude("It is **42**.")'
 SLIP = 'raise KeyError("the picture")'
 
 
@@ -101,7 +101,7 @@ def test_a_studys_notebooks_have_all_its_fields_as_parameters(study):
     ]
     found = [{*papermill.inspect_notebook(path)} for path in of_study]
     assert all({"run_folder", "runs"} <= names for names in found)
-    assert {*studies()[study].free_fields()} <= {"context_length"}.union(*found)
+    assert {*studies()[study].tunable_fields()} <= {"context_length"}.union(*found)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -153,9 +153,9 @@ def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
         record_of(tiny(seed=seed), software={"notebook_source": source} if source else {})
         for seed, source in enumerate(["", "a", "b"])
     )
-    assert before.measured_by("a") and first.measured_by("a") and not second.measured_by("a")
-    assert not of_two_notebooks([before, first, first]) and not of_two_notebooks([before])
-    assert "2 different notebooks (a, b)" in of_two_notebooks([before, first, second])[0]
+    assert before.matches_notebook("a") and first.matches_notebook("a") and not second.matches_notebook("a")
+    assert not mixed_notebook_warnings([before, first, first]) and not mixed_notebook_warnings([before])
+    assert "2 different notebooks (a, b)" in mixed_notebook_warnings([before, first, second])[0]
 
 
 # Runs of a sweep.
@@ -265,7 +265,7 @@ def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
     store = Store(tmp_path / "mine")
     (tmp_path / "trace.csv").write_text("a")
     run = by_hand()
-    run.say("Nothing is kept yet.")
+    run.conclude("Nothing is kept yet.")
     assert store.records() == ([], [])
     run.keep(TABLES, {"answer": torch.tensor(42)}, [tmp_path / "trace.csv"])
     (record,), errors = store.records(check_files=True)
@@ -275,7 +275,7 @@ def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
         and record.machine["load"] >= 0
         and set(record.tables) == {"table", "trace.csv"}
     )
-    run.say("It is 42.")
+    run.conclude("It is 42.")
     run.keep(TABLES)  # the cell once more
     assert store.records(check_files=True)[0][0].results == {}
     with pytest.raises(RecordError, match=r"results\.list"):
@@ -341,7 +341,7 @@ OWN = {
     'class Config(StepConfig):\n    study: Literal["mine"] = "mine"\n    slices: int = 1\n',
     "tables.py": "from stepscope.report.schemas import measured, tidy, word\n"
     'CONFIG = ("size", "context_length", "slices")\n'
-    'SCHEMAS = {"times": tidy(("phase",), phase=word(), wall_ms=measured())}\n',
+    'SCHEMAS = {"times": table_schema(("phase",), phase=text_column(), wall_ms=number_column())}\n',
 }
 
 
@@ -364,7 +364,7 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
         notebook = write(
             tmp_path / "notebooks",
             cell("wall_ms = 3.0", "measure"),
-            cell('run.keep({"times": pd.DataFrame({"phase": ["whole"], "wall_ms": [wall_ms]})})'),
+            cell('run.keep({"times": pd.DataFrame({"phase": ["total"], "wall_ms": [wall_ms]})})'),
             study="mine",
         )
         notebook.write_text(

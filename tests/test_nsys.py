@@ -124,7 +124,7 @@ def profile(capture):
 
 
 def tables_of(profile):
-    return {"operations": profile.operations, "clocks": profile.clocks, "timeline": profile.timeline}
+    return {"operations": profile.operations, "times": profile.clocks, "timeline": profile.timeline}
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_each_modes_events_are_those_of_its_first_step(capture):
     assert check["mode"].tolist() == ["forward", "step"] and (check["differs by, ns"] == 0).all()
     assert profile.results["operations"] == totals["operations"].sum()
     assert profile.results["operations_ns"] == totals["duration_ns"].sum()
-    assert "unsteady" not in profile.results and profile.results["learning_rate"] == 0
+    assert "inconsistent" not in profile.results and profile.results["learning_rate"] == 0
 
 
 def test_reports_that_differ_from_the_table_are_refused(profile):
@@ -170,7 +170,7 @@ def test_every_operation_of_a_real_capture_is_in_one_phase_and_one_region(tables
     assert operations["total_ns"].sum() == first["duration_ns"].sum()
     assert set(operations["phase"]) == {"forward", "loss", "backward", "optimizer"}
     assert not operations["region"].isin(["unattributed", "outside"]).any()
-    assert tables["clocks"].query("phase == 'whole' and captured")["operations"].tolist() == [len(first)] * 2
+    assert tables["times"].query("phase == 'total' and profiled")["operations"].tolist() == [len(first)] * 2
 
 
 def test_a_disturbed_step_moves_no_clock():
@@ -180,7 +180,7 @@ def test_a_disturbed_step_moves_no_clock():
             "mode": "step",
             "phase": phase,
             "step": number,
-            "captured": captured,
+            "profiled": captured,
             "wall_ms": wall if not captured else float("nan"),
             "enqueue_ms": wall / 2,
             "host_ns": 1e6 * wall,
@@ -188,12 +188,12 @@ def test_a_disturbed_step_moves_no_clock():
             "busy_ns": 3e6 * wall,
             "operations": 100 * wall,
         }
-        for phase in ("forward", "whole")
+        for phase in ("forward", "total")
         for captured in (True, False)
         for number, wall in enumerate((5.0, 4.0, 90.0))
     ]
-    found = study.three_clocks(pd.DataFrame(rows)).set_index("phase")
-    for phase in ("forward", "whole"):
+    found = study.step_metrics(pd.DataFrame(rows)).set_index("phase")
+    for phase in ("forward", "total"):
         assert found.loc[
             phase, ["plain_ms", "enqueue_ms", "host_ms", "projected_ms", "gpu_ms", "operations"]
         ].tolist() == [5, 2.5, 5, 10, 15, 500]
@@ -220,7 +220,9 @@ def test_backwards_kernels_bear_the_regions_that_made_them(tables):
         "gradient accumulation",
     }
     products = (
-        operations[operations["family"] == "matrix multiply"].groupby(["phase", "region"])["count"].sum()
+        operations[operations["kernel_category"] == "matrix multiply"]
+        .groupby(["phase", "region"])["count"]
+        .sum()
     )
     for region, matrices in {
         "attention.qkv": 3,
@@ -235,13 +237,13 @@ def test_backwards_kernels_bear_the_regions_that_made_them(tables):
 
 
 def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
-    clocks, loaded = tables["clocks"], load_trace(EXPORT)[0]
-    captured = clocks[clocks["captured"] & (clocks["phase"] != "whole")]
+    clocks, loaded = tables["times"], load_trace(EXPORT)[0]
+    captured = clocks[clocks["profiled"] & (clocks["phase"] != "total")]
     assert captured["operations_ns"].sum() == loaded.loc[loaded["step"] > 0, "duration_ns"].sum()
     assert (captured["busy_ns"] <= captured["projected_ns"]).all() and len(captured) == 2 * 4
-    whole = clocks[clocks["phase"] == "whole"]
-    assert whole.loc[whole["captured"], ["step", "wall_ms"]].values.tolist() == [[0, 71.0], [1, 72.0]]
-    assert whole.loc[~whole["captured"], ["wall_ms", "enqueue_ms"]].values.tolist() == [
+    whole = clocks[clocks["phase"] == "total"]
+    assert whole.loc[whole["profiled"], ["step", "wall_ms"]].values.tolist() == [[0, 71.0], [1, 72.0]]
+    assert whole.loc[~whole["profiled"], ["wall_ms", "enqueue_ms"]].values.tolist() == [
         [60.0, 9.0],
         [61.0, 8.0],
     ]
@@ -266,7 +268,7 @@ def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first
         pd.DataFrame(
             {
                 "mode": "forward",
-                "family": "other",
+                "kernel_category": "other",
                 "step": 1,
                 "start_ns": starts,
                 "duration_ns": 100_000,
@@ -283,7 +285,7 @@ def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
         pd.DataFrame(
             {
                 "mode": "forward",
-                "family": ["first", "second", "late"],
+                "kernel_category": ["first", "second", "late"],
                 "step": 1,
                 "start_ns": [0, 100_000, 2_500_000],
                 "duration_ns": [1_000, 2_300_000, 100_000],
@@ -293,7 +295,8 @@ def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
         )
     )
     assert (
-        drawn["family"].tolist() == ["second", "late"] and (drawn["launch_ns"] == [-100_000, 1_800_000]).all()
+        drawn["kernel_category"].tolist() == ["second", "late"]
+        and (drawn["launch_ns"] == [-100_000, 1_800_000]).all()
     )
 
 
@@ -360,9 +363,9 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
         "head": 1,
     }
     named = operations.groupby("mode")["count"].sum()
-    whole = tables["clocks"].query("phase == 'whole' and captured").groupby("mode")["operations"]
+    whole = tables["times"].query("phase == 'total' and profiled").groupby("mode")["operations"]
     assert whole.min().to_dict() == whole.max().to_dict() == named.to_dict()
-    plain = tables["clocks"].query("not captured").groupby("mode").size()
+    plain = tables["times"].query("not profiled").groupby("mode").size()
     assert plain.to_dict() == dict.fromkeys(PHASES, 10)
     assert finding.startswith("Forward: ") and not {"bound", "GPU", "launches"} & {
         *finding.replace(".", " ").split()
@@ -380,12 +383,12 @@ def test_the_table_and_the_clocks_follow_from_the_profiled_and_the_unprofiled_st
     for first, (mode, outcome) in zip((0, 4, 8), profile.modes.modes.items(), strict=True):
         by_name = operations[operations["step"] == first].groupby(["phase", "name"])["duration_ns"]
         assert table.loc[mode].to_dict("index") == by_name.agg(count="size", total_ns="sum").to_dict("index")
-        plain, captured = (rows.loc[mode] for _, rows in clocks.groupby("captured"))
+        plain, captured = (rows.loc[mode] for _, rows in clocks.groupby("profiled"))
         assert plain["wall_ms"].tolist() == outcome["plain_ms"]
         assert plain["enqueue_ms"].tolist() == outcome["enqueue_ms"]
-        assert captured.loc["whole", "wall_ms"].tolist() == outcome["captured_ms"][1:]
+        assert captured.loc["total", "wall_ms"].tolist() == outcome["captured_ms"][1:]
         for (phase, step), row in captured.iterrows():
-            in_phase = (operations["phase"] == phase) | (phase == "whole")
+            in_phase = (operations["phase"] == phase) | (phase == "total")
             rows = operations[(operations["step"] == first + 1 + step) & in_phase]
             assert row["operations"] == len(rows) and row["operations_ns"] == rows["duration_ns"].sum()
             assert row["busy_ns"] == round(1e6 * covered_ms(rows))
@@ -394,7 +397,7 @@ def test_the_table_and_the_clocks_follow_from_the_profiled_and_the_unprofiled_st
 
 def test_fused_attention_takes_the_place_of_softmax_and_both_matmuls():
     names = run_cells("nsys", "by_range =", context_length=16, vocab_size=100, device="cpu", attention="sdpa")
-    assert "softmax" not in names["profile"].operations.query("mode == 'forward'")["family"].tolist()
+    assert "softmax" not in names["profile"].operations.query("mode == 'forward'")["kernel_category"].tolist()
     regions = {*names["time_ms"].index}
     assert "attention.fused" in regions
     assert not regions & {"attention.scores", "attention.softmax", "attention.value"}
@@ -412,7 +415,7 @@ def test_operations_without_a_region_are_named_after_their_phase():
 def test_shares_and_times_in_the_cells_are_those_of_the_table(here):
     of_step = here["profile"].operations
     for mode, own in of_step.groupby("mode"):
-        shares = own.groupby("family")["total_ns"].sum() / own["total_ns"].sum()
+        shares = own.groupby("kernel_category")["total_ns"].sum() / own["total_ns"].sum()
         assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
         assert here["share"][mode] == number(shares["matrix multiply"], "%")
     forward = of_step[of_step["mode"] == "forward"]
@@ -524,7 +527,7 @@ def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
 def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
     """Launches stay slower once a profiler has run."""
     order = []
-    for name in ("plain", "captured"):
+    for name in ("plain", "profiled"):
         method = getattr(profiled_process.ProfiledMode, name)
 
         def noted(*given, name=name, method=method, **options):
@@ -533,7 +536,7 @@ def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
 
         monkeypatch.setattr(profiled_process.ProfiledMode, name, noted)
     profiled_process.profile(step, ranged, lambda: None)
-    profiled = order.index("captured")
+    profiled = order.index("profiled")
     assert order[:profiled].count("plain") > 3 and "plain" not in order[profiled:]
 
 
@@ -560,17 +563,17 @@ def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, s
 
 def test_impossible_modes_are_profiled_again_and_the_named_step_is_not_compared(monkeypatch):
     """At the power limit GPU time may exceed wall time a little more."""
-    at_cap = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}
+    is_power_limited = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}
     ms = [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44]
     modes = {
         "forward": {"plain_ms": [10.0, 11.0, 99.0], "clock": {}},
-        "forward_backward": {"plain_ms": [30.0, 30.1, 29.0], "clock": at_cap},
+        "forward_backward": {"plain_ms": [30.0, 30.1, 29.0], "clock": is_power_limited},
         "step": {"plain_ms": [45.0], "clock": {}},
     }
     inside = ["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4
     captured = ProfiledModes(Path("a file"), modes, inside)
     config = configure("nsys", **SMALL).model_copy(update={"device": "cuda"})
-    steps = pd.DataFrame({"step": range(11), "phase": "whole", "busy_ns": [1e6 * time for time in ms]})
+    steps = pd.DataFrame({"step": range(11), "phase": "total", "busy_ns": [1e6 * time for time in ms]})
     folders = []
 
     def profile_once(ranged, config, folder):
@@ -599,10 +602,10 @@ def test_a_mode_that_ran_out_of_memory_is_in_no_table_and_keeps_its_unprofiled_s
     }
     short = dataclasses.replace(here["profile"], modes=ProfiledModes(modes.file, outcomes, modes.inside))
     short.check()
-    captured, plain = short.clocks.query("captured"), short.clocks.query("not captured")
+    captured, plain = short.clocks.query("profiled"), short.clocks.query("not profiled")
     assert {*short.operations["mode"]} == {*captured["mode"]} == {"forward", "step"}
     assert {*plain["mode"]} == {*PHASES} and short.results["forward_backward_reason"] == "no room"
-    assert captured.query("mode == 'step' and phase == 'whole'")["step"].tolist() == [0, 1, 2]
+    assert captured.query("mode == 'step' and phase == 'total'")["step"].tolist() == [0, 1, 2]
 
 
 # nsys as a program

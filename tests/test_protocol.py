@@ -14,11 +14,11 @@ import torch
 from cells import by_name, quickest, step_flops, times_of
 from conftest import TINY
 from stepscope import measure
-from stepscope.config import PHASES, WHOLE, ConfigError, configure
+from stepscope.config import PHASES, TOTAL, ConfigError, configure
 from stepscope.measure import profiler, protocol, rates
 from stepscope.studies.benchmark import tables as benchmark
 from stepscope.studies.mixed_precision import tables as mixed_precision
-from stepscope.traces.captured import CAPTURED
+from stepscope.traces.profiled_steps import PROFILED
 
 MODES = ("step", "forward_backward", "forward")
 CASES = [(precision, mode) for precision in ("bf16", "fp32") for mode in MODES]
@@ -93,7 +93,7 @@ class Capture:
 
     @property
     def operations(self):
-        return pd.DataFrame(self.rows, columns=CAPTURED)
+        return pd.DataFrame(self.rows, columns=PROFILED)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def toy(monkeypatch):
 
 def totals(results, by=("mode",)):
     times = results.times
-    return times[times["phase"] == WHOLE].set_index([*by])
+    return times[times["phase"] == TOTAL].set_index([*by])
 
 
 # What a call returns
@@ -114,7 +114,7 @@ def totals(results, by=("mode",)):
 def test_steps_measures_every_phase_of_every_mode_with_the_real_profiler():
     results = Toy().measure(warmup_steps=5, timed_steps=3)
     times, operations = results.times, results.operations
-    expected = [(mode, phase) for mode in MODES for phase in [*PHASES[mode], WHOLE]]
+    expected = [(mode, phase) for mode in MODES for phase in [*PHASES[mode], TOTAL]]
     assert list(zip(times["mode"], times["phase"])) == expected
     assert (times["status"] == "ok").all() and (times["reason"] == "").all()
     for row in times.to_dict("records"):
@@ -127,7 +127,7 @@ def test_steps_measures_every_phase_of_every_mode_with_the_real_profiler():
         assert rows.set_index(["phase", "name"])["gpu_ms"].to_dict() == pytest.approx(lasting)
         assert rows["count"].sum() == totals(results)["operations"][mode]
     warmups = (
-        results.samples[results.samples["phase"] == WHOLE].groupby("mode")["warmup"].agg(["sum", "size"])
+        results.samples[results.samples["phase"] == TOTAL].groupby("mode")["warmup"].agg(["sum", "size"])
     )
     assert warmups.loc[[*MODES]].values.tolist() == [[5, 8], [2, 5], [2, 5]]
 
@@ -140,9 +140,9 @@ def test_a_cpu_has_no_graph_no_clock_and_no_data_sheet(toy):
         "sm_clock_mhz",
         "clock_reasons",
         "power_w",
-        "step_j",
+        "energy_per_step_j",
         "mfu",
-        "mfu_at_clock",
+        "mfu_clock_adjusted",
         "compile_s",
     ]
     assert results.times[columns].isna().all(axis=None)
@@ -167,7 +167,7 @@ def test_cases_of_several_precisions_have_rows_of_their_own_and_so_do_unsupporte
 
 def test_cases_of_several_policies_have_a_column_for_them_and_no_extras(toy, monkeypatch):
     """The key is checked as a whole: only the impossible case is measured again."""
-    for name in ("replay", "ceilings", "kept_up_power"):
+    for name in ("replay", "ceilings", "sustained_power"):
         monkeypatch.setattr(protocol, name, lambda *_, **__: pytest.fail("an extra was measured"))
     real, tables = protocol.step_times, []
 
@@ -175,7 +175,7 @@ def test_cases_of_several_policies_have_a_column_for_them_and_no_extras(toy, mon
         times = real(*given)
         tables.append(times)
         odd = (times["policy"] == "b") & (times["mode"] == "step") & (len(tables) == 1)
-        return times.assign(unsteady=np.where(odd, "as planted", ""))
+        return times.assign(inconsistent=np.where(odd, "as planted", ""))
 
     monkeypatch.setattr(protocol, "step_times", step_times)
     names = [(policy, mode) for policy in "ab" for mode in ("step", "forward")]
@@ -205,7 +205,7 @@ def test_a_notebooks_own_clock_times_every_case_and_its_readings_are_recorded(to
         step()
         after()
         asked.append((warmup_steps, timed_steps))
-        rows = [(0, False, phase, 42.0, 1.0) for phase in [*PHASES[step.args[0]], WHOLE]]
+        rows = [(0, False, phase, 42.0, 1.0) for phase in [*PHASES[step.args[0]], TOTAL]]
         return pd.DataFrame(rows, columns=["step", "warmup", "phase", "wall_ms", "enqueue_ms"])
 
     results = toy.measure(clock=clock, warmup_steps=7, timed_steps=9)
@@ -248,7 +248,7 @@ def test_a_subject_without_an_optimizer_has_no_learning_rate(toy):
 def test_all_cases_are_timed_before_any_is_profiled_and_then_replayed(toy, monkeypatch):
     order = []
     toy.before = lambda case, kind, phase: order.append((case, kind))
-    monkeypatch.setattr(protocol, "forget_peaks", lambda device: order.append("forget peaks"))
+    monkeypatch.setattr(protocol, "reset_peak_memory", lambda device: order.append("forget peaks"))
     monkeypatch.setattr(
         protocol, "replay", lambda step, *_, **__: order.append(("replay", *step.args)) or ([1.0], "")
     )
@@ -314,7 +314,7 @@ def test_readings_belong_to_their_case_and_rates_to_their_precision(toy, monkeyp
     power = SimpleNamespace(
         read=lambda: None,
         per_step=lambda steps: {
-            "step_j": 60 / steps,
+            "energy_per_step_j": 60 / steps,
             "power_w": next(watts),
             "sm_clock_mhz": 1990.0,
             "clock_reasons": "power cap",
@@ -329,9 +329,9 @@ def test_readings_belong_to_their_case_and_rates_to_their_precision(toy, monkeyp
     for name, answer in {
         "Power": lambda device: power,
         "peak_memory": lambda device: {"peak_gib": float(next(peaks))},
-        "kept_up_power": lambda step, device, before: {"power_w": 9.0, "step_j": 8.0},
-        "at_cap": lambda row: row["peak_gib"] == 2,
-        "keep_up": lambda step, *_: settled.append(step.args[0]),
+        "sustained_power": lambda step, device, before: {"power_w": 9.0, "energy_per_step_j": 8.0},
+        "is_power_limited": lambda row: row["peak_gib"] == 2,
+        "run_for": lambda step, *_: settled.append(step.args[0]),
         "replay": replay,
         "sheet_tflops": lambda *given: {("bf16", "cpu"): 8.0}[given],
         "formula_mismatch": lambda *given: "",
@@ -342,13 +342,18 @@ def test_readings_belong_to_their_case_and_rates_to_their_precision(toy, monkeyp
     results = toy.measure(precision="bf16", timed_steps=3)
     rows = totals(results).loc[[*MODES]]
     assert rows["clock_reasons"].tolist() == ["power cap"] * 3
-    assert rows["peak_gib"].tolist() == [1, 2, 3] and rows["step_j"].tolist() == [8, 20, 20]
+    assert rows["peak_gib"].tolist() == [1, 2, 3] and rows["energy_per_step_j"].tolist() == [8, 20, 20]
     assert rows["power_w"].tolist() == pytest.approx([9, math.nan, 6], nan_ok=True)
     assert rows["replayed_ms"].tolist() == pytest.approx([4, math.nan, 3], nan_ok=True)
     assert replays == [("forward", False, False), ("step", True, False)], "without earlier moments"
     assert settled == ["forward_backward"], "the only one at the power limit"
     tflops = step_flops(results.config) / rows["wall_ms"] / [1, 1, 3] / 1e9
-    for column, rate in (("tflops", 1), ("mfu", 8), ("mfu_measured", 2), ("mfu_at_clock", 8 * 1990 / 2000)):
+    for column, rate in (
+        ("tflops", 1),
+        ("mfu", 8),
+        ("mfu_vs_measured_peak", 2),
+        ("mfu_clock_adjusted", 8 * 1990 / 2000),
+    ):
         assert rows[column].tolist() == pytest.approx((tflops / rate).tolist())
 
 
@@ -364,7 +369,7 @@ def test_a_case_that_runs_out_of_memory_while_timed_is_a_row_and_the_others_go_o
     results = toy.measure()
     rows = results.times.set_index(["mode", "phase"])
     failed = rows.loc["step"]
-    assert failed.index.tolist() == [WHOLE] and failed["status"].tolist() == ["oom"]
+    assert failed.index.tolist() == [TOTAL] and failed["status"].tolist() == ["oom"]
     assert failed["reason"].tolist() == [
         "while timing step: while running step 0: CUDA out of memory. Tried 9 GiB."
     ]
@@ -393,7 +398,7 @@ def test_out_of_memory_in_the_ceilings_leaves_rates_unknown(toy, monkeypatch):
 
     monkeypatch.setattr(protocol, "ceilings", ceilings)
     results = toy.measure()
-    assert results.times["mfu_measured"].isna().all() and (results.times["status"] == "ok").all()
+    assert results.times["mfu_vs_measured_peak"].isna().all() and (results.times["status"] == "ok").all()
     assert results.limits["matmul_tflops"] is None
 
 
@@ -420,13 +425,13 @@ def test_a_missing_compiler_makes_every_case_unsupported(toy, monkeypatch):
     assert (times["status"] == "unsupported").all() and times["reason"].str.contains("no C").all()
 
 
-@pytest.mark.parametrize("broken", ["profiled", "captured_operations", "read"])
+@pytest.mark.parametrize("broken", ["profiled", "profiled_operations", "read"])
 def test_a_profiler_that_fails_leaves_the_wall_times_and_says_why(monkeypatch, broken):
     def fail(*arguments):
         raise {
             "profiled": RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"),
             "read": profiler.TraceError("torn"),
-            "captured_operations": profiler.CaptureError("lost"),
+            "profiled_operations": profiler.CaptureError("lost"),
         }[broken]
 
     monkeypatch.setattr(profiler, broken, fail)
@@ -464,8 +469,8 @@ def planted(monkeypatch, odd_case, times):
     def step_times(cases, *rest):
         table = real(cases, *rest)
         rows = (table["precision"] == odd_case[0]) & (table["mode"] == odd_case[1])
-        walls.append(table.loc[rows & (table["phase"] == WHOLE), "wall_ms"].item())
-        return table.assign(unsteady=np.where(rows & (len(walls) <= times), "as planted", ""))
+        walls.append(table.loc[rows & (table["phase"] == TOTAL), "wall_ms"].item())
+        return table.assign(inconsistent=np.where(rows & (len(walls) <= times), "as planted", ""))
 
     monkeypatch.setattr(protocol, "step_times", step_times)
     return walls
@@ -477,7 +482,7 @@ def test_an_impossible_case_is_measured_again_at_most_twice(toy, monkeypatch, na
     walls = planted(monkeypatch, ("fp32", mode), times)
     results = toy.measure(names)
     assert len({*walls}) == tries
-    odd = results.times[results.times["unsteady"] != ""]
+    odd = results.times[results.times["inconsistent"] != ""]
     assert {*odd["mode"]} == ({mode} if times >= tries else set())
     profiled = [case for case, kind in toy.kinds() if kind == "profiled"]
     repeated = mode if names is MODES else ("fp32", mode)
@@ -488,7 +493,7 @@ def test_an_impossible_case_is_measured_again_at_most_twice(toy, monkeypatch, na
 def test_the_first_case_keeps_the_first_steps_of_the_process_when_it_is_measured_again(toy, monkeypatch):
     walls = planted(monkeypatch, ("fp32", "step"), 1)
     results = toy.measure(warmup_steps=5)
-    first = results.samples.query("mode == 'step' and phase == 'whole'")
+    first = results.samples.query("mode == 'step' and phase == 'total'")
     assert first["warmup"].sum() == 5
     assert first.loc[~first["warmup"], "wall_ms"].median() == walls[0]
     assert totals(results)["wall_ms"]["step"] == walls[-1] != walls[0]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.traces import MAIN, PROCESS_KEY, write_export
-from stepscope.captures.account import devices
 from stepscope.captures.capture import Capture, load_capture
-from stepscope.captures.verdict import profile
+from stepscope.captures.step_breakdown import devices
+from stepscope.captures.summary import profile
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import read_trace
 

@@ -20,7 +20,7 @@ from stepscope.runs.store import Store, StoreBusy, StoreError
 
 def committed(store, config, **fields):
     """A run with a table and a notebook, in its place."""
-    folder = store.folder_in_making()
+    folder = store.new_staging_folder()
     (folder / "times.parquet").write_bytes(b"a table")
     (folder / "notebook.ipynb").write_text("{}")
     tables = {"times": {"file": "times.parquet", "rows": 1, "sha256": hashlib.sha256(b"a table").hexdigest()}}
@@ -204,10 +204,10 @@ def test_the_sources_digest_is_of_what_measures_alone(tmp_path):
         (package / room).write_text((package / room).read_text() + "# another sentence\n")
     assert source_digest(package) == before
     for room in (
-        "measure/clocks.py",
+        "measure/timing.py",
         "model/transformer.py",
         "optimizations/fp8.py",
-        "traces/captured.py",
+        "traces/profiled_steps.py",
         "stats.py",
         "studies/ladder/bounds.py",
         "optimizations/fast_step.py",

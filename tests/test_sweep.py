@@ -33,8 +33,8 @@ from stepscope.config import StepConfig
 from stepscope.model.accounting import peak
 from stepscope.runs import run as running
 from stepscope.runs import sweep as sweeping
-from stepscope.runs.record import LOG, tell, told
-from stepscope.runs.run import MARK, Abandoned, end_marked, make_run, without_machine
+from stepscope.runs.record import LOG, append_outcome, read_outcome
+from stepscope.runs.run import MARK, Abandoned, kill_run_processes, make_run, without_machine
 from stepscope.runs.sweep import SweepEnd, SweepOptions, plain, run_sweep
 from stepscope.runs.sweep_file import SweepError, SweepPlan, peak_gib
 from stepscope.runs.workers import WorkersError
@@ -118,7 +118,7 @@ def test_a_run_is_killed_at_its_limit(sweep, store, faults):
 
 
 def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
-    folder = store.folder_in_making()
+    folder = store.new_staging_folder()
     with pytest.raises(Abandoned):
         make_run(tiny(seed=HANGS), folder, {}, abandoned=(faults / "child").exists)
     assert ended(int((faults / "child").read_text()))
@@ -131,7 +131,7 @@ def test_what_is_ended_lies_within_the_folder(tmp_path):
         for place in ("a/b", "a2")
     )
     try:
-        end_marked(tmp_path / "a")
+        kill_run_processes(tmp_path / "a")
         assert within.wait(30) == -9 and beside.poll() is None
     finally:
         for process in (within, beside):
@@ -246,7 +246,8 @@ def test_what_fails_after_a_signal_is_left_to_be_run(store, tiny):
     )
     for config, status in zip(configs, ("failed", "ok")):
         under_way._collect(
-            SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, status=status)
+            SimpleNamespace(config=config, folder=store.new_staging_folder()),
+            record_of(config, status=status),
         )
     assert by_seed(store).keys() == {1} and under_way.end.counts == {"ok": 1}
 
@@ -258,7 +259,7 @@ def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
     )
 
     def take(config, name):
-        given = SimpleNamespace(config=config, folder=store.folder_in_making())
+        given = SimpleNamespace(config=config, folder=store.new_staging_folder())
         under_way._collect(given, record_of(config, machine={"device_name": name}))
 
     take(configs[0], "H200")
@@ -380,20 +381,20 @@ def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, mon
             configs,
             (
                 {"duration_s": 31.0},
-                {"duration_s": 7.0, "results": {"finding": "**quick**", "unsteady": "it swings"}},
+                {"duration_s": 7.0, "results": {"finding": "**quick**", "inconsistent": "it swings"}},
                 {"status": "oom"},
                 {"status": "failed", "cause": "it fell"},
             ),
         ):
             under_way._collect(
-                SimpleNamespace(config=config, folder=store.folder_in_making()), record_of(config, **fields)
+                SimpleNamespace(config=config, folder=store.new_staging_folder()), record_of(config, **fields)
             )
 
     lines = said_by(take).splitlines()
     # ten minutes for one run, for two, three and four: at that rate the others take forty, fifteen, seven and three
     assert [line.partition("): ")[2] for line in lines] == [
         "done (about 40 min left)",
-        "quick; unsteady: it swings (about 15 min left)",
+        "quick; inconsistent: it swings (about 15 min left)",
         "does not fit: out of memory (about 7 min left)",
         "failed: it fell (about 2 min left)",
     ]
@@ -402,12 +403,12 @@ def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, mon
 
 
 def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
-    assert told(tmp_path) == {}
-    tell(tmp_path, machine={"cpu_cores": 3}, status="failed", results={"a": 1, "b": 2})
-    tell(tmp_path, status="ok", results={"b": 5})
+    assert read_outcome(tmp_path) == {}
+    append_outcome(tmp_path, machine={"cpu_cores": 3}, status="failed", results={"a": 1, "b": 2})
+    append_outcome(tmp_path, status="ok", results={"b": 5})
     with (tmp_path / "outcome.jsonl").open("a") as file:
         file.write('{"status": "oom", "resul')
-    assert told(tmp_path) == {
+    assert read_outcome(tmp_path) == {
         "machine": {"cpu_cores": 3},
         "status": "ok",
         "results": {"a": 1, "b": 5},

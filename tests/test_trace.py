@@ -82,7 +82,7 @@ def test_sample_conserves(sample):
         "memset": 3680,
     }
     check_conservation(operations, totals)
-    for by in ("phase", "family", "region", "name"):
+    for by in ("phase", "kernel_category", "region", "name"):
         assert sums(operations, by).sum().tolist() == [totals["duration_ns"].sum(), 1380]
 
 
@@ -152,10 +152,10 @@ def test_clocks_equal_nsys_where_it_sees_the_operations(sample):
         assert ours["host_ns"].tolist() == rows["host_ns"].tolist()
         assert ours["projected_ns"].tolist() == rows["projected_ns"].tolist()
         assert ours["operations"].tolist() == rows["count"].tolist()
-    whole = clocks.xs("whole", level="phase")
+    whole = clocks.xs("total", level="phase")
     assert (
         whole["operations_ns"].tolist()
-        == clocks.drop(index="whole", level="phase")["operations_ns"].groupby("step").sum().tolist()
+        == clocks.drop(index="total", level="phase")["operations_ns"].groupby("step").sum().tolist()
     )
     assert (
         whole["host_ns"].tolist()
@@ -385,13 +385,13 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     assert clocks.xs("outside", level=1)["host_ns"].isna().all()
     assert clocks["operations"].to_dict() == {
         (-1, "outside"): 1,
-        (-1, "whole"): 1,
+        (-1, "total"): 1,
         (0, "forward"): 4,
         (0, "backward"): 0,
         (0, "outside"): 2,
-        (0, "whole"): 6,
+        (0, "total"): 6,
     }
-    assert clocks.loc[(0, "whole")].tolist() == [100, 90, 88, 70, 6]
+    assert clocks.loc[(0, "total")].tolist() == [100, 90, 88, 70, 6]
     with pytest.raises(ConservationError, match="several processes or devices"):
         phase_clocks(operations.assign(device=operations.index), ranges)
 
@@ -455,7 +455,7 @@ def test_copies_and_fills_are_operations(tmp_path):
         "void f<float>(float *)",
         "[CUDA memcpy 99]",
     ]
-    assert operations["family"].tolist() == ["memory", "other", "memory"]
+    assert operations["kernel_category"].tolist() == ["memory", "other", "memory"]
     assert operations["region"].tolist() == ["attention.softmax", "unattributed", "ffn"]
     check_conservation(operations, activity_totals(path))
 

@@ -18,7 +18,7 @@ from stepscope.report import machine
 from stepscope.report.load import read
 from stepscope.report.output import Report
 from stepscope.report.runs_list import runs_page
-from stepscope.report.schemas import measured, tidy, word
+from stepscope.report.schemas import number_column, table_schema, text_column
 from stepscope.report.tables import escape
 from stepscope.runs.store import Store
 from test_machine_report import FOLDERS, copy_runs
@@ -255,7 +255,7 @@ def test_changed_table_leaves_its_run_or_a_part_out_and_ends_no_report(runs):
     ],
 )
 def test_schema_refuses_what_cannot_be_measured_and_repeated_keys(other):
-    schema = tidy(("mode",), mode=word("step", "forward"), ms=measured())
+    schema = table_schema(("mode",), mode=text_column("step", "forward"), ms=number_column())
     accepted = {"mode": ["step", "forward"], "ms": [1.0, np.nan]}
     schema.validate(pd.DataFrame(accepted))
     with pytest.raises((SchemaError, SchemaErrors)):

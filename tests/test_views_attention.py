@@ -15,8 +15,8 @@ PRECISIONS = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16"}
 
 
 TABLES = read_tables({"attention": SETTING})
-RECORDED = TABLES["attention.cases"].rename(columns={"sequence": "context_length"})
-CONSISTENT = RECORDED[RECORDED.unsteady.fillna("") == ""]
+RECORDED = TABLES["attention.cases"]
+CONSISTENT = RECORDED[RECORDED.inconsistent.fillna("") == ""]
 CHECKS = TABLES["attention.checks"]
 TIMES = CONSISTENT.rename(columns={"context_length": "sequence"})
 VIEWS = Views({"attention.cases": TIMES, "attention.checks": CHECKS})
@@ -180,7 +180,7 @@ def test_cases_are_recomputed():
 
 
 def test_inconsistent_phase_leaves_its_case_without_times_of_both():
-    marked = keyed(RECORDED[RECORDED.unsteady.fillna("") != ""], [*CASE, "phase"])
+    marked = keyed(RECORDED[RECORDED.inconsistent.fillna("") != ""], [*CASE, "phase"])
     view = keyed(VIEWS["attention"], CASE)
     assert marked
     for key in marked:

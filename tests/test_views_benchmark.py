@@ -40,7 +40,7 @@ RAW = read_tables(
         "ladder": ("size", "context_length", "vocab_size"),
     }
 )
-RAW["ladder.steps"] = RAW["ladder.steps"].query("unsteady == ''")
+RAW["ladder.steps"] = RAW["ladder.steps"].query("inconsistent == ''")
 RAW["runs"] = pd.DataFrame(
     {
         "study": record["study"],
@@ -59,7 +59,7 @@ VIEWS = Views(RAW)
 
 
 def dicts(table: str) -> list[Row]:
-    return RAW[table].replace({"phase": {"whole": "total"}}).to_dict("records")
+    return RAW[table].replace({"phase": {"total": "total"}}).to_dict("records")
 
 
 def timed_rows() -> Rows:
@@ -147,7 +147,7 @@ def category_sums() -> Rows:
     found: Rows = defaultdict(lambda: {"gpu_ms": 0.0, "count": 0.0})
     for study in ("benchmark", "mixed_precision"):
         for row in dicts(f"{study}.operations"):
-            key = (study, *(row[name] for name in CONFIG), row["mode"], row["family"])
+            key = (study, *(row[name] for name in CONFIG), row["mode"], row["kernel_category"])
             found[key]["gpu_ms"] += row["gpu_ms"]
             found[key]["count"] += row["count"]
     return found

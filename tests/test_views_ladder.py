@@ -14,14 +14,24 @@ from stepscope.views import Views
 
 CPU_FOLDER = Path(__file__).parent / "data" / "cpu"
 CASE = ("size", "context_length", "vocab_size", "batch_size")
-LADDER = ("fp32", "tf32", "bf16", "sdpa", "fused", "blocks", "cuda_graph", "bf16_weights", "bf16_moments")
+LADDER = (
+    "fp32",
+    "tf32",
+    "bf16",
+    "sdpa",
+    "fused_adamw",
+    "compiled_blocks",
+    "cuda_graph",
+    "bf16_weights",
+    "bf16_moments",
+)
 BF16_MOMENTS = (
     "bf16_moments",
     "fp8",
-    "chunked",
+    "chunked_loss",
     "filled",
     "without_sdpa",
-    "without_blocks",
+    "without_compiled_blocks",
     "without_cuda_graph",
 )
 
@@ -30,10 +40,10 @@ def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
     """Return the tables of a folder's ladders, without what a run marks as inconsistent."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
-    marked = steps[steps.unsteady.fillna("") != ""]
+    marked = steps[steps.inconsistent.fillna("") != ""]
     case = ["run_id", "optimization", "batch_size"]
     is_marked = kernels.set_index(case).index.isin(marked.set_index(case).index)
-    consistent = steps.drop(marked.index).assign(unsteady="")
+    consistent = steps.drop(marked.index).assign(inconsistent="")
     return tables | {"ladder.kernels": kernels[~is_marked], "ladder.steps": consistent}
 
 
@@ -44,7 +54,7 @@ STEPS: Rows = {
     (*(row[name] for name in CASE), row["optimization"]): row for row in RAW["steps"].to_dict("records")
 }
 MOST = {name: RAW["results"][name].max() for name in ("matmul_bf16", "copy")}
-SUSTAINED = RAW["results"].kept_up_tflops.median()
+SUSTAINED = RAW["results"].sustained_tflops.median()
 
 
 def forward_flops(case: tuple) -> float:
@@ -103,7 +113,7 @@ def step_of(case: tuple, optimization: str) -> Row:
 
 def previous_of(case: tuple, optimization: str) -> Row:
     """Return the timed step that an optimization adds to, empty if there is none."""
-    if optimization in ("fp8", "chunked"):
+    if optimization in ("fp8", "chunked_loss"):
         return step_of(case, "bf16_moments")
     if optimization not in LADDER or not step_of(case, optimization):
         return {}
@@ -126,7 +136,7 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
     for (*place, optimization), step in STEPS.items():
         case = tuple(place)
         tokens, launch_bound = case[1] * case[3], waits(step)
-        mean_s = step["step_j"] / step["power_w"]
+        mean_s = step["energy_per_step_j"] / step["power_w"]
         mean_mfu = step["mfu"] * step["wall_ms"] / mean_s / 1e3
         best = step["wall_min_ms"] if launch_bound else NAN
         matmul = (3 * dense_flops(case) + causal_flops(case)) / MOST["matmul_bf16"] / 1e9
@@ -148,14 +158,14 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
             "mean_ms": mean_s * 1e3,
             "mean_tokens_per_s": tokens / mean_s,
             "mean_mfu": mean_mfu,
-            "thousand_tokens_j": step["step_j"] / (tokens / 1e3),
+            "thousand_tokens_j": step["energy_per_step_j"] / (tokens / 1e3),
             "billion_tokens_h": 1e9 / (tokens / mean_s) / 3600,
-            "billion_tokens_kwh": step["step_j"] / (tokens / 1e9) / 3.6e6,
+            "billion_tokens_kwh": step["energy_per_step_j"] / (tokens / 1e9) / 3.6e6,
             "large_matmul_share": mean_mfu * 989.5 / MOST["matmul_bf16"],
             "sustained_matmul_share": mean_mfu * 989.5 / SUSTAINED,
             "at_clock_mfu": mean_mfu * 1830 / step["sm_clock_mhz"],
             "matmul_ms": matmul,
-            "moved_ms": moved,
+            "memory_traffic_ms": moved,
             "reference_ms": matmul + moved,
             "sustained_reference_ms": matmul * MOST["matmul_bf16"] / SUSTAINED + moved,
             "speedup": speedup_of(case, optimization),
@@ -221,7 +231,7 @@ def kernel_ms() -> dict[tuple, dict[str, float]]:
     """Return by step the GPU time of each kernel category."""
     times: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in RAW["kernels"].to_dict("records"):
-        times[*(row[name] for name in CASE), row["optimization"]][row["family"]] += row["gpu_ms"]
+        times[*(row[name] for name in CASE), row["optimization"]][row["kernel_category"]] += row["gpu_ms"]
     return times
 
 
@@ -236,12 +246,12 @@ def attention_names(step: tuple) -> set[str]:
     is_step = kernels.optimization == step[-1]
     for name, value in zip(CASE, step):
         is_step &= kernels[name] == value
-    return {*kernels[is_step & (kernels.family == "fused attention")].name}
+    return {*kernels[is_step & (kernels.kernel_category == "fused attention")].name}
 
 
 def expected_baselines() -> Iterator[tuple[tuple, Row]]:
     times = kernel_ms()
-    fair = ("hugging_face_causal", "hugging_face_captured")
+    fair = ("hugging_face_no_mask", "hugging_face_no_mask_cuda_graph")
     for (*place, optimization), step in STEPS.items():
         case = tuple(place)
         if not optimization.startswith("hugging_face"):
@@ -326,7 +336,7 @@ def expected_training() -> Iterator[tuple[tuple, Row]]:
         pairs = [("seeds", (baseline, b), (baseline, a)) for a, b in itertools.combinations(seeds, 2)]
         pairs += [("optimization", key, (baseline, 0)) for key in curves if key[0] != baseline]
         if ("cuda_graph", 0) in curves:
-            pairs.append(("graph", ("cuda_graph", 0), ("blocks", 0)))
+            pairs.append(("graph", ("cuda_graph", 0), ("compiled_blocks", 0)))
         for kind, one, other in pairs:
             apart = [abs(a - b) for a, b in zip(curves[one], curves[other])]
             known = [value for value in apart if value == value]
@@ -377,7 +387,7 @@ def expected_parts() -> Iterator[tuple[tuple, Row]]:
             row = {"ms": value, "reference_ms": reference, "over_ms": value - reference}
             total = {name: total[name] + row[name] for name in total}
             achieved = value or NAN
-            row |= {"flops": work, "bytes": bytes_, "moved_ms": moving}
+            row |= {"flops": work, "bytes": bytes_, "memory_traffic_ms": moving}
             row |= {"sustained_ms": work / SUSTAINED / 1e9}
             row |= {"tflops": work / achieved / 1e9, "tb_per_s": bytes_ / achieved / 1e9}
             yield (*step, part), row
@@ -424,10 +434,10 @@ def expected_rates() -> Iterator[tuple[tuple, Row]]:
             "fp8_tflops": max(results.matmul_fp8),
             "copy_tb_per_s": max(results["copy"]),
             "runs": len(results),
-            "sustained_tflops": sorted(results.kept_up_tflops)[len(results) // 2],
-            "sustained_clock_mhz": sorted(results.kept_up_clock_mhz)[len(results) // 2],
-            "min_sustained_power_w": min(results.kept_up_power_w),
-            "max_sustained_power_w": max(results.kept_up_power_w),
+            "sustained_tflops": sorted(results.sustained_tflops)[len(results) // 2],
+            "sustained_clock_mhz": sorted(results.sustained_clock_mhz)[len(results) // 2],
+            "min_sustained_power_w": min(results.sustained_power_w),
+            "max_sustained_power_w": max(results.sustained_power_w),
             "power_limit_w": 700.0,
             "sheet_bf16_tflops": 989.5,
             "sheet_clock_mhz": 1830.0,

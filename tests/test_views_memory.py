@@ -45,7 +45,7 @@ def by_step(rows: pd.DataFrame, *names: str) -> Rows:
 
 
 PEAKS = by_step(
-    RAW["peaks"].assign(phase=RAW["peaks"].phase.replace({"whole": "total"})),
+    RAW["peaks"].assign(phase=RAW["peaks"].phase.replace({"total": "total"})),
     "mode",
     "phase",
 )
@@ -62,7 +62,7 @@ PEAKS = by_step(
 )
 def test_recorded_columns_stay_with_their_rows(name: str, key: list[str]):
     names = [*STEP, *key]
-    view, recorded = VIEWS[name], RAW[name].replace({"phase": {"whole": "total"}})
+    view, recorded = VIEWS[name], RAW[name].replace({"phase": {"total": "total"}})
     shared = [column for column in view if column in recorded]
     frames = [rows[shared].sort_values(names, ignore_index=True) for rows in (view, recorded)]
     pd.testing.assert_frame_equal(*frames, check_dtype=False)

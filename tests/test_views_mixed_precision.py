@@ -19,8 +19,8 @@ NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 PARTS = {
     "forward": ("forward_backward", "forward"),
     "backward": ("forward_backward", "backward"),
-    "forward_and_backward": ("forward_backward", "whole"),
-    "full_step": ("step", "whole"),
+    "forward_and_backward": ("forward_backward", "total"),
+    "full_step": ("step", "total"),
 }
 CATEGORIES = {"matrix multiply": "matmul", "elementwise": "elementwise", "optimizer": "optimizer"}
 ALL_CATEGORIES = ("matmul", "elementwise", "optimizer", "other", "cast")
@@ -55,7 +55,7 @@ def kernel_times() -> dict[tuple, Counter]:
     found = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
-        category = "cast" if casts else CATEGORIES.get(row["family"], "other")
+        category = "cast" if casts else CATEGORIES.get(row["kernel_category"], "other")
         found[of(row, "precision", "mode")][category] += row["gpu_ms"]
     return found
 
@@ -65,7 +65,7 @@ def is_launch_bound(row: Row) -> bool:
 
 
 def gains() -> dict[tuple, Row]:
-    totals = {of(row, "precision", "mode"): row for row in RAW["times"] if row["phase"] == "whole"}
+    totals = {of(row, "precision", "mode"): row for row in RAW["times"] if row["phase"] == "total"}
     kernels, found = kernel_times(), {}
     for key, row in totals.items():
         *config, precision, mode = key

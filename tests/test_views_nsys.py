@@ -50,15 +50,18 @@ def summed(rows: Iterable[Row], column: str = "total_ns") -> float:
 def category(row: Row) -> str:
     if row["region"] == "attention.softmax":
         return "attention softmax"
-    return "loss softmax" if (row["family"], row["region"]) == ("softmax", "cross_entropy") else row["family"]
+    return (
+        "loss softmax"
+        if (row["kernel_category"], row["region"]) == ("softmax", "cross_entropy")
+        else row["kernel_category"]
+    )
 
 
 OPERATIONS = [row | {"category": category(row)} for row in TABLES["nsys.operations"].to_dict("records")]
 PROFILES = grouped(OPERATIONS, "mode")
 WITH_TOTALS = OPERATIONS + [row | {"phase": "total"} for row in OPERATIONS]
 CLOCKS = [
-    row | {"phase": row["phase"].replace("whole", "total")}
-    for row in TABLES["nsys.clocks"].to_dict("records")
+    row | {"phase": row["phase"].replace("total", "total")} for row in TABLES["nsys.times"].to_dict("records")
 ]
 PASSES = grouped(CLOCKS, "mode", "phase")
 
@@ -74,8 +77,8 @@ def times() -> dict[tuple, Row]:
 
 
 def time_of(passes: list[Row], named: int) -> Row:
-    profiled = [row for row in passes if row["captured"]]
-    unprofiled = [row for row in passes if not row["captured"]]
+    profiled = [row for row in passes if row["profiled"]]
+    unprofiled = [row for row in passes if not row["profiled"]]
     found: Row = {
         f"{name}_ms": statistics.median(row[f"{source}_ns"] for row in profiled) / 1e6
         for name, source in {"host": "host", "projected": "projected", "gpu": "busy"}.items()
@@ -139,7 +142,7 @@ def kernels() -> dict[tuple, Row]:
             "blocks": blocks,
             "per_block": launches // blocks,
             "beyond_blocks": launches % blocks,
-            "kernel_category": own[0]["family"],
+            "kernel_category": own[0]["kernel_category"],
             "mode_name": MODES[own[0]["mode"]],
         }
     return found
@@ -172,7 +175,7 @@ def attention() -> dict[tuple, Row]:
 def attention_of(key: tuple, rows: list[Row]) -> Row:
     size, context_length, batch_size = key[:3]
     width, _, layers, heads = DIMENSIONS[size]
-    matmuls = [row for row in rows if row["family"] == MATMUL]
+    matmuls = [row for row in rows if row["kernel_category"] == MATMUL]
     scores = summed(row for row in matmuls if row["region"] == "attention.scores") / 1e6
     values = summed(row for row in matmuls if row["region"] == "attention.value") / 1e6
     softmax = summed(row for row in rows if row["region"] == "attention.softmax") / 1e6
@@ -260,7 +263,7 @@ def agreement() -> dict[tuple, Row]:
                 for phase in (row["phase"], "total"):
                     theirs[of(row, "mode", "run_id"), phase] += row["gpu_ms"]
         for row in TABLES[f"{study}.times"].to_dict("records"):
-            phase = row["phase"].replace("whole", "total")
+            phase = row["phase"].replace("total", "total")
             ours = clock.get((*of(row, "mode"), phase))
             if ours:
                 key = of(row | {"study": study, "repeat": row.get("repeat", 0)}, "study", "compile", "repeat")
@@ -344,7 +347,7 @@ def test_figures_draw_rows_of_the_views():
     step = VIEWS["profile_categories"].query(
         "mode == 'step' and precision == 'fp32' and context_length == 512"
     )
-    drawn = draw["kernel_families"]("A title", step)
+    drawn = draw["kernel_categories_by_size"]("A title", step)
     assert all(f"{size}: AdamW" in drawn for size in ("small", "2.7B"))
     window = VIEWS["launch_timeline"].query(
         "size == 'small' and precision == 'bf16' and context_length == 128"

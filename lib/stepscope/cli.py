@@ -227,7 +227,7 @@ def sweep(
     """
     from stepscope.config import studies
     from stepscope.runs.sweep import SweepOptions
-    from stepscope.runs.sweep_file import find_sweeps, said_before
+    from stepscope.runs.sweep_file import find_sweeps, sweep_description
 
     device = "cuda" if scheduler or gpus_here() else "cpu"
     paths = []
@@ -237,7 +237,7 @@ def sweep(
             console.print(f"{name}: no CUDA GPU here, so this runs the study's tiny models on the CPU")
         else:
             for path in files:
-                console.print(f"{path.name}: {said_before(path) or 'no time estimate available'}")
+                console.print(f"{path.name}: {sweep_description(path) or 'no time estimate available'}")
         paths += files
     options = SweepOptions(workers, scheduler, _seconds(timeout), _seconds(time_budget), notebooks, replace)
     raise typer.Exit(_sweep(paths, _local_runs(runs), options))
@@ -256,12 +256,12 @@ def report(
     What a run found is printed when it is done. The same as sweep tour (or sweep cpu) and render.
     """
     from stepscope.runs.sweep import SweepOptions
-    from stepscope.runs.sweep_file import find_sweeps, said_before
+    from stepscope.runs.sweep_file import find_sweeps, sweep_description
 
     console.print("Looking at this machine.")
     if gpus_here():
         paths = find_sweeps("tour")
-        console.print(said_before(paths[0]) or "no time estimate available")
+        console.print(sweep_description(paths[0]) or "no time estimate available")
     else:
         paths = find_sweeps("cpu", "cpu")
         console.print("There is no CUDA GPU here, so every study runs tiny models on the CPU.")
@@ -294,12 +294,12 @@ def ladder(
 
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
     """A size's or a shape's fields, by the name in records."""
-    from stepscope.config import Dimensions, size_of
+    from stepscope.config import Dimensions, resolve_size
 
     if (size is None) == (shape is None):
         raise StepscopeError("size: give a size, such as small, or --shape; one of them, not both")
     if shape is None:
-        return {"size": size_of(str(size), edition)}
+        return {"size": resolve_size(str(size), edition)}
     if edition is not None:
         raise StepscopeError(f"--edition: got {edition}, but no size whose name it would tell")
     if not re.fullmatch(r"[0-9]{1,7}(/[0-9]{1,7}){3}", shape):
@@ -316,7 +316,7 @@ def list_runs(
     Where the output is not a terminal, it is a line of names and then a line for each run, with tabs between
     the columns. Exit status 1 where something cannot be used.
     """
-    from stepscope.runs.record import named_unsteady, of_two_notebooks
+    from stepscope.runs.record import inconsistency_warnings, mixed_notebook_warnings
     from stepscope.runs.store import Store
 
     folder = _local_runs(runs, reading=True)
@@ -335,7 +335,7 @@ def list_runs(
             print(*row, sep="\t")
     for error in errors:
         console.print(f"{folder}/{error}")
-    for words in of_two_notebooks(records) + named_unsteady(records):
+    for words in mixed_notebook_warnings(records) + inconsistency_warnings(records):
         console.print(f"{folder}: {words}")
     raise typer.Exit(EXIT_FAILED if errors else 0)
 
@@ -527,8 +527,8 @@ def profile(
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
     from stepscope.captures.lines import FORMATS, rendered
     from stepscope.captures.snapshot import is_pickle, snapshot_lines
-    from stepscope.captures.verdict import phases_of
-    from stepscope.captures.verdict import profile as profiled
+    from stepscope.captures.summary import phases_of
+    from stepscope.captures.summary import profile as profiled
 
     if form not in FORMATS:
         raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
@@ -547,10 +547,10 @@ def profile(
 @app.command()
 def doctor() -> None:
     """Show what this machine offers for measuring, and what is missing."""
-    from stepscope.config import device_here
+    from stepscope.config import resolve_device
     from stepscope.measure.rates import launch_rate
 
-    device = device_here("auto")
+    device = resolve_device("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_words()}
     if rate := launch_rate(device):
         facts["launch"] = f"{rate[0]:.1f} to {rate[1]:.1f} us of CPU time per kernel"

@@ -52,7 +52,7 @@ EDITIONS = {
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # What each mode runs, in order.
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
-WHOLE = "whole"  # the row of a mode as a whole, beside its phases
+TOTAL = "total"  # the row of a mode as a whole, beside its phases
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # As documents write them.
 PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
@@ -63,7 +63,7 @@ class ConfigError(StepscopeError, ValueError):
     """A configuration that cannot be run; its text is a sentence: the field, what it was, what is allowed."""
 
 
-def size_of(name: Any, edition: Any = None) -> str:
+def resolve_size(name: Any, edition: Any = None) -> str:
     """The name in :data:`SIZES` of what that year's handout calls ``name``; without a year it is one of them.
 
     Raises:
@@ -71,17 +71,17 @@ def size_of(name: Any, edition: Any = None) -> str:
     """
     if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
-        raise ConfigError(f"edition: got {shown(edition)}, but the handout's editions are {years}")
+        raise ConfigError(f"edition: got {truncated_repr(edition)}, but the handout's editions are {years}")
     names = EDITIONS[edition] | dict(zip(CPU_SIZES, CPU_SIZES)) if edition else dict(zip(SIZES, SIZES))
     if name not in [*names]:
         ours = next((theirs for theirs, size in names.items() if size == name), None)
         calls = f", and calls {name} {ours}" if ours else ""
         whose = f"the {edition} edition has" if edition else "known sizes are"
-        raise ConfigError(f"size: got {shown(name)}, but {whose} {', '.join(names)}{calls}")
+        raise ConfigError(f"size: got {truncated_repr(name)}, but {whose} {', '.join(names)}{calls}")
     return names[name]
 
 
-def device_here(asked: Any) -> Any:
+def resolve_device(asked: Any) -> Any:
     """``auto`` becomes the device this machine has; anything else is left for the field's type to judge."""
     if asked == "auto":
         import torch  # not above: Dask's workers configure runs as well, and start sooner without it
@@ -96,18 +96,18 @@ Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
 SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")  # of a size without a name
-MOST_SHOWN = 100  # characters of a wrong value that an error repeats
+MAX_SHOWN = 100  # characters of a wrong value that an error repeats
 
 
-def shown(value: Any) -> str:
+def truncated_repr(value: Any) -> str:
     """A value as an error repeats it: on one line, and cut where it is long."""
     short = reprlib.Repr()  # also of what is nested deeply, or stands for gigabytes
-    short.maxstring = short.maxother = MOST_SHOWN
+    short.maxstring = short.maxother = MAX_SHOWN
     try:
         text = short.repr(value)
     except ValueError:  # thousands of digits
         text = f"a huge {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class RunConfig(BaseModel):
@@ -120,13 +120,13 @@ class RunConfig(BaseModel):
     context_length: Length
     batch_size: Dimension = 4
     precision: Literal[PRECISIONS] = "fp32"  # type: ignore[valid-type]
-    device: Annotated[Literal["cuda", "cpu"], BeforeValidator(device_here)]
+    device: Annotated[Literal["cuda", "cpu"], BeforeValidator(resolve_device)]
     warmup_steps: int = Field(5, ge=0, le=10**6)
     timed_steps: Steps = 10
     seed: int = Field(0, ge=0, lt=2**63)
 
     @classmethod
-    def free_fields(cls) -> list[str]:
+    def tunable_fields(cls) -> list[str]:
         """The fields that can have more than one value: the parameters of the study's notebook."""
         return [
             name
@@ -161,7 +161,7 @@ class RunConfig(BaseModel):
 
     def words_of_id(self) -> list[str]:
         """Shape, context, and of mode and precision those that are free to choose in this study."""
-        free = [name for name in ("mode", "precision") if name in self.free_fields()]
+        free = [name for name in ("mode", "precision") if name in self.tunable_fields()]
         return [
             self.shape.replace(" ", "-"),
             f"ctx{self.context_length}",
@@ -224,15 +224,15 @@ class StepConfig(RunConfig):
         values = dict(values)
         size, edition = values.get("size", "custom"), values.pop("edition", None)
         if size == "custom" and edition is not None:
-            raise ValueError(f"edition: got {shown(edition)}, but no size whose name it would tell")
+            raise ValueError(f"edition: got {truncated_repr(edition)}, but no size whose name it would tell")
         if unnamed := SHAPE.fullmatch(str(size)):
             named = Dimensions(*map(int, unnamed.groups()))._asdict()
         else:
-            named = SIZES[size_of(size, edition)]._asdict() if size != "custom" else {}
+            named = SIZES[resolve_size(size, edition)]._asdict() if size != "custom" else {}
         for field, number in named.items():
             if values.setdefault(field, number) != number:
                 raise ValueError(
-                    f"{field}: got {shown(values[field])}, but size {size!r} has {number};"
+                    f"{field}: got {truncated_repr(values[field])}, but size {size!r} has {number};"
                     " leave one of them out"
                 )
         dimensions = tuple(values.get(field) for field in Dimensions._fields)
@@ -282,21 +282,24 @@ def configure(study: str, **values: Any) -> Any:
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
-        raise ConfigError(f"study: got {shown(study)}, but known studies are {', '.join(known)}")
+        raise ConfigError(f"study: got {truncated_repr(study)}, but known studies are {', '.join(known)}")
     values = {field: value for field, value in values.items() if value is not None}
     try:
         return known[study](**{"device": "auto"} | values)
     except ValidationError as error:
-        raise ConfigError(worded(error, known[study])) from None
+        raise ConfigError(format_errors(error, known[study])) from None
 
 
-def worded(error: ValidationError, model: type[BaseModel]) -> str:
+def format_errors(error: ValidationError, model: type[BaseModel]) -> str:
     """What is wrong with the input of a model, a sentence for each field, such as ``tables.samples.rows``."""
     return "; ".join(_sentence(item, model) for item in error.errors())
 
 
 def _sentence(item: Any, model: type[BaseModel]) -> str:
-    plain = (str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else shown(part) for part in item["loc"])
+    plain = (
+        str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else truncated_repr(part)
+        for part in item["loc"]
+    )
     field = ".".join(plain) or "all"
     if item["type"] == "value_error":  # our own validators word their errors whole
         return str(item["ctx"]["error"])
@@ -304,12 +307,12 @@ def _sentence(item: Any, model: type[BaseModel]) -> str:
         return f"{field}: no such field; {_known(str(item['loc'][-1]), model.model_fields)}"
     if item["type"] == "missing":
         return f"{field}: not given, and it has no default"
-    return f"{field}: got {shown(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+    return f"{field}: got {truncated_repr(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _known(name: str, known: Iterable[str]) -> str:
     """Which name may be meant by one that is none, and all that there are."""
-    close = difflib.get_close_matches(name[:MOST_SHOWN], known := list(known), 1)
+    close = difflib.get_close_matches(name[:MAX_SHOWN], known := list(known), 1)
     return f"{f'{close[0]} may be meant; ' if close else ''}known are {', '.join(known)}"
 
 
@@ -322,7 +325,7 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
     Raises:
         ConfigError: a value, or a parameter's name that papermill was given, is wrong.
     """
-    free = studies()[study].free_fields()
+    free = studies()[study].tunable_fields()
     require_parameters(names, free)
     return configure(study, **{field: names[field] for field in free if field in names})
 
@@ -341,14 +344,14 @@ def require_parameters(names: Mapping[str, Any], free: Iterable[str] = ()) -> No
     for at, cell in enumerate(history):
         if not at or not cell.startswith("# Parameters\n"):
             continue
-        own = [name for name in set_by(history[at - 1]) if name != "run_folder"]
+        own = [name for name in assigned_constants(history[at - 1]) if name != "run_folder"]
         known = dict.fromkeys([*own, *free])
-        for name in set_by(cell):
+        for name in assigned_constants(cell):
             if name not in known and name != "run_folder":
                 raise ConfigError(f"{name:.100}: no such parameter; {_known(name, known)}")
 
 
-def set_by(cell: str) -> list[str]:
+def assigned_constants(cell: str) -> list[str]:
     """The names that a notebook's cell sets to constants, where it does nothing else but import."""
     names: list[str] = []
     try:

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import GENERATED, Device
 from stepscope.captures.communication import communicates_on_compute_stream, exposed_communication
+from stepscope.captures.step_breakdown import GENERATED, Device
 from stepscope.files import one_line
 from stepscope.report.tables import number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import matching
-from stepscope.traces.families import MATMUL
+from stepscope.traces.kernel_categories import MATMUL
 from stepscope.traces.kernel_names import short_names, words
 
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
@@ -199,7 +199,7 @@ def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
     included.
     """
     is_unfused = np.full(len(rows), False)
-    family = rows["family"].astype(str).to_numpy()
+    family = rows["kernel_category"].astype(str).to_numpy()
     names = rows["name"].astype(str).to_numpy()
     for _, group in pd.Series(np.arange(len(rows))).groupby(rows["stream"].to_numpy()):
         stream_indices = group.to_numpy()
@@ -231,14 +231,14 @@ def _advice_for_attention(gpu: Device) -> list[Advice]:
     """Advise fused attention, and torch.compile for other operations that could be fused."""
     rows = gpu.running_ops
     is_attention = pd.Series(unfused_attention(rows), rows.index)
-    is_fusable = rows["family"].isin(FUSABLE) & (rows["phase"] != "optimizer") & ~is_attention
+    is_fusable = rows["kernel_category"].isin(FUSABLE) & (rows["phase"] != "optimizer") & ~is_attention
     items = [
         Advice(
             gpu.time_saved_without(is_attention),
             "use F.scaled_dot_product_attention instead of separate matmul and softmax kernels",
         )
     ]
-    if (rows["family"] == GENERATED).sum() < 0.05 * len(rows):
+    if (rows["kernel_category"] == GENERATED).sum() < 0.05 * len(rows):
         items.append(
             Advice(
                 gpu.time_saved_without(is_fusable),
@@ -251,7 +251,7 @@ def _advice_for_attention(gpu: Device) -> list[Advice]:
 def _advice_for_matmuls(gpu: Device) -> list[Advice]:
     """Advise on matmuls that don't use tensor cores or load unaligned data."""
     rows, sheet = gpu.running_ops, gpu.sheet
-    is_matmul = rows["family"] == MATMUL
+    is_matmul = rows["kernel_category"] == MATMUL
     is_half = is_matmul & (
         rows["dtype"].isin(["bf16", "fp16"])
         | (rows["dtype"] == "") & matching(rows["name"], HALF_PRECISION.search)

@@ -281,8 +281,8 @@ def _mark_whole_graphs(operations: pd.DataFrame) -> None:
     """Move CUDA graphs that were traced as a whole into a separate category."""
     is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
     if is_graph.any():
-        family = operations["family"].astype(str).mask(is_graph, WHOLE_GRAPH)
-        operations["family"] = family.astype("category")
+        family = operations["kernel_category"].astype(str).mask(is_graph, WHOLE_GRAPH)
+        operations["kernel_category"] = family.astype("category")
 
 
 def _untraced_graphs(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import COMMUNICATION, Device
+from stepscope.captures.step_breakdown import COMMUNICATION, Device
 from stepscope.traces.kernel_names import words
 
 COLLECTIVE = re.compile(

@@ -3,12 +3,12 @@
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import COMMUNICATION, Device, busy_ns
 from stepscope.captures.advice import MAX_NAME_CHARS, MIN_ADVICE_SHARE
 from stepscope.captures.lines import Line, clean, count_text, counted, listed, short
+from stepscope.captures.step_breakdown import COMMUNICATION, Device, busy_ns
 from stepscope.report.tables import digits, number
 from stepscope.traces.attribution import OUTSIDE
-from stepscope.traces.families import MATMUL, families
+from stepscope.traces.kernel_categories import MATMUL, kernel_categories
 from stepscope.traces.kernel_names import short_names
 
 MAX_KERNELS = 5
@@ -54,7 +54,9 @@ def _ranges_text(gpu: Device, min_ms: float) -> str:
 
 
 def categories_line(gpu: Device) -> Line:
-    category_ms = gpu.total_ms_by(gpu.operations, "family").rename(index=str).rename({MATMUL: "matmul"})
+    category_ms = (
+        gpu.total_ms_by(gpu.operations, "kernel_category").rename(index=str).rename({MATMUL: "matmul"})
+    )
     values = {f"{name}_ms": value for name, value in category_ms.items()}
     if len(category_ms) > 5:
         category_ms = pd.concat([category_ms.head(5), pd.Series({"rest": category_ms.iloc[5:].sum()})])
@@ -137,7 +139,10 @@ def summarize_kernel_sums(table: pd.DataFrame) -> list[Line]:
         }
     ).set_index(name)
     family_ms = (
-        (table["total_time_ns"] / 1e6).groupby(families(name.array)).sum().sort_values(ascending=False)
+        (table["total_time_ns"] / 1e6)
+        .groupby(kernel_categories(name.array))
+        .sum()
+        .sort_values(ascending=False)
     )
     category_ms = family_ms.rename(index=str)[family_ms > 0].rename({MATMUL: "matmul"})
     text = (

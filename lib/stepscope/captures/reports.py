@@ -11,7 +11,7 @@ import pandas as pd
 
 from stepscope.config import PHASE_NAMES
 from stepscope.traces.attribution import KINDS, OUTSIDE, TraceError
-from stepscope.traces.families import families
+from stepscope.traces.kernel_categories import kernel_categories
 from stepscope.traces.nsys_csv import decode_text, parse_nsys_csv
 from stepscope.traces.torch_trace import open_capture
 
@@ -62,7 +62,7 @@ def operations_of_report(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, s
         {
             "kind": pd.Categorical(kind, KINDS),
             "name": name,
-            "family": families(name),
+            "kernel_category": kernel_categories(name),
             "device": device,
             "start_ns": table["start_ns"],
             "duration_ns": table["duration_ns"],

@@ -9,7 +9,7 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}  #
 
 
 @style.look()
-def kernel_families(title: str, categories: pd.DataFrame) -> style.Picture:
+def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Picture:
     """Draw a bar per size and phase of a full step, by kernel category, in shares of the step.
 
     Args:
@@ -42,5 +42,5 @@ def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
         operations: rows of the view ``launch_timeline`` of one configuration.
     """
     names = {mode: name for mode, name in ON_GPU.items() if (operations["mode"] == mode).any()}
-    timeline = operations.rename(columns={"kernel_category": "family"})
+    timeline = operations.rename(columns={"kernel_category": "kernel_category"})
     return draw_lanes(title, timeline, names, "CPU launches")

@@ -1,55 +1,48 @@
-"""The measuring room: what more than one experiment needs to time, capture and weigh a step. It knows no run.
+"""Time, profile and check training steps. This package knows nothing about runs and records.
 
     from stepscope import measure
 
-    out_of_memory(status, case, ...)   a failed case is noted, what it held is freed, and the others go on
-    asked_and_allocated(words)         of an out-of-memory error's words
-    Phases(device), .ms()              the ``phase`` that a step is called with: its time and enqueue time
-    time_steps(step, steps, warmups, device, ...)   a row for each phase of each step: wall_ms, enqueue_ms
-    enough(rows, least, device)        whether so many timed steps tell their time
-    back_to_back(step, device, steps)  milliseconds of steps of which only the last is waited for
-    keep_up(step, device, seconds)     the step again and again, each waited for
-    synchronizer(device)               waits until the device has done all that it was given
-    capture(device)                    .phases(case, number) to call a step with; then .operations, .reason
-    quickest_step, middle_step, whole_steps(operations)   of captured steps one, or each
-    gpu_time_ms, gpu_time, by_name(operations)   what is said of one of them
-    unsteady(row, captured_ms), at_cap(row), TRIES   what cannot be, or does not repeat: to be measured again
-    seconds_with_compiling(step, device)   of a first step
-    forget_peaks, peak_memory(device)  peak_gib and reserved_gib since then
-    saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
-    record_memory(subject, cases, config)   every allocation of a step of each case
-    ceilings(device, precisions)       matmul TFLOP/s by precision and copy TB/s, measured here
-    sheet_tflops, sheet_clock_mhz(precision, device)   what the data sheet says, and at which SM clock
-    step_times, operations_by_name     the tables of a run, of all that
-    steps(subject, cases, config)      the whole protocol, for a dictionary of steps
-    Subject(model, batch, loss, optimizer)   what is measured; .reset() frees its gradients
-    zero_learning_rate(optimizer)      a context in which steps leave the weights as they are
+    steps(subject, cases, config)           the complete protocol, for a dictionary of steps
+    record_memory(subject, cases, config)   every allocation of one step of each case
+    Subject(model, batch, loss, optimizer)  what is measured; .reset() frees its gradients
+    zero_learning_rate(optimizer)           a context in which steps leave the weights as they are
 
-On a CPU all of them work: what only a GPU has is then empty, nan or a reason in words.
+    time_steps(step, steps, warmups, device, ...)  one row per step and phase: wall_ms, enqueue_ms
+    Phases(device), .ms()                   the ``phase`` that a step is called with: wall and enqueue time
+    has_enough_samples(rows, least, device) whether the median of these timed steps is reliable
+    back_to_back(step, device, steps)       milliseconds of steps; only the last is waited for
+    run_for(step, device, seconds)          run a step repeatedly, synchronizing after each
+    synchronizer(device)                    a function that waits until the device is idle
+    seconds_with_compiling(step, device)    duration of a first step
+
+    capture(device)                         profile: call steps with .phases(case, number), then read .operations
+    fastest_step, median_step, complete_steps(operations)  one profiled step, or all complete ones
+    gpu_time_ms, gpu_time, by_name(operations)             statistics of a profiled step
+    find_inconsistencies(row, profiled_ms), is_power_limited(row), TRIES   sanity checks of a row
+    step_times, operations_by_name          the tables of a run
+
+    out_of_memory(status, case, ...)        note a case that fails, free its memory, and continue with the others
+    asked_and_allocated(words)              the numbers in an out-of-memory message
+    reset_peak_memory, peak_memory(device)  peak_gib and reserved_gib since the reset
+    saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
+    ceilings(device, precisions)            measured peak rates: matmul TFLOP/s by precision, copy TB/s
+    sheet_tflops, sheet_clock_mhz(precision, device)   the data sheet's peak rate and the SM clock it assumes
+
+Everything works on a CPU; what only a GPU has is then empty, NaN, or a reason in words.
 """
 
-from stepscope.measure.clocks import (
-    Phases,
-    back_to_back,
-    enough,
-    host_sets_pace,
-    keep_up,
-    synchronizer,
-    time_steps,
-    walls_ms,
-)
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling
 from stepscope.measure.graph import graph_of
-from stepscope.measure.guard import asked_and_allocated, error_text, out_of_memory
 from stepscope.measure.memory import (
     device_bytes,
-    forget_peaks,
     pass_memory,
     peak_memory,
+    reset_peak_memory,
     saved_for_backward,
     storage_bytes,
 )
 from stepscope.measure.memory_history import MemoryHistory, record_memory
+from stepscope.measure.oom import asked_and_allocated, error_text, out_of_memory
 from stepscope.measure.power import (
     PowerMonitor,
     power_limit_w,
@@ -58,15 +51,25 @@ from stepscope.measure.power import (
 from stepscope.measure.profiler import capture
 from stepscope.measure.protocol import Results, steps, supported_precisions
 from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops
-from stepscope.measure.steady import TRIES, at_cap, unsteady
+from stepscope.measure.sanity_checks import TRIES, find_inconsistencies, is_power_limited
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
+from stepscope.measure.timing import (
+    Phases,
+    back_to_back,
+    has_enough_samples,
+    looks_launch_bound,
+    run_for,
+    synchronizer,
+    time_steps,
+    wall_times_ms,
+)
 from stepscope.model.training_step import autocast, grad_scaler, prepare, release, show_compiled_loops
-from stepscope.traces.captured import (
+from stepscope.traces.profiled_steps import (
     by_name,
+    complete_steps,
+    fastest_step,
     gpu_time,
     gpu_time_ms,
-    middle_step,
-    quickest_step,
-    whole_steps,
+    median_step,
 )

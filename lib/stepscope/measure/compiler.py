@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from timeit import default_timer
 from typing import Any
 
-from stepscope.measure.clocks import synchronizer
+from stepscope.measure.timing import synchronizer
 
 
 def fresh_compiler_cache() -> AbstractContextManager:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stepscope.measure.clocks import nothing, time_steps, walls_ms
-from stepscope.measure.guard import error_text
+from stepscope.measure.oom import error_text
+from stepscope.measure.timing import nothing, time_steps, wall_times_ms
 from stepscope.model.training_step import release
 
 
@@ -79,7 +79,7 @@ def replay(
             torch.cuda.empty_cache()  # the warm-up's stream does not reuse what others have cached
             graph = graph_of(step, clear, warmups=1)
             samples = time_steps(lambda phases: graph(), replays, 0, device, at_least_s=at_least_s)
-            found = walls_ms(samples).tolist()
+            found = wall_times_ms(samples).tolist()
         except RuntimeError as error:  # torch.OutOfMemoryError is one
             failure = capture_failure(error)
         if failure:  # not in the handler: the error holds what its frames hold

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from stepscope.measure.clocks import synchronizer
+from stepscope.measure.timing import synchronizer
 
 GIB = 2**30
 
 
-def forget_peaks(device: str) -> None:
+def reset_peak_memory(device: str) -> None:
     """From here on count a GPU's peaks of memory anew. Gives back what is kept for reuse, which would count
     as reserved."""
     if device == "cuda":
@@ -26,7 +26,7 @@ def allocated_memory(device: str) -> dict[str, float]:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """``peak_gib`` (in tensors) and ``reserved_gib`` (of the driver) since :func:`forget_peaks`; empty on a
+    """``peak_gib`` (in tensors) and ``reserved_gib`` (of the driver) since :func:`reset_peak_memory`; empty on a
     CPU, whose allocator counts nothing."""
     if device != "cuda":
         return {}

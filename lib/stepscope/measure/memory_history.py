@@ -16,7 +16,7 @@ import nvtx
 import torch
 
 from stepscope.config import StepConfig
-from stepscope.measure.guard import out_of_memory
+from stepscope.measure.oom import out_of_memory
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.model import ranges
 from stepscope.model.training_step import out_of_memory_names, release

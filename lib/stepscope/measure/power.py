@@ -16,7 +16,7 @@ import numpy as np
 import pynvml
 import torch
 
-from stepscope.measure.clocks import keep_up, nothing
+from stepscope.measure.timing import nothing, run_for
 
 POLL_S = 0.02
 # Of steps that last so long together, what is read between them tells the energy: the counter's first and
@@ -141,9 +141,11 @@ class Power:
             self.readings.append(reading())
 
     def per_step(self, steps: int) -> dict[str, Any]:
-        """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``step_j`` of the last so many steps; the
-        last two are nan if the steps were over too soon for the energy counter (:func:`kept_up_power` reads
-        them then). Empty on a CPU."""
+        """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``energy_per_step_j`` of the last steps.
+
+        Power and energy are NaN if the steps were too short for the energy counter; :func:`sustained_power`
+        measures them then. The result is empty on a CPU.
+        """
         if not self.on_gpu:
             return {}
         seen = self.readings[-steps - 1 :]  # from the reading before the first of them
@@ -154,20 +156,20 @@ class Power:
             "sm_clock_mhz": median_clock(self.readings[-steps:]),
             "clock_reasons": clock_reasons(self.readings[-steps:]),
             "power_w": watts,
-            "step_j": watts * seconds / (len(seen) - 1) if len(seen) > 1 else float("nan"),
+            "energy_per_step_j": watts * seconds / (len(seen) - 1) if len(seen) > 1 else float("nan"),
         }
 
 
-def kept_up_power(
+def sustained_power(
     step: Callable[[], object], device: str, before: Callable[[], object] = nothing
 ) -> dict[str, float]:
-    """``power_w`` and ``step_j`` of a short step, run again and again for :data:`KEPT_UP_S`; empty on a
+    """``power_w`` and ``energy_per_step_j`` of a short step, run again and again for :data:`KEPT_UP_S`; empty on a
     CPU."""
     if device != "cuda":
         return {}
     with PowerMonitor() as monitor:
-        steps = keep_up(step, device, KEPT_UP_S, before)
-    return {"power_w": monitor.power_w, "step_j": monitor.power_w * monitor.seconds / steps}
+        steps = run_for(step, device, KEPT_UP_S, before)
+    return {"power_w": monitor.power_w, "energy_per_step_j": monitor.power_w * monitor.seconds / steps}
 
 
 def median_clock(readings: Sequence[Reading]) -> float:

@@ -22,21 +22,21 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from stepscope.config import PHASES, WHOLE, StepConfig
+from stepscope.config import PHASES, TOTAL, StepConfig
 from stepscope.files import write_text_durably
-from stepscope.measure.clocks import Phases, synchronizer, time_step, time_steps
 from stepscope.measure.graph import replay
-from stepscope.measure.guard import out_of_memory
 from stepscope.measure.nsys import OUTCOME, RANGED, REPLAY, TRACE
+from stepscope.measure.oom import out_of_memory
 from stepscope.measure.power import highest_clock_mhz, sm_clock_mhz
 from stepscope.measure.profiler import profiled
 from stepscope.measure.subject import learning_rate, zero_learning_rate
+from stepscope.measure.timing import Phases, synchronizer, time_step, time_steps
 from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.model.training_step import Step, build_step, prepare, release
 
 WARM_MS, MOST_WARM = 300, 10  # of short steps, so many ms after the first, and so many at most
 PLAIN_STEPS_MS, PLAIN_STEPS = 1500, 10  # at least: ten of forward, of other modes as many as last so long
-CAPTURED, LONG_MS = 3, 500  # captured steps beside the named one; two of long ones
+PROFILED, LONG_MS = 3, 500  # captured steps beside the named one; two of long ones
 
 Ranged = Callable[[Step, Annotation | None, Callable[[], None]], None]
 
@@ -77,7 +77,7 @@ class ProfiledMode:
         samples = time_steps(
             self.step, least, 0, self.step.device, before=self.step.clear_gradients, until_enough=until_enough
         )
-        return samples[samples["phase"] == WHOLE]
+        return samples[samples["phase"] == TOTAL]
 
     def captured(self, named: bool) -> float:
         """One step in ranges for itself and its phases, and if ``named`` for every region of the model."""
@@ -138,7 +138,7 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
     inside: list[str] = []
 
     def time_captured(mode: ProfiledMode) -> None:
-        steps = CAPTURED if mode.plain_ms[-1] < LONG_MS else CAPTURED - 1
+        steps = PROFILED if mode.plain_ms[-1] < LONG_MS else PROFILED - 1
         for number in range(steps + 1):
             inside.append(mode.step.mode)
             mode.captured_ms.append(mode.captured(named=number == 0))

@@ -16,9 +16,9 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from stepscope.measure.guard import error_text
+from stepscope.measure.oom import error_text
 from stepscope.traces.attribution import ConservationError, TraceError
-from stepscope.traces.captured import CAPTURED, RANGE, CaptureError, captured_operations
+from stepscope.traces.profiled_steps import PROFILED, RANGE, CaptureError, profiled_operations
 
 
 @contextmanager
@@ -83,7 +83,7 @@ class capture:
             found = read(self.profiler)
         except (CaptureError, ConservationError, TraceError, OSError) as error:
             self.reason = str(error)
-            return pd.DataFrame(columns=CAPTURED)
+            return pd.DataFrame(columns=PROFILED)
         finally:
             self.profiler = None  # and with it its memory
         return found.assign(case=found["case"].map(dict(enumerate(self.cases))))
@@ -93,12 +93,12 @@ def read(profiler: torch.profiler.profile) -> pd.DataFrame:
     """The operations of what was profiled last in this process.
 
     Raises:
-        CaptureError, TraceError: as captured_operations; the GPU's part of the capture is lost.
+        CaptureError, TraceError: as profiled_operations; the GPU's part of the capture is lost.
     """
     with TemporaryDirectory(prefix="stepscope-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        found = captured_operations(trace)
+        found = profiled_operations(trace)
     if torch.cuda.is_initialized() and found["name"].str.startswith("aten::").any():
         raise CaptureError("the capture holds operators of the CPU, and nothing of the GPU")
     return found

@@ -27,21 +27,21 @@ from typing import Any
 
 import pandas as pd
 
-from stepscope.config import PHASES, WHOLE, ConfigError, StepConfig, require_device
-from stepscope.measure.clocks import SAMPLE_COLUMNS, keep_up, synchronizer, time_steps, walls_ms
+from stepscope.config import PHASES, TOTAL, ConfigError, StepConfig, require_device
 from stepscope.measure.compiler import fresh_compiler_cache, seconds_with_compiling
 from stepscope.measure.graph import replay
-from stepscope.measure.guard import error_text, out_of_memory
-from stepscope.measure.memory import allocated_memory, forget_peaks, peak_memory
-from stepscope.measure.power import Power, highest_clock_mhz, kept_up_power
+from stepscope.measure.memory import allocated_memory, peak_memory, reset_peak_memory
+from stepscope.measure.oom import error_text, out_of_memory
+from stepscope.measure.power import Power, highest_clock_mhz, sustained_power
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import FROM_FLOPS, ceilings, sheet_tflops, with_rates
-from stepscope.measure.steady import TRIES, at_cap
+from stepscope.measure.sanity_checks import TRIES, is_power_limited
 from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
 from stepscope.measure.times import key_columns, operations_by_name, step_times
+from stepscope.measure.timing import SAMPLE_COLUMNS, run_for, synchronizer, time_steps, wall_times_ms
 from stepscope.model.flops import formula_mismatch
 from stepscope.model.training_step import grad_scaler, release
-from stepscope.traces.captured import CAPTURED
+from stepscope.traces.profiled_steps import PROFILED
 
 Case = Any  # a mode, or a pair such as (precision, mode)
 Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
@@ -179,7 +179,7 @@ class Protocol:
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
     compile_s: dict[Case, float] = field(default_factory=dict)
     completed: dict[Case, int] = field(default_factory=dict)  # profiled steps that ended
-    profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=CAPTURED))
+    profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=PROFILED))
     profiler_error: str = ""
     ceilings: dict[str, float] = field(default_factory=dict)
 
@@ -236,7 +236,7 @@ class Protocol:
                 continue
             with out_of_memory(self.status, case, f"timing {label(case)}"):
                 self.time_case(case, warmups)
-                walls = walls_ms(self.samples[case])
+                walls = wall_times_ms(self.samples[case])
                 print(f"{label(case)}: {walls.median():.4g} ms, the median of {len(walls)} steps")
             self.tidy(failed=case in self.status)
             is_any_long = any(map(self.is_long, self.cases))
@@ -250,15 +250,15 @@ class Protocol:
         self.subject.reset()
         if mode != "step":
             self.subject.forget_moments()  # they don't belong to this mode's memory
-        forget_peaks(self.device)
+        reset_peak_memory(self.device)
         state = allocated_memory(self.device)
         self.readings[case] = self.readings.get(case, {}) | state  # known even if memory runs out
         power = Power(self.device)  # read between steps, outside the clock
         self.samples[case] = self.run_clock(step, warmups, power.read)
-        timed_steps = len(walls_ms(self.samples[case]))
+        timed_steps = len(wall_times_ms(self.samples[case]))
         readings = state | peak_memory(self.device) | power.per_step(timed_steps)
         if self.extras and mode == "step" and math.isnan(readings.get("power_w", 0)):
-            readings |= kept_up_power(step, self.device, self.subject.reset)
+            readings |= sustained_power(step, self.device, self.subject.reset)
         self.readings[case] = readings
 
     def run_clock(self, step: Step, warmups: int, after: Callable[[], object]) -> pd.DataFrame:
@@ -271,7 +271,7 @@ class Protocol:
         )
 
     def is_long(self, case: Case) -> bool:
-        return case in self.samples and walls_ms(self.samples[case]).min() > LONG_MS
+        return case in self.samples and wall_times_ms(self.samples[case]).min() > LONG_MS
 
     # Profile and replay
 
@@ -298,8 +298,8 @@ class Protocol:
         optimizer = self.subject.optimizer
         if mode_of(case) == "step" and optimizer is not None and not optimizer.state:
             step()  # makes AdamW's moments
-        if at_cap(self.readings[case]):  # only a sustained run brings back the power-limited clock
-            keep_up(step, self.device, SETTLING_S, self.subject.reset)
+        if is_power_limited(self.readings[case]):  # only a sustained run brings back the power-limited clock
+            run_for(step, self.device, SETTLING_S, self.subject.reset)
         for number in range(PROFILED_STEPS_IF_LONG if self.is_long(case) else PROFILED_STEPS):
             self.subject.reset()
             synchronize()
@@ -336,12 +336,12 @@ class Protocol:
         columns = key_columns(self.keys)
         for _ in range(TRIES - 1):
             times = self.times()
-            odd = times[times["unsteady"] != ""]
+            odd = times[times["inconsistent"] != ""]
             odd_keys = odd[columns].to_dict("records")
             again = [case for case in self.remaining if self.key(case) in odd_keys]
             if not again:
                 return
-            print("once more:", odd[[*columns, "unsteady"]].to_string(header=False))
+            print("once more:", odd[[*columns, "inconsistent"]].to_string(header=False))
             for case in again:
                 with out_of_memory(self.unprofiled, case, "measuring again"):
                     self.time_case(case, min(self.config.warmup_steps, WARMUPS))
@@ -363,7 +363,7 @@ class Protocol:
             self.device,
         )
         for case, seconds in self.compile_s.items():
-            rows = times["phase"] == WHOLE
+            rows = times["phase"] == TOTAL
             for column, value in self.key(case).items():
                 rows &= times[column] == value
             times.loc[rows, "compile_s"] = seconds

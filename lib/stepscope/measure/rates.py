@@ -8,14 +8,14 @@ from typing import Any
 import pandas as pd
 import torch
 
-from stepscope.config import WHOLE, StepConfig
+from stepscope.config import TOTAL, StepConfig
 from stepscope.data_sheets import data_sheet
 from stepscope.measure import power
-from stepscope.measure.clocks import Phases, synchronizer, time_steps
 from stepscope.measure.profiler import capture
+from stepscope.measure.timing import Phases, synchronizer, time_steps
 from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
-from stepscope.traces.captured import quickest_step
+from stepscope.traces.profiled_steps import fastest_step
 
 # Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
 # second.
@@ -23,7 +23,7 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
 SHEET_RATES = {"fp16": "bf16"}  # printed once for both
-FROM_FLOPS = ["tflops", "mfu", "mfu_measured", "mfu_at_clock"]  # columns that assume our model
+FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]  # columns that assume our model
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:
@@ -73,8 +73,8 @@ def sheet_clock_mhz(precision: str, device: str) -> float:
 
 def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
     """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs
-    utilisation (PaLM, appendix B) as ``mfu`` of the data sheet's dense rate, ``mfu_measured`` of the rate
-    measured here, and ``mfu_at_clock`` of the data sheet's rate scaled by the mode's SM clock over the
+    utilisation (PaLM, appendix B) as ``mfu`` of the data sheet's dense rate, ``mfu_vs_measured_peak`` of the rate
+    measured here, and ``mfu_clock_adjusted`` of the data sheet's rate scaled by the mode's SM clock over the
     sheet's; of the whole, ``tokens_per_s``.
 
     Args:
@@ -84,7 +84,7 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
     flops = phase_flops(config)
     work = pd.Series(
         [
-            step_flops(config, row.mode) if row.phase == WHOLE else flops[row.phase]
+            step_flops(config, row.mode) if row.phase == TOTAL else flops[row.phase]
             for row in times.itertuples()
         ],
         index=times.index,
@@ -104,9 +104,9 @@ def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]
     return times.assign(
         tflops=rate,
         mfu=rate / sheet,
-        mfu_measured=rate / times["precision"].map(tflops).astype(float),
-        mfu_at_clock=rate / (sheet * clock / of_sheet),
-        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == WHOLE),
+        mfu_vs_measured_peak=rate / times["precision"].map(tflops).astype(float),
+        mfu_clock_adjusted=rate / (sheet * clock / of_sheet),
+        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == TOTAL),
     )
 
 
@@ -127,6 +127,6 @@ def launch_rate(device: str) -> tuple[float, float] | None:
             step(captured.phases("step", number))
             synchronize()
     operations = captured.operations
-    launches = len(quickest_step(operations)) if len(operations) else float("nan")
-    enqueued = samples.loc[(samples["phase"] == WHOLE) & ~samples["warmup"].astype(bool), "enqueue_ms"]
+    launches = len(fastest_step(operations)) if len(operations) else float("nan")
+    enqueued = samples.loc[(samples["phase"] == TOTAL) & ~samples["warmup"].astype(bool), "enqueue_ms"]
     return enqueued.min() / launches * 1e3, enqueued.max() / launches * 1e3

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.config import PHASES, WHOLE
-from stepscope.measure.clocks import SAMPLE_COLUMNS
-from stepscope.measure.steady import unlike_inside, unsteady
+from stepscope.config import PHASES, TOTAL
+from stepscope.measure.sanity_checks import find_inconsistencies, phases_that_disagree
+from stepscope.measure.timing import SAMPLE_COLUMNS
 from stepscope.stats import location
-from stepscope.traces.captured import by_name, gpu_time, gpu_time_ms, quickest_step, whole_steps
+from stepscope.traces.profiled_steps import by_name, complete_steps, fastest_step, gpu_time, gpu_time_ms
 
 KEYS = ["mode", "precision"]
 TIME_COLUMNS = [
@@ -38,15 +38,15 @@ TIME_COLUMNS = [
     "sm_clock_mhz",
     "clock_reasons",
     "power_w",
-    "step_j",
+    "energy_per_step_j",
     "compile_s",
     "status",
     "reason",
-    "unsteady",
+    "inconsistent",
 ]
-TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason", "unsteady"]
+TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason", "inconsistent"]
 NULLABLE_TEXTS = ["clock_reasons"]  # missing where nothing reports them
-OPERATION_COLUMNS = [*KEYS, "phase", "name", "family", "count", "gpu_ms"]
+OPERATION_COLUMNS = [*KEYS, "phase", "name", "kernel_category", "count", "gpu_ms"]
 UNTIMED = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
 
@@ -69,8 +69,8 @@ def step_times(
         readings: of each what is known of the whole: peak_gib, power_w, replayed_ms, ...
         status: of the cases that failed, as :class:`out_of_memory` notes it.
         reason: why nothing was captured.
-        device: on a GPU the whole's ``unsteady`` says what cannot be, or does not repeat
-            (:mod:`stepscope.measure.steady`).
+        device: on a GPU the whole's ``inconsistent`` says what cannot be, or does not repeat
+            (:mod:`stepscope.measure.sanity_checks`).
     """
     keys = key_columns(cases)
     columns, texts = [*keys, *TIME_COLUMNS[len(KEYS) :]], [*keys, *TEXTS[len(KEYS) :]]
@@ -79,7 +79,7 @@ def step_times(
         state, why = status.get(name, ("ok", ""))
         outcome = {**key, "status": state, "reason": why}
         if state != "ok":
-            rows.append(outcome | {"phase": WHOLE})
+            rows.append(outcome | {"phase": TOTAL})
             continue
         captured = _of_case(operations, name)
         if not len(captured):
@@ -89,15 +89,19 @@ def step_times(
         if device == "cuda":
             # A step's graph has AdamW's capturable form, whose kernels are not those that were captured.
             seen = rows[-1] | ({"replayed_ms": np.nan} if key["mode"] == "step" else {})
-            rows[-1]["unsteady"] = unsteady(seen, [gpu_time_ms(step) for step in whole_steps(captured)])
+            rows[-1]["inconsistent"] = find_inconsistencies(
+                seen, [gpu_time_ms(step) for step in complete_steps(captured)]
+            )
     unread = {name: "" if name in texts else np.nan for name in columns}
     times = pd.DataFrame([unread | row for row in rows], columns=columns)
     alike = [name for name in keys if name != "mode"]
     for _, own in times.groupby(alike) if device == "cuda" else ():
-        for index, words in unlike_inside(own).items():
-            times.loc[index, "unsteady"] = "; ".join(filter(None, [times.loc[index, "unsteady"], words]))
-    wholes = times.loc[times["phase"] == WHOLE, [*keys, "unsteady"]]  # said of the mode, of all its rows
-    times = times.drop(columns="unsteady").merge(wholes, on=keys, how="left")[columns]
+        for index, words in phases_that_disagree(own).items():
+            times.loc[index, "inconsistent"] = "; ".join(
+                filter(None, [times.loc[index, "inconsistent"], words])
+            )
+    wholes = times.loc[times["phase"] == TOTAL, [*keys, "inconsistent"]]  # said of the mode, of all its rows
+    times = times.drop(columns="inconsistent").merge(wholes, on=keys, how="left")[columns]
     types = {name: str if name in texts else float for name in columns}
     return times.astype(types | dict.fromkeys(NULLABLE_TEXTS, object))
 
@@ -110,9 +114,9 @@ def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:
 def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> list[dict[str, Any]]:
     """The times of each of a mode's phases and, last, of the whole; GPU time where there are operations."""
     plain = samples[~samples["warmup"].astype(bool)]
-    quickest = quickest_step(captured) if len(captured) else None
+    quickest = fastest_step(captured) if len(captured) else None
     rows = []
-    for phase in [*PHASES[mode], WHOLE]:
+    for phase in [*PHASES[mode], TOTAL]:
         own = plain[plain["phase"] == phase]
         wall = {
             f"wall{'' if name == 'median' else f'_{name}'}_ms": value
@@ -120,7 +124,7 @@ def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> lis
         } | {"steps": float(len(own))}
         gpu = dict.fromkeys(("gpu_ms", "operations"), np.nan)
         if quickest is not None:
-            gpu = gpu_time(quickest if phase == WHOLE else quickest[quickest["phase"] == phase])
+            gpu = gpu_time(quickest if phase == TOTAL else quickest[quickest["phase"] == phase])
         rows.append(
             {
                 "phase": phase,
@@ -138,7 +142,7 @@ def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.Da
     :data:`OPERATION_COLUMNS`."""
     columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
     of_cases = {name: _of_case(operations, name) for name in cases}
-    found = [by_name(quickest_step(own)).assign(**cases[name]) for name, own in of_cases.items() if len(own)]
+    found = [by_name(fastest_step(own)).assign(**cases[name]) for name, own in of_cases.items() if len(own)]
     return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)
 
 

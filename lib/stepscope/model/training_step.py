@@ -146,7 +146,7 @@ def compile_parts(model: TransformerLM, parts: str) -> None:
     if parts == "blocks":
         for block in model.blocks:
             block.compile(dynamic=False)
-        model.read_out = torch.compile(model.read_out, dynamic=False)  # type: ignore[method-assign]
+        model.to_logits = torch.compile(model.to_logits, dynamic=False)  # type: ignore[method-assign]
     else:
         model.compile(dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)

@@ -159,9 +159,9 @@ class TransformerLM(nn.Module):
         x = self.embed(tokens)  # (B, T, C)
         for block in self.blocks:
             x = block(x, self.cos, self.sin, self.future)
-        return self.read_out(x)
+        return self.to_logits(x)
 
-    def read_out(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, V)
+    def to_logits(self, x: Tensor) -> Tensor:  # (B, T, C) -> (B, T, V)
         return self.logits(self.final_norm(x))
 
     @region("embedding")

@@ -21,11 +21,11 @@ MAX_SCORES = 2**28  # that exist at once, 2 GiB in float64; long sequences are c
 class Inputs:
     """Random queries, keys, values and output gradient of one context length, and lazily created causal masks."""
 
-    def __init__(self, config: RunConfig, sequence: int):
+    def __init__(self, config: RunConfig, context_length: int):
         generator = torch.Generator(config.device).manual_seed(config.seed)
-        shape = (config.batch_size, 1, sequence, config.d_model)
+        shape = (config.batch_size, 1, context_length, config.d_model)
         dtype = AUTOCAST_DTYPES.get(config.precision)
-        self.sequence = sequence
+        self.context_length = context_length
         self.q, self.k, self.v, self.gradient = (
             torch.randn(shape, generator=generator, device=config.device, dtype=dtype) for _ in range(4)
         )
@@ -39,13 +39,15 @@ class Inputs:
     @cached_property
     def future(self) -> Tensor:
         """The model's causal mask, (T, T) bool: True where a query must not see a key."""
-        return torch.ones(self.sequence, self.sequence, dtype=torch.bool, device=self.q.device).triu_(1)
+        return torch.ones(
+            self.context_length, self.context_length, dtype=torch.bool, device=self.q.device
+        ).triu_(1)
 
     @cached_property
     def blocks(self) -> BlockMask:
         """The causal mask for FlexAttention, in blocks of 128 x 128. Creating it takes a full (T, T) mask."""
         return create_block_mask(
-            causal_mask_mod, None, None, self.sequence, self.sequence, device=self.q.device
+            causal_mask_mod, None, None, self.context_length, self.context_length, device=self.q.device
         )
 
     def held_bytes(self, name: str) -> int:
@@ -70,12 +72,12 @@ def attention_in_float64(inputs: Inputs) -> list[Tensor]:
 
 def _attention_of_element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """Return output, dq, dk and dv of one batch element, (1, T, d) each."""
-    sequence = q.shape[-2]
-    num_queries = max(1, MAX_SCORES // sequence)
+    context_length = q.shape[-2]
+    num_queries = max(1, MAX_SCORES // context_length)
     outputs, dqs = [], []
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    positions = torch.arange(sequence, device=q.device)
-    for first in range(0, sequence, num_queries):
+    positions = torch.arange(context_length, device=q.device)
+    for first in range(0, context_length, num_queries):
         rows = slice(first, first + num_queries)
         leaves = [x.requires_grad_() for x in (q[:, rows].clone(), k.clone(), v.clone())]
         queries, keys, values = leaves

@@ -11,7 +11,7 @@ from stepscope.runs.store import Store
 from stepscope.views import Views
 
 NEARLY = 0.05  # points, of a drawing's coordinates: another machine's last digit
-MOST_BYTES = 2**28
+MAX_BYTES = 2**28
 
 
 def check(runs: Path, out: Path) -> list[str]:
@@ -38,7 +38,7 @@ def differences(report: Report, out: Path) -> list[str]:
 
 def _compared(out: Path, name: str, expected: str) -> str:
     try:
-        found = read_within(out, name, MOST_BYTES).decode("utf-8")
+        found = read_within(out, name, MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         return f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})"
     if name.endswith((".svg", ".html")):

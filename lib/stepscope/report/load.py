@@ -19,14 +19,14 @@ import pyarrow.parquet as pq
 from pandera.errors import SchemaErrors
 
 from stepscope import PROJECT, StepscopeError, studies
-from stepscope.config import shown
+from stepscope.config import truncated_repr
 from stepscope.files import one_line, open_within
 from stepscope.report.schemas import Tables
 from stepscope.runs import schema3
-from stepscope.runs.record import Record, named_unsteady, of_two_notebooks
+from stepscope.runs.record import Record, inconsistency_warnings, mixed_notebook_warnings
 from stepscope.runs.store import Store, runs_folder
 
-MOST_ROWS, MOST_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
+MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
 QUIET_S = 2.0
 SOFTWARE = ("torch", "cuda", "driver")
 # Columns of time, and those that name a case of a run: what was measured together.
@@ -90,10 +90,10 @@ def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -
     started = time.monotonic()
     every, errors = store.records(check_files=True)
     records = [record for record in every if chosen(record)]
-    found = Read(records, errors=[str(error) for error in errors], notes=of_two_notebooks(records))
+    found = Read(records, errors=[str(error) for error in errors], notes=mixed_notebook_warnings(records))
     if time.monotonic() - started > QUIET_S or len(records) > 500:
         print(f"Reading {len(records):,} runs.", file=sys.stderr)
-    found.notes += named_unsteady(records)
+    found.notes += inconsistency_warnings(records)
     usable = []
     for name in studies.STUDIES:
         own = [record for record in records if record.study == name]
@@ -155,7 +155,7 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
-                f"{record.study}/{record.run_id}: its result {name} is {shown(value)}, expected a number"
+                f"{record.study}/{record.run_id}: its result {name} is {truncated_repr(value)}, expected a number"
             )
     found = {
         table: _file(store, record, table)
@@ -175,7 +175,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             parquet = pq.ParquetFile(file)
             about = parquet.metadata
             size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
-            if about.num_rows > MOST_ROWS or size > MOST_BYTES:
+            if about.num_rows > MAX_ROWS or size > MAX_BYTES:
                 raise TableError(f"{path}: has {about.num_rows:,} rows, more than any run leaves")
             content = parquet.read().to_pandas(ignore_metadata=True)
             if record.schema_version == 3:
@@ -218,17 +218,19 @@ def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFr
 
 
 def steady(tables: Tables) -> Tables:
-    """The same without what a run has marked as unsteady: of that nothing is said, drawn or tabled but its
+    """The same without what a run has marked as inconsistent: of that nothing is said, drawn or tabled but its
     name. Nor of its single steps and its kernels, in the other tables with times of the same run and case."""
     # A run's results repeat in one cell what its rows say, and are no case that was timed.
     marked = {
-        name: table for name, table in tables.items() if "unsteady" in table and not name.endswith(".results")
+        name: table
+        for name, table in tables.items()
+        if "inconsistent" in table and not name.endswith(".results")
     }
     kept = {}
     for name, table in tables.items():
         study = name.partition(".")[0]
         odd = [
-            own[own["unsteady"] != ""]
+            own[own["inconsistent"] != ""]
             for other, own in marked.items()
             if other.partition(".")[0] == study and "run_id" in own
         ]
@@ -237,7 +239,7 @@ def steady(tables: Tables) -> Tables:
             if len(rows) and len(keys) > 1 and "run_id" in keys:
                 own = pd.MultiIndex.from_frame(table[keys])
                 table = table[~own.isin(pd.MultiIndex.from_frame(rows[keys]))]
-        kept[name] = table[table["unsteady"] == ""] if name in marked else table
+        kept[name] = table[table["inconsistent"] == ""] if name in marked else table
     return kept
 
 
@@ -250,13 +252,15 @@ def _why(error: SchemaErrors) -> str:
     """What is wrong with a table, in words of one line."""
     case = error.failure_cases.iloc[0]
     value = case["failure_case"]
-    value = shown(value.item() if hasattr(value, "item") else value)
+    value = truncated_repr(value.item() if hasattr(value, "item") else value)
     wrong = {
         "column_in_schema": f"column {value} is not expected",
         "column_in_dataframe": f"column {value} is missing",
         "multiple_fields_uniqueness": "its key is not unique",
     }
-    return wrong.get(str(case["check"]), f"column {shown(case['column'])}: {case['check']} fails for {value}")
+    return wrong.get(
+        str(case["check"]), f"column {truncated_repr(case['column'])}: {case['check']} fails for {value}"
+    )
 
 
 def _said(error: Exception) -> str:

@@ -17,29 +17,29 @@ Tables = dict[str, pd.DataFrame]  # by "<study>.<table>", over all runs; of one 
 MOST = 1e15  # of any measure in its unit: more is no measurement
 
 
-def measured(least: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
+def number_column(least: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
     """A number between bounds; no number passes that is infinite."""
     check = pa.Check.in_range(least, MOST)
     return pa.Column(float, check, nullable=nullable, required=required, coerce=True)
 
 
-def word(*allowed: str) -> pa.Column:
+def text_column(*allowed: str) -> pa.Column:
     """A text, one of some if any are named; without a text it is empty."""
     return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 
-def tidy(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
+def table_schema(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
     """A table of these columns and no others, in any order, one row a key."""
     return pa.DataFrameSchema(columns, strict=True, unique=list(unique))
 
 
 # Columns of timed steps that older records lack.
 LATER: dict[str, pa.Column] = {
-    "wall_mean_ms": measured(required=False),
+    "wall_mean_ms": number_column(required=False),
     "clock_reasons": pa.Column(str, nullable=True, required=False, coerce=True),
 }
 STATUSES = ("ok", "oom", "unsupported", "failed")
-WITHIN: dict[str, pa.Column] = {"mode": word(*PHASES), "phase": word("whole", *PHASES["step"])}
+WITHIN: dict[str, pa.Column] = {"mode": text_column(*PHASES), "phase": text_column("total", *PHASES["step"])}
 # One row a mode and phase: the columns that benchmark and mixed_precision share.
 MEASURED = (
     "steps",
@@ -57,24 +57,29 @@ MEASURED = (
     "reserved_gib",
     "sm_clock_mhz",
     "power_w",
-    "step_j",
+    "energy_per_step_j",
     "compile_s",
     "tflops",
     "mfu",
-    "mfu_measured",
-    "mfu_at_clock",
+    "mfu_vs_measured_peak",
+    "mfu_clock_adjusted",
     "tokens_per_s",
 )
 TIMES: dict[str, Any] = (
     WITHIN
-    | {name: measured() for name in MEASURED}
-    | {"replay_reason": word(), "status": word(*STATUSES), "reason": word(), "unsteady": word()}
+    | {name: number_column() for name in MEASURED}
+    | {
+        "replay_reason": text_column(),
+        "status": text_column(*STATUSES),
+        "reason": text_column(),
+        "inconsistent": text_column(),
+    }
     | LATER
 )
 OPERATIONS: dict[str, Any] = WITHIN | {
-    "name": word(),
-    "family": word(),
-    "count": measured(),
-    "gpu_ms": measured(),
+    "name": text_column(),
+    "kernel_category": text_column(),
+    "count": number_column(),
+    "gpu_ms": number_column(),
 }
-PRECISION: dict[str, Any] = {"precision": word(*PRECISIONS)}
+PRECISION: dict[str, Any] = {"precision": text_column(*PRECISIONS)}

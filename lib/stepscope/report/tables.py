@@ -15,7 +15,7 @@ import pandas as pd
 from stepscope.stats import launch_bound
 
 NONE = "–"
-MOST_ROWS = 15
+MAX_ROWS = 15
 MOST_TEXT = 200  # characters of a text that a record brought
 # What follows a number in words. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
@@ -47,9 +47,9 @@ SUFFIXES = {"us": "µs"} | {
     unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
 }  # of columns' names
 # Columns of runs' tables whose unit is not in their name: shares, and counts that may have none.
-UNSAID = dict.fromkeys(("busy", "share", "mfu", "mfu_measured", "mfu_at_clock"), "%") | dict.fromkeys(
-    ("operations", "count", "passes", "steps", "launches", "kernels"), "n"
-)
+UNSAID = dict.fromkeys(
+    ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
+) | dict.fromkeys(("operations", "count", "passes", "steps", "launches", "kernels"), "n")
 WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", "mfu": "MFU"}
 
 
@@ -143,7 +143,7 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
 def table(
     frame: pd.DataFrame,
     unit: str = "",
-    rows: int = MOST_ROWS,
+    rows: int = MAX_ROWS,
     note: str = "",
 ) -> pd.DataFrame:
     """What a printed table's function returns: the frame, with how it is printed.
@@ -192,7 +192,7 @@ def _is_bool(value: Any) -> bool:
 
 def markdown(frame: pd.DataFrame) -> str:
     """A frame as a GitHub table. Index levels that have names become columns; each text is escaped."""
-    how = {"unit": "", "rows": MOST_ROWS, "note": ""} | frame.attrs
+    how = {"unit": "", "rows": MAX_ROWS, "note": ""} | frame.attrs
     if any(frame.index.names):
         frame = frame.reset_index()
     more = len(frame) - how["rows"]

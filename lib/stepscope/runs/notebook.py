@@ -15,9 +15,9 @@ from IPython import get_ipython
 from IPython.display import Markdown, display
 from pydantic import ValidationError
 
-from stepscope.config import SIZES, ConfigError, RunConfig, require_device, worded
+from stepscope.config import SIZES, ConfigError, RunConfig, format_errors, require_device
 from stepscope.runs.machine import foreign_gpu_use, machine, software
-from stepscope.runs.record import Record, RecordError, plain, tell
+from stepscope.runs.record import Record, RecordError, append_outcome, plain
 from stepscope.runs.run import notebook_of
 from stepscope.runs.source import source_by_hand
 from stepscope.runs.store import Store, runs_folder
@@ -28,7 +28,7 @@ WHICH = (
     "optimization",
     "batch_size",
     "implementation",
-    "sequence",
+    "context_length",
     "phase",
     "blocks",
     "checkpoint_policy",
@@ -77,7 +77,7 @@ class Run:
                     " name another folder"
                 )
         if self.folder:  # what runs out of memory later has still said on what
-            tell(self.folder, **self.outcome)
+            append_outcome(self.folder, **self.outcome)
         said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
         said += [f"**{shared}**: its times are not those of a free GPU"] * bool(shared)
         display(Markdown("; ".join(said)))
@@ -98,29 +98,29 @@ class Run:
         Raises:
             RecordError: of a run by hand: a result is none of these.
         """
-        named = {"unsteady": words} if (words := unsteady_rows(tables)) else {}
+        named = {"inconsistent": words} if (words := inconsistent_rows(tables)) else {}
         self.outcome["results"] = plain(named | dict(results or {}))
         if self.folder:
-            tell(
+            append_outcome(
                 self.folder,
                 tables=_write(tables, files, self.folder),
                 results=self.outcome["results"],
             )
         if self.store:
             with self.store.writing():
-                folder = self.store.folder_in_making()
+                folder = self.store.new_staging_folder()
                 self.outcome["tables"] = _write(tables, files, folder)
                 place = self.store.commit(folder, self._record())
             display(Markdown(f"Kept in `{place}`."))
 
-    def say(self, sentence: str) -> None:
+    def conclude(self, sentence: str) -> None:
         """Show the sentence that was found, which a sweep prints and the record has as ``finding``."""
         display(Markdown(sentence))
         self.outcome.setdefault("results", {})["finding"] = sentence
         if self.folder:
-            tell(self.folder, results={"finding": sentence})
+            append_outcome(self.folder, results={"finding": sentence})
         if self.store and "tables" in self.outcome:
-            self.store.amend(self._record())
+            self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
         """Of a run by hand, which nobody watches: as far as it has come."""
@@ -136,16 +136,18 @@ class Run:
         try:
             return Record.of(self.config, **self.outcome | own)
         except ValidationError as error:
-            raise RecordError(f"what is to be kept is no record: {worded(error, Record)}") from None
+            raise RecordError(f"what is to be kept is no record: {format_errors(error, Record)}") from None
 
 
-def unsteady_rows(tables: Mapping[str, pd.DataFrame]) -> str:
+def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
     """The rows of a run that cannot be, or do not repeat, and what is wrong with each."""
     found = []
     for table in tables.values():
-        odd = table[table["unsteady"] != ""] if "unsteady" in table else table[:0]
+        odd = table[table["inconsistent"] != ""] if "inconsistent" in table else table[:0]
         for row in odd.to_dict("records"):
-            found.append(f"{' '.join(str(row[name]) for name in WHICH if name in row)}: {row['unsteady']}")
+            found.append(
+                f"{' '.join(str(row[name]) for name in WHICH if name in row)}: {row['inconsistent']}"
+            )
     return "; ".join(found)
 
 

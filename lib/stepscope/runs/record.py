@@ -25,7 +25,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # typing's is not enough for pydantic before Python 3.12
 
 from stepscope import StepscopeError
-from stepscope.config import ConfigError, RunConfig, configure, shown, studies, worded
+from stepscope.config import ConfigError, RunConfig, configure, format_errors, studies, truncated_repr
 from stepscope.files import open_within, read_within
 from stepscope.runs import schema3
 
@@ -34,7 +34,7 @@ RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 # when it is in the record.
 OUTCOME = "outcome.jsonl"
 LOG = "kernel.log"  # what a failed run's processes wrote themselves: crashes below Python
-MOST_RECORD_BYTES = 2**24
+MAX_RECORD_BYTES = 2**24
 
 
 class RecordError(StepscopeError, ValueError):
@@ -128,21 +128,21 @@ class Record(BaseModel):
         source = self.software.get("notebook_source")
         return source if isinstance(source, str) else None
 
-    def measured_by(self, source: str) -> bool:
+    def matches_notebook(self, source: str) -> bool:
         """Whether this notebook measured it; a record that does not say which is taken for this one's."""
         return self.notebook_source in (None, source)
 
 
-def named_unsteady(records: list[Record]) -> list[str]:
+def inconsistency_warnings(records: list[Record]) -> list[str]:
     """A sentence a run that has something that cannot be, or does not repeat: what, and how."""
     return [
         f"{record.study}/{record.run_id}: inconsistent, and left out of reports: {words}"
         for record in records
-        if (words := record.results.get("unsteady"))
+        if (words := record.results.get("inconsistent"))
     ]
 
 
-def of_two_notebooks(records: Iterable[Record]) -> list[str]:
+def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
     """A sentence for each notebook of which more than one form has measured these records."""
     sources: dict[str, set[str]] = {}
     for record in records:
@@ -163,13 +163,13 @@ def plain(said: Any) -> Any:
     return json.loads(json.dumps(said, default=lambda value: value.item()))
 
 
-def tell(folder: Path, **said: Any) -> None:
+def append_outcome(folder: Path, **said: Any) -> None:
     """Add a line to what the run in ``folder`` hands over."""
     with (folder / OUTCOME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(said)) + "\n")
 
 
-def told(folder: Path) -> dict[str, Any]:
+def read_outcome(folder: Path) -> dict[str, Any]:
     """All that the run in ``folder`` has handed over so far; a line that was cut short is none."""
     outcome: dict[str, Any] = {}
     with suppress(FileNotFoundError):
@@ -193,13 +193,13 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
     try:
-        record = _parse(read_within(root, f"{run}/{RECORD}", MOST_RECORD_BYTES))
+        record = _parse(read_within(root, f"{run}/{RECORD}", MAX_RECORD_BYTES))
     except FileNotFoundError:
         raise unusable(run, RECORD, "no record in this run folder") from None
     except OSError as error:
         raise unusable(run, RECORD, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
-        raise unusable(run, RECORD, f"not a valid record ({worded(error, Record)[:500]})") from None
+        raise unusable(run, RECORD, f"not a valid record ({format_errors(error, Record)[:500]})") from None
     try:
         config: RunConfig = configure(**record.config)
     except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
@@ -235,7 +235,7 @@ def _parse(content: bytes) -> Record:
 def unusable(run: str, file: str, what: str) -> RecordError:
     """The error of a file of a run (study/run id), on one line whatever the folder's name is."""
     path = f"{run}/{file}"
-    return RecordError(f"{path if path.isprintable() else shown(path)}: {what}")
+    return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {what}")
 
 
 def _check_file(root: Path, run: str, file: str, sha256: str) -> None:

@@ -27,8 +27,8 @@ import psutil
 from pydantic import ValidationError
 
 from stepscope import PACKAGE, PROJECT, StepscopeError
-from stepscope.config import Dimensions, RunConfig, worded
-from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, tell, told
+from stepscope.config import Dimensions, RunConfig, format_errors
+from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, append_outcome, read_outcome
 from stepscope.runs.source import code_cells, notebook_source
 
 # In the environment: a run's folder, which marks its processes; its cores, by number; and another folder of
@@ -111,10 +111,10 @@ def make_run(
         try:
             reason = _wait(process, timeout_s, abandoned)
         finally:
-            end_marked(folder)
+            kill_run_processes(folder)
             process.wait()
     lasted = {"started_at": started_at, "duration_s": round(time.monotonic() - started, 3)}
-    outcome = told(folder)
+    outcome = read_outcome(folder)
     if reason is None and "status" not in outcome:
         code = process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
@@ -129,13 +129,13 @@ def make_run(
         cause = outcome["cause"] and without_machine(outcome["cause"], folder)
         return Record.of(config, **outcome | {"cause": cause} | lasted)
     except ValidationError as error:
-        what = f"what the notebook handed over is no record: {worded(error, Record)}"
+        what = f"what the notebook handed over is no record: {format_errors(error, Record)}"
         return Record.of(config, status="failed", cause=what, **lasted)
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
     """What papermill gives to the notebook of a run. A named size stands for its dimensions."""
-    parameters = json.loads(config.model_dump_json(include=set(config.free_fields())))
+    parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
             parameters.pop(field, None)
@@ -206,7 +206,7 @@ def without_machine(text: str, folder: Path) -> str:
     return re.sub(r"<tmp>/ipykernel_\d+/\d+\.py", "<cell>", text)
 
 
-def end_marked(folder: Path) -> None:
+def kill_run_processes(folder: Path) -> None:
     """Kill every process of the run in this folder, or of the runs in folders within it, whatever session
     and parent it has by now; not this one.
 
@@ -238,15 +238,15 @@ def main(notebook: str, parameters: str, place: str) -> None:
     if CORES in os.environ:
         os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
     status, cause = _execute(Path(notebook), json.loads(parameters), folder)
-    outcome = told(folder)
+    outcome = read_outcome(folder)
     if status == "ok" and "tables" not in outcome:
         status, cause = "failed", "the notebook ran to its end without Run.keep(...)"
-    tell(folder, status=status, cause=cause)
+    append_outcome(folder, status=status, cause=cause)
 
 
 def _end_with_worker(folder: Path) -> None:
     sys.stdin.buffer.read()
-    end_marked(folder)
+    kill_run_processes(folder)
     os._exit(1)
 
 

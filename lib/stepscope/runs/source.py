@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stepscope.config import set_by
+from stepscope.config import assigned_constants
 
 PARAMETERS, INJECTED, SHOW = "parameters", "injected-parameters", "show"
 
@@ -87,5 +87,5 @@ def source_by_hand(executed: list[str], notebook: Path) -> str:
     """The digest of a notebook that is run by hand, whose tags its kernel does not see: the notebook's own
     where nothing but its cells, and settings of parameters, was executed; else one of all that was."""
     known = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
-    cells = [parsed(source) for source in executed if not set_by(source)]
+    cells = [parsed(source) for source in executed if not assigned_constants(source)]
     return notebook_source(notebook) if known.issuperset(cells) else digest_of(cells)

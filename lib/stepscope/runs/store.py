@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from stepscope import PROJECT, StepscopeError
-from stepscope.config import RunConfig, shown, studies
+from stepscope.config import RunConfig, studies, truncated_repr
 from stepscope.files import sync, write_text_durably
 from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_record
 
@@ -89,7 +89,7 @@ class Store:
             reason = f"cannot be written to ({error.strerror}); nothing was started"
             raise StoreError(f"{self.root}: {reason}") from None
 
-    def folder_in_making(self) -> Path:
+    def new_staging_folder(self) -> Path:
         """A fresh folder for a run. Its name is short: sockets in it have paths of at most 107 bytes."""
         folder = self.partial / os.urandom(3).hex()
         folder.mkdir(parents=True)
@@ -113,7 +113,7 @@ class Store:
         sync(place.parent)
         return place
 
-    def amend(self, record: Record) -> None:
+    def rewrite_record(self, record: Record) -> None:
         """Write the record of a run that is in its place anew."""
         path = self.root / record.study / record.run_id / RECORD
         write_text_durably(path, record.model_dump_json(indent=1) + "\n")
@@ -138,7 +138,7 @@ class Store:
         for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
             # Which glob would pass over.
             if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-                errors.append(RecordError(f"{shown(folder.name)}: this folder cannot be read"))
+                errors.append(RecordError(f"{truncated_repr(folder.name)}: this folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):
             try:
                 records.append(read_record(path, check_files))

@@ -22,7 +22,7 @@ from rich.console import Console
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpus_here, machine
 from stepscope.runs.record import Record, RecordError
-from stepscope.runs.run import NOTEBOOKS, end_marked, notebook_of
+from stepscope.runs.run import NOTEBOOKS, kill_run_processes, notebook_of
 from stepscope.runs.source import notebook_source
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import SweepError, SweepPlan, load_sweeps, peak_gib
@@ -221,7 +221,7 @@ def _what_is_left(
             record = store.find(config)
         except RecordError as error:
             raise SweepError(f"{store.root}: {error}; remove the folder, and the run is done again") from None
-        if record and record.done and record.measured_by(sources[config.notebook]):
+        if record and record.done and record.matches_notebook(sources[config.notebook]):
             end.counts[record.status] += 1
         else:
             if record and record.done:
@@ -287,7 +287,7 @@ class _Sweep:
         finally:
             self.end.left = [config for name, config in self.asked.items() if name not in self.done]
             self.workers.close(self.store.partial)
-            end_marked(self.store.partial)
+            kill_run_processes(self.store.partial)
 
     def _assign(self) -> None:
         """Give each free place the first run, in the sweep's order, that fits there."""
@@ -299,7 +299,7 @@ class _Sweep:
                 return
             if address := self.workers.place(config.device):
                 del self.todo[name]
-                self.workers.submit(config, self.store.folder_in_making(), address)
+                self.workers.submit(config, self.store.new_staging_folder(), address)
 
     def _collect(self, assignment: Assignment, result: Record | Exception) -> None:
         config, folder = assignment.config, assignment.folder
@@ -308,14 +308,14 @@ class _Sweep:
         if self.signals and (isinstance(result, Exception) or not result.done):
             return  # the signal may have ended it as well, and what failed is tried again anyway
         if isinstance(result, Exception):
-            end_marked(folder)  # of this machine's
+            kill_run_processes(folder)  # of this machine's
             shutil.rmtree(folder, ignore_errors=True)
             if _name(config) not in self.died:
                 self.died.add(_name(config))
                 self.todo = {_name(config): config} | self.todo
                 self.console.print(f"{result}; once more: {config.label}")
                 return
-            folder = self.store.folder_in_making()
+            folder = self.store.new_staging_folder()
             result = Record.of(
                 config, status="failed", cause=str(result), started_at=datetime.now(UTC), duration_s=0
             )
@@ -329,8 +329,10 @@ class _Sweep:
         self.store.commit(folder, result)
         self.end.counts[result.status] += 1
         self.done.add(_name(config))
-        unsteady = f"unsteady: {result.results['unsteady']}" if result.results.get("unsteady") else None
-        said = [str(result.results.get("finding") or "done"), *filter(None, [unsteady, result.cause])]
+        inconsistent = (
+            f"inconsistent: {result.results['inconsistent']}" if result.results.get("inconsistent") else None
+        )
+        said = [str(result.results.get("finding") or "done"), *filter(None, [inconsistent, result.cause])]
         found = {
             "ok": "; ".join(said),
             "oom": "does not fit: out of memory",

@@ -19,9 +19,9 @@ from stepscope.config import (
     RunConfig,
     StepConfig,
     configure,
-    shown,
+    format_errors,
     studies,
-    worded,
+    truncated_repr,
 )
 from stepscope.model.accounting import peak
 from stepscope.yaml_files import load_yaml
@@ -54,7 +54,9 @@ class Block(BaseModel):
     def plausible(self) -> Self:
         names = Counter(["study", *self.fixed, *self.axes])
         if twice := [name for name, times in names.items() if times > 1]:
-            raise ValueError(f"{shown(twice[0])}: given more than once, as study, in fixed or in axes")
+            raise ValueError(
+                f"{truncated_repr(twice[0])}: given more than once, as study, in fixed or in axes"
+            )
         if math.prod(map(len, self.axes.values())) > MOST_RUNS:
             raise ValueError(f"axes: their product is more than {MOST_RUNS:,} runs")
         return self
@@ -124,7 +126,7 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
             try:
                 asked = Block.model_validate(block)
                 for config in _expand(asked, device, gpu_gib):
-                    skip = asked.skip_too_large and gpu_gib and least_gib(config) > gpu_gib
+                    skip = asked.skip_too_large and gpu_gib and min_peak_gib(config) > gpu_gib
                     group = too_large if skip else found
                     if group.setdefault((config.study, config.run_id), config) != config:
                         raise SweepError(
@@ -132,7 +134,7 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
                             " put them into different runs folders"
                         )
             except (ConfigError, SweepError, ValidationError) as error:
-                what = worded(error, Block) if isinstance(error, ValidationError) else error
+                what = format_errors(error, Block) if isinstance(error, ValidationError) else error
                 place = "" if isinstance(source, dict) else f"{source}, block {number}: "
                 raise SweepError(f"{place}{what}") from None
     if not found:
@@ -160,7 +162,7 @@ def peak_gib(config: RunConfig) -> float:
     return peak(step).allocated / 2**30
 
 
-def least_gib(config: RunConfig) -> float:
+def min_peak_gib(config: RunConfig) -> float:
     """Predicted peak of the smallest of what a run measures, whose other modes and precisions become rows of
     status "oom" where they do not fit; 0 where a run is of no step."""
     if not isinstance(config, StepConfig):
@@ -185,7 +187,7 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
     return next((size for size in reversed(sizes) if fits(size)), sizes[0])
 
 
-def said_before(path: Path) -> str | None:
+def sweep_description(path: Path) -> str | None:
     """What a sweep file's first line says of it, such as how long it took on an H200."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:

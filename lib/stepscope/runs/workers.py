@@ -27,7 +27,7 @@ from stepscope.config import RunConfig
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here
 from stepscope.runs.record import Record
-from stepscope.runs.run import CORES, DASKS, NOTEBOOKS, end_marked, make_run
+from stepscope.runs.run import CORES, DASKS, NOTEBOOKS, kill_run_processes, make_run
 
 RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # by device: what a worker must offer
 ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5  # waited for a scheduler's answer, its first worker, a close
@@ -159,7 +159,7 @@ class Workers:
         if self.running:
             with suppress(Exception):  # a scheduler or a worker may be gone; its runs end with it
                 self.client.cancel([one.future for one in self.running], force=True)
-                self.client.run(end_marked, partial)
+                self.client.run(kill_run_processes, partial)
 
 
 def workers_of(client: Any) -> dict[str, dict]:

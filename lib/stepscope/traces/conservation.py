@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from stepscope.config import WHOLE
+from stepscope.config import TOTAL
 from stepscope.stats import union
 from stepscope.traces.attribution import ConservationError
 
@@ -54,13 +54,13 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
             "got operations of several processes or devices, expected one of each: the times of several overlap"
         )
     own_ranges = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]
-    name = own_ranges["name"].astype(str).mask(own_ranges["role"] == "step", WHOLE).rename("phase")
+    name = own_ranges["name"].astype(str).mask(own_ranges["role"] == "step", TOTAL).rename("phase")
     host_ns = (own_ranges["end_ns"] - own_ranges["start_ns"]).groupby([own_ranges["step"], name]).sum()
-    phases = [*operations["phase"].cat.categories, WHOLE]
+    phases = [*operations["phase"].cat.categories, TOTAL]
     rows = operations.assign(
         end_ns=operations["start_ns"] + operations["duration_ns"], phase=operations["phase"].astype(str)
     )
-    groups = pd.concat([rows, rows.assign(phase=WHOLE)]).groupby(["step", "phase"])
+    groups = pd.concat([rows, rows.assign(phase=TOTAL)]).groupby(["step", "phase"])
     table = pd.DataFrame(
         {
             "projected_ns": groups["end_ns"].max() - groups["start_ns"].min(),

@@ -30,7 +30,7 @@ from stepscope.traces.attribution import (
     attribute,
     thread_columns,
 )
-from stepscope.traces.families import families
+from stepscope.traces.kernel_categories import kernel_categories
 
 # NVTX's default domain and this project's; ranges in libraries' domains are not regions
 DOMAINS = ("", "stepscope")
@@ -401,7 +401,7 @@ def _operations(
         {
             "kind": pd.Categorical.from_codes(kinds, KINDS),
             "name": name,
-            "family": families(name),
+            "kernel_category": kernel_categories(name),
             "start_ns": start,
             "duration_ns": end - start,
             "device": device,

@@ -35,7 +35,7 @@ from stepscope.traces.attribution import (
     matching,
     thread_columns,
 )
-from stepscope.traces.families import families
+from stepscope.traces.kernel_categories import kernel_categories
 from stepscope.traces.processes import AmbiguousProcess, find_launching_processes, process_numbers
 
 # Operators that only allocate or create views: their time counts toward their caller.
@@ -176,7 +176,7 @@ def build_records(
         {
             "kind": pd.Categorical(work["cat"].map(lambda cat: WORK.get(cat, "kernel")), KINDS),
             "name": name,
-            "family": families(name.array),
+            "kernel_category": kernel_categories(name.array),
             "start_ns": work["start"],
             "duration_ns": work["end"] - work["start"],
             "device": work["device"],

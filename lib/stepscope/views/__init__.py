@@ -47,9 +47,6 @@ UNITS = {
     "tb_per_s": "TB/s",
     "tokens_per_s": "tokens/s",
 }
-# Columns and values of runs' tables, as views name them.
-COLUMN_NAMES = {"family": "kernel_category", "unsteady": "inconsistent"}
-VALUE_NAMES = {"phase": {"whole": "total"}}
 ORDER = ("size", "context_length", "vocab_size", "batch_size")
 
 
@@ -123,14 +120,10 @@ class Views(Mapping[str, pd.DataFrame]):
         self._made: dict[str, pd.DataFrame] = {}
 
     def table(self, name: str) -> pd.DataFrame:
-        """Return a raw table, "<study>.<table>", with the views' names, the smallest size first."""
+        """Return a table of the runs, "<study>.<table>", with the smallest size first."""
         if name not in self._tables:
             raise MissingTable(f"no run here has the table {name}")
-        frame = self._tables[name].rename(columns=COLUMN_NAMES)
-        for column, names in VALUE_NAMES.items():
-            if column in frame:
-                frame[column] = frame[column].replace(names)
-        return in_order(frame)
+        return in_order(self._tables[name].copy())
 
     def has(self, name: str) -> bool:
         return name in self._tables

@@ -33,7 +33,7 @@ PART_NAMES = {"rows": "one number per row"}
         "in_use_mib",
         "peak_gib",
         "allocated_gib",
-        "asked_gib",
+        "requested_gib",
         "device_gib",
         "out_of_memory",
     ],
@@ -43,8 +43,8 @@ def attention_phases(data: Views) -> pd.DataFrame:
     """A row per case (implementation, context length and setting) and phase, forward or backward.
 
     ``wall_text`` is the median with its quartiles. ``gpu_wall_ratio`` is GPU time over wall time.
-    ``allocated_gib`` and ``asked_gib`` are what was allocated, and what was requested in vain, when the case ran
-    out of memory; ``out_of_memory`` says so in words. ``device_gib`` is the GPU's memory that was free before the
+    When a case runs out of memory, ``allocated_gib`` is what was allocated and ``requested_gib`` the request
+    that failed; ``out_of_memory`` says so in words. ``device_gib`` is the GPU memory that was free before the
     run.
     """
     frame = _cases(data)
@@ -62,7 +62,7 @@ def attention_phases(data: Views) -> pd.DataFrame:
 
 def _cases(data: Views) -> pd.DataFrame:
     """Return the table of cases, fp32 first, the shortest context length and the handout's order first."""
-    return _ordered(data.table("attention.cases").rename(columns={"sequence": "context_length"}))
+    return _ordered(data.table("attention.cases"))
 
 
 def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
@@ -264,7 +264,7 @@ def attention_parts(data: Views) -> pd.DataFrame:
 def attention_errors(data: Views) -> pd.DataFrame:
     """A row per precision and implementation: the largest relative error of an output or gradient against
     float64, over all head dimensions and context lengths; ``worst`` and ``allowed`` are texts."""
-    checks = data.table("attention.checks").rename(columns={"sequence": "context_length"})
+    checks = data.table("attention.checks")
     checks["error"] = checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1)
     groups = _ordered(checks).groupby(["precision", "implementation", "name", "precision_name"], sort=False)
     frame = groups.agg(

@@ -7,7 +7,7 @@ from stepscope.report.schemas import MEASURED
 from stepscope.report.tables import digits, quartiles
 from stepscope.stats import MAX_WARM_SPREAD, MIN_LAUNCH_BOUND_GAIN, launch_bound_rows, wall_speedup
 from stepscope.studies.benchmark.tables import CONFIG
-from stepscope.traces.families import MATMUL
+from stepscope.traces.kernel_categories import MATMUL
 from stepscope.views import Views, in_order, view
 
 BOTH = ["benchmark", "mixed_precision"]
@@ -34,7 +34,7 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
 @view(
     key=["study", *CONFIG, "mode", "phase"],
     columns=[
-        *[name for name in MEASURED if name not in ("mfu_measured", "mfu_at_clock")],
+        *[name for name in MEASURED if name not in ("mfu_vs_measured_peak", "mfu_clock_adjusted")],
         "status",
         "reason",
         "replay_reason",

@@ -14,13 +14,13 @@ from stepscope.data_sheets import data_sheet
 from stepscope.model.flops import step_flops
 from stepscope.report.tables import quartiles
 from stepscope.stats import MIN_GAIN, MIN_LAUNCH_BOUND_GAIN, launch_bound_rows, spread_ms
-from stepscope.studies.ladder.config import BEYOND, FAIR, LEFT_OUT, RUNGS, WITHOUT
+from stepscope.studies.ladder.config import ABLATABLE, BEYOND, FAIR, LADDER_OPTIMIZATIONS, WITHOUT
 from stepscope.views import Views, in_order, view
 
 SHAPE = ["size", "context_length", "vocab_size"]
 CASE = [*SHAPE, "batch_size"]  # of one ladder
 KEY = [*CASE, "optimization"]
-FIRST, LAST = RUNGS[0], RUNGS[-1]
+FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
 GRAPH = "cuda_graph"  # removes launches and no kernel, so that it is compared in wall time
 AT_LIMIT = 0.95  # of the power limit, on average over the timed steps
 SMOOTHED_STEPS = 10  # of training: text is learned unevenly
@@ -30,21 +30,21 @@ NAMES = {
     "tf32": "TF32",
     "bf16": "bf16 autocast",
     "sdpa": "fused attention",
-    "fused": "fused AdamW",
-    "blocks": "compiled blocks",
+    "fused_adamw": "fused AdamW",
+    "compiled_blocks": "compiled blocks",
     "cuda_graph": "CUDA graph of the step",
     "bf16_weights": "bf16 weights, fp32 masters",
     "bf16_moments": "bf16 moments",
-    "chunked": "chunked loss",
+    "chunked_loss": "chunked loss",
     "fp8": "FP8 matmuls",
     "filled": "batch that fills the memory",
     "hugging_face": "Hugging Face, compiled",
-    "hugging_face_graphs": "Hugging Face, reduce-overhead",
-    "hugging_face_causal": "Hugging Face, no mask",
-    "hugging_face_captured": "Hugging Face, no mask, one graph",
+    "hugging_face_reduce_overhead": "Hugging Face, reduce-overhead",
+    "hugging_face_no_mask": "Hugging Face, no mask",
+    "hugging_face_no_mask_cuda_graph": "Hugging Face, no mask, one graph",
     "fast_step": "fast_step.py",
     "without_sdpa": "without fused attention",
-    "without_blocks": "without compiled blocks",
+    "without_compiled_blocks": "without compiled blocks",
     "without_cuda_graph": "without the CUDA graph",
     "without_bf16_weights": "without bf16 weights",
     "without_bf16_moments": "without bf16 moments",
@@ -59,10 +59,10 @@ RATES = {
     "fp8_tflops": ("matmul_fp8", "max"),
     "copy_tb_per_s": ("copy", "max"),
     "runs": ("matmul_bf16", "count"),
-    "sustained_tflops": ("kept_up_tflops", "median"),
-    "sustained_clock_mhz": ("kept_up_clock_mhz", "median"),
-    "min_sustained_power_w": ("kept_up_power_w", "min"),
-    "max_sustained_power_w": ("kept_up_power_w", "max"),
+    "sustained_tflops": ("sustained_tflops", "median"),
+    "sustained_clock_mhz": ("sustained_clock_mhz", "median"),
+    "min_sustained_power_w": ("sustained_power_w", "min"),
+    "max_sustained_power_w": ("sustained_power_w", "max"),
     "power_limit_w": ("power_limit_w", "median"),
     "sheet_bf16_tflops": ("sheet_bf16", "median"),
     "nearest_second_moment": ("v_nearest", "median"),
@@ -124,7 +124,7 @@ MEASURED = [
     "reserved_gib",
     "power_w",
     "sm_clock_mhz",
-    "step_j",
+    "energy_per_step_j",
     "compile_s",
     "gradient_error",
     "trained_gradient_error",
@@ -151,7 +151,7 @@ DERIVED = [
     "sustained_matmul_share",
     "at_clock_mfu",
     "matmul_ms",
-    "moved_ms",
+    "memory_traffic_ms",
     "reference_ms",
     "sustained_reference_ms",
 ]
@@ -176,21 +176,21 @@ def steps(data: Views) -> pd.DataFrame:
     * ``power_limited``: the GPU draws 95% of its power limit or more.
     * ``mean_...`` and what tokens cost: costs are sums over steps, so they follow from the mean step,
       ``wall_mean_ms``. Older records lack it, and the energy counter over the power of the same steps replaces
-      it, ``step_j / power_w``. ``wall_ms`` is the median.
+      it, ``energy_per_step_j / power_w``. ``wall_ms`` is the median.
     * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s over the large matmul's, in a
       burst or sustained; ``at_clock_mfu``: ``mean_mfu`` at the step's SM clock, by the clock of the data sheet's
       rate. All three are for steps in bf16.
-    * ``reference_ms``: matmuls' FLOPs at the large matmul's rate (``matmul_ms``), then the optimizer's bytes at
-      the copy's rate (``moved_ms``): a reference, not a bound. ``sustained_reference_ms`` takes the sustained
-      matmul rate. Without FP8, whose matmuls have two rates.
+    * ``reference_ms``: the matmuls' FLOPs at the large matmul's rate (``matmul_ms``), then the optimizer's bytes
+      at the copy's rate (``memory_traffic_ms``): a reference, not a bound. ``sustained_reference_ms`` takes the
+      sustained matmul rate. Missing for FP8, whose matmuls have two rates.
     * ``previous_...``, ``fp32_...``, ``graph_...``: the step of the optimization before (for FP8 and a chunked
       loss, bf16 moments), of fp32, and of the CUDA graph; ``..._speedup`` is this step's over it.
     * ``speedup``: over the optimization before, in GPU time; the CUDA graph's in wall time. Empty where it is
       under 3%, or less than the middle half of the steps differs by.
     """
     rows = _measured(data)
-    ladder = rows[rows.optimization.isin(RUNGS) & rows.wall_ms.notna()]
-    rank = ladder.optimization.map(RUNGS.index)
+    ladder = rows[rows.optimization.isin(LADDER_OPTIMIZATIONS) & rows.wall_ms.notna()]
+    rank = ladder.optimization.map(LADDER_OPTIMIZATIONS.index)
     ladder = ladder.iloc[rank.argsort(kind="stable")]
     before = ladder.groupby(CASE, sort=False).shift(1).reindex(rows.index)
     last = _same_case(rows, ladder[ladder.optimization == LAST])
@@ -226,7 +226,7 @@ def _measured(data: Views) -> pd.DataFrame:
     is_gpu = rows.sm_clock_mhz.notna()  # a CPU launches nothing
     launch_bound = launch_bound_rows(rows) & is_gpu
     best_ms = rows.wall_min_ms.where(launch_bound)
-    mean_ms = rows.step_j / rows.power_w * 1e3
+    mean_ms = rows.energy_per_step_j / rows.power_w * 1e3
     if "wall_mean_ms" in rows:
         mean_ms = rows.wall_mean_ms.fillna(mean_ms)
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
@@ -234,7 +234,7 @@ def _measured(data: Views) -> pd.DataFrame:
     # each run's reference times are at its own rates
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
-    moved_ms = rows.moved_ms * rows["copy"] / rows.copy_tb_per_s
+    memory_traffic_ms = rows.memory_traffic_ms * rows["copy"] / rows.copy_tb_per_s
     sustained_ms = matmul_ms * rows.bf16_tflops / rows.sustained_tflops
     return rows.assign(
         name=rows.optimization.map(NAMES),
@@ -250,16 +250,16 @@ def _measured(data: Views) -> pd.DataFrame:
         mean_ms=mean_ms,
         mean_tokens_per_s=tokens / mean_ms * 1e3,
         mean_mfu=mean_mfu,
-        thousand_tokens_j=rows.step_j / tokens * 1e3,
+        thousand_tokens_j=rows.energy_per_step_j / tokens * 1e3,
         billion_tokens_h=mean_ms / tokens * 1e9 / 3.6e6,
-        billion_tokens_kwh=rows.step_j / tokens * 1e9 / 3.6e6,
+        billion_tokens_kwh=rows.energy_per_step_j / tokens * 1e9 / 3.6e6,
         large_matmul_share=achieved_tflops / rows.bf16_tflops,
         sustained_matmul_share=achieved_tflops / rows.sustained_tflops,
         at_clock_mfu=mean_mfu * rows.sheet_clock_mhz / rows.sm_clock_mhz,
         matmul_ms=matmul_ms,
-        moved_ms=moved_ms,
-        reference_ms=matmul_ms + moved_ms,
-        sustained_reference_ms=sustained_ms + moved_ms,
+        memory_traffic_ms=memory_traffic_ms,
+        reference_ms=matmul_ms + memory_traffic_ms,
+        sustained_reference_ms=sustained_ms + memory_traffic_ms,
     )
 
 
@@ -300,12 +300,12 @@ def speedups(data: Views) -> pd.DataFrame:
     latter empty where fp32's steps differ by over 3%. ``product_error`` of ``all`` is how far the product of the
     case's printed speedups in GPU time is from it. ``column`` names size and tokens: "small, 2,048".
     """
-    single = timed(data, [*RUNGS[1:], "fp8"])
+    single = timed(data, [*LADDER_OPTIMIZATIONS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
     is_disturbed = fp32.spread_ms > MIN_GAIN * fp32.wall_ms
     last = timed(data, [LAST])
     last = last[last.fp32_gpu_speedup.notna()]
-    in_kernels = single[single.optimization.isin(RUNGS) & (single.optimization != GRAPH)]
+    in_kernels = single[single.optimization.isin(LADDER_OPTIMIZATIONS) & (single.optimization != GRAPH)]
     products = in_kernels.groupby(CASE, sort=False).speedup.prod().rename("product").reset_index()
     product = _same_case(last, products)["product"]
     together = last.assign(
@@ -334,7 +334,7 @@ def ablations(data: Views) -> pd.DataFrame:
       ``power_limited`` says whether both were.
     """
     rows = timed(data, [*WITHOUT])
-    left_out = rows.optimization.map(dict(zip(WITHOUT, LEFT_OUT)))
+    left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
     last = _same_case(rows, timed(data, [LAST]))
     in_wall_time = 1 / _wall_speedup(rows, last)
     slowdown = (rows.gpu_ms / last.gpu_ms).mask(left_out == GRAPH, in_wall_time)
@@ -524,7 +524,7 @@ def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
     others.sort(key=lambda column: order.index(column[0]))
     pairs = [("optimization", (column, seeds[0])) for column in others]
     pairs += [("seeds", (second, first)) for first, second in combinations(seeds, 2)]
-    graph, blocks = (GRAPH, seeds[0][1]), ("blocks", seeds[0][1])
+    graph, blocks = (GRAPH, seeds[0][1]), ("compiled_blocks", seeds[0][1])
     if graph in losses and blocks in losses:
         pairs.append(("graph", (graph, blocks)))
     return pairs

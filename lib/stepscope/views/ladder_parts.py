@@ -93,7 +93,7 @@ def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
         "reference_ms",
         "over_ms",
         "sustained_ms",
-        "moved_ms",
+        "memory_traffic_ms",
         "tflops",
         "tb_per_s",
     ],
@@ -107,11 +107,11 @@ def parts(data: Views) -> pd.DataFrame:
 
     * ``reference_ms``: FLOPs of matmuls and attention (below the diagonal) at the large bf16 matmul's rate, bytes
       of AdamW at the copy's; 0 of other parts, unknown with FP8. ``over_ms`` is ``ms`` less that.
-    * ``sustained_ms``: FLOPs at the sustained rate; ``moved_ms``: ``bytes`` at the copy's rate.
+    * ``sustained_ms``: FLOPs at the sustained rate; ``memory_traffic_ms``: ``bytes`` at the copy's rate.
     * ``tflops``, ``tb_per_s``: as achieved.
     """
     rows = _milliseconds(data)
-    fields = ["wall_ms", "matmul_ms", "moved_ms", "device"]
+    fields = ["wall_ms", "matmul_ms", "memory_traffic_ms", "device"]
     rows = rows.merge(data["steps"][[*KEY, *fields]], on=KEY, how="left", validate="many_to_one")
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     rows = rows.merge(_attention(rows), on=CASE, how="left", validate="many_to_one")
@@ -127,7 +127,7 @@ def parts(data: Views) -> pd.DataFrame:
     dense_flops = rows.matmul_ms * flops_per_ms - elsewhere
     flops = dense_flops.where(is_matmul, fused_flops)
     fused_bytes = rows.attention_bytes.where(is_fused)
-    update_bytes = rows.moved_ms * bytes_per_ms
+    update_bytes = rows.memory_traffic_ms * bytes_per_ms
     moved = update_bytes.where(is_update, fused_bytes)
     computing_ms = flops / flops_per_ms
     moving_ms = moved / bytes_per_ms
@@ -140,7 +140,7 @@ def parts(data: Views) -> pd.DataFrame:
         reference_ms=reference_ms,
         over_ms=rows.ms - reference_ms,
         sustained_ms=flops / (rows.sustained_tflops * 1e9),
-        moved_ms=moving_ms,
+        memory_traffic_ms=moving_ms,
         tflops=_tera_per_s(flops, rows.ms),
         tb_per_s=_tera_per_s(moved, rows.ms),
     )

@@ -469,7 +469,7 @@ def _prediction(config: StepConfig) -> dict:
 def snapshots(data: Views) -> pd.DataFrame:
     """A row per run that kept a snapshot for PyTorch's memory viewer: its path in the folder of runs."""
     runs = data.table("runs")
-    kept = (runs["study"] == "memory") & runs["keep_snapshot"].eq(True)
+    kept = (runs["study"] == "memory") & runs["save_snapshot"].eq(True)
     frame = runs[kept & (runs["status"] == "ok")]
     return frame.assign(path="memory/" + frame["run_id"] + "/snapshot.pickle")
 

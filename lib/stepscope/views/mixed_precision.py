@@ -11,7 +11,7 @@ from stepscope.config import MODE_NAMES
 from stepscope.report.tables import digits, quartiles
 from stepscope.stats import MAX_LOST_SHARE, launch_bound_rows
 from stepscope.studies.mixed_precision.tables import CONFIG
-from stepscope.traces.families import MATMUL, is_cast
+from stepscope.traces.kernel_categories import MATMUL, is_cast
 from stepscope.views import Views, in_order, view
 
 KEY = [*CONFIG]

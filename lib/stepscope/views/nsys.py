@@ -13,7 +13,7 @@ import pandas as pd
 from stepscope.config import MODE_NAMES, SIZES
 from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound_rows
 from stepscope.studies.nsys.tables import CONFIG, busy_share
-from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL, detailed_family
+from stepscope.traces.kernel_categories import ATTENTION_SOFTMAX, MATMUL, detailed_category
 from stepscope.traces.kernel_names import short_name, short_names
 from stepscope.views import Views, view
 
@@ -83,7 +83,7 @@ def profile_times(data: Views) -> pd.DataFrame:
     launch-bound times vary by (MIN_LAUNCH_BOUND_GAIN).
     """
     keys = [*KEY, "mode", "phase"]
-    clocks = data.table("nsys.clocks")
+    clocks = data.table("nsys.times")
     rows = _profiled(clocks, keys).join(_unprofiled(clocks, keys), on=keys)
     named = _and_total(data.table("nsys.operations")).groupby(keys)["count"].sum()
     rows = rows.join(named.rename("named_operations"), on=keys)
@@ -105,7 +105,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Medians, in ms, of the profiled passes, and their extremes."""
-    passes = clocks[clocks["captured"]].groupby(keys, sort=False)
+    passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
     return pd.DataFrame(
@@ -125,7 +125,7 @@ def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 def _unprofiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Quartiles of the wall time without the profiler."""
-    passes = clocks[~clocks["captured"]].groupby(keys, sort=False)
+    passes = clocks[~clocks["profiled"]].groupby(keys, sort=False)
     walls = passes["wall_ms"]
     return pd.DataFrame(
         {
@@ -299,7 +299,7 @@ def _operations(data: Views) -> pd.DataFrame:
     ``column`` names size and mode.
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
-    category = detailed_family(rows.assign(family=rows["of_name"]))
+    category = detailed_category(rows.assign(kernel_category=rows["of_name"]))
     mode_name = rows["mode"].map(MODE_NAMES)
     return rows.assign(
         kernel_category=category,

@@ -28,12 +28,12 @@ class Config(RunConfig):
     batch_size: Dimension = 8
     warmup_steps: int = Field(3, ge=1, le=1000)
     timed_steps: Steps = 100
-    sequences: list[Length] = Field([256, 1024, 4096, 8192, 16384], min_length=1, max_length=100)
+    context_lengths: list[Length] = Field([256, 1024, 4096, 8192, 16384], min_length=1, max_length=100)
     implementations: list[Implementation] = Field(list(get_args(Implementation)), min_length=1, max_length=7)
     # A case (implementation and sequence) that would take longer is timed fewer times,
-    cell_seconds: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
-    least_passes: Steps = 3  # but so often at least
-    captured_passes: int = Field(3, ge=1, le=100)  # whose kernels are read, for their GPU time
+    max_seconds_per_case: float = Field(0.25, gt=0, le=10**6, allow_inf_nan=False)
+    min_passes: Steps = 3  # but so often at least
+    profiled_passes: int = Field(3, ge=1, le=100)  # whose kernels are read, for their GPU time
 
     @model_validator(mode="before")
     @classmethod
@@ -41,7 +41,14 @@ class Config(RunConfig):
         """The context length follows from the sequences, which are put in order, each once."""
         if not isinstance(values, dict):
             return values
-        sequences = values.get("sequences", cls.model_fields["sequences"].default)
-        if isinstance(sequences, list) and sequences and all(type(length) is int for length in sequences):
-            return values | {"sequences": sorted(set(sequences)), "context_length": max(sequences)}
+        context_lengths = values.get("context_lengths", cls.model_fields["context_lengths"].default)
+        if (
+            isinstance(context_lengths, list)
+            and context_lengths
+            and all(type(length) is int for length in context_lengths)
+        ):
+            return values | {
+                "context_lengths": sorted(set(context_lengths)),
+                "context_length": max(context_lengths),
+            }
         return values

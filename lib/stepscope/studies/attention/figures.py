@@ -30,16 +30,16 @@ def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
         passes: a run's table of forward and backward together. Cases that ran out of memory are crosses.
         metric: gpu_ms or wall_ms.
     """
-    rows = passes.assign(name=passes["implementation"].map(LABELS)).sort_values("sequence")
+    rows = passes.assign(name=passes["implementation"].map(LABELS)).sort_values("context_length")
     timed = rows.dropna(subset=metric)
     if timed.empty:
         return None
     drawn, axes = style.figure(_message(timed, metric), 5.6, rows=2, sharex=True)
-    lengths = sorted(rows["sequence"].unique())
+    lengths = sorted(rows["context_length"].unique())
     limits = lengths[0] / 1.1, lengths[-1] * 1.1
     labels = {metric: METRICS[metric], "saved_mib": "saved for backward, MiB"}
     for panel, (column, label) in zip(axes, labels.items()):
-        ends = style.lines(panel, timed[timed[column] > 0], "sequence", column, "name", LINE_COLORS)
+        ends = style.lines(panel, timed[timed[column] > 0], "context_length", column, "name", LINE_COLORS)
         panel.set(xscale="log", yscale="log", xlim=limits, ylabel=label)
         if column == metric:
             _crosses(panel, rows[rows["status"] == "oom"])
@@ -52,9 +52,9 @@ def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
     """Compare the slowest and the fastest implementation, at the longest sequence that several of them ran."""
-    counts = timed.groupby("sequence")["name"].nunique().clip(upper=2)
+    counts = timed.groupby("context_length")["name"].nunique().clip(upper=2)
     length = counts.index[counts == counts.max()].max()
-    rows = timed[timed["sequence"] == length].sort_values(metric)
+    rows = timed[timed["context_length"] == length].sort_values(metric)
     fastest, slowest = rows.iloc[0], rows.iloc[-1]
     if len(rows) == 1:
         return f"At {length:,} tokens, {fastest['name']} takes {number(fastest[metric], 'ms')}"
@@ -89,7 +89,7 @@ def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
         return
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.35)
-    for place, (name, length) in enumerate(zip(rows["name"], rows["sequence"])):
+    for place, (name, length) in enumerate(zip(rows["name"], rows["context_length"])):
         height = 1 - CROSS_STEP * place
         axes.plot(
             length,

@@ -14,28 +14,30 @@ PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
 MAKING_MASK = 10
 
 
-def peak_parts(name: str, batch: int, d: int, sequence: int, precision: str) -> dict[str, int]:
+def peak_parts(name: str, batch: int, d: int, context_length: int, precision: str) -> dict[str, int]:
     """Bytes in use at the peak of a forward and its backward, by what they are.
 
     Fused kernels save one number a row besides the output, its log-sum-exp (Dao et al. 2022, algorithm 1);
     backward makes another (Dao 2023, algorithm 2).
     """
-    batch, d, sequence = int(batch), int(d), int(sequence)  # a table's integers would overflow
+    batch, d, context_length = int(batch), int(d), int(context_length)  # a table's integers would overflow
     item = 2 if precision in ("bf16", "fp16") else 4
-    rows, hidden = batch * sequence * 4, batch * sequence * d * item
-    square = batch * sequence**2 * (4 if name == "math" else item)
+    rows, hidden = batch * context_length * 4, batch * context_length * d * item
+    square = batch * context_length**2 * (4 if name == "math" else item)
     parts = {"T x T matrices": SQUARES.get(name, 0) * square}
-    parts["mask"] = sequence**2 if name in MASKED else sequence**2 // 1024 if name == "flex" else 0
+    parts["mask"] = (
+        context_length**2 if name in MASKED else context_length**2 // 1024 if name == "flex" else 0
+    )
     count = HIDDEN.get(name, 11 if name == "math" and item == 2 else 8)
     parts["T x d tensors"] = count * hidden
     if name in PADDED:
-        parts["dq in fp32"] = batch * sequence * max(d, PADDED[name]) * 4
+        parts["dq in fp32"] = batch * context_length * max(d, PADDED[name]) * 4
     parts["rows"] = 0 if name == "math" else rows * item // 4 if name == "naive" else 2 * rows
     return {part: size for part, size in parts.items() if size}
 
 
-def needed_bytes(name: str, batch: int, d: int, sequence: int, precision: str) -> int:
+def needed_bytes(name: str, batch: int, d: int, context_length: int, precision: str) -> int:
     """The most in use at any time; for FlexAttention also while its mask is made."""
     batch, d, item = int(batch), int(d), 2 if precision in ("bf16", "fp16") else 4
-    making = MAKING_MASK * sequence**2 + 4 * batch * sequence * d * item if name == "flex" else 0
-    return max(making, sum(peak_parts(name, batch, d, sequence, precision).values()))
+    making = MAKING_MASK * context_length**2 + 4 * batch * context_length * d * item if name == "flex" else 0
+    return max(making, sum(peak_parts(name, batch, d, context_length, precision).values()))

@@ -118,10 +118,10 @@ class Protocol:
 
     def with_inputs(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Inputs]]:
         """Yield each case with the inputs of its sequence length; free gradients and cached memory after it."""
-        for sequence in dict.fromkeys(sequence for _, sequence in cases):
-            inputs = Inputs(self.config, sequence)
+        for context_length in dict.fromkeys(context_length for _, context_length in cases):
+            inputs = Inputs(self.config, context_length)
             for case in cases:
-                if case[1] == sequence:
+                if case[1] == context_length:
                     yield case, inputs
                     inputs.clear_gradients()
                     measure.release(self.device)
@@ -133,17 +133,19 @@ class Protocol:
         expected: list[Tensor] = []
         expected_sequence = 0
         for case, inputs in self.with_inputs(self.cases):
-            name, sequence = case
-            if sequence != expected_sequence:  # one reference for all implementations
-                expected, expected_sequence = attention_in_float64(inputs), sequence
+            name, context_length = case
+            if context_length != expected_sequence:  # one reference for all implementations
+                expected, expected_sequence = attention_in_float64(inputs), context_length
                 measure.release(self.device)
             self.check_unless_too_large(case, inputs, expected)
-            print(f"{name}, {sequence:,} tokens:", *filter(None, self.status[case]), flush=True)
+            print(f"{name}, {context_length:,} tokens:", *filter(None, self.status[case]), flush=True)
 
     def check_unless_too_large(self, case: Case, inputs: Inputs, expected: list[Tensor]) -> None:
-        name, sequence = case
+        name, context_length = case
         config = self.config
-        needed = needed_bytes(name, config.batch_size, config.d_model, sequence, config.precision) / 2**30
+        needed = (
+            needed_bytes(name, config.batch_size, config.d_model, context_length, config.precision) / 2**30
+        )
         if name in COMPILED and needed > self.device_gib:  # compiling takes seconds and would show no more
             self.status[case] = "oom", f"needs {needed:.0f} GiB by formula: not compiled"
             return
@@ -176,7 +178,7 @@ class Protocol:
 
     def time_passes(self, call: Call, inputs: Inputs) -> pd.DataFrame:
         """Time as many passes as fit into the configured seconds; a column of ms for each phase."""
-        config, budget_ms = self.config, self.config.cell_seconds * 1e3
+        config, budget_ms = self.config, self.config.max_seconds_per_case * 1e3
         phases = measure.Phases("cpu")  # the host's clock, since each phase ends with a wait for the device
 
         def timed_pass() -> list[float]:
@@ -187,9 +189,9 @@ class Protocol:
         while len(warmups_ms) < config.warmup_steps and sum(warmups_ms) < WARMUP_SHARE * budget_ms:
             warmups_ms.append(sum(timed_pass()))
         if self.device == "cuda" and warmups_ms[-1] > LONG_MS:
-            measure.keep_up(timed_pass, self.device, SETTLING_S)
+            measure.run_for(timed_pass, self.device, SETTLING_S)
         affordable = int(budget_ms / warmups_ms[-1])
-        passes = min(config.timed_steps, max(config.least_passes, affordable))
+        passes = min(config.timed_steps, max(config.min_passes, affordable))
         return pd.DataFrame([timed_pass() for _ in range(passes)], columns=list(PASSES))
 
     def run_pass(self, call: Call, inputs: Inputs, phase: Callable[[str], Any] = nullcontext) -> None:
@@ -217,8 +219,8 @@ class Protocol:
     def profile_case(self, case: Case, inputs: Inputs, captured: measure.capture) -> None:
         call = self.prepare(case[0], inputs)
         if self.device == "cuda" and self.walls[case].sum(axis=1).median() > LONG_MS:
-            measure.keep_up(lambda: self.run_pass(call, inputs), self.device, SETTLING_S)
-        for number in range(self.config.captured_passes):
+            measure.run_for(lambda: self.run_pass(call, inputs), self.device, SETTLING_S)
+        for number in range(self.config.profiled_passes):
             self.run_pass(call, inputs, captured.phases(case, number))
 
     # Check the readings
@@ -228,7 +230,9 @@ class Protocol:
         for _ in range(measure.TRIES - 1):
             rows = [self.row(case, phase) for case in self.walls for phase in PASSES]
             odd = {
-                (row["implementation"], row["sequence"]): row["unsteady"] for row in rows if row["unsteady"]
+                (row["implementation"], row["context_length"]): row["inconsistent"]
+                for row in rows
+                if row["inconsistent"]
             }
             if not odd:
                 return
@@ -242,20 +246,20 @@ class Protocol:
         outcome, reason = self.status[case]
         row = {
             "implementation": case[0],
-            "sequence": case[1],
+            "context_length": case[1],
             "phase": phase,
             "status": outcome,
             "reason": reason,
             "kernel": "",
-            "unsteady": "",
+            "inconsistent": "",
             "device_gib": self.device_gib,
             **self.requests.get(case, {}),
         }
         if case in self.walls:
             row |= self.times_and_memory(case, phase) | self.gpu_times(case, phase)
             if self.device == "cuda" and (case, phase) in self.operations:
-                profiled_ms = map(measure.gpu_time_ms, measure.whole_steps(self.operations[case, phase]))
-                row["unsteady"] = measure.unsteady(row, [*profiled_ms])
+                profiled_ms = map(measure.gpu_time_ms, measure.complete_steps(self.operations[case, phase]))
+                row["inconsistent"] = measure.find_inconsistencies(row, [*profiled_ms])
         return row
 
     def times_and_memory(self, case: Case, phase: str) -> dict[str, Any]:
@@ -279,7 +283,7 @@ class Protocol:
             return {"reason": self.profiler_error}
         operations = self.operations[case, phase]
         by_kernel = (operations["end_ns"] - operations["start_ns"]).groupby(operations["name"]).sum()
-        fastest = measure.gpu_time(measure.quickest_step(operations))
+        fastest = measure.gpu_time(measure.fastest_step(operations))
         return fastest | {"kernel": by_kernel.idxmax()[:MAX_KERNEL_NAME]}
 
     def end_early(self, reason: str) -> None:
@@ -294,9 +298,9 @@ class Protocol:
         error_columns = {f"{quantity}_error": float for quantity in QUANTITIES}
         allowed = TOLERANCE[self.config.precision]
         checked = [
-            {"implementation": name, "sequence": sequence, "allowed_error": allowed}
+            {"implementation": name, "context_length": context_length, "allowed_error": allowed}
             | {f"{quantity}_error": error for quantity, error in errors.items()}
-            for (name, sequence), errors in self.errors.items()
+            for (name, context_length), errors in self.errors.items()
         ]
         checks = pd.DataFrame(checked, columns=list(SCHEMAS["checks"].columns))
-        return Results(cases, checks.astype(error_columns | {"sequence": int, "allowed_error": float}))
+        return Results(cases, checks.astype(error_columns | {"context_length": int, "allowed_error": float}))

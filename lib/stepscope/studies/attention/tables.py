@@ -3,16 +3,16 @@
 import pandas as pd
 import pandera.pandas as pa
 
-from stepscope.report.schemas import STATUSES, Tables, measured, tidy, word
+from stepscope.report.schemas import STATUSES, Tables, number_column, table_schema, text_column
 from stepscope.stats import MAX_BUSY
 from stepscope.studies.attention.config import IMPLEMENTATIONS, PASSES, QUANTITIES, Config
 from stepscope.studies.attention.memory import peak_parts
 
 CONFIG = ("d_model", "precision", "batch_size")
-CASE = ("implementation", "sequence")
+CASE = ("implementation", "context_length")
 KEY = {
-    "implementation": word(*IMPLEMENTATIONS),
-    "sequence": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True),
+    "implementation": text_column(*IMPLEMENTATIONS),
+    "context_length": pa.Column(int, pa.Check.in_range(1, 2**24), coerce=True),
 }
 MEASURES = (
     "wall_ms",
@@ -27,26 +27,26 @@ MEASURES = (
     "saved_mib",
     "in_use_mib",
     "peak_mib",
-    "asked_gib",
+    "requested_gib",
     "allocated_gib",
     "device_gib",
 )
 SCHEMAS = {
-    "cases": tidy(
+    "cases": table_schema(
         (*CASE, "phase"),
         **KEY,
-        phase=word(*PASSES),
-        status=word(*STATUSES),
-        reason=word(),
-        kernel=word(),
-        unsteady=word(),
-        **{name: measured() for name in MEASURES},
+        phase=text_column(*PASSES),
+        status=text_column(*STATUSES),
+        reason=text_column(),
+        kernel=text_column(),
+        inconsistent=text_column(),
+        **{name: number_column() for name in MEASURES},
     ),
-    "checks": tidy(
+    "checks": table_schema(
         CASE,
         **KEY,
-        **{f"{quantity}_error": measured() for quantity in QUANTITIES},
-        allowed_error=measured(nullable=False),
+        **{f"{quantity}_error": number_column() for quantity in QUANTITIES},
+        allowed_error=number_column(nullable=False),
     ),
 }
 LABELS = {
@@ -67,13 +67,13 @@ def tables(frames: Tables) -> Tables:
     cases = frames["cases"]
     key = [*CONFIG, *CASE]
     cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MAX_BUSY * cases["wall_ms"])
-    odd = cases.get("unsteady", pd.Series("", cases.index)) != ""
+    odd = cases.get("inconsistent", pd.Series("", cases.index)) != ""
     clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be | odd), wall_ms=cases["wall_ms"].mask(odd))
     times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
     others = cases[cases["phase"] == "backward"].set_index(key)
     passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
     passes = passes.reset_index()
-    shapes = passes[["implementation", "batch_size", "d_model", "sequence", "precision"]]
+    shapes = passes[["implementation", "batch_size", "d_model", "context_length", "precision"]]
     predicted = [sum(peak_parts(*shape).values()) / 2**20 for shape in shapes.itertuples(index=False)]
     return {"passes": passes.assign(predicted_mib=predicted)}
 

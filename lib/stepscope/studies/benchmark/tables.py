@@ -2,7 +2,7 @@
 
 import pandera.pandas as pa
 
-from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, measured, tidy
+from stepscope.report.schemas import OPERATIONS, TIMES, WITHIN, number_column, table_schema
 
 CONFIG = (
     "size",
@@ -17,16 +17,16 @@ CONFIG = (
 )
 CASE = ("mode", "phase")
 SCHEMAS = {
-    "times": tidy(CASE, **TIMES),
-    "samples": tidy(
+    "times": table_schema(CASE, **TIMES),
+    "samples": table_schema(
         (*CASE, "step"),
         **WITHIN,
         step=pa.Column(int, pa.Check.ge(0), coerce=True),
         warmup=pa.Column(bool, coerce=True),
-        wall_ms=measured(nullable=False),
-        enqueue_ms=measured(nullable=False),
+        wall_ms=number_column(nullable=False),
+        enqueue_ms=number_column(nullable=False),
     ),
-    "operations": tidy((*CASE, "name"), **OPERATIONS),
+    "operations": table_schema((*CASE, "name"), **OPERATIONS),
 }
 NUMBERS = ("parameters", "matmul_tflops", "copy_tb_s")  # results that are read as such
 

@@ -21,9 +21,9 @@ import math
 import torch
 
 from stepscope.config import StepConfig
-from stepscope.measure.clocks import back_to_back
 from stepscope.measure.power import PowerMonitor
 from stepscope.measure.rates import MATRIX_SIZE, median_ms
+from stepscope.measure.timing import back_to_back
 from stepscope.model.flops import forward_flops, parameter_count
 from stepscope.optimizations import fp8
 
@@ -65,7 +65,7 @@ def fp8_ceiling(device: str) -> dict[str, float]:
 def lower_bound(
     config: StepConfig, precision: str, moments: str, ceilings: dict[str, float]
 ) -> dict[str, float]:
-    """``matmul_ms``, ``moved_ms`` and their sum ``bound_ms``.
+    """``matmul_ms``, ``memory_traffic_ms`` and their sum ``lower_bound_ms``.
 
     Args:
         precision: "fp8" where the blocks' layers multiply that; any other is bound by bf16's rate.
@@ -77,12 +77,12 @@ def lower_bound(
     if in_fp8:
         matmul += in_fp8 / ceilings["matmul_fp8"] / 1e9
     moved = MOVED_BYTES[moments] * parameter_count(config) / ceilings["copy"] / 1e9
-    return {"matmul_ms": matmul, "moved_ms": moved, "bound_ms": matmul + moved}
+    return {"matmul_ms": matmul, "memory_traffic_ms": moved, "lower_bound_ms": matmul + moved}
 
 
-def kept_up(device: str) -> dict[str, float]:
-    """A large bf16 matmul, one after another for a second: ``kept_up_tflops``, ``kept_up_clock_mhz`` and
-    ``kept_up_power_w`` of the second half; empty on a CPU, whose clock and power are not read."""
+def sustained_matmul_rate(device: str) -> dict[str, float]:
+    """A large bf16 matmul, one after another for a second: ``sustained_tflops``, ``sustained_clock_mhz`` and
+    ``sustained_power_w`` of the second half; empty on a CPU, whose clock and power are not read."""
     if device != "cuda":
         return {}
     size = MATRIX_SIZE[device]
@@ -97,7 +97,7 @@ def kept_up(device: str) -> dict[str, float]:
     with PowerMonitor() as monitor:
         times = back_to_back(multiply, device, matmuls)
     return {
-        "kept_up_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
-        "kept_up_clock_mhz": monitor.sm_clock_mhz,
-        "kept_up_power_w": monitor.power_w,
+        "sustained_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
+        "sustained_clock_mhz": monitor.sm_clock_mhz,
+        "sustained_power_w": monitor.power_w,
     }

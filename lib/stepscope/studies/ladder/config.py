@@ -6,30 +6,40 @@ from pydantic import Field, field_validator
 
 from stepscope.config import StepConfig
 
-Rung = Literal[
+Optimization = Literal[
     "fp32",
     "tf32",
     "bf16",
     "sdpa",
-    "fused",
-    "blocks",
+    "fused_adamw",
+    "compiled_blocks",
     "cuda_graph",
     "bf16_weights",
     "bf16_moments",
-    "chunked",
+    "chunked_loss",
     "fp8",
 ]
 # In their order, each one change on the last.
-RUNGS: tuple[Rung, ...] = get_args(Rung)[:9]
+LADDER_OPTIMIZATIONS: tuple[Optimization, ...] = get_args(Optimization)[:9]
 # On top of the last, where they may pay: a large vocabulary, a large batch.
-BEYOND: tuple[Rung, ...] = get_args(Rung)[9:]
+BEYOND: tuple[Optimization, ...] = get_args(Optimization)[9:]
 FILLED = "filled"  # the last with the chunked loss, at the batch that fills the memory
 # What can be left out of the last step, in rows named "without_...": its matmuls are bf16 and its AdamW is
 # one kernel whatever came before, so the other changes are no part of it.
-LEFT_OUT: tuple[Rung, ...] = ("sdpa", "blocks", "cuda_graph", "bf16_weights", "bf16_moments")
-WITHOUT = tuple(f"without_{change}" for change in LEFT_OUT)
+ABLATABLE: tuple[Optimization, ...] = (
+    "sdpa",
+    "compiled_blocks",
+    "cuda_graph",
+    "bf16_weights",
+    "bf16_moments",
+)
+WITHOUT = tuple(f"without_{change}" for change in ABLATABLE)
 Baseline = Literal[
-    "hugging_face", "hugging_face_graphs", "hugging_face_causal", "hugging_face_captured", "fast_step"
+    "hugging_face",
+    "hugging_face_reduce_overhead",
+    "hugging_face_no_mask",
+    "hugging_face_no_mask_cuda_graph",
+    "fast_step",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 FAIR = BASELINES[2:4]  # without a mask; the latter as one CUDA graph, as ours is
@@ -47,17 +57,17 @@ MEASURES = (
     "reserved_gib",
     "sm_clock_mhz",
     "power_w",
-    "step_j",
+    "energy_per_step_j",
     "tokens_per_s",
     "mfu",
-    "mfu_measured",
-    "mfu_at_clock",
+    "mfu_vs_measured_peak",
+    "mfu_clock_adjusted",
     "loss_error",
     "gradient_error",
     "compile_s",
     "matmul_ms",
-    "moved_ms",
-    "bound_ms",
+    "memory_traffic_ms",
+    "lower_bound_ms",
 )
 # and how the steps spread, who waits for whom, and how far a trained model's gradient is off
 ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
@@ -73,21 +83,21 @@ class Config(StepConfig):
     attention: Literal["naive"] = "naive"
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
-    optimizations: list[Rung] = Field([*RUNGS], min_length=1)
-    without: list[Rung] = Field([])  # the last step without each of these
+    optimizations: list[Optimization] = Field([*LADDER_OPTIMIZATIONS], min_length=1)
+    ablations: list[Optimization] = Field([])  # the last step without each of these
     baselines: list[Baseline] = Field([])
     # the changes at each of these; empty: at batch_size
-    batches: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
-    fill: bool = False  # also the last step at the batch that fills the memory
+    batch_sizes: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
+    fill_memory: bool = False  # also the last step at the batch that fills the memory
     # of every change, and of three seeds of the first, on text; 0: none
     training_steps: int = Field(0, ge=0, le=10**6)
 
-    @field_validator("without")
+    @field_validator("ablations")
     @classmethod
-    def can_be_left_out(cls, asked: list[Rung]) -> list[Rung]:
-        if wrong := [change for change in asked if change not in LEFT_OUT]:
+    def can_be_left_out(cls, asked: list[Optimization]) -> list[Optimization]:
+        if wrong := [change for change in asked if change not in ABLATABLE]:
             raise ValueError(
-                f"without: got {', '.join(wrong)}, but what can be left out of the last step is"
-                f" {', '.join(LEFT_OUT)}; its matmuls are bf16, and its AdamW is one kernel"
+                f"ablations: got {', '.join(wrong)}, but what can be left out of the last step is"
+                f" {', '.join(ABLATABLE)}; its matmuls are bf16, and its AdamW is one kernel"
             )
         return asked

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from stepscope import measure
-from stepscope.measure.clocks import FEWEST, HOST_STEPS, HOST_STEPS_S, LONG_MS
+from stepscope.measure.timing import HOST_STEPS, HOST_STEPS_S, LONG_MS, MIN_STEPS
 from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
@@ -56,8 +56,8 @@ MAX_STEPS = 2000
 RECOMPILES = 256  # shapes for which one function may be compiled
 TRAINED_STEPS = 100  # before the gradient of trained weights is compared
 FILLING = 0.92  # share of the memory that the filling batch may need by formula
-EAGER_REPLAYED = "fused"  # the last eager step, which is also timed as a CUDA graph
-KEEPS_MEMORY = "hugging_face_graphs"  # frees no memory afterwards, so it comes last
+EAGER_REPLAYED = "fused_adamw"  # the last eager step, which is also timed as a CUDA graph
+KEEPS_MEMORY = "hugging_face_reduce_overhead"  # frees no memory afterwards, so it comes last
 
 Build = Callable[[int], TrainedSubject]  # makes a subject with this batch size
 
@@ -67,7 +67,7 @@ class Case:
     """One row: a subject with some transforms at a batch size.
 
     needed: transforms that must apply; the others are left out where they don't.
-    left_out: the transform that this case lacks, if it is one of ``without``.
+    left_out: the transform that this case lacks, if it is one of ``ablations``.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Ladder:
         baselines: Mapping[str, tuple[Build, Sequence[Transform]]] | None = None,
     ):
         self.config, self.device, self.on_gpu = config, config.device, config.device == "cuda"
-        self.batch_sizes: list[int] = config.batches or [config.batch_size]
+        self.batch_sizes: list[int] = config.batch_sizes or [config.batch_size]
         self.programs: dict[Any, TrainedSubject] = {}  # compiled code, which cases share
         self.compile_s: dict[Any, float] = {}  # by program
         self.true_gradients: dict[int, tuple[float, numerics.Gradients]] = {}  # fp32's, by batch size
@@ -147,17 +147,17 @@ class Ladder:
         self, build: Build, optimizations: Sequence[Transform], beyond: Sequence[Transform]
     ) -> list[Case]:
         """The fully optimized step with the chunked loss, at the batch size that fills the memory."""
-        if not self.config.fill:
+        if not self.config.fill_memory:
             return []
         memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
-        chunked = [transform for transform in beyond if transform.__name__ == "chunked"]
+        chunked = [transform for transform in beyond if transform.__name__ == "chunked_loss"]
         stack = [*optimizations, *chunked]
         return [Case(FILLED, filling_batch(self.config, memory), build, stack, chunked)]
 
     def _without(self, build: Build, optimizations: Sequence[Transform]) -> list[Case]:
         cases = []
         for left_out in optimizations:
-            if left_out.__name__ in self.config.without:
+            if left_out.__name__ in self.config.ablations:
                 name = f"without_{left_out.__name__}"
                 stack = [transform for transform in optimizations if transform is not left_out]
                 cases += [Case(name, batch, build, stack, (), left_out) for batch in self.batch_sizes]
@@ -365,7 +365,7 @@ class Ladder:
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
         """Time steps back to back: the host waits only for the last, as in training. Then train on text."""
-        measure.forget_peaks(self.device)
+        measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)
         is_last_batch = case.batch_size == max(self.batch_sizes)
@@ -378,8 +378,8 @@ class Ladder:
         if self.on_gpu:
             row["enqueue_ms"], wall_ms = enqueued(subject.step, self.device)
             if step_ms < LONG_MS:
-                steps = max(steps, FEWEST, steps_in(STRETCH_S, step_ms))
-                if measure.host_sets_pace(row["enqueue_ms"], wall_ms):  # only their fastest step repeats
+                steps = max(steps, MIN_STEPS, steps_in(STRETCH_S, step_ms))
+                if measure.looks_launch_bound(row["enqueue_ms"], wall_ms):  # only their fastest step repeats
                     steps = max(steps, min(HOST_STEPS, steps_in(HOST_STEPS_S, step_ms)))
         row |= stretch(subject.step, self.device, steps) | measure.peak_memory(self.device)
         if self.on_gpu and is_launched(subject):  # it is one CUDA graph already
@@ -393,7 +393,7 @@ class Ladder:
             graph = measure.graph_of(subject.eager_step, subject.reset, WARMUPS)
             settling = steps_in(SETTLES_S, case.row["wall_ms"])
             measure.back_to_back(graph, self.device, settling)
-            replays = measure.back_to_back(graph, self.device, FEWEST)
+            replays = measure.back_to_back(graph, self.device, MIN_STEPS)
             case.row["replayed_ms"] = location(replays)["median"]
 
     # Profile
@@ -405,17 +405,17 @@ class Ladder:
         Raises:
             RuntimeError: the profiler gave nothing.
         """
-        row, is_limited = case.row, measure.at_cap(case.row)
+        row, is_limited = case.row, measure.is_power_limited(case.row)
         with self.launched(subject):
             operations = self.profiled_operations(case, subject, is_limited)
-        profiled = measure.middle_step(operations) if is_limited else measure.quickest_step(operations)
+        profiled = measure.median_step(operations) if is_limited else measure.fastest_step(operations)
         row |= measure.gpu_time(profiled)
         row["busy"] = row["gpu_ms"] / row["wall_ms"]
         if self.on_gpu:
-            all_ms = [measure.gpu_time_ms(step) for step in measure.whole_steps(operations)]
-            row["unsteady"] = measure.unsteady(row, all_ms)
+            all_ms = [measure.gpu_time_ms(step) for step in measure.complete_steps(operations)]
+            row["inconsistent"] = measure.find_inconsistencies(row, all_ms)
         by_kernel = measure.by_name(profiled).assign(optimization=case.name, batch_size=case.batch_size)
-        columns = ["optimization", "batch_size", "name", "family", "count", "gpu_ms"]
+        columns = ["optimization", "batch_size", "name", "kernel_category", "count", "gpu_ms"]
         self.kernels[case.name, case.batch_size] = by_kernel[columns]
 
     def profiled_operations(self, case: Case, subject: TrainedSubject, is_limited: bool) -> pd.DataFrame:
@@ -425,7 +425,7 @@ class Ladder:
             if is_limited:  # starting the profiler was a rest
                 measure.back_to_back(subject.step, self.device, steps_in(RESETTLES_S, step_ms))
             for index in range(steps):
-                with capture.phases("step", index)("whole"):
+                with capture.phases("step", index)("total"):
                     subject.step()
             measure.synchronizer(self.device)()
         if capture.reason:
@@ -459,8 +459,8 @@ class Ladder:
     def repeat_impossible(self) -> None:
         for _ in range(measure.TRIES - 1):
             for case in self.cases:
-                if case.row.get("unsteady"):
-                    print("once more:", case.name, case.batch_size, case.row["unsteady"])
+                if case.row.get("inconsistent"):
+                    print("once more:", case.name, case.batch_size, case.row["inconsistent"])
                     self.visit(case, self.time_steps, self.profile_steps)
                     show(case)
 
@@ -474,7 +474,7 @@ class Ladder:
         gc.collect()
         measure.release(self.device)
         self.ceilings = measure.ceilings(self.device) | bounds.fp8_ceiling(self.device)
-        self.sustained = bounds.kept_up(self.device)
+        self.sustained = bounds.sustained_matmul_rate(self.device)
 
     def rates(self, case: Case) -> dict[str, float]:
         """Return the throughput, utilization and lower bound of a timed case."""
@@ -486,14 +486,14 @@ class Ladder:
         return {
             "tokens_per_s": case.batch_size * self.config.context_length / row["wall_ms"] * 1e3,
             "mfu": mfu,
-            "mfu_measured": tflops / self.ceilings.get(f"matmul_{precision}", math.nan),
-            "mfu_at_clock": mfu * sheet_mhz / row.get("sm_clock_mhz", math.nan),
+            "mfu_vs_measured_peak": tflops / self.ceilings.get(f"matmul_{precision}", math.nan),
+            "mfu_clock_adjusted": mfu * sheet_mhz / row.get("sm_clock_mhz", math.nan),
         } | bounds.lower_bound(shape, precision, case.moments, self.ceilings)
 
     @property
     def steps(self) -> pd.DataFrame:
         """One row per optimization and batch size, in the order of the configuration."""
-        without = [f"without_{name}" for name in self.config.without]
+        without = [f"without_{name}" for name in self.config.ablations]
         names = [*self.config.optimizations, *without, *self.config.baselines]
         order = [(name, batch) for batch in self.batch_sizes for name in names]
         by_key = {(case.name, case.batch_size): case for case in self.cases}
@@ -502,14 +502,23 @@ class Ladder:
         for key in order:
             row = dict(by_key[key].row)
             graph = by_key.get(("cuda_graph", key[1]))
-            if key[0] == "blocks" and graph and "wall_ms" in graph.row:
+            if key[0] == "compiled_blocks" and graph and "wall_ms" in graph.row:
                 row["replayed_ms"] = graph.row["wall_ms"]
             if "wall_ms" in row and self.ceilings:
                 row |= self.rates(by_key[key])
             rows.append(row)
-        columns = ["optimization", "batch_size", "status", "reason", *MEASURES, *ADDED, *LATER, "unsteady"]
+        columns = [
+            "optimization",
+            "batch_size",
+            "status",
+            "reason",
+            *MEASURES,
+            *ADDED,
+            *LATER,
+            "inconsistent",
+        ]
         steps = pd.DataFrame(rows, columns=columns)
-        steps["unsteady"] = steps["unsteady"].astype(object).fillna("").astype(str)
+        steps["inconsistent"] = steps["inconsistent"].astype(object).fillna("").astype(str)
         return steps
 
     @property
@@ -559,7 +568,7 @@ def enqueued(step: Step, device: str) -> tuple[float, float]:
         with phases("step"):
             step()
 
-    samples = measure.time_steps(total, 3, 0, device).query("phase == 'whole'")
+    samples = measure.time_steps(total, 3, 0, device).query("phase == 'total'")
     return samples["enqueue_ms"].median(), samples["wall_ms"].median()
 
 
@@ -575,7 +584,7 @@ def stretch(step: Step, device: str, steps: int) -> dict[str, Any]:
             "sm_clock_mhz": monitor.sm_clock_mhz,
             "clock_reasons": monitor.clock_reasons,
             "power_w": monitor.power_w,
-            "step_j": monitor.power_w * monitor.seconds / steps,
+            "energy_per_step_j": monitor.power_w * monitor.seconds / steps,
         }
     return row
 

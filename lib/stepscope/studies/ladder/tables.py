@@ -2,36 +2,43 @@
 
 import pandera.pandas as pa
 
-from stepscope.report.schemas import LATER, STATUSES, measured, tidy, word
+from stepscope.report.schemas import LATER, STATUSES, number_column, table_schema, text_column
 from stepscope.studies.ladder.config import (
     ADDED,
     BASELINES,
     BEYOND,
     FILLED,
+    LADDER_OPTIMIZATIONS,
     MEASURES,
-    RUNGS,
     WITHOUT,
 )
 
 CONFIG = ("size", "context_length", "vocab_size")
 CASE = ("optimization", "batch_size")
 KEY = {
-    "optimization": word(*RUNGS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
+    "optimization": text_column(*LADDER_OPTIMIZATIONS, *BEYOND, FILLED, *WITHOUT, *BASELINES),
     "batch_size": pa.Column(int, pa.Check.in_range(1, 2**20), coerce=True),
 }
 COUNT = pa.Column(int, pa.Check.ge(0), coerce=True)
 SCHEMAS = {
-    "steps": tidy(
+    "steps": table_schema(
         CASE,
         **KEY,
-        status=word(*STATUSES),
-        reason=word(),
-        unsteady=word(),
-        **{name: measured() for name in (*MEASURES, *ADDED)},
+        status=text_column(*STATUSES),
+        reason=text_column(),
+        inconsistent=text_column(),
+        **{name: number_column() for name in (*MEASURES, *ADDED)},
         **LATER,
     ),
-    "kernels": tidy((*CASE, "name"), **KEY, name=word(), family=word(), count=measured(), gpu_ms=measured()),
-    "curves": tidy((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=measured()),
+    "kernels": table_schema(
+        (*CASE, "name"),
+        **KEY,
+        name=text_column(),
+        kernel_category=text_column(),
+        count=number_column(),
+        gpu_ms=number_column(),
+    ),
+    "curves": table_schema((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=number_column()),
 }
 NUMBERS = (
     "parameters",
@@ -41,9 +48,9 @@ NUMBERS = (
     "matmul_fp8",
     "copy",
     "sheet_bf16",
-    "kept_up_tflops",
-    "kept_up_clock_mhz",
-    "kept_up_power_w",
+    "sustained_tflops",
+    "sustained_clock_mhz",
+    "sustained_power_w",
     "v_nearest",
     "v_stochastic",
     "v_fp32",

@@ -28,7 +28,7 @@ def predicted(config: Config, mode: str) -> dict:
     top = peak(config, mode)
     return {
         "mode": mode,
-        "phase": "whole",
+        "phase": "total",
         "predicted_gib": top.allocated / GIB,
         "predicted_requested_gib": top.requested / GIB,
     }
@@ -80,7 +80,7 @@ def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
 
 def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     """Name autocast's copies of weights."""
-    size_of = {
+    resolve_size = {
         "attention.qkv": 2 * config.d_model**2,
         "attention.output": 2 * config.d_model**2,
         "ffn": 2 * config.d_model * config.d_ff,
@@ -93,7 +93,7 @@ def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
         if mode == "forward"
         else table["kind"] == "saved for backward"
     )
-    cached = forward & (table["size"] == table["region"].map(size_of)) & lasting
+    cached = forward & (table["size"] == table["region"].map(resolve_size)) & lasting
     table.loc[cached, "kind"] = "autocast weight cache"
 
 
@@ -297,7 +297,7 @@ def tables(
 
 def kept_files(config: Config, recordings: Sequence[MemoryHistory], folder: Path) -> list[Path]:
     """Write the last recorded mode's snapshot to a folder if the configuration asks for it; return its path."""
-    if not (config.keep_snapshot and recordings and recordings[-1].snapshot):
+    if not (config.save_snapshot and recordings and recordings[-1].snapshot):
         return []
     path = folder / "snapshot.pickle"
     path.write_bytes(portable(recordings[-1].snapshot))

@@ -48,8 +48,8 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
     "none": no_checkpoints,
     "square root": lambda blocks: uniform(blocks, ceil(sqrt(blocks))),
     "every block": lambda blocks: uniform(blocks, 1),
-    "halved": halved,
-    "from the start": from_the_input,
+    "recursive": halved,
+    "from the input": from_the_input,
 }
 
 

@@ -12,13 +12,13 @@ from stepscope.config import (
     PRECISION_NAMES,
     SIZE_RANKS,
     SIZES,
-    WHOLE,
+    TOTAL,
     StepConfig,
     configure,
 )
 from stepscope.model.accounting import GIB, KINDS
 from stepscope.model.fit import BASELINE_FIELDS
-from stepscope.report.schemas import STATUSES, WITHIN, Tables, measured, tidy, word
+from stepscope.report.schemas import STATUSES, WITHIN, Tables, number_column, table_schema, text_column
 from stepscope.report.tables import headed, number
 from stepscope.studies.memory.config import Config
 
@@ -33,7 +33,7 @@ CONFIG = (
     "expandable_segments",
 )
 WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
-OUTCOME = {"status": word(*STATUSES), "reason": word()}
+OUTCOME = {"status": text_column(*STATUSES), "reason": text_column()}
 # What has a history of its own; what the allocator's rounding adds is known at peaks only.
 LIVE = [kind for kind in KINDS if kind != "rounding"]
 
@@ -45,12 +45,12 @@ def column(kind: str) -> str:
 
 COUNT = pa.Column(int, pa.Check.in_range(0, 2**53), coerce=True)
 SCHEMAS = {
-    "peaks": tidy(
+    "peaks": table_schema(
         ("mode", "phase"),
         **WITHIN,
         **OUTCOME,
         **{
-            name: measured()
+            name: number_column()
             for name in (
                 "peak_gib",
                 "requested_gib",
@@ -62,36 +62,36 @@ SCHEMAS = {
                 *map(column, KINDS),
             )
         },
-        peak_in=word("", *PHASES["step"]),
-        region=word(),
-        line=word(),
+        peak_in=text_column("", *PHASES["step"]),
+        region=text_column(),
+        line=text_column(),
     ),
-    "allocations": tidy(
+    "allocations": table_schema(
         ("what", "rank"),
-        what=word(*WHAT),
+        what=text_column(*WHAT),
         rank=COUNT,
-        line=word(),
-        source=word(),
-        region=word(),
-        tensor=word(),
-        mib=measured(nullable=False),
+        line=text_column(),
+        source=text_column(),
+        region=text_column(),
+        tensor=text_column(),
+        mib=number_column(nullable=False),
         count=COUNT,
     ),
-    "timeline": tidy(
+    "timeline": table_schema(
         ("mode", "event"),
-        mode=word(*PHASES),
+        mode=text_column(*PHASES),
         event=COUNT,
-        phase=word(*PHASES["step"]),
-        **{column(kind): measured(nullable=False) for kind in LIVE},
+        phase=text_column(*PHASES["step"]),
+        **{column(kind): number_column(nullable=False) for kind in LIVE},
     ),
-    "checkpoints": tidy(
+    "checkpoints": table_schema(
         ("mode", "blocks", "checkpoint_policy"),
-        mode=word(*PHASES),
+        mode=text_column(*PHASES),
         blocks=COUNT,
-        checkpoint_policy=word(),
+        checkpoint_policy=text_column(),
         **OUTCOME,
         **{
-            name: measured()
+            name: number_column()
             for name in (
                 "blocks_per_checkpoint",
                 "steps",
@@ -108,7 +108,7 @@ SCHEMAS = {
                 "expected_saved_gib",
             )
         },
-        unsteady=word(),
+        inconsistent=text_column(),
     ),
 }
 
@@ -138,7 +138,7 @@ def checkpoint_rows(
         block_runs: how often blocks ran forward in one step, by case; a case without a complete step has none.
         blocks: of the model.
     """
-    rows = times[times["phase"] == WHOLE].copy()
+    rows = times[times["phase"] == TOTAL].copy()
     cases = [*zip(rows["checkpoint_policy"], rows["mode"])]
     rows["state_gib"] = [readings.get(case, {}).get("state_gib") for case in cases]
     rows["block_runs"] = [block_runs.get(case) for case in cases]
@@ -194,7 +194,7 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
     rows, peaks = (
         frame[(frame[[*CONFIG]] == one[[*CONFIG]]).all(axis=1)] for frame in (rows, tables["memory.peaks"])
     )
-    peaks = peaks[peaks["phase"] == WHOLE].set_index("mode", drop=False)
+    peaks = peaks[peaks["phase"] == TOTAL].set_index("mode", drop=False)
     last = peaks.loc[[mode for mode in PHASES if (rows["mode"] == mode).any()][-1]]
     place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
     title = (

@@ -2,8 +2,16 @@
 
 import pandas as pd
 
-from stepscope.config import PRECISION_NAMES, WHOLE
-from stepscope.report.schemas import OPERATIONS, PRECISION, TIMES, Tables, measured, tidy, word
+from stepscope.config import PRECISION_NAMES, TOTAL
+from stepscope.report.schemas import (
+    OPERATIONS,
+    PRECISION,
+    TIMES,
+    Tables,
+    number_column,
+    table_schema,
+    text_column,
+)
 from stepscope.report.tables import number
 from stepscope.stats import MAX_LOST_SHARE, launch_bound
 
@@ -11,16 +19,16 @@ CONFIG = ("size", "context_length", "batch_size", "vocab_size", "attention", "co
 CASE = ("precision", "mode", "phase")
 NUMBER = ("experiment", "case", "quantity", "at")
 SCHEMAS = {
-    "times": tidy(CASE, **PRECISION, **TIMES),
-    "operations": tidy((*CASE, "name"), **PRECISION, **OPERATIONS),
-    "numerics": tidy(
+    "times": table_schema(CASE, **PRECISION, **TIMES),
+    "operations": table_schema((*CASE, "name"), **PRECISION, **OPERATIONS),
+    "numerics": table_schema(
         NUMBER,
-        experiment=word(),
-        case=word(),
-        quantity=word(),
-        at=measured(nullable=False),
-        value=measured(least=-1e6),
-        dtype=word(),
+        experiment=text_column(),
+        case=text_column(),
+        quantity=text_column(),
+        at=number_column(nullable=False),
+        value=number_column(least=-1e6),
+        dtype=text_column(),
     ),
 }
 
@@ -110,7 +118,7 @@ def training(tables: Tables) -> pd.DataFrame:
 
 def reading(times: pd.DataFrame, device: str) -> str:
     """What a run found, in a sentence: bf16's full step by both clocks, and beside fp32's."""
-    steps = times[(times["mode"] == "step") & (times["phase"] == WHOLE)].set_index("precision")
+    steps = times[(times["mode"] == "step") & (times["phase"] == TOTAL)].set_index("precision")
     step = steps.loc["bf16"]
     if step["status"] != "ok":
         return f"In bf16 a full step does not run here: {step['reason']}."

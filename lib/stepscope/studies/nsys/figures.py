@@ -8,8 +8,8 @@ from stepscope.config import PHASE_NAMES
 from stepscope.report import style
 from stepscope.report.tables import number
 from stepscope.stats import launch_bound, union
-from stepscope.studies.nsys.tables import DRAWN_NS, REPLAYED, busy_share, by_family
-from stepscope.traces.families import ATTENTION_SOFTMAX, MATMUL
+from stepscope.studies.nsys.tables import DRAWN_NS, REPLAYED, busy_share, by_category
+from stepscope.traces.kernel_categories import ATTENTION_SOFTMAX, MATMUL
 
 COLORS = {
     MATMUL: style.BLUE,
@@ -30,12 +30,12 @@ def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
 
 
 @style.look()
-def families_of(operations: pd.DataFrame, of: str) -> Figure | None:
+def categories_of(operations: pd.DataFrame, of: str) -> Figure | None:
     """Of one run each phase's GPU time by family, in shares."""
     rows = operations[(operations["mode"] == "step") & operations["phase"].isin(PHASE_NAMES)]
     if rows.empty:
         return None
-    shares = by_family(rows).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
+    shares = by_category(rows).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
     share = shares.get(MATMUL, pd.Series(0.0, shares.index)).sum() / shares.to_numpy().sum()
     drawn, axes = style.figure(f"{of}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
     draw_shares(axes, shares.div(shares.sum(axis=1), axis=0), least=0.09)
@@ -75,7 +75,9 @@ def draw_lanes(title: str, timeline: pd.DataFrame, names: dict[str, str], launch
     axes.broken_barh(launches, (-0.35, 0.7), color=style.MUTED)
     for place, mode in enumerate(names, start=1):
         rows = _ran(timeline[timeline["mode"] == mode])
-        for family, members in rows.groupby(rows["family"].where(rows["family"].isin([*COLORS]), "all else")):
+        for family, members in rows.groupby(
+            rows["kernel_category"].where(rows["kernel_category"].isin([*COLORS]), "all else")
+        ):
             spans = _spans_us(members, "start_ns", "duration_ns")
             axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(family, style.FILL), label=family)
     axes.set(xlim=(0, DRAWN_NS / 1e3), ylim=(len(names) + 0.5, -0.5), xlabel="µs")

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from stepscope.config import WHOLE, StepConfig
+from stepscope.config import TOTAL, StepConfig
 from stepscope.measure.nsys import REPLAY, ProfiledModes, captured_modes, profiler_here
-from stepscope.measure.steady import TRIES, unsteady
+from stepscope.measure.sanity_checks import TRIES, find_inconsistencies
 from stepscope.studies.nsys.tables import REPLAYED
 from stepscope.traces.attribution import OUTSIDE, UNATTRIBUTED, ConservationError
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace
-from stepscope.traces.families import families
+from stepscope.traces.kernel_categories import kernel_categories
 from stepscope.traces.nsys_csv import read_nsys_csv
 from stepscope.traces.nsys_tool import export_capture, make_reports
 from stepscope.traces.torch_trace import load_torch_trace
@@ -50,12 +50,12 @@ REPORTS = (*NSYS_SUMS, "cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_kern_sum")
 # Names for operations outside every region: in backward autograd itself sums the gradients of a tensor that
 # was used twice.
 UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
-OPERATIONS = ["mode", "phase", "region", "family", "name", "count", "total_ns"]
+OPERATIONS = ["mode", "phase", "region", "kernel_category", "name", "count", "total_ns"]
 CLOCKS = [
     "mode",
     "phase",
     "step",
-    "captured",
+    "profiled",
     "wall_ms",
     "enqueue_ms",
     "host_ns",
@@ -64,8 +64,8 @@ CLOCKS = [
     "busy_ns",
     "operations",
 ]
-TIMELINE = ["mode", "family", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
-EVENTS = ["mode", "phase", "region", "family", "name", "start_ns", "duration_ns"]
+TIMELINE = ["mode", "kernel_category", "launch_ns", "launch_duration_ns", "start_ns", "duration_ns"]
+EVENTS = ["mode", "phase", "region", "kernel_category", "name", "start_ns", "duration_ns"]
 WINDOW_NS = 2_000_000
 
 
@@ -162,7 +162,7 @@ class Profile:
         """By mode the readings that can't be true; a CPU's operators don't show any."""
         if self.config.device == "cpu" or not self.has_capture:
             return {}
-        steps = phase_clocks(self.trace[self.trace["step"] >= 0], self.ranges).query("phase == 'whole'")
+        steps = phase_clocks(self.trace[self.trace["step"] >= 0], self.ranges).query("phase == 'total'")
         gpu_ms, impossible = steps.set_index("step")["busy_ns"] / 1e6, {}
         for mode, outcome in self.modes.modes.items():
             mode_steps = [step for step, name in self.mode_of_step.items() if name == mode][1:]
@@ -170,7 +170,7 @@ class Profile:
                 "wall_ms": pd.Series(outcome["plain_ms"]).median(),
                 "gpu_ms": gpu_ms.reindex(mode_steps).median(),
             }
-            if words := unsteady(row, gpu_ms.reindex(mode_steps).dropna().tolist()):
+            if words := find_inconsistencies(row, gpu_ms.reindex(mode_steps).dropna().tolist()):
                 impossible[mode] = words
         return impossible
 
@@ -204,7 +204,7 @@ class Profile:
         """What the record keeps besides the tables."""
         results: dict[str, Any] = {"tool": self.tool, "learning_rate": self.modes.learning_rate}
         if self.impossible:
-            results["unsteady"] = str(self.impossible)
+            results["inconsistent"] = str(self.impossible)
         for mode, outcome in self.modes.modes.items():
             results |= {f"{mode}_status": outcome["status"], f"{mode}_reason": outcome["reason"]}
         if self.has_capture:
@@ -253,9 +253,9 @@ class Profile:
             [
                 {
                     "mode": mode,
-                    "phase": WHOLE,
+                    "phase": TOTAL,
                     "step": number,
-                    "captured": False,
+                    "profiled": False,
                     "wall_ms": wall_ms,
                     "enqueue_ms": enqueue_ms,
                 }
@@ -276,11 +276,11 @@ class Profile:
         place = rows["step"].map(
             {step: self.modes.inside[:step].count(mode) for step, mode in self.mode_of_step.items()}
         )
-        walls_ms = [
-            self.modes.modes[mode]["captured_ms"][number] if phase == WHOLE else np.nan
+        wall_times_ms = [
+            self.modes.modes[mode]["captured_ms"][number] if phase == TOTAL else np.nan
             for mode, number, phase in zip(rows["mode"], place, rows["phase"])
         ]
-        rows = rows.assign(wall_ms=walls_ms, enqueue_ms=np.nan, captured=True, step=place - 1)
+        rows = rows.assign(wall_ms=wall_times_ms, enqueue_ms=np.nan, profiled=True, step=place - 1)
         return pd.concat([rows, plain], ignore_index=True)[CLOCKS]
 
     @cached_property
@@ -345,7 +345,7 @@ def window(lane: pd.DataFrame) -> pd.DataFrame:
     rows = rows.assign(
         start_ns=rows["start_ns"] - begin,
         launch_ns=launch,
-        family=rows["family"].astype(str),
+        kernel_category=rows["kernel_category"].astype(str),
         launch_duration_ns=rows["launch_duration_ns"].astype("int64"),
     )
     ends = rows["start_ns"] + rows["duration_ns"]
@@ -364,7 +364,9 @@ def cut(trace: pd.DataFrame, projected: pd.DataFrame, mode: str, number: int) ->
     spans = spans.sort_values("projected_start_ns", kind="stable")
     step = spans[spans["range"] == "step"].iloc[number]
     rows = trace[trace["start_ns"].between(step["projected_start_ns"], step["end_ns"] - 1)]
-    rows = rows.assign(mode=mode, phase="backward", region="", family=families(rows["name"]).astype(str))
+    rows = rows.assign(
+        mode=mode, phase="backward", region="", kernel_category=kernel_categories(rows["name"]).astype(str)
+    )
     spans = spans[spans["projected_start_ns"].between(step["projected_start_ns"], step["end_ns"])]
     for span in spans.itertuples():
         within = rows["start_ns"].between(span.projected_start_ns, span.end_ns - 1)

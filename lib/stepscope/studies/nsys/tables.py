@@ -4,13 +4,13 @@ import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.config import PHASES
-from stepscope.report.schemas import Tables, measured, tidy, word
+from stepscope.report.schemas import Tables, number_column, table_schema, text_column
 from stepscope.stats import union
-from stepscope.traces.families import FAMILIES, detailed_family, families
+from stepscope.traces.kernel_categories import KERNEL_CATEGORIES, detailed_category, kernel_categories
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
-OPERATION = ("mode", "phase", "region", "family", "name")
-CLOCK = ("mode", "phase", "step", "captured")
+OPERATION = ("mode", "phase", "region", "kernel_category", "name")
+CLOCK = ("mode", "phase", "step", "profiled")
 LANE = ("mode", "launch_ns", "start_ns")
 _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 DRAWN_NS = 1_000_000  # of the timeline
@@ -18,24 +18,24 @@ REPLAYED = "replayed"  # forward as a CUDA graph, a mode of the timeline alone
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
 _ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
 SCHEMAS = {
-    "operations": tidy(
+    "operations": table_schema(
         OPERATION,
         mode=_MODE,
-        phase=word(),
-        region=word(),
-        name=word(),
-        family=pa.Column(str, pa.Check.isin(FAMILIES), coerce=True),
+        phase=text_column(),
+        region=text_column(),
+        name=text_column(),
+        kernel_category=pa.Column(str, pa.Check.isin(KERNEL_CATEGORIES), coerce=True),
         count=pa.Column("int64", pa.Check.ge(1), coerce=True),
         total_ns=_NS,
     ),
-    "clocks": tidy(
+    "times": table_schema(
         CLOCK,
         mode=_MODE,
-        phase=word(),
+        phase=text_column(),
         step=pa.Column("int64", pa.Check.ge(0), coerce=True),
-        captured=pa.Column(bool, coerce=True),
+        profiled=pa.Column(bool, coerce=True),
         **{
-            name: measured()
+            name: number_column()
             for name in (
                 "wall_ms",
                 "enqueue_ms",
@@ -47,10 +47,10 @@ SCHEMAS = {
             )
         },
     ),
-    "timeline": tidy(
+    "timeline": table_schema(
         LANE,
-        mode=word(*PHASES, REPLAYED),
-        family=word(),
+        mode=text_column(*PHASES, REPLAYED),
+        kernel_category=text_column(),
         launch_ns=_ANY_NS,
         launch_duration_ns=_NS,
         start_ns=_ANY_NS,
@@ -62,15 +62,19 @@ SCHEMAS = {
 def tables(frames: Tables) -> Tables:
     """The operations with their families by today's rules, so that one set of rules makes all shares."""
     operations = frames["operations"]
-    return frames | {"operations": operations.assign(family=families(operations["name"]).astype(str))}
+    return frames | {
+        "operations": operations.assign(kernel_category=kernel_categories(operations["name"]).astype(str))
+    }
 
 
-def by_family(operations: pd.DataFrame) -> pd.DataFrame:
+def by_category(operations: pd.DataFrame) -> pd.DataFrame:
     """Time of operations in ms by phase and family, a column each, the largest first; attention's softmax is
-    a family of its own (see ``families.detailed_family``)."""
-    rows = operations.assign(family=detailed_family(operations), time_ms=operations["total_ns"] / 1e6)
+    a family of its own (see ``families.detailed_category``)."""
+    rows = operations.assign(
+        kernel_category=detailed_category(operations), time_ms=operations["total_ns"] / 1e6
+    )
     pivoted = rows.pivot_table(
-        index="phase", columns="family", values="time_ms", aggfunc="sum", sort=False
+        index="phase", columns="kernel_category", values="time_ms", aggfunc="sum", sort=False
     ).fillna(0.0)
     return pivoted[pivoted.sum().sort_values(ascending=False).index]
 
@@ -82,11 +86,11 @@ def busy_share(timeline: pd.DataFrame) -> float:
     return union(begins.to_numpy(), ends.to_numpy()) / DRAWN_NS
 
 
-def three_clocks(clocks: pd.DataFrame) -> pd.DataFrame:
+def step_metrics(clocks: pd.DataFrame) -> pd.DataFrame:
     """By mode and phase in ms, medians: plain_ms (wall time without a profiler; of whole modes) and its
     enqueue_ms, and of captured steps host_ms (between push and pop), projected_ms (first operation to last),
     gpu_ms, and the number of operations."""
-    captured = clocks["captured"].astype(bool)
+    captured = clocks["profiled"].astype(bool)
     names = {"host_ns": "host_ms", "projected_ns": "projected_ms", "busy_ns": "gpu_ms"}
     groups = clocks[captured].groupby(["mode", "phase"], sort=False)
     table = groups[list(names)].median().div(1e6).rename(columns=names)

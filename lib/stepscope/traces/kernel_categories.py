@@ -15,7 +15,7 @@ from stepscope.traces.kernel_names import identifiers, split_name, words
 
 MATMUL = "matrix multiply"
 OTHER = "other"
-FAMILIES = [
+KERNEL_CATEGORIES = [
     "memory",
     "communication",
     "compiler-generated",
@@ -177,7 +177,7 @@ _GENERIC = re.compile(
 
 
 def family(name: str) -> str:
-    """Return the category (one of FAMILIES) of a kernel, copy or fill by its name."""
+    """Return the category (one of KERNEL_CATEGORIES) of a kernel, copy or fill by its name."""
     if (generated := _first_match(words(name), NAMED_BY_WHOLE)) != OTHER:
         return generated
     if name.startswith("triton_tem_"):
@@ -194,16 +194,18 @@ def family(name: str) -> str:
         return _template_family(parts.template, APPLIED, function_family)
     if function_family != OTHER:
         return function_family
-    template_family = _template_family(parts.template, set(FAMILIES), OTHER)
+    template_family = _template_family(parts.template, set(KERNEL_CATEGORIES), OTHER)
     if template_family != OTHER:
         return template_family
     if name.startswith("aten::"):  # CPU operators without a rule are arithmetic, such as div or pow
         return "elementwise"
     library = _library_family(_LIBRARIES, words(f"{parts.scope}::{parts.function}"))
-    return _first_match(words(parts.scope), set(FAMILIES) - NAMED_BY_WHOLE, library)
+    return _first_match(words(parts.scope), set(KERNEL_CATEGORIES) - NAMED_BY_WHOLE, library)
 
 
-def _first_match(text: str, among: Iterable[str] = frozenset(FAMILIES), otherwise: str = OTHER) -> str:
+def _first_match(
+    text: str, among: Iterable[str] = frozenset(KERNEL_CATEGORIES), otherwise: str = OTHER
+) -> str:
     """Return the first of these categories whose rule matches a name's words."""
     fits = (family for family, pattern in _PATTERNS if family in among and pattern.search(text))
     return next(fits, otherwise)
@@ -221,16 +223,16 @@ def _library_family(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
     return next((family for family, pattern in listed if pattern.search(path)), OTHER)
 
 
-def families(names: Iterable[str]) -> pd.Categorical:
+def kernel_categories(names: Iterable[str]) -> pd.Categorical:
     """Return the category of each name; every distinct name is matched once."""
     column = names if isinstance(names, pd.Categorical) else pd.Series(list(names), dtype="str")
     codes, unique = pd.factorize(column)
     return pd.Categorical.from_codes(
-        np.array([FAMILIES.index(family(n)) for n in unique], int)[codes], FAMILIES
+        np.array([KERNEL_CATEGORIES.index(family(n)) for n in unique], int)[codes], KERNEL_CATEGORIES
     )
 
 
-def detailed_family(operations: pd.DataFrame) -> pd.Series:
+def detailed_category(operations: pd.DataFrame) -> pd.Series:
     """Return the category of each operation, with the softmax of attention and of the loss kept apart.
 
     Args:
@@ -240,7 +242,7 @@ def detailed_family(operations: pd.DataFrame) -> pd.Series:
         ATTENTION_SOFTMAX for everything in the region attention.softmax, LOSS_SOFTMAX for softmax in the region
         cross_entropy, and the category otherwise.
     """
-    family, region = operations["family"].astype(str), operations["region"].astype(str)
+    family, region = operations["kernel_category"].astype(str), operations["region"].astype(str)
     family = family.mask((family == "softmax") & (region == "cross_entropy"), LOSS_SOFTMAX)
     return family.mask(region == "attention.softmax", ATTENTION_SOFTMAX)
 

@@ -66,22 +66,22 @@ class out_of_memory:
             said = error_text(error)
             self.status[self.case] = "oom", f"while {self.doing}: {said}" if self.doing else said
         elif self.or_unsupported and isinstance(error, Exception) and "CUDA error" not in str(error):
-            self.status[self.case] = "unsupported", refusal(error, self.warned or ())
+            self.status[self.case] = "unsupported", unsupported_reason(error, self.warned or ())
         else:
             return False
-        forget(error)
+        clear_frames(error)
         release("cuda" if torch.cuda.is_initialized() else "cpu", after_error=True)
         return True
 
 
-def forget(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Let go of what the functions that an error has left held, and those of its causes."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def refusal(error: Exception, warned: Sequence[warnings.WarningMessage]) -> str:
+def unsupported_reason(error: Exception, warned: Sequence[warnings.WarningMessage]) -> str:
     """Why something does not run, in torch's own words.
 
     Where no kernel of a backend fits, the error says that none does, and warnings say why, one for each
@@ -98,7 +98,7 @@ def refusal(error: Exception, warned: Sequence[warnings.WarningMessage]) -> str:
 
 
 def asked_and_allocated(words: str) -> dict[str, Any]:
-    """What was asked for (``asked_gib``) and what this process had allocated by then (``allocated_gib``), in
+    """What was asked for (``requested_gib``) and what this process had allocated by then (``allocated_gib``), in
     GiB, from the words of torch's error; nan, and no ``reason``, where they do not say."""
 
     def gib(pattern: str) -> float:
@@ -107,4 +107,4 @@ def asked_and_allocated(words: str) -> dict[str, Any]:
 
     asked, allocated = gib(r"allocate ([\d.]+) ([GM]iB)"), gib(r"([\d.]+) ([GM]iB) is allocated by PyTorch")
     reason = {"reason": f"asked for {asked:.4g} GiB with {allocated:.4g} GiB allocated"}
-    return {"asked_gib": asked, "allocated_gib": allocated} | (reason if asked == asked else {})
+    return {"requested_gib": asked, "allocated_gib": allocated} | (reason if asked == asked else {})

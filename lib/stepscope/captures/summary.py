@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import COMMUNICATION, Device, busy_ns, devices
 from stepscope.captures.advice import (
     MAX_NAME_CHARS,
     MIN_ADVICE_SHARE,
@@ -15,13 +14,13 @@ from stepscope.captures.advice import (
     rank_advice,
 )
 from stepscope.captures.capture import WHOLE_GRAPH, Capture, load_capture_or_sums
-from stepscope.captures.causes import HOST_CAUSES, explain_gaps, sum_by_cause
 from stepscope.captures.communication import (
     Exposed,
     collective,
     communicates_on_compute_stream,
     exposed_communication,
 )
+from stepscope.captures.idle_time import HOST_CAUSES, explain_gaps, sum_by_cause
 from stepscope.captures.kernel_summary import (
     categories_line,
     generated_line,
@@ -32,10 +31,11 @@ from stepscope.captures.kernel_summary import (
     summarize_kernel_sums,
 )
 from stepscope.captures.lines import Line, clean, count_text, counted, listed, short
+from stepscope.captures.step_breakdown import COMMUNICATION, Device, busy_ns, devices
 from stepscope.report.tables import digits, number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import OUTSIDE, TraceError
-from stepscope.traces.families import MATMUL
+from stepscope.traces.kernel_categories import MATMUL
 
 MIN_OPS_TO_JUDGE = 5  # with fewer operations, the bound is unknown
 MIN_SHARE_SHOWN = 0.0005  # of the step: smaller parts are omitted
@@ -402,14 +402,14 @@ def _not_available_line(gpu: Device) -> Line:
     rows, missing, capture = gpu.operations, [], gpu.capture
     if capture.rank and capture.rank[1] > 1:
         missing.append("other ranks")
-    if (rows["family"] == MATMUL).any() and gpu.matmuls.empty:
+    if (rows["kernel_category"] == MATMUL).any() and gpu.matmuls.empty:
         why = (
             "too few have recorded shapes"
             if capture.shapes
             else "torch.profiler records shapes with record_shapes=True"
         )
         missing.append(f"matmul rates ({why})")
-    if (rows["family"] == WHOLE_GRAPH).any():
+    if (rows["kernel_category"] == WHOLE_GRAPH).any():
         missing.append("operations within CUDA graphs (nsys profile --cuda-graph-trace=node records them)")
     if 0 < (unknown := int(rows["launch_start_ns"].isna().sum())) < len(rows):
         missing.append(f"the launches of {counted(unknown, 'operation')}")

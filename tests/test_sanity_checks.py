@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 
 from stepscope import measure
-from stepscope.config import PHASES, WHOLE
-from stepscope.measure import clocks, steady
-from stepscope.measure.clocks import enough
+from stepscope.config import PHASES, TOTAL
+from stepscope.measure import sanity_checks, timing
+from stepscope.measure.timing import has_enough_samples
 from stepscope.report import load
-from stepscope.runs.notebook import unsteady_rows
+from stepscope.runs.notebook import inconsistent_rows
 from stepscope.stats import launch_bound
 
 FULL_MHZ = 1980.0
@@ -19,12 +19,12 @@ FULL_MHZ = 1980.0
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch):
-    monkeypatch.setattr(steady, "highest_clock_mhz", lambda: FULL_MHZ)
-    monkeypatch.setattr(steady, "power_limit_w", lambda: 700.0)
+    monkeypatch.setattr(sanity_checks, "highest_clock_mhz", lambda: FULL_MHZ)
+    monkeypatch.setattr(sanity_checks, "power_limit_w", lambda: 700.0)
 
 
 def found(captured_ms=(), **row):
-    return measure.unsteady(
+    return measure.find_inconsistencies(
         {"wall_ms": 100.0, "gpu_ms": 99.0, "operations": 1000.0, "sm_clock_mhz": FULL_MHZ} | row, captured_ms
     )
 
@@ -57,15 +57,18 @@ def test_what_cannot_be_is_told_with_its_numbers(steady_one, odd_one, words):
 
 
 def test_what_is_not_known_is_nothing_odd():
-    assert measure.unsteady({}) == "" and found(gpu_ms=np.nan, replayed_ms=np.nan, power_w=np.nan) == ""
+    assert (
+        measure.find_inconsistencies({}) == ""
+        and found(gpu_ms=np.nan, replayed_ms=np.nan, power_w=np.nan) == ""
+    )
     assert found(gpu_ms=0.12, wall_ms=0.1) == ""  # within what a clock's ticks can make
     assert found([0.01, 0.02], gpu_ms=0.01, wall_ms=0.1) == ""
-    assert not steady.unlike_inside(times(forward_backward_loss=0.01, step_loss=0.05))
+    assert not sanity_checks.phases_that_disagree(times(forward_backward_loss=0.01, step_loss=0.05))
 
 
 def test_all_that_is_odd_is_said_and_watts_are_held_against_this_gpus_cap(monkeypatch):
     assert found(gpu_ms=150.0, replayed_ms=200.0).count(";") == 1
-    monkeypatch.setattr(steady, "power_limit_w", lambda: 400.0)
+    monkeypatch.setattr(sanity_checks, "power_limit_w", lambda: 400.0)
     assert found(power_w=407.0) == "" and found(power_w=409.0) == "409 W, and the cap is 400"
 
 
@@ -84,7 +87,7 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
                 "number": number,
                 "phase": phase,
                 "name": "gemm",
-                "family": "other",
+                "kernel_category": "other",
                 "start_ns": at * 10**8,
                 "end_ns": at * 10**8 + lasting.get((*case, number), 10) * 10**6,
             }
@@ -95,8 +98,8 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
     )
     samples = {
         case: pd.DataFrame(
-            [(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], WHOLE]],
-            columns=clocks.SAMPLE_COLUMNS,
+            [(0, False, phase, 100.0, 1.0) for phase in [*PHASES[case[1]], TOTAL]],
+            columns=timing.SAMPLE_COLUMNS,
         )
         for case in cases
     }
@@ -109,7 +112,7 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
     found = measure.step_times(
         cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda"
     )
-    said = found.groupby(["precision", "mode"])["unsteady"].unique().map(list)
+    said = found.groupby(["precision", "mode"])["inconsistent"].unique().map(list)
     assert said.map(len).eq(1).all() and {case: words[0] for case, words in said.items() if words[0]} == {
         ("bf16", "forward"): "forward 20 ms in forward, 10 in step",
         ("fp32", "forward"): "replayed in 90 ms, of which its operations take 10",
@@ -129,18 +132,18 @@ def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
         "too few for halves"
     )
     assert (
-        measure.at_cap({"sm_clock_mhz": 1900.0})
-        and not measure.at_cap({"sm_clock_mhz": 1950.0})
-        and not measure.at_cap({})
+        measure.is_power_limited({"sm_clock_mhz": 1900.0})
+        and not measure.is_power_limited({"sm_clock_mhz": 1950.0})
+        and not measure.is_power_limited({})
     )
-    assert not measure.at_cap({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
+    assert not measure.is_power_limited({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0})
 
 
 def times(**gpu_ms):
     rows = [
         (mode, phase, gpu_ms.get(f"{mode}_{phase}", 10.0))
         for mode in PHASES
-        for phase in [*PHASES[mode], WHOLE]
+        for phase in [*PHASES[mode], TOTAL]
     ]
     return pd.DataFrame(rows, columns=["mode", "phase", "gpu_ms"])
 
@@ -159,15 +162,15 @@ def times(**gpu_ms):
 )
 def test_a_mode_is_what_it_is_within_the_step(odd, modes):
     table = times(**odd)
-    said = steady.unlike_inside(table)
+    said = sanity_checks.phases_that_disagree(table)
     assert {table.loc[index, "mode"] for index in said} == {*modes}
-    assert all(table.loc[index, "phase"] == WHOLE for index in said)
+    assert all(table.loc[index, "phase"] == TOTAL for index in said)
 
 
-def rows(walls_ms, enqueue_ms=0.0, warmups=1):
+def rows(wall_times_ms, enqueue_ms=0.0, warmups=1):
     return [
-        (step, step < warmups, WHOLE, wall_ms, enqueue_ms)
-        for step, wall_ms in enumerate([5.0] * warmups + [*walls_ms])
+        (step, step < warmups, TOTAL, wall_ms, enqueue_ms)
+        for step, wall_ms in enumerate([5.0] * warmups + [*wall_times_ms])
     ]
 
 
@@ -185,11 +188,13 @@ def rows(walls_ms, enqueue_ms=0.0, warmups=1):
 )
 def test_steps_are_enough_where_their_median_or_the_fastest_repeats(wall_ms, enqueue_ms, steps):
     """Thirty, or two seconds; a hundred, or three seconds, where the host sets the pace; of long ones what was asked for."""
-    assert not enough(rows([wall_ms] * (steps - 1), enqueue_ms), 7, "cuda") and enough(
-        rows([wall_ms] * steps, enqueue_ms), 7, "cuda"
+    assert not has_enough_samples(
+        rows([wall_ms] * (steps - 1), enqueue_ms), 7, "cuda"
+    ) and has_enough_samples(rows([wall_ms] * steps, enqueue_ms), 7, "cuda")
+    assert not has_enough_samples(rows([wall_ms] * 6), 7, "cpu") and has_enough_samples(
+        rows([wall_ms] * 7), 7, "cpu"
     )
-    assert not enough(rows([wall_ms] * 6), 7, "cpu") and enough(rows([wall_ms] * 7), 7, "cpu")
-    assert not enough(rows([wall_ms] * steps, enqueue_ms), 120, "cuda")
+    assert not has_enough_samples(rows([wall_ms] * steps, enqueue_ms), 120, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -212,12 +217,12 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
         {
             "mode": ["step", "forward"],
             "precision": "bf16",
-            "phase": WHOLE,
+            "phase": TOTAL,
             "wall_ms": [9.0, 3.0],
-            "unsteady": ["4 ms of GPU time in 3 ms of wall time", ""],
+            "inconsistent": ["4 ms of GPU time in 3 ms of wall time", ""],
         }
     )
-    assert unsteady_rows({"times": table, "other": table[["mode"]]}) == (
+    assert inconsistent_rows({"times": table, "other": table[["mode"]]}) == (
         "bf16 step whole: 4 ms of GPU time in 3 ms of wall time"
     )
     kept = load.steady({"benchmark.times": table, "runs": table[["mode"]]})
@@ -231,20 +236,20 @@ def test_an_unsteady_case_takes_its_own_single_steps_along_and_no_others():
         "run_id": "b",
         "mode": "forward",
         "precision": "fp32",
-        "optimization": "blocks",
+        "optimization": "compiled_blocks",
         "batch_size": 4,
     }
     samples = pd.DataFrame([odd, *(odd | {name: other} for name, other in others.items())]).assign(
         wall_ms=1.0
     )
-    times = samples.assign(unsteady=["odd", *[""] * len(others)])
+    times = samples.assign(inconsistent=["odd", *[""] * len(others)])
     tables = {
         "benchmark.samples": samples,
         "benchmark.times": times,
         "benchmark.operations": samples.rename(columns={"wall_ms": "gpu_ms"}),
         "benchmark.memory": samples.drop(columns="wall_ms"),
         "benchmark.results": samples[["run_id", "wall_ms"]].assign(
-            unsteady=["step: odd", *[np.nan] * len(others)]
+            inconsistent=["step: odd", *[np.nan] * len(others)]
         ),
         "benchmark_more.samples": samples,
     }

@@ -18,7 +18,7 @@ from stepscope.captures.capture import Capture
 from stepscope.data_sheets import data_sheet
 from stepscope.stats import union
 from stepscope.traces.attribution import LATEST, OUTSIDE, matching
-from stepscope.traces.families import MATMUL
+from stepscope.traces.kernel_categories import MATMUL
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
 HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # only for names of copies
@@ -50,7 +50,7 @@ class Device:
     def stream(self) -> int:
         """The main compute stream: the one with the most kernel time, communication aside."""
         rows = self.all_operations
-        rows = rows[(rows["kind"] == "kernel") & (rows["family"] != COMMUNICATION)]
+        rows = rows[(rows["kind"] == "kernel") & (rows["kernel_category"] != COMMUNICATION)]
         rows = rows if len(rows) else self.all_operations
         return int(rows.groupby("stream")["duration_ns"].sum().idxmax())
 
@@ -138,7 +138,9 @@ class Device:
     def _classify(self, rows: pd.DataFrame) -> pd.DataFrame:
         is_host_copy = (rows["kind"] == "memcpy") & matching(rows["name"], HOST_COPY.search)
         part = np.where(
-            rows["family"] == COMMUNICATION, COMMUNICATION, np.where(is_host_copy, "copies", "compute")
+            rows["kernel_category"] == COMMUNICATION,
+            COMMUNICATION,
+            np.where(is_host_copy, "copies", "compute"),
         )
         return rows.assign(end_ns=rows["start_ns"] + rows["duration_ns"], part=part)
 
@@ -342,7 +344,7 @@ class Device:
         rates = pd.DataFrame(
             {"ms": self.ms_per_step(sums["duration_ns"]), "tflops": sums["flops"] / sums["duration_ns"] / 1e3}
         )
-        total = self.total_ms_by(self.operations, "family").get(MATMUL, 0)
+        total = self.total_ms_by(self.operations, "kernel_category").get(MATMUL, 0)
         is_enough = rates["ms"].sum() >= MIN_SHARE_RATED * total
         return rates.sort_values("ms", ascending=False)[: None if is_enough else 0]
 
@@ -350,7 +352,7 @@ class Device:
     def generated(self) -> pd.DataFrame:
         """The bytes and ns of compiler-generated kernels with known argument sizes, by name."""
         rows = self.operations
-        rows = rows[(rows["family"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
+        rows = rows[(rows["kernel_category"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
         return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
 
     @cached_property

@@ -16,15 +16,15 @@ from nbclient import NotebookClient
 from cells import run_cells
 from stepscope import PROJECT
 from stepscope.captures import EXAMPLE
-from stepscope.captures.account import devices
 from stepscope.captures.advice import rank_advice, unfused_attention
 from stepscope.captures.capture import load_capture
-from stepscope.captures.causes import explain_gaps, sum_by_cause
+from stepscope.captures.idle_time import explain_gaps, sum_by_cause
 from stepscope.captures.lines import FORMATS, rendered
-from stepscope.captures.verdict import profile
+from stepscope.captures.step_breakdown import devices
+from stepscope.captures.summary import profile
 from stepscope.data_sheets import data_sheet
 from stepscope.traces.attribution import TraceError
-from stepscope.traces.families import families
+from stepscope.traces.kernel_categories import kernel_categories
 from tests.test_capture import ADD, GEMM, SAMPLE, event, launched, line, to_do, written
 
 DATA = Path(__file__).parent / "data"
@@ -272,7 +272,7 @@ def test_inner_ranges_are_offered_and_a_librarys_are_not(tmp_path):
     ],
 )
 def test_experts_exchange_is_communication_in_any_namespace(name):
-    assert families([name])[0] == "communication"
+    assert kernel_categories([name])[0] == "communication"
 
 
 def test_why_communication_is_not_hidden_is_said():
@@ -285,11 +285,11 @@ def test_why_communication_is_not_hidden_is_said():
 
 def test_what_runs_beside_something_else_would_leave_no_time():
     one = next(devices(load_capture(PREFETCH)))
-    loose = one.running_ops["family"] == "elementwise"
+    loose = one.running_ops["kernel_category"] == "elementwise"
     assert one.time_saved_without(loose) < one.ms_per_step(
         (one.running_ops["end_ns"] - one.running_ops["start_ns"])[loose].sum()
     )
-    assert one.time_saved_without(one.running_ops["family"] != "") == pytest.approx(
+    assert one.time_saved_without(one.running_ops["kernel_category"] != "") == pytest.approx(
         one.median["wall"] - one.median["idle"]
     )
     assert one.ms_per_step(one.gaps["ms"].sum() * 1e6) == pytest.approx(one.median["idle"])
@@ -316,7 +316,9 @@ def test_attention_that_is_not_fused_and_products_that_are_not_aligned_are_named
 def test_attentions_softmax_stands_between_products_and_the_losses_does_not(between, found):
     known = {"scale": ADD, "cast": "direct_copy_kernel_cuda"}
     names = [GEMM, *(known.get(name, name) for name in between), GEMM]
-    rows = pd.DataFrame({"name": pd.Categorical(names), "family": families(names), "stream": 7})
+    rows = pd.DataFrame(
+        {"name": pd.Categorical(names), "kernel_category": kernel_categories(names), "stream": 7}
+    )
     assert unfused_attention(rows).sum() == found
 
 
@@ -476,7 +478,7 @@ def test_nsyss_sums_of_kernels_are_told_as_far_as_they_go(tmp_path):
     assert found[0].values == {"kernels": 39, "launches": 1330, "kernel_ms": pytest.approx(18.266582)}
     assert found[1].values["matmul_ms"] == pytest.approx(
         load_capture(SAMPLE)
-        .operations.groupby("family", observed=True)["duration_ns"]
+        .operations.groupby("kernel_category", observed=True)["duration_ns"]
         .sum()["matrix multiply"]
         / 1e6
     )
@@ -779,7 +781,13 @@ def test_products_are_worth_what_their_flops_leave_on_each_gpus_rate(tmp_path):
 def test_softmax_is_attentions_only_among_its_own_streams_products():
     def count(names, streams):
         return unfused_attention(
-            pd.DataFrame({"name": pd.Categorical(names), "family": families(names), "stream": streams})
+            pd.DataFrame(
+                {
+                    "name": pd.Categorical(names),
+                    "kernel_category": kernel_categories(names),
+                    "stream": streams,
+                }
+            )
         ).sum()
 
     names = [GEMM, ADD, "softmax_warp_forward", GEMM]

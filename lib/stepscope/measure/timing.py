@@ -15,7 +15,7 @@ from typing import Any, Self
 import pandas as pd
 import torch
 
-from stepscope.config import WHOLE
+from stepscope.config import TOTAL
 from stepscope.model.training_step import out_of_memory_names
 
 # How many timed steps tell their time, on a GPU: medians of 30 steps, or of two seconds of them, repeat
@@ -23,7 +23,7 @@ from stepscope.model.training_step import out_of_memory_names
 # repeats there, as far as anything does, is the fastest of a hundred, or of three seconds of them. A full
 # launch queue makes long steps of a busy GPU look so, too. Of steps over a second as many as were asked for
 # are enough.
-STEPS, STEPS_S, FEWEST, LONG_MS = 30, 2.0, 10, 1000.0
+STEPS, STEPS_S, MIN_STEPS, LONG_MS = 30, 2.0, 10, 1000.0
 HOST_STEPS, HOST_STEPS_S, ENQUEUES = 100, 3.0, 0.8
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
@@ -94,7 +94,7 @@ class Phases:
 
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
     """One step between two waits for the device: (phase, ms, enqueue ms) of each of its phases and, by the
-    host's wall time, of :data:`WHOLE`."""
+    host's wall time, of :data:`TOTAL`."""
     synchronize = synchronizer(phases.device)
     synchronize()  # the device has nothing left to do
     phases.start()
@@ -103,16 +103,16 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
     synchronize()  # here it is waited for
     wall_ms = (default_timer() - started) * 1e3
     parts = phases.ms()
-    return [*parts, (WHOLE, wall_ms, sum(enqueue_ms for *_, enqueue_ms in parts))]
+    return [*parts, (TOTAL, wall_ms, sum(enqueue_ms for *_, enqueue_ms in parts))]
 
 
-def host_sets_pace(enqueue_ms: float, wall_ms: float) -> bool:
+def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
     """Whether it looks so before GPU time is known (:func:`stepscope.stats.launch_bound` says so after): the
     host is still enqueuing when most of the step is over."""
     return enqueue_ms >= ENQUEUES * wall_ms
 
 
-def enough(rows: Sequence[tuple], least: int, device: str) -> bool:
+def has_enough_samples(rows: Sequence[tuple], least: int, device: str) -> bool:
     """Whether so many timed steps tell their time: at least so many, and on a GPU as many as the constants
     above say.
 
@@ -122,14 +122,14 @@ def enough(rows: Sequence[tuple], least: int, device: str) -> bool:
     steps = [
         (wall_ms, enqueue_ms)
         for _, warmup, phase, wall_ms, enqueue_ms in rows
-        if phase == WHOLE and not warmup
+        if phase == TOTAL and not warmup
     ]
-    walls_ms, enqueued_ms = (sum(times) for times in zip(*steps)) if steps else (0, 0)
-    if device == "cpu" or len(steps) < least or walls_ms > LONG_MS * len(steps):
+    wall_times_ms, enqueued_ms = (sum(times) for times in zip(*steps)) if steps else (0, 0)
+    if device == "cpu" or len(steps) < least or wall_times_ms > LONG_MS * len(steps):
         return len(steps) >= least
-    by_host = host_sets_pace(enqueued_ms, walls_ms)
+    by_host = looks_launch_bound(enqueued_ms, wall_times_ms)
     wanted, seconds = (HOST_STEPS, HOST_STEPS_S) if by_host else (STEPS, STEPS_S)
-    return len(steps) >= wanted or (len(steps) >= FEWEST and walls_ms >= seconds * 1e3)
+    return len(steps) >= wanted or (len(steps) >= MIN_STEPS and wall_times_ms >= seconds * 1e3)
 
 
 def time_steps(
@@ -160,7 +160,7 @@ def time_steps(
         if (
             index >= warmups + steps
             and lasted_ms >= at_least_s * 1e3
-            and (not until_enough or enough(rows, steps, device))
+            and (not until_enough or has_enough_samples(rows, steps, device))
         ):
             break
         with out_of_memory_names(f"running step {index}"):
@@ -172,9 +172,9 @@ def time_steps(
     return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
 
 
-def walls_ms(samples: pd.DataFrame) -> pd.Series:
+def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
     """The wall times of whole steps among :func:`time_steps`' rows, without warm-ups."""
-    return samples.loc[(samples["phase"] == WHOLE) & ~samples["warmup"].astype(bool), "wall_ms"]
+    return samples.loc[(samples["phase"] == TOTAL) & ~samples["warmup"].astype(bool), "wall_ms"]
 
 
 def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float]:
@@ -190,7 +190,7 @@ def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float
     return [ms for _, ms, _ in phases.ms()]
 
 
-def keep_up(
+def run_for(
     step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = nothing
 ) -> int:
     """Run the step again and again, each waited for, until ``seconds`` have passed; how many there were."""

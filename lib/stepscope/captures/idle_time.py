@@ -16,8 +16,8 @@ import re
 import numpy as np
 import pandas as pd
 
-from stepscope.captures.account import Device
 from stepscope.captures.range_names import phase_of
+from stepscope.captures.step_breakdown import Device
 from stepscope.traces.attribution import LATEST, enclosing
 
 SYNCHRONIZES = re.compile(

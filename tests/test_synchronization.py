@@ -13,11 +13,11 @@ from cells import run_cells
 from memory_recording import stand_in
 from stepscope import measure
 from stepscope.config import StepConfig, configure
-from stepscope.measure import clocks, compiler, memory_history, profiled_process, protocol, rates
+from stepscope.measure import compiler, memory_history, profiled_process, protocol, rates, timing
 from stepscope.model.training_step import build_step
 from stepscope.studies.attention import protocol as attention_protocol
 from stepscope.studies.ladder import loop
-from stepscope.traces.captured import CAPTURED
+from stepscope.traces.profiled_steps import PROFILED
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
 
@@ -84,7 +84,7 @@ STEP_MS = (2 * LAUNCH_S + 3.0) * 1e3
 
 @pytest.fixture
 def gpu(monkeypatch):
-    return Gpu(monkeypatch, clocks)
+    return Gpu(monkeypatch, timing)
 
 
 def test_a_profiled_processs_plain_step_is_all_of_its_work_and_nothing_before(gpu, events):
@@ -130,32 +130,32 @@ def attention(gpu):
 
 def attention_on(gpu, **fields):
     """The attention study's protocol with one case that runs on that GPU."""
-    tiny = {"d_model": 8, "sequences": [8], "implementations": ["math"], "least_passes": 1}
+    tiny = {"d_model": 8, "context_lengths": [8], "implementations": ["math"], "min_passes": 1}
     config = configure("attention", device="cpu", **tiny | fields).model_copy(update={"device": "cuda"})
     cases = [("math", 8)]
     return attention_protocol.Protocol(cases, lambda name, inputs: attention(gpu), None, config, math.nan)
 
 
 def test_forwards_and_backwards_wall_times_are_each_ones_own(gpu):
-    measurement = attention_on(gpu, warmup_steps=1, timed_steps=3, cell_seconds=100.0)
+    measurement = attention_on(gpu, warmup_steps=1, timed_steps=3, max_seconds_per_case=100.0)
     times = measurement.time_passes(attention(gpu), Inputs(gpu))
     assert times["forward"].tolist() == [(LAUNCH_S + 1) * 1e3] * 3
     assert times["backward"].tolist() == [(LAUNCH_S + 2) * 1e3] * 3
 
 
 @pytest.mark.parametrize(
-    "cell_seconds, timed_steps, warmups, passes",
+    "max_seconds_per_case, timed_steps, warmups, passes",
     [(70.0, 1000, 3, 20), (40.0, 1000, 3, 11), (14.0, 1000, 1, 4), (7.0, 1000, 1, 3), (70.0, 5, 3, 5)],
 )
 @pytest.mark.parametrize("is_long", [False, True])
 def test_passes_fit_the_time_limit_by_the_last_warm_up(
-    gpu, monkeypatch, cell_seconds, timed_steps, warmups, passes, is_long
+    gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
     """A pass takes 3.5 s, and warm-up ends after a quarter of the time. The clock settles before long passes."""
     monkeypatch.setattr(attention_protocol, "LONG_MS", 3499.0 if is_long else 3500.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(
-        gpu, warmup_steps=3, timed_steps=timed_steps, least_passes=3, cell_seconds=cell_seconds
+        gpu, warmup_steps=3, timed_steps=timed_steps, min_passes=3, max_seconds_per_case=max_seconds_per_case
     )
     times = measurement.time_passes(lambda *qkv: calls.append(qkv) or call(*qkv), Inputs(gpu))
     assert len(times) == passes and len(calls) == warmups + is_long + passes
@@ -163,11 +163,11 @@ def test_passes_fit_the_time_limit_by_the_last_warm_up(
 
 @pytest.mark.parametrize("is_long", [False, True])
 def test_profiled_passes_are_alone_and_their_ranges_hold_all_that_they_launched(gpu, monkeypatch, is_long):
-    measurement = attention_on(gpu, captured_passes=2)
+    measurement = attention_on(gpu, profiled_passes=2)
     wall_ms = 2 * attention_protocol.LONG_MS if is_long else attention_protocol.LONG_MS / 4
     measurement.walls["math", 8] = pd.DataFrame({"forward": [wall_ms / 2], "backward": [wall_ms / 2]})
     settled = []
-    monkeypatch.setattr(measure, "keep_up", lambda *given: settled.append(len(gpu.log)))
+    monkeypatch.setattr(measure, "run_for", lambda *given: settled.append(len(gpu.log)))
     measurement.profile_case(("math", 8), Inputs(gpu), captured_on(gpu))
     assert len(gpu.log) == 8 and {left for _, _, left in gpu.log} == {0.0}
     assert settled == [0] * is_long  # before the first profiled pass
@@ -205,13 +205,13 @@ def test_a_modes_peak_of_memory_excludes_another_modes_moments(gpu, monkeypatch)
 
     def timed(*given):
         log.append("timed")
-        return pd.DataFrame(columns=clocks.SAMPLE_COLUMNS)
+        return pd.DataFrame(columns=timing.SAMPLE_COLUMNS)
 
-    def forget_peaks(device):
+    def reset_peak_memory(device):
         log.append("moments exist" if measurement.subject.optimizer.state else "forgotten")
 
     measurement.clock = timed
-    monkeypatch.setattr(protocol, "forget_peaks", forget_peaks)
+    monkeypatch.setattr(protocol, "reset_peak_memory", reset_peak_memory)
     monkeypatch.setattr(protocol, "peak_memory", lambda device: log.append("read") or {})
     measurement.time_case("forward_backward", 1)
     assert log == ["forgotten", "timed", "read"]
@@ -241,7 +241,7 @@ def events(gpu, monkeypatch):
 
 def ladder_case():
     """A case of the ladder that has a row, and nothing that builds it."""
-    return loop.Case("blocks", 2, build=None)
+    return loop.Case("compiled_blocks", 2, build=None)
 
 
 def test_the_ladders_compile_time_holds_the_first_steps_work(gpu, monkeypatch):
@@ -275,7 +275,7 @@ def captured_on(gpu, **also):
 
 
 def test_each_step_that_counts_launches_is_alone(gpu, events, monkeypatch):
-    captured = captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED))
+    captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED))
     monkeypatch.setattr(rates, "build_step", lambda config: Step(gpu))
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     rates.launch_rate("cuda")
@@ -303,12 +303,12 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
 
 
 def test_the_ladders_profiled_steps_are_over_when_the_capture_is(gpu, monkeypatch):
-    captured = captured_on(gpu, operations=pd.DataFrame(columns=CAPTURED), reason="lost")
+    captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED), reason="lost")
     monkeypatch.setattr(measure, "capture", lambda device: nullcontext(captured))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
     with pytest.raises(RuntimeError, match="lost"):
         loop.Ladder.profile_steps(ladder, ladder_case(), SimpleNamespace(step=lambda: gpu.work(1.0)))
-    assert ("whole", "begins", 0.0) in gpu.log and gpu.left == 0.0
+    assert ("total", "begins", 0.0) in gpu.log and gpu.left == 0.0
 
 
 def test_an_error_that_has_lost_the_device_ends_the_ladders_run(gpu, monkeypatch):

@@ -17,20 +17,20 @@ import torch
 import cells
 from conftest import TINY
 from stepscope import stats
-from stepscope.config import PHASES, WHOLE, StepConfig
-from stepscope.measure import clocks, compiler, graph, power, rates
-from stepscope.measure.clocks import SAMPLE_COLUMNS, Phases, time_step, time_steps
+from stepscope.config import PHASES, TOTAL, StepConfig
+from stepscope.measure import compiler, graph, power, rates, timing
 from stepscope.measure.graph import replay
 from stepscope.measure.power import PowerMonitor, Reading, power_w
+from stepscope.measure.timing import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.model.training_step import build_step
-from stepscope.traces.captured import (
-    CAPTURED,
+from stepscope.traces.profiled_steps import (
+    PROFILED,
     CaptureError,
     by_name,
-    captured_operations,
+    fastest_step,
     gpu_time,
-    middle_step,
-    quickest_step,
+    median_step,
+    profiled_operations,
 )
 
 
@@ -47,7 +47,7 @@ class FakeGpu:
         self.host_ms, self.done_ms, self.waits = 0.0, 0.0, 0
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
-        monkeypatch.setattr(clocks, "default_timer", lambda: self.host_ms / 1e3)
+        monkeypatch.setattr(timing, "default_timer", lambda: self.host_ms / 1e3)
 
     def launch(self, work_ms):
         self.host_ms += 1
@@ -92,7 +92,7 @@ def test_wall_time_is_what_the_device_took_and_not_what_launching_took(gpu):
         "loss": (20, 1),
         "backward": (300, 1),
         "optimizer": (40, 1),
-        WHOLE: (371, 4),
+        TOTAL: (371, 4),
     }
     assert gpu.waits == 2  # before and after: no phase waited
 
@@ -100,22 +100,22 @@ def test_wall_time_is_what_the_device_took_and_not_what_launching_took(gpu):
 def test_what_ran_before_is_in_no_step(gpu):
     clock = Phases("cuda", expected=1)
     gpu.launch(5000)
-    assert phased(gpu, clock, forward=10)[WHOLE] == (11, 1)
+    assert phased(gpu, clock, forward=10)[TOTAL] == (11, 1)
     gpu.launch(5000)
-    assert phased(gpu, clock, forward=2, loss=3) == {"forward": (3, 1), "loss": (3, 1), WHOLE: (6, 2)}
+    assert phased(gpu, clock, forward=2, loss=3) == {"forward": (3, 1), "loss": (3, 1), TOTAL: (6, 2)}
 
 
 def test_keeping_up_waits_for_each_step(gpu):
-    assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0.25) == 3 and gpu.host_ms == 300
+    assert timing.run_for(lambda: gpu.launch(99), "cuda", 0.25) == 3 and gpu.host_ms == 300
     cleared = []
-    assert clocks.keep_up(lambda: gpu.launch(99), "cuda", 0, lambda: cleared.append(1)) == 1 == len(cleared)
+    assert timing.run_for(lambda: gpu.launch(99), "cuda", 0, lambda: cleared.append(1)) == 1 == len(cleared)
 
 
 def test_phases_that_wait_are_each_measured_by_the_host(gpu):
     assert phased(gpu, Phases("cuda", wait=True), forward=10, backward=20) == {
         "forward": (11, 11),
         "backward": (21, 21),
-        WHOLE: (32, 32),
+        TOTAL: (32, 32),
     }
     assert gpu.waits == 4
 
@@ -131,7 +131,7 @@ def test_phases_begin_by_themselves_where_nobody_starts_them(gpu):
 
 def test_back_to_back_the_device_is_waited_for_before_and_after(gpu):
     gpu.launch(5000)
-    assert clocks.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
+    assert timing.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
     assert gpu.waits == 2
 
 
@@ -140,19 +140,19 @@ def test_steps_go_on_until_they_have_lasted_long_enough(gpu):
     assert samples["warmup"].tolist() == [True] + [False] * 5
     assert len(time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda")) == 3
     long = time_steps(lambda phase: gpu.launch(1499), 4, 1, "cuda", until_enough=True)
-    assert len(long) == 1 + 4 and clocks.walls_ms(long).index.tolist() == [1, 2, 3, 4]
+    assert len(long) == 1 + 4 and timing.wall_times_ms(long).index.tolist() == [1, 2, 3, 4]
 
     def step(phase):
         for name in ("forward", "loss"):
             with phase(name):
                 gpu.launch(49)
 
-    whole = time_steps(step, 1, 0, "cuda", at_least_s=0.45).query("phase == 'whole'")
+    whole = time_steps(step, 1, 0, "cuda", at_least_s=0.45).query("phase == 'total'")
     assert len(whole) == 5, "of whole steps, not of one phase"
 
 
 def test_a_first_step_is_over_when_the_device_is_done(gpu, monkeypatch):
-    monkeypatch.setattr(compiler, "default_timer", clocks.default_timer)
+    monkeypatch.setattr(compiler, "default_timer", timing.default_timer)
     assert compiler.seconds_with_compiling(lambda: gpu.launch(500), "cuda") == pytest.approx(0.501)
 
 
@@ -181,9 +181,9 @@ def test_every_phase_of_every_step_has_its_row_in_order(mode, tiny):
     samples = plain_steps(tiny(mode=mode), 3, 2, lambda: after.append(len(after)))
     assert list(samples.columns) == SAMPLE_COLUMNS and after == [0, 1, 2, 3, 4]
     assert list(samples[["step", "warmup", "phase"]].itertuples(index=False, name=None)) == [
-        (step, step < 2, phase) for step in range(5) for phase in [*PHASES[mode], WHOLE]
+        (step, step < 2, phase) for step in range(5) for phase in [*PHASES[mode], TOTAL]
     ]
-    phases, whole = samples[samples["phase"] != WHOLE], samples[samples["phase"] == WHOLE].set_index("step")
+    phases, whole = samples[samples["phase"] != TOTAL], samples[samples["phase"] == TOTAL].set_index("step")
     assert (phases["wall_ms"] == phases["enqueue_ms"]).all()  # on a CPU nothing is asynchronous
     assert (phases.groupby("step")["wall_ms"].sum() <= whole["wall_ms"]).all()
 
@@ -199,9 +199,9 @@ def test_gradients_are_cleared_before_each_step(tiny):
 
 def test_what_is_read_between_steps_is_in_no_step(tiny, monkeypatch):
     ticks = iter(range(10**6))
-    monkeypatch.setattr(clocks, "default_timer", lambda: float(next(ticks)))
-    samples = plain_steps(tiny(mode="forward"), 3, 0, lambda: [clocks.default_timer() for _ in range(100)])
-    assert samples[samples["phase"] == WHOLE]["wall_ms"].tolist() == [2000] * 3
+    monkeypatch.setattr(timing, "default_timer", lambda: float(next(ticks)))
+    samples = plain_steps(tiny(mode="forward"), 3, 0, lambda: [timing.default_timer() for _ in range(100)])
+    assert samples[samples["phase"] == TOTAL]["wall_ms"].tolist() == [2000] * 3
 
 
 # Replays
@@ -333,7 +333,7 @@ def test_replays_last_as_long_as_asked_and_a_failure_says_what_came_first(monkey
     Graphs(monkeypatch, gpu, replay=99.0)
     released = []
     monkeypatch.setattr(graph, "release", lambda device, after_error: released.append(after_error))
-    assert len(replay(clocks.nothing, "cuda", at_least_s=0.75)[0]) == 8 and released == [False]
+    assert len(replay(timing.nothing, "cuda", at_least_s=0.75)[0]) == 8 and released == [False]
 
     def fails():
         try:
@@ -427,7 +427,7 @@ def event(cat, name, start, end, correlation=None, tid="1"):
 def read(tmp_path):
     def captured(events):
         (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-        return captured_operations(tmp_path / "trace.json")
+        return profiled_operations(tmp_path / "trace.json")
 
     return captured
 
@@ -501,25 +501,25 @@ def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
         for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))
     ]
     rows.append((3, "forward", "gemm", "other", 0, 1))  # the profiler lost the rest of this one
-    own = quickest_step(pd.DataFrame(rows, columns=CAPTURED[1:]))
+    own = fastest_step(pd.DataFrame(rows, columns=PROFILED[1:]))
     assert gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
     named = by_name(own).set_index("name")
     assert named["count"].to_dict() == {"gemm": 1, "add": 2}
     assert named["gpu_ms"].to_dict() == {"gemm": 4, "add": 3} and list(named.index) == ["gemm", "add"]
     overlapping = pd.DataFrame({"number": [0, 0, 1, 1], "start_ns": [0, 3, 0, 1], "end_ns": [3, 6, 4, 5]})
-    assert set(quickest_step(overlapping)["number"]) == {1}
+    assert set(fastest_step(overlapping)["number"]) == {1}
 
 
 def test_the_middle_step_is_the_quicker_of_the_two_in_the_middle():
     ends = [(0, 9), (1, 5), (2, 8), (3, 6), (4, 7)]  # number, end
     for steps, middle in ((ends, 4), (ends[:4], 3), (ends[:1], 0)):
         rows = pd.DataFrame(steps, columns=["number", "end_ns"]).assign(start_ns=0)
-        assert set(middle_step(rows)["number"]) == {middle}
+        assert set(median_step(rows)["number"]) == {middle}
 
 
 def timed(*enqueued_ms):
     """A mode's plain steps, of which the first is a warm-up."""
-    rows = [(number, number == 0, WHOLE, 2 * ms, ms) for number, ms in enumerate(enqueued_ms)]
+    rows = [(number, number == 0, TOTAL, 2 * ms, ms) for number, ms in enumerate(enqueued_ms)]
     return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
 
 
@@ -530,7 +530,7 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
         for at in range(count)
     ]  # of the first some are lost
     captured = SimpleNamespace(
-        operations=pd.DataFrame(launches, columns=CAPTURED), phases=lambda case, number: None
+        operations=pd.DataFrame(launches, columns=PROFILED), phases=lambda case, number: None
     )
     ran, asked = [], []
     monkeypatch.setattr(
@@ -602,15 +602,16 @@ def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     for _ in range(5 + 4):
         own.read()
     assert own.per_step(4) == pytest.approx(
-        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "step_j": 600}
+        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "energy_per_step_j": 600}
     )
     own.readings = own.readings[-4:]  # without warm-ups nothing is read before the first step
     assert own.per_step(4) == pytest.approx(
-        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "step_j": 300 * 5 / 3}
+        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "energy_per_step_j": 300 * 5 / 3}
     )
     own.readings = own.readings[-1:]
     assert own.per_step(1) == pytest.approx(
-        {"sm_clock_mhz": 1500, "clock_reasons": None, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
+        {"sm_clock_mhz": 1500, "clock_reasons": None, "power_w": math.nan, "energy_per_step_j": math.nan},
+        nan_ok=True,
     )
 
 
@@ -629,14 +630,17 @@ def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
     monitor = SimpleNamespace(seconds=0.4, power_w=250.0)
     monkeypatch.setattr(power, "PowerMonitor", lambda: nullcontext(monitor))
     monkeypatch.setattr(
-        power, "keep_up", lambda step, device, seconds, before: {(2.0, "clear"): 8}[seconds, before]
+        power, "run_for", lambda step, device, seconds, before: {(2.0, "clear"): 8}[seconds, before]
     )
-    assert power.kept_up_power(None, "cuda", "clear") == pytest.approx({"power_w": 250, "step_j": 250 * 0.05})
-    assert power.kept_up_power(None, "cpu") == {} == power.Power("cpu").per_step(3)
+    assert power.sustained_power(None, "cuda", "clear") == pytest.approx(
+        {"power_w": 250, "energy_per_step_j": 250 * 0.05}
+    )
+    assert power.sustained_power(None, "cpu") == {} == power.Power("cpu").per_step(3)
     short = power.Power("cuda")
     short.readings = [Reading(t, 1980.0, 100 * t) for t in np.linspace(0, 0.2, 11)]
     assert short.per_step(10) == pytest.approx(
-        {"sm_clock_mhz": 1980, "clock_reasons": None, "power_w": math.nan, "step_j": math.nan}, nan_ok=True
+        {"sm_clock_mhz": 1980, "clock_reasons": None, "power_w": math.nan, "energy_per_step_j": math.nan},
+        nan_ok=True,
     )
 
 
@@ -776,28 +780,28 @@ def test_rates_are_of_each_modes_and_phases_flops_and_of_its_own_precision_and_c
             "precision": precision,
             "phase": phase,
             "wall_ms": 1e-3 * (len(mode) + len(phase)),
-            "sm_clock_mhz": float(next(clocks_mhz)) if phase == WHOLE else np.nan,
+            "sm_clock_mhz": float(next(clocks_mhz)) if phase == TOTAL else np.nan,
         }
         for precision in sheets
         for mode in ("step", "forward")
-        for phase in [*PHASES[mode], WHOLE]
+        for phase in [*PHASES[mode], TOTAL]
     ]
     found = rates.with_rates(pd.DataFrame(rows), config, measured)
     forward = cells.step_flops(config) / 3
     of_phase = {"forward": forward, "loss": np.nan, "backward": 2 * forward, "optimizer": np.nan}
-    own_mhz = {(row["mode"], row["precision"]): row["sm_clock_mhz"] for row in rows if row["phase"] == WHOLE}
+    own_mhz = {(row["mode"], row["precision"]): row["sm_clock_mhz"] for row in rows if row["phase"] == TOTAL}
     for given, row in zip(rows, found.to_dict("records"), strict=True):
         flops = (
             {"step": 3 * forward, "forward": forward}[row["mode"]]
-            if row["phase"] == WHOLE
+            if row["phase"] == TOTAL
             else of_phase[row["phase"]]
         )
         rate, sheet = flops / given["wall_ms"] / 1e9, sheets[row["precision"]]
         expected = {
             "tflops": rate,
             "mfu": rate / sheet,
-            "mfu_measured": rate / measured[row["precision"]],
-            "mfu_at_clock": rate / sheet * 2000 / own_mhz[row["mode"], row["precision"]],
-            "tokens_per_s": 24 / given["wall_ms"] * 1e3 if row["phase"] == WHOLE else np.nan,
+            "mfu_vs_measured_peak": rate / measured[row["precision"]],
+            "mfu_clock_adjusted": rate / sheet * 2000 / own_mhz[row["mode"], row["precision"]],
+            "tokens_per_s": 24 / given["wall_ms"] * 1e3 if row["phase"] == TOTAL else np.nan,
         }
         assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True), given

@@ -15,14 +15,14 @@ from stepscope.traces.attribution import join_launches, open_range
 from stepscope.traces.torch_trace import records_of_own_trace
 
 RANGE = "stepscope"
-CAPTURED = ["case", "number", "phase", "name", "family", "start_ns", "end_ns"]
+PROFILED = ["case", "number", "phase", "name", "kernel_category", "start_ns", "end_ns"]
 
 
 class CaptureError(StepscopeError, RuntimeError):
     """A trace from which GPU time cannot be determined; the message says why."""
 
 
-def captured_operations(trace: Path) -> pd.DataFrame:
+def profiled_operations(trace: Path) -> pd.DataFrame:
     """Return the operations that a trace's named phases launched, on any thread.
 
     Columns: case, number and phase (from the name of the range that was open at the launch), name, family,
@@ -51,7 +51,7 @@ def captured_operations(trace: Path) -> pd.DataFrame:
             "number": name_parts[2].astype(int),
             "phase": name_parts[3],
             "name": operations["name"].astype(str),
-            "family": operations["family"].astype(str),
+            "kernel_category": operations["kernel_category"].astype(str),
             "start_ns": operations["start_ns"],
             "end_ns": operations["start_ns"] + operations["duration_ns"],
         }
@@ -59,27 +59,27 @@ def captured_operations(trace: Path) -> pd.DataFrame:
     return table[is_inside].reset_index(drop=True)
 
 
-def whole_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
+def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
     """Return the operations of each profiled step of a case, in order; drop steps that lost operations."""
     steps = [rows for _, rows in operations.groupby("number")]
     max_operations = max(map(len, steps), default=0)
     return [rows for rows in steps if len(rows) == max_operations]
 
 
-def quickest_step(operations: pd.DataFrame) -> pd.DataFrame:
+def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
     """Return the operations of a case's profiled step with the least GPU time.
 
     Disturbances only add time.
     """
-    return min(whole_steps(operations), key=gpu_time_ms, default=operations)
+    return min(complete_steps(operations), key=gpu_time_ms, default=operations)
 
 
-def middle_step(operations: pd.DataFrame) -> pd.DataFrame:
+def median_step(operations: pd.DataFrame) -> pd.DataFrame:
     """Return the operations of a case's profiled step with the median GPU time.
 
     Use it for power-limited runs, in which the SM clock fluctuates.
     """
-    steps = sorted(whole_steps(operations), key=gpu_time_ms)
+    steps = sorted(complete_steps(operations), key=gpu_time_ms)
     return steps[(len(steps) - 1) // 2] if steps else operations
 
 
@@ -98,7 +98,7 @@ def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
 def by_name(operations: pd.DataFrame) -> pd.DataFrame:
     """Count a step's operations and sum their times by phase and name, longest first in each phase."""
     timed = operations.assign(gpu_ms=(operations["end_ns"] - operations["start_ns"]) / 1e6)
-    keys = ["phase", "name", "family"]
+    keys = ["phase", "name", "kernel_category"]
     table = timed.groupby(keys, sort=False)["gpu_ms"].agg(["size", "sum"]).reset_index()
     table.columns = [*keys, "count", "gpu_ms"]
     order = table["phase"].map({phase: index for index, phase in enumerate(PHASES["step"])})

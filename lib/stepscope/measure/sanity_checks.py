@@ -2,7 +2,7 @@
 
 GPU time is of captured steps and wall time of plain ones, so that the one can exceed the other a little. By
 more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the case is
-measured again, and what stays so says ``unsteady`` with its numbers, and is left out of documents.
+measured again, and what stays so says ``inconsistent`` with its numbers, and is left out of documents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from stepscope.config import WHOLE
+from stepscope.config import TOTAL
 from stepscope.measure.power import highest_clock_mhz, power_limit_w
 from stepscope.stats import MAX_BUSY, MAX_BUSY_POWER_LIMITED, POWER_LIMITED_CLOCK_RATIO
 
@@ -21,7 +21,7 @@ INSIDE = 1.10  # a phase by itself, over the same within the step
 OVER_LIMIT = 1.02  # power over the cap
 
 
-def at_cap(row: Mapping[str, float]) -> bool:
+def is_power_limited(row: Mapping[str, float]) -> bool:
     """Whether the power cap held the clock down.
 
     Args:
@@ -31,7 +31,7 @@ def at_cap(row: Mapping[str, float]) -> bool:
     return bool(row.get("sm_clock_mhz", np.nan) < POWER_LIMITED_CLOCK_RATIO * highest)
 
 
-def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str:
+def find_inconsistencies(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str:
     """What cannot be, or does not repeat, of a step (or a part of it) of a GPU, in words; empty where all
     agrees.
 
@@ -44,12 +44,12 @@ def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str
     wall, gpu, replayed, power = (
         row.get(name, np.nan) for name in ("wall_ms", "gpu_ms", "replayed_ms", "power_w")
     )
-    capped, found = at_cap(row), []
+    capped, found = is_power_limited(row), []
     if gpu > wall * (MAX_BUSY_POWER_LIMITED if capped else MAX_BUSY) and gpu - wall > A_MOMENT_MS:
         found.append(f"{gpu:.4g} ms of GPU time in {wall:.4g} ms of wall time")
     if replayed > REPLAYED * gpu and replayed - gpu > A_LAUNCH_MS * row.get("operations", np.nan):
         found.append(f"replayed in {replayed:.4g} ms, of which its operations take {gpu:.4g}")
-    times = halves(captured_ms) if capped else np.asarray(captured_ms, dtype=float)
+    times = half_medians(captured_ms) if capped else np.asarray(captured_ms, dtype=float)
     if len(times) and times.max() > REPEATS * times.min() and np.ptp(times) > A_MOMENT_MS:
         found.append(f"captured steps of {times.min():.4g} to {times.max():.4g} ms")
     if power > OVER_LIMIT * power_limit_w():
@@ -57,13 +57,13 @@ def unsteady(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str
     return "; ".join(found)
 
 
-def halves(values: Sequence[float]) -> np.ndarray:
+def half_medians(values: Sequence[float]) -> np.ndarray:
     """The medians of the first and the second half of some values in order; all of fewer than four."""
     given = np.asarray(values, dtype=float)
     return given if len(given) < 4 else np.array([np.median(part) for part in np.array_split(given, 2)])
 
 
-def unlike_inside(times: pd.DataFrame) -> dict[int, str]:
+def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
     """Rows of modes as a whole, by index, whose phases' GPU times are not those of the same phases within the
     step, and what is wrong, in words: of the step's row, too, since either may have been disturbed. Forward
     alone keeps nothing for backward, so it may take less.
@@ -73,10 +73,10 @@ def unlike_inside(times: pd.DataFrame) -> dict[int, str]:
     """
     found: dict[int, list[str]] = {}
     gpu_ms = times.set_index(["mode", "phase"])["gpu_ms"]
-    wholes = {row.mode: row.Index for row in times[times["phase"] == WHOLE].itertuples()}
+    wholes = {row.mode: row.Index for row in times[times["phase"] == TOTAL].itertuples()}
     for (mode, phase), alone in gpu_ms.items():
         inside = gpu_ms.get(("step", phase), np.nan)
-        if mode == "step" or phase == WHOLE or abs(alone - inside) < A_MOMENT_MS:
+        if mode == "step" or phase == TOTAL or abs(alone - inside) < A_MOMENT_MS:
             continue
         if alone > INSIDE * inside or (mode != "forward" and inside > INSIDE * alone):
             words = f"{phase} {alone:.4g} ms in {mode}, {inside:.4g} in step"

@@ -188,4 +188,4 @@ def test_no_path_of_a_machine_is_written_down():
         and (PROJECT / name).is_file()
         and machine.search((PROJECT / name).read_text(errors="replace"))
     ]
-    assert wrong in ([], ["tests/test_house.py"])
+    assert wrong in ([], ["tests/test_architecture.py"])

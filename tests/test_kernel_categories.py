@@ -10,7 +10,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from stepscope.traces.families import FAMILIES, detailed_family, families, family, is_cast
+from stepscope.traces.kernel_categories import (
+    KERNEL_CATEGORIES,
+    detailed_category,
+    family,
+    is_cast,
+    kernel_categories,
+)
 from stepscope.traces.kernel_names import identifiers, short_name, short_names, split_name, words
 
 DATA = Path(__file__).parent / "data"
@@ -20,9 +26,9 @@ EXTRACTS = sorted((DATA / "kernels").glob("*.csv"))
 
 def test_every_name_of_the_list_has_its_family():
     found = [family(name) for name in KERNELS["name"]]
-    wrong = KERNELS.assign(found=found)[KERNELS["family"] != found]
+    wrong = KERNELS.assign(found=found)[KERNELS["kernel_category"] != found]
     assert wrong.empty, wrong.to_string()
-    assert set(KERNELS["family"]) == set(FAMILIES) - {"other"}
+    assert set(KERNELS["kernel_category"]) == set(KERNEL_CATEGORIES) - {"other"}
 
 
 @pytest.mark.parametrize("name", ["my_kernel(float *)", "spin_kernel", "", "(x)", "kernel", "void f<int>()"])
@@ -33,7 +39,7 @@ def test_a_name_that_says_nothing_is_other(name):
 @pytest.mark.parametrize("path", EXTRACTS, ids=lambda path: path.stem)
 def test_little_of_a_capture_is_other(path):
     rows = pd.read_csv(path)
-    other = rows[families(rows["name"]) == "other"]
+    other = rows[kernel_categories(rows["name"]) == "other"]
     assert other["total_ns"].sum() <= 0.01 * rows["total_ns"].sum(), other["name"].tolist()
 
 
@@ -91,11 +97,11 @@ def test_the_own_name_decides_before_the_template_and_parameters_never(name, exp
 def test_softmax_is_told_by_whose_it_is():
     rows = pd.DataFrame(
         {
-            "family": ["softmax", "elementwise", "softmax", "elementwise"],
+            "kernel_category": ["softmax", "elementwise", "softmax", "elementwise"],
             "region": ["cross_entropy", "attention.softmax", "other", "cross_entropy"],
         }
     )
-    assert detailed_family(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
+    assert detailed_category(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
 
 
 def test_casts_are_copies_into_another_type():
