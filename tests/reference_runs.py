@@ -36,6 +36,7 @@ COLUMNS = {
     "asked_gib": "requested_gib",
     "captured": "profiled",
 }
+CONFIG_FIELDS = {"keep_snapshot": "save_snapshot"}
 RESULTS = {
     "unsteady": "inconsistent",
     "kept_up_tflops": "sustained_tflops",
@@ -77,7 +78,8 @@ def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[
         config = {field: record["config"].get(field, 0) for field in studies[study]}
         config["run_id"] = record["run_id"]
         device = record["machine"]["device_name"]
-        run = record["config"] | config | {"study": study, "status": record["status"], "device": device}
+        renamed = {CONFIG_FIELDS.get(name, name): value for name, value in record["config"].items()}
+        run = renamed | config | {"study": study, "status": record["status"], "device": device}
         frames["runs"].append(pd.DataFrame([run]))
         results = {RESULTS.get(name, name): value for name, value in record["results"].items()}
         frames[f"{study}.results"].append(pd.DataFrame([config | results]))

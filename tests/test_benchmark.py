@@ -215,7 +215,7 @@ def test_a_sentence_says_what_binds_the_step_of_a_gpu(busy, enqueue_ms, said):
         "number": number,
         "launch_bound": stats.launch_bound,
         "config": SimpleNamespace(device="cuda"),
-        "run": SimpleNamespace(say=lambda sentence: None),
+        "run": SimpleNamespace(conclude=lambda sentence: None),
     }
     exec(last, names)
     assert said in names["sentence"]

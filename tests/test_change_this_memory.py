@@ -130,5 +130,5 @@ def test_every_hint_has_a_test_here():
     assert hints("checkpointing") == [
         {"context_length": 256},
         {"blocks_per_checkpoint": [1, 2, 3, 4]},
-        {"checkpoints": [], "nested_blocks": [4, 8]},
+        {"blocks_per_checkpoint": [], "nested_blocks": [4, 8]},
     ]

@@ -315,10 +315,10 @@ def test_no_ladder_that_ships_replaces_another(name):
     measured = [
         (config.size, config.context_length, config.vocab_size, batch, change)
         for config in ladders
-        for batch in config.batches or [config.batch_size]
+        for batch in config.batch_sizes or [config.batch_size]
         for change in [
             *config.optimizations,
-            *(f"without {one}" for one in config.without),
+            *(f"without {one}" for one in config.ablations),
             *config.baselines,
         ]
     ]

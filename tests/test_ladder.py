@@ -19,6 +19,7 @@ from torch.nn import functional
 from cells import edited, run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
 from stepscope.measure import fresh_compiler_cache
+from stepscope.measure.subject import NEGLIGIBLE_RATE
 from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count
 from stepscope.optimizations import fp8
@@ -399,7 +400,7 @@ def test_transform_gives_a_reason_and_changes_nothing_when_the_device_is_a_cpu(n
 
 def test_bf16_moments_give_a_reason_when_there_is_no_master_adamw(notebook):
     subject = notebook.transformer(2)
-    notebook.fused(subject)
+    notebook.fused_adamw(subject)
     assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
 
 
@@ -408,7 +409,7 @@ def test_gpu_transforms_apply_when_there_is_a_gpu(notebook, monkeypatch):
     subject = notebook.transformer(2)
     assert apply([notebook.tf32, notebook.cuda_graph], subject) == {}
     assert subject.matmul_precision == "high" and subject.launch is notebook.as_graph
-    adamw = notebook.fused_adamw(subject.model)
+    adamw = notebook.capturable_adamw(subject.model)
     assert adamw.defaults["capturable"] and isinstance(adamw.defaults["lr"], torch.Tensor)
 
 
@@ -418,7 +419,7 @@ def test_blocks_compile_the_embedding_each_block_and_the_loss(notebook, monkeypa
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(module))
     subject = notebook.transformer(2)
     head_loss = subject.model.head_loss
-    assert notebook.blocks(subject) is None and subject.compiles
+    assert notebook.compiled_blocks(subject) is None and subject.compiles
     assert compiled == [subject.model.embedding, *subject.model.blocks, head_loss]
 
 
@@ -492,7 +493,7 @@ def bf16_autocast(subject):
 
 
 def test_loop_measures_another_model_and_gives_the_reason_of_what_does_not_apply(config, notebook):
-    ladder = ladder_of(config, other_model, named("bf16", bf16_autocast), notebook.sdpa, notebook.fused)
+    ladder = ladder_of(config, other_model, named("bf16", bf16_autocast), notebook.sdpa, notebook.fused_adamw)
     ladder.measure()
     steps = steps_of(ladder)
     assert steps["status"].to_dict() == {
@@ -517,7 +518,9 @@ def wrong_field(subject):
 
 @pytest.mark.parametrize("change", [lambda subject: None, wrong_attribute, wrong_field])
 def test_transform_that_changes_nothing_is_refused(config, notebook, change):
-    ladder = ladder_of(config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused)
+    ladder = ladder_of(
+        config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused_adamw
+    )
     ladder.measure()
     steps = steps_of(ladder)
     assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "ok", "sdpa": "failed", "fused_adamw": "ok"}
@@ -618,7 +621,7 @@ def prepared(notebook, config, **fields):
         optimizations=[*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"], ablations=[*ABLATABLE], **fields
     )
     ladder = Ladder(
-        everything, notebook.transformer, notebook.OPTIMIZATIONS, [notebook.chunked, notebook.fp8]
+        everything, notebook.transformer, notebook.OPTIMIZATIONS, [notebook.chunked_loss, notebook.fp8]
     )
     for case in ladder.cases:
         with suppress(Unsupported):
@@ -635,8 +638,8 @@ def test_steps_share_compiled_code_unless_model_or_loss_differ(config, notebook)
     assert sorted(groups.values(), key=sorted) == [
         {"bf16"},
         {"bf16_weights", "bf16_moments", "without_bf16_moments"},
-        {"compiled_blocks", "without_bf16_weights"},
         {"chunked_loss"},
+        {"compiled_blocks", "without_bf16_weights"},
         {"fp32"},
         {"sdpa", "fused_adamw"},
         {"without_compiled_blocks"},
@@ -767,7 +770,7 @@ def test_measured_steps_leave_the_weights_as_they_are_and_the_rate_is_restored(
     seen = measured_alone(ladder, case, ladder.first_step, ladder.time_steps, ladder.profile_steps)
     assert all(torch.equal(weight, seen.before[name]) for name, weight in seen.after.items())
     assert seen.rates == pytest.approx([notebook.RATE])
-    assert ladder.results["learning_rate"] == 0
+    assert ladder.results["learning_rate"] == pytest.approx(NEGLIGIBLE_RATE)
 
 
 def test_measured_steps_of_the_script_leave_the_weights_as_they_are(config, notebook, uncompiled):
@@ -813,7 +816,7 @@ def test_learning_rate_is_restored_when_a_measured_step_fails(config, monkeypatc
         optimizers.append(subject.optimizer)
 
     def fail(step, device, steps):
-        assert float(optimizers[0].param_groups[0]["lr"]) == 0
+        assert float(optimizers[0].param_groups[0]["lr"]) == pytest.approx(NEGLIGIBLE_RATE)
         raise RuntimeError("no kernel")
 
     optimizers: list[torch.optim.Optimizer] = []
@@ -897,7 +900,9 @@ def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_r
     capture = SimpleNamespace(reason="", operations=profiled, phases=phases)
     monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(capture))
     monkeypatch.setattr("stepscope.measure.is_power_limited", lambda row: is_limited)
-    monkeypatch.setattr("stepscope.measure.inconsistent", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}")
+    monkeypatch.setattr(
+        "stepscope.measure.find_inconsistencies", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}"
+    )
     on_gpu.walls["ms"] = step_ms
     case = Case("fp32", 2, other_model)
     case.row["wall_ms"] = 10.0
@@ -928,7 +933,7 @@ def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch)
 def test_llama_has_our_size_and_trains(notebook):
     pytest.importorskip("transformers")
     subject = notebook.llama(2)
-    apply([notebook.bf16, notebook.fused], subject)
+    apply([notebook.bf16, notebook.fused_adamw], subject)
     subject.load(0)
     parameters = sum(parameter.numel() for parameter in subject.parameters.values())
     assert parameters == parameter_count(notebook.config)
@@ -1125,7 +1130,7 @@ def test_notebook_trains_with_its_rate_and_times_without_it(tmp_path):
     for notebook in ("ladder", edited("ladder", tmp_path, "RATE = 3e-4", "RATE = 3e-3")):
         names = run_cells(notebook, **SHAPE | {"timed_steps": 2, "training_steps": 5})
         ladder = names["ladder"]
-        assert ladder.results["learning_rate"] == 0
+        assert ladder.results["learning_rate"] == pytest.approx(NEGLIGIBLE_RATE)
         last.append(ladder.curves["fused_adamw"]["loss"].iloc[-1])
         operations.append(ladder.steps["operations"].tolist())
     assert last[1] < last[0] and operations[0] == operations[1]

@@ -158,7 +158,7 @@ def test_reference_column_repeats_the_runs_own_numbers_for_the_references_runs(r
 def test_report_shows_the_numbers_of_the_runs_table(reports):
     _, text = reports("one run of benchmark")
     times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
-    totals = times[times["phase"] == "total"].set_index("mode")
+    totals = times[times["phase"] == "whole"].set_index("mode")  # as schema 3 calls it
     [medians] = tables_of(text, "Medians")
     for label, mode in {
         "forward": "forward",

@@ -20,6 +20,7 @@ from memory_recording import CudaAutocast, stand_in
 from stepscope import StepscopeError
 from stepscope.config import ConfigError, configure
 from stepscope.measure import memory_history
+from stepscope.measure.subject import NEGLIGIBLE_RATE
 from stepscope.model import accounting, ranges
 from stepscope.model.accounting import GIB, MIB
 from stepscope.model.flops import parameter_count
@@ -323,7 +324,7 @@ def test_weights_stay_as_they_are_while_steps_are_recorded(monkeypatch):
     before = [weight.clone() for weight in cells_of(config, "cases = ")["model"].parameters()]
     names = recorded(config, monkeypatch)
     assert all(map(torch.equal, names["model"].parameters(), before)) and len(before) > 0
-    assert names["recordings"].learning_rate == 0 < names["adamw"].param_groups[0]["lr"]
+    assert names["recordings"].learning_rate == NEGLIGIBLE_RATE < names["adamw"].param_groups[0]["lr"]
     assert (
         cells_of(config_of(SHAPES[0], modes=["forward"]), "always_there")["recordings"].learning_rate is None
     )
@@ -524,7 +525,9 @@ def test_checkpointing_notebook_names_the_policies_with_least_and_most_memory():
         for change in ({"mode": "forward"}, {"blocks": 2}, {"status": "oom"})
     ]
     rows = pd.concat([*others, table]).reset_index(drop=True)
-    executed("checkpointing", "VERBS = ", names | {"table": rows, "run": SimpleNamespace(say=said.append)})
+    executed(
+        "checkpointing", "VERBS = ", names | {"table": rows, "run": SimpleNamespace(conclude=said.append)}
+    )
     assert "**every 2** peaks at 1.00 GiB" in said[0] and "none peaks at 7.00 GiB" in said[0]
     assert "6 and 3 times" in said[0]
 

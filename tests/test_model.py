@@ -336,7 +336,7 @@ def test_a_compiled_model_computes_the_same(parts, monkeypatch):
 
 def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
     config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
-    asked, own = build_step(config, "forward", "bf16"), build_step(config)
+    asked, own = build_step(config, "forward").of(precision="bf16"), build_step(config)
     assert (asked.mode, asked.precision, own.mode, own.precision) == (
         "forward",
         "bf16",

@@ -339,7 +339,7 @@ OWN = {
     "__init__.py": '"""A study of a user."""\n',
     "config.py": "from typing import Literal\nfrom stepscope.config import StepConfig\n"
     'class Config(StepConfig):\n    study: Literal["mine"] = "mine"\n    slices: int = 1\n',
-    "tables.py": "from stepscope.report.schemas import measured, tidy, word\n"
+    "tables.py": "from stepscope.report.schemas import number_column, table_schema, text_column\n"
     'CONFIG = ("size", "context_length", "slices")\n'
     'SCHEMAS = {"times": table_schema(("phase",), phase=text_column(), wall_ms=number_column())}\n',
 }

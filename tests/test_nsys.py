@@ -18,6 +18,7 @@ from stepscope.config import PHASES, configure
 from stepscope.measure import nsys as nsys_program
 from stepscope.measure import profiled_process
 from stepscope.measure.nsys import ProfiledModes
+from stepscope.measure.subject import NEGLIGIBLE_RATE
 from stepscope.model import ranges as step_ranges
 from stepscope.model.training_step import build_step
 from stepscope.report.tables import number
@@ -519,7 +520,7 @@ def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
     before = [weight.clone() for weight in step.model.parameters()]
     (rate,) = {group["lr"] for group in step.optimizer.param_groups}
     outcome = profiled_process.profile(step, ranged, lambda: None)
-    assert outcome["learning_rate"] == 0 and outcome["inside"].count("step") == 4
+    assert outcome["learning_rate"] == NEGLIGIBLE_RATE and outcome["inside"].count("step") == 4
     assert all(map(torch.equal, before, step.model.parameters()))
     assert {group["lr"] for group in step.optimizer.param_groups} == {rate} != {0}
 
@@ -527,7 +528,7 @@ def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
 def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
     """Launches stay slower once a profiler has run."""
     order = []
-    for name in ("plain", "profiled"):
+    for name in ("plain", "captured"):
         method = getattr(profiled_process.ProfiledMode, name)
 
         def noted(*given, name=name, method=method, **options):
@@ -536,7 +537,7 @@ def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
 
         monkeypatch.setattr(profiled_process.ProfiledMode, name, noted)
     profiled_process.profile(step, ranged, lambda: None)
-    profiled = order.index("profiled")
+    profiled = order.index("captured")
     assert order[:profiled].count("plain") > 3 and "plain" not in order[profiled:]
 
 

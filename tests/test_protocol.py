@@ -16,6 +16,7 @@ from conftest import TINY
 from stepscope import measure
 from stepscope.config import PHASES, TOTAL, ConfigError, configure
 from stepscope.measure import profiler, protocol, rates
+from stepscope.measure.subject import NEGLIGIBLE_RATE
 from stepscope.studies.benchmark import tables as benchmark
 from stepscope.studies.mixed_precision import tables as mixed_precision
 from stepscope.traces.profiled_steps import PROFILED
@@ -220,7 +221,7 @@ def test_measured_steps_leave_the_weights_as_they_are_and_the_rate_is_restored(t
     group, weight = toy.adamw.param_groups[0], toy.subject.model.weight
     before, group["lr"] = weight.clone(), rate
     results = toy.measure()
-    assert results.learning_rate == 0 and torch.equal(weight, before)
+    assert results.learning_rate == pytest.approx(NEGLIGIBLE_RATE) and torch.equal(weight, before)
     assert group["lr"] is rate and float(rate) == pytest.approx(0.1)
     toy.subject.reset()
     toy.step("step")
@@ -234,7 +235,7 @@ def test_the_rate_is_restored_when_a_call_is_interrupted(toy):
     toy.before = before
     with pytest.raises(KeyboardInterrupt) as raised:
         toy.measure()
-    assert toy.adamw.param_groups[0]["lr"] == 1e-3 and raised.value.results.learning_rate == 0
+    assert toy.adamw.param_groups[0]["lr"] == 1e-3 and raised.value.results.learning_rate == NEGLIGIBLE_RATE
 
 
 def test_a_subject_without_an_optimizer_has_no_learning_rate(toy):

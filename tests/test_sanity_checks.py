@@ -223,7 +223,7 @@ def test_what_is_unsteady_is_named_by_row_and_is_in_no_table_of_the_report():
         }
     )
     assert inconsistent_rows({"times": table, "other": table[["mode"]]}) == (
-        "bf16 step whole: 4 ms of GPU time in 3 ms of wall time"
+        "bf16 step total: 4 ms of GPU time in 3 ms of wall time"
     )
     kept = load.steady({"benchmark.times": table, "runs": table[["mode"]]})
     assert kept["benchmark.times"]["mode"].tolist() == ["forward"] and len(kept["runs"]) == 2

@@ -252,7 +252,7 @@ def test_the_ladders_compile_time_holds_the_first_steps_work(gpu, monkeypatch):
         launch=print,
         compiles=True,
         reset=gpu.clear,
-        optimizer=SimpleNamespace(step=lambda: gpu.work(5.0), state={}),
+        optimizer=SimpleNamespace(step=lambda: gpu.work(5.0), state={}, param_groups=[]),
     )
     ladder = SimpleNamespace(device="cuda", compile_s={}, compare=lambda *_: gpu.work(7.0))
     loop.Ladder.first_step(ladder, case := ladder_case(), subject)
@@ -307,7 +307,8 @@ def test_the_ladders_profiled_steps_are_over_when_the_capture_is(gpu, monkeypatc
     monkeypatch.setattr(measure, "capture", lambda device: nullcontext(captured))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
     with pytest.raises(RuntimeError, match="lost"):
-        loop.Ladder.profile_steps(ladder, ladder_case(), SimpleNamespace(step=lambda: gpu.work(1.0)))
+        subject = SimpleNamespace(step=lambda: gpu.work(1.0))
+        loop.Ladder.profiled_operations(ladder, ladder_case(), subject, is_limited=False)
     assert ("total", "begins", 0.0) in gpu.log and gpu.left == 0.0
 
 

@@ -18,8 +18,7 @@ TABLES = read_tables({"attention": SETTING})
 RECORDED = TABLES["attention.cases"]
 CONSISTENT = RECORDED[RECORDED.inconsistent.fillna("") == ""]
 CHECKS = TABLES["attention.checks"]
-TIMES = CONSISTENT.rename(columns={"context_length": "sequence"})
-VIEWS = Views({"attention.cases": TIMES, "attention.checks": CHECKS})
+VIEWS = Views({"attention.cases": CONSISTENT, "attention.checks": CHECKS})
 
 
 PHASES = keyed(CONSISTENT, [*CASE, "phase"])

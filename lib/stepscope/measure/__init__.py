@@ -5,7 +5,7 @@
     steps(subject, cases, config)           the complete protocol, for a dictionary of steps
     record_memory(subject, cases, config)   every allocation of one step of each case
     Subject(model, batch, loss, optimizer)  what is measured; .reset() frees its gradients
-    zero_learning_rate(optimizer)           a context in which steps leave the weights as they are
+    negligible_learning_rate(optimizer)           a context in which steps leave the weights as they are
 
     time_steps(step, steps, warmups, device, ...)  one row per step and phase: wall_ms, enqueue_ms
     Phases(device), .ms()                   the ``phase`` that a step is called with: wall and enqueue time
@@ -52,7 +52,7 @@ from stepscope.measure.profiler import capture
 from stepscope.measure.protocol import Results, steps, supported_precisions
 from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops
 from stepscope.measure.sanity_checks import TRIES, find_inconsistencies, is_power_limited
-from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
+from stepscope.measure.subject import Subject, learning_rate, negligible_learning_rate
 from stepscope.measure.times import operations_by_name, step_times
 from stepscope.measure.timing import (
     Phases,

@@ -17,7 +17,7 @@ import torch
 
 from stepscope.config import StepConfig
 from stepscope.measure.oom import out_of_memory
-from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
+from stepscope.measure.subject import Subject, learning_rate, negligible_learning_rate
 from stepscope.model import ranges
 from stepscope.model.training_step import out_of_memory_names, release
 
@@ -157,7 +157,7 @@ def keeps_history(device: str) -> bool:
 
 
 def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfig) -> Recordings:
-    """Record one step of every case, after its warm-up steps. The learning rate is 0 meanwhile.
+    """Record one step of every case, after its warm-up steps. The learning rate is negligible meanwhile.
 
     If a case runs out of memory, its history says why, and the other cases continue. Between cases gradients
     and moments are freed, because the next mode has memory of its own.
@@ -168,7 +168,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
             and wraps each of its phases in ``with phase("forward"):``.
     """
     histories: list[MemoryHistory] = []
-    with zero_learning_rate(subject.optimizer):
+    with negligible_learning_rate(subject.optimizer):
         if keeps_history(config.device):
             histories = [record_case(subject, mode, step, config) for mode, step in cases.items()]
         return Recordings(histories, learning_rate(subject.optimizer))

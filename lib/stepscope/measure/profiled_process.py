@@ -29,7 +29,7 @@ from stepscope.measure.nsys import OUTCOME, RANGED, REPLAY, TRACE
 from stepscope.measure.oom import out_of_memory
 from stepscope.measure.power import highest_clock_mhz, sm_clock_mhz
 from stepscope.measure.profiler import profiled
-from stepscope.measure.subject import learning_rate, zero_learning_rate
+from stepscope.measure.subject import learning_rate, negligible_learning_rate
 from stepscope.measure.timing import Phases, synchronizer, time_step, time_steps
 from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.model.training_step import Step, build_step, prepare, release
@@ -143,7 +143,7 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
             inside.append(mode.step.mode)
             mode.captured_ms.append(mode.captured(named=number == 0))
 
-    with zero_learning_rate(step.optimizer):  # so that all steps run on the same weights
+    with negligible_learning_rate(step.optimizer):  # so that all steps run on the same weights
         for name in reversed(modes):  # the whole step first, which needs the most memory
             modes[name].try_part(time_plain)
         if not all(mode.reason for mode in modes.values()):

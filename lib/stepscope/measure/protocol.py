@@ -16,7 +16,7 @@ The order matters, because launches stay slower once a profiler has run in a pro
 5. Check the readings. Impossible ones are measured again, at most twice.
 6. Measure the device's ceilings, a large matmul and a copy, for FLOP rates and utilization.
 
-If a case runs out of memory, its row says why, and the other cases continue. The learning rate is 0
+If a case runs out of memory, its row says why, and the other cases continue. The learning rate is negligible
 throughout, so that all steps run on the same weights.
 """
 
@@ -36,7 +36,7 @@ from stepscope.measure.power import Power, highest_clock_mhz, sustained_power
 from stepscope.measure.profiler import capture
 from stepscope.measure.rates import FROM_FLOPS, ceilings, sheet_tflops, with_rates
 from stepscope.measure.sanity_checks import TRIES, is_power_limited
-from stepscope.measure.subject import Subject, learning_rate, zero_learning_rate
+from stepscope.measure.subject import Subject, learning_rate, negligible_learning_rate
 from stepscope.measure.times import key_columns, operations_by_name, step_times
 from stepscope.measure.timing import SAMPLE_COLUMNS, run_for, synchronizer, time_steps, wall_times_ms
 from stepscope.model.flops import formula_mismatch
@@ -136,7 +136,7 @@ def steps(
             )
     status = {case: ("unsupported", reason) for case, reason in (unsupported or {}).items()}
     protocol = Protocol(subject, cases, config, clock, by, extras, status)
-    with zero_learning_rate(subject.optimizer):
+    with negligible_learning_rate(subject.optimizer):
         try:
             protocol.measure()
         except BaseException as error:

@@ -15,7 +15,7 @@ Only after everything has been timed are the steps profiled, because launches st
 run in a process. Impossible readings are measured again, at most twice. A transform after which neither
 operations nor numbers differ is refused: a wrong attribute name would otherwise give a plausible row.
 
-The learning rate is 0 while steps are timed or profiled, so that all steps run on the same weights.
+The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
 An optimization that doesn't apply, fails or doesn't fit keeps its row, which says why. Its memory is freed,
 and the next one goes on. Weights are on the device only while their optimization is measured.
@@ -292,7 +292,7 @@ class Ladder:
             case.row["compile_s"] = self.compile_s[case.program]
         if not case.is_baseline:
             self.compare(case, subject, loss)
-        with measure.zero_learning_rate(subject.optimizer):
+        with measure.negligible_learning_rate(subject.optimizer):
             subject.optimizer.step()  # compiles its kernel, and makes the moments
         subject.reset()
         moments = measure.storage_bytes([*subject.optimizer.state.values()])
@@ -338,18 +338,20 @@ class Ladder:
 
     @contextmanager
     def launched(self, subject: TrainedSubject) -> Iterator[None]:
-        """Launch the step, for example as a CUDA graph, and set the learning rate to 0 meanwhile.
+        """Launch the step, for example as a CUDA graph, with a negligible learning rate meanwhile.
 
         Raises:
             RuntimeError: the step is a CUDA graph whose learning rate is a number. The graph would keep it.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
-        with measure.zero_learning_rate(subject.optimizer):  # recording a graph starts with a few steps
+        with measure.negligible_learning_rate(subject.optimizer):  # recording a graph starts with a few steps
             subject.step = subject.launch(subject)
         rates = [group["lr"] for group in subject.optimizer.param_groups]
         if is_launched(subject) and not all(isinstance(rate, Tensor) for rate in rates):
             raise RuntimeError("a CUDA graph needs a learning rate that is a tensor: lr=torch.tensor(...)")
-        with measure.zero_learning_rate(subject.optimizer):  # the launch may have made another optimizer
+        with measure.negligible_learning_rate(
+            subject.optimizer
+        ):  # the launch may have made another optimizer
             self.learning_rate = measure.learning_rate(subject.optimizer)
             yield
 
