@@ -11,7 +11,7 @@ import torch
 from cells import run_cells
 from stepscope import PACKAGE
 from stepscope.config import configure
-from stepscope.model import accounting
+from stepscope.model import accounting, transformer
 
 SMALL = {
     "size": "custom",
@@ -132,3 +132,14 @@ def test_every_hint_has_a_test_here():
         {"blocks_per_checkpoint": [1, 2, 3, 4]},
         {"blocks_per_checkpoint": [], "nested_blocks": [4, 8]},
     ]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_memory_notebook_says_that_its_formula_does_not_describe_another_model(monkeypatch, changed):
+    def reglu(self, x):
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+    if changed:
+        monkeypatch.setattr(transformer.SwiGLU, "forward", reglu)
+    sentence = run_cells("memory", device="cpu")["sentence"]
+    assert ("doesn't describe this model" in sentence) == changed

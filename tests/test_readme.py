@@ -38,7 +38,7 @@ RUN = {
     "stepscope profile FILE": "",
     "papermill --help-notebook notebooks/benchmark.ipynb": "",
     "papermill notebooks/benchmark.ipynb out.ipynb -p size tiny -p context_length 128": "slow",
-    'papermill notebooks/attention.ipynb out.ipynb -y "sequences: [64, 128]"': "slow",
+    'papermill notebooks/attention.ipynb out.ipynb -y "context_lengths: [64, 128]"': "slow",
     "papermill notebooks/benchmark.ipynb out.ipynb -p runs runs/mine": "slow",
     "stepscope sweep context.yaml --runs runs/context --time-budget 20": "slow",
     "stepscope sweep context.yaml --runs runs/context": "slow",
