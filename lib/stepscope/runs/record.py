@@ -235,7 +235,7 @@ def _parse(content: bytes) -> Record:
 
 
 def unusable(run: str, file: str, what: str) -> RecordError:
-    """Return a one-line error about a file of a run (study/run id), even if the folder's name has line breaks."""
+    """Return an error about a file of a run (study/run id), on one line even if the name has line breaks."""
     path = f"{run}/{file}"
     return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {what}")
 
