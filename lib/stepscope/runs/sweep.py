@@ -283,9 +283,7 @@ class _Sweep:
 
     def run(self) -> None:
         """Assign runs and collect results until none are left or there is a reason to stop."""
-        if (
-            self.workers.places("cuda") > 1
-        ):  # largest first, so that no long run starts last and leaves other GPUs idle
+        if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
             by_size = sorted(self.asked.items(), key=lambda item: peak_gib(item[1]), reverse=True)
             self.todo = dict(by_size)
         try:
