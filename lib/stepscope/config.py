@@ -1,8 +1,8 @@
-"""One run's configuration: typed, validated, and named by what it says.
+"""Run configurations: typed, validated, and identified by their fields.
 
-:class:`RunConfig` holds what every run has, :class:`StepConfig` what a run of the model's training step has.
-A study subclasses one of them as ``Config`` in its ``config.py`` and adds what only it needs. All that a run
-depends on is a field, so that the run id, made from the fields, names it completely.
+:class:`RunConfig` has the fields of every run, and :class:`StepConfig` adds those of the model's training step.
+Each study subclasses one of them as ``Config`` in its ``config.py`` and adds its specific fields. Everything that
+a run depends on is a field, so the run id, which is built from the fields, identifies the run completely.
 """
 
 import ast
@@ -22,7 +22,7 @@ from stepscope import StepscopeError
 
 
 class Dimensions(NamedTuple):
-    """A model's shape: what tells one size from another."""
+    """A model's dimensions, which define its size."""
 
     d_model: int
     d_ff: int
@@ -30,7 +30,7 @@ class Dimensions(NamedTuple):
     num_heads: int
 
 
-# The handout's five sizes, the 2026 edition's 10B, and three that a laptop's CPU runs in milliseconds.
+# The handout's five sizes, the 2026 edition's 10B, and three that run in milliseconds on a laptop's CPU.
 SIZES = {
     "small": Dimensions(768, 3072, 12, 12),
     "medium": Dimensions(1024, 4096, 24, 16),
@@ -44,30 +44,34 @@ SIZES = {
 }
 SIZE_RANKS = {name: shape.d_model * shape.num_layers for name, shape in SIZES.items()}  # smallest first
 CPU_SIZES = ("nano", "micro", "tiny")
-# What each year's handout calls which of them; records, sweeps and tables have the names above.
+# Size names in each year's handout, mapped to ours; records, sweeps and tables use our names.
 EDITIONS = {
     2025: {name: name for name in ("small", "medium", "large", "xl", "2.7B")},
     2026: {"small": "small", "medium": "medium", "large": "large", "xl": "2.7B", "10B": "10B"},
 }
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
-# What each mode runs, in order.
+# The phases of each mode, in order.
 PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
-TOTAL = "total"  # the row of a mode as a whole, beside its phases
+TOTAL = "total"  # label of the row that sums up all phases of a mode
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-# As documents write them.
+# Display names for documents.
 PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "step": "full step"}
 
 
 class ConfigError(StepscopeError, ValueError):
-    """A configuration that cannot be run; its text is a sentence: the field, what it was, what is allowed."""
+    """An invalid configuration; the text has the field, the value that was given, and the expected values."""
 
 
 def resolve_size(name: Any, edition: Any = None) -> str:
-    """The name in :data:`SIZES` of what that year's handout calls ``name``; without a year it is one of them.
+    """Return the name in :data:`SIZES` of a size.
+
+    Args:
+        name: the size's name in the handout of that edition, or in :data:`SIZES` without an edition.
+        edition: the handout's year, or None.
 
     Raises:
-        ConfigError: there is no such edition or size, or the edition has none of that name.
+        ConfigError: the edition is unknown, or has no size with this name.
     """
     if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
@@ -82,36 +86,38 @@ def resolve_size(name: Any, edition: Any = None) -> str:
 
 
 def resolve_device(asked: Any) -> Any:
-    """``auto`` becomes the device this machine has; anything else is left for the field's type to judge."""
+    """Replace ``auto`` by this machine's device; return other values for the field's type to validate."""
     if asked == "auto":
-        import torch  # not above: Dask's workers configure runs as well, and start sooner without it
+        import torch  # imported lazily: Dask's workers also import this module, and start faster without it
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     return asked
 
 
-# A configuration's numbers are refused beyond these bounds: no machine reaches them, every table holds them.
+# Bounds of numeric fields: larger than any machine can run, but small enough for the columns of tables.
 Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
-SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")  # of a size without a name
-MAX_SHOWN = 100  # characters of a wrong value that an error repeats
+SHAPE = re.compile(
+    r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})"
+)  # how an unnamed size is written
+MAX_SHOWN = 100  # maximum length of an invalid value in an error message
 
 
 def truncated_repr(value: Any) -> str:
-    """A value as an error repeats it: on one line, and cut where it is long."""
-    short = reprlib.Repr()  # also of what is nested deeply, or stands for gigabytes
+    """Format a value for an error message: on one line, and truncated if long."""
+    short = reprlib.Repr()  # limits the output even for deeply nested or huge values
     short.maxstring = short.maxother = MAX_SHOWN
     try:
         text = short.repr(value)
-    except ValueError:  # thousands of digits
+    except ValueError:  # an int with thousands of digits
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class RunConfig(BaseModel):
-    """What every study's run has in common. Build one through :func:`configure`, which words the errors."""
+    """The fields of every run. Build configurations with :func:`configure`, which gives readable errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -127,7 +133,7 @@ class RunConfig(BaseModel):
 
     @classmethod
     def tunable_fields(cls) -> list[str]:
-        """The fields that can have more than one value: the parameters of the study's notebook."""
+        """Return the fields that allow more than one value, which are the parameters of the study's notebook."""
         return [
             name
             for name, field in cls.model_fields.items()
@@ -136,8 +142,10 @@ class RunConfig(BaseModel):
 
     @classmethod
     def notebook_for(cls, fields: Mapping[str, Any]) -> str:
-        """The name of the notebook that a run with these fields executes: the study's, where it has one
-        only."""
+        """Return the name of the notebook that a run with these fields executes.
+
+        By default, a study has one notebook, with the study's name.
+        """
         return fields["study"]
 
     @property
@@ -145,9 +153,10 @@ class RunConfig(BaseModel):
         return self.notebook_for(dict(self))
 
     def digest(self) -> str:
-        """Of the fields that are not at their default, so that a field added later renames no run.
+        """Return a digest of the fields that differ from their defaults.
 
-        A record holds every field, and one whose fields differ from the configuration's is not taken for it.
+        Defaults are excluded so that adding a field later doesn't rename existing runs. This is safe because a
+        record holds every field, and doesn't match a configuration with other values.
         """
         return digest_of(self.fields_of_id())
 
@@ -156,11 +165,11 @@ class RunConfig(BaseModel):
 
     @property
     def shape(self) -> str:
-        """What is run, by its dimensions or their name."""
+        """The model's size name or its dimensions."""
         return f"d{self.d_model}"
 
     def words_of_id(self) -> list[str]:
-        """Shape, context, and of mode and precision those that are free to choose in this study."""
+        """Return the words of the run id: shape, context length, and mode and precision if they can vary."""
         free = [name for name in ("mode", "precision") if name in self.tunable_fields()]
         return [
             self.shape.replace(" ", "-"),
@@ -170,13 +179,12 @@ class RunConfig(BaseModel):
 
     @property
     def run_id(self) -> str:
-        """Readable, and the same for the same configuration whatever spelled it."""
+        """The readable id of the run, which is the same however the configuration was written."""
         return "-".join([*self.words_of_id(), self.digest()])
 
     @property
     def label(self) -> str:
-        """What tells a reader this run from another: the run id's words, and each other field that is not at
-        its default."""
+        """A description for readers: the run id's words, and all other fields that differ from their defaults."""
         said = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
         others = self.model_dump(exclude_defaults=True, exclude=said)
         return ", ".join(
@@ -188,7 +196,7 @@ class RunConfig(BaseModel):
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:
-    """Return eight hexadecimal digits that name a configuration's fields."""
+    """Return a digest of a configuration's fields, as eight hexadecimal digits."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -197,7 +205,7 @@ def _value(value: Any) -> str:
 
 
 class StepConfig(RunConfig):
-    """A run of the model's training step, or of a part of it."""
+    """The configuration of a run of the model's training step, or of part of it."""
 
     study: str = "step"
     size: str = "custom"
@@ -213,11 +221,14 @@ class StepConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dimensions(cls, values: Any) -> Any:
-        """A size stands for its dimensions, and dimensions that a size has are given its name.
+        """Fill in the dimensions of a named size, or the name of a size with known dimensions.
 
-        Tables call a shape without a name by its dimensions, "d512 f2048 l8 h8", which is a size here, too.
+        ``size`` can also be an unnamed shape as tables write it, such as "d512 f2048 l8 h8". The optional
+        ``edition``, which isn't a field, is the year of the handout that the size's name comes from.
 
-        ``edition``, which is no field, says which year's handout the size's name is of.
+        Raises:
+            ValueError: ``edition`` is given without a size, or a dimension contradicts the size.
+            ConfigError: the size or the edition is unknown.
         """
         if not isinstance(values, dict):
             return values
@@ -251,7 +262,7 @@ class StepConfig(RunConfig):
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
-        """The plain step of this run: its own fields, less what its study has added, with changes."""
+        """Return this run as a StepConfig, with changes and without the fields that its study adds."""
         names = StepConfig.model_fields.keys() - {"study", "size"}
         fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)
@@ -265,20 +276,22 @@ class StepConfig(RunConfig):
 
 @functools.cache
 def studies() -> dict[str, type[RunConfig]]:
-    """The configuration class of every study, by name, in the report's order.
+    """Return the configuration class of each study by name, in the report's order.
 
-    They are listed in :mod:`stepscope.studies`, above this module, and found by name: nothing here needs one.
+    The classes are imported by name from the list in :mod:`stepscope.studies`, because that package is a
+    layer above this module.
     """
     listed = importlib.import_module("stepscope.studies").STUDIES
     return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config for name in listed}
 
 
 def configure(study: str, **values: Any) -> Any:
-    """One run's fields, validated: the study's ``Config``. A field given as None counts as not given;
-    ``device`` defaults to ``auto``.
+    """Validate one run's fields and return the study's ``Config``.
+
+    Fields that are None count as omitted, and ``device`` defaults to ``auto``.
 
     Raises:
-        ConfigError: one sentence for each field that is wrong: its name, what it was, what is allowed.
+        ConfigError: for each invalid field, the text has its name, its value and the expected values.
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
@@ -291,7 +304,7 @@ def configure(study: str, **values: Any) -> Any:
 
 
 def format_errors(error: ValidationError, model: type[BaseModel]) -> str:
-    """What is wrong with the input of a model, a sentence for each field, such as ``tables.samples.rows``."""
+    """Format a validation error: one sentence per invalid field, such as ``tables.samples.rows``."""
     return "; ".join(_sentence(item, model) for item in error.errors())
 
 
@@ -301,7 +314,7 @@ def _sentence(item: Any, model: type[BaseModel]) -> str:
         for part in item["loc"]
     )
     field = ".".join(plain) or "all"
-    if item["type"] == "value_error":  # our own validators word their errors whole
+    if item["type"] == "value_error":  # our validators raise complete error messages
         return str(item["ctx"]["error"])
     if item["type"] == "extra_forbidden":
         return f"{field}: no such field; {_known(str(item['loc'][-1]), model.model_fields)}"
@@ -311,19 +324,20 @@ def _sentence(item: Any, model: type[BaseModel]) -> str:
 
 
 def _known(name: str, known: Iterable[str]) -> str:
-    """Which name may be meant by one that is none, and all that there are."""
+    """Suggest the closest known name for an unknown one, and list all known names."""
     close = difflib.get_close_matches(name[:MAX_SHOWN], known := list(known), 1)
     return f"{f'{close[0]} may be meant; ' if close else ''}known are {', '.join(known)}"
 
 
 def from_notebook(study: str, names: dict[str, Any]) -> Any:
-    """The configuration that a notebook's parameters cell spells: its variables have the names of the fields.
+    """Build a configuration from the variables of a notebook's parameters cell.
 
     Args:
-        names: the notebook's ``globals()``; what is no field of the study is passed over.
+        study: the study's name.
+        names: the notebook's ``globals()``; names that aren't fields of the study are ignored.
 
     Raises:
-        ConfigError: a value, or a parameter's name that papermill was given, is wrong.
+        ConfigError: a value is invalid, or papermill was given an unknown parameter.
     """
     free = studies()[study].tunable_fields()
     require_parameters(names, free)
@@ -331,14 +345,14 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
 
 
 def require_parameters(names: Mapping[str, Any], free: Iterable[str] = ()) -> None:
-    """Refuse what papermill was given and the notebook does not know: papermill itself only warns.
+    """Reject unknown papermill parameters, for which papermill itself only prints a warning.
 
     Args:
-        names: the notebook's ``globals()``. Its history has the cell that papermill adds.
-        free: names that may be given beside those of the parameters cell.
+        names: the notebook's ``globals()``, whose history ``In`` includes the cell that papermill injects.
+        free: names that are allowed in addition to those of the parameters cell.
 
     Raises:
-        ConfigError: the name, and those that are known.
+        ConfigError: a parameter is unknown; the text lists the known ones.
     """
     history = names.get("In", [])
     for at, cell in enumerate(history):
@@ -352,7 +366,7 @@ def require_parameters(names: Mapping[str, Any], free: Iterable[str] = ()) -> No
 
 
 def assigned_constants(cell: str) -> list[str]:
-    """The names that a notebook's cell sets to constants, where it does nothing else but import."""
+    """Return the names that a cell assigns constants to; empty if it does anything else except importing."""
     names: list[str] = []
     try:
         for line in ast.parse(cell).body:
@@ -366,10 +380,10 @@ def assigned_constants(cell: str) -> list[str]:
 
 
 def require_device(config: RunConfig) -> None:
-    """Check, before anything starts, that this machine has what the configuration asks for.
+    """Check, before anything starts, that this machine supports the configuration's device and precision.
 
     Raises:
-        ConfigError: no such device, or a precision that the device lacks.
+        ConfigError: this machine has no such device, or the device doesn't support the precision.
     """
     if config.device == "cuda":
         import torch

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: the machine and its software. No host name, no address, no path."""
+"""Describe the machine and the software of a measurement, without host names, addresses or paths."""
 
 import functools
 import hashlib
@@ -15,8 +15,8 @@ from typing import Any
 
 import stepscope
 
-# What a number depends on: the rooms that measure and what they stand on. No sweep, no report, but the script
-# that the report hands out, which the ladder measures.
+# Sources that can change a measured number: the packages that measure and their dependencies. Sweeps and reports
+# can't, except for the script that the report contains, because the ladder measures that script.
 MEASURING = (
     "config.py",
     "stats.py",
@@ -26,15 +26,15 @@ MEASURING = (
     "traces",
     "studies",
 )
-OF_REPORT = ("tables.py", "figures.py")  # of a study
-# What another process may do with the GPU without being reported: less than an idle CUDA context holds, and
-# what NVML reads of a process that has just ended.
+OF_REPORT = ("tables.py", "figures.py")  # files of a study that only the report uses
+# GPU use by other processes below these limits isn't reported. An idle CUDA context holds more memory, and NVML
+# may still show a little utilization from a process that has just ended.
 MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 
 
 def machine(device: str) -> dict[str, Any]:
-    """The hardware: GPU (if ``device`` is one), processor, memory."""
+    """Return the hardware: GPU (if ``device`` is "cuda"), processor and memory."""
     cpu = {
         "cpu": _cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -42,7 +42,7 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
-    import torch  # here and below, not above: the command line starts sooner without it
+    import torch  # imported lazily, here and below: the command line starts faster without it
 
     gpu = torch.cuda.get_device_properties(0)
     return {
@@ -62,7 +62,7 @@ def _cpu_name() -> str:
 
 
 def software() -> dict[str, str | int | None]:
-    """Versions of all that can change a number, and a digest of this package's source that measures."""
+    """Return the versions of everything that can change a number, and a digest of our measuring source."""
     versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -76,8 +76,10 @@ def software() -> dict[str, str | int | None]:
 
 
 def source_digest(package: Path) -> str:
-    """Of the source of :data:`MEASURING` in a package's folder: another sentence in the report is no other
-    measurement."""
+    """Return a digest of the :data:`MEASURING` sources in a package's folder, as twelve hexadecimal digits.
+
+    Report sources are excluded, because rewording the report doesn't change the measurement.
+    """
     digest = hashlib.sha256()
     for name in MEASURING:
         room = package / name
@@ -97,10 +99,11 @@ def _driver() -> str | None:
 
 
 def foreign_gpu_use() -> str:
-    """Describe what other processes do with this process's first GPU; empty where they do nothing.
+    """Describe how other processes use this process's first GPU; return "" if they don't.
 
-    NVML reports a GPU's memory and utilization even where it hides processes, as in a container. A process that
-    has used the GPU itself, such as a notebook that is run again, cannot tell.
+    NVML reports a GPU's memory and utilization even when it hides the processes, as in a container. The result
+    is also "" if this process has already used the GPU (for example, when a notebook is run again), because its
+    use can't be separated from others' use.
     """
     import pynvml
     import torch
@@ -113,7 +116,7 @@ def foreign_gpu_use() -> str:
         device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
         used_gib = pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2).used / 2**30
         shares = []
-        for _ in range(3):  # one reading may be of a process that has just ended
+        for _ in range(3):  # a single reading may come from a process that has just ended
             shares.append(pynvml.nvmlDeviceGetUtilizationRates(device).gpu / 100)
             time.sleep(0.2)
     except pynvml.NVMLError:
@@ -128,15 +131,16 @@ def foreign_gpu_use() -> str:
 
 @functools.cache
 def gpus_here() -> list[dict[str, Any]]:
-    """The GPUs that this process may use: ``visible`` (as ``CUDA_VISIBLE_DEVICES`` names it: an index or a
-    UUID, a MIG instance's too), ``name`` and ``gib`` of memory; none without a GPU.
+    """Return the GPUs that this process may use, or an empty list without a GPU.
 
-    Asked of a process of its own, so that this one has no CUDA context and has not waited for torch's import.
+    Each has ``visible`` (its name in ``CUDA_VISIBLE_DEVICES``: an index or the UUID of a GPU or MIG instance),
+    ``name``, and ``gib`` (memory in GiB). A subprocess makes the query, so that this process neither creates a
+    CUDA context nor waits for torch's import.
     """
     import pynvml
 
     try:
-        pynvml.nvmlInit()  # without a driver there is nothing to wait for
+        pynvml.nvmlInit()  # returns early without a driver, when no GPU can be found
     except pynvml.NVMLError:
         return []
     asked = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]

@@ -1,4 +1,4 @@
-"""The notebook's side of a run: say what it runs on, keep what was measured, say what was found."""
+"""The notebook's side of a run: show the machine, save the measurements, show the finding."""
 
 import hashlib
 import os
@@ -32,9 +32,9 @@ WHICH = (
     "phase",
     "blocks",
     "checkpoint_policy",
-)  # columns that say which row it is
-# Up to here a step's operators on a CPU are over before threads have found each other; where the cores are
-# busy, threads wait for each other 35 times as long as one takes.
+)  # columns that identify a row
+# Up to these sizes, a CPU operator finishes before its threads have synchronized. When the cores are busy,
+# waiting for other threads takes 35 times as long as running the operator on one thread.
 ONE_THREAD = {"d_model": SIZES["nano"].d_model, "context_length": 256}
 
 
@@ -42,41 +42,40 @@ class Run:
     """One execution of a study's notebook.
 
     Args:
-        config: what is run.
-        run_folder: of a sweep: where the outcome goes.
-        runs: of a notebook that is run by hand: the runs folder that is to hold the run; empty: nothing is
-            written.
+        config: the configuration to run.
+        run_folder: the folder for the outcome, if a sweep executes the notebook.
+        runs: the runs folder to save the run in, if the notebook is run by hand; if empty, nothing is written.
 
     Raises:
-        ConfigError: this machine cannot run the configuration, or the folder holds another device's runs.
-        StoreError, StoreBusy: the folder cannot be written to.
+        ConfigError: this machine can't run the configuration, or the folder holds runs from another device.
+        StoreError, StoreBusy: the folder isn't writable, or another sweep holds it.
     """
 
     def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
         require_device(config)
-        pd.options.display.max_colwidth = 200  # reasons are read to their end
-        # torch's profiler says on stderr, which a notebook shows, that it starts and stops.
+        pd.options.display.max_colwidth = 200  # so that notebooks show reasons in full
+        # By default, torch's profiler logs each start and stop to stderr, which a notebook shows.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self.config = config
         self.folder = Path(run_folder) if run_folder else None
         self.store = Store(runs_folder(runs)) if runs and not run_folder else None
         self.began, self.started_at = time.monotonic(), datetime.now(UTC)
         self.outcome: dict[str, Any] = {"machine": machine(config.device), "software": software()}
-        if not self.folder:  # a person may do other things meanwhile
+        if not self.folder:  # during a run by hand, the user may keep the machine busy
             self.outcome["machine"]["load"] = round(os.getloadavg()[0], 2)
         shared = foreign_gpu_use() if config.device == "cuda" else ""
         if shared:
             self.outcome["machine"]["gpu_shared_with"] = shared
         on = self.outcome["machine"]["device_name"]
         if self.store:
-            with self.store.writing():  # says now what else it would say when all is measured
+            with self.store.writing():  # fails now rather than after measuring
                 there = self.store.device_name()
             if there and there != on:
                 raise ConfigError(
                     f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
                     " name another folder"
                 )
-        if self.folder:  # what runs out of memory later has still said on what
+        if self.folder:  # so that a run that fails with OOM later still reports its machine
             append_outcome(self.folder, **self.outcome)
         said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
         said += [f"**{shared}**: its times are not those of a free GPU"] * bool(shared)
@@ -88,15 +87,15 @@ class Run:
         results: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
     ) -> None:
-        """Keep what was measured, right after it was: what fails later in a cell that shows costs none of it.
+        """Save the measurements. Call it right after measuring, so that an error in a later cell loses nothing.
 
         Args:
-            tables: by name; each is written as ``<name>.parquet``.
-            results: numbers, texts and truth values by name.
-            files: of other programs, to be kept with the record, by their names.
+            tables: tables by name; each is written as ``<name>.parquet``.
+            results: numbers, strings and booleans by name.
+            files: other programs' files to save with the record, under their own names.
 
         Raises:
-            RecordError: of a run by hand: a result is none of these.
+            RecordError: a result of a run by hand has another type.
         """
         named = {"inconsistent": words} if (words := inconsistent_rows(tables)) else {}
         self.outcome["results"] = plain(named | dict(results or {}))
@@ -114,7 +113,7 @@ class Run:
             display(Markdown(f"Kept in `{place}`."))
 
     def conclude(self, sentence: str) -> None:
-        """Show the sentence that was found, which a sweep prints and the record has as ``finding``."""
+        """Show the run's finding, and save it as the record's ``finding``, which a sweep prints."""
         display(Markdown(sentence))
         self.outcome.setdefault("results", {})["finding"] = sentence
         if self.folder:
@@ -123,7 +122,7 @@ class Run:
             self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
-        """Of a run by hand, which nobody watches: as far as it has come."""
+        """Return the record of a run by hand so far; its status is ok, because no process watches it."""
         shell = get_ipython()
         executed = shell.user_ns["In"] if shell else []
         source = source_by_hand(executed, notebook_of(self.config)) if executed else None
@@ -140,7 +139,7 @@ class Run:
 
 
 def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
-    """The rows of a run that cannot be, or do not repeat, and what is wrong with each."""
+    """Describe the rows that failed a sanity check, with each row's reason; return "" if there are none."""
     found = []
     for table in tables.values():
         odd = table[table["inconsistent"] != ""] if "inconsistent" in table else table[:0]
@@ -152,7 +151,7 @@ def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
 
 
 def _threads(config: RunConfig) -> list[str]:
-    """One thread for the smallest models on a CPU, also in processes that this one starts; what is said."""
+    """Limit the smallest models on a CPU to one thread, in subprocesses too; return a note for the reader."""
     if config.device != "cpu" or any(getattr(config, field) > most for field, most in ONE_THREAD.items()):
         return []
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -161,14 +160,14 @@ def _threads(config: RunConfig) -> list[str]:
 
 
 def _load() -> str:
-    """How busy this machine is with other things, and what that makes of times."""
+    """Describe this machine's load, with a warning if it makes wall times unreliable."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     doubt = ": wall times say little" if load > cores else ""
     return f"load {load:.1f} on {cores} cores{doubt}"
 
 
 def _write(tables: Mapping[str, pd.DataFrame], files: Sequence[str | Path], folder: Path) -> dict[str, Any]:
-    """Write tables and copy files into a run's folder; what the record says of them."""
+    """Write tables and copy files into a run's folder; return the record's ``tables``."""
     listed: dict[str, Any] = {}
     for name, table in tables.items():
         path = folder / f"{name}.parquet"

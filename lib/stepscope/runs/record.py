@@ -1,6 +1,6 @@
-"""What is recorded of one run, and whether it can be used.
+"""The record of one run, and the checks that decide if it is usable.
 
-:func:`read_record` alone decides that: every command leaves out the same records, and names them.
+All of the checks are in :func:`read_record`, so every command rejects the same records, and names them.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
     with_config,
 )
-from typing_extensions import TypedDict  # typing's is not enough for pydantic before Python 3.12
+from typing_extensions import TypedDict  # before Python 3.12, pydantic doesn't support typing's
 
 from stepscope import StepscopeError
 from stepscope.config import ConfigError, RunConfig, configure, format_errors, studies, truncated_repr
@@ -30,23 +30,23 @@ from stepscope.files import open_within, read_within
 from stepscope.runs import schema3
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
-# What a run hands over, a line of JSON each: what it runs on, what is kept, what is said, how it ended. Gone
-# when it is in the record.
+# A run reports its machine, its saved tables, its finding and its status here, one JSON object per line. The file
+# is deleted once the record has its content.
 OUTCOME = "outcome.jsonl"
-LOG = "kernel.log"  # what a failed run's processes wrote themselves: crashes below Python
+LOG = "kernel.log"  # output of a failed run's processes, which includes crashes below Python
 MAX_RECORD_BYTES = 2**24
 
 
 class RecordError(StepscopeError, ValueError):
-    """A record that cannot be used; the text names the file by its path in the runs folder."""
+    """An unusable record; the text names the file by its path in the runs folder."""
 
 
 def _none_if_not_finite(value: Any) -> Any:
-    """A float that is no number, or infinite, has no JSON: the record's file has null."""
+    """Replace a NaN or an infinity by None, because JSON can't represent it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# What is believed of a record: what can be a path in the folder, and numbers that a table can hold.
+# Records are untrusted input, so only paths inside the folder and numbers that fit into a table are accepted.
 NAME = "[A-Za-z0-9_+][A-Za-z0-9._+-]{0,199}"
 PlainName = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
 PlainPath = Annotated[str, StringConstraints(pattern=f"^{NAME}(/{NAME})*$")]
@@ -64,7 +64,7 @@ Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_no
 
 
 class Table(BaseModel):
-    """One table of a run: a Parquet file beside its record; or another program's file, without ``rows``."""
+    """One table of a run: a Parquet file next to its record, or another program's file (without ``rows``)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -75,28 +75,28 @@ class Table(BaseModel):
 
 @with_config(ConfigDict(extra="allow"))
 class Machine(TypedDict, total=False):
-    """What is read of a record's ``machine``; see :func:`stepscope.runs.machine.machine`."""
+    """The fields we read from a record's ``machine``; see :func:`stepscope.runs.machine.machine`."""
 
     device_name: str
     cpu: str
     cpu_cores: Count
     ram_gib: Number
     gpu_memory_gib: Number
-    load: Number  # of a run by hand alone: the load average of the minute before it began
+    load: Number  # only in runs by hand: the load average over the minute before the start
 
 
 Status = Literal["ok", "oom", "failed"]
 
 
 class Record(BaseModel):
-    """How one run ended and what it found. ``oom`` is a result: the configuration does not fit this device.
+    """The outcome of one run. ``oom`` is a result: the configuration doesn't fit on this device.
 
-    Times have a zone, and are in UTC here whatever zone they were written in.
+    Times must have a time zone, and are converted to UTC.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    schema_version: Literal[3, 4] = 4  # 3: read under today's names by stepscope.runs.schema3
+    schema_version: Literal[3, 4] = 4  # stepscope.runs.schema3 converts 3 to the current names
     run_id: PlainName
     study: PlainName
     status: Status
@@ -109,32 +109,32 @@ class Record(BaseModel):
     software: dict[str, str | Whole | None] = {}
     started_at: Moment
     duration_s: Seconds
-    measuring_s: Seconds = 0.0  # of it, in exclusive sections
+    measuring_s: Seconds = 0.0  # the part of duration_s spent in exclusive sections
 
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":
-        """The record of a configuration's run."""
+        """Build the record of a configuration's run."""
         own = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json")}
         return cls(**fields | own)
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do: a failed run is tried again when its sweep is resumed."""
+        """True unless the run failed; a resumed sweep retries failed runs."""
         return self.status != "failed"
 
     @property
     def notebook_source(self) -> str | None:
-        """The digest of the notebook that measured; None of a run of before there was one."""
+        """The digest of the notebook that measured, or None if the record is older than the digest."""
         source = self.software.get("notebook_source")
         return source if isinstance(source, str) else None
 
     def matches_notebook(self, source: str) -> bool:
-        """Whether this notebook measured it; a record that does not say which is taken for this one's."""
+        """Return True if the notebook with this digest measured the run, or if the record has no digest."""
         return self.notebook_source in (None, source)
 
 
 def inconsistency_warnings(records: list[Record]) -> list[str]:
-    """A sentence a run that has something that cannot be, or does not repeat: what, and how."""
+    """Return one warning per run with measurements that failed a sanity check."""
     return [
         f"{record.study}/{record.run_id}: inconsistent, and left out of reports: {words}"
         for record in records
@@ -143,7 +143,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """A sentence for each notebook of which more than one form has measured these records."""
+    """Return one warning per notebook that exists in more than one version among the records."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -159,18 +159,18 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
 
 
 def plain(said: Any) -> Any:
-    """What JSON can hold: numbers of numpy and torch become Python's."""
+    """Convert numpy and torch scalars to Python numbers, so that JSON can represent the value."""
     return json.loads(json.dumps(said, default=lambda value: value.item()))
 
 
 def append_outcome(folder: Path, **said: Any) -> None:
-    """Add a line to what the run in ``folder`` hands over."""
+    """Append a line with these fields to the outcome file of the run in ``folder``."""
     with (folder / OUTCOME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(said)) + "\n")
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
-    """All that the run in ``folder`` has handed over so far; a line that was cut short is none."""
+    """Return the merged outcome of the run in ``folder`` so far, ignoring truncated lines."""
     outcome: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         for line in (folder / OUTCOME).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -182,14 +182,14 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 
 
 def read_record(folder: Path, check_files: bool = False) -> Record:
-    """The record of one run folder.
+    """Read and validate the record of one run folder.
 
     Args:
-        check_files: also compare the executed notebook and each table with the digest that the record has.
+        check_files: also compare the executed notebook and each table with the digests in the record.
 
     Raises:
-        RecordError: no record, not JSON, not the schema, in another run's folder, of a configuration that is
-            not valid, or a file is missing or altered.
+        RecordError: the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
+            has an invalid configuration, or a file is missing or modified.
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
     try:
@@ -207,23 +207,25 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         raise unusable(run, RECORD, what) from None
     run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id
     names = {(config.study, run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
-    if len(names) > 1 or record.config.get("device") != config.device:  # 'auto' would be this machine's
+    if (
+        len(names) > 1 or record.config.get("device") != config.device
+    ):  # 'auto' would resolve to this machine's device
         other = f"{config.study}/{run_id} on {config.device}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
     record.config = config.model_dump(mode="json")
     if check_files:
         for table in record.tables.values():
             _check_file(root, run, table.file, table.sha256)
-        if record.notebook_sha256:  # none of a run whose kernel never started
+        if record.notebook_sha256:  # missing if the kernel never started
             _check_file(root, run, NOTEBOOK, record.notebook_sha256)
     return record
 
 
 def _parse(content: bytes) -> Record:
-    """Parse a record.json, under today's names.
+    """Parse a record.json, converting old field names to the current ones.
 
     Raises:
-        ValidationError: not JSON, or not the schema.
+        ValidationError: the content isn't JSON or doesn't match the schema.
     """
     with suppress(ValueError, RecursionError):
         document = json.loads(content)
@@ -233,7 +235,7 @@ def _parse(content: bytes) -> Record:
 
 
 def unusable(run: str, file: str, what: str) -> RecordError:
-    """The error of a file of a run (study/run id), on one line whatever the folder's name is."""
+    """Return an error about a file of a run (study/run id), on one line even if the name has line breaks."""
     path = f"{run}/{file}"
     return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {what}")
 

@@ -1,10 +1,11 @@
-"""One run: papermill executes the study's notebook in a kernel of its own, and its end becomes a record.
+"""One run: papermill executes the study's notebook in a new kernel, and the outcome becomes a record.
 
-A cell tagged ``show`` only shows, and its slip costs nothing that was measured.
+An error in a cell tagged ``show`` doesn't fail the run, because such cells only display results.
 
-A run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a session of its own, with
-all it starts: kernel, nsys, compile workers. They bear the run's folder in their environment, by which they
-are found and killed together, and their temporary folder lies in it, so that nothing stays behind anywhere.
+Each run is a process (``python -m stepscope.runs.run NOTEBOOK PARAMETERS FOLDER``) in a separate session, together
+with everything it starts: the kernel, nsys, compile workers. All of these processes have the run's folder in their
+environment, so that we can find and kill them together. Their temporary folder is inside the run's folder, so
+that no files are left elsewhere.
 """
 
 import json
@@ -31,26 +32,29 @@ from stepscope.config import Dimensions, RunConfig, format_errors
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, append_outcome, read_outcome
 from stepscope.runs.source import code_cells, notebook_source
 
-# In the environment: a run's folder, which marks its processes; its cores, by number; and another folder of
-# notebooks than the package's.
+# Environment variables: the run's folder, which marks its processes; the numbers of its cores; and a folder of
+# notebooks that replaces the package's.
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
-PATIENCE_S = 600  # for a kernel that lives, on a machine that may be busy
-TEMPORARY = "tmp"  # in the run's folder, until it has ended
-# What a run finds in its environment. Inductor would compile a program to try out each vector instruction
-# that the processor says it has: 5 to 15 s of a process that compiles for a CPU.
+PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
+TEMPORARY = "tmp"  # a subfolder of the run's folder, deleted when the run ends
+# Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
+# of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
-# What Dask's nanny sets for its workers' own sake.
+# Dask's nanny sets these variables for its workers, so runs must not inherit them.
 DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_")
 
 
 def notebook_of(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Path:
-    """The notebook that a run executes: in the folder that the environment names, or the package's,
-    which is a link to the checkout's (a wheel holds them there)."""
+    """Return the path of the notebook that a run executes.
+
+    The environment can name another folder than the package's ``notebooks``, which is a link in a checkout and a
+    real folder in a wheel.
+    """
     return Path(environment.get(NOTEBOOKS) or PACKAGE / "notebooks") / f"{config.notebook}.ipynb"
 
 
 class Abandoned(StepscopeError, RuntimeError):
-    """Whoever asked for a run is gone; its processes were ended."""
+    """The sweep that requested a run is gone, and the run's processes were killed."""
 
 
 def make_run(
@@ -60,16 +64,18 @@ def make_run(
     timeout_s: float | None = None,
     abandoned: Callable[[], bool] = lambda: False,
 ) -> Record:
-    """Run one configuration in ``folder``, which is empty, and wait for its end, which is in the record: ok,
-    oom (a result) or failed (with its cause).
+    """Run one configuration in the empty ``folder``, wait for it to end, and return its record.
+
+    The record's status is ok, oom (a result) or failed (with a cause).
 
     Args:
-        environment: variables of the run, over this process's own.
-        timeout_s: its processes are killed after so long, and it has failed.
-        abandoned: whether whoever asked for the run is gone; it is then killed.
+        environment: the run's environment variables, which override this process's.
+        timeout_s: the time limit in seconds; a run that exceeds it is killed and recorded as failed.
+        abandoned: returns True once the sweep that requested the run is gone; the run is then killed.
 
     Raises:
-        OSError: a file cannot be written. Abandoned: it was killed for that.
+        OSError: a file can't be written.
+        Abandoned: the run was killed because ``abandoned`` returned True.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     temporary = folder / TEMPORARY
@@ -81,7 +87,7 @@ def make_run(
             MARK: str(folder),
             "TMPDIR": str(temporary),
             "IPYTHONDIR": str(temporary),
-            # compilers' caches are each run's own, so that each compiles in full
+            # separate compiler caches, so that each run compiles from scratch
             "TRITON_CACHE_DIR": str(temporary / "triton"),
             "CUDA_CACHE_PATH": str(temporary / "cuda"),
             "JUPYTER_RUNTIME_DIR": str(temporary),
@@ -98,7 +104,7 @@ def make_run(
         str(folder),
     ]
     with (folder / LOG).open("wb") as log:
-        # A pipe from here is its standard input: it ends when this process does, and so does the run.
+        # Its stdin is a pipe from this process, so it sees EOF and ends the run when this process exits.
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -134,7 +140,7 @@ def make_run(
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
-    """What papermill gives to the notebook of a run. A named size stands for its dimensions."""
+    """Return the run's papermill parameters; a named size replaces its dimensions."""
     parameters = json.loads(config.model_dump_json(include=set(config.tunable_fields())))
     if parameters.get("size", "custom") != "custom":
         for field in Dimensions._fields:
@@ -143,7 +149,7 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
-    """Wait for a run's end, or return the reason to end it."""
+    """Wait until the run's process ends and return None, or return the reason to kill it."""
     began = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -157,7 +163,9 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
 
 def _tidy(folder: Path, status: str) -> None:
     (folder / OUTCOME).unlink(missing_ok=True)
-    subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)  # also folders without our write bit
+    subprocess.run(
+        ["rm", "-rf", str(folder / TEMPORARY)], check=False
+    )  # rm also removes folders without our write bit
     if (notebook := folder / NOTEBOOK).is_file():
         content = json.loads(notebook.read_text(encoding="utf-8"))
         for key in ("input_path", "output_path"):
@@ -173,8 +181,10 @@ def _tidy(folder: Path, status: str) -> None:
 
 
 def _cleaned(value: Any, folder: Path) -> Any:
-    """JSON with its texts cleaned, except kinds of cells, and pictures, in whose base64 a short path may
-    stand by chance."""
+    """Remove this machine's paths and names from all strings of a JSON value, recursively.
+
+    Cell and output types are kept. So are images, because their base64 may contain a short path by chance.
+    """
     if isinstance(value, dict):
         kept = ("cell_type", "output_type", "image/png")
         return {key: item if key in kept else _cleaned(item, folder) for key, item in value.items()}
@@ -184,7 +194,7 @@ def _cleaned(value: Any, folder: Path) -> Any:
 
 
 def without_machine(text: str, folder: Path) -> str:
-    """A text without paths and name of this machine: notebooks are read, and committed, elsewhere."""
+    """Replace this machine's paths and host name in a text, because notebooks are shared and committed."""
     places = {
         str(folder / TEMPORARY): "<tmp>",
         str(folder): "<run>",
@@ -207,17 +217,16 @@ def without_machine(text: str, folder: Path) -> str:
 
 
 def kill_run_processes(folder: Path) -> None:
-    """Kill every process of the run in this folder, or of the runs in folders within it, whatever session
-    and parent it has by now; not this one.
+    """Kill all processes of the run in this folder, or of the runs in its subfolders, except this process.
 
-    It looks until it has found none twice: one that is becoming another program shows no environment in that
-    moment.
+    A process is found even if its session or parent has changed. The search repeats until it finds no process
+    twice in a row, because a process has no visible environment during an exec.
     """
     rounds = 2
     for _ in range(500):
         found = False
         for process in psutil.process_iter():
-            with suppress(psutil.Error):  # another user's, or ended meanwhile
+            with suppress(psutil.Error):  # belongs to another user, or has just ended
                 mark = process.environ().get(MARK, "") if process.pid != os.getpid() else ""
                 if mark == str(folder) or mark.startswith(f"{folder}/"):
                     process.kill()
@@ -228,13 +237,13 @@ def kill_run_processes(folder: Path) -> None:
         time.sleep(0.01)
 
 
-# What follows goes on in the run's own process.
+# The functions below run in the run's process.
 
 
 def main(notebook: str, parameters: str, place: str) -> None:
     folder = Path(place)
     threading.Thread(target=_end_with_worker, args=[folder], daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # which a worker has blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGHUP})  # because workers block them
     if CORES in os.environ:
         os.sched_setaffinity(0, {int(core) for core in os.environ[CORES].split(",")})
     status, cause = _execute(Path(notebook), json.loads(parameters), folder)
@@ -251,9 +260,11 @@ def _end_with_worker(folder: Path) -> None:
 
 
 def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[str, str | None]:
-    """Execute a notebook in ``folder``; its status and, where that is not ok, the cause. A cell that only
-    shows costs nothing: the run is ok, and the cause says what happened there."""
-    # jsonschema would import it, where JupyterLab has brought it, for web addresses: a second of each run.
+    """Execute a notebook in ``folder``, and return its status and the cause of any error.
+
+    If only a ``show`` cell fails, the status is still ok and the cause describes the error.
+    """
+    # jsonschema imports it to check URLs if JupyterLab has installed it, which costs each run a second.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
     from jupyter_client.manager import AsyncKernelManager
@@ -262,8 +273,10 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     from traitlets import default
 
     class Kernel(AsyncKernelManager):
-        """A kernel that only this user can speak to: through sockets in the run's folder. Their path is
-        relative, since it may have at most 107 bytes."""
+        """A kernel that only this user can connect to, because its sockets are in the run's folder.
+
+        The sockets' path is relative, because it is limited to 107 bytes.
+        """
 
         @default("transport")
         def _sockets(self) -> str:
@@ -273,7 +286,9 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
         def _path(self) -> str:
             return f"{TEMPORARY}/kernel"
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what goes wrong in a notebook is the cause
+    logging.getLogger("papermill").setLevel(
+        logging.CRITICAL
+    )  # errors in the notebook are reported as the cause
     try:
         papermill.execute_notebook(
             notebook,
@@ -297,7 +312,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
 
 
 def _errors(notebook: Path) -> tuple[str, str]:
-    """What the errors in an executed notebook make of its run: a status and its cause."""
+    """Return the run's status and cause from the errors in its executed notebook."""
     cells = sorted((cell for cell in code_cells(notebook) if cell.errors), key=lambda cell: cell.shows)
     error = cells[0].errors[0]
     words = f"{error['ename']}: {error['evalue']}"

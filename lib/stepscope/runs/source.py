@@ -1,7 +1,7 @@
-"""Which notebook measured: a digest of its code that a comment, a picture or another default leaves as it is.
+"""Digests that identify the version of a notebook's measuring code.
 
-A notebook's cells have tags. ``parameters`` are defaults and ``show`` is what only shows; all other code
-decides what is measured, and is in the digest.
+Comments, outputs and default parameters don't change the digest. It covers all code cells except those tagged
+``parameters`` (defaults) or ``show`` (cells that only display results).
 """
 
 import ast
@@ -17,7 +17,7 @@ PARAMETERS, INJECTED, SHOW = "parameters", "injected-parameters", "show"
 
 
 class Cell(NamedTuple):
-    """A code cell: its source, its tags, and the errors among its outputs."""
+    """A code cell: its source, its tags, and its error outputs."""
 
     source: str
     tags: frozenset[str]
@@ -29,15 +29,16 @@ class Cell(NamedTuple):
 
     @property
     def measures(self) -> bool:
-        """Whether what it says is part of the measurement."""
+        """True if the cell's code affects the measurement, and so belongs in the digest."""
         return not self.tags & {PARAMETERS, INJECTED, SHOW}
 
 
 def code_cells(notebook: Path) -> list[Cell]:
-    """The code cells of a notebook, in order.
+    """Return the code cells of a notebook, in order.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is no notebook.
+        OSError: the file can't be read.
+        ValueError: the file isn't a notebook.
     """
     content = json.loads(notebook.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
@@ -54,10 +55,10 @@ def code_cells(notebook: Path) -> list[Cell]:
 
 
 def notebook_source(notebook: Path) -> str:
-    """The digest of a notebook's measuring cells: twelve hexadecimal digits.
+    """Return the digest of a notebook's measuring cells, as twelve hexadecimal digits.
 
     Raises:
-        OSError, ValueError: as :func:`code_cells`.
+        OSError, ValueError: see :func:`code_cells`.
     """
     return digest_of(parsed(cell.source) for cell in code_cells(notebook) if cell.measures)
 
@@ -67,8 +68,11 @@ def digest_of(cells: Iterable[str]) -> str:
 
 
 def parsed(source: str) -> str:
-    """A cell's code without comments and layout, the same in every version of Python; empty where it has no
-    code. What is not Python (a line of IPython's ``%`` or ``!``) is taken as it stands."""
+    """Return a cell's code without comments and layout, or "" if it has no code.
+
+    The result doesn't depend on the Python version. A cell that isn't valid Python, such as one with IPython's
+    ``%`` or ``!`` commands, is returned stripped but otherwise unchanged.
+    """
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -84,8 +88,11 @@ def _plain(value: Any) -> Any:
 
 
 def source_by_hand(executed: list[str], notebook: Path) -> str:
-    """The digest of a notebook that is run by hand, whose tags its kernel does not see: the notebook's own
-    where nothing but its cells, and settings of parameters, was executed; else one of all that was."""
+    """Return the digest of a notebook that is run by hand, where the kernel can't see the cells' tags.
+
+    This is the digest of the notebook file if only its cells and parameter assignments were executed, and
+    otherwise a digest of all the executed code.
+    """
     known = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
     cells = [parsed(source) for source in executed if not assigned_constants(source)]
     return notebook_source(notebook) if known.issuperset(cells) else digest_of(cells)

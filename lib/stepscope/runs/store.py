@@ -1,8 +1,8 @@
-"""Run folders: made aside, put in place whole, found again.
+"""Runs folders: save runs atomically, and find them again.
 
-A runs folder holds ``<study>/<run id>/`` with ``record.json``, the executed ``notebook.ipynb`` and the
-tables. A run is made in ``.partial/`` and renamed into its place when its record is written and synced, so
-what stands in place is whole, whenever and however a sweep ended.
+A runs folder has a ``<study>/<run id>/`` for each run, with ``record.json``, the executed ``notebook.ipynb`` and
+the tables. A run is first written to ``.partial/``, and moved to its final place only after its record is written
+and synced. So every saved run is complete, however and whenever a sweep ended.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_re
 
 
 class StoreError(StepscopeError, RuntimeError):
-    """A runs folder that cannot be written to."""
+    """The runs folder isn't writable."""
 
 
 class StoreBusy(StepscopeError, RuntimeError):
@@ -29,8 +29,11 @@ class StoreBusy(StepscopeError, RuntimeError):
 
 
 def runs_folder(name: str | Path) -> Path:
-    """The folder that a notebook calls ``name``. Within a checkout a relative one starts at the checkout
-    (JupyterLab's kernels stand beside their notebooks), unless there is one right here."""
+    """Resolve the runs folder that a notebook names.
+
+    In a checkout, a relative path is relative to the checkout unless it exists in the current directory, because
+    JupyterLab starts kernels in their notebook's folder.
+    """
     path = Path(name).expanduser()
     if path.is_absolute() or path.is_dir() or not PROJECT or not Path.cwd().is_relative_to(PROJECT):
         return path
@@ -38,25 +41,26 @@ def runs_folder(name: str | Path) -> Path:
 
 
 class Store:
-    """One runs folder."""
+    """A runs folder: lock it, write runs into it, and read their records."""
 
     def __init__(self, root: Path):
         self.root = Path(root)
         self.partial = self.root.absolute() / ".partial"
 
     def folder(self, config: RunConfig) -> Path:
-        """Where a configuration's run is kept, whether or not it is there."""
+        """Return the folder of a configuration's run, which may not exist yet."""
         return self.root / config.study / config.run_id
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Hold the folder for one sweep; leftovers of an interrupted one are cleared away.
+        """Lock the folder for one sweep, and remove the leftovers of an interrupted one.
+
+        The lock is an OS file lock, so it is released however its holder dies.
 
         Raises:
-            StoreBusy: another process holds it. The lock is the kernel's and ends with its holder, however
-                that dies.
-            StoreError: it cannot be written to, or a folder in it is a link: what is written would be
-                elsewhere.
+            StoreBusy: another process holds the lock.
+            StoreError: the folder isn't writable, or one of its subfolders is a link, so that runs would be
+                written elsewhere.
         """
         with self._open_lock() as lock:
             try:
@@ -74,7 +78,7 @@ class Store:
                 shutil.rmtree(self.partial, ignore_errors=True)
 
     def _open_lock(self) -> TextIOWrapper:
-        """Open the lock's file, and make it where there is none."""
+        """Open the lock file, creating it if necessary."""
         path = self.root / ".lock"
         folders = [self.partial, *(self.root / study for study in studies())]
         try:
@@ -90,13 +94,13 @@ class Store:
             raise StoreError(f"{self.root}: {reason}") from None
 
     def new_staging_folder(self) -> Path:
-        """A fresh folder for a run. Its name is short: sockets in it have paths of at most 107 bytes."""
+        """Create a folder for a run, with a short name because socket paths are limited to 107 bytes."""
         folder = self.partial / os.urandom(3).hex()
         folder.mkdir(parents=True)
         return folder
 
     def commit(self, folder: Path, record: Record) -> Path:
-        """Write the record, last, and put the run in its place. A failed run that stood there is replaced."""
+        """Write the record last, move the run into place (replacing an older run), and return its final path."""
         for path in folder.rglob("*"):
             if path.is_file():
                 sync(path)
@@ -114,29 +118,29 @@ class Store:
         return place
 
     def rewrite_record(self, record: Record) -> None:
-        """Write the record of a run that is in its place anew."""
+        """Overwrite the record of a saved run."""
         path = self.root / record.study / record.run_id / RECORD
         write_text_durably(path, record.model_dump_json(indent=1) + "\n")
 
     def find(self, config: RunConfig) -> Record | None:
-        """The record of this configuration, its files checked; None where there is no run folder.
+        """Return this configuration's record after checking its files, or None if it has no run folder.
 
         Raises:
-            RecordError: there is a folder, and its record, its notebook or a table is not what it should be.
+            RecordError: the record is unusable, or the notebook or a table is missing or modified.
         """
         folder = self.folder(config)
         return read_record(folder, check_files=True) if os.path.lexists(folder) else None
 
     def device_name(self) -> str | None:
-        """The device that the folder's runs are of; None where no record says."""
+        """Return the device that measured the folder's runs, or None if no record names one."""
         names = (record.machine.get("device_name") for record in self.records()[0])
         return next(filter(None, names), None)
 
     def records(self, check_files: bool = False) -> tuple[list[Record], list[RecordError]]:
-        """All records that can be used, by study and run id, and what is wrong with the others."""
+        """Return all usable records, sorted by study and run id, and the errors of the unusable ones."""
         records, errors = [], []
         for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
-            # Which glob would pass over.
+            # Checked here because glob silently skips unreadable folders.
             if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
                 errors.append(RecordError(f"{truncated_repr(folder.name)}: this folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):

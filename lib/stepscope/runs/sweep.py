@@ -1,6 +1,6 @@
-"""A sweep: of what its files ask for, what has no valid record yet is run, and its records are put in place.
+"""Sweeps: run every requested configuration that has no valid record yet, and save the records.
 
-To resume one is to give the same command again: what is done is skipped, what failed is tried again.
+To resume a sweep, give the same command again. It skips finished runs and retries failed ones.
 """
 
 import hashlib
@@ -35,20 +35,20 @@ from stepscope.runs.workers import (
     local_workers,
 )
 
-SAME_REQUEST_S = 1.0  # a terminal that is closed sends a signal more than once
+SAME_REQUEST_S = 1.0  # a closing terminal sends its signal more than once
 
 
 @dataclass
 class SweepOptions:
-    """How a sweep's runs are executed; the default is on all GPUs of this machine, or on its CPU.
+    """Options for executing a sweep's runs; by default, on all GPUs of this machine, or else on its CPU.
 
     Args:
-        workers: so many GPUs at most; without a GPU, so many runs side by side, at most one for each core.
-        scheduler: address of a Dask scheduler, whose workers are used instead.
-        timeout_s: a run's processes are killed after so long, and it has failed.
-        time_budget_s: no run is started when the sweep has taken so long.
-        notebooks: a folder of notebooks that are run in place of the package's of the same names.
-        replace: measure again, in place, what another version of a notebook measured.
+        workers: the maximum number of GPUs; without a GPU, the number of parallel runs, at most one per core.
+        scheduler: the address of a Dask scheduler, whose workers then execute the runs.
+        timeout_s: the time limit of a run in seconds; a run that exceeds it is killed and recorded as failed.
+        time_budget_s: the time in seconds after which the sweep starts no more runs.
+        notebooks: a folder of notebooks to execute instead of the package's notebooks of the same names.
+        replace: rerun configurations that another version of their notebook measured, and replace their runs.
     """
 
     workers: int | None = None
@@ -61,11 +61,12 @@ class SweepOptions:
 
 @dataclass
 class SweepEnd:
-    """How a sweep ended.
+    """The outcome of a sweep.
 
     Args:
-        counts: by status, of all its runs.
-        left: what is still to be run, and ``stopped_by`` what.
+        counts: the number of runs by status, including those that were already done.
+        left: the configurations that still have to run.
+        stopped_by: the reason why the sweep stopped early, or None.
     """
 
     counts: Counter = field(default_factory=Counter)
@@ -74,15 +75,16 @@ class SweepEnd:
 
 
 def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, console: Console) -> SweepEnd:
-    """Run what the sweep files ask for and the store does not hold yet; each end is said on the console.
+    """Run the configurations of the sweep files that the store doesn't hold yet, and print each outcome.
 
     Raises:
-        SweepError, WorkersError: before anything starts. StoreBusy: another sweep is writing into the folder.
-        StoreError: the folder cannot be written to.
+        SweepError, WorkersError: the sweep can't start, or a worker's device differs from the folder's.
+        StoreBusy: another sweep is writing into the folder.
+        StoreError: the folder isn't writable.
     """
     began = monotonic()
     with _signals_noted() as signals, ExitStack() as closing:
-        # What cannot be done is said before a folder is touched.
+        # Invalid requests are rejected before any folder is touched.
         if options.scheduler:
             client = closing.enter_context(joined_workers(options.scheduler, signals))
             workers = Workers(client, options.timeout_s, options.notebooks)
@@ -113,7 +115,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
 
 
 def semaphores(root: Path) -> list[Path]:
-    """The named semaphores of a folder's sweeps, of 32 bytes each, as Linux shows them."""
+    """Return the paths of the named semaphores of a folder's sweeps; Linux shows them as files of 32 bytes."""
     return [*Path("/dev/shm").glob(f"sem.{_prefix(root)}-*")]
 
 
@@ -122,21 +124,23 @@ def _prefix(root: Path) -> str:
 
 
 def _name_semaphores(root: Path) -> None:
-    """Name what multiprocessing makes for Dask's nannies after the folder, which this sweep alone holds: so
-    what an earlier one has left can be known and removed, that was killed with its whole group, and so with
-    the process that would have removed it."""
+    """Name the semaphores of Dask's nannies after the folder, and remove those of earlier sweeps.
+
+    If a sweep is killed with its process group, the process that would clean up its semaphores dies, too. The
+    name identifies these leftovers, and removing them is safe because only one sweep at a time holds the folder.
+    """
     for left in semaphores(root):
-        with suppress(OSError):  # another user's
+        with suppress(OSError):  # belongs to another user
             left.unlink()
     current_process()._config["semprefix"] = f"/{_prefix(root)}"  # type: ignore[attr-defined]
 
 
 @contextmanager
 def _signals_noted() -> Iterator[list[str]]:
-    """Signals that ask the sweep to end are noted: whoever waits looks there.
+    """Collect the names of signals that ask the sweep to end, for the sweep's loops to poll.
 
-    Raised in the middle of anything, an exception may be swallowed (by imports, by C), or cut short the end
-    of the workers. Who asks a second time has an end at once: workers end with this process, runs with them.
+    We don't raise an exception, because imports and C code can swallow it, and it could interrupt the shutdown of
+    the workers. A second request ends this process immediately, and the workers and their runs exit with it.
     """
     noted: list[str] = []
     first = [0.0]
@@ -157,11 +161,17 @@ def _signals_noted() -> Iterator[list[str]]:
 
 
 def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None) -> None:
-    """What can be known before anything starts: that the devices are there, and that the folder's runs are of
-    the same one, with which these would be compared.
+    """Check, before anything starts, that the devices exist and match the device of the folder's runs.
+
+    A runs folder holds the runs of one device, because a report compares them.
 
     Args:
-        name: of the device here; None where workers elsewhere will tell.
+        name: the name of this machine's device; None if the workers may be on other machines.
+
+    Raises:
+        WorkersError: a device isn't available.
+        ConfigError: a CPU can't run a configuration.
+        SweepError: the sweep's runs don't belong in this folder.
     """
     for config in configs:
         if config.device not in devices:
@@ -190,10 +200,10 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
 
 
 def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
-    """The digest of each notebook that the plan's runs execute, as it would run now.
+    """Return the current digest of each notebook that the plan's runs execute, by notebook name.
 
     Raises:
-        SweepError: there is none, or it cannot be read.
+        SweepError: a notebook is missing, unreadable or invalid.
     """
     own = {NOTEBOOKS: str(options.notebooks)} if options.notebooks else os.environ
     try:
@@ -209,11 +219,13 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
 def _what_is_left(
     plan: SweepPlan, store: Store, console: Console, sources: dict[str, str], replace: bool
 ) -> SweepEnd:
-    """Return the sweep's end if nothing were run. A run is done if it has a valid record of this notebook.
+    """Return the sweep's state before it starts: the counts of finished runs, and the runs that are left.
+
+    A run is finished if it has a valid record that didn't fail, measured by the current version of its notebook.
 
     Raises:
-        SweepError: where a run should be there is something that is none; or another version of a notebook
-            measured some of the runs, and they are not to be replaced.
+        SweepError: a run's folder has no usable record, or another version of a notebook measured some of the
+            runs and ``replace`` is False.
     """
     end, others = SweepEnd(), []
     for config in plan.configs:
@@ -243,13 +255,13 @@ def _what_is_left(
 
 
 def plain(markdown: str) -> str:
-    """A sentence of markdown as a terminal shows it, in one line."""
+    """Convert a markdown sentence to one line of printable plain text, for a terminal."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", markdown).replace("**", "").replace("`", "")
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 class _Sweep:
-    """The runs of one sweep under way: what is to be done, what goes on where, what has come back."""
+    """The state of a running sweep: assigns runs to workers and collects their results."""
 
     def __init__(
         self,
@@ -266,12 +278,12 @@ class _Sweep:
         self.asked = {_name(config): config for config in end.left}
         self.todo = dict(self.asked)
         self.done: set[str] = set()
-        self.died: set[str] = set()  # runs whose worker died once
+        self.died: set[str] = set()  # runs whose worker died once; a second time counts as a failure
         self.device_name = store.device_name()
 
     def run(self) -> None:
-        """Give out runs and take them back until there is none left, or a reason to stop."""
-        if self.workers.places("cuda") > 1:  # the largest first, so that none of them is alone at the end
+        """Assign runs and collect results until none are left or there is a reason to stop."""
+        if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
             by_size = sorted(self.asked.items(), key=lambda item: peak_gib(item[1]), reverse=True)
             self.todo = dict(by_size)
         try:
@@ -281,7 +293,7 @@ class _Sweep:
                     return
                 for assignment, result in self.workers.wait():
                     self._collect(assignment, result)
-        except OSError as error:  # also where a worker met it
+        except OSError as error:  # raised here or in a worker
             place = error.filename or self.store.root
             self.end.stopped_by = f"{place}, which cannot be written to ({error.strerror or error})"
         finally:
@@ -290,7 +302,7 @@ class _Sweep:
             kill_run_processes(self.store.partial)
 
     def _assign(self) -> None:
-        """Give each free place the first run, in the sweep's order, that fits there."""
+        """Assign runs, in the sweep's order, to the workers that are free for their device."""
         for name, config in list(self.todo.items()):
             budget_s = self.options.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:
@@ -306,9 +318,9 @@ class _Sweep:
         if isinstance(result, OSError):
             raise result
         if self.signals and (isinstance(result, Exception) or not result.done):
-            return  # the signal may have ended it as well, and what failed is tried again anyway
+            return  # the signal may have killed the run; it isn't saved, and the next sweep runs it again
         if isinstance(result, Exception):
-            kill_run_processes(folder)  # of this machine's
+            kill_run_processes(folder)  # only reaches processes on this machine
             shutil.rmtree(folder, ignore_errors=True)
             if _name(config) not in self.died:
                 self.died.add(_name(config))
@@ -344,7 +356,7 @@ class _Sweep:
         )
 
     def _about_left(self) -> str:
-        """How long it may still take, at the rate of the runs so far."""
+        """Format the estimated time left, extrapolated from the finished runs."""
         left = len(self.asked) - len(self.done)
         minutes = (monotonic() - self.began) / 60 / len(self.done) * left
         return f" (about {max(minutes, 1):.0f} min left)" if left else ""

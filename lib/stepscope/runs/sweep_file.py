@@ -1,4 +1,4 @@
-"""Sweep files: YAML that becomes configurations."""
+"""Sweep files: read YAML blocks and expand them into configurations."""
 
 import itertools
 import math
@@ -26,22 +26,27 @@ from stepscope.config import (
 from stepscope.model.accounting import peak
 from stepscope.yaml_files import load_yaml
 
-ACROSS = PACKAGE / "sweeps"  # of several studies
-STUDIES = PACKAGE / "studies"  # of one study each
-LARGEST = "LARGEST"  # as a size: the largest that is predicted to fit
-MOST_RUNS = 100_000  # of a block: ten values on each of ten axes are a slip of the hand
-MOST_USED = 0.9  # of a GPU's memory, by the largest model's step
+ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
+STUDIES = PACKAGE / "studies"  # sweeps of single studies
+LARGEST = "LARGEST"  # placeholder for the largest size that is predicted to fit
+MOST_RUNS = 100_000  # per block; more, such as ten axes with ten values each, are probably a mistake
+MOST_USED = 0.9  # maximum fraction of the GPU's memory for the step of LARGEST
 
 
 class SweepError(StepscopeError, ValueError):
-    """A sweep that cannot start; the text names the file, the place in it, and what was expected."""
+    """A sweep that can't start; the text names the file, the block, and the problem."""
 
 
 class Block(BaseModel):
-    """A block of a sweep file: the product of its ``axes`` (field: list of values), the last varying fastest,
-    each with the ``fixed`` fields. ``edition`` beside ``size`` says which year's handout its names are of,
-    and is no field. With ``skip_too_large`` a run is left out where not even the smallest of what it measures
-    is predicted to fit into the GPU."""
+    """A block of a sweep file: the Cartesian product of its axes, combined with its fixed fields.
+
+    Args:
+        study: the study to run.
+        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose whose
+            size names to use; it isn't a field of the configuration.
+        axes: lists of values by field; the last axis varies fastest.
+        skip_too_large: omit a run if even its smallest measurement is predicted not to fit into GPU memory.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -64,17 +69,17 @@ class Block(BaseModel):
 
 @dataclass
 class SweepPlan:
-    """What sweep files ask for: ``configs``, each once, and ``too_large``, what they leave out."""
+    """The configurations to run (``configs``, without duplicates) and those omitted (``too_large``)."""
 
     configs: list[RunConfig] = field(default_factory=list)
     too_large: list[RunConfig] = field(default_factory=list)
 
 
 def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
-    """Return a sweep's files, by its path or by the name of one that ships with stepscope.
+    """Return the files of a sweep, given its path or the name of a built-in sweep.
 
-    ``reference``, ``tour`` and ``2026`` run all studies on a GPU, and ``cpu`` runs all studies over tiny
-    models. A study's name stands for that study's sweep on a GPU, or for its part of ``cpu``.
+    ``reference``, ``tour`` and ``2026`` run all studies on a GPU, and ``cpu`` runs all studies with tiny models.
+    A study's name selects its GPU sweep, or its part of ``cpu`` if ``device`` is "cpu".
 
     Args:
         device: where the sweep will run, "cuda" or "cpu".
@@ -91,7 +96,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         if device == "cpu" and shipped[name] == on_gpu.get(name):
             raise SweepError(f"{name}: needs a CUDA GPU, but this machine has none; cpu runs tiny models")
         return shipped[name]
-    with suppress(OSError):  # a name too long
+    with suppress(OSError):  # the name is too long for a path
         if (path := Path(name)).is_file():
             return [path]
     raise SweepError(
@@ -101,22 +106,22 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
 
 
 def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
-    """Return the studies that have such a sweep file."""
+    """Return the paths of sweep files with this name, by study."""
     return {study: [path] for study in studies() if (path := STUDIES / study / file).is_file()}
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:
-    """All configurations of sweep files (or of blocks as such files have them), in their order, each once.
-
-    A file is one :class:`Block` or a list of them.
+    """Return all configurations of the sweeps, in order and without duplicates.
 
     Args:
-        device: what ``auto`` means where they will run.
-        gpu_gib: memory of the GPUs there.
+        sources: sweep files, each with one :class:`Block` or a list of blocks, or blocks as dicts.
+        device: the device that ``auto`` stands for where the runs will execute.
+        gpu_gib: memory of the smallest GPU there, in GiB.
 
     Raises:
-        YamlFileError: no such file, or not YAML. SweepError: another shape than this, or a configuration that
-            is not valid.
+        YamlFileError: a file is missing or isn't plain YAML.
+        SweepError: a block or configuration is invalid, two configurations have the same run id, or there is
+            nothing to run.
     """
     found: dict[tuple[str, str], RunConfig] = {}
     too_large: dict[tuple[str, str], RunConfig] = {}
@@ -153,7 +158,7 @@ def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunCon
 
 
 def peak_gib(config: RunConfig) -> float:
-    """Predicted peak of a run's step as the assignment writes it, in fp32; 0 where a run is of no step."""
+    """Predict the peak memory in GiB of the assignment's fp32 step with the run's model; 0 without a step."""
     if not isinstance(config, StepConfig):
         return 0.0
     step = config.step(
@@ -163,19 +168,21 @@ def peak_gib(config: RunConfig) -> float:
 
 
 def min_peak_gib(config: RunConfig) -> float:
-    """Predicted peak of the smallest of what a run measures, whose other modes and precisions become rows of
-    status "oom" where they do not fit; 0 where a run is of no step."""
+    """Predict the peak memory in GiB of a run's smallest measurement, or return 0 if it has no training step.
+
+    A run's other modes and precisions can be too large, because they then become rows with status "oom".
+    """
     if not isinstance(config, StepConfig):
         return 0.0
     modes = getattr(config, "modes", list(PHASES) if config.mode == "all" else [config.mode])
-    # The forward of fp32 and TF32 is smaller than bf16's, which casts its weights.
+    # The fp32 or TF32 forward needs less memory than the bf16 forward, which also holds bf16 copies of weights.
     precision = "tf32" if config.precision == "all" else config.precision
     steps = [config.step(mode=mode, precision=precision, compile="none", device="cuda") for mode in modes]
     return min(peak(step, step.mode).allocated for step in steps) / 2**30
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Of the handout's sizes the largest whose step is predicted to fit; without a GPU, the smallest."""
+    """Return the handout's largest size whose step is predicted to fit, or the smallest size without a GPU."""
 
     def fits(size: str) -> bool:
         config = configure(
@@ -188,10 +195,10 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 
 def sweep_description(path: Path) -> str | None:
-    """What a sweep file's first line says of it, such as how long it took on an H200."""
+    """Return the comment in a sweep file's first line, such as its time on an H200; None without one."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = file.readline(500).strip()
-    except OSError:  # load_sweeps will say why it cannot be read
+    except OSError:  # load_sweeps reports the error later
         return None
     return first.lstrip("# ").strip() if first.startswith("#") else None

@@ -1,12 +1,13 @@
-"""Where runs go on: Dask workers, of this machine or of somebody's scheduler, used in one and the same way.
+"""Execute runs on Dask workers, which belong to this machine or to an existing scheduler.
 
-A worker is a machine with GPUs, or a part of a machine without one. As Dask resources it offers how many GPUs it
-has (``GPU``), or how many runs it makes at a time on its CPU (``RUNS``). A run on a GPU has it to itself, with
-that GPU's share of the machine's cores: whatever runs next to a measurement changes it.
+A worker is a machine with GPUs, or a part of a machine without GPUs. Its Dask resources are its number of GPUs
+(``GPU``) or its number of parallel runs on the CPU (``RUNS``). A run on a GPU has exclusive use of that GPU and of
+its share of the machine's cores, because anything that runs next to a measurement changes it.
 
-The sweep places runs, and looks after them each half second: Dask's ``resources=`` asks what a worker has, not
-what is free there, so that a run would wait at one worker while another has a free GPU; ``priority=`` orders what
-waits at one worker; ``as_completed`` waits on when a signal has been noted.
+The sweep places runs itself and polls them every half second, because Dask's own scheduling doesn't fit:
+``resources=`` checks the resources that a worker has rather than those that are free, so a run could wait for one
+worker while another has a free GPU; ``priority=`` only orders the tasks of one worker; and ``as_completed`` keeps
+waiting after a signal.
 """
 
 import os
@@ -29,8 +30,12 @@ from stepscope.runs.machine import gpus_here
 from stepscope.runs.record import Record
 from stepscope.runs.run import CORES, DASKS, NOTEBOOKS, kill_run_processes, make_run
 
-RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # by device: what a worker must offer
-ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5  # waited for a scheduler's answer, its first worker, a close
+RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # the Dask resource that a run on each device needs
+ANSWER_S, WORKERS_S, CLOSE_S = (
+    10,
+    60,
+    5,
+)  # limits in seconds for connecting to a scheduler, its first worker, and closing
 START = (
     "dask worker ADDRESS --nthreads 2 --resources GPU=2 on a machine with two GPUs"
     " (without a GPU, --nthreads 1 --resources RUNS=1)"
@@ -38,20 +43,20 @@ START = (
 
 
 class WorkersError(StepscopeError, RuntimeError):
-    """Workers that cannot be had, or that cannot do this sweep's runs."""
+    """Workers that are unavailable, or unsuitable for this sweep's runs."""
 
 
 class WorkerDied(StepscopeError, RuntimeError):
-    """The worker that had a run is gone."""
+    """The worker of a run is gone or has returned an error."""
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
-    """The scheduler cannot be reached any more; what it was given is not known to be done."""
+    """The scheduler is no longer reachable, so the state of its runs is unknown."""
 
 
 @dataclass
 class Assignment:
-    """A run that a worker has."""
+    """A run that is assigned to a worker."""
 
     config: RunConfig
     folder: Path
@@ -60,11 +65,11 @@ class Assignment:
 
 
 class Workers:
-    """The workers of a scheduler."""
+    """The workers of a scheduler and the runs assigned to them."""
 
     def __init__(self, client: Any, timeout_s: float | None = None, notebooks: Path | None = None):
         self.client, self.timeout_s = client, timeout_s
-        self.offers: dict[str, dict] = {}  # by the worker's address: name, nthreads, resources
+        self.offers: dict[str, dict] = {}  # by worker address: a dict with name, nthreads, resources
         self.running: list[Assignment] = []
         self.refresh()
         cores = len(os.sched_getaffinity(0))
@@ -76,16 +81,16 @@ class Workers:
             self.environment.setdefault("OMP_NUM_THREADS", str(max(cores // parts, 1)))
 
     def refresh(self) -> None:
-        """See which workers there are."""
+        """Update the list of workers; raise SchedulerGone if the scheduler is unreachable."""
         try:
-            if self.client.status != "running":  # also while it tries again: its futures are cancelled then
+            if self.client.status != "running":  # also true while it reconnects, which cancels its futures
                 raise OSError(f"the connection is {self.client.status}")
             self.offers = workers_of(self.client)
-        except Exception as error:  # noqa: BLE001 Dask's own errors for a lost scheduler are of many types
+        except Exception as error:  # noqa: BLE001 Dask raises many types of errors for a lost scheduler
             raise SchedulerGone(f"the scheduler is gone ({error})") from None
 
     def devices(self) -> list[str]:
-        """``cuda``, ``cpu``: what some worker offers, the GPU first."""
+        """Return the devices that at least one worker offers, ``cuda`` before ``cpu``."""
         return [
             device
             for device, resource in RESOURCE.items()
@@ -93,13 +98,13 @@ class Workers:
         ]
 
     def gpu_gib(self) -> float | None:
-        """Memory of the smallest GPU, in GiB."""
+        """Return the memory of the smallest GPU in GiB, or None without GPUs."""
         with_gpus = [address for address, worker in self.offers.items() if "GPU" in worker["resources"]]
         answers = self.client.run(gpus_here, workers=with_gpus) if with_gpus else {}
         return min((gpu["gib"] for gpus in answers.values() for gpu in gpus), default=None)
 
     def places(self, device: str) -> int:
-        """Return how many runs on this device all workers make at a time."""
+        """Return the number of runs that all workers together can execute in parallel on this device."""
         offered = [
             min(worker["nthreads"], int(worker["resources"].get(RESOURCE[device], 0)))
             for worker in self.offers.values()
@@ -107,12 +112,11 @@ class Workers:
         return sum(offered)
 
     def busy(self) -> bool:
-        """Whether no worker has a thread to spare."""
+        """Return True if no worker has a free thread."""
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
 
     def place(self, device: str) -> str | None:
-        """Return the address of a worker that is free for a run on this device, of several the one with the least
-        to do; None: there is none at the moment."""
+        """Return the address of the least busy worker that is free for a run on this device, or None."""
         resource, places = RESOURCE[device], []
         for address, worker in self.offers.items():
             runs = sum(assignment.address == address for assignment in self.running)
@@ -134,7 +138,7 @@ class Workers:
         self.running.append(Assignment(config, folder, address, future))
 
     def wait(self) -> list[tuple[Assignment, Record | Exception]]:
-        """What has come back within half a second: records, or why there is none."""
+        """Wait up to half a second, and return the runs that have ended, each with its record or error."""
         until = time.monotonic() + 0.5
         while time.monotonic() < until and not any(one.future.done() for one in self.running):
             time.sleep(0.05)
@@ -151,31 +155,31 @@ class Workers:
             return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
-        except Exception as error:  # noqa: BLE001 Dask's for a lost worker, a bug, or another version of this package there
+        except Exception as error:  # noqa: BLE001 lost worker, bug, or a worker's other version of stepscope
             return WorkerDied(f"the worker gave it back: {type(error).__name__}: {_in_words(error)}")
 
     def close(self, partial: Path) -> None:
-        """End what still runs in folders of ``partial``, wherever."""
+        """Cancel the remaining tasks, and kill their runs in ``partial``'s subfolders on all workers."""
         if self.running:
-            with suppress(Exception):  # a scheduler or a worker may be gone; its runs end with it
+            with suppress(Exception):  # the scheduler or a worker may be gone, and its runs with it
                 self.client.cancel([one.future for one in self.running], force=True)
                 self.client.run(kill_run_processes, partial)
 
 
 def workers_of(client: Any) -> dict[str, dict]:
-    """The scheduler's workers by address. Asked for directly: the client's copy is at times empty."""
+    """Query the scheduler for its workers by address, because the client's copy is sometimes empty."""
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
 def work(config: RunConfig, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
-    """What a worker's thread does: make one run in its folder, and give back its record as JSON."""
+    """Execute one run on a worker, and return its record as JSON. Raise FileNotFoundError without ``folder``."""
     from distributed import Status, get_worker
 
     worker = get_worker()
     key = worker.get_current_task()
 
     def abandoned() -> bool:
-        """Whether the scheduler has taken back this thread's task, or is gone."""
+        """Return True if the scheduler has cancelled this thread's task or is gone."""
         state = worker.state.tasks.get(key)
         lives = worker.status in (Status.running, Status.paused)
         return state is None or state.state == "cancelled" or not lives
@@ -195,12 +199,12 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
 
 _gpus: queue.SimpleQueue = (
     queue.SimpleQueue()
-)  # the free GPUs of a worker's machine: a run's environment on each
+)  # the worker's free GPUs, each as the environment variables of a run on it
 _gpus_listed = threading.Lock()
 
 
 def _list_gpus(count: int) -> None:
-    """Fill the queue of free GPUs, once in a worker's life."""
+    """Fill the queue of free GPUs on the first call; later calls do nothing."""
     if _gpus_listed.acquire(blocking=False):
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = named.split(",") if named else [str(index) for index in range(count)]
@@ -213,7 +217,7 @@ def _list_gpus(count: int) -> None:
 
 @contextmanager
 def _free_gpu(count: int) -> Iterator[dict[str, str]]:
-    """Wait for one of this worker's ``count`` GPUs, and have it with its share of the machine's cores."""
+    """Wait for one of this worker's ``count`` GPUs, and yield the environment that selects it and its cores."""
     _list_gpus(count)
     gpu = _gpus.get()
     try:
@@ -224,15 +228,17 @@ def _free_gpu(count: int) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
-    """A client of workers of this machine: one for its GPUs; without any, ``count``, each with its part of the
-    cores. They end with this process, however it does.
+    """Start one Dask worker for all GPUs (or ``count`` CPU workers, at most one per core) and yield a client.
+
+    The workers exit with this process, however it ends.
 
     Args:
-        gpus: of :func:`stepscope.runs.machine.gpus_here`, those to use.
-        scratch: a folder for Dask's own files.
+        gpus: the GPUs to use, as :func:`stepscope.runs.machine.gpus_here` returns them.
+        count: the number of CPU workers, used only without GPUs.
+        scratch: a folder for Dask's temporary files.
 
     Raises:
-        SchedulerGone: they did not start.
+        SchedulerGone: the workers didn't start.
     """
     import dask
     from distributed import Client, Nanny, Scheduler, Security, SpecCluster
@@ -249,9 +255,9 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
     else:
         places = min(count, len(os.sched_getaffinity(0)))
         offers = [{"nthreads": 1, "resources": {"RUNS": 1}} for _ in range(places)]
-    # Whoever can speak to a scheduler runs code as its owner. It listens on the loopback only, and TLS with a
-    # key of this moment keeps out the machine's other users. The dashboard answers its own pages, and none of
-    # another origin.
+    # Anyone who can connect to a scheduler can run code as its owner. So the scheduler listens only on the
+    # loopback interface, and TLS with a temporary key keeps out other users of this machine. The dashboard
+    # accepts WebSocket connections only from its own pages.
     security = Security.temporary()
     loopback = {
         "host": "127.0.0.1",
@@ -276,26 +282,28 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
             )
             client = Client(cluster, set_as_default=False)
             client.wait_for_workers(len(offers), timeout=WORKERS_S)
-    except Exception as error:  # noqa: BLE001 of many types: of the worker's process, its nanny, the connection to it
+    except Exception as error:  # noqa: BLE001 many types: worker process, nanny, connection
         if cluster:
             cluster.close(timeout=CLOSE_S)
         raise SchedulerGone(f"the local workers, which did not start ({_in_words(error)})") from None
     try:
         yield client
     finally:
-        with suppress(Exception):  # the scheduler may be gone, and what was done is on disk
+        with suppress(Exception):  # the scheduler may be gone, but all results are on disk
             client.close(timeout=CLOSE_S)
-        with suppress(Exception):  # the same; workers end with this process at the latest
+        with suppress(Exception):  # as above; the workers exit with this process at the latest
             cluster.close(timeout=2 * CLOSE_S)
 
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Ctrl-C or hanging up a terminal reaches every process there; those started meanwhile inherit not to
-    hear it: it is the sweep that ends its runs."""
+    """Block SIGINT and SIGHUP, so that processes started meanwhile inherit the block.
+
+    Ctrl-C or a closing terminal signals all of the terminal's processes, but the sweep has to end its runs itself.
+    """
     deaf = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
-    resource_tracker.ensure_running()  # multiprocessing's, which inherits this; its start unblocks SIGINT
+    resource_tracker.ensure_running()  # it must inherit the block too; starting it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
     try:
         yield
@@ -309,13 +317,14 @@ def _in_words(error: BaseException) -> str:
 
 @contextmanager
 def joined_workers(address: str, asked: list[str]) -> Iterator[Any]:
-    """A client of a scheduler that exists, with TLS as Dask's own configuration has it.
+    """Connect to an existing scheduler, with TLS if Dask's configuration says so, and yield a client.
 
     Args:
-        asked: signals that asked the sweep to end; the wait for workers is then over.
+        address: the scheduler's address, such as tcp://10.0.0.1:8786.
+        asked: a list that receives the signals that ask the sweep to end, which also end the wait for workers.
 
     Raises:
-        WorkersError: it does not answer, or has no worker that offers what runs take.
+        WorkersError: the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
     """
     from distributed import Client
 
@@ -325,7 +334,7 @@ def joined_workers(address: str, asked: list[str]) -> Iterator[Any]:
         )
     try:
         client = Client(address, set_as_default=False, timeout=ANSWER_S)
-    except Exception as error:  # noqa: BLE001 of many types: no such host, no answer, no certificate
+    except Exception as error:  # noqa: BLE001 many types: unknown host, no answer, no certificate
         raise WorkersError(f"--scheduler: nothing answers at {address!r:.100} ({_in_words(error)})") from None
     try:
         deadline = time.monotonic() + WORKERS_S
