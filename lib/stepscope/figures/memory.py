@@ -21,8 +21,8 @@ KIND_COLORS = {
     "workspaces": style.MUTED,
     "other": style.FILL,
 }
-MAX_POINTS = 160  # of a drawn timeline: an SVG holds each of them
-MIN_NAMED_SHARE = 0.08  # of the height or width: a thinner part gets no name
+MAX_POINTS = 160  # points in a drawn timeline, because each takes space in the SVG
+MIN_NAMED_SHARE = 0.08  # share of the height or width; thinner parts aren't labeled
 
 
 @style.look()
@@ -30,8 +30,8 @@ def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> 
     """Draw requested memory over the allocations and frees of each recorded mode, by kind.
 
     Args:
-        timeline: of the view ``timeline``, one configuration with one mode or more.
-        peaks: of the view ``peaks``, the total of each of these modes.
+        timeline: rows of the view ``timeline`` for one configuration, with at least one mode.
+        peaks: rows of the view ``peaks``, with the total of each of the modes.
     """
     modes = [mode for mode in PHASES if (timeline["mode"] == mode).any()]
     widths = [max(2, len(PHASES[mode])) for mode in modes]
@@ -54,20 +54,20 @@ def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> 
 
 
 def _live(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the GiB alive at each moment, a column per kind."""
+    """Return the live memory (GiB) at each moment, one column per kind."""
     kinds = [kind for kind in KIND_COLORS if kind in LIVE]
     return rows[[column(kind) for kind in kinds]].set_axis(kinds, axis="columns")
 
 
 def _highest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Thin a timeline to at most :data:`MAX_POINTS` rows: the highest of each stretch."""
+    """Thin a timeline to at most :data:`MAX_POINTS` rows by keeping the highest of each interval."""
     total = _live(rows).sum(axis=1)
     stretch = np.arange(len(rows)) // -(-len(rows) // MAX_POINTS)
     return rows.loc[total.groupby(stretch).idxmax()]
 
 
 def _stack(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
-    """Stack the kinds, each named where it is thickest if it is thick enough."""
+    """Draw the kinds as stacked areas; label each at its thickest point if the label fits."""
     live = _live(rows)
     live = live.loc[:, live.max() > 0]
     colors = [KIND_COLORS[kind] for kind in live]
@@ -88,7 +88,7 @@ def _stack(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
 
 
 def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
-    """Write a kind's name next to its highest spike, which is too narrow to hold the name."""
+    """Write a kind's name next to its highest spike, which is too narrow for a label inside."""
     axis.annotate(
         kind,
         (place, top[place]),
@@ -100,7 +100,7 @@ def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
 
 
 def _mark_phases(axis: Axes, phases: pd.Series) -> None:
-    """Draw a line where each phase begins, with its name; the last one's ends at the edge if it is narrow."""
+    """Draw a labeled line at the start of each phase; a narrow last phase has its label end at the edge."""
     starts = phases.ne(phases.shift()).to_numpy().nonzero()[0]
     if len(starts) < 2:
         return
@@ -118,7 +118,7 @@ def _mark_phases(axis: Axes, phases: pd.Series) -> None:
 
 
 def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
-    """Mark the highest moment. ``text`` is the allocated peak, a little more than the requested memory drawn."""
+    """Mark the highest moment. ``text`` is the allocated peak, slightly more than the requested memory drawn."""
     place = int(total.to_numpy().argmax())
     axis.plot([place], [total.iloc[place]], "v", color=style.INK)
     axis.annotate(
@@ -131,7 +131,7 @@ def memory_peak(title: str, sizes: pd.DataFrame, longer: pd.DataFrame) -> style.
     """Draw predicted peaks of a full step by kind: several sizes, then one size at longer context lengths.
 
     Args:
-        sizes, longer: of the view ``predictions``, a bar per row; the bars of steps that ran out of memory are
+        sizes, longer: rows of the view ``predictions``, drawn as one bar each; steps that ran out of memory are
             hatched.
     """
     rows = pd.concat([sizes, longer])

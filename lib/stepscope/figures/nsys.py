@@ -10,10 +10,10 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}  #
 
 @style.look()
 def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Picture:
-    """Draw a bar per size and phase of a full step, by kernel category, in shares of the step.
+    """Draw a bar per size and phase of a full step, divided by kernel category, in shares of the step.
 
     Args:
-        categories: rows of the view ``profile_categories`` of one mode, one row per size, phase and category.
+        categories: rows of the view ``profile_categories`` for one mode, one row per size, phase and category.
     """
     is_drawn = categories["phase"].isin([*PHASES])
     rows = categories[is_drawn]
@@ -36,10 +36,10 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 
 @style.look()
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
-    """Draw a millisecond of forward: what the CPU launches, what the GPU runs, and what it runs as a CUDA graph.
+    """Draw a millisecond of forward: CPU launches, GPU kernels, and the GPU kernels when run as a CUDA graph.
 
     Args:
-        operations: rows of the view ``launch_timeline`` of one configuration.
+        operations: rows of the view ``launch_timeline`` for one configuration.
     """
     names = {mode: name for mode, name in ON_GPU.items() if (operations["mode"] == mode).any()}
     timeline = operations.rename(columns={"kernel_category": "kernel_category"})

@@ -1,4 +1,4 @@
-"""Is the committed writeup what its records say? Text is compared by the byte, pictures by what they show."""
+"""Check that the committed writeup matches its records: text by the byte, pictures by their words and numbers."""
 
 import re
 from pathlib import Path
@@ -10,17 +10,17 @@ from stepscope.report.output import Report, stale_figures
 from stepscope.runs.store import Store
 from stepscope.views import Views
 
-NEARLY = 0.05  # points, of a drawing's coordinates: another machine's last digit
+NEARLY = 0.05  # points in a drawing's coordinates; another machine rounds the last digit differently
 MAX_BYTES = 2**28
 
 
 def check(runs: Path, out: Path) -> list[str]:
-    """Return how the writeup in ``out`` differs from what the records in ``runs`` say, one line per file.
+    """Return the differences between the writeup in ``out`` and the records in ``runs``, one line per file.
 
-    Nothing is written. The package's ``reference.parquet`` is compared, too.
+    Write nothing. The package's ``reference.parquet`` is compared, too.
 
     Raises:
-        As :func:`stepscope.report.writeup.compose`.
+        StepscopeError: as in :func:`stepscope.report.writeup.compose`.
     """
     found = read(Store(runs))
     views = Views(steady(found.tables))
@@ -29,7 +29,7 @@ def check(runs: Path, out: Path) -> list[str]:
 
 
 def differences(report: Report, out: Path) -> list[str]:
-    """Return how the files in ``out`` differ from a report, one line per file."""
+    """Return the differences between the files in ``out`` and a report, one line per file."""
     left_out = [f"left out: {error}" for error in report.errors]
     compared = [_compared(out, name, text) for name, text in report.texts.items()]
     surplus = [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]
@@ -51,7 +51,7 @@ def _compared(out: Path, name: str, expected: str) -> str:
 
 
 def alike(old: str, new: str) -> bool:
-    """Whether two drawings have the same words and tags, and nearly the same numbers in the tags."""
+    """Return True if two drawings have the same words and tags, and nearly the same numbers in the tags."""
     pieces = [re.split(r"(<[^>]*>)", re.sub(r"\b[a-z][0-9a-f]{10}\b", "", text)) for text in (old, new)]
     if len(pieces[0]) != len(pieces[1]) or pieces[0][::2] != pieces[1][::2]:
         return False

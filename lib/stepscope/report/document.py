@@ -1,10 +1,10 @@
-"""A document about one dataset: Jinja2 templates whose numbers are cells of views.
+"""Render a document about one dataset from Jinja2 templates whose numbers are cells of views.
 
     {% set big = rows(steps, size="2.7B", context_length=512) %}
     A step takes {{ row(big, optimization="fp32").wall_ms|ms }}.{{ holds(big.wall_ms.max() < 2000) }}
 
-A sentence whose truth could change ends in ``holds(condition)``. Templates have one sentence per line, so an
-error names the sentence by its template and line.
+A sentence that new data could make false ends in ``holds(condition)``. Templates have one sentence per line, so
+an error can name the sentence by its template and line.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from stepscope import StepscopeError
 from stepscope.report import tables as printing
 from stepscope.views import Names, varying
 
-# Methods of a column that join its rows into one value.
+# Methods of a column that reduce its rows to one value.
 AGGREGATES = {
     "min",
     "max",
@@ -37,11 +37,11 @@ AGGREGATES = {
     "idxmax",
     "count",
 }
-EACH = object()  # rows(view, size=each) names a field without choosing one of its values
+EACH = object()  # rows(view, size=each) names a field but keeps all of its values
 
 
 class DocumentError(StepscopeError):
-    """A document that cannot be rendered; the text names every template, line and sentence at fault."""
+    """A document that cannot be rendered; the message names each faulty template, line and sentence."""
 
     has_lines = True
 
@@ -50,13 +50,13 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows whose columns have these values, at least one.
+    """Return the rows with the given values; there is at least one.
 
     Args:
-        values: by column a value, a list of allowed values, or ``each`` for all of them.
+        values: for each column a value, a list of allowed values, or ``each`` to allow all values.
 
     Raises:
-        LookupError: there is no such column, or no such row.
+        LookupError: a column doesn't exist, or no row matches.
     """
     chosen = pd.Series(True, view.index)
     for column, value in values.items():
@@ -76,10 +76,10 @@ def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
 
 
 def row(view: pd.DataFrame, **values: object) -> pd.Series:
-    """Return the only row that has these values.
+    """Return the only row with the given values.
 
     Raises:
-        LookupError: there is none, or there are several.
+        LookupError: no row matches, or several do.
     """
     found = rows(view, **values)
     if len(found) > 1:
@@ -94,7 +94,7 @@ def wide(view: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFr
     """Return a table with one column per value of ``columns``, in the view's order.
 
     Raises:
-        LookupError: two rows belong into one cell.
+        LookupError: two rows fall into the same cell.
     """
     if view.duplicated([index, columns]).any():
         others = varying(view, [name for name in view.attrs.get("key", []) if name not in (index, columns)])
@@ -111,15 +111,16 @@ def table(
     rows: int = 60,
     drop_empty: bool = False,
 ) -> str:
-    """Print a table. A column is "name", or "name: heading, unit"; without any, all columns are printed.
+    """Print a table as markdown.
 
     Args:
-        unit: of numbers whose heading has none.
-        rows: the most that are printed.
-        drop_empty: leave out columns without any value, which are an error otherwise.
+        columns: "name" or "name: heading, unit"; without any, all columns are printed.
+        unit: unit of numbers whose heading has none.
+        rows: maximum number of rows to print.
+        drop_empty: leave out columns without values instead of raising an error.
 
     Raises:
-        LookupError: there is no such column, no row, or a column is empty.
+        LookupError: a column doesn't exist or is empty, or the table has no rows.
     """
     headings = {}
     for column in columns:
@@ -163,7 +164,7 @@ def _formatter(unit: str) -> Callable[[Any], str]:
 
 
 def span(values: pd.Series, name: str) -> str:
-    """Print the smallest and the largest number by another filter: "0.98x to 1.00x"."""
+    """Format the smallest and the largest value with another filter: "0.98x to 1.00x"."""
     _require_named(values)
     ends = [FILTERS[name](end) for end in (values.min(), values.max())]
     return " to ".join(dict.fromkeys(ends))
@@ -204,7 +205,7 @@ FILTERS |= {
 
 
 def _require_named(values: pd.Series) -> None:
-    """Refuse to join rows that differ in a field of the key which no lookup named."""
+    """Refuse to reduce rows that differ in a field of the key that no lookup named."""
     if unnamed := values.attrs.get("unnamed"):
         raise LookupError(
             f"rows that differ in {', '.join(unnamed)} are joined to one number, but the lookup names no such"
@@ -213,7 +214,7 @@ def _require_named(values: pd.Series) -> None:
 
 
 class _Context(jinja2.runtime.Context):
-    """Names of a template, of which a view is made only when it is used."""
+    """Names of a template; a view is computed only when the template uses it."""
 
     def resolve_or_missing(self, key: str) -> Any:
         value = super().resolve_or_missing(key)
@@ -222,8 +223,11 @@ class _Context(jinja2.runtime.Context):
 
 
 class _Environment(jinja2.Environment):
-    """Jinja2 in which a column comes before pandas's own attributes (``row.size``, ``row.mode``), and ``holds``
-    gets its line and the numbers that its condition compares."""
+    """Jinja2 environment for templates over views.
+
+    A column takes precedence over a pandas attribute of the same name (``row.size``, ``row.mode``), and ``holds``
+    gets its line and the numbers that its condition compares.
+    """
 
     context_class = _Context
     views: Mapping[str, Any]
@@ -264,7 +268,7 @@ def _comparisons(condition: nodes.Expr) -> list[nodes.Expr]:
 
 
 class Document:
-    """Templates of a folder, rendered over views; it keeps what fails and the figures that were drawn."""
+    """Templates of a folder, rendered over views; collects errors and drawn figures."""
 
     def __init__(
         self, folder: Path, views: Mapping[str, Any], figures: Mapping[str, Callable[..., str]]
@@ -272,9 +276,9 @@ class Document:
         """Prepare the templates.
 
         Args:
-            folder: of the templates, ``*.md.j2``.
-            views: what templates look up by name: views, facts and texts.
-            figures: by name a function (title, *frames) that returns an SVG.
+            folder: folder of the templates, ``*.md.j2``.
+            views: views, facts and texts that templates look up by name.
+            figures: functions (title, *frames) that return an SVG, by name.
         """
         self.folder = folder
         self.figures: dict[str, str] = {}
@@ -302,7 +306,7 @@ class Document:
         }
 
     def render(self, name: str) -> str:
-        """Return a template's text; what fails is kept for :meth:`check`."""
+        """Return a template's text; errors are collected for :meth:`check`."""
         try:
             text = self._environment.get_template(name).render()
         except jinja2.TemplateSyntaxError as error:
@@ -322,16 +326,16 @@ class Document:
         return text
 
     def check(self) -> None:
-        """Raise for all that failed so far.
+        """Raise an error if any template failed so far.
 
         Raises:
-            DocumentError: naming each sentence that no longer holds, and in each template the first that fails.
+            DocumentError: names each sentence that no longer holds, and the first failure of each template.
         """
         if self._errors or self._false:
             raise DocumentError("\n\n".join([*self._errors, *self._false]))
 
     def _holds(self, condition: Any, sides: list, name: str, line: int) -> str:
-        """Print nothing where the condition is true; else a mark, by which the rendered sentence is found."""
+        """Return an empty string if the condition is true; otherwise a mark that locates the rendered sentence."""
         if bool(condition):
             return ""
         compared = "; ".join(" vs. ".join(_shown(value) for value in side) for side in sides)

@@ -1,4 +1,4 @@
-"""Tables of what fits into a GPU's memory, for the terminal, with the numbers of :mod:`stepscope.model.fit`."""
+"""Terminal tables that show which steps fit into a GPU's memory, from :mod:`stepscope.model.fit`."""
 
 from typing import Any
 
@@ -16,7 +16,10 @@ LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justif
 
 
 def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
-    """Show for one shape whether each step fits, and the largest context, batch and size that do."""
+    """Return a table for one configuration that shows which steps fit.
+
+    It also has the largest context length, batch size and model size that fit.
+    """
     title = (
         f"{config.shape}, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
         f" {config.vocab_size:,}: training steps in {memory_gib:.4g} GiB"
@@ -38,8 +41,11 @@ def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
 
 
 def grid_tables(config: StepConfig, context: int | None, memory_gib: float, edition: int) -> list[Table]:
-    """Show the peaks of the assignment's grid, at its context lengths or at one, and for each step the largest
-    size that fits."""
+    """Return the peaks of the assignment's grid, and the largest size that fits for each step.
+
+    Args:
+        context: the only context length to show; None shows those of the assignment.
+    """
     contexts = CONTEXTS if context is None else [context]
 
     def columns() -> list[Column]:

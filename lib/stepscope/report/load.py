@@ -1,7 +1,6 @@
-"""From a runs folder to tables: read, checked once, joined over all runs of a study.
+"""Load a runs folder into tables: read, validated once, and joined over all runs of a study.
 
-What is wrong in a run is said in one sentence, and that run is left out; nothing of a folder ends in a
-traceback.
+A faulty run is reported in one sentence and left out, so bad input never ends in a traceback.
 """
 
 import importlib
@@ -26,45 +25,48 @@ from stepscope.runs import schema3
 from stepscope.runs.record import Record, inconsistency_warnings, mixed_notebook_warnings
 from stepscope.runs.store import Store, runs_folder
 
-MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # of one table, as it lies in memory
+MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits of one table, in memory
 QUIET_S = 2.0
 SOFTWARE = ("torch", "cuda", "driver")
-# Columns of time, and those that name a case of a run: what was measured together.
+# Columns with times, and columns that identify the case of a run that was measured together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
 
 
 class RunsError(StepscopeError, ValueError):
-    """A runs folder that holds nothing to read."""
+    """A runs folder without usable runs."""
 
 
 class TableError(StepscopeError, ValueError):
-    """A run's table that cannot be used; the text names run, table, column, and what was expected."""
+    """A run's table that cannot be used; the message names the run, table, column, and what was expected."""
 
 
 @dataclass
 class Read:
-    """What a runs folder holds: tables by "<study>.<table>", only of studies that have runs, and ``runs``;
-    ``replaced`` are in no table, since a newer run says the same."""
+    """Contents of a runs folder.
+
+    Tables are named "<study>.<table>", for studies that have runs, plus ``runs``. Records in ``replaced`` are in
+    no table, because a newer run has the same key.
+    """
 
     records: list[Record]
     tables: Tables = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # of what was read: what to know about it
+    notes: list[str] = field(default_factory=list)  # remarks on usable runs
     replaced: list[Record] = field(default_factory=list)
 
 
 def load(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """All tables of a runs folder, for questions of one's own: ``load()["benchmark.times"]``.
+    """Load all tables of a runs folder for your own analysis: ``load()["benchmark.times"]``.
+
+    Each table is tidy: one row per key, the configuration of its run in the first columns, and units in column
+    names. ``runs`` has one row per run, and "<study>.results" holds each run's scalar results.
 
     Args:
-        runs: the folder, in a checkout seen from there; empty: the committed reference.
+        runs: the folder, relative to the checkout if there is one; empty for the committed reference.
         quiet: print no warnings about runs that were left out.
 
-    Each is tidy: one row a key, the configuration of its run in the first columns, units in names. ``runs``
-    has a row a run, "<study>.results" what each run found besides tables.
-
     Raises:
-        RunsError: there is no such folder, or no run in it that can be used.
+        RunsError: the folder doesn't exist or holds no usable run.
     """
     if not runs and not PROJECT:
         raise RunsError("runs: an installed package has no reference; name a folder of runs")
@@ -77,13 +79,13 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
 
 
 def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -> Read:
-    """Read a runs folder; what cannot be used is left out and named in ``errors``.
+    """Read a runs folder; leave out unusable runs and name them in ``errors``.
 
     Args:
-        chosen: which records to read.
+        chosen: selects the records to read.
 
     Raises:
-        RunsError: there is no such folder.
+        RunsError: the folder doesn't exist.
     """
     if not store.root.is_dir():
         raise RunsError(f"{store.root}: no such runs folder")
@@ -107,7 +109,7 @@ def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -
 
 
 def _study(store: Store, module: ModuleType, name: str, records: list[Record], found: Read) -> list[Record]:
-    """Put a study's tables into ``found``; the records whose tables could be used, or that have none."""
+    """Add a study's tables to ``found``; return the usable records that no newer run replaces."""
     raw: dict[str, Tables] = {}
     for record in records:
         try:
@@ -135,7 +137,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
     if tables and hasattr(module, "tables"):
         try:
             tables |= module.tables(tables)
-        except Exception as error:  # noqa: BLE001 of any table that is not there
+        except Exception as error:  # noqa: BLE001 a table that it needs may be missing
             found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
     found.replaced += [record for run, record in usable.items() if run in older]
     newest = [record for run, record in usable.items() if run not in older]
@@ -151,7 +153,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
 
 
 def _files(store: Store, module: ModuleType, record: Record) -> Tables:
-    """The tables of one run that was done."""
+    """Return the tables of one run; empty unless the run finished."""
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
@@ -168,7 +170,7 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
 
 
 def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
-    """One table's file, which is as large as it says before anything of it is read."""
+    """Return one table from its file, whose size is checked before its contents are read."""
     path = f"{record.study}/{record.run_id}/{record.tables[table].file}"
     try:
         with open_within(store.root, path) as file:
@@ -183,13 +185,16 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             return content
     except TableError:
         raise
-    except Exception as error:  # noqa: BLE001 pyarrow raises of many kinds for what is no Parquet
+    except Exception as error:  # noqa: BLE001 pyarrow raises many kinds of errors for invalid files
         raise TableError(f"{path}: cannot be read as Parquet ({_said(error)})") from None
 
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
-    """One table of several runs as the schema types it, with ``run_id``, and why those that are not in it
-    cannot be used: all at once, and one by one where that fails."""
+    """Validate one table of several runs, all together; if that fails, one by one.
+
+    Returns:
+        The valid rows with ``run_id``, and by run the reason why its table cannot be used.
+    """
     frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
         by_run = pa.DataFrameSchema(
@@ -198,7 +203,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             checks=schema.checks,
             unique=["run_id", *schema.unique],
         )
-        with suppress(Exception):  # pandera's own, and what its checks meet in odd types
+        with suppress(Exception):  # pandera's own errors, and those that its checks raise on odd types
             return by_run.validate(_together(frames)), {}
     fit, wrong = {}, {}
     for run, frame in frames.items():
@@ -206,21 +211,24 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             fit[run] = schema.validate(frame, lazy=True)
         except SchemaErrors as error:
             wrong[run] = _why(error)
-        except Exception as error:  # noqa: BLE001 of odd types
+        except Exception as error:  # noqa: BLE001 checks raise anything on odd types
             wrong[run] = _said(error)
     return _together(fit), wrong
 
 
 def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
-    """Add the columns that older records lack, without values."""
+    """Add the optional columns that older records lack, as empty columns."""
     optional = [name for name, column in schema.columns.items() if not column.required]
     return frame.assign(**{name: None for name in optional if name not in frame})
 
 
 def steady(tables: Tables) -> Tables:
-    """The same without what a run has marked as inconsistent: of that nothing is said, drawn or tabled but its
-    name. Nor of its single steps and its kernels, in the other tables with times of the same run and case."""
-    # A run's results repeat in one cell what its rows say, and are no case that was timed.
+    """Return the tables without rows that a run marked as inconsistent.
+
+    Tables with times of the same run and case, such as single steps and kernels, lose those rows, too. Nothing
+    inconsistent is therefore reported, drawn or tabulated, apart from its name.
+    """
+    # A run's results repeat its rows in one cell, and aren't a timed case.
     marked = {
         name: table
         for name, table in tables.items()
@@ -249,7 +257,7 @@ def _together(frames: Tables) -> pd.DataFrame:
 
 
 def _why(error: SchemaErrors) -> str:
-    """What is wrong with a table, in words of one line."""
+    """Describe in one line why a table is invalid."""
     case = error.failure_cases.iloc[0]
     value = case["failure_case"]
     value = truncated_repr(value.item() if hasattr(value, "item") else value)
@@ -268,7 +276,7 @@ def _said(error: Exception) -> str:
 
 
 def _config(module: ModuleType, record: Record) -> dict:
-    """The columns of a run's configuration; a shape without a name is named by its dimensions."""
+    """Return the columns of a run's configuration; a custom size is named by its dimensions."""
     config = {name: record.config[name] for name in module.CONFIG}
     if config.get("size") == "custom":
         config["size"] = " ".join(
@@ -279,14 +287,14 @@ def _config(module: ModuleType, record: Record) -> dict:
 
 
 def _configured(module: ModuleType, frame: pd.DataFrame, records: dict[str, Record]) -> pd.DataFrame:
-    """A table with the columns of its runs' configurations before its own."""
+    """Return a table with the columns of its runs' configurations first."""
     configs = pd.DataFrame([_config(module, record) for record in records.values()], [*records])
     added = configs[[name for name in configs if name not in frame]].loc[frame["run_id"]]
     return pd.concat([added.reset_index(drop=True), frame.reset_index(drop=True)], axis="columns")
 
 
 def _replaced(module: ModuleType, tables: Tables, records: dict[str, Record]) -> set[str]:
-    """Of runs that say something of the same key the older ones."""
+    """Return the older runs among those that share a key."""
     older: set[str] = set()
     age = {
         run: place

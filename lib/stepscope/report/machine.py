@@ -1,8 +1,8 @@
-"""Your machine next to the reference: a report of any runs folder, tables and figures without claims.
+"""Compare your machine with the reference: a report of any runs folder, with tables and figures but no claims.
 
-It shows the writeup's views, as far as a folder has them, next to the reference's rows of the same key.
-These come from ``reference.parquet``, so that an installed package has them, too. The templates of ``machine/``
-render in order, once per device.
+The report shows the writeup's views, if the folder has the data, next to the reference's rows of the same key.
+The reference comes from ``reference.parquet``, so an installed package has it, too. The templates of ``machine/``
+are rendered in order, once per device.
 """
 
 import itertools
@@ -36,11 +36,11 @@ from stepscope.views.ladder import NAMES
 
 FOLDER = Path(__file__).with_name("machine")
 REFERENCE = Path(__file__).with_name("reference.parquet")
-THERE = "_there"  # ends the name of a column of the reference
-MAX_ROWS_OPEN = 30  # a longer table is folded
+THERE = "_there"  # suffix of the reference's columns
+MAX_ROWS_OPEN = 30  # longer tables are folded
 MAX_ROWS = 1_000
-RELATIVE_TOLERANCE = 1e-9  # of sums in another order
-# The views that the templates use, and the columns that are shown next to the reference's.
+RELATIVE_TOLERANCE = 1e-9  # sums depend on the order of their terms
+# Views that the templates use, and the columns shown next to the reference's.
 COMPARED = {
     "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],
     "warm_up": ["text"],
@@ -64,7 +64,7 @@ COMPARED = {
     "attention": ["wall_ms", "gpu_ms", "saved_mib"],
     "attention_errors": [],
 }
-# What a machine reaches: view, column, words and unit; the fastest of all runs.
+# Peak rates of a machine, the fastest of all runs: view, column, words and unit.
 RATES = (
     ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
     ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
@@ -75,10 +75,10 @@ RATES = (
     ("peak_rates", "copy_tb_per_s", "large copy", "TB/s"),
 )
 FIXED = "The same in all rows: "
-# How values of a key's fields are printed.
+# Printed names for the values of key fields.
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
 WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
-SELF_SPOKEN = ("size", "precision")  # fields whose values say what they are
+SELF_SPOKEN = ("size", "precision")  # fields whose values need no field name
 ALWAYS_NAMED = ("size", "context_length", "batch_size", "d_model", "precision")
 
 
@@ -86,7 +86,7 @@ ALWAYS_NAMED = ("size", "context_length", "batch_size", "d_model", "precision")
 
 
 def reference_views(views: Views) -> dict[str, pd.DataFrame]:
-    """Return what is compared with: by view the key and the compared columns, and ``about`` with one row."""
+    """Return the views to compare with: the key and the compared columns of each, and ``about`` with one row."""
     declared = all_views()
     frames = {}
     for name, columns in COMPARED.items():
@@ -97,7 +97,7 @@ def reference_views(views: Views) -> dict[str, pd.DataFrame]:
 
 
 def machine_rates(views: Views) -> pd.DataFrame:
-    """Return the rates that a machine reaches: ``what`` and, as text with its unit, ``text``."""
+    """Return the peak rates of a machine: ``what``, and ``text``, formatted with its unit."""
     found = []
     for name, column, what, unit in RATES:
         with suppress(MissingTable):
@@ -109,7 +109,7 @@ def machine_rates(views: Views) -> pd.DataFrame:
 
 
 def about(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return one row on the runs of one device: its name, the software of the newest, and how many there are."""
+    """Return one row about the runs of one device: its name, the newest run's software, and the number of runs."""
     newest = runs.sort_values("started_at").iloc[[-1]]
     texts = newest[["device", "torch", "driver"]].astype(object).fillna("")
     return texts.assign(runs=len(runs)).reset_index(drop=True)
@@ -118,7 +118,8 @@ def about(runs: pd.DataFrame) -> pd.DataFrame:
 def write_reference(runs: Path | str) -> None:
     """Write the package's ``reference.parquet`` from a folder of runs.
 
-    It has one row and a column per view, which is a list of the view's rows: one file, whose types survive.
+    The file has one row and one column per view, which holds the view's rows as a list. That keeps all views in
+    one file and preserves their types.
     """
     frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
     columns = {}
@@ -129,7 +130,7 @@ def write_reference(runs: Path | str) -> None:
 
 
 def reference() -> dict[str, pd.DataFrame]:
-    """Return the reference's views, see :func:`reference_views`."""
+    """Return the views of the reference, see :func:`reference_views`."""
     stored = pq.read_table(REFERENCE)
     frames = {}
     for name in stored.column_names:
@@ -139,7 +140,7 @@ def reference() -> dict[str, pd.DataFrame]:
 
 
 def reference_difference(views: Views) -> str:
-    """Return how ``reference.parquet`` differs from these views; empty if it doesn't."""
+    """Return how ``reference.parquet`` differs from the given views; empty if it doesn't."""
     expected, stored = reference_views(views), reference()
     for name, frame in expected.items():
         try:
@@ -161,7 +162,7 @@ def reference_difference(views: Views) -> str:
 
 
 def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return a view with the reference's columns, ``wall_ms_there``, where the whole key is the same."""
+    """Return a view with the reference's columns, ``wall_ms_there``, filled where all key fields match."""
     declared = all_views()[name]
     joined = view
     if name in there and len(view):
@@ -173,7 +174,7 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
 
 
 def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows that have these values, possibly none. A list means any of its values."""
+    """Return the rows with the given values, possibly none. A list allows any of its values."""
     found = view
     for column, value in values.items():
         found = found[found[column].isin(value if isinstance(value, list) else [value])]
@@ -182,14 +183,14 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
 
 
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
-    """Print rows of a view: the fields of its key, then columns beside the reference's.
+    """Print rows of a view: the fields of its key, then columns next to the reference's.
 
-    A field of the configuration that is the same in all rows is named below the table, and one that the
-    template has chosen is left out.
+    A configuration field with the same value in all rows is named below the table; one that the template has
+    chosen is left out.
 
     Args:
-        columns: "name" or "name: heading, unit"; one that is empty, or has no value, is left out.
-        hide: fields of the key that a column names.
+        columns: "name" or "name: heading, unit"; empty strings and columns without values are left out.
+        hide: fields of the key that another column already names.
     """
     known = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
     fields = [name for name in view.attrs["key"] if name not in (*known, *hide)]
@@ -210,9 +211,9 @@ def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str
 
 
 def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield the rows of each configuration, with its name: "small, context length 512, batch size 4".
+    """Yield each configuration's name and rows: "small, context length 512, batch size 4".
 
-    The name has the fields in which the view's rows differ, and a few always.
+    The name contains the fields in which the view's rows differ, and a few that are always named.
 
     Args:
         within: fields of the configuration in which the rows of one case may differ.
@@ -230,7 +231,7 @@ def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFram
 
 
 def ordered(view: pd.DataFrame, column: str, ascending: bool = False) -> pd.DataFrame:
-    """Return rows sorted by a column within those that differ in the last field of the key alone."""
+    """Sort rows by a column within each group that shares all key fields but the last."""
     group = view.groupby(view.attrs["key"][:-1], sort=False, dropna=False).ngroup()
     values = view[column] if ascending else -view[column]
     order = pd.DataFrame({"group": group, "value": values}).sort_values(["group", "value"], kind="stable")
@@ -242,13 +243,13 @@ def _words(name: str) -> str:
 
 
 def _heading_there(heading: str) -> str:
-    """Return the heading of the reference's column: "wall (reference), ms" of "wall, ms"."""
+    """Return the heading of the reference's column: "wall (reference), ms" for "wall, ms"."""
     words, comma, unit = heading.rpartition(", ")
     return f"{words} (reference), {unit}" if comma else f"{heading} (reference)"
 
 
 def _heading(name: str) -> str:
-    """Return a column's heading with its unit: "wall, ms" of wall_ms, "speedup, x" of speedup."""
+    """Return a column's heading with its unit: "wall, ms" for wall_ms, "speedup, x" for speedup."""
     unit = unit_of(name)
     [heading] = headed(pd.DataFrame(columns=[name]))
     return heading if ", " in heading or not unit else f"{heading}, {unit}"
@@ -259,8 +260,10 @@ def _value(value: object) -> str:
 
 
 def link(out: Path) -> Callable[[str], str]:
-    """Return a function that links to a heading of the writeup, or names it where the report is no part of a
-    checkout, so that no report holds a path of its machine."""
+    """Return a function that links to a heading of the writeup.
+
+    Outside a checkout it names the heading instead, so that no report contains a local path.
+    """
     is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)
 
     def why(heading: str = "") -> str:
@@ -278,13 +281,13 @@ def link(out: Path) -> Callable[[str], str]:
 
 
 def compose(found: Read, runs: Path, out: Path) -> Report:
-    """Return the report of a folder, as it would be written into ``out``: one part per device.
+    """Return the report that would be written into ``out``, with one part per device.
 
     Args:
-        found: what was read from ``runs``.
+        found: contents of ``runs``.
 
     Raises:
-        OutputError: the folder has no run that can be used.
+        OutputError: the folder has no usable run.
     """
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
@@ -329,7 +332,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
 
 
 def _without_repetition(text: str) -> str:
-    """Return a text in which a chapter says only once what is the same in the rows of its tables."""
+    """Remove repeated lines of fixed fields, so that each chapter shows them once."""
     kept: list[str] = []
     said = ""
     for line in text.splitlines():
@@ -344,7 +347,7 @@ def _without_repetition(text: str) -> str:
 
 
 def by_device(found: Read, runs: Path) -> dict[str, Read]:
-    """Return what a folder holds by the name of the device, since runs of two devices may have one key."""
+    """Split a folder's contents by device name, because runs of two devices may share a key."""
     devices = dict.fromkeys(map(device_of, [*found.records, *found.replaced]))
     if len(devices) == 1:
         return dict.fromkeys(devices, found)
@@ -361,9 +364,9 @@ def device_of(record: Record) -> str:
 
 
 def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, Any], list[str]]:
-    """Return the names of one device's templates, its views among them, and which views cannot be made.
+    """Return the names available to one device's templates, views included, and the views that failed.
 
-    A view of a study that has no runs is empty.
+    A view of a study without runs is empty.
     """
     views, declared = Views(steady(found.tables)), all_views()
     names: dict[str, Any] = {}
@@ -374,7 +377,7 @@ def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, An
             view = views[name]
         except MissingTable:
             view = empty
-        except Exception as error:  # noqa: BLE001 of any table that is not there, or is empty
+        except Exception as error:  # noqa: BLE001 a table may be missing or empty
             notes.append(f"view {name}: cannot be made ({type(error).__name__}: {one_line(error, 200)})")
             view = empty
         names[name] = with_reference(name, view, there)

@@ -1,4 +1,4 @@
-"""Files of a report: all are made first, then put in place together."""
+"""Write the files of a report: all are made first, then put in place together."""
 
 import re
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ STORY = ("<!-- story -->\n", "<!-- /story -->")
 FOOT = Path(__file__).with_name("page_foot.md")
 MAX_README_BYTES = 2**20
 FOLDERS = ("evidence", "figures")
-MAX_NAMED = 3  # devices, or versions of the code, that the foot of a page names
+MAX_NAMED = 3  # devices, or versions of the code, that a page's footer names
 
 
 class OutputError(StepscopeError, OSError):
-    """A report that cannot be written; the text names the place and why."""
+    """A report that cannot be written; the message names the path and the reason."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -28,7 +28,7 @@ class OutputError(StepscopeError, OSError):
 
 @dataclass
 class Report:
-    """All files of a report by their path in its folder, and the runs that could not be used."""
+    """All files of a report, by path within its folder, and the runs that could not be used."""
 
     texts: dict[str, str]
     errors: list[str] = field(default_factory=list)
@@ -36,9 +36,9 @@ class Report:
 
 
 def write(report: Report, out: Path) -> list[Path]:
-    """Write a report's files into ``out``; the old ones stay until all new ones are on disk.
+    """Write a report's files into ``out``; keep the old files until all new ones are on disk.
 
-    Figures of an earlier report that this one doesn't have are removed.
+    Figures of an earlier report that aren't part of this one are removed.
 
     Raises:
         OutputError: the report cannot be written there.
@@ -56,13 +56,13 @@ def write(report: Report, out: Path) -> list[Path]:
         raise OutputError(f"{out}: the report cannot be written there ({error.strerror or error})") from None
     finally:
         for folder in FOLDERS:
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # not empty
                 (out / folder).rmdir()
     return [out / name for name in report.texts]
 
 
 def stale_figures(report: Report, out: Path) -> list[Path]:
-    """Return the files in ``out/figures`` that have a figure's name and are not of this report."""
+    """Return the files in ``out/figures`` that are named like figures but aren't part of this report."""
     kinds = "|".join(map(re.escape, all_figures()))
     ours = re.compile(rf"({kinds})(-\d+)?\.svg")
     paths = sorted((out / "figures").glob("*.svg"))
@@ -72,10 +72,10 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return the README of a folder with the first screen between its marks; nothing where it has none.
+    """Return a folder's README with the first screen inserted between its marks; empty if it has no marks.
 
     Raises:
-        OutputError: it has one mark and not the other, or cannot be read.
+        OutputError: one of the two marks is missing, or the README cannot be read.
     """
     place = out / "README.md"
     try:
@@ -98,7 +98,7 @@ def readme(out: Path, first: str) -> dict[str, str]:
 
 
 def foot(records: list[Record]) -> str:
-    """Return what is below a page: the runs it is about, and how it is cited. The dates are the runs'."""
+    """Return a page's footer: the runs, with their dates (not today's), and how to cite the page."""
     days = sorted(record.started_at.date().isoformat() for record in records)
     return FOOT.read_text(encoding="utf-8").format(
         runs="1 run" if len(records) == 1 else f"{len(records):,} runs",

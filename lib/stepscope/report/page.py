@@ -1,6 +1,6 @@
-"""One HTML file of the report: the markdown through markdown-it, its HTML off, into one template.
+"""Build the report as one HTML file: markdown-it renders the markdown, raw HTML disabled, into one template.
 
-Pictures are inside, evidence is folded, and its policy lets nothing run or load.
+Pictures are embedded, evidence is folded, and the content security policy blocks scripts and external resources.
 """
 
 import base64
@@ -18,14 +18,14 @@ from markdown_it.token import Token
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
-SAFE = "/ :;=,'()&?!@*+$-._~"  # of a picture's text what stands in its address as it is
-# A chapter's fold begins and ends in paragraphs of their own. In no other text these are: escape() marks "<".
+SAFE = "/ :;=,'()&?!@*+$-._~"  # characters of a picture's text that need no escaping in its address
+# Markers of a fold, each in its own paragraph. No other text contains them, because escape() marks "<".
 FOLD, FOLD_END = re.compile(r"<details><summary>(.+)</summary>"), "</details>"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A page beside the writeup, folded here: its path in the report's folder, and its markdown."""
+    """A separate page of the report, folded into this one: its path in the report's folder, and its markdown."""
 
     path: str
     text: str
@@ -36,13 +36,13 @@ class Section:
 
 
 def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: str = "") -> str:
-    """The whole report as HTML.
+    """Return the report as one HTML page.
 
     Args:
         writeup: the main text, markdown.
-        sections: what stands folded behind it.
+        sections: pages folded below the main text.
         figures: SVG by name, for images "figures/<name>.svg".
-        foot: what stands below all of it, markdown.
+        foot: the page's footer, markdown.
     """
     anchors = {section.path: section.anchor for section in sections} | {"writeup.md": "top"}
     writer = _Writer(figures, anchors)
@@ -57,7 +57,7 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
         summary = html.escape(first.lstrip("# "))
         place = evidence if "/" in section.path else contents
         place.append(f'<li><a href="#{section.anchor}">{summary}</a></li>')
-        # A browser opens a fold for a link to what is within it, not for one to the fold itself.
+        # Browsers open a fold for a link to something inside it, but not for a link to the fold.
         folded.append(
             f'<details><summary>{summary}</summary>\n<div id="{section.anchor}">\n'
             f"{_linked(writer.html(rest, section))}</div></details>"
@@ -77,13 +77,13 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
 
 
 def _parted(written: str) -> tuple[str, str]:
-    """The page's heading, if it begins with one, and the rest."""
+    """Split off the page's heading, empty if there is none, from the rest."""
     found = re.match(r"<h1[^>]*>.*?</h1>", written)
     return (found[0], written[found.end() :]) if found else ("", written)
 
 
 def _contents(written: str) -> list[str]:
-    """A list's item for each chapter, with its parts listed within."""
+    """Return a list item for each chapter, with its parts nested."""
     chapters: list[tuple[str, list[str]]] = []
     for level, anchor, words in re.findall(r'<h([23]) id="([^"]+)">(.*?)</h[23]>', written):
         link = f'<a href="#{anchor}">{_plain(words)}</a>'
@@ -98,7 +98,7 @@ def _contents(written: str) -> list[str]:
 
 
 def _linked(written: str) -> str:
-    """Chapters and their parts with a link to themselves behind the heading."""
+    """Add a link to itself after the heading of each chapter and part."""
     return re.sub(
         r'(<h([23]) id="([^"]+)">)(.*?)</h\2>',
         lambda found: (
@@ -110,10 +110,10 @@ def _linked(written: str) -> str:
 
 
 def _fold(paragraph: list[Token]) -> None:
-    """Make a paragraph that begins or ends a fold do so."""
+    """Turn a paragraph that consists of a fold marker into HTML; leave others unchanged."""
     opened, inline, closed = paragraph
     if begin := FOLD.fullmatch(inline.content):
-        title = html.escape(html.unescape(begin[1]))  # GitHub's summary is HTML, which writes "&lt;" for "<"
+        title = html.escape(html.unescape(begin[1]))  # GitHub reads it as HTML, with "<" as "&lt;"
         html_block = f"<details><summary>{title}</summary>\n<div>"
     elif inline.content == FOLD_END:
         html_block = "</div></details>\n"
@@ -124,7 +124,7 @@ def _fold(paragraph: list[Token]) -> None:
 
 
 def anchor_of(heading: str) -> str:
-    """Return a heading's anchor, as GitHub makes it."""
+    """Return a heading's anchor in GitHub's form."""
     return re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-")
 
 
@@ -133,14 +133,17 @@ def _plain(written: str) -> str:
 
 
 class _Writer:
-    """Markdown as HTML. Raw HTML is text, links lead within the page or to https, images are the figures."""
+    """Renders markdown as HTML.
+
+    Raw HTML becomes text, links go within the page or to https, and images are the figures.
+    """
 
     def __init__(self, figures: dict[str, str], anchors: dict[str, str]) -> None:
         self.figures, self.anchors = figures, anchors
         self.markdown = MarkdownIt("commonmark", {"html": False, "typographer": False}).enable("table")
 
     def html(self, text: str, section: Section | None = None) -> str:
-        """The writeup, or the text of a section, whose headings' anchors begin with its own."""
+        """Return a text's HTML; a section's heading anchors get the section's anchor as a prefix."""
         prefix = f"{section.anchor}-" if section else ""
         folder = posixpath.dirname(section.path) if section else ""
         tokens = self.markdown.parse(text)
@@ -150,7 +153,7 @@ class _Writer:
             if token.type == "heading_open":
                 words = anchor_of(tokens[place + 1].content)
                 token.attrSet("id", f"{prefix}{words}" if token.tag != "h1" or prefix else "top")
-            if align := token.attrGet("style"):  # the policy allows no style on an element
+            if align := token.attrGet("style"):  # the policy blocks inline styles
                 token.attrs = {"class": "right" if "right" in str(align) else "left"}
             if token.children:
                 token.children = [self._inline(child, folder) for child in token.children]
@@ -178,7 +181,7 @@ class _Writer:
         return token
 
     def _href(self, link: str, folder: str) -> str:
-        """A link of a text in this folder as one of the page, which lies above it."""
+        """Convert a link in a text of this folder to a link of the page, which is in the folder above."""
         if link.startswith(("https://", "#")):
             return link
         path, _, anchor = link.partition("#")

@@ -1,4 +1,4 @@
-"""The list of a folder's runs: what each found, with a link to its notebook, and what no table shows."""
+"""List a folder's runs: the finding of each with a link to its notebook, and the runs that no table shows."""
 
 import os
 from pathlib import Path
@@ -10,22 +10,21 @@ from stepscope.report.tables import NONE, escape
 from stepscope.runs.record import NOTEBOOK, Record
 from stepscope.studies import STUDIES
 
-MAX_RUNS_OPEN = 15  # more are folded, a fold per study
+MAX_RUNS_OPEN = 15  # longer lists are folded, one fold per study
 OUTCOMES = {"oom": "out of memory", "failed": "failed"}
 
 
 def runs_page(found: Read, runs: Path, folder: Path) -> str:
-    """Return a page that lists all runs."""
     lines = [f"* {escape(line)}" for line in left_out(found)]
     end = ["## Left out, in part or completely", "\n".join(lines)] if lines else []
     return "\n\n".join(["# Runs", runs_found(found, runs, folder), *end]) + "\n"
 
 
 def runs_found(found: Read, runs: Path, folder: Path) -> str:
-    """Return what each run found, a list per study, which is folded if it is long.
+    """Return each run's finding, in one list per study; long lists are folded.
 
     Args:
-        runs: where the runs are; links lead there from ``folder``.
+        runs: the folder of runs; links from ``folder`` point into it.
     """
     place = quote(os.path.relpath(runs, folder).replace(os.sep, "/"))
     lists = []
@@ -41,7 +40,7 @@ def runs_found(found: Read, runs: Path, folder: Path) -> str:
 
 
 def left_out(found: Read) -> list[str]:
-    """Return a line per run, or part of a run, that no table shows."""
+    """Return one line per run, or part of a run, that no table shows."""
     replaced = [f"{record.study}/{record.run_id}: replaced by a newer run" for record in found.replaced]
     return [*found.errors, *found.notes, *replaced]
 

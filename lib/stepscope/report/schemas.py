@@ -1,7 +1,7 @@
-"""What the tables of several studies have in common, as columns that pandera checks.
+"""Pandera columns that the tables of several studies share.
 
-Numbers are finite and at least 0, and empty where nothing was measured. Types are brought about where the
-values allow it, since a column without any value has none in Parquet.
+Numbers are finite and at least 0, and missing if nothing was measured. Values are converted to the column's type
+where possible, because a Parquet column without values has no type.
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,24 @@ import pandera.pandas as pa
 
 from stepscope.config import PHASES, PRECISIONS
 
-Tables = dict[str, pd.DataFrame]  # by "<study>.<table>", over all runs; of one study by its tables' names
+Tables = dict[str, pd.DataFrame]  # by "<study>.<table>" for all runs; by table name within one study
 
-MOST = 1e15  # of any measure in its unit: more is no measurement
+MOST = 1e15  # upper limit of any value in its unit: a larger one is a measurement error
 
 
 def number_column(least: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
-    """A number between bounds; no number passes that is infinite."""
+    """Return a column of finite numbers from ``least`` to :data:`MOST`."""
     check = pa.Check.in_range(least, MOST)
     return pa.Column(float, check, nullable=nullable, required=required, coerce=True)
 
 
 def text_column(*allowed: str) -> pa.Column:
-    """A text, one of some if any are named; without a text it is empty."""
+    """Return a column of texts, restricted to ``allowed`` if any are given."""
     return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 
 def table_schema(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
-    """A table of these columns and no others, in any order, one row a key."""
+    """Return a schema with exactly these columns, in any order, and one row per key ``unique``."""
     return pa.DataFrameSchema(columns, strict=True, unique=list(unique))
 
 
@@ -40,7 +40,7 @@ LATER: dict[str, pa.Column] = {
 }
 STATUSES = ("ok", "oom", "unsupported", "failed")
 WITHIN: dict[str, pa.Column] = {"mode": text_column(*PHASES), "phase": text_column("total", *PHASES["step"])}
-# One row a mode and phase: the columns that benchmark and mixed_precision share.
+# Columns that benchmark and mixed_precision share, with one row per mode and phase.
 MEASURED = (
     "steps",
     "wall_ms",

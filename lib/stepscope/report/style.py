@@ -1,7 +1,7 @@
-"""One look for every figure, and no other's.
+"""Style shared by all figures, without changing the style of any other.
 
-A figure is one SVG for light and dark: its colours are variables that the reader's scheme sets, its text is
-text. It is 432 points wide, so that 11 points are 9 pixels on a phone of 390.
+A figure is one SVG for light and dark: its colors are variables set by the reader's color scheme, and its text
+remains text. It is 432 points wide, so that 11 points are 9 pixels on a phone 390 pixels wide.
 """
 
 import io
@@ -22,9 +22,9 @@ from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, LogFormatterMathtext, LogLocator, NullFormatter
 
 WIDTH = 6.0  # inches
-TEXT = 11  # points, the least there is
+TEXT = 11  # points, the smallest text size
 INK, MUTED, GRID, FILL, PAPER = "#1b1f24", "#59636e", "#d5dae0", "#c3cad3", "#ffffff"
-BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (  # read as text on paper (4.5:1), all but the sky
+BLUE, ORANGE, GREEN, PINK, AMBER, SKY, RED = (  # readable as text on paper (contrast 4.5:1), except sky
     "#0067a8",
     "#b84a00",
     "#007a5e",
@@ -96,16 +96,16 @@ STYLE = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """What is drawn within has this look, by matplotlib or by seaborn; what is drawn elsewhere keeps its own.
+    """Apply this style to drawing within the context, with matplotlib or seaborn; other drawings keep their style.
 
-    Also a decorator, ``@look()``, of a function that draws.
+    Also usable as a decorator, ``@look()``, of a function that draws.
     """
     with matplotlib.rc_context(STYLE):
         yield
 
 
 class Picture(Figure):
-    """A figure with its message; a notebook shows it as PNG."""
+    """A figure with its message; notebooks display it as PNG."""
 
     message: str = ""
 
@@ -121,7 +121,7 @@ class Picture(Figure):
 def figure(
     message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Picture, Any]:
-    """A figure whose title is its message, wrapped to its width, and its axes (as of ``Figure.subplots``)."""
+    """Return a figure and its axes (as ``Figure.subplots`` does); its title is the wrapped message."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
     made.suptitle(_wrapped(made.message, 54), x=0.01, ha="left", fontsize=TEXT + 1.5, fontweight="bold")
@@ -129,7 +129,7 @@ def figure(
 
 
 def _wrapped(text: str, width: int) -> str:
-    """As few lines as fit, of about the same length."""
+    """Wrap text into as few lines as possible, of about equal length."""
     lines = -(-len(text) // width)
     target, out = len(text) / lines, [""]
     for word in text.split():
@@ -142,7 +142,7 @@ def _wrapped(text: str, width: int) -> str:
 def lines(
     axes: Axes, rows: pd.DataFrame, x: str, y: str, hue: str, colors: Mapping[str, str]
 ) -> dict[str, tuple[float, float]]:
-    """A line of markers for each value of ``hue``; where each ends, as :func:`label_ends` takes it."""
+    """Draw a line with markers for each value of ``hue``; return the end of each, for :func:`label_ends`."""
     palette = {name: colors.get(name, INK) for name in rows[hue].unique()}
     sns.lineplot(
         rows,
@@ -164,17 +164,17 @@ LABEL_GAP = 1.25
 
 
 def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapping[str, str]) -> None:
-    """Name lines at their right ends, (x, y) each, kept apart by :data:`LABEL_GAP` lines of text: no legend."""
+    """Label lines at their right ends (x, y) instead of in a legend, :data:`LABEL_GAP` lines of text apart."""
 
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
-    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will take some of them
+    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will use some of them
     step = LABEL_GAP * TEXT / height
     place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])
     at = [place[name] for name in order]
-    for _ in range(200):  # push neighbours apart until none is too close
+    for _ in range(200):  # push neighbors apart until none overlap
         for low in range(len(at) - 1):
             short = step - (at[low + 1] - at[low])
             if short > 1e-4:
@@ -199,17 +199,21 @@ def stacked_bars(
     text: Callable[[str, int], str] | None = None,
     least: float = 0.09,
 ) -> None:
-    """A horizontal bar a row, from the top down, a part a column; columns without a colour are "other".
+    """Draw a horizontal bar per row, from the top down, with a part per column.
+
+    Columns without a color are "other".
 
     Args:
-        text: of a part that is wider than ``least``, by its column and the row's place.
+        text: returns a part's label, from its column and the row's position, if the part is wider than ``least``.
     """
     left, places = np.zeros(len(parts)), range(len(parts))
     others = [name for name in parts if name not in colors]
     seen = parts[others].sum(axis=1).max() > 0.01 * parts.sum(axis=1).max()
     for name in parts:
         label = "other" if seen and name in others[-1:] else "_"
-        if name in colors and parts[name].max() > 0.003 * parts.sum(axis=1).max():  # wide enough to be seen
+        if (
+            name in colors and parts[name].max() > 0.003 * parts.sum(axis=1).max()
+        ):  # wide enough to be visible
             label = name
         axes.barh(
             places,
@@ -238,7 +242,7 @@ def stacked_bars(
 
 
 def without_axis(axes: Axes) -> None:
-    """Take the horizontal axis away, where numbers stand at the bars."""
+    """Remove the horizontal axis, because the bars are labeled with their numbers."""
     axes.grid(False)
     axes.spines[["bottom", "left"]].set_visible(False)
     axes.tick_params(left=False, bottom=False, labelbottom=False)
@@ -251,7 +255,7 @@ def bars(
     texts: Sequence[str],
     colors: str | Sequence[str] = BLUE,
 ) -> None:
-    """Horizontal bars from the top down, each with its number at its end; no axis is needed."""
+    """Draw horizontal bars from the top down, labeled at their ends, so that no axis is needed."""
     places = range(len(values))
     axes.barh(places, values, color=colors, height=0.66)
     axes.set_yticks(places, labels)
@@ -263,7 +267,7 @@ def bars(
 
 
 def plain_ticks(drawn: Figure) -> None:
-    """Label logarithmic axes with plain numbers, few enough to stand beside each other; others stay."""
+    """Label logarithmic axes with plain numbers, few enough not to overlap; leave other axes unchanged."""
     for axis in (axis for axes in drawn.axes for axis in (axes.xaxis, axes.yaxis)):
         if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
             axis.set_major_locator(LogLocator(numticks=6))
@@ -275,7 +279,7 @@ def plain_ticks(drawn: Figure) -> None:
 
 @look()
 def svg(drawn: Figure) -> str:
-    """A figure as SVG for light and dark, without a date, numbers to 0.01 points."""
+    """Return a figure as SVG for light and dark, without a date and with numbers rounded to 0.01 points."""
     plain_ticks(drawn)
     for words in drawn.findobj(Text):
         words.set_parse_math(False)
@@ -297,5 +301,5 @@ def svg(drawn: Figure) -> str:
 
 
 def _variable(color: str) -> str:
-    """A colour that the dark scheme has, too; any other stays."""
+    """Return the variable of a color that the dark scheme replaces; any other color stays the same."""
     return f"var(--c{color[1:]},{color})" if color in DARK else color

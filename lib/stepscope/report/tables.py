@@ -1,6 +1,6 @@
-"""How numbers and tables are printed, everywhere: one formatter, one printer, one place that escapes.
+"""Format all numbers and tables in one place, which also escapes text.
 
-A column's unit is the end of its heading: "wall, ms". A share of 0.742 is 74%.
+A column's unit is the end of its heading: "wall, ms". A share of 0.742 is printed as 74%.
 """
 
 import math
@@ -16,8 +16,8 @@ from stepscope.stats import launch_bound
 
 NONE = "–"
 MAX_ROWS = 15
-MOST_TEXT = 200  # characters of a text that a record brought
-# What follows a number in words. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
+MOST_TEXT = 200  # characters of a text from a record
+# Suffix of a number in a sentence. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
     unit: f" {unit}"
     for unit in (
@@ -41,12 +41,12 @@ UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
         "nats",
     )
 }
-LEAST_PERCENT = 0.001  # of what is not zero
-IN_CELLS = ("x", "%")  # units that stand in each cell, not in the heading
+LEAST_PERCENT = 0.001  # for nonzero values
+IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {
     unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
-}  # of columns' names
-# Columns of runs' tables whose unit is not in their name: shares, and counts that may have none.
+}  # in column names
+# Units of columns in runs' tables whose names have none: shares, and counts that may be missing.
 UNSAID = dict.fromkeys(
     ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
 ) | dict.fromkeys(("operations", "count", "passes", "steps", "launches", "kernels"), "n")
@@ -54,10 +54,10 @@ WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", 
 
 
 def digits(value: Any, unit: str = "") -> str:
-    """A number without its unit: three significant digits, thousands with commas; "–" for none.
+    """Format a number without its unit: three significant digits, thousands with commas; "–" if missing.
 
-    Counts and bytes are whole, shares have two digits (99.6%, 74%, 4.6%), ratios one decimal (3.3x), two
-    below 2 (1.02x), none from 100.
+    Counts and bytes are integers, shares have two digits (99.6%, 74%, 4.6%), ratios one decimal (3.3x), two below
+    2 (1.02x), none from 100.
     """
     if missing(value):
         return NONE
@@ -80,23 +80,23 @@ def digits(value: Any, unit: str = "") -> str:
 
 
 def missing(value: Any) -> bool:
-    """Whether there is no number: None, NA, NaN, or infinite."""
+    """Return True if a value is no number: None, NA, NaN, or infinite."""
     return value is None or value is pd.NA or (isinstance(value, Real) and not math.isfinite(value))
 
 
 def _significant(value: float, count: int) -> str:
     if value == 0:
         return "0"
-    rounded = float(f"{value:.{count - 1}e}")  # 9.996 is 10.0, with one decimal
+    rounded = float(f"{value:.{count - 1}e}")  # 9.996 rounds to 10.0, which has one decimal
     decimals = count - 1 - math.floor(math.log10(abs(rounded)))
     return f"{value:,.{decimals}f}" if decimals >= 0 else f"{value if abs(value) < 1e4 else rounded:,.0f}"
 
 
 def number(value: Any, unit: str = "") -> str:
-    """A number with its unit: "1,092 ms", "94.2 ms", "74%", "3.3x", "128,625,408".
+    """Format a number with its unit: "1,092 ms", "94.2 ms", "74%", "3.3x", "128,625,408".
 
     Raises:
-        ValueError: there is no such unit.
+        ValueError: unknown unit.
     """
     if unit not in UNITS:
         raise ValueError(f"unit {unit!r}: known units are {', '.join(filter(None, UNITS))}")
@@ -104,7 +104,7 @@ def number(value: Any, unit: str = "") -> str:
 
 
 def escape(text: object) -> str:
-    """Text of a record as markdown that shows it on one line and does nothing: no markup, link or address."""
+    """Escape a record's text for markdown, so that it shows literally, on one line and without links."""
     cut = str(text)[: MOST_TEXT + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
@@ -117,16 +117,16 @@ def escape(text: object) -> str:
         line,
     )
     addresses = r"(?i):(?=//)|@(?=\w)|\bwww(?=\.)|\b(mailto|xmpp|javascript|data)(?=:)"
-    return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # a word joiner, which shows as nothing
+    return re.sub(addresses, lambda at: at[0] + "\u2060", line)  # an invisible word joiner breaks the address
 
 
 def listed(words: Sequence[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
+    """Join words as "a", "a and b" or "a, b and c"."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with headings of its columns' names: "wall, ms" of wall_ms, "peak, GiB" of peak_gib."""
+    """Return the frame with headings as column names: "wall, ms" for wall_ms, "peak, GiB" for peak_gib."""
 
     def heading(name: Any) -> Any:
         if not isinstance(name, str) or ", " in name:
@@ -146,12 +146,12 @@ def table(
     rows: int = MAX_ROWS,
     note: str = "",
 ) -> pd.DataFrame:
-    """What a printed table's function returns: the frame, with how it is printed.
+    """Attach print options to a copy of a frame.
 
     Args:
-        unit: of the numeric columns whose heading has none (a pivot's: one column a size).
-        rows: the most that are printed.
-        note: one line under it.
+        unit: unit of numeric columns whose heading has none, such as a pivot's columns.
+        rows: maximum number of rows to print.
+        note: one line printed below the table.
     """
     frame = frame.copy()
     frame.attrs = {"unit": unit, "rows": rows, "note": note}
@@ -159,7 +159,7 @@ def table(
 
 
 def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]], list[str]]:
-    """Headings, columns of text, and units ("text" where a column has no numbers)."""
+    """Return headings, columns of text, and units ("text" for columns without numbers)."""
     headings, columns, units = [], [], []
     for place, name in enumerate(frame.columns):
         heading, values = str(name), list(frame.iloc[:, place])
@@ -187,11 +187,11 @@ def _cell(value: Any, unit: str, sign: str) -> str:
 
 
 def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool) or type(value).__name__ == "bool"  # numpy's, too
+    return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's, too
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A frame as a GitHub table. Index levels that have names become columns; each text is escaped."""
+    """Return a frame as a GitHub table. Named index levels become columns; all text is escaped."""
     how = {"unit": "", "rows": MAX_ROWS, "note": ""} | frame.attrs
     if any(frame.index.names):
         frame = frame.reset_index()
@@ -205,7 +205,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def quartiles(rows: pd.DataFrame) -> pd.Series:
-    """ "58.3 to 58.6" of each row's ``wall_q1_ms`` and ``wall_q3_ms``, None of what did not run."""
+    """Format each row's ``wall_q1_ms`` and ``wall_q3_ms`` as "58.3 to 58.6"; None for cases that did not run."""
     texts = [
         None if missing(low) else f"{digits(low, 'ms')} to {digits(high, 'ms')}"
         for low, high in zip(rows["wall_q1_ms"], rows["wall_q3_ms"])
@@ -214,8 +214,10 @@ def quartiles(rows: pd.DataFrame) -> pd.Series:
 
 
 def wall_cell(row: Mapping[str, Any]) -> str:
-    """A wall time in one cell, "58.5 (58.3 to 58.6)": the median and the quartiles; of what is launch-bound
-    then "at best 43.6", the fastest step."""
+    """Format a wall time as "58.5 (58.3 to 58.6)": the median and the quartiles.
+
+    A launch-bound case also shows its fastest step, as "at best 43.6".
+    """
     if missing(row.get("wall_ms")):
         return NONE
     median, low, high, least = (digits(row[f"wall_{name}ms"], "ms") for name in ("", "q1_", "q3_", "min_"))
@@ -224,15 +226,17 @@ def wall_cell(row: Mapping[str, Any]) -> str:
 
 
 def counted(counts: pd.Series) -> str:
-    """ "10", or "10 to 100", of counts; "some" where none is known."""
+    """Format counts as "10", or "10 to 100"; "some" if none is known."""
     known = counts.dropna()
     ends = dict.fromkeys(digits(end, "n") for end in (known.min(), known.max())) if len(known) else ["some"]
     return " to ".join(ends)
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """A notebook's table, printed as the report's are: some columns, headings with units, three significant
-    digits, shares in percent, counts whole, no index."""
+    """Return selected columns of a notebook's table, printed like the report's.
+
+    Headings have units, numbers three significant digits, shares are percentages, counts integers; no index.
+    """
     rows = frame[list(columns)] if columns is not None else frame
     said = {
         name: f"{WORDS.get(name, name).replace('_', ' ')}, {UNSAID[name]}" for name in rows if name in UNSAID

@@ -1,4 +1,4 @@
-"""The writeup: the templates of ``writeup/``, rendered over one full campaign."""
+"""Render the templates of ``writeup/`` over one full campaign."""
 
 from collections import ChainMap
 from pathlib import Path
@@ -17,14 +17,14 @@ EVIDENCE = "evidence/"
 
 
 class NoTemplatesError(StepscopeError):
-    """The writeup's templates are not here."""
+    """The writeup's templates are missing."""
 
 
 def templates_folder() -> Path:
     """Return the folder of the writeup's templates.
 
     Raises:
-        NoTemplatesError: this is an installed package, or there are none.
+        NoTemplatesError: this is an installed package, or the folder has no templates.
     """
     folder = PROJECT / FOLDER if PROJECT else None
     if folder is None or not any(folder.glob("*.md.j2")):
@@ -39,12 +39,12 @@ def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
     """Return the writeup of one full campaign, as it would be written into ``out``.
 
     Args:
-        found: what was read from the campaign's folder, ``runs``.
-        views: of its steady tables.
+        found: contents of the campaign's folder, ``runs``.
+        views: views of its consistent tables.
 
     Raises:
-        DocumentError: naming every sentence that does not hold, and the first lookup of each template that fails.
-        NoTemplatesError: there are no templates.
+        DocumentError: names each sentence that does not hold, and the first lookup failure of each template.
+        NoTemplatesError: the templates are missing.
         OutputError: the README in ``out`` has one mark without the other.
     """
     texts, figures = render_views(templates_folder(), views)
@@ -70,15 +70,15 @@ def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, 
     """Render all templates of a writeup over the views of one campaign.
 
     Args:
-        folder: holds ``*.md.j2``, the chapters in their order, and ``evidence/*.md.j2``.
+        folder: folder with ``*.md.j2``, the chapters in order, and ``evidence/*.md.j2``.
 
     Returns:
         Texts by template ("00-first", "evidence/nsys") and figures by name, as SVG.
 
     Raises:
-        DocumentError: naming every sentence that does not hold, and the first lookup of each template that fails.
+        DocumentError: names each sentence that does not hold, and the first lookup failure of each template.
     """
-    names = ChainMap({"code": code}, facts.FACTS, views)  # type: ignore[arg-type, misc]  # nothing is set
+    names = ChainMap({"code": code}, facts.FACTS, views)  # type: ignore[arg-type, misc]  # nothing is assigned
     document = Document(folder, names, all_figures())
     texts = {}
     for path in [*sorted(folder.glob("*.md.j2")), *sorted(folder.glob("evidence/*.md.j2"))]:
@@ -89,6 +89,6 @@ def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, 
 
 
 def code(path: str, part: str) -> str:
-    """Return what a file of the project has between its lines ``# <part>`` and ``# </part>``."""
+    """Return the part of a project file between its lines ``# <part>`` and ``# </part>``."""
     text = Path(str(PROJECT), path).read_text(encoding="utf-8")
     return text.partition(f"# <{part}>\n")[2].partition(f"# </{part}>")[0].strip()

@@ -1,7 +1,7 @@
 """Views: a few wide, tidy tables of one dataset per study, in which documents look numbers up.
 
-A view is a function with a key. It selects nothing: the document chooses rows by naming the key's fields. A
-column's name ends in its unit (``wall_ms``, ``busy_share``); :func:`unit_of` reads it.
+A view is a function with a key. It selects no rows itself: the document chooses rows by naming fields of the key.
+A column's name ends in its unit (``wall_ms``, ``busy_share``); :func:`unit_of` parses it.
 
     @view(key=[*CONFIG, "optimization", "batch_size"], columns=["wall_ms", "speedup"], studies=["ladder"])
     def steps(data: Views) -> pd.DataFrame: ...
@@ -21,7 +21,7 @@ from stepscope.config import SIZE_RANKS
 from stepscope.report.schemas import Tables
 
 MODULES = ("ladder", "ladder_parts", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
-# What ends a column's name, and the unit that it means. A column without one is a label, a count or a truth.
+# Units by the suffix of a column's name. A column without a suffix is a label, a count or a truth value.
 UNITS = {
     "ms": "ms",
     "s": "s",
@@ -51,16 +51,16 @@ ORDER = ("size", "context_length", "vocab_size", "batch_size")
 
 
 class ViewError(StepscopeError, ValueError):
-    """A view whose rows break its schema; the text names the view, and what was expected."""
+    """A view whose rows violate its schema; the message names the view, and what was expected."""
 
 
 class MissingTable(StepscopeError, LookupError):
-    """A table that no run of a folder has."""
+    """A table that no run of the folder has."""
 
 
 @dataclass(frozen=True)
 class View:
-    """How a view is made, and what identifies one of its rows."""
+    """A view's function, and the columns that identify its rows."""
 
     make: Callable[["Views"], pd.DataFrame]
     key: list[str]
@@ -70,7 +70,7 @@ class View:
 
     @property
     def config(self) -> list[str]:
-        """The configuration's fields that tables of these studies have."""
+        """Return the configuration fields that the tables of these studies have."""
         fields = [
             importlib.import_module(f"stepscope.studies.{study}.tables").CONFIG for study in self.studies
         ]
@@ -83,10 +83,10 @@ def view(
     """Declare a function as a view.
 
     Args:
-        key: what identifies a row: every configuration field of its studies, and the table's own key.
-        columns: the columns beside the key.
-        studies: whose tables it is made of.
-        over: fields of the configuration that the view joins rows over, so that they are not in its key.
+        key: columns that identify a row: each configuration field of its studies, and the table's own key.
+        columns: the remaining columns.
+        studies: studies whose tables the view reads.
+        over: configuration fields that the view aggregates over, so that its key omits them.
     """
 
     def declare(make: Callable[["Views"], pd.DataFrame]) -> Callable[["Views"], pd.DataFrame]:
@@ -97,7 +97,7 @@ def view(
 
 
 def all_views() -> dict[str, View]:
-    """Every view by its name."""
+    """Return all views by name."""
     found = {}
     for module in MODULES:
         for name, function in vars(importlib.import_module(f"stepscope.views.{module}")).items():
@@ -107,11 +107,11 @@ def all_views() -> dict[str, View]:
 
 
 class Views(Mapping[str, pd.DataFrame]):
-    """The views of a folder's tables, each made once, when it is first asked for.
+    """The views of a folder's tables, each computed once, at its first lookup.
 
     Raises:
-        MissingTable: when a view needs a table that no run has.
-        ViewError: when a view's rows break its schema.
+        MissingTable: a view needs a table that no run has.
+        ViewError: a view's rows violate its schema.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -120,7 +120,7 @@ class Views(Mapping[str, pd.DataFrame]):
         self._made: dict[str, pd.DataFrame] = {}
 
     def table(self, name: str) -> pd.DataFrame:
-        """Return a table of the runs, "<study>.<table>", with the smallest size first."""
+        """Return the table "<study>.<table>" of all runs, smallest model size first."""
         if name not in self._tables:
             raise MissingTable(f"no run here has the table {name}")
         return in_order(self._tables[name].copy())
@@ -141,7 +141,7 @@ class Views(Mapping[str, pd.DataFrame]):
 
 
 def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the declared columns of a view's rows, whose key is unique."""
+    """Return the declared columns of a view, after checking that its key is unique."""
     expected = [*declared.key, *declared.columns]
     if missing := [column for column in expected if column not in frame]:
         raise ViewError(f"view {name}: has no column {', '.join(missing)}, but declares it")
@@ -157,7 +157,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class Names(tuple):
-    """Names of columns among a frame's ``attrs``, which pandas copies deeply in each of its operations."""
+    """Column names in a frame's ``attrs``, not copied when pandas deep-copies ``attrs`` in each operation."""
 
     def __deepcopy__(self, memo: dict) -> "Names":
         return self
@@ -168,7 +168,7 @@ def _first(rows: pd.DataFrame, declared: View) -> str:
 
 
 def varying(frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """Return the columns, of these, in which the rows differ."""
+    """Return those of the named columns in which the rows differ."""
     return [name for name in names if name in frame and frame[name].nunique(dropna=False) > 1]
 
 
@@ -183,6 +183,6 @@ def _rank(column: pd.Series) -> pd.Series:
 
 
 def unit_of(column: str) -> str:
-    """Return the unit that a column's name ends in; empty for a label, a count or a truth value."""
+    """Return the unit in which a column's name ends; empty for a label, a count or a truth value."""
     endings = [suffix for suffix in UNITS if column == suffix or column.endswith(f"_{suffix}")]
     return UNITS[max(endings, key=len)] if endings else ""

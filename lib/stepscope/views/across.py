@@ -1,4 +1,4 @@
-"""Views that join studies: runs, one step in two programs, one kernel with two sets of weights."""
+"""Views that join studies: all runs, one step in two programs, one kernel with two sets of weights."""
 
 import pandas as pd
 
@@ -24,10 +24,10 @@ RECORDED = [
 
 @view(key=["study", "run_id"], columns=[*RECORDED, "concurrent_runs"], studies=[])
 def runs(data: Views) -> pd.DataFrame:
-    """One row per run; ``concurrent_runs`` counts the runs under way when it started, itself included."""
+    """Return one row per run; ``concurrent_runs`` counts the runs under way at its start, including itself."""
     names = {name: name.removeprefix("machine_") for name in data.table("runs") if "machine_" in name}
     found = data.table("runs").rename(columns=names | {"seconds": "duration_s"})
-    found = found.reindex(columns=["study", "run_id", *RECORDED])  # a CPU's runs lack what is a GPU's
+    found = found.reindex(columns=["study", "run_id", *RECORDED])  # runs on a CPU lack the GPU's columns
     ends = found["started_at"] + pd.to_timedelta(found["duration_s"], unit="s")
     concurrent = [
         int(((found["started_at"] <= start) & (ends > start)).sum()) for start in found["started_at"]
@@ -50,10 +50,10 @@ TIMED_TWICE = ["wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy", "launch
     studies=["ladder", "mixed_precision"],
 )
 def same_steps(data: Views) -> pd.DataFrame:
-    """One row per TF32 or bf16 step that two studies measured, each in a process of its own.
+    """Return one row per TF32 or bf16 step that two studies measured, each in a separate process.
 
-    The ladder runs steps back to back; mixed_precision synchronizes after each. ``wall_ratio`` is the longer of
-    the two medians over the shorter, ``gpu_error`` by how much their GPU times differ.
+    The ladder runs steps back to back, whereas mixed_precision synchronizes after each step. ``wall_ratio`` is the
+    larger median wall time over the smaller one, and ``gpu_error`` the relative difference of the GPU times.
     """
     ladder = data["steps"].query("optimization in ['tf32', 'bf16'] and wall_ms.notna()")
     ladder = ladder.assign(
@@ -94,12 +94,12 @@ WITHOUT_PRECISION = [name for name in CONFIG if name != "precision"]
     over=["precision"],
 )
 def divisions(data: Views) -> pd.DataFrame:
-    """One row per configuration and mode: GPU time of PyTorch's division kernels (naive softmax's), which depends
-    on the weights.
+    """Return one row per configuration and mode: GPU time of PyTorch's division kernels, in naive softmax.
 
-    ``fp32_ms`` is the benchmark's, ``trained_...`` are mixed_precision's, whose weights more steps on one batch
-    had trained by then. ``added_share`` is how much of bf16's GPU time the slower division adds, and
-    ``profiled_excess_share`` by how much bf16's profiled steps exceed the wall time of its timed ones.
+    The time depends on the weights. ``fp32_ms`` was measured by the benchmark, and ``trained_...`` by
+    mixed_precision, whose weights had been trained for more steps on one batch. ``added_share`` is the share that
+    the slower division adds to bf16's GPU time, and ``profiled_excess_share`` the share by which bf16's profiled
+    steps exceed the wall time of its timed steps.
     """
     case = [*WITHOUT_PRECISION, "mode"]
     found = data["operations"][data["operations"]["name"].str.contains("DivFunctor")]

@@ -40,12 +40,11 @@ PART_NAMES = {"rows": "one number per row"}
     studies=["attention"],
 )
 def attention_phases(data: Views) -> pd.DataFrame:
-    """A row per case (implementation, context length and setting) and phase, forward or backward.
+    """Return one row per case (implementation, context length and setting) and phase, forward or backward.
 
-    ``wall_text`` is the median with its quartiles. ``gpu_wall_ratio`` is GPU time over wall time.
-    When a case runs out of memory, ``allocated_gib`` is what was allocated and ``requested_gib`` the request
-    that failed; ``out_of_memory`` says so in words. ``device_gib`` is the GPU memory that was free before the
-    run.
+    ``wall_text`` is the median with its quartiles. ``gpu_wall_ratio`` is GPU time over wall time. If a case runs
+    out of memory, ``allocated_gib`` is the memory already allocated, ``requested_gib`` the request that failed,
+    and ``out_of_memory`` describes both in words. ``device_gib`` is the free GPU memory before the run.
     """
     frame = _cases(data)
     texts = [
@@ -61,12 +60,12 @@ def attention_phases(data: Views) -> pd.DataFrame:
 
 
 def _cases(data: Views) -> pd.DataFrame:
-    """Return the table of cases, fp32 first, the shortest context length and the handout's order first."""
+    """Return the table of cases: fp32 first, then by context length, in the handout's order of implementations."""
     return _ordered(data.table("attention.cases"))
 
 
 def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
-    """Sort rows by precision, head dimension, context length and implementation, and name the last for reading."""
+    """Sort rows by precision, head dimension, context length and implementation, and add readable names."""
     ranks = {name: rank for rank, name in enumerate((*PRECISION_NAMES, *IMPLEMENTATIONS))}
     ranked = frame.sort_values(
         ["precision", "d_model", "context_length", "implementation"],
@@ -80,11 +79,11 @@ def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outcomes(frame: pd.DataFrame) -> pd.Series:
-    """Say of each case that ran out of memory in which phase and of what; empty for the others.
+    """Describe why and in which phase each case ran out of memory; empty for the other cases.
 
-    A case is checked before it is timed, so both its phases have one status. Forward alone needs what it needed
-    at the longest context length that ran, times the square of the ratio of the lengths: if that fits, the
-    case ran out in backward.
+    Both phases of a case have one status, because a case is checked before it is timed. To tell them apart, we
+    scale forward's memory at the longest context length that ran by the square of the ratio of context lengths: if
+    that fits, the case ran out of memory in backward.
     """
     alike = [*SETTING, "implementation"]
     ran = frame[(frame["phase"] == "forward") & frame["peak_mib"].notna()]
@@ -142,13 +141,13 @@ def _outcome(reason: str, forward_fits: bool) -> str:
     studies=["attention"],
 )
 def attention(data: Views) -> pd.DataFrame:
-    """A row per case: forward and backward of attention alone together, and each phase's wall time beside it.
+    """Return one row per case: attention's forward and backward together, and the wall time of each phase.
 
-    Speedups are over naive attention in the same setting. ``rank`` orders a setting's implementations by GPU
-    time, the fastest is 1; ``lead_speedup`` is the fastest one's over the next. ``saved_mib`` is what is saved
-    for backward besides q, k, v and the output; ``in_use_mib`` is all that is allocated before backward.
-    ``formula_error`` is how far the peak is from its prediction. ``square_gib`` is one T x T matrix in the
-    setting's precision, ``row_mib`` one fp32 number per row of it.
+    Speedups are over naive attention in the same setting. ``rank`` orders a setting's implementations by GPU time,
+    where 1 is the fastest; ``lead_speedup`` is the speedup of the fastest one over the second. ``saved_mib`` is
+    the memory saved for backward besides q, k, v and the output; ``in_use_mib`` is all memory allocated before
+    backward. ``formula_error`` is the difference between the peak and its prediction. ``square_gib`` is the size
+    of one T x T matrix in the setting's precision, and ``row_mib`` the size of one fp32 number per row.
     """
     frame = _ordered(_cases(data).drop_duplicates(CASE))[
         [*CASE, "name", "precision_name", "status", "device_gib"]
@@ -187,7 +186,7 @@ def _second_smallest(values: pd.Series) -> float:
 
 
 def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
-    """Return one phase's times of each case; with backward's its number of passes, its memory and its outcome."""
+    """Return one phase's times of each case; for backward also the number of passes, memory and outcome."""
     phases = data["attention_phases"]
     own = phases[phases["phase"] == phase]
     names = {
@@ -215,10 +214,10 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
     studies=["attention"],
 )
 def compiled_attention(data: Views) -> pd.DataFrame:
-    """A row per setting and context length: naive attention next to the same compiled.
+    """Return one row per setting and context length: naive attention, uncompiled and compiled.
 
-    ``setting`` names precision and head dimension. ``naive_forward`` and the like are wall times with quartiles;
-    ``compiled_speedup`` is of GPU time, forward and backward.
+    ``setting`` names precision and head dimension. ``naive_forward`` and similar columns are wall times with
+    quartiles; ``compiled_speedup`` compares GPU times of forward and backward together.
     """
     frame = data["attention"]
     key = [*SETTING, "context_length"]
@@ -242,7 +241,7 @@ def compiled_attention(data: Views) -> pd.DataFrame:
     studies=["attention"],
 )
 def attention_parts(data: Views) -> pd.DataFrame:
-    """A row per case and part of its predicted peak, in GiB; the part "total" is the whole peak."""
+    """Return one row per case and part of its predicted peak, in GiB; the part "total" is the complete peak."""
     rows = []
     for case in _cases(data).drop_duplicates(CASE)[CASE].to_dict("records"):
         arguments = [case[name] for name in PART_ARGUMENTS]
@@ -262,8 +261,11 @@ def attention_parts(data: Views) -> pd.DataFrame:
     over=["d_model", "batch_size"],
 )
 def attention_errors(data: Views) -> pd.DataFrame:
-    """A row per precision and implementation: the largest relative error of an output or gradient against
-    float64, over all head dimensions and context lengths; ``worst`` and ``allowed`` are texts."""
+    """Return one row per precision and implementation: the largest relative error against float64.
+
+    The maximum is over outputs, gradients, head dimensions and context lengths; ``worst`` and ``allowed`` are
+    text.
+    """
     checks = data.table("attention.checks")
     checks["error"] = checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1)
     groups = _ordered(checks).groupby(["precision", "implementation", "name", "precision_name"], sort=False)

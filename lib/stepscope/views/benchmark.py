@@ -1,4 +1,4 @@
-"""The benchmark's views: times of a training step in all precisions, and how well they repeat."""
+"""The benchmark's views: times of a training step in all precisions, and their repeatability."""
 
 import pandas as pd
 
@@ -11,19 +11,19 @@ from stepscope.traces.kernel_categories import MATMUL
 from stepscope.views import Views, in_order, view
 
 BOTH = ["benchmark", "mixed_precision"]
-FIRST_TIMED = 10  # timed steps of the assignment's means and deviations, however many there are
+FIRST_TIMED = 10  # steps in the assignment's means and deviations, even if more were timed
 WARM_UP_STEPS = (0, 1, 2, 5)
 WITHOUT_REPEAT = [name for name in CONFIG if name != "repeat"]
 PLACES = ("first", "second", "third")
 
 
 def both_studies(data: Views, table: str) -> pd.DataFrame:
-    """Return a table of this study and of mixed_precision, with ``study``; a mixed_precision run has repeat 0."""
+    """Return a table of benchmark and mixed_precision with the column ``study``; mixed_precision has repeat 0."""
     frames = [
         data.table(f"{study}.{table}").assign(study=study) for study in BOTH if data.has(f"{study}.{table}")
     ]
     if not frames:
-        data.table(f"benchmark.{table}")  # raises
+        data.table(f"benchmark.{table}")  # raises MissingTable
     joined = pd.concat(frames, ignore_index=True)
     repeat = joined["repeat"] if "repeat" in joined else pd.Series(0, joined.index)
     joined = joined.assign(repeat=repeat.fillna(0).astype(int))
@@ -57,22 +57,23 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
     studies=BOTH,
 )
 def times(data: Views) -> pd.DataFrame:
-    """One row per configuration, mode and phase ("total" for the mode as a whole).
+    """Return one row per configuration, mode and phase ("total" for all phases of the mode).
 
-    * ``launch_bound``: :func:`stepscope.stats.launch_bound`; it is the total's that counts, since one phase can
-      wait for launches while the kernels of another are long.
-    * ``fastest_ms``: the fastest timed step, of launch-bound rows only, since their medians do not repeat;
-      ``fastest_idle_share``: the part of it in which no kernel runs.
-    * ``launch_us`` (of the median step) and ``fastest_launch_us``: wall time per kernel, of launch-bound rows
-      only; ``kernel_us``: GPU time per kernel.
+    * ``launch_bound``: :func:`stepscope.stats.launch_bound`. Use the value for "total", because one phase can wait
+      for launches while another runs long kernels.
+    * ``fastest_ms``: the fastest timed step, only for launch-bound rows, because their medians do not repeat;
+      ``fastest_idle_share``: the share of it in which no kernel runs.
+    * ``launch_us`` (median step) and ``fastest_launch_us``: wall time per kernel, only for launch-bound rows;
+      ``kernel_us``: GPU time per kernel.
     * ``wall_std_share``: the standard deviation over the median.
-    * ``phase_share``: a phase's part of the GPU time of all phases of its mode.
-    * ``mfu`` (of the data sheet's rate) and ``matmul_rate_share`` (of the fastest large matmul of all runs in that
-      precision): FLOPs over wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops``: over GPU time.
+    * ``phase_share``: the phase's share of the GPU time of all phases of its mode.
+    * ``mfu`` (relative to the data sheet) and ``matmul_rate_share`` (relative to the fastest large matmul of all
+      runs in that precision): FLOPs over wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops``:
+      FLOPs over GPU time.
     """
     found = both_studies(data, "times")
     case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
-    on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU launches nothing
+    on_gpu = found["peak_gib"].notna().groupby(case).transform("any")  # a CPU launches no kernels
     launch_bound = launch_bound_rows(found) & on_gpu
     matmul_tflops = found["precision"].map(_matmul_tflops(data)).astype(float)
     fastest_ms = found["wall_min_ms"].where(launch_bound)
@@ -99,7 +100,7 @@ def times(data: Views) -> pd.DataFrame:
 
 
 def _matmul_tflops(data: Views) -> dict[str, float]:
-    """Return the fastest large matmul of the benchmark's runs by precision."""
+    """Return the rate of the fastest large matmul in all benchmark runs, by precision."""
     if not data.has("benchmark.results"):
         return {}
     results = data.table("benchmark.results")
@@ -112,7 +113,7 @@ def _matmul_tflops(data: Views) -> dict[str, float]:
     studies=BOTH,
 )
 def operations(data: Views) -> pd.DataFrame:
-    """One row per configuration, mode, phase and name of a kernel: GPU time of its launches in one step."""
+    """Return one row per configuration, mode, phase and kernel name: GPU time of the kernel in one step."""
     return both_studies(data, "operations")
 
 
@@ -122,8 +123,7 @@ def operations(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def kernel_categories(data: Views) -> pd.DataFrame:
-    """One row per configuration, mode and category of kernels: GPU time, launches, and the share of the sum of
-    all kernels' times."""
+    """Return one row per configuration, mode and kernel category: GPU time, launches, and share of kernel time."""
     case = ["study", *CONFIG, "mode"]
     found = data["operations"].groupby([*case, "kernel_category"], sort=False)[["gpu_ms", "count"]].sum()
     found = found.reset_index()
@@ -133,8 +133,10 @@ def kernel_categories(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "mode", "phase", "step"], columns=["warmup", "wall_ms", "enqueue_ms"], studies=BOTH[:1])
 def samples(data: Views) -> pd.DataFrame:
-    """One row per step (and phase) that the benchmark timed, from the first step of a mode on; ``warmup`` marks
-    the steps that the medians leave out."""
+    """Return one row per step (and phase) that the benchmark timed, starting with the first step of a mode.
+
+    ``warmup`` marks the steps that the medians leave out.
+    """
     return in_order(data.table("benchmark.samples").sort_values("repeat", kind="stable"))
 
 
@@ -144,7 +146,7 @@ def samples(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def peak_rates(data: Views) -> pd.DataFrame:
-    """One row per benchmark run: the rates of a large matmul in its precision and of a large copy."""
+    """Return one row per benchmark run: the rates of a large matmul in its precision and of a large copy."""
     return data.table("benchmark.results").rename(columns={"copy_tb_s": "copy_tb_per_s"})
 
 
@@ -155,7 +157,7 @@ def peak_rates(data: Views) -> pd.DataFrame:
     over=[name for name in CONFIG if name != "size"],
 )
 def models(data: Views) -> pd.DataFrame:
-    """One row per named size that was measured: its dimensions, and what the 2026 handout calls it."""
+    """Return one row per named size that was measured: its dimensions, and its name in the 2026 handout."""
     found = data.table("benchmark.results")[["size", "parameters"]].drop_duplicates("size")
     found = found[found["size"].isin([*SIZES])]
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index", columns=["d_model", "d_ff", "layers", "heads"])
@@ -167,7 +169,7 @@ def models(data: Views) -> pd.DataFrame:
 
 
 def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
-    """Format as "58.5 ± 0.0799", in ms; None where there is no mean."""
+    """Format as "58.5 ± 0.0799", in ms; None if the mean is missing."""
     texts = [
         None if pd.isna(mean) else f"{digits(mean, 'ms')} ± {digits(deviation, 'ms')}"
         for mean, deviation in zip(means, deviations)
@@ -181,9 +183,9 @@ def mean_and_deviation(means: pd.Series, deviations: pd.Series) -> pd.Series:
     studies=BOTH[:1],
 )
 def timed_steps(data: Views) -> pd.DataFrame:
-    """One row per configuration, mode and phase: mean and standard deviation of the first ten timed steps.
+    """Return one row per configuration, mode and phase: mean and standard deviation of the first timed steps.
 
-    Fewer where fewer were timed (``steps``).
+    Ten steps are used, or fewer if fewer were timed (``steps``).
     """
     found = data["samples"].sort_values("step", kind="stable")
     key = [*CONFIG, "mode", "phase"]
@@ -200,8 +202,10 @@ def timed_steps(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def handout_times(data: Views) -> pd.DataFrame:
-    """One row per configuration: :func:`timed_steps` as "58.5 ± 0.0799" (ms) of forward alone, of backward (inside
-    forward + backward), of both and of the full step."""
+    """Return one row per configuration: :func:`timed_steps` as text, "58.5 ± 0.0799" (ms).
+
+    The columns are forward alone, backward (inside forward + backward), both together, and the full step.
+    """
     cells = data["timed_steps"].set_index([*CONFIG, "mode", "phase"])["text"]
     parts = {
         "forward": ("forward", "total"),
@@ -220,8 +224,11 @@ def handout_times(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def warm_up(data: Views) -> pd.DataFrame:
-    """One row per configuration and number of warm-up steps: mean and deviation of the ten full steps that follow
-    them, and the first of the ten. The samples keep every step of a process, so no run is needed for each."""
+    """Return one row per configuration and number of warm-up steps.
+
+    The columns are the mean and deviation of the ten full steps after the warm-up, and the first of the ten. One
+    run is enough for all numbers of warm-up steps, because the samples keep every step of a process.
+    """
     found = data["samples"]
     found = found[(found["mode"] == "step") & (found["phase"] == "total")]
     found = found.sort_values("step", kind="stable")
@@ -260,12 +267,12 @@ def warm_up(data: Views) -> pd.DataFrame:
     studies=BOTH[:1],
 )
 def first_steps(data: Views) -> pd.DataFrame:
-    """One row per process and phase of its full steps: wall time and enqueue time of the first three, the median
-    of the timed ones (``later_ms``), and by how much the first three exceed it.
+    """Return one row per process and phase of its full steps: the first three steps next to the median.
 
-    ``first_delay_share`` is the phase's part of the time that the first step loses. A step is slow if it
-    exceeds the median by more than single steps of such a process differ anyway: 1%, or 20% if its timed steps
-    are launch-bound.
+    The columns are wall time and enqueue time of the first three steps, the median of the timed steps
+    (``later_ms``), and how much the first three exceed it. ``first_delay_share`` is the phase's share of the time
+    that the first step loses. A step is slow if it exceeds the median by more than the usual variation of single
+    steps: 1%, or 20% if the timed steps are launch-bound.
     """
     key = [*CONFIG, "phase"]
     found = data["samples"]
@@ -323,11 +330,11 @@ def first_steps(data: Views) -> pd.DataFrame:
     over=["repeat"],
 )
 def repeats(data: Views) -> pd.DataFrame:
-    """One row per configuration, mode and phase that several processes measured: smallest and largest of their
-    median wall times, of their fastest steps and of their GPU times, and how far apart these are.
+    """Return one row per configuration, mode and phase that several processes measured: how well it repeats.
 
-    ``apart_h`` is the time between the starts of the first and the last of these runs; ``has_other_ram`` whether
-    their hosts have different amounts of memory, so that they are different machines.
+    The columns are the minimum and maximum of the median wall times, of the fastest steps and of the GPU times,
+    and their differences. ``apart_h`` is the time between the starts of the first and the last of the runs.
+    ``has_other_ram`` is true if their hosts have different amounts of memory and so are different machines.
     """
     found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
     runs = data["runs"][["study", "run_id", "started_at", "ram_gib"]]
@@ -374,7 +381,7 @@ def repeats(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def phases(data: Views) -> pd.DataFrame:
-    """One row per configuration: GPU time of the full step's phases and their shares of the sum.
+    """Return one row per configuration: GPU time of the full step's phases and their shares of the sum.
 
     ``backward_ratio`` is backward over forward, ``model_share`` forward and backward together.
     """
@@ -401,8 +408,7 @@ WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
     over=["optimizer"],
 )
 def optimizers(data: Views) -> pd.DataFrame:
-    """One row per configuration that was measured with both: GPU time of AdamW, PyTorch's default (foreach) and
-    fused."""
+    """Return one row per configuration measured with both: GPU time of AdamW, default (foreach) and fused."""
     found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
     made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
     made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()
@@ -445,13 +451,13 @@ COMPARED = [
     studies=BOTH[:1],
 )
 def compiled(data: Views) -> pd.DataFrame:
-    """One row per compiled configuration and mode that was also measured uncompiled (``eager_...``), by the
-    benchmark, or by mixed_precision if the benchmark did not.
+    """Return one row per compiled configuration and mode that was also measured uncompiled (``eager_...``).
 
-    ``wall_speedup`` is :func:`stepscope.stats.wall_speedup`: empty where the two differ by less than launch-bound
-    times do. ``break_even_steps`` is compile time over what a step then saves, by the fastest steps if one of
-    the two is launch-bound. ``other_...`` are the kernels that are no matmuls. ``optimizer_share`` is the
-    optimizer's part of the compiled step's GPU time.
+    The uncompiled step comes from the benchmark, or from mixed_precision if the benchmark did not measure it.
+    ``wall_speedup`` is :func:`stepscope.stats.wall_speedup`: missing if the difference is within the variation of
+    launch-bound times. ``break_even_steps`` is the compile time over the time saved per step, using the fastest
+    steps if either is launch-bound. ``other_...`` are the non-matmul kernels. ``optimizer_share`` is the
+    optimizer's share of the compiled step's GPU time.
     """
     made = _beside_eager(data["times"])
     launch_bound = made["launch_bound"] | made["eager_launch_bound"]
@@ -474,16 +480,18 @@ EAGER_CASE = [*[name for name in CONFIG if name != "compile"], "mode"]
 
 
 def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
-    """Return the compiled rows with the columns of the same case uncompiled, ``eager_...``."""
+    """Return the compiled rows, with the uncompiled columns of the same case as ``eager_...``."""
     rows = times.query("phase == 'total' and status == 'ok'")
-    eager = rows[rows["compile"] == "none"].sort_values("study", kind="stable")  # the benchmark's first
+    eager = rows[rows["compile"] == "none"].sort_values(
+        "study", kind="stable"
+    )  # the benchmark's rows come first
     eager = eager.drop_duplicates(EAGER_CASE)[[*EAGER_CASE, "study", *COMPARED]]
     eager = eager.rename(columns={name: f"eager_{name}" for name in ("study", *COMPARED)})
     return rows[rows["compile"] != "none"].merge(eager, on=EAGER_CASE, validate="many_to_one")
 
 
 def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with GPU time and launches of the kernels that are no matmuls, compiled and uncompiled."""
+    """Add GPU time and launches of the non-matmul kernels, compiled and uncompiled."""
     key = ["study", *CONFIG, "mode"]
     other = categories[~categories["is_matmul"]].groupby(key, sort=False)[["gpu_ms", "count"]].sum()
     rows = rows.join(other.add_prefix("other_"), on=key, validate="one_to_one")

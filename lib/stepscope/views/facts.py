@@ -1,4 +1,4 @@
-"""The few numbers of the writeup that need an explanation in code: one function per fact.
+"""The few numbers of the writeup that take some code to derive: one function per fact.
 
 A template calls a fact by its name: ``{{ ten_steps(cold.first_ms, warm.mean_ms).mean_ms|ms }}``.
 """
@@ -22,23 +22,23 @@ def fact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @fact
 def ten_steps(first_ms: float, later_ms: float) -> dict[str, float]:
-    """Return mean and sample standard deviation of ten steps, one slow and nine alike.
+    """Return mean and sample standard deviation of ten steps, one slow and nine equal.
 
-    The deviation of one outlier among n equal numbers is its distance divided by the root of n.
+    The deviation of one outlier among n numbers is its distance from the others divided by the square root of n.
     """
     return {"mean_ms": (first_ms + 9 * later_ms) / 10, "std_ms": (first_ms - later_ms) / 10**0.5}
 
 
 @fact
 def flops_of_step(step: pd.Series) -> dict[str, float]:
-    """Return what a step's FLOPs consist of, by formula.
+    """Return the parts of a step's FLOPs, by formula.
 
-    A weight of a matmul takes 2 FLOPs per token in forward and 4 in backward; the rest are attention's two
-    products of T x T matrices.
+    Each matmul weight takes 2 FLOPs per token in forward and 4 in backward; the rest are attention's two matmuls
+    with T x T matrices.
 
     Returns:
         ``tokens``, ``weights`` (in matmuls), and in TFLOP ``weights_tflop``, ``attention_tflop`` and
-        ``total_tflop``.
+            ``total_tflop``.
     """
     shape: dict[str, Any] = {name: int(step[name]) for name in ("context_length", "batch_size", "vocab_size")}
     config = StepConfig(study="benchmark", device="cpu", size=step["size"], **shape)

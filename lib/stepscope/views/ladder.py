@@ -1,8 +1,8 @@
-"""Views of the ladder: a training step from plain fp32 to the fastest, one optimization at a time.
+"""Views of the ladder: a training step from the fp32 baseline to the fastest, one optimization at a time.
 
-A speedup is a ratio of GPU times where it isn't called one of wall time. Two wall times of which one is
-launch-bound are compared by their fastest steps, and are too close to call below
-:data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN`.
+A speedup is a ratio of GPU times unless it is called a wall speedup. If one of two wall times is launch-bound, the
+fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` are too small to
+call.
 """
 
 from itertools import combinations
@@ -18,12 +18,12 @@ from stepscope.studies.ladder.config import ABLATABLE, BEYOND, FAIR, LADDER_OPTI
 from stepscope.views import Views, in_order, view
 
 SHAPE = ["size", "context_length", "vocab_size"]
-CASE = [*SHAPE, "batch_size"]  # of one ladder
+CASE = [*SHAPE, "batch_size"]  # identifies one ladder
 KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
-GRAPH = "cuda_graph"  # removes launches and no kernel, so that it is compared in wall time
-AT_LIMIT = 0.95  # of the power limit, on average over the timed steps
-SMOOTHED_STEPS = 10  # of training: text is learned unevenly
+GRAPH = "cuda_graph"  # compared in wall time, because it removes launches but no kernels
+AT_LIMIT = 0.95  # share of the power limit, on average over the timed steps
+SMOOTHED_STEPS = 10  # training steps, because the loss fluctuates from step to step
 FINAL_STEPS = 50
 NAMES = {
     "fp32": "fp32, naive attention",
@@ -51,7 +51,7 @@ NAMES = {
     "all": "all of them",
     "all_wall": "all of them, in wall time",
 }
-PRINTED_NAMES = NAMES | {GRAPH: f"{NAMES[GRAPH]}, in wall time"}  # among speedups in GPU time
+PRINTED_NAMES = NAMES | {GRAPH: f"{NAMES[GRAPH]}, in wall time"}  # in tables of GPU-time speedups
 RATES = {
     "bf16_tflops": ("matmul_bf16", "max"),
     "slowest_bf16_tflops": ("matmul_bf16", "min"),
@@ -76,14 +76,15 @@ RATES = {
 
 @view(key=["device"], columns=[*RATES, "sheet_clock_mhz"], studies=["ladder"], over=SHAPE)
 def rates(data: Views) -> pd.DataFrame:
-    """Return a row per GPU: what it reaches, over all of the ladder's runs on it.
+    """Return one row per GPU: its measured rates, over all ladder runs on it.
 
     * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
-      milliseconds. The fastest of all runs, because a disturbance only slows such a burst down.
-    * ``sustained_...``: one large bf16 matmul after another for a second; medians over the runs.
-    * ``sheet_bf16_tflops``: the data sheet's rate, which is of ``sheet_clock_mhz``.
-    * ``..._second_moment``: what a second moment that should fall becomes in bf16, rounded in one of two ways.
-    * ``..._numbers``: how many numbers of the optimizer's kernel were compared with numpy's, and how many differ.
+      milliseconds. We take the fastest of all runs, because a disturbance can only slow such a burst down.
+    * ``sustained_...``: large bf16 matmuls back to back for a second; medians over the runs.
+    * ``sheet_bf16_tflops``: the data sheet's rate, at the SM clock ``sheet_clock_mhz``.
+    * ``..._second_moment``: the value of a second moment that should decrease, in bf16 with one of two roundings.
+    * ``..._numbers``: how many numbers from the optimizer's kernel were compared with NumPy's, and how many
+      differ.
     """
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
@@ -93,13 +94,13 @@ def rates(data: Views) -> pd.DataFrame:
 
 
 def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a table's rows with the ``device`` of their run."""
+    """Add the ``device`` of its run to each row of a table."""
     devices = data.table("runs")[["run_id", "device"]].drop_duplicates("run_id")
     return rows.merge(devices, on="run_id", how="left", validate="many_to_one")
 
 
 def config_of(row: pd.Series) -> StepConfig:
-    """Return the configuration of a row of a ladder's view."""
+    """Return the configuration of a row of a ladder view."""
     return StepConfig(study="ladder", device="cpu", **{name: row[name] for name in CASE})
 
 
@@ -169,24 +170,24 @@ COMPARED = [
 
 @view(key=KEY, columns=[*MEASURED, *DERIVED, *COMPARED], studies=["ladder"])
 def steps(data: Views) -> pd.DataFrame:
-    """Return a row per case and optimization, those that ran out of memory included.
+    """Return one row per case and optimization, including those that ran out of memory.
 
-    * ``launch_bound``: the CPU takes longer to enqueue the step than the GPU to run it, steps back to back;
-      ``best_ms`` is then the fastest step, and ``launch_us`` that by its number of kernels.
-    * ``power_limited``: the GPU draws 95% of its power limit or more.
-    * ``mean_...`` and what tokens cost: costs are sums over steps, so they follow from the mean step,
-      ``wall_mean_ms``. Older records lack it, and the energy counter over the power of the same steps replaces
-      it, ``energy_per_step_j / power_w``. ``wall_ms`` is the median.
+    * ``launch_bound``: in steps run back to back, the CPU takes longer to enqueue a step than the GPU to run it;
+      ``best_ms`` is then the fastest step, and ``launch_us`` is ``best_ms`` divided by the number of kernels.
+    * ``power_limited``: the GPU draws at least 95% of its power limit.
+    * ``mean_...`` and costs of tokens: costs are sums over steps, so they use the mean step, ``wall_mean_ms``.
+      Older records lack it; for them ``energy_per_step_j / power_w`` of the same steps replaces it. ``wall_ms`` is
+      the median.
     * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s over the large matmul's, in a
-      burst or sustained; ``at_clock_mfu``: ``mean_mfu`` at the step's SM clock, by the clock of the data sheet's
-      rate. All three are for steps in bf16.
-    * ``reference_ms``: the matmuls' FLOPs at the large matmul's rate (``matmul_ms``), then the optimizer's bytes
-      at the copy's rate (``memory_traffic_ms``): a reference, not a bound. ``sustained_reference_ms`` takes the
-      sustained matmul rate. Missing for FP8, whose matmuls have two rates.
-    * ``previous_...``, ``fp32_...``, ``graph_...``: the step of the optimization before (for FP8 and a chunked
-      loss, bf16 moments), of fp32, and of the CUDA graph; ``..._speedup`` is this step's over it.
-    * ``speedup``: over the optimization before, in GPU time; the CUDA graph's in wall time. Empty where it is
-      under 3%, or less than the middle half of the steps differs by.
+      burst or sustained; ``at_clock_mfu``: ``mean_mfu`` relative to the data sheet's rate scaled to the step's SM
+      clock. All three are only for bf16 steps.
+    * ``reference_ms``: matmul FLOPs at the large matmul's rate (``matmul_ms``), plus optimizer bytes at the copy's
+      rate (``memory_traffic_ms``). It is a reference, not a bound. ``sustained_reference_ms`` uses the sustained
+      matmul rate. Missing for FP8, whose matmuls have two rates.
+    * ``previous_...``, ``fp32_...``, ``graph_...``: the step with the preceding optimization (bf16 moments for FP8
+      and a chunked loss), in fp32, and with the CUDA graph; ``..._speedup`` is this step's speedup over it.
+    * ``speedup``: over the preceding optimization, in GPU time (wall time for the CUDA graph). Missing if it is
+      under 3%, or if the CUDA graph's gain is smaller than either step's interquartile range.
     """
     rows = _measured(data)
     ladder = rows[rows.optimization.isin(LADDER_OPTIMIZATIONS) & rows.wall_ms.notna()]
@@ -214,7 +215,7 @@ def steps(data: Views) -> pd.DataFrame:
 
 
 def _measured(data: Views) -> pd.DataFrame:
-    """Return the rows of :func:`steps` without comparisons."""
+    """Return the rows of :func:`steps` without the comparisons."""
     rows = _with_device(data, data.table("ladder.steps"))
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     columns = ["parameters", "matmul_bf16", "copy"]
@@ -223,7 +224,7 @@ def _measured(data: Views) -> pd.DataFrame:
     rows = rows.drop(columns="run_id")
     configs = [config_of(row) for _, row in rows.iterrows()]
     tokens = rows.context_length * rows.batch_size
-    is_gpu = rows.sm_clock_mhz.notna()  # a CPU launches nothing
+    is_gpu = rows.sm_clock_mhz.notna()  # a CPU launches no kernels
     launch_bound = launch_bound_rows(rows) & is_gpu
     best_ms = rows.wall_min_ms.where(launch_bound)
     mean_ms = rows.energy_per_step_j / rows.power_w * 1e3
@@ -231,7 +232,7 @@ def _measured(data: Views) -> pd.DataFrame:
         mean_ms = rows.wall_mean_ms.fillna(mean_ms)
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
-    # each run's reference times are at its own rates
+    # reference times use the rates of the same run
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
     memory_traffic_ms = rows.memory_traffic_ms * rows["copy"] / rows.copy_tb_per_s
@@ -268,13 +269,13 @@ def _with_number(words: pd.Series, between: str, numbers: pd.Series) -> pd.Serie
 
 
 def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """Return, at the index of ``rows``, the row of ``others`` of the same case; empty where there is none."""
+    """Return, aligned with ``rows``, the row of ``others`` for the same case; missing if there is none."""
     found = rows[CASE].merge(others, on=CASE, how="left", validate="many_to_one")
     return found.set_axis(rows.index)
 
 
 def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
-    """Return how many times faster ``rows`` are than ``others`` in wall time; empty where it can't be called."""
+    """Return the wall-time speedup of ``rows`` over ``others``; missing if it is too small to call."""
     waits = rows.launch_bound | others.launch_bound.eq(True)
     speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
     is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
@@ -282,23 +283,24 @@ def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
 
 
 def _callable(speedup: pd.Series) -> pd.Series:
-    """Return speedups (or slowdowns) of 3% at least; the others are too small to call."""
+    """Return the speedups (or slowdowns) of at least 3%; smaller ones are too small to call and become missing."""
     return speedup.where((speedup - 1).abs() >= MIN_GAIN)
 
 
 def timed(data: Views, names: list[str]) -> pd.DataFrame:
-    """Return the measured steps of some optimizations."""
+    """Return the measured steps of the named optimizations."""
     rows = data["steps"]
     return rows[rows.optimization.isin(names) & rows.wall_ms.notna()]
 
 
 @view(key=KEY, columns=["name", "tokens", "column", "speedup", "product_error"], studies=["ladder"])
 def speedups(data: Views) -> pd.DataFrame:
-    """Return a row per case and optimization, as tables print it: its ``speedup`` over the one before.
+    """Return one row per case and optimization, as printed: its ``speedup`` over the preceding one.
 
-    FP8's is over bf16 moments. ``all`` and ``all_wall`` are bf16 moments over fp32 in GPU and in wall time, the
-    latter empty where fp32's steps differ by over 3%. ``product_error`` of ``all`` is how far the product of the
-    case's printed speedups in GPU time is from it. ``column`` names size and tokens: "small, 2,048".
+    FP8 is compared with bf16 moments. ``all`` and ``all_wall`` are the speedups of bf16 moments over fp32 in GPU
+    time and wall time; the latter is missing if fp32's step times vary by over 3%. In the row ``all``,
+    ``product_error`` is the relative difference between its speedup and the product of the case's printed GPU-time
+    speedups. ``column`` names size and tokens: "small, 2,048".
     """
     single = timed(data, [*LADDER_OPTIMIZATIONS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
@@ -325,13 +327,13 @@ def speedups(data: Views) -> pd.DataFrame:
     key=KEY, columns=["name", "column", "slowdown_ratio", "repeat_ratio", "power_limited"], studies=["ladder"]
 )
 def ablations(data: Views) -> pd.DataFrame:
-    """Return a row per case and optimization that was left out of the fully optimized step.
+    """Return one row per case and optimization that was removed from the fully optimized step.
 
-    * ``slowdown_ratio``: the time without it over the time with it, in GPU time (without the CUDA graph in wall
-      time); empty where it is too small to call.
-    * ``repeat_ratio``: GPU times of one and the same step, measured twice in a process: without bf16 weights it
-      is the CUDA graph's step, without bf16 moments that of bf16 weights. The longer over the shorter;
-      ``power_limited`` says whether both were.
+    * ``slowdown_ratio``: the GPU time without the optimization over the GPU time with it (wall time for the CUDA
+      graph); missing if it is too small to call.
+    * ``repeat_ratio``: the longer over the shorter GPU time of the same step, measured twice in a process. Without
+      bf16 weights, the step equals the CUDA graph's; without bf16 moments, it equals that with bf16 weights.
+      ``power_limited`` is true if both measurements were.
     """
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
@@ -354,7 +356,7 @@ def ablations(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "kernel_category"], columns=["gpu_ms", "share"], studies=["ladder"])
 def kernel_shares(data: Views) -> pd.DataFrame:
-    """Return a row per step and kernel category: its GPU time, and its share of all kernels'."""
+    """Return one row per step and kernel category: its GPU time, and its share of all kernel time."""
     kernels = data.table("ladder.kernels")
     found = kernels.groupby([*KEY, "kernel_category"], sort=False).gpu_ms.sum().reset_index()
     total = found.groupby(KEY).gpu_ms.transform("sum")
@@ -387,17 +389,17 @@ RATIOS = [
     studies=["ladder"],
 )
 def baselines(data: Views) -> pd.DataFrame:
-    """Return a row per case and mode of Hugging Face's Llama, beside two steps of our model.
+    """Return one row per case and mode of Hugging Face's Llama, next to two steps of our model.
 
-    ``ours_...`` is our fastest step, ``torch_adamw_...`` ours with PyTorch's AdamW: as a CUDA graph, before bf16
-    weights and moments.
+    ``ours_...`` is our fastest step. ``torch_adamw_...`` is our step with PyTorch's AdamW: as a CUDA graph, before
+    bf16 weights and moments.
 
-    * ``fastest_without_mask``: the faster of the modes whose attention gets no explicit mask, as ours.
-    * ``speedup``: of our fastest step over it, in wall time; ``low_precision_speedup``: of our fastest step over
-      ours with PyTorch's AdamW, in GPU time.
-    * ``gpu_ratio``, ``attention_ratio``: its GPU time, and that of its attention, over ours with PyTorch's AdamW;
-      ``substituted_ratio``: the former with our attention's time in the place of its own. ``same_kernels``: both
-      run attention kernels of the same names, cuDNN's if ``cudnn_attention``.
+    * ``fastest_without_mask``: the fastest mode whose attention gets no explicit mask, as in our model.
+    * ``speedup``: our fastest step over Llama's, in wall time; ``low_precision_speedup``: our fastest step over
+      our step with PyTorch's AdamW, in GPU time.
+    * ``gpu_ratio``, ``attention_ratio``: Llama's GPU time, and its attention's, over our step with PyTorch's
+      AdamW; ``substituted_ratio``: ``gpu_ratio`` after substituting our attention time. ``same_kernels``: both run
+      attention kernels of the same names, cuDNN's if ``cudnn_attention``.
     """
     attention = _attention(data)
     names = [name for name in NAMES if name.startswith("hugging_face")]
@@ -424,7 +426,7 @@ def baselines(data: Views) -> pd.DataFrame:
 
 
 def _attention(data: Views) -> pd.DataFrame:
-    """Return by step the milliseconds of its fused attention's kernels, and their names in one text."""
+    """Return each step's fused attention time in ms, and the names of its kernels as one text."""
     kernels = data.table("ladder.kernels").query("kernel_category == 'fused attention'")
     found = kernels.sort_values("name").groupby(KEY)
     return found.agg(attention_ms=("gpu_ms", "sum"), attention_kernels=("name", " ".join)).reset_index()
@@ -444,10 +446,10 @@ def _attention(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def fp8(data: Views) -> pd.DataFrame:
-    """Return a row per case that has the fully optimized step in bf16 and with FP8 matmuls.
+    """Return one row per case that has the fully optimized step both in bf16 and with FP8 matmuls.
 
-    ``gpu_speedup`` is of GPU times, ``speedup`` the same, empty where it is under 3%. ``clear_gain``: over 3%, and
-    the wall times differ by more than the middle half of either's steps.
+    ``gpu_speedup`` compares GPU times; ``speedup`` is the same, but missing if under 3%. ``clear_gain``: over 3%,
+    and the wall times differ by more than either step's interquartile range.
     """
     rows = timed(data, ["fp8"])
     bf16 = _same_case(rows, timed(data, [LAST]))
@@ -469,10 +471,10 @@ def fp8(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def loss_curves(data: Views) -> pd.DataFrame:
-    """Return a row per training step of each optimization and seed.
+    """Return one row per training step of each optimization and seed.
 
-    ``baseline`` is the optimization that several seeds were trained with (fp32, or bf16 moments), ``smooth_nats``
-    the mean of the last ten losses, ``shift_nats`` that less the baseline's of its first seed.
+    ``baseline`` is the optimization trained with several seeds (fp32 or bf16 moments). ``smooth_nats`` is the mean
+    of the last ten losses, and ``shift_nats`` is ``smooth_nats`` minus the baseline's for its first seed.
     """
     curves = data.table("ladder.curves").rename(columns={"loss": "loss_nats"})
     curves = curves.sort_values("step", kind="stable")
@@ -495,13 +497,13 @@ def loss_curves(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def training(data: Views) -> pd.DataFrame:
-    """Return a row per pair of trainings on the same text: how far their smoothed losses are apart.
+    """Return one row per pair of trainings on the same text: the distance between their smoothed losses.
 
     ``mean_nats`` is the mean distance over all ``steps``, ``final_nats`` over the last 50. ``kind``:
 
-    * "optimization": an optimization and the baseline, of the same weights;
+    * "optimization": an optimization and the baseline, from the same initial weights;
     * "seeds": the baseline with two seeds;
-    * "graph": compiled blocks with and without the CUDA graph: the same arithmetic.
+    * "graph": compiled blocks with and without the CUDA graph, which do the same arithmetic.
     """
     curves = data["loss_curves"]
     found = []
@@ -531,6 +533,6 @@ def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
 
 
 def _distance(one: pd.Series, other: pd.Series) -> tuple[int, float, float]:
-    """Return number of steps, and mean distance of two curves over all and over the last of them."""
+    """Return the number of steps, and the mean distance of two curves over all steps and over the last ones."""
     apart = (one - other).abs()
     return len(apart), float(apart.mean()), float(apart.tail(FINAL_STEPS).mean())

@@ -1,4 +1,4 @@
-"""Views of where a step's milliseconds go. FLOPs and bytes are formulas', milliseconds are the kernels'."""
+"""Break a step's time into parts. FLOPs and bytes come from formulas, milliseconds from the profiled kernels."""
 
 import pandas as pd
 
@@ -22,21 +22,21 @@ PARTS = {
 }
 ORDER = [*PARTS.values(), REST, GAPS, TOTAL]
 SQUARES = ("attention.scores", "attention.value")
-# Operations of AdamW per parameter, square root and division as one each: 3 for the first moment, 4 for the
-# second, 7 for the weight.
+# FLOPs of AdamW per parameter, counting square root and division as one each: 3 for the first moment, 4 for
+# the second, 7 for the weight.
 ADAMW_FLOPS = 14
-# Numbers per token and layer that must be read or written between matmuls, of d_model and of d_ff: residual and
-# norm 4 twice, RoPE 4, SwiGLU 3; their backward 6 and 5 (they sum three and two gradients), 4, and 5. And
-# operations on them, an exponential or a division as one.
+# Numbers read or written between matmuls, per token and layer, as multiples of d_model and d_ff. Forward:
+# residual and norm 4 twice, RoPE 4, SwiGLU 3; backward: 6 and 5 (sums of three and two gradients), 4, and 5.
+# STREAMED_FLOPS counts the operations on them, an exponential or a division as one.
 STREAMED = (27, 8)
 STREAMED_FLOPS = (45, 16)
-# The same of T x T, with naive attention: scale, mask and softmax, 2 forward and 3 backward.
+# The same for T x T matrices of naive attention: scale, mask and softmax, 2 in forward and 3 in backward.
 SQUARE = 5
 SQUARE_FLOPS = 12
 
 
 def causal_flops(config: StepConfig) -> float:
-    """Return FLOPs of a step's attention, below the diagonal only."""
+    """Return the FLOPs of a step's attention, counting only scores on and below the diagonal."""
     forward = forward_flops(config)
     square = sum(forward[region] for region in SQUARES)
     context = config.context_length
@@ -45,9 +45,9 @@ def causal_flops(config: StepConfig) -> float:
 
 
 def attention_bytes(config: StepConfig) -> int:
-    """Return the bytes that a step's fused attention must move, 2 per number.
+    """Return the bytes that a step's fused attention must move, at 2 bytes per number.
 
-    Queries, keys, values and output, read or written once in forward; they and their gradients in backward.
+    Forward reads or writes queries, keys, values and output once; backward moves them and their gradients.
     """
     tokens = config.batch_size * config.context_length
     numbers = config.num_layers * tokens * config.d_model
@@ -55,11 +55,11 @@ def attention_bytes(config: StepConfig) -> int:
 
 
 def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
-    """Return the bytes that a step's matmuls must move: both factors and the product, once each per matmul.
+    """Return the bytes that a step's matmuls must move: both inputs and the output, once per matmul.
 
     Args:
         width: bytes per number.
-        is_naive: whether attention's two matmuls of T x T are among them.
+        is_naive: include attention's two matmuls with T x T matrices.
     """
     tokens = config.batch_size * config.context_length
     d, f = config.d_model, config.d_ff
@@ -75,7 +75,7 @@ def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
 
 
 def _square(config: StepConfig) -> int:
-    """Return how many numbers a layer's matrices of T x T have."""
+    """Return the number of elements in a layer's T x T matrices."""
     matrices = config.batch_size * config.num_heads
     return matrices * config.context_length**2
 
@@ -100,15 +100,15 @@ def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
     studies=["ladder"],
 )
 def parts(data: Views) -> pd.DataFrame:
-    """Return a row per profiled step and part of it; the parts' ``ms`` add up to the wall time, "the step".
+    """Return one row per profiled step and part; the parts' ``ms`` add up to the wall time, "the step".
 
-    "between kernels" is the wall time less all kernels' time, negative where the profiled step was slower than
-    the median of the timed ones.
+    "between kernels" is wall time minus kernel time, negative if the profiled step was slower than the median
+    timed step.
 
-    * ``reference_ms``: FLOPs of matmuls and attention (below the diagonal) at the large bf16 matmul's rate, bytes
-      of AdamW at the copy's; 0 of other parts, unknown with FP8. ``over_ms`` is ``ms`` less that.
+    * ``reference_ms``: FLOPs of matmuls and attention (on and below the diagonal) at the large bf16 matmul's rate,
+      bytes of AdamW at the copy's rate; 0 for other parts, missing with FP8. ``over_ms`` is ``ms - reference_ms``.
     * ``sustained_ms``: FLOPs at the sustained rate; ``memory_traffic_ms``: ``bytes`` at the copy's rate.
-    * ``tflops``, ``tb_per_s``: as achieved.
+    * ``tflops``, ``tb_per_s``: achieved rates.
     """
     rows = _milliseconds(data)
     fields = ["wall_ms", "matmul_ms", "memory_traffic_ms", "device"]
@@ -153,7 +153,7 @@ def parts(data: Views) -> pd.DataFrame:
 
 
 def _milliseconds(data: Views) -> pd.DataFrame:
-    """Return the time of each part of each timed step, that between kernels included."""
+    """Return the time of each part of each timed step, including the time between kernels."""
     kernels = data.table("ladder.kernels")
     part = kernels.kernel_category.map(PARTS).fillna(REST).rename("part")
     ms = kernels.groupby([*KEY, part]).gpu_ms.sum().unstack("part")
@@ -164,7 +164,7 @@ def _milliseconds(data: Views) -> pd.DataFrame:
 
 
 def _attention(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return FLOPs and bytes of each case's fused attention."""
+    """Return FLOPs and bytes of fused attention for each case."""
     cases = rows[CASE].drop_duplicates()
     configs = [config_of(case) for _, case in cases.iterrows()]
     return cases.assign(
@@ -174,7 +174,7 @@ def _attention(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
-    """Sort rows by a column's values in a given order."""
+    """Sort rows by a column whose values have a given order."""
     return rows.sort_values(column, key=lambda values: values.map(order.index), kind="stable")
 
 
@@ -190,12 +190,17 @@ def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
     studies=["ladder"],
 )
 def roofline(data: Views) -> pd.DataFrame:
-    """Return a row per part of the fp32 step and of the fully optimized one: both ends of a ladder.
+    """Return one row per part of the fp32 step and of the fully optimized step, the two ends of a ladder.
 
-    The optimizations between them mix numbers of two widths. Each byte that must be read or written counts once:
-    matmuls' by :func:`matmul_bytes`, in fp32 with naive attention's, attention's by :func:`attention_bytes`,
-    AdamW's 28 per parameter, 20 with bf16 moments, and those between matmuls of norms, RoPE, SwiGLU and residuals
-    by :data:`STREAMED` and :data:`SQUARE`; but "between matmuls" has the milliseconds of all other kernels.
+    Steps between these two are omitted, because they mix numbers of two widths. Each byte that must be read or
+    written counts once:
+
+    * matmuls: :func:`matmul_bytes`, including naive attention's in fp32;
+    * fused attention: :func:`attention_bytes`;
+    * AdamW: 28 bytes per parameter, 20 with bf16 moments;
+    * between matmuls: :data:`STREAMED` and :data:`SQUARE`, for norms, RoPE, SwiGLU and residuals, although the
+      milliseconds of this part include all other kernels.
+
     ``intensity`` is FLOPs per byte.
     """
     measured = _milliseconds(data)
@@ -216,7 +221,7 @@ def roofline(data: Views) -> pd.DataFrame:
 
 
 def _work(step: pd.Series) -> pd.DataFrame:
-    """Return FLOPs and bytes by part of an fp32 step, or of the fully optimized one, by formula."""
+    """Return FLOPs and bytes by part, from formulas, for an fp32 step or the fully optimized step."""
     config = config_of(step)
     is_naive = step.optimization == FIRST
     width = 4 if is_naive else 2
@@ -242,7 +247,7 @@ def _work(step: pd.Series) -> pd.DataFrame:
 
 
 def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
-    """Return what all tokens take in a layer, by the numbers per d_model and per d_ff."""
+    """Return the total of all tokens in a layer, from the numbers per d_model and per d_ff."""
     of_model, of_ff = numbers
     tokens = config.batch_size * config.context_length
     per_token = of_model * config.d_model + of_ff * config.d_ff

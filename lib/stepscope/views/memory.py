@@ -1,4 +1,4 @@
-"""Views of the memory study: what a step holds at its peaks, what allocated it, and what checkpoints save."""
+"""Views of the memory study: contents of a step's peaks, the code that allocated them, and checkpoint savings."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ STEP = [*CONFIG]
 KIND_COLUMNS = [column(kind) for kind in KINDS]
 STAGES = ["forward", "loss", "backward", "optimizer"]
 PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048)
-# What each operation of a block saves for backward in fp32 with naive attention, in bytes by the letters of
-# :func:`stepscope.model.accounting.terms`. A tensor that several operations save counts for the first of them.
+# Memory that each operation of a block saves for backward in fp32 with naive attention, in bytes, by the letters
+# of :func:`stepscope.model.accounting.terms`. A tensor saved by several operations counts for the first.
 OPERATION_FORMULAS = {
     "second multiplication of SwiGLU (by up_proj's output)": "8G",
     "attention weights @ v": "4S + 4X",
@@ -33,7 +33,7 @@ OPERATION_FORMULAS = {
     "o_proj": "4X",
     "division of softmax": "4n",
 }
-# Columns that follow from a configuration's dimensions.
+# Columns computed from a configuration's dimensions.
 BLOCK_FORMULAS = [
     "num_layers",
     "num_heads",
@@ -46,7 +46,7 @@ BLOCK_FORMULAS = [
     "scores_mib",
 ]
 CHECKPOINT_FORMULAS = ["input_mib", "block_saved_mib", "block_gradients_mib"]
-TRAINING_BYTES = 16  # a parameter: weight, gradient and AdamW's two moments in fp32
+TRAINING_BYTES = 16  # per parameter: weight, gradient and AdamW's two moments in fp32
 
 
 @view(
@@ -69,11 +69,11 @@ TRAINING_BYTES = 16  # a parameter: weight, gradient and AdamW's two moments in 
     studies=["memory"],
 )
 def peaks(data: Views) -> pd.DataFrame:
-    """A row per configuration, mode and phase: the peak of allocated memory and what was held at it, by kind.
+    """Return one row per configuration, mode and phase: the peak of allocated memory and its contents by kind.
 
-    The phase "total" is the highest of the mode's phases; only it has a prediction. ``reserved_ratio`` is
-    reserved memory over the peak. ``beyond_formula_bytes`` is what was requested minus what the formula
-    predicts. ``begins_backward`` says whether the peak is in the loss's backward or the last block's.
+    The phase "total" is the highest of the mode's phases, and the only one with a prediction. ``reserved_ratio``
+    is reserved memory over the peak. ``beyond_formula_bytes`` is requested memory minus the formula's prediction.
+    ``begins_backward`` is true if the peak is in the backward pass of the loss or of the last block.
     """
     frame = _ordered(data.table("memory.peaks"), ["mode"])
     last_layer = frame["size"].map({size: shape.num_layers - 1 for size, shape in SIZES.items()})
@@ -95,7 +95,7 @@ def peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def peak_kinds(data: Views) -> pd.DataFrame:
-    """A row per peak and kind of tensor: the GiB of that kind held at the peak; the kind "all" is the peak."""
+    """Return one row per peak and kind of tensor: the GiB of that kind at the peak; the kind "all" is the peak."""
     frame = data["peaks"]
     stage = frame["phase"].where(frame["mode"] != "forward", frame["phase"] + " alone")
     names = dict(zip(KIND_COLUMNS, KINDS)) | {"peak_gib": "all"}
@@ -110,8 +110,11 @@ def peak_kinds(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def stage_peaks(data: Views) -> pd.DataFrame:
-    """A row per configuration and mode that fits: the peak of each stage, and of the total its place, what the
-    allocator's rounding adds, and what is reserved."""
+    """Return one row per configuration and mode that fits: the peak of each stage, and details of the total.
+
+    For the total, the columns are the stage with the peak, the memory added by the allocator's rounding, and the
+    reserved memory.
+    """
     frame = data["peaks"]
     frame = frame[frame["status"] == "ok"]
     total = frame[frame["phase"] == "total"]
@@ -127,7 +130,10 @@ def stage_peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def timeline(data: Views) -> pd.DataFrame:
-    """A row per moment of a recorded step: requested GiB alive after so many allocations and frees, by kind."""
+    """Return one row per moment of a recorded step: live requested memory (GiB) by kind.
+
+    A moment is identified by the number of allocations and frees before it.
+    """
     return data.table("memory.timeline")
 
 
@@ -137,11 +143,11 @@ def timeline(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def allocations(data: Views) -> pd.DataFrame:
-    """A row per group of equal tensors made by one line: "allocated in forward" (the largest groups), "saved by
-    a block" or "gradients of a block" (all of them).
+    """Return one row per group of equal tensors allocated by the same line of code.
 
-    ``sum_share`` is the group's share of all that a block saves or of its gradients; missing for forward,
-    where the small groups aren't kept.
+    The groups are "allocated in forward" (the largest groups), "saved by a block" or "gradients of a block" (all
+    groups). ``sum_share`` is the group's share of everything that a block saves, or of its gradients; it is
+    missing for forward, whose small groups aren't recorded.
     """
     frame = data.table("memory.allocations")
     together_mib = frame["mib"] * frame["count"]
@@ -167,11 +173,11 @@ def allocations(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_memory(data: Views) -> pd.DataFrame:
-    """A row per configuration: what one block saves for backward, and its gradients.
+    """Return one row per configuration: the memory that one block saves for backward, and its gradients.
 
     ``five_lines_share`` is the share of the five largest groups; ``formula_...`` is computed from dimensions
     (:mod:`stepscope.model.accounting`); ``saved_ratio`` is saved bytes over gradient bytes. ``residual_mib`` is
-    one fp32 tensor of the residual stream, 4 B T C; ``scores_mib`` one fp32 T x T matrix, 4 B H T T.
+    one fp32 tensor of the residual stream, 4 B T C; ``scores_mib`` one fp32 T x T matrix per head, 4 B H T T.
     """
     groups = data["allocations"]
     saved = groups[groups["what"] == "saved by a block"]
@@ -196,10 +202,11 @@ def block_memory(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_operations(data: Views) -> pd.DataFrame:
-    """A row per configuration in fp32 with naive attention and operation of a block: what the operation saves
-    for backward, by :data:`OPERATION_FORMULAS`; its share of all that the block saves, and its place by size.
+    """Return one row per fp32 configuration with naive attention and operation: memory saved for backward.
 
-    The records know the line of code that saves a tensor, and a line has several operations.
+    The memory comes from :data:`OPERATION_FORMULAS`, along with its share of everything that the block saves and
+    its rank by size. Records can't show this, because they know only the line of code that saves a tensor, and a
+    line has several operations.
     """
     blocks = data["block_memory"]
     is_covered = (blocks["precision"] == "fp32") & (blocks["attention"] == "naive")
@@ -220,7 +227,7 @@ def _five_largest(shares: pd.Series) -> float:
 
 
 def _block_by_formula(config: StepConfig) -> dict[str, float]:
-    """Return a block's dimensions, and the MiB that follow from them."""
+    """Return a block's dimensions, and the sizes (MiB) computed from them."""
     gradient_bytes = value(BLOCK_GRADIENTS, config)
     naive = config.model_copy(update={"attention": "naive"})
     return {
@@ -239,7 +246,7 @@ def _block_by_formula(config: StepConfig) -> dict[str, float]:
 def _by_formula(
     frame: pd.DataFrame, compute: Callable[[StepConfig], dict[str, float]], columns: list[str]
 ) -> pd.DataFrame:
-    """Compute columns of each row's configuration; they are empty for a size that has no name."""
+    """Add columns computed from each row's configuration; they are missing for unnamed sizes."""
     named = frame[frame["size"].isin([*SIZES])]
     computed = pd.DataFrame([compute(config) for config in _configs(named)], named.index, columns)
     return computed.reindex(frame.index)
@@ -279,16 +286,16 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
     studies=["memory"],
 )
 def checkpoints(data: Views) -> pd.DataFrame:
-    """A row per configuration, mode, number of blocks and checkpoint policy: peak and time.
+    """Return one row per configuration, mode, number of blocks and checkpoint policy: peak and time.
 
-    ``peak_ratio`` and ``gpu_ratio`` are over the same without checkpoints. ``beyond_state_gib`` is the peak
-    minus weights and gradients.
+    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpoints. ``beyond_state_gib`` is the
+    peak minus weights and gradients.
 
-    ``best_group`` is the number of blocks per checkpoint, as a real number, at which N/k inputs (``input_mib``
-    each) and what k blocks save (``block_saved_mib`` each) are least together: k = sqrt(N x input / saved).
-    ``added_gib`` is what each block beyond the first one in a checkpoint adds to the peak. By formula it is what
-    a block saves minus its gradients, because the peak is where backward has reached the first checkpoint,
-    and the gradients of all other blocks are there.
+    ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the sum of N/k inputs
+    (``input_mib`` each) and the memory saved by k blocks (``block_saved_mib`` each): k = sqrt(N x input / saved).
+    ``added_gib`` is the memory that each block beyond the first in a checkpoint adds to the peak. By formula it is
+    the memory that a block saves minus its gradients, because the peak occurs when backward reaches the first
+    checkpoint, where the gradients of all other blocks are already allocated.
     """
     frame = data.table("memory.checkpoints")
     frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib"})
@@ -317,14 +324,14 @@ def checkpoints(data: Views) -> pd.DataFrame:
 
 
 def _group_text(blocks: float) -> str:
-    """Write the number of blocks per checkpoint; "none" for 0, empty for a nested policy."""
+    """Format the number of blocks per checkpoint; "none" for 0, empty for a nested policy."""
     if pd.isna(blocks):
         return ""
     return digits(blocks, "n") if blocks else "none"
 
 
 def _checkpoint_by_formula(config: StepConfig) -> dict[str, float]:
-    """Return the MiB of a block's input, of what the block saves and of its gradients."""
+    """Return the sizes (MiB) of a block's input, of the tensors that it saves, and of its gradients."""
     return {
         "input_mib": value("4X", config) / MIB,
         "block_saved_mib": _saved_bytes(config) / MIB,
@@ -333,7 +340,7 @@ def _checkpoint_by_formula(config: StepConfig) -> dict[str, float]:
 
 
 def _saved_bytes(config: StepConfig) -> int:
-    """Return what a block saves for backward, with autocast's copies of its weights."""
+    """Return the bytes that a block saves for backward, including autocast's copies of its weights."""
     formulas = formulas_of(config)
     return value(formulas.saved, config) + value(formulas.weight_cache, config)
 
@@ -344,10 +351,11 @@ def _saved_bytes(config: StepConfig) -> int:
     studies=["memory"],
 )
 def memory_savings(data: Views) -> pd.DataFrame:
-    """A row per configuration and change to it that was measured: the memory before and after the change.
+    """Return one row per configuration and measured change to it: the memory before and after the change.
 
-    The key is the configuration before the change. ``measure`` is what the memory is: the peak of a full step,
-    what it reserves, or the peak of forward and backward. ``less_share`` is 1 - after / before.
+    The key is the configuration before the change. ``measure`` names the memory that is compared: the peak of a
+    full step, the memory reserved by it, or the peak of forward and backward. ``less_share`` is 1 - after /
+    before.
     """
     totals = data["peaks"]
     steps = totals[(totals["mode"] == "step") & (totals["phase"] == "total")]
@@ -381,7 +389,7 @@ def memory_savings(data: Views) -> pd.DataFrame:
 def _saving(
     frame: pd.DataFrame, change: str, before: dict, after: dict, measured: str = "peak_gib"
 ) -> pd.DataFrame:
-    """Pair the rows that have the values ``before`` with those that have ``after`` and agree in all else."""
+    """Pair rows that have the values ``before`` with rows that have ``after`` and agree in all other fields."""
     alike = [name for name in (*STEP, "mode") if name not in before]
     changed = frame[_have(frame, after)][[*alike, measured]]
     pairs = frame[_have(frame, before)].merge(
@@ -397,7 +405,7 @@ def _saving(
 
 
 def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
-    """Say which rows have all these values."""
+    """Return a mask of the rows that have all the given values."""
     return (frame[[*values]] == pd.Series(values)).all(axis=1)
 
 
@@ -419,13 +427,12 @@ def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
     studies=["memory"],
 )
 def predictions(data: Views) -> pd.DataFrame:
-    """A row per size of the handouts, context length and precision: the predicted peak of the full step as the
-    assignment writes it (naive attention, PyTorch's default AdamW).
+    """Return one row per handout size, context length and precision: the predicted peak of the full step.
 
-    ``state_gib`` is weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter.
-    ``growing_share`` is the share that grows with the context length: saved tensors, and temporaries where they
-    are activations' and not AdamW's.
-    ``runs_out`` says whether the step was measured and ran out of memory.
+    The step is the assignment's own (naive attention, PyTorch's default AdamW). ``state_gib`` is weights,
+    gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share that grows
+    with the context length: saved tensors, and temporaries if they come from activations rather than AdamW.
+    ``runs_out`` is true if the step was measured and ran out of memory.
     """
     steps = [
         written_step(size, context_length=context, precision=precision)  # type: ignore[arg-type]
@@ -467,7 +474,7 @@ def _prediction(config: StepConfig) -> dict:
     studies=["memory"],
 )
 def snapshots(data: Views) -> pd.DataFrame:
-    """A row per run that kept a snapshot for PyTorch's memory viewer: its path in the folder of runs."""
+    """Return one row per run with a snapshot for PyTorch's memory viewer: its path in the folder of runs."""
     runs = data.table("runs")
     kept = (runs["study"] == "memory") & runs["save_snapshot"].eq(True)
     frame = runs[kept & (runs["status"] == "ok")]
@@ -475,7 +482,7 @@ def snapshots(data: Views) -> pd.DataFrame:
 
 
 def _ordered(frame: pd.DataFrame, names: list[str]) -> pd.DataFrame:
-    """Sort rows by size and context length, then by precision (fp32 first) and these columns."""
+    """Sort rows by size and context length, then by precision (fp32 first) and the named columns."""
     ranks = {name: rank for rank, name in enumerate((*PRECISION_NAMES, *MODE_NAMES))}
     ranked = frame.sort_values(
         ["precision", *names], kind="stable", key=lambda values: values.map(ranks).fillna(values)

@@ -1,6 +1,6 @@
-"""Views of the mixed_precision study: a step in TF32, bf16 and fp16 beside fp32, and the number formats.
+"""Views of the mixed_precision study: a step in TF32, bf16 and fp16 next to fp32, and the number formats.
 
-All precisions of one configuration were measured in one process. bf16 and fp16 are autocast over fp32 weights.
+All precisions of one configuration were measured in one process. bf16 and fp16 use autocast over fp32 weights.
 """
 
 import math
@@ -24,10 +24,10 @@ PARTS = {
     "full_step": ("step", "total"),
 }
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
-# The ends of fp16: what is smaller rounds to zero, and what is larger to infinity.
+# The range of fp16: smaller values round to zero, larger ones to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
-NORM_FEATURES = 1024  # of LayerNorm's inputs
-FINAL = 4  # the last quarter of a training's steps
+NORM_FEATURES = 1024  # number of LayerNorm's inputs
+FINAL = 4  # divisor: the last quarter of a training's steps
 
 
 # -- how much faster ------------------------------------------------------------------------------------------
@@ -55,12 +55,12 @@ FINAL = 4  # the last quarter of a training's steps
     studies=["mixed_precision"],
 )
 def precision_gains(data: Views) -> pd.DataFrame:
-    """One row per configuration, precision below fp32 and mode, beside fp32 in the same process.
+    """Return one row per configuration, precision below fp32 and mode, compared with fp32 in the same process.
 
-    ``gpu_speedup`` is fp32's GPU time over this precision's, ``peak_ratio`` this precision's peak memory over
-    fp32's. ``matmul_share`` is the matmuls' part of fp32's kernels; ``matmul_speedup`` and ``other_speedup`` are
-    fp32's time over this precision's of the matmuls and of all other kernels, and ``other_ratio`` is the inverse
-    of the latter. ``cast_share`` is the part of this precision's kernels that cast.
+    ``gpu_speedup`` is fp32's GPU time over this precision's, and ``peak_ratio`` this precision's peak memory over
+    fp32's. ``matmul_share`` is the matmuls' share of fp32's kernel time. ``matmul_speedup`` and ``other_speedup``
+    are fp32's time over this precision's, for matmuls and for all other kernels; ``other_ratio`` is the inverse of
+    ``other_speedup``. ``cast_share`` is the share of this precision's kernel time spent on casts.
     """
     times = data.table("mixed_precision.times")
     times = times[times["phase"] == "total"]
@@ -91,8 +91,11 @@ def precision_gains(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def precision_kernels(data: Views) -> pd.DataFrame:
-    """One row per configuration, precision below fp32, mode and category of kernels: GPU time in fp32 and in this
-    precision. The categories are matmul, elementwise (softmax's kernels too), optimizer, cast, and other."""
+    """Return one row per configuration, precision below fp32, mode and kernel category.
+
+    The columns are GPU times in fp32 and in this precision. The categories are matmul, elementwise (including
+    softmax's kernels), optimizer, cast, and other.
+    """
     kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
     rows = pd.DataFrame({"fp32_gpu_ms": fp32_kernels.stack(), "gpu_ms": kernels.stack()}).reset_index()
     speedup = rows["fp32_gpu_ms"] / rows["gpu_ms"]
@@ -100,13 +103,13 @@ def precision_kernels(data: Views) -> pd.DataFrame:
 
 
 def _is_launch_bound(times: pd.DataFrame) -> pd.Series:
-    """Whether each row is launch-bound; a CPU, whose peak memory isn't known, launches nothing."""
+    """Return a mask of launch-bound rows; rows of a CPU (without peak memory) are never launch-bound."""
     on_gpu = times.groupby(CASE)["peak_gib"].transform("max").notna()
     return launch_bound_rows(times) & on_gpu
 
 
 def _kernel_times(data: Views) -> pd.DataFrame:
-    """GPU time, ms, by case (rows) and category of kernels (columns)."""
+    """Return the GPU time (ms) by case (rows) and kernel category (columns)."""
     rows = data.table("mixed_precision.operations")
     category = rows["kernel_category"].map(CATEGORIES).fillna("other")
     category = category.mask(is_cast(rows["name"]), "cast")
@@ -119,7 +122,7 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the cases below fp32, and for each of them fp32's row, by the same index; cases without are left out.
+    """Return the cases below fp32 and, with the same index, the fp32 row of each; drop cases without one.
 
     Args:
         table: indexed by CASE.
@@ -139,8 +142,11 @@ def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
     studies=["mixed_precision"],
 )
 def precision_times(data: Views) -> pd.DataFrame:
-    """One row per configuration and precision: wall times as "21.4 (16.2 to 22.3), at best 13.5": median,
-    quartiles, and the fastest where a part is launch-bound. ``steps``, tokens/s and memory are the full step's."""
+    """Return one row per configuration and precision: wall times as text, "21.4 (16.2 to 22.3), at best 13.5".
+
+    The text has the median, the quartiles, and, if a part is launch-bound, the fastest time. ``steps``, tokens/s
+    and memory belong to the full step.
+    """
     keys = [*KEY, "precision"]
     times = data.table("mixed_precision.times")
     cells = times.assign(cell=_cells(times)).set_index([*keys, "mode", "phase"])["cell"]
@@ -152,7 +158,7 @@ def precision_times(data: Views) -> pd.DataFrame:
 
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the precision's name; sort by size and shape, precision and mode."""
+    """Add the precision's name; sort by size and other dimensions, precision and mode."""
     rank = {precision: place for place, precision in enumerate(NAMES)}
     keys = ["rank", "mode"] if "mode" in rows else ["rank"]
     ranked = rows.assign(name=rows["precision"].map(NAMES), rank=rows["precision"].map(rank))
@@ -160,7 +166,7 @@ def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cells(times: pd.DataFrame) -> pd.Series:
-    """The text of each row's wall time; None where it did not run."""
+    """Format each row's wall time; None if the case did not run."""
     median = times["wall_ms"].map(lambda ms: digits(ms, "ms"))
     fastest = times["wall_min_ms"].map(lambda ms: f", at best {digits(ms, 'ms')}")
     fastest = fastest.where(_is_launch_bound(times), "")
@@ -172,13 +178,13 @@ def _cells(times: pd.DataFrame) -> pd.Series:
 
 
 def _numbers(data: Views, experiment: str) -> pd.DataFrame:
-    """The rows of one experiment of the notebook."""
+    """Return the rows of one experiment of the notebook."""
     rows = data.table("mixed_precision.numerics")
     return rows[rows["experiment"] == experiment]
 
 
 def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
-    """An experiment with one column per quantity, its rows in the order in which they were made."""
+    """Return an experiment with one column per quantity, rows in their original order."""
     rows = _numbers(data, experiment)
     table = rows.pivot(index=keys, columns="quantity", values="value")
     made = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
@@ -191,8 +197,10 @@ def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def repeated_sums(data: Views) -> pd.DataFrame:
-    """One row per way to add 0.01 a thousand times: the ``result``, and the parts of its distance from 10 that
-    come from ``storing`` 0.01 and from ``adding``."""
+    """Return one row per method of adding 0.01 a thousand times: the ``result`` and the parts of its error.
+
+    The distance from 10 comes partly from ``storing`` 0.01 and partly from ``adding``.
+    """
     rows = _by_quantity(data, "sums", [*KEY, "case"])
     return rows.assign(
         result_text=rows["result"].map("{:.4f}".format),
@@ -203,7 +211,7 @@ def repeated_sums(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "precision", "tensor"], columns=["dtype"], studies=["mixed_precision"])
 def autocast_dtypes(data: Views) -> pd.DataFrame:
-    """One row per tensor of ToyModel and precision of autocast: the tensor's type."""
+    """Return one row per tensor of ToyModel and precision of autocast: the tensor's dtype."""
     return _numbers(data, "toy").rename(columns={"case": "precision", "quantity": "tensor"})
 
 
@@ -213,11 +221,11 @@ def autocast_dtypes(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def layer_norm(data: Views) -> pd.DataFrame:
-    """One row per precision, part of LayerNorm and ``scale``, the standard deviation of its normal inputs.
+    """Return one row per precision, part of LayerNorm and ``scale``, the standard deviation of its normal inputs.
 
-    ``error`` is the median relative error against float64, where a value that is inf or NaN counts as 1.
-    ``lost_share`` is the share of values that are inf or NaN, or wrongly 0, and ``is_lost`` whether that is over
-    one in a thousand. ``expected_lost_share`` is that share by fp16's range, of the mean and the squares.
+    ``error`` is the median relative error against float64, where inf or NaN counts as 1. ``lost_share`` is the
+    share of values that are inf, NaN or wrongly 0; ``is_lost`` is true if it exceeds one in a thousand.
+    ``expected_lost_share`` is the share expected from fp16's range, for the mean and the squares.
     """
     keys = [*KEY, "case", "at", "quantity"]
     error = _numbers(data, "norm error").set_index(keys)["value"]
@@ -232,9 +240,10 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
 
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
-    """The share of a normal number's values that leave fp16's range; NaN of other parts.
+    """Return the share of a normal variable's values outside fp16's range; NaN for other parts.
 
-    The mean of n inputs has their deviation over √n. A square leaves the range where its root does.
+    The standard deviation of the mean of n inputs is theirs over √n. A square leaves the range when its root
+    leaves the range of square roots.
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)
@@ -245,7 +254,7 @@ def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
 
 
 def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
-    """The probability that a standard normal number is smaller than ``low`` or larger than ``high``, by size."""
+    """Return the probability that a standard normal variable's magnitude is below ``low`` or above ``high``."""
     below = (low / math.sqrt(2)).map(math.erf)
     above = (high / math.sqrt(2)).map(math.erfc)
     return below + above
@@ -266,8 +275,10 @@ def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
     studies=["mixed_precision"],
 )
 def layer_norm_parts(data: Views) -> pd.DataFrame:
-    """One row per part of LayerNorm: at which scales of its inputs a precision loses values, as text ("0.1 and
-    less, 100 and more"; ``..._loses_below`` is "0.1"), and its error at scale 1."""
+    """Return one row per part of LayerNorm: the input scales at which a precision loses values, and its error.
+
+    The scales are text ("0.1 and less, 100 and more"; ``..._loses_below`` is "0.1"). The error is at scale 1.
+    """
     rows = data["layer_norm"]
     keys = [*KEY, "part"]
     found = rows[keys].drop_duplicates().set_index(keys)
@@ -283,7 +294,7 @@ def layer_norm_parts(data: Views) -> pd.DataFrame:
 
 
 def _ends(below: pd.Series, above: pd.Series) -> list[str]:
-    """Join the two ends of where a part fails: "0.1 and less, 100 and more", or "none"."""
+    """Join the two ends of a failing range: "0.1 and less, 100 and more", or "none"."""
     texts = []
     for less, more in zip(below, above):
         ends = [f"{less} and less"] if pd.notna(less) else []
@@ -298,10 +309,10 @@ def _ends(below: pd.Series, above: pd.Series) -> list[str]:
     studies=["mixed_precision"],
 )
 def rounded_gradients(data: Views) -> pd.DataFrame:
-    """One row per precision ("fp16, unscaled" is without loss scaling): the first step's gradients beside fp32's.
+    """Return one row per precision: the first step's gradients, compared with fp32's.
 
-    ``zero_share`` is the share of elements that are 0 here only; ``norm_error`` and ``loss_error`` are the
-    relative distances of the gradient's norm and of the loss.
+    "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 in this
+    precision only; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.
     """
     rows = _by_quantity(data, "gradients", [*KEY, "case"])
     columns = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}
@@ -314,8 +325,11 @@ def rounded_gradients(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def precision_training(data: Views) -> pd.DataFrame:
-    """One row per training on the same text: ``final_nats`` is the mean distance of its loss from that of fp32's
-    first seed, over the last quarter of the steps. ``kind`` is "precision" (of the first seed) or "seed"."""
+    """Return one row per training on the same text: the distance of its loss from fp32's with the first seed.
+
+    ``final_nats`` is the mean distance over the last quarter of the steps. ``kind`` is "precision" (with the first
+    seed) or "seed".
+    """
     rows = _numbers(data, "training")
     losses = rows.pivot(index=[*KEY, "at"], columns="case", values="value")
     apart = losses.sub(losses["fp32, seed 0"], axis=0).abs().drop(columns="fp32, seed 0")

@@ -1,6 +1,6 @@
 """Views of the nsys study: each configuration's forward, forward + backward and full step, profiled.
 
-A profile is one mode of one configuration. Its kernels, copies and fills are *operations*.
+A profile covers one mode of one configuration. Its kernels, copies and fills are *operations*.
 """
 
 import re
@@ -19,12 +19,12 @@ from stepscope.views import Views, view
 
 KEY = [*CONFIG]
 TOTAL = "total"
-SCORE_FLOPS = 5  # softmax, for one score: max, subtract, exponentiate, sum, divide
-# Times that a score is read or written by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
+SCORE_FLOPS = 5  # softmax, per score: max, subtract, exponentiate, sum, divide
+# Reads and writes of each score by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
 SCORE_PASSES = 8
-# Where profiled times are compared with torch.profiler's, which measured the same step in another process.
+# Studies that measured the same step with torch.profiler in another process, for comparison.
 IN_PROCESS = ("benchmark", "mixed_precision")
-# What a matmul's short name has in common with its neighbors': types, stages, and words.
+# Parts of a matmul kernel's name that don't distinguish it from similar kernels: types, stages, and words.
 _COMMON = re.compile(
     r"(?<=_gemm_)(?:[a-z]*\d\d)+_\w+?_(?=[nt]{2}_)|_n(?=_tilesize)|(?<=_)tilesize|_stage\d+|warpsize"
 )
@@ -32,10 +32,13 @@ _COMMON = re.compile(
 
 @view(key=KEY, columns=["tool", "same_as_nsys"], studies=["nsys"])
 def profile_runs(data: Views) -> pd.DataFrame:
-    """One row per configuration: the ``tool`` that made its profiles, and whether our sum of all operations is
-    that of the tool's own reports, to the nanosecond (empty where there are no such reports)."""
+    """Return one row per configuration: the ``tool`` that made its profiles, and a check of our sums.
+
+    ``same_as_nsys`` is true if our sum of all operations equals the sum in the tool's own reports, to the
+    nanosecond; missing without such reports.
+    """
     results = data.table("nsys.results")
-    if "nsys_ns" not in results:  # made without nsys
+    if "nsys_ns" not in results:  # runs without nsys lack this column
         results["nsys_ns"] = np.nan
     own_ns = results["nsys_ns"]
     same = (own_ns == results["operations_ns"]).where(own_ns.notna())
@@ -70,17 +73,17 @@ def profile_runs(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_times(data: Views) -> pd.DataFrame:
-    """One row per configuration, mode and phase: one pass without the profiler and under it, medians.
+    """Return one row per configuration, mode and phase: medians of one pass, unprofiled and profiled.
 
-    Without the profiler there are wall times of totals only: their median ``wall_ms`` and quartiles, the CPU's
-    ``enqueue_ms``, and how many ``passes``. Under it ``host_ms`` is from the NVTX range's push to its pop,
-    ``projected_ms`` from its first operation's begin to its last one's end, and ``gpu_ms`` the time in which at
-    least one operation runs. ``named_operations`` are those of one pass in the tables by kernel; a profile is
-    ``conserved`` if each profiled pass has exactly as many.
+    Unprofiled passes have wall times of totals only: their median ``wall_ms`` and quartiles, the CPU's
+    ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` lasts from the NVTX range's push
+    to its pop, ``projected_ms`` from the start of its first operation to the end of its last one, and ``gpu_ms``
+    is the time in which at least one operation runs. ``named_operations`` counts one pass's operations in the
+    tables by kernel; a profile is ``conserved`` if each profiled pass has exactly as many.
 
     ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` its distance from 1, and ``single_error``
-    the largest distance of a single profiled pass. A pass is ``slowed`` if the profiler adds more than
-    launch-bound times vary by (MIN_LAUNCH_BOUND_GAIN).
+    the largest distance of a single profiled pass. A pass is ``slowed`` if the profiler adds more than the
+    variation of launch-bound times (MIN_LAUNCH_BOUND_GAIN).
     """
     keys = [*KEY, "mode", "phase"]
     clocks = data.table("nsys.times")
@@ -104,7 +107,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Medians, in ms, of the profiled passes, and their extremes."""
+    """Return medians (in ms) of the profiled passes, and their extremes."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -124,7 +127,7 @@ def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _unprofiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Quartiles of the wall time without the profiler."""
+    """Return the median and quartiles of the unprofiled wall time, and the median enqueue time."""
     passes = clocks[~clocks["profiled"]].groupby(keys, sort=False)
     walls = passes["wall_ms"]
     return pd.DataFrame(
@@ -139,7 +142,7 @@ def _unprofiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
-    """The operations of each phase, and all of them again as the phase "total"."""
+    """Return the operations of each phase, followed by all of them again as the phase "total"."""
     return pd.concat([operations, operations.assign(phase=TOTAL)], ignore_index=True)
 
 
@@ -159,10 +162,10 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
     studies=["nsys", "benchmark", "mixed_precision"],
 )
 def profiler_agreement(data: Views) -> pd.DataFrame:
-    """One row per profile and phase, and per run of another study that measured its step with torch.profiler.
+    """Return one row per profile and phase, and per run of another study that used torch.profiler.
 
-    ``gpu_error`` is the difference of the two GPU times as a share of the other study's. ``division_ms`` is
-    the part of PyTorch's division kernels, which softmax uses.
+    ``gpu_error`` is the difference of the two GPU times relative to the other study's. ``division_ms`` is the time
+    of PyTorch's division kernels, which softmax uses.
     """
     keys = [*KEY, "mode", "phase"]
     ours = data["profile_times"][[*keys, "gpu_ms"]]
@@ -184,7 +187,7 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
 
 
 def _in_process(data: Views, study: str) -> pd.DataFrame:
-    """GPU time of a study's steps, and of the divisions in them."""
+    """Return GPU times of a study's steps, and of the division kernels in them."""
     keys = [*KEY, "compile", "repeat", "mode", "phase"]
     times = data.table(f"{study}.times")
     operations = _and_total(data.table(f"{study}.operations"))
@@ -196,7 +199,7 @@ def _in_process(data: Views, study: str) -> pd.DataFrame:
 
 
 def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Series:
-    """Sum a column of times over the kernels that divide."""
+    """Sum a column of times over the division kernels."""
     divides = operations["name"].str.contains("DivFunctor")
     return operations[divides].groupby(keys)[time].sum()
 
@@ -222,10 +225,10 @@ def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Serie
     studies=["nsys"],
 )
 def profile_kernels(data: Views) -> pd.DataFrame:
-    """One row per profile and kernel: its GPU time in one pass, the share of all operations, and its ``place``,
-    1 for the kernel with the most time.
+    """Return one row per profile and kernel: GPU time in one pass, share of all operations, and ``place``.
 
-    A model of ``blocks`` Transformer blocks launches it ``per_block`` times in each, and ``beyond_blocks`` more.
+    ``place`` is 1 for the kernel with the most time. A model of ``blocks`` Transformer blocks launches a kernel
+    ``per_block`` times in each block, and ``beyond_blocks`` times outside the blocks.
     """
     keys = [*KEY, "mode"]
     operations = (
@@ -251,8 +254,10 @@ def profile_kernels(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def region_kernels(data: Views) -> pd.DataFrame:
-    """One row per profile, part of the model and kernel that it launches, as :func:`profile_kernels`; the
-    ``place`` is among the kernels that are not matmuls, 0 for a matmul."""
+    """Return one row per profile, part of the model and kernel, with the columns of :func:`profile_kernels`.
+
+    ``place`` ranks the non-matmul kernels; it is 0 for a matmul.
+    """
     keys = [*KEY, "mode"]
     groups = _operations(data).groupby([*keys, "region", "name", "kernel_category"], sort=False)
     rows = groups[["launches", "gpu_ms"]].sum().reset_index()
@@ -264,7 +269,7 @@ def region_kernels(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
 def model_parts(data: Views) -> pd.DataFrame:
-    """One row per profile and part of the model: GPU time of what it launched, and the share of all of it."""
+    """Return one row per profile and part of the model: GPU time of its operations, and share of the total."""
     keys = [*KEY, "mode"]
     rows = _operations(data).groupby([*keys, "column", "region"], sort=False)["gpu_ms"].sum().reset_index()
     rows["share"] = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
@@ -277,10 +282,10 @@ def model_parts(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_categories(data: Views) -> pd.DataFrame:
-    """One row per profile, phase ("total" for all) and kernel category: GPU time, and its share of the whole
-    profile's. ``other_place`` ranks a phase's categories that are not matmuls, 1 for the most time.
+    """Return one row per profile, phase ("total" for all) and kernel category: GPU time, and its share.
 
-    Attention's softmax is a category of its own, whatever its kernels.
+    The share is of the complete profile. ``other_place`` ranks a phase's non-matmul categories, 1 for the most
+    time. Attention's softmax is a separate category that includes all its kernels.
     """
     keys = [*KEY, "mode", "phase"]
     groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
@@ -293,10 +298,10 @@ def profile_categories(data: Views) -> pd.DataFrame:
 
 
 def _operations(data: Views) -> pd.DataFrame:
-    """The operations of one pass of each profile, by region and kernel.
+    """Return the operations of one pass of each profile, by region and kernel.
 
-    A kernel's category is ``of_name`` by its name; in ``kernel_category`` attention's softmax is one of its own.
-    ``column`` names size and mode.
+    ``of_name`` is the category by the kernel's name; ``kernel_category`` is the same, except that attention's
+    softmax is a separate category. ``column`` names size and mode.
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
     category = detailed_category(rows.assign(kernel_category=rows["of_name"]))
@@ -311,19 +316,19 @@ def _operations(data: Views) -> pd.DataFrame:
 
 
 def _longest_first(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Sort the rows of each group by GPU time; the groups stay in their order."""
+    """Sort the rows of each group by GPU time, longest first; keep the order of the groups."""
     group = rows.groupby(keys, sort=False).ngroup()
     return rows.assign(group=group).sort_values(["group", "gpu_ms"], ascending=[True, False], kind="stable")
 
 
 def _named(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add short names of the kernels that keep a matmul's tile."""
+    """Add short kernel names that keep a matmul's tile size."""
     kernel = rows["name"].map(readable(rows["name"]))
     return rows.assign(kernel=kernel, full_kernel=rows["name"].map(short_name))
 
 
 def readable(names: Iterable[str]) -> dict[str, str]:
-    """Return for each distinct kernel a short name; a longer one where two kernels would share it.
+    """Return a short name for each distinct kernel; longer if two kernels would otherwise share it.
 
     sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... becomes
     sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma.
@@ -360,12 +365,12 @@ def readable(names: Iterable[str]) -> dict[str, str]:
     studies=["nsys"],
 )
 def profiled_attention(data: Views) -> pd.DataFrame:
-    """One row per configuration: attention's Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``) in one forward
-    pass, all layers.
+    """Return one row per configuration: attention's Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
 
-    ``matmul_flops`` are those of one of the two matmuls, 2 B T² d_model a layer; ``softmax_flops`` are 5 for
-    each of the B H T² scores a layer. ``time_share`` and ``flops_share`` compare softmax with both matmuls. A
-    layer's scores are ``matrix_bytes`` in fp32; softmax moves ``softmax_bytes``, eight times that in every layer.
+    Times are sums over all layers of one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
+    d_model per layer; ``softmax_flops`` counts 5 for each of the B H T² scores per layer. ``time_share`` and
+    ``flops_share`` compare softmax with both matmuls. A layer's scores take ``matrix_bytes`` in fp32; softmax
+    moves ``softmax_bytes``, eight times as much in every layer.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
@@ -394,7 +399,7 @@ def profiled_attention(data: Views) -> pd.DataFrame:
 
 
 def _attention_times(data: Views) -> pd.DataFrame:
-    """The GPU time of attention's three parts in forward, by configuration."""
+    """Return the GPU time of attention's three parts in forward, by configuration."""
     operations = _operations(data)
     forward = operations[operations["mode"] == "forward"]
     is_matmul = forward["kernel_category"] == MATMUL
@@ -412,8 +417,11 @@ def _attention_times(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "device"], columns=["copy_ms", "matmul_ms"], studies=["nsys", "ladder"])
 def attention_at_peak_rates(data: Views) -> pd.DataFrame:
-    """One row per configuration and GPU: what softmax's bytes would take at a large copy's rate (``copy_ms``), and
-    attention's two matmuls at a large fp32 matmul's (``matmul_ms``)."""
+    """Return one row per configuration and GPU: the times that attention would take at peak rates.
+
+    ``copy_ms`` is softmax's bytes at a large copy's rate; ``matmul_ms`` is both matmuls at a large fp32 matmul's
+    rate.
+    """
     rows = data["profiled_attention"].merge(data["rates"], how="cross")
     copy_ms = rows["softmax_bytes"] / rows["copy_tb_per_s"] / 1e9
     matmul_ms = 2 * rows["matmul_flops"] / rows["fp32_tflops"] / 1e9
@@ -443,11 +451,12 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_answers(data: Views) -> pd.DataFrame:
-    """One row per configuration: the assignment's questions (a) to (e), each in a column or two.
+    """Return one row per configuration: the assignment's questions (a) to (e), each in a column or two.
 
-    (b) The ``kernel`` with the most time in forward, its launches and share, and whether it ``stays_first`` over
-    forward + backward, where ``both_kernel`` is. (c) The largest category besides matmuls in forward.
-    (d) ``matmul_ratio`` is the matmuls' time in a full step over forward's.
+    (b) The ``kernel`` with the most time in forward, its launches and share; ``stays_first`` is true if it is
+    still first over forward + backward, where ``both_kernel`` is first.
+    (c) The largest non-matmul category in forward.
+    (d) ``matmul_ratio`` is the matmuls' time in a full step over that in forward.
     """
     times = data["profile_times"]
     forward = times[(times["mode"] == "forward") & (times["phase"] == TOTAL)]
@@ -468,7 +477,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """By configuration the matmuls' time and share of forward and of the step, and forward's next category."""
+    """Return by configuration the matmuls' time and share in forward and the step, and forward's next category."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
@@ -488,14 +497,16 @@ def _by_category(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def launch_timeline(data: Views) -> pd.DataFrame:
-    """One row per operation in a window of forward (the mode "replayed": as a CUDA graph), from the window's
-    begin: when the CPU launched it, and when it ran."""
+    """Return one row per operation in a window of forward: when the CPU launched it, and when it ran.
+
+    Times count from the start of the window. In the mode "replayed", forward runs as a CUDA graph.
+    """
     return data.table("nsys.timeline")
 
 
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
-    """One row per window: the share of its first millisecond in which an operation runs."""
+    """Return one row per window: the share of its first millisecond in which an operation runs."""
     groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
     busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])
