@@ -33,8 +33,8 @@ RUN = {
     "make doctor": "",
     "stepscope fit --memory 80": "",
     "stepscope ladder --shape 512/2048/8/8": "slow",
-    "stepscope sweep mine.yaml --runs runs/mine": "",
-    "stepscope render --runs runs/mine": "",
+    "stepscope sweep mine.yaml --runs runs/mine": "slow",
+    "stepscope render --runs runs/mine": "slow",
     "stepscope profile FILE": "",
     "papermill --help-notebook notebooks/benchmark.ipynb": "",
     "papermill notebooks/benchmark.ipynb out.ipynb -p size tiny -p context_length 128": "slow",
@@ -159,6 +159,7 @@ def test_sweep_files_of_a_document_are_valid(document, place):
 # -- what the commands do -------------------------------------------------------------------------------------
 
 
+@pytest.mark.trials
 def test_own_sweep_measures_and_renders_a_report(do, place):
     do("stepscope sweep mine.yaml --runs runs/mine")
     do("stepscope render --runs runs/mine")
@@ -200,7 +201,10 @@ def test_make_doctor_describes_this_machine(capsys):
 def recipe(target: str) -> str:
     """Return what a target of the Makefile runs once the virtual environment is there."""
     said = subprocess.run(
-        ["make", "--dry-run", "--old-file=.venv/.ready", target], cwd=ROOT, capture_output=True, text=True
+        ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.ready", target],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert said.returncode == 0, said.stderr
     return said.stdout.strip().removeprefix(".venv/bin/")
