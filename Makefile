@@ -12,7 +12,7 @@ JOBS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 LAB_FLAGS ?=
 
-.PHONY: report reference-runs test lint trials hooks lab lab-copies bench check reference doctor clean
+.PHONY: report reference-runs test lint slow-tests hooks lab lab-copies bench check reference doctor clean
 
 report: $(READY)  ## measure this machine, in minutes, and render its report beside its runs
 	$(BIN)/stepscope report
@@ -35,8 +35,8 @@ lint: $(TEST)  ## ruff and mypy, over the package, bench, the tests and the note
 hooks: $(TEST) .venv/.ready-hooks  ## lint, and notebooks without outputs, before each commit
 	$(BIN)/pre-commit install
 
-trials: $(TEST)  ## what takes longer than make test may: before a release
-	$(BIN)/python -m pytest -m trials
+slow-tests: $(TEST)  ## the tests that take too long for make test; run them before a release
+	$(BIN)/python -m pytest -m slow
 
 # Its root is the project: runs, figures and the writeup can be opened beside the copies.
 lab: $(READY) lab-copies  ## JupyterLab on copies of the notebooks; sweeps execute the notebooks themselves

@@ -105,7 +105,7 @@ def test_step_without_waiting_is_the_same_on_a_cpu(plain, tmp_path):
     assert times["operations"].tolist() == plain["operations"].tolist() and (times["wall_ms"] > 0).all()
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_doubled_clock_is_kept(tmp_path):
     clock = "wall_ms = (default_timer() - start) * 1e3"
     (tmp_path / "lab").mkdir()
@@ -150,7 +150,7 @@ def flops_per_operation(**fields):
     return step["tflops"] * step["wall_ms"] / step["operations"]
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_larger_model_gives_matmuls_a_larger_share():
     """By FLOPs, because shares of time depend on the machine."""
     assert flops_per_operation(size="tiny", context_length=128) > flops_per_operation(context_length=64)
@@ -170,7 +170,7 @@ def test_loss_without_autocast_has_fewer_operations(tmp_path):
 # -- nsys -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_longer_context_shows_softmax_next_to_its_matmuls():
     names = run_cells("nsys", "by_range =", **PROFILE | {"context_length": 256})
     time_ms = names["time_ms"]
@@ -178,7 +178,7 @@ def test_longer_context_shows_softmax_next_to_its_matmuls():
     assert names["shares"]["forward"].sum() == pytest.approx(1)
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_wait_after_forward_changes_no_operation(tmp_path):
     line = "                logits = step.model(step.tokens)\n"
     path = edited("nsys", tmp_path, line, f"{line}            synchronize()\n")

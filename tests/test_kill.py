@@ -59,7 +59,7 @@ def quiet(started):
         (signal.SIGKILL, False),
         (signal.SIGTERM, True),
         *(
-            pytest.param(number, group, marks=pytest.mark.trials)
+            pytest.param(number, group, marks=pytest.mark.slow)
             for number, group in [
                 (signal.SIGKILL, True),
                 (signal.SIGTERM, False),
@@ -106,7 +106,7 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(
     "number",
     [
         signal.SIGTERM,
-        *(pytest.param(number, marks=pytest.mark.trials) for number in (signal.SIGINT, signal.SIGHUP)),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
     ],
 )
 def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_once(
@@ -186,7 +186,7 @@ def _victims(started):
     [
         (2, [0, LACKS_MEMORY, 20, 21], 2, 8),
         *(
-            pytest.param(seed, [0, LACKS_MEMORY, *range(20, 38)], 7, 14, marks=pytest.mark.trials)
+            pytest.param(seed, [0, LACKS_MEMORY, *range(20, 38)], 7, 14, marks=pytest.mark.slow)
             for seed in range(4)
         ),
     ],
@@ -226,7 +226,7 @@ def test_random_kills_lose_nothing_and_double_nothing(
     }  # nothing half-made or temporary
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_stops_a_sweep_and_loses_nothing(program, sweep, store, faults):
     import subprocess

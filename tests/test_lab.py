@@ -92,7 +92,7 @@ def lab(project, tmp_path_factory):
         server.wait(30)
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs_in_jupyterlab(project, lab, name):
     with browser() as on:

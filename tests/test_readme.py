@@ -159,7 +159,7 @@ def test_sweep_files_of_a_document_are_valid(document, place):
 # -- what the commands do -------------------------------------------------------------------------------------
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_own_sweep_measures_and_renders_a_report(do, place):
     do("stepscope sweep mine.yaml --runs runs/mine")
     do("stepscope render --runs runs/mine")
@@ -213,7 +213,7 @@ def recipe(target: str) -> str:
 # -- what takes minutes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_make_report_measures_every_study_on_a_cpu(tmp_path):
     assert recipe("report") == "stepscope report"
     said = program_in(tmp_path, sys.executable, "-m", "stepscope.cli", "report", "--runs", "here")
@@ -223,7 +223,7 @@ def test_make_report_measures_every_study_on_a_cpu(tmp_path):
     assert (tmp_path / "here" / "report.html").is_file()
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_ladder_of_an_own_shape_measures_each_optimization(place):
     """With the small shape that README names for a CPU."""
     assert "`--shape 64/128/2/2`" in (ROOT / "README.md").read_text()
@@ -234,7 +234,7 @@ def test_ladder_of_an_own_shape_measures_each_optimization(place):
     assert (steps["status"] == "ok").sum() > 3
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [command for command in RUN if command.startswith("papermill notebooks")])
 def test_papermill_executes_a_notebook(do, place, command):
     do(command)
@@ -243,7 +243,7 @@ def test_papermill_executes_a_notebook(do, place, command):
         assert list((place / "runs" / "mine" / "benchmark").glob("*/record.json"))
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_sweep_of_the_docs_is_continued_and_rendered(do, place):
     runs = place / "runs" / "context"
     do("stepscope sweep context.yaml --runs runs/context --time-budget 20")

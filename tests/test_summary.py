@@ -546,7 +546,7 @@ def test_the_notebook_looks_into_the_gpu_asked_for_and_around_its_longest_pause(
     )
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file", ["", str(BEFORE), str(PREFETCH), str(SYNC), str(DATA / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv")]
 )

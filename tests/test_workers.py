@@ -138,7 +138,7 @@ def test_a_worker_that_dies_hands_its_run_to_another(cluster, sweep, store, faul
     assert ended(int((faults / "child").read_text()))
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_a_scheduler_that_dies_is_said_and_its_runs_are_ended(cluster, sweep, store, faults):
     there = cluster()
     there.worker()
@@ -157,7 +157,7 @@ def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, s
     assert not store.root.exists()
 
 
-@pytest.mark.trials
+@pytest.mark.slow
 def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(
     cluster, sweep, store, tmp_path, monkeypatch
 ):
