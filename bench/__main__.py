@@ -23,14 +23,14 @@ from stepscope.captures import EXAMPLE
 
 
 def compare(path: Path, kind: str) -> dict[str, Found]:
-    """Each program's outcome on one file, printed as it comes, as a ratio to load_capture's seconds."""
+    """Run each program on one file; print and return its results, with times relative to load_capture."""
     found: dict[str, Found] = {}
     for program in PROGRAMS[kind]:
-        # A fresh process each, so that nothing of the others is in its peak.
+        # A new process for each program, so that its peak memory excludes the others.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:
                 one = found[program.__name__] = pool.submit(program, str(path)).result()
-            except Exception as error:  # noqa: BLE001  another program's failure is its result
+            except Exception as error:  # noqa: BLE001  a program's failure is a result
                 one = found[program.__name__] = {"s": f"fails: {type(error).__name__} {str(error)[:80]}"}
         if isinstance(one["s"], str):
             print(f"  {program.__name__:<12}{one['s']}")
@@ -50,7 +50,7 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
 
 
 def first_line() -> None:
-    """Seconds to the first and the last line of a small capture, a process each, least of three."""
+    """Print the seconds until ``stepscope profile`` prints its first and last lines, as minima of three runs."""
 
     def until(*command: str) -> tuple[float, float]:
         started = default_timer()

@@ -37,13 +37,13 @@ WIDTH, WIDER, STEPS = 1280, 5120, 20
 
 
 def matrices(layers: int, device: str) -> nn.Sequential:
-    """The linear layers of so many blocks."""
+    """Build the linear layers of ``layers`` Transformer blocks."""
     sides = [*[(WIDTH, WIDTH)] * 4, *[(WIDTH, WIDER)] * 2, (WIDER, WIDTH)] * layers
     return nn.Sequential(*(nn.Linear(*pair, bias=False, device=device) for pair in sides))
 
 
 def shares(layers: int, device: str) -> dict[str, float]:
-    """By kind of optimizer the share of the copy's rate."""
+    """Measure each optimizer's rate as a fraction of the copy rate; return the fractions by optimizer."""
     copy, found = ceilings(device, [])["copy"], {}
     kinds: dict[str, tuple[int, bool, Callable[..., torch.optim.Optimizer]]] = {
         "PyTorch's fused AdamW": (28, False, lambda model: torch.optim.AdamW(model.parameters(), fused=True)),
@@ -59,7 +59,7 @@ def shares(layers: int, device: str) -> dict[str, float]:
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        back_to_back(optimizer.step, device, STEPS)  # the kernel is compiled, and the host gets ahead
+        back_to_back(optimizer.step, device, STEPS)  # warm up: compile the kernel, and let the CPU get ahead
         step_ms = location(back_to_back(optimizer.step, device, STEPS))["median"]
         found[name] = moved * parameters / step_ms / 1e9 / copy
         print(f"  {name:<28}{found[name]:.1%} of a copy's rate", flush=True)

@@ -1,5 +1,6 @@
-"""The programs that read a capture, each asked in a process of its own: seconds, memory, and the GPU time it
-accounts for.
+"""The programs that read a capture, each of which returns its time, memory and GPU time.
+
+Run each one in a new process, because :func:`peak_mib` covers the process's lifetime.
 """
 
 import logging
@@ -14,13 +15,13 @@ Found = dict[str, float | str]
 
 
 def peak_mib() -> float:
-    """The most memory that this process has had; on Linux."""
+    """Return this process's peak resident memory in MiB (Linux only)."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) / 1024
 
 
 def ours(path: str) -> Found:
-    """load_capture: every kernel, copy and fill, with its phase, step, family and launch."""
+    """Measure load_capture, which returns each kernel, copy and fill with its phase, step, category and launch."""
     from stepscope.captures.capture import load_capture
 
     started = default_timer()
@@ -35,7 +36,7 @@ def ours(path: str) -> Found:
 
 
 def ours_whole(path: str) -> Found:
-    """The text of ``stepscope profile``, from the file to the last line."""
+    """Measure the complete ``stepscope profile``, from reading the file to the rendered text."""
     from stepscope.captures.lines import rendered
     from stepscope.captures.summary import profile
 
@@ -45,7 +46,7 @@ def ours_whole(path: str) -> Found:
 
 
 def nsys_ai(path: str) -> Found:
-    """nsys-ai's kernels with the range that each is in: none that no range holds, no copies and fills."""
+    """Measure nsys-ai's mapping of kernels to ranges, without kernels outside ranges, copies or fills."""
     try:
         from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
     except ImportError:
@@ -61,12 +62,12 @@ def nsys_ai(path: str) -> Found:
 
 
 def hta(path: str) -> Found:
-    """Holistic Trace Analysis's breakdown of a rank's time."""
+    """Measure Holistic Trace Analysis's breakdown of a rank's time."""
     try:
         from hta.trace_analysis import TraceAnalysis
     except ImportError:
         return {"s": ABSENT}
-    logging.disable(logging.WARNING)  # its progress
+    logging.disable(logging.WARNING)  # hides its progress messages
     started = default_timer()
     analysis = TraceAnalysis(trace_files={0: path}, trace_dir=str(Path(path).parent))
     whole = analysis.get_temporal_breakdown(visualize=False).iloc[0]

@@ -1,4 +1,4 @@
-"""Made-up captures of any size: nsys's export, and the same as torch.profiler writes it."""
+"""Synthetic captures of any size, as nsys exports or torch.profiler traces."""
 
 import json
 import sqlite3
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-PROCESS_KEY = 1 << 48 | 7 << 24  # process 7's globalPid
+PROCESS_KEY = 1 << 48 | 7 << 24  # globalPid of process 7
 MAIN, AUTOGRAD = PROCESS_KEY | 7, PROCESS_KEY | 8  # globalTids
 SCHEMA = """
 CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT);
@@ -21,11 +21,11 @@ CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TE
 """
 KERNELS = [f"void at::native::elementwise_kernel<{i}>" if i % 2 else f"sm80_xmma_gemm_{i}" for i in range(50)]
 REGIONS = ("a", "b", "c", "d")
-UNIT = 10_000  # ns in one region
+UNIT = 10_000  # length of a region in ns
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """An export with the tables of SCHEMA, which hold the rows given by table name, in the schema's columns."""
+    """Write an nsys export with the tables of SCHEMA and the given rows, by table name, in the schema's columns."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -35,9 +35,12 @@ def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
 
 
 def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]], int]:
-    """About so many ranges (name, start, end, thread) and how long a phase lasts. A step is a forward and a
-    backward, made of blocks of four regions each; backward's blocks are on autograd's thread."""
-    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # a block and its regions are five
+    """Return about ``ranges`` ranges (name, start, end, thread) and the length of a phase, with times in ns.
+
+    A step is a forward and a backward phase, made of blocks of four regions each. The blocks of backward are on
+    autograd's thread.
+    """
+    blocks = max(1, round((ranges / steps - 3) / 2 / 5))  # a block and its four regions are five ranges
     phase_ns, rows = (4 * blocks + 2) * UNIT, []
     for step in range(steps):
         at = step * 2 * phase_ns
@@ -55,7 +58,7 @@ def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]],
 
 
 def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """An export of exactly so many kernels, launched evenly over the steps, in about so many ranges."""
+    """Write an nsys export of exactly ``kernels`` kernels, spread evenly over the steps, in about ``ranges`` ranges."""
     rows, phase_ns = ranges_of(ranges, steps)
     names = ["step", "forward", "backward", "block", *REGIONS]
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)
@@ -74,8 +77,11 @@ def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) 
 
 
 def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """The same as torch.profiler would have written it, in whole microseconds, since Holistic Trace Analysis
-    rounds. Ranges are also there as the GPU sees them, from their first operation to their last."""
+    """Write the same capture as a torch.profiler trace.
+
+    Times are integer microseconds, because Holistic Trace Analysis rounds them. Phases also have GPU annotations,
+    from their first operation to their last.
+    """
     rows, phase_ns = ranges_of(ranges, steps)
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)
 
@@ -129,7 +135,7 @@ def make_trace(path: Path | str, kernels: int, ranges: int, steps: int = 100) ->
 
 
 def add_short_names(path: Path) -> None:
-    """Give the kernels of an export the column that nsys's own have and nsys-ai reads."""
+    """Add the shortName column, which real nsys exports have and nsys-ai reads, to an export's kernels."""
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL ADD COLUMN shortName INTEGER")
         connection.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET shortName = demangledName")

@@ -19,7 +19,7 @@ from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
-# All else is imported where it is needed: until main has said what Ctrl-C does, it would leave a traceback.
+# Other modules are imported lazily, because Ctrl-C during an import gives a traceback until main has set its action.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
@@ -38,11 +38,11 @@ interrupted is continued by giving the same command again.
 """,
 )
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL of sysexits.h: try again later
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL in sysexits.h: try again later
 
 
 def _folder(text: str) -> Path:
-    """A variable that a script has not set is not the folder where one stands."""
+    """Parse a folder's path; reject "", which a script's unset variable gives and Path reads as the current folder."""
     if not text:
         raise typer.BadParameter("got an empty text, but expected a folder's path; where one stands is .")
     return Path(text)
@@ -144,8 +144,11 @@ def _seconds(minutes: float | None) -> float | None:
 
 
 def _local_runs(runs: Path | None, reading: bool = False) -> Path:
-    """Runs of this machine go into a folder named after its device, which git ignores; without a checkout,
-    where one stands. To be read, the only local folder that there is will do."""
+    """Return ``runs``, or by default the runs folder of this machine, which is named after its device.
+
+    The default is in the checkout, where git ignores it, or else in the current directory. When ``reading``, a
+    single existing local folder is used whatever its device.
+    """
     if runs:
         return runs
     folder = (PROJECT or Path.cwd()) / "runs"
@@ -156,7 +159,7 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
 
 
 def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
-    """Run sweeps, and say how they ended; the exit status."""
+    """Run sweeps, print a summary, and return the exit status."""
     from stepscope.runs.store import Store
     from stepscope.runs.sweep import run_sweep
 
@@ -176,7 +179,7 @@ def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
 
 
 def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -> NoReturn:
-    """Run sweeps and render what was measured, also when something failed."""
+    """Run sweeps, render their results even if some runs failed, and exit with the sweep's status."""
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
@@ -188,7 +191,7 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
 
 
 def _program() -> str:
-    """How this program can be called from here."""
+    """Return the command that starts this program from the current directory."""
     if shutil.which("stepscope"):
         return "stepscope"
     called = Path(sys.argv[0])
@@ -293,7 +296,7 @@ def ladder(
 
 
 def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
-    """A size's or a shape's fields, by the name in records."""
+    """Return the configuration fields of a size or a shape; raise StepscopeError unless exactly one is given."""
     from stepscope.config import Dimensions, resolve_size
 
     if (size is None) == (shape is None):
@@ -381,7 +384,7 @@ def render(
 
 
 def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
-    """Render a runs folder; print the runs that were left out, and the files."""
+    """Render a runs folder; print the omitted runs and the paths of the files."""
     console.print("Rendering: reading the runs, drawing the figures.")
     from stepscope.report import machine, output, writeup
     from stepscope.report.load import read, steady
@@ -523,7 +526,7 @@ def profile(
 
     Exit status: 0 on success, 2 where the file cannot be read as a capture.
     """
-    if console.is_terminal and file.is_file():  # before what takes long is imported
+    if console.is_terminal and file.is_file():  # printed before the slow imports
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
     from stepscope.captures.lines import FORMATS, rendered
     from stepscope.captures.snapshot import is_pickle, snapshot_lines
@@ -539,7 +542,7 @@ def profile(
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
             lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
-    except OSError as error:  # of the output: what is wrong with the input is a TraceError
+    except OSError as error:  # concerns the output, because input errors are TraceErrors
         raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))
 
@@ -565,7 +568,7 @@ def doctor() -> None:
 
 
 def _nsys_words() -> str:
-    """Describe the nsys that is installed, and what to do where it is missing or incomplete."""
+    """Describe the installed nsys, or what is used instead if it is missing or incomplete."""
     from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
 
     nsys = find_nsys()
@@ -583,13 +586,11 @@ def _nsys_words() -> str:
 
 
 def main() -> None:
-    """Entry point: errors of the input, and the machine's of a file, are one line and status 2, without a
-    traceback."""
-    # Until a sweep listens for it, Ctrl-C simply ends the process: raised in the middle of an import, it may
-    # be swallowed there.
+    """Run the command line. Input and file errors print one line, without a traceback, and exit with status 2."""
+    # Until a sweep handles it, Ctrl-C simply ends the process, because imports can swallow a KeyboardInterrupt.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if sys.stdout is None:  # it was closed before the start: what is written there fails, as it should
+    if sys.stdout is None:  # stdout was closed before the start, so writing to it should fail
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
     try:
         try:
@@ -599,11 +600,11 @@ def main() -> None:
     except StepscopeError as error:
         _end_with(str(error), error.has_lines)
     except OSError as error:
-        if error.strerror is None:  # a library's
+        if error.strerror is None:  # raised by a library, not by the OS
             raise
-        if error.filename is None:  # the rest would be tried, and its failure told, again at the end
+        if error.filename is None:  # Python would flush the rest, and fail again, at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if error.errno == errno.EPIPE:  # who reads it wants no more
+        if error.errno == errno.EPIPE:  # the reader has closed the pipe
             sys.exit(EXIT_FAILED)
         _end_with(f"{error.filename or 'the output'!s:.200}: {error.strerror}")
 

@@ -1,4 +1,4 @@
-"""YAML files that people write or are sent: read as plain data (YAML 1.2), or refused in one sentence."""
+"""Read untrusted YAML 1.2 files as plain data, or reject them with a one-line error."""
 
 from pathlib import Path
 from typing import Any
@@ -9,23 +9,23 @@ from ruamel.yaml.error import YAMLError
 from stepscope import StepscopeError
 
 MAX_BYTES = 2**20
-# ruamel's constructors raise these, too: for a date that is none, a tag that is unknown, deep nesting
+# includes the errors of ruamel's constructors for invalid dates, unknown tags and deep nesting
 UNREADABLE = (OSError, YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class YamlFileError(StepscopeError, ValueError):
-    """A file that is not plain YAML; the text names the file, the place and what is wrong."""
+    """A file that isn't plain YAML; the text has the file, the problem and its position."""
 
 
 def load_yaml(path: Path) -> Any:
-    """Read the one document of a YAML file as dicts, lists, texts, numbers, dates and None.
+    """Read a YAML file with a single document as dicts, lists, strings, numbers, booleans, dates and None.
 
     Raises:
-        YamlFileError: the file cannot be read, has more than :data:`MAX_BYTES`, is not UTF-8 or not YAML, or
-            repeats a key.
+        YamlFileError: the file can't be read, is larger than :data:`MAX_BYTES`, isn't UTF-8 or YAML, or repeats
+            a key.
     """
     try:
-        if path.is_fifo():  # reading it would wait for who writes into it
+        if path.is_fifo():  # reading a FIFO would block until a writer opens it
             raise ValueError("it is no regular file")
         if path.stat().st_size > MAX_BYTES:
             raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
