@@ -25,7 +25,7 @@ UNIT = 10_000  # length of a region in ns
 
 
 def write_export(path: Path | str, **tables: Iterable[tuple]) -> None:
-    """Write an nsys export with the tables of SCHEMA and the given rows, by table name, in the schema's columns."""
+    """Write an nsys export with SCHEMA's tables and the given rows, by table name."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
         for table, rows in tables.items():
@@ -58,7 +58,7 @@ def ranges_of(ranges: int, steps: int) -> tuple[list[tuple[str, int, int, int]],
 
 
 def make_capture(path: Path | str, kernels: int, ranges: int, steps: int = 100) -> None:
-    """Write an nsys export of exactly ``kernels`` kernels, spread evenly over the steps, in about ``ranges`` ranges."""
+    """Write an nsys export of ``kernels`` kernels, spread evenly over the steps, in about ``ranges`` ranges."""
     rows, phase_ns = ranges_of(ranges, steps)
     names = ["step", "forward", "backward", "block", *REGIONS]
     launched = np.linspace(0, steps * 2 * phase_ns - 1, kernels).astype(int)

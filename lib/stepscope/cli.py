@@ -19,7 +19,7 @@ from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
-# Other modules are imported lazily, because Ctrl-C during an import gives a traceback until main has set its action.
+# Other modules are imported lazily: until main has set its action, Ctrl-C during an import gives a traceback.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
@@ -42,7 +42,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL in sysexi
 
 
 def _folder(text: str) -> Path:
-    """Parse a folder's path; reject "", which a script's unset variable gives and Path reads as the current folder."""
+    """Parse a folder's path; reject "", which Path would read as the current folder (from an unset variable)."""
     if not text:
         raise typer.BadParameter("got an empty text, but expected a folder's path; where one stands is .")
     return Path(text)
