@@ -98,6 +98,17 @@ def _cell(source: str, **metadata) -> dict:
 
 
 @pytest.fixture
+def threads_of_torch(monkeypatch):
+    """Restore torch's number of threads: a notebook gives a tiny model one thread."""
+    import torch  # imported lazily: most tests need no torch
+
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def faults(tmp_path, monkeypatch) -> Path:
     """A folder with the notebook above for every study; runs of this test execute it."""
     folder = tmp_path / "faults"

@@ -24,13 +24,7 @@ SMALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def threads(monkeypatch):
-    """A notebook gives a small model one thread."""
-    before = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
 
 def hints(notebook: str) -> list[dict]:

@@ -36,13 +36,7 @@ def config_of(shape, **fields):
     return configure("memory", device="cpu", **shape, **fields)
 
 
-@pytest.fixture(autouse=True)
-def threads(monkeypatch):
-    """As they were: a notebook gives a tiny model one."""
-    before = torch.get_num_threads()
-    monkeypatch.setenv("OMP_NUM_THREADS", str(before))
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
 
 def cells_of(config, until, wrapped=None, **replaced):

@@ -99,9 +99,8 @@ Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
-SHAPE = re.compile(
-    r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})"
-)  # how an unnamed size is written
+# An unnamed size, as it is written.
+SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")
 MAX_SHOWN = 100  # maximum length of an invalid value in an error message
 
 

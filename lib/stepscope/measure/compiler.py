@@ -1,4 +1,4 @@
-"""What torch.compile is told once: where its code is kept, and for how many shapes it may compile."""
+"""Settings of torch.compile: where it caches code, and how many shapes it may compile a function for."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,7 +9,7 @@ from stepscope.measure.timing import synchronizer
 
 
 def fresh_compiler_cache() -> AbstractContextManager:
-    """What is compiled within is compiled in full, whatever an earlier run has left."""
+    """Return a context in which everything is compiled from scratch, without an earlier run's cache."""
     from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
 
     return fresh_cache()

@@ -112,8 +112,10 @@ def capture_failure(error: BaseException | None) -> str:
 
 @contextmanager
 def capturable(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer's steps be captured: the count of its steps, which AdamW keeps on the CPU, moves to
-    the GPU. Its state is gone afterwards, so that the next step makes the plain one's anew."""
+    """Let an optimizer's steps be captured: AdamW's step count, which is on the CPU, moves to the GPU.
+
+    The optimizer's state is cleared afterwards, so that the next eager step creates its own.
+    """
     if optimizer is None:
         yield
         return

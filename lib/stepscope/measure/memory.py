@@ -13,15 +13,14 @@ GIB = 2**30
 
 
 def reset_peak_memory(device: str) -> None:
-    """From here on count a GPU's peaks of memory anew. Gives back what is kept for reuse, which would count
-    as reserved."""
+    """Reset a GPU's peak memory statistics, and free cached blocks, which would count as reserved."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def allocated_memory(device: str) -> dict[str, float]:
-    """``state_gib``, what is allocated in tensors now; empty on a CPU."""
+    """Return ``state_gib``, the memory that tensors hold now; empty on a CPU."""
     return {"state_gib": torch.cuda.memory_allocated() / GIB} if device == "cuda" else {}
 
 

@@ -1,8 +1,8 @@
 """The GPU's clock, what lowers it, energy and power, by NVML.
 
-Nothing runs beside steps that are timed: their readings are taken between them, outside the clocks. Where
-they are over too soon for the energy counter, which is brought up to date about ten times a second, the same
-step is kept up for a while, and a thread reads meanwhile.
+Nothing runs next to timed steps: we read between them, outside the timed intervals. The energy counter is
+updated about ten times a second. If the steps are too short for it, we run the same step for a while longer,
+and a thread reads meanwhile.
 """
 
 import functools

@@ -69,7 +69,7 @@ def step_times(
         readings: of each what is known of the whole: peak_gib, power_w, replayed_ms, ...
         status: of the cases that failed, as :class:`out_of_memory` notes it.
         reason: why nothing was captured.
-        device: on a GPU the whole's ``inconsistent`` says what cannot be, or does not repeat
+        device: on a GPU, the total's ``inconsistent`` names readings that are impossible or don't repeat
             (:mod:`stepscope.measure.sanity_checks`).
     """
     keys = key_columns(cases)
@@ -112,9 +112,9 @@ def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:
 
 
 def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> list[dict[str, Any]]:
-    """The times of each of a mode's phases and, last, of the whole; GPU time where there are operations."""
+    """Return a row of times per phase of a mode and, last, one for the total; GPU time if it was profiled."""
     plain = samples[~samples["warmup"].astype(bool)]
-    quickest = fastest_step(captured) if len(captured) else None
+    fastest = fastest_step(captured) if len(captured) else None
     rows = []
     for phase in [*PHASES[mode], TOTAL]:
         own = plain[plain["phase"] == phase]
@@ -123,8 +123,8 @@ def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> lis
             for name, value in location(own["wall_ms"]).items()
         } | {"steps": float(len(own))}
         gpu = dict.fromkeys(("gpu_ms", "operations"), np.nan)
-        if quickest is not None:
-            gpu = gpu_time(quickest if phase == TOTAL else quickest[quickest["phase"] == phase])
+        if fastest is not None:
+            gpu = gpu_time(fastest if phase == TOTAL else fastest[fastest["phase"] == phase])
         rows.append(
             {
                 "phase": phase,
@@ -138,7 +138,7 @@ def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> lis
 
 
 def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
-    """Of each case's quickest captured step each phase's and name's count and summed time, in
+    """Return count and GPU time by case, phase and name in each case's fastest profiled step, with the columns
     :data:`OPERATION_COLUMNS`."""
     columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
     of_cases = {name: _of_case(operations, name) for name in cases}

@@ -56,7 +56,7 @@ class Phases:
         self.host: list[float] = []  # the start, and each phase's end
 
     def start(self) -> None:
-        """Begin anew, now. Without it the first phase is the start."""
+        """Start the first interval now. Without this call it starts with the first phase."""
         self.names: list[str] = []
         self.host = [default_timer()]
         self._mark(0)
@@ -83,8 +83,7 @@ class Phases:
         self.host.append(default_timer())
 
     def ms(self) -> list[tuple[str, float, float]]:
-        """Each phase's name, time and enqueue time in ms, once the device has been waited for. The next phase
-        begins anew."""
+        """Return each phase's name, time and enqueue time in ms, and start over. The device must be idle."""
         enqueue_ms = [(end - start) * 1e3 for start, end in pairwise(self.host)]
         marks = self.events[: len(self.host)]
         self.host = []

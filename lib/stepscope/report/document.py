@@ -138,7 +138,7 @@ def table(
         raise LookupError(f"the table's column {empty[0]!r} is empty")
     shown = shown.drop(columns=empty)
     shown = printing.headed(shown.rename(columns={name: text for name, text in headings.items() if text}))
-    return printing.markdown(printing.table(shown, unit, rows))
+    return printing.markdown(shown, unit, rows)
 
 
 def _no_column(name: str, columns: Iterable[object]) -> str:

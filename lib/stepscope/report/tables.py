@@ -140,24 +140,6 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.rename(columns=heading)
 
 
-def table(
-    frame: pd.DataFrame,
-    unit: str = "",
-    rows: int = MAX_ROWS,
-    note: str = "",
-) -> pd.DataFrame:
-    """Attach print options to a copy of a frame.
-
-    Args:
-        unit: unit of numeric columns whose heading has none, such as a pivot's columns.
-        rows: maximum number of rows to print.
-        note: one line printed below the table.
-    """
-    frame = frame.copy()
-    frame.attrs = {"unit": unit, "rows": rows, "note": note}
-    return frame
-
-
 def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]], list[str]]:
     """Return headings, columns of text, and units ("text" for columns without numbers)."""
     headings, columns, units = [], [], []
@@ -190,18 +172,23 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's, too
 
 
-def markdown(frame: pd.DataFrame) -> str:
-    """Return a frame as a GitHub table. Named index levels become columns; all text is escaped."""
-    how = {"unit": "", "rows": MAX_ROWS, "note": ""} | frame.attrs
+def markdown(frame: pd.DataFrame, unit: str = "", rows: int = MAX_ROWS) -> str:
+    """Return a frame as a GitHub table. Named index levels become columns; all text is escaped.
+
+    Args:
+        unit: unit of numeric columns whose heading has none, such as a pivot's columns.
+        rows: maximum number of rows to print.
+    """
     if any(frame.index.names):
         frame = frame.reset_index()
-    more = len(frame) - how["rows"]
-    headings, columns, units = _cells(frame.head(how["rows"]), how["unit"])
+    more = len(frame) - rows
+    headings, columns, units = _cells(frame.head(rows), unit)
     left = [unit == "text" for unit in units]
     lines = [headings, [":--" if text else "--:" for text in left], *map(list, zip(*columns))]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    notes = [f"{more:,} more rows are in the runs' tables."] * (more > 0) + [how["note"]] * bool(how["note"])
-    return text + "".join(f"\n\n{note}" for note in notes)
+    if more > 0:
+        text += f"\n\n{more:,} more rows are in the runs' tables."
+    return text
 
 
 def quartiles(rows: pd.DataFrame) -> pd.Series:
@@ -223,13 +210,6 @@ def wall_cell(row: Mapping[str, Any]) -> str:
     median, low, high, least = (digits(row[f"wall_{name}ms"], "ms") for name in ("", "q1_", "q3_", "min_"))
     waits = launch_bound(*(row.get(name, math.nan) for name in ("busy", "enqueue_ms", "gpu_ms")))
     return f"{median} ({low} to {high})" + f", at best {least}" * waits
-
-
-def counted(counts: pd.Series) -> str:
-    """Format counts as "10", or "10 to 100"; "some" if none is known."""
-    known = counts.dropna()
-    ends = dict.fromkeys(digits(end, "n") for end in (known.min(), known.max())) if len(known) else ["some"]
-    return " to ".join(ends)
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:

@@ -144,8 +144,10 @@ def gpus_here() -> list[dict[str, Any]]:
     except pynvml.NVMLError:
         return []
     asked = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]
-    told = subprocess.run(asked, capture_output=True, text=True)
-    return json.loads(told.stdout.splitlines()[-1]) if told.returncode == 0 and told.stdout else []
+    listing = subprocess.run(asked, capture_output=True, text=True)
+    if listing.returncode != 0 or not listing.stdout:
+        return []
+    return json.loads(listing.stdout.splitlines()[-1])
 
 
 def print_gpus() -> None:

@@ -207,9 +207,8 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         raise unusable(run, RECORD, what) from None
     run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id
     names = {(config.study, run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
-    if (
-        len(names) > 1 or record.config.get("device") != config.device
-    ):  # 'auto' would resolve to this machine's device
+    # 'auto' would resolve to this machine's device
+    if len(names) > 1 or record.config.get("device") != config.device:
         other = f"{config.study}/{run_id} on {config.device}"
         raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
     record.config = config.model_dump(mode="json")

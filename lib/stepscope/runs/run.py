@@ -163,9 +163,8 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
 
 def _tidy(folder: Path, status: str) -> None:
     (folder / OUTCOME).unlink(missing_ok=True)
-    subprocess.run(
-        ["rm", "-rf", str(folder / TEMPORARY)], check=False
-    )  # rm also removes folders without our write bit
+    # rm also removes folders without our write bit
+    subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)
     if (notebook := folder / NOTEBOOK).is_file():
         content = json.loads(notebook.read_text(encoding="utf-8"))
         for key in ("input_path", "output_path"):
@@ -286,9 +285,8 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
         def _path(self) -> str:
             return f"{TEMPORARY}/kernel"
 
-    logging.getLogger("papermill").setLevel(
-        logging.CRITICAL
-    )  # errors in the notebook are reported as the cause
+    # errors in the notebook are reported as the cause
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)
     try:
         papermill.execute_notebook(
             notebook,

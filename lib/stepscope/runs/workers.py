@@ -31,11 +31,8 @@ from stepscope.runs.record import Record
 from stepscope.runs.run import CORES, DASKS, NOTEBOOKS, kill_run_processes, make_run
 
 RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # the Dask resource that a run on each device needs
-ANSWER_S, WORKERS_S, CLOSE_S = (
-    10,
-    60,
-    5,
-)  # limits in seconds for connecting to a scheduler, its first worker, and closing
+# Limits in seconds for connecting to a scheduler, for its first worker, and for closing.
+ANSWER_S, WORKERS_S, CLOSE_S = 10, 60, 5
 START = (
     "dask worker ADDRESS --nthreads 2 --resources GPU=2 on a machine with two GPUs"
     " (without a GPU, --nthreads 1 --resources RUNS=1)"

@@ -19,13 +19,13 @@ Optimization = Literal[
     "chunked_loss",
     "fp8",
 ]
-# In their order, each one change on the last.
+# The ladder: each optimization is applied on top of those before it.
 LADDER_OPTIMIZATIONS: tuple[Optimization, ...] = get_args(Optimization)[:9]
-# On top of the last, where they may pay: a large vocabulary, a large batch.
+# Applied to the fully optimized step; they may pay off with a large vocabulary or a large batch.
 BEYOND: tuple[Optimization, ...] = get_args(Optimization)[9:]
-FILLED = "filled"  # the last with the chunked loss, at the batch that fills the memory
-# What can be left out of the last step, in rows named "without_...": its matmuls are bf16 and its AdamW is
-# one kernel whatever came before, so the other changes are no part of it.
+FILLED = "filled"  # fully optimized, with the chunked loss, at the batch size that fills the memory
+# Optimizations that the fully optimized step can be measured without, in rows named "without_...". It doesn't
+# use the others: its matmuls are bf16 and its AdamW is one kernel.
 ABLATABLE: tuple[Optimization, ...] = (
     "sdpa",
     "compiled_blocks",
@@ -44,7 +44,7 @@ Baseline = Literal[
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
 FAIR = BASELINES[2:4]  # without a mask; the latter as one CUDA graph, as ours is
 
-# Columns of the table of steps, one row a change and batch.
+# Columns of the table of steps, which has one row per optimization and batch size.
 MEASURES = (
     "steps",
     "wall_ms",
@@ -69,27 +69,27 @@ MEASURES = (
     "memory_traffic_ms",
     "lower_bound_ms",
 )
-# and how the steps spread, who waits for whom, and how far a trained model's gradient is off
+# The spread of the steps, the time to enqueue one, and the gradient error of a trained model.
 ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
 
 
 class Config(StepConfig):
-    """One training step from the assignment's to the fastest, a change at a time, all in one process."""
+    """One training step from plain fp32 to fully optimized, one optimization at a time, in one process."""
 
     study: Literal["ladder"] = "ladder"
-    # Each change sets these for itself.
+    # Each optimization sets these for itself.
     mode: Literal["step"] = "step"
     precision: Literal["fp32"] = "fp32"
     attention: Literal["naive"] = "naive"
     compile: Literal["none"] = "none"
     optimizer: Literal["foreach"] = "foreach"
     optimizations: list[Optimization] = Field([*LADDER_OPTIMIZATIONS], min_length=1)
-    ablations: list[Optimization] = Field([])  # the last step without each of these
+    ablations: list[Optimization] = Field([])  # measure the fully optimized step without each of these
     baselines: list[Baseline] = Field([])
-    # the changes at each of these; empty: at batch_size
+    # measure at each of these; empty: at batch_size
     batch_sizes: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
-    fill_memory: bool = False  # also the last step at the batch that fills the memory
-    # of every change, and of three seeds of the first, on text; 0: none
+    fill_memory: bool = False  # also at the batch size that fills the memory
+    # on text, for every optimization and three seeds of the first; 0: none
     training_steps: int = Field(0, ge=0, le=10**6)
 
     @field_validator("ablations")
@@ -97,7 +97,7 @@ class Config(StepConfig):
     def can_be_left_out(cls, asked: list[Optimization]) -> list[Optimization]:
         if wrong := [change for change in asked if change not in ABLATABLE]:
             raise ValueError(
-                f"ablations: got {', '.join(wrong)}, but what can be left out of the last step is"
-                f" {', '.join(ABLATABLE)}; its matmuls are bf16, and its AdamW is one kernel"
+                f"ablations: got {', '.join(wrong)}, but the fully optimized step can only be measured without"
+                f" {', '.join(ABLATABLE)}"
             )
         return asked

@@ -135,7 +135,7 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
         )
     for (phase, begin, end), at in zip(recording.phases, _ends(recording), strict=True):
         first = begin.events - recording.start.events
-        told = {
+        compared = {
             "ends with {:,} bytes": (known + live[at], end.requested),
             "peaks at {:,} bytes": (known + live[first : at + 1].max(), end.peak_requested),
             "has {:,} allocations": (
@@ -143,7 +143,7 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
                 end.allocations - recording.start.allocations,
             ),
         }
-        for what, (ours, theirs) in told.items():
+        for what, (ours, theirs) in compared.items():
             if ours != theirs:
                 raise StepscopeError(
                     f"{recording.mode}, by the end of {phase}: the history"

@@ -3,12 +3,12 @@
 A policy is a list of parts: a number is a block that runs and saves what its backward needs; a list is
 a policy under a checkpoint, of which forward keeps the input only. ``[[0, 1], [2, 3]]`` are two
 checkpoints of two blocks, ``[[[0], [1]], [[2], [3]]]`` four blocks halved twice. Backward runs a checkpoint's
-parts again; the checkpoints among them are then kept and run again in their turn.
+parts again, and keeps the checkpoints among them until their turn.
 
-With one level, √N checkpoints of √N blocks keep O(√N) for one more forward pass, and halving again and again
-O(log N) for O(N log N) (Chen et al. 2016, arXiv:1604.06174). Where running again costs nothing the optimum is
-a single kept input, from which every block is reached anew: O(1) kept, O(N²) runs (the end of what Griewank &
-Walther's revolve trades, 2000, doi:10.1145/347837.347846).
+With one level, √N checkpoints of √N blocks keep O(√N) and cost one more forward pass. Recursive halving keeps
+O(log N) and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free, the optimum
+would keep only the first input and recompute every block from it: O(1) kept, O(N²) runs (the limit of Griewank
+& Walther's revolve, 2000, doi:10.1145/347837.347846).
 """
 
 from collections.abc import Callable
