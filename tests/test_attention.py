@@ -22,7 +22,7 @@ from stepscope.report.tables import number
 from stepscope.studies.attention import figures, memory, protocol
 from stepscope.studies.attention import tables as attention
 from stepscope.studies.attention.config import PASSES, QUANTITIES
-from stepscope.traces.profiled_steps import PROFILED
+from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
 SMALL = {
     "device": "cpu",
@@ -328,7 +328,7 @@ def test_a_passs_gpu_time_is_its_quickest_captured_ones(monkeypatch):
         )
     ]
     captured = SimpleNamespace(
-        operations=pd.DataFrame(rows, columns=PROFILED),
+        operations=pd.DataFrame(rows, columns=PROFILED_COLUMNS),
         reason="",
         phases=lambda case, number: lambda phase: nullcontext(),
     )

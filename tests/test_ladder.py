@@ -32,7 +32,7 @@ from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
 from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS, WITHOUT
 from stepscope.studies.ladder.loop import Case, Ladder, filling_batch
 from stepscope.studies.ladder.training import SEEDS, train
-from stepscope.traces.profiled_steps import PROFILED
+from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
 EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # what compiles nothing
 SHAPE = {
@@ -891,7 +891,7 @@ def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_r
     on_gpu, monkeypatch, step_ms, is_limited, steps
 ):
     rows = [("step", number, "total", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
-    profiled, numbers = pd.DataFrame(rows, columns=PROFILED), []
+    profiled, numbers = pd.DataFrame(rows, columns=PROFILED_COLUMNS), []
 
     def phases(case, number):
         numbers.append(number)

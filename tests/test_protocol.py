@@ -19,7 +19,7 @@ from stepscope.measure import profiler, protocol, rates
 from stepscope.measure.subject import NEGLIGIBLE_RATE
 from stepscope.studies.benchmark import tables as benchmark
 from stepscope.studies.mixed_precision import tables as mixed_precision
-from stepscope.traces.profiled_steps import PROFILED
+from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
 MODES = ("step", "forward_backward", "forward")
 CASES = [(precision, mode) for precision in ("bf16", "fp32") for mode in MODES]
@@ -94,7 +94,7 @@ class Capture:
 
     @property
     def operations(self):
-        return pd.DataFrame(self.rows, columns=PROFILED)
+        return pd.DataFrame(self.rows, columns=PROFILED_COLUMNS)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from stepscope.measure import compiler, memory_history, profiled_process, protoc
 from stepscope.model.training_step import build_step
 from stepscope.studies.attention import protocol as attention_protocol
 from stepscope.studies.ladder import loop
-from stepscope.traces.profiled_steps import PROFILED
+from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
 LAUNCH_S, CLEARING_S = 0.25, 50.0
 
@@ -275,7 +275,7 @@ def captured_on(gpu, **also):
 
 
 def test_each_step_that_counts_launches_is_alone(gpu, events, monkeypatch):
-    captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED))
+    captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED_COLUMNS))
     monkeypatch.setattr(rates, "build_step", lambda config: Step(gpu))
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
     rates.launch_rate("cuda")
@@ -303,7 +303,7 @@ def test_an_allocators_history_begins_and_ends_on_an_idle_gpu(gpu, monkeypatch):
 
 
 def test_the_ladders_profiled_steps_are_over_when_the_capture_is(gpu, monkeypatch):
-    captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED), reason="lost")
+    captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED_COLUMNS), reason="lost")
     monkeypatch.setattr(measure, "capture", lambda device: nullcontext(captured))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
     with pytest.raises(RuntimeError, match="lost"):

@@ -24,7 +24,7 @@ from stepscope.measure.power import PowerMonitor, Reading, power_w
 from stepscope.measure.timing import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.model.training_step import build_step
 from stepscope.traces.profiled_steps import (
-    PROFILED,
+    PROFILED_COLUMNS,
     CaptureError,
     by_name,
     fastest_step,
@@ -501,7 +501,7 @@ def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
         for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))
     ]
     rows.append((3, "forward", "gemm", "other", 0, 1))  # the profiler lost the rest of this one
-    own = fastest_step(pd.DataFrame(rows, columns=PROFILED[1:]))
+    own = fastest_step(pd.DataFrame(rows, columns=PROFILED_COLUMNS[1:]))
     assert gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
     named = by_name(own).set_index("name")
     assert named["count"].to_dict() == {"gemm": 1, "add": 2}
@@ -530,7 +530,7 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
         for at in range(count)
     ]  # of the first some are lost
     captured = SimpleNamespace(
-        operations=pd.DataFrame(launches, columns=PROFILED), phases=lambda case, number: None
+        operations=pd.DataFrame(launches, columns=PROFILED_COLUMNS), phases=lambda case, number: None
     )
     ran, asked = [], []
     monkeypatch.setattr(

@@ -36,7 +36,7 @@ from stepscope.model.training_step import Step, build_step, prepare, release
 
 WARM_MS, MOST_WARM = 300, 10  # of short steps, so many ms after the first, and so many at most
 PLAIN_STEPS_MS, PLAIN_STEPS = 1500, 10  # at least: ten of forward, of other modes as many as last so long
-PROFILED, LONG_MS = 3, 500  # captured steps beside the named one; two of long ones
+PROFILED_STEPS, LONG_MS = 3, 500  # steps besides the one with module ranges; two if they are long
 
 Ranged = Callable[[Step, Annotation | None, Callable[[], None]], None]
 
@@ -138,7 +138,7 @@ def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
     inside: list[str] = []
 
     def time_captured(mode: ProfiledMode) -> None:
-        steps = PROFILED if mode.plain_ms[-1] < LONG_MS else PROFILED - 1
+        steps = PROFILED_STEPS if mode.plain_ms[-1] < LONG_MS else PROFILED_STEPS - 1
         for number in range(steps + 1):
             inside.append(mode.step.mode)
             mode.captured_ms.append(mode.captured(named=number == 0))

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 from stepscope.measure.oom import error_text
 from stepscope.traces.attribution import ConservationError, TraceError
-from stepscope.traces.profiled_steps import PROFILED, RANGE, CaptureError, profiled_operations
+from stepscope.traces.profiled_steps import PROFILED_COLUMNS, RANGE, CaptureError, profiled_operations
 
 
 @contextmanager
@@ -83,7 +83,7 @@ class capture:
             found = read(self.profiler)
         except (CaptureError, ConservationError, TraceError, OSError) as error:
             self.reason = str(error)
-            return pd.DataFrame(columns=PROFILED)
+            return pd.DataFrame(columns=PROFILED_COLUMNS)
         finally:
             self.profiler = None  # and with it its memory
         return found.assign(case=found["case"].map(dict(enumerate(self.cases))))

@@ -41,7 +41,7 @@ from stepscope.measure.times import key_columns, operations_by_name, step_times
 from stepscope.measure.timing import SAMPLE_COLUMNS, run_for, synchronizer, time_steps, wall_times_ms
 from stepscope.model.flops import formula_mismatch
 from stepscope.model.training_step import grad_scaler, release
-from stepscope.traces.profiled_steps import PROFILED
+from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
 Case = Any  # a mode, or a pair such as (precision, mode)
 Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
@@ -179,7 +179,7 @@ class Protocol:
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
     compile_s: dict[Case, float] = field(default_factory=dict)
     completed: dict[Case, int] = field(default_factory=dict)  # profiled steps that ended
-    profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=PROFILED))
+    profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=PROFILED_COLUMNS))
     profiler_error: str = ""
     ceilings: dict[str, float] = field(default_factory=dict)
 

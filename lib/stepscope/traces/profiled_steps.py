@@ -15,7 +15,7 @@ from stepscope.traces.attribution import join_launches, open_range
 from stepscope.traces.torch_trace import records_of_own_trace
 
 RANGE = "stepscope"
-PROFILED = ["case", "number", "phase", "name", "kernel_category", "start_ns", "end_ns"]
+PROFILED_COLUMNS = ["case", "number", "phase", "name", "kernel_category", "start_ns", "end_ns"]
 
 
 class CaptureError(StepscopeError, RuntimeError):

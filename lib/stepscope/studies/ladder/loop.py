@@ -349,9 +349,8 @@ class Ladder:
         rates = [group["lr"] for group in subject.optimizer.param_groups]
         if is_launched(subject) and not all(isinstance(rate, Tensor) for rate in rates):
             raise RuntimeError("a CUDA graph needs a learning rate that is a tensor: lr=torch.tensor(...)")
-        with measure.negligible_learning_rate(
-            subject.optimizer
-        ):  # the launch may have made another optimizer
+        # the launch may have made another optimizer
+        with measure.negligible_learning_rate(subject.optimizer):
             self.learning_rate = measure.learning_rate(subject.optimizer)
             yield
 

@@ -31,11 +31,8 @@ class Config(StepConfig):
 
     @classmethod
     def notebook_for(cls, fields: Mapping[str, Any]) -> str:
-        return (
-            "checkpointing"
-            if fields.get("blocks_per_checkpoint") or fields.get("nested_blocks")
-            else "memory"
-        )
+        has_checkpoints = fields.get("blocks_per_checkpoint") or fields.get("nested_blocks")
+        return "checkpointing" if has_checkpoints else "memory"
 
     @model_validator(mode="after")
     def one_kind(self) -> "Config":

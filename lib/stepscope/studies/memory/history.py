@@ -80,7 +80,7 @@ def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
 
 def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     """Name autocast's copies of weights."""
-    resolve_size = {
+    weight_copy_bytes = {
         "attention.qkv": 2 * config.d_model**2,
         "attention.output": 2 * config.d_model**2,
         "ffn": 2 * config.d_model * config.d_ff,
@@ -93,7 +93,7 @@ def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
         if mode == "forward"
         else table["kind"] == "saved for backward"
     )
-    cached = forward & (table["size"] == table["region"].map(resolve_size)) & lasting
+    cached = forward & (table["size"] == table["region"].map(weight_copy_bytes)) & lasting
     table.loc[cached, "kind"] = "autocast weight cache"
 
 
