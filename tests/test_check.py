@@ -32,7 +32,7 @@ def test_changed_number_is_named_with_its_line(out, page):
     path.write_text(path.read_text().replace("58.9", "59.9"))
     line = TEXTS[page][: TEXTS[page].index("58.9")].count("\n") + 1
     [found] = differences(Report(TEXTS), out)
-    assert found.startswith(f"{page}, line {line}: is ") and "59.9" in found and "58.9" in found
+    assert found.startswith(f"{page}, line {line}: got ") and "59.9" in found and "58.9" in found
 
 
 def test_missing_page_and_page_that_is_no_text_are_named(out):
@@ -47,16 +47,16 @@ def test_figure_is_compared_by_what_it_shows(out):
     picture.write_text(TEXTS["figures/busy.svg"].replace("4.00", "4.01"))
     assert differences(Report(TEXTS), out) == []
     picture.write_text(TEXTS["figures/busy.svg"].replace("58.9", "59.9"))
-    assert differences(Report(TEXTS), out) == ["figures/busy.svg: shows something else than the records say"]
+    assert differences(Report(TEXTS), out) == ["figures/busy.svg: shows other data than the records"]
 
 
 def test_figure_that_no_page_shows_is_named(out):
     texts = {name: text for name, text in TEXTS.items() if name != "figures/busy.svg"}
-    assert differences(Report(texts), out) == ["figures/busy.svg: is in no page"]
+    assert differences(Report(texts), out) == ["figures/busy.svg: not used by any page"]
 
 
 def test_run_that_cannot_be_used_is_named(out):
-    assert differences(Report(TEXTS, ["a/b: no record"]), out) == ["left out: a/b: no record"]
+    assert differences(Report(TEXTS, ["a/b: no record"]), out) == ["omitted: a/b: no record"]
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,15 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["sweep", "nothing"], "nothing: is no file, and none of the sweeps that ship"),
+        (["sweep", "nothing"], "nothing: expected a sweep file or the name of a built-in sweep"),
         (["sweep", "reference"], "needs a CUDA GPU"),
         (["sweep", "cpu", "--time-budget", "-1"], "--time-budget"),
         (["sweep", "cpu", "--timeout", "1 day"], "--timeout"),
         (["sweep", "cpu", "--timeout", "0"], "--timeout"),
         (["sweep", "cpu", "--scheduler", "tcp://127.0.0.1:1"], "nothing answers"),
         (["sweep", "cpu", "--scheduler", "not an address"], "expected an address"),
-        (["ladder"], "give a size, such as small, or --shape"),
-        (["ladder", "small", "--shape", "8/8/1/1"], "one of them, not both"),
+        (["ladder"], "got neither, but expected either a size"),
+        (["ladder", "small", "--shape", "8/8/1/1"], "got both, but expected either a size"),
         (["ladder", "--shape", "8/8/1/\u0662"], "expected four numbers"),
         (["ladder", "--shape", "9" * 5000 + "/8/1/1"], "expected four numbers"),
         (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
@@ -64,7 +64,7 @@ def run(monkeypatch, capsys):
             ["sweep", "/proc/self/mem"],
             "/proc/self/mem: Input/output error, expected plain YAML",
         ),  # read by nobody
-        (["check", "--runs", ".", "--out", ""], "got an empty text"),
+        (["check", "--runs", ".", "--out", ""], "got an empty string"),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, arguments, words):
@@ -92,7 +92,7 @@ def test_a_name_that_is_none_is_refused_with_the_nearest_that_is_one(run, argume
     assert code == 2 and wrong in err and nearest in err and not out
 
 
-@pytest.mark.parametrize("folder, words", [("", "got an empty text"), ("a" * 300, "File name too long")])
+@pytest.mark.parametrize("folder, words", [("", "got an empty string"), ("a" * 300, "File name too long")])
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"], ["list"], ["render"]])
 def test_a_folder_that_cannot_be_is_refused_before_anything_runs(
     run, monkeypatch, tmp_path, command, folder, words
@@ -106,8 +106,8 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     "closed, code, words",
     [
-        (">/dev/full", 2, "error: the output: No space left on device\n"),
-        (">&-", 2, "error: the output: Bad file descriptor\n"),
+        (">/dev/full", 2, "error: output: No space left on device\n"),
+        (">&-", 2, "error: output: Bad file descriptor\n"),
         ("| true", 1, ""),
     ],
 )
@@ -170,7 +170,7 @@ def test_sweep_says_what_happened_and_list_what_there_is(run, write_sweep, fault
         tmp_path / "runs",
     )
     code, out, err = run("sweep", path, "--runs", runs, "--time-budget", 0)
-    assert code == 75 and "stopped by the time budget; 2 left" in err and not out
+    assert code == 75 and "stopped by the time budget; runs left: 2" in err and not out
     code, out, err = run("sweep", path, "--runs", runs)
     assert code == 1 and "1 done, 0 out of memory, 1 failed" in err and "ValueError: as asked" in err
     code, out, _ = run("list", "--runs", runs)
@@ -248,7 +248,7 @@ def test_how_a_sweep_ended_is_its_exit_status_and_its_counts(
         )
         in err
     )
-    assert (f"{left} left, beginning with {tiny(seed=7).label}." in err) == (left > 0)
+    assert (f"runs left: {left}, beginning with {tiny(seed=7).label}." in err) == (left > 0)
 
 
 def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_path, tiny):
@@ -283,7 +283,7 @@ def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_pat
         ["ok", "9", "c", ""],
     ]
     assert (
-        "2 different notebooks (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
+        "2 notebook versions (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
     )  # what failed measured nothing
 
 
@@ -313,7 +313,7 @@ def test_study_sweep_is_its_part_of_the_cpu_sweep_without_a_gpu(run, monkeypatch
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
     code, _, err = run("sweep", study, "--runs", tmp_path)
     (sources,) = asked
-    assert code == 0 and err.count("\n") == 1 and f"{study}: no CUDA GPU here" in err
+    assert code == 0 and err.count("\n") == 1 and f"{study}: this machine has no CUDA GPU" in err
     plan = load_sweeps(sources, "cpu")
     everything = load_sweeps(find_sweeps("cpu"), "cpu")
     assert plan.configs == [config for config in everything.configs if config.study == study]

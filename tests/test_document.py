@@ -151,7 +151,7 @@ def test_filter_prints_a_number_with_its_unit(rendered, expression, text):
     [
         ("times.wall_ms|ms", "LookupError: 3 numbers where one is printed"),
         ("(0.5 - 0.6)|percent", "ValueError: -10% in a sentence, but expected at least 0"),
-        ('row(times, size="large").busy|percent', "LookupError: there is no number"),
+        ('row(times, size="large").busy|percent', "LookupError: no number"),
         ('row(times, size="large").bussy|percent', "LookupError: no column 'bussy'; there is busy"),
         ("times.wal_ms|ms", "LookupError: no column 'wal_ms'; there is wall_ms"),
         ("timez.wall_ms|ms", "UndefinedError: 'timez' is undefined"),

@@ -50,7 +50,7 @@ def send(started, number, group):
 def quiet(started):
     """Whether a sweep's end left no word of Python's or multiprocessing's own, nor spoke of what it ended itself."""
     said = started.said.read_text()
-    return not re.search("Traceback|Error|Warning|once more", said), said
+    return not re.search("Traceback|Error|Warning|running it again", said), said
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(
         assert first.all_ended()  # workers end with the sweep, and runs with their workers
     else:
         assert quiet(first)[0], quiet(first)[1]
-        assert f"stopped by {number.name}; 1 left" in first.said.read_text() and first.all_ended(5)
+        assert f"stopped by {number.name}; runs left: 1" in first.said.read_text() and first.all_ended(5)
         assert not store.partial.exists()
     assert ended(child)
     assert not [one for one in temporary.iterdir() if not one.name.startswith("pymp")]
@@ -122,8 +122,8 @@ def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_
     send(first, number, group=True)
     assert first.process.wait(60) == 75 and first.all_ended(5)
     said = first.said.read_text()
-    assert said.count("once more") == 1 and "Traceback" not in said and "failed:" not in said
-    assert "0 failed" in said and f"stopped by {number.name}; 1 left" in said
+    assert said.count("running it again") == 1 and "Traceback" not in said and "failed:" not in said
+    assert "0 failed" in said and f"stopped by {number.name}; runs left: 1" in said
     assert store.records() == ([], []) and not store.partial.exists()
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0

@@ -93,7 +93,7 @@ def test_record_whose_configuration_was_altered_is_refused(tmp_path):
     document["config"]["optimizations"] = document["config"]["optimizations"][:-1]
     path.write_text(json.dumps(document))
     _, errors = Store(tmp_path / "runs").records()
-    assert len(errors) == 1 and "is the record of" in str(errors[0])
+    assert len(errors) == 1 and "has the record of another run" in str(errors[0])
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,6 @@ def test_sweep_into_folder_of_schema_3_stops_and_replaces_nothing(tmp_path):
     shutil.copytree(CPU, runs)
     before = digest(runs)
     grid = {"study": "attention", "fixed": {"d_model": 16, "device": "cpu", "context_lengths": [8]}}
-    with pytest.raises(SweepError, match="schema 3.*give another --runs folder"):
+    with pytest.raises(SweepError, match="schema 3.*choose another --runs folder"):
         run_sweep([grid], Store(runs), SweepOptions(), Console(file=io.StringIO()))
     assert digest(runs) == before

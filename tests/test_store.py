@@ -71,10 +71,13 @@ def test_a_folder_that_cannot_be_read_is_named(tiny, barred):
             lambda place: (place / "times.parquet").write_bytes(b"another"),
             "times.parquet: differs from the file",
         ),
-        (lambda place: (place / "times.parquet").unlink(), "times.parquet: the record names this file"),
+        (
+            lambda place: (place / "times.parquet").unlink(),
+            "times.parquet: missing, but the record lists this file",
+        ),
         (lambda place: (place / "notebook.ipynb").write_text("x"), "notebook.ipynb: differs"),
-        (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: the record names"),
-        (lambda place: (place / "record.json").unlink(), "record.json: no record in this run folder"),
+        (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: missing, but the record"),
+        (lambda place: (place / "record.json").unlink(), "record.json: this run folder has no record"),
         (lambda place: (place / "record.json").write_text("{"), "record.json: not a valid record"),
         (
             lambda place: (
@@ -83,7 +86,10 @@ def test_a_folder_that_cannot_be_read_is_named(tiny, barred):
             ),
             "record.json: cannot be read",
         ),
-        (lambda place: place.rename(place.with_name("other")), "is the record of benchmark/nano"),
+        (
+            lambda place: place.rename(place.with_name("other")),
+            "has the record of another run, benchmark/nano",
+        ),
     ],
 )
 def test_what_was_altered_is_named(store, tiny, alter, words):
@@ -122,11 +128,20 @@ def test_one_sweep_writes_at_a_time_and_the_lock_ends_with_its_holder(store):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda root: (root / "benchmark").write_text(""), "benchmark: is no folder"),
-        (lambda root: (root / ".partial").write_text(""), ".partial: is no folder"),
-        (lambda root: (root / "benchmark").symlink_to("/tmp"), "benchmark: is a link"),
-        (lambda root: (root / ".partial").symlink_to("/tmp"), ".partial: is a link"),
-        (lambda root: (root / ".lock").symlink_to("/tmp/nowhere"), ".lock: is a link"),
+        (lambda root: (root / "benchmark").write_text(""), "benchmark: expected a folder, but it is a file"),
+        (lambda root: (root / ".partial").write_text(""), ".partial: expected a folder, but it is a file"),
+        (
+            lambda root: (root / "benchmark").symlink_to("/tmp"),
+            "benchmark: expected a folder, but it is a link",
+        ),
+        (
+            lambda root: (root / ".partial").symlink_to("/tmp"),
+            ".partial: expected a folder, but it is a link",
+        ),
+        (
+            lambda root: (root / ".lock").symlink_to("/tmp/nowhere"),
+            ".lock: expected a folder, but it is a link",
+        ),
     ],
 )
 def test_a_folder_with_something_else_in_a_runs_place_is_refused(store, make, words):

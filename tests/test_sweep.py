@@ -114,7 +114,7 @@ def test_a_notebook_names_no_place_of_this_machine(sweep, store, tiny, tmp_path)
 
 def test_a_run_is_killed_at_its_limit(sweep, store, faults):
     end = sweep([HANGS], SweepOptions(timeout_s=0.5))  # wherever it is by then
-    assert end.counts == {"failed": 1} and "no end after 0.5 s" in by_seed(store)[HANGS].cause
+    assert end.counts == {"failed": 1} and "exceeded the time limit of 0.5 s" in by_seed(store)[HANGS].cause
 
 
 def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
@@ -142,10 +142,10 @@ def test_what_is_ended_lies_within_the_folder(tmp_path):
 def test_a_worker_that_dies_hands_its_runs_over_once(sweep, store, faults):
     end = sweep([KILLS_WORKER, 0])
     assert end.counts == {"ok": 1, "failed": 1}
-    assert "the worker that ran it died" in by_seed(store)[KILLS_WORKER].cause
+    assert "its worker died" in by_seed(store)[KILLS_WORKER].cause
     began = [line.split()[0] for line in (faults / "began").read_text().splitlines()]
     assert began == [str(KILLS_WORKER)] * 2 + ["0"]
-    assert "once more" in sweep.said
+    assert "running it again" in sweep.said
     assert ended(int((faults / "child").read_text()))
 
 
@@ -263,7 +263,7 @@ def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
         under_way._collect(given, record_of(config, machine={"device_name": name}))
 
     take(configs[0], "H200")
-    with pytest.raises(WorkersError, match="ran on 'another', and the other runs here on 'H200'"):
+    with pytest.raises(WorkersError, match="ran on 'another', but the folder's other runs ran on 'H200'"):
         take(configs[1], "another")
     assert by_seed(store).keys() == {0}
 
@@ -348,7 +348,7 @@ def test_only_what_this_notebook_has_measured_is_done(store, tiny):
     for config, (status, source) in zip(configs, ends):
         put(store, config, status=status, software={"notebook_source": source} if source else {})
     found, plan = [], SweepPlan(configs, [tiny(seed=90)])
-    with pytest.raises(SweepError, match="another version of its notebook measured .*--replace"):
+    with pytest.raises(SweepError, match="another version of the notebook measured .*--replace"):
         sweeping._what_is_left(plan, store, Console(quiet=True), {"benchmark": "now"}, replace=False)
     said = said_by(
         lambda console: found.append(
@@ -358,7 +358,7 @@ def test_only_what_this_notebook_has_measured_is_done(store, tiny):
     (end,) = found
     assert end.counts == {"ok": 2, "oom": 1} and [config.seed for config in end.left] == [2, 3, 4, 6]
     assert (
-        "2 of them were measured by another version" in said
+        "another version of the notebook measured 2 of them" in said
         and f"GPU's memory: {tiny(seed=90).label}" in said
     )
 
@@ -395,7 +395,7 @@ def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, mon
     assert [line.partition("): ")[2] for line in lines] == [
         "done (about 40 min left)",
         "quick; inconsistent: it swings (about 15 min left)",
-        "does not fit: out of memory (about 7 min left)",
+        "out of memory (about 7 min left)",
         "failed: it fell (about 2 min left)",
     ]
     assert [re.search(r"\(([^()]*)\): ", line)[1] for line in lines[:2]] == ["31 s", "7 s"]
@@ -425,7 +425,7 @@ def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
         ([("", "ValueError"), ("show", "OutOfMemoryError")], ("failed", "ValueError: 0")),
         (
             [("show", "OutOfMemoryError"), ("show", "ValueError")],
-            ("ok", "a cell that only shows failed: OutOfMemoryError: 0"),
+            ("ok", "a cell that only displays results failed: OutOfMemoryError: 0"),
         ),
     ],
 )
@@ -451,7 +451,7 @@ def test_of_a_notebooks_errors_the_first_that_costs_something_counts(tmp_path, e
 def test_run_ends_at_its_time_limit_or_when_it_is_abandoned():
     process = subprocess.Popen(["sleep", "60"])
     try:
-        assert running._wait(process, 0.2, lambda: False).startswith("no end after 0.2 s")
+        assert running._wait(process, 0.2, lambda: False).startswith("exceeded the time limit of 0.2 s")
         with pytest.raises(Abandoned):
             running._wait(process, None, lambda: True)
     finally:

@@ -208,7 +208,7 @@ def test_what_cannot_be_used_is_quoted_and_not_rendered(runs):
     assert len(report.errors) == 2 + len(changes)
     assert all("\n" not in error for error in report.errors)
     assert not rendered_markup(report)
-    assert "## Left out" in report.texts["evidence/runs.md"]
+    assert "## Omitted" in report.texts["evidence/runs.md"]
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -267,7 +267,7 @@ def test_schema_refuses_what_cannot_be_measured_and_repeated_keys(other):
     [
         (lambda times: times.assign(wall_ms="x"), "column 'wall_ms': coerce_dtype('float64') fails for 'x'"),
         (lambda times: times.drop(columns="wall_min_ms"), "column 'wall_min_ms' is missing"),
-        (lambda times: pd.concat([times, times]), "its key is not unique"),
+        (lambda times: pd.concat([times, times]), "several rows have the same key"),
     ],
 )
 def test_wrong_table_is_named_with_what_is_wrong(runs, change, words):

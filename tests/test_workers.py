@@ -134,7 +134,7 @@ def test_a_worker_that_dies_hands_its_run_to_another(cluster, sweep, store, faul
     workers.append(there.worker())
     os.killpg(workers[0].pid, signal.SIGKILL)  # with its nanny: it does not come back
     assert first.process.wait(120) == 0 and seeds(store) == {HANGS, RAISES}
-    assert first.said.read_text().count("once more") == 1
+    assert first.said.read_text().count("running it again") == 1
     assert ended(int((faults / "child").read_text()))
 
 

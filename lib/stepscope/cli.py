@@ -1,4 +1,4 @@
-"""The command line: a thin layer over the functions a notebook would call."""
+"""The command line, a thin layer over functions that a notebook can call, too."""
 
 import errno
 import math
@@ -30,11 +30,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     help="""
-Measure where a Transformer's training step spends its time and memory, and render what was measured.
+Measure where a Transformer's training step spends its time and memory, and write a report.
 
-[bold]report[/] measures this machine and renders its report. [bold]sweep[/] runs what a sweep file asks
-for, one notebook execution a run, into a runs folder; [bold]render[/] makes the report of one. What was
-interrupted is continued by giving the same command again.
+[bold]report[/] measures this machine and writes its report. [bold]sweep[/] measures the configurations of a
+sweep file, each by executing a notebook, and saves them in a runs folder. [bold]render[/] writes the report of
+a runs folder. To resume an interrupted command, give it again.
 """,
 )
 console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -44,7 +44,9 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL in sysexi
 def _folder(text: str) -> Path:
     """Parse a folder's path; reject "", which Path would read as the current folder (from an unset variable)."""
     if not text:
-        raise typer.BadParameter("got an empty text, but expected a folder's path; where one stands is .")
+        raise typer.BadParameter(
+            "got an empty string, but expected the path of a folder (. is the current folder)"
+        )
     return Path(text)
 
 
@@ -54,19 +56,19 @@ RunsOption = Annotated[
         "--runs",
         parser=_folder,
         metavar="PATH",
-        help="Runs folder.",
+        help="Folder of runs.",
         show_default="runs/local-<this machine's device>",
     ),
 ]
 OutOption = Annotated[
     Path | None,
     typer.Option(
-        "--out", parser=_folder, metavar="PATH", help="Where the report is.", show_default="the runs folder"
+        "--out", parser=_folder, metavar="PATH", help="Folder for the report.", show_default="the runs folder"
     ),
 ]
 ReplaceOption = Annotated[
     bool,
-    typer.Option("--replace", help="Measure again, in place, what another version of a notebook measured."),
+    typer.Option("--replace", help="Measure runs of other notebook versions again, and replace them."),
 ]
 BudgetOption = Annotated[
     float | None,
@@ -74,7 +76,7 @@ BudgetOption = Annotated[
         "--time-budget",
         min=0,
         metavar="MINUTES",
-        help="Start no run after this time, and say what is left.",
+        help="Start no more runs after this time, and report how many are left.",
     ),
 ]
 WorkersOption = Annotated[
@@ -83,7 +85,7 @@ WorkersOption = Annotated[
         "--workers",
         min=1,
         metavar="N",
-        help="So many GPUs; without a GPU, so many runs side by side.",
+        help="Number of GPUs to use; without a GPU, number of parallel runs.",
         show_default="all GPUs, or 1",
     ),
 ]
@@ -92,7 +94,7 @@ SchedulerOption = Annotated[
     typer.Option(
         "--scheduler",
         metavar="tcp://HOST:PORT",
-        help="Give runs to the workers of this Dask scheduler instead.",
+        help="Run on the workers of this Dask scheduler instead of this machine.",
     ),
 ]
 TimeoutOption = Annotated[
@@ -101,7 +103,7 @@ TimeoutOption = Annotated[
         "--timeout",
         min=0.1,
         metavar="MINUTES",
-        help="Kill a run's processes after this time; it has then failed.",
+        help="Time limit of a run; a run that exceeds it is killed and counts as failed.",
     ),
 ]
 EditionOption = Annotated[
@@ -109,22 +111,24 @@ EditionOption = Annotated[
     typer.Option(
         "--edition",
         metavar="2025|2026",
-        help="Whose names of sizes: xl is another model in each.",
+        help="Edition of the assignment whose sizes the names refer to; xl differs.",
         show_default="2025",
     ),
 ]
 ShapeOption = Annotated[
     str | None,
     typer.Option(
-        "--shape", metavar="D_MODEL/D_FF/LAYERS/HEADS", help="A shape of your own, in place of a size."
+        "--shape",
+        metavar="D_MODEL/D_FF/LAYERS/HEADS",
+        help="The model's dimensions, instead of a named size.",
     ),
 ]
 BatchOption = Annotated[int, typer.Option("--batch", help="Batch size.")]
-VocabOption = Annotated[int, typer.Option("--vocab", help="Tokens of the vocabulary.")]
+VocabOption = Annotated[int, typer.Option("--vocab", help="Vocabulary size.")]
 
 
-def _say_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(f"stepscope {__version__}")
         raise typer.Exit
 
@@ -133,7 +137,7 @@ def _say_version(asked: bool) -> None:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
     pass
@@ -167,12 +171,12 @@ def _sweep(sources: list[Any], runs: Path, options: "SweepOptions") -> int:
     counts = end.counts
     console.print(
         f"{counts['ok']} done, {counts['oom']} out of memory, {counts['failed']} failed;"
-        f" records are in {runs}"
+        f" the records are in {runs}"
     )
     if end.left:
         console.print(
-            f"stopped by {end.stopped_by}; {len(end.left)} left, beginning with"
-            f" {end.left[0].label}. Go on by giving the same command again"
+            f"stopped by {end.stopped_by}; runs left: {len(end.left)}, beginning with"
+            f" {end.left[0].label}. To resume, give the same command again"
         )
         return EXIT_LEFT
     return EXIT_FAILED if counts["failed"] else 0
@@ -183,10 +187,10 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     status = _sweep(sources, runs, options)
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
-        console.print(f"open {runs / 'report.html'} in a browser: one file, which can be copied anywhere")
-        own = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
-        command = f"ladder {own} --runs runs/local-mine" if gpus_here() else f"fit {own} --memory 80"
-        console.print(f"your own model: {_program()} {command}")
+        console.print(f"open {runs / 'report.html'} in a browser; this one file is the complete report")
+        shape = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
+        command = f"ladder {shape} --runs runs/local-mine" if gpus_here() else f"fit {shape} --memory 80"
+        console.print(f"to use your own model's dimensions: {_program()} {command}")
     raise typer.Exit(status)
 
 
@@ -203,7 +207,7 @@ def sweep(
     sweeps: Annotated[
         list[str],
         typer.Argument(
-            help="Sweep files (YAML), or what ships: reference, tour or 2026 on a GPU, cpu without one, or a"
+            help="Sweep files (YAML), or built-in sweeps: reference, tour or 2026 on a GPU, cpu without one, or a"
             " study's name (tiny models if there is no GPU)."
         ),
     ],
@@ -218,15 +222,15 @@ def sweep(
         typer.Option(
             exists=True,
             file_okay=False,
-            help="Run this folder's notebooks, such as your copies in lab.",
+            help="Folder of notebooks to execute, such as your copies in lab.",
             show_default="the package's",
         ),
     ] = None,
 ) -> None:
-    """Run sweeps: all that is asked for and has no valid record yet.
+    """Measure the configurations of sweeps that have no valid record yet.
 
-    Exit status: 0 all done (out of memory is a result), 1 some run failed, 2 bad input, 75 stopped with runs
-    left.
+    Exit status: 0 if all runs are done (out of memory is a result), 1 if a run failed, 2 for invalid input, 75
+    if the sweep stopped with runs left.
     """
     from stepscope.config import studies
     from stepscope.runs.sweep import SweepOptions
@@ -237,7 +241,7 @@ def sweep(
     for name in sweeps:
         files = find_sweeps(name, device)
         if device == "cpu" and name in studies():
-            console.print(f"{name}: no CUDA GPU here, so this runs the study's tiny models on the CPU")
+            console.print(f"{name}: this machine has no CUDA GPU, so the study runs tiny models on the CPU")
         else:
             for path in files:
                 console.print(f"{path.name}: {sweep_description(path) or 'no time estimate available'}")
@@ -254,57 +258,63 @@ def report(
     timeout: TimeoutOption = None,
     replace: ReplaceOption = False,
 ) -> None:
-    """Measure this machine and render its report: on a GPU a tour of all studies, on a CPU tiny models.
+    """Measure this machine and write its report: a tour of all studies on a GPU, tiny models on a CPU.
 
-    What a run found is printed when it is done. The same as sweep tour (or sweep cpu) and render.
+    Each run's finding is printed when the run is done. This is the same as sweep tour (or sweep cpu) and render.
     """
     from stepscope.runs.sweep import SweepOptions
     from stepscope.runs.sweep_file import find_sweeps, sweep_description
 
-    console.print("Looking at this machine.")
+    console.print("Checking this machine.")
     if gpus_here():
         paths = find_sweeps("tour")
         console.print(sweep_description(paths[0]) or "no time estimate available")
     else:
         paths = find_sweeps("cpu", "cpu")
-        console.print("There is no CUDA GPU here, so every study runs tiny models on the CPU.")
+        console.print("This machine has no CUDA GPU, so every study runs tiny models on the CPU.")
     options = SweepOptions(workers, None, _seconds(timeout), _seconds(time_budget), replace=replace)
     _sweep_and_render(paths, _local_runs(runs), options)
 
 
 @app.command()
 def ladder(
-    size: Annotated[str | None, typer.Argument(help="A named size; or give --shape.")] = None,
+    size: Annotated[str | None, typer.Argument(help="A named size, unless you give --shape.")] = None,
     edition: EditionOption = None,
     shape: ShapeOption = None,
     context: Annotated[
         list[int] | None,
-        typer.Option(help="Context length; may be given more than once.", show_default="512, or 64 on a CPU"),
+        typer.Option(
+            help="Context length in tokens; repeat the option for several.",
+            show_default="512, or 64 on a CPU",
+        ),
     ] = None,
     batch: BatchOption = 4,
     vocab: VocabOption = 10_000,
     runs: RunsOption = None,
     time_budget: BudgetOption = None,
 ) -> None:
-    """How fast a model's step can be made here, one change at a time: a sweep of the ladder, then the report."""
+    """Optimize a training step one change at a time, measure each change, and write a report."""
     from stepscope.runs.sweep import SweepOptions
 
     contexts = context or [512 if gpus_here() else 64]
-    fixed = _shape_asked(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
+    fixed = _requested_shape(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
     block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
     _sweep_and_render([block], _local_runs(runs), SweepOptions(time_budget_s=_seconds(time_budget)))
 
 
-def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
+def _requested_shape(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
     """Return the configuration fields of a size or a shape; raise StepscopeError unless exactly one is given."""
     from stepscope.config import Dimensions, resolve_size
 
     if (size is None) == (shape is None):
-        raise StepscopeError("size: give a size, such as small, or --shape; one of them, not both")
+        count = "neither" if shape is None else "both"
+        raise StepscopeError(f"size: got {count}, but expected either a size, such as small, or --shape")
     if shape is None:
         return {"size": resolve_size(str(size), edition)}
     if edition is not None:
-        raise StepscopeError(f"--edition: got {edition}, but no size whose name it would tell")
+        raise StepscopeError(
+            f"--edition: got {edition}, but it only applies to a named size, and --shape was given"
+        )
     if not re.fullmatch(r"[0-9]{1,7}(/[0-9]{1,7}){3}", shape):
         raise StepscopeError(f"--shape: got {shape!r:.80}, but expected four numbers such as 768/3072/12/12")
     return dict(zip(Dimensions._fields, map(int, shape.split("/")), strict=True))
@@ -314,10 +324,10 @@ def _shape_asked(size: str | None, edition: int | None, shape: str | None) -> di
 def list_runs(
     runs: RunsOption = None,
 ) -> None:
-    """List the runs of a folder with how they ended, and name the records that cannot be used.
+    """List a folder's runs with their status, and report invalid records.
 
-    Where the output is not a terminal, it is a line of names and then a line for each run, with tabs between
-    the columns. Exit status 1 where something cannot be used.
+    If the output isn't a terminal, it has tab-separated columns and a header line. Exit status: 1 if a record is
+    invalid.
     """
     from stepscope.runs.record import inconsistency_warnings, mixed_notebook_warnings
     from stepscope.runs.store import Store
@@ -338,8 +348,8 @@ def list_runs(
             print(*row, sep="\t")
     for error in errors:
         console.print(f"{folder}/{error}")
-    for words in mixed_notebook_warnings(records) + inconsistency_warnings(records):
-        console.print(f"{folder}: {words}")
+    for warning in mixed_notebook_warnings(records) + inconsistency_warnings(records):
+        console.print(f"{folder}: {warning}")
     raise typer.Exit(EXIT_FAILED if errors else 0)
 
 
@@ -370,14 +380,14 @@ def render(
         bool,
         typer.Option(
             "--writeup",
-            help="Render the project's writeup over a full campaign instead; only in a checkout.",
+            help="Render the project's writeup from a complete campaign instead; only in a checkout.",
         ),
     ] = False,
 ) -> None:
-    """Render a runs folder: report.md, report.html (one file) and figures, next to the reference's numbers.
+    """Write the report of a runs folder, which compares it with the reference: report.md, report.html, figures.
 
-    With --writeup: writeup.md, writeup.html, evidence and figures, from the templates in writeup/. It lists
-    what is missing if the folder holds less than a full campaign.
+    With --writeup, write writeup.md, writeup.html, evidence and figures from the templates in writeup/. If the
+    folder isn't a complete campaign, this lists the missing parts.
     """
     folder = _local_runs(runs, reading=True)
     _render(folder, out or folder, writeup)
@@ -385,7 +395,7 @@ def render(
 
 def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
     """Render a runs folder; print the omitted runs and the paths of the files."""
-    console.print("Rendering: reading the runs, drawing the figures.")
+    console.print("Reading the runs and drawing the figures.")
     from stepscope.report import machine, output, writeup
     from stepscope.report.load import read, steady
     from stepscope.runs.store import Store
@@ -398,7 +408,7 @@ def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
         report = machine.compose(found, folder, out)
     paths = output.write(report, out)
     for error in report.errors:
-        console.print(f"left out: {error}")
+        console.print(f"omitted: {error}")
     for note in report.notes:
         console.print(note)
     for path in paths:
@@ -410,16 +420,22 @@ def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
 def check(
     runs: Annotated[
         Path | None,
-        typer.Option("--runs", parser=_folder, metavar="PATH", help="Runs.", show_default="runs/h200"),
+        typer.Option(
+            "--runs", parser=_folder, metavar="PATH", help="Folder of runs.", show_default="runs/h200"
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", parser=_folder, metavar="PATH", help="Where the writeup is.", show_default="the checkout"
+            "--out",
+            parser=_folder,
+            metavar="PATH",
+            help="Folder of the writeup.",
+            show_default="the checkout",
         ),
     ] = None,
 ) -> None:
-    """Fail if the committed writeup differs from its records: text by a byte, a figure in what it shows."""
+    """Check that the committed writeup matches its records: its text exactly, its figures by their data."""
     from stepscope.report.check import check
 
     project = PROJECT or Path.cwd()
@@ -429,20 +445,22 @@ def check(
         console.print(line)
     if differences:
         raise typer.Exit(EXIT_FAILED)
-    console.print(f"{place}: the writeup is what the records in {folder} say")
+    console.print(f"{place}: the writeup matches the records in {folder}")
 
 
 @app.command()
 def fit(
     size: Annotated[
         str | None,
-        typer.Argument(help="A named size; or give --shape. Without either: the assignment's whole grid."),
+        typer.Argument(
+            help="A named size, unless you give --shape. Without either, show the assignment's grid."
+        ),
     ] = None,
     edition: EditionOption = None,
     shape: ShapeOption = None,
     context: Annotated[
         int | None,
-        typer.Option(help="Context length in tokens.", show_default="512; for the grid, 128 to 1,024"),
+        typer.Option(help="Context length in tokens.", show_default="512; 128 to 1,024 for the grid"),
     ] = None,
     batch: BatchOption = 4,
     vocab: VocabOption = 10_000,
@@ -454,9 +472,7 @@ def fit(
         ),
     ] = None,
 ) -> None:
-    """Predict what fits into a GPU's memory, without running it: the peak, and the largest context length,
-    batch and size.
-    """
+    """Predict a training step's peak memory, and the largest context length, batch and size that fit."""
     if memory is not None and not 0 < memory < math.inf:
         raise StepscopeError(f"--memory: got {memory:g}, but expected a GPU's memory in GiB, such as 80")
     from stepscope.config import configure
@@ -464,10 +480,10 @@ def fit(
     from stepscope.report.fit_table import INFERENCE, fit_table, grid_tables
 
     is_grid = size is None and shape is None
-    asked = _shape_asked("small" if is_grid else size, edition, shape)
+    fields = _requested_shape("small" if is_grid else size, edition, shape)
     config = configure(
         "benchmark",
-        **asked,
+        **fields,
         context_length=512 if context is None else context,
         batch_size=batch,
         vocab_size=vocab,
@@ -487,44 +503,45 @@ def profile(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A capture: nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats; or"
+            help="A capture by nsys (.sqlite or .nsys-rep, or a .csv of nsys stats) or torch.profiler (.json), or"
             " a PyTorch memory snapshot (.pickle). Each may be gzipped."
         ),
     ],
     step: Annotated[
-        str | None, typer.Option(help="Name of the ranges that are steps, without numbers.")
+        str | None, typer.Option(help="Name of the ranges that mark steps, without the step's number.")
     ] = None,
     phase: Annotated[
         list[str] | None,
         typer.Option(
-            help="A phase and the name of its ranges (forward=NAME), or a pattern (forward=*(F)); may be given"
-            " several times."
+            help="A phase and the name of its ranges (forward=NAME) or a pattern (forward=*(F)); repeat the"
+            " option for several phases."
         ),
     ] = None,
-    device: Annotated[int | None, typer.Option(help="The GPU.", show_default="the busiest")] = None,
+    device: Annotated[int | None, typer.Option(help="Index of the GPU.", show_default="the busiest")] = None,
     from_ms: Annotated[
         float | None,
         typer.Option(
-            "--from", help="Leave out what begins earlier, in ms after the capture's first operation."
+            "--from", help="Skip operations that begin earlier, in ms after the capture's first operation."
         ),
     ] = None,
     to_ms: Annotated[
         float | None,
-        typer.Option("--to", help="Leave out what begins later, in ms after the capture's first operation."),
+        typer.Option(
+            "--to", help="Skip operations that begin later, in ms after the capture's first operation."
+        ),
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="File to write all operations, or allocations, to, one per line.")
+        Path | None, typer.Option(help="File for a table of all operations or allocations, one per line.")
     ] = None,
     form: Annotated[
         str, typer.Option("--format", metavar="text|json|markdown", help="Output format.")
     ] = "text",
 ) -> None:
-    """Summarize a profiler capture: where the GPU time of a step goes, why the GPU is idle, and what to optimize
-    first.
+    """Summarize a profiler capture: where a step's GPU time goes, why the GPU is idle, what to optimize first.
 
-    For a memory snapshot: the peak, what holds it, and which lines allocated that.
+    For a memory snapshot, show the peak, the tensors that it consists of, and the lines that allocated them.
 
-    Exit status: 0 on success, 2 where the file cannot be read as a capture.
+    Exit status: 0 on success, 2 if the file isn't a valid capture.
     """
     if console.is_terminal and file.is_file():  # printed before the slow imports
         console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
@@ -538,7 +555,9 @@ def profile(
     try:
         if is_pickle(file):
             if step or phase or from_ms is not None or to_ms is not None:
-                raise StepscopeError(f"{file}: is a memory snapshot, which has no steps, phases and times")
+                raise StepscopeError(
+                    f"{file}: is a memory snapshot, so --step, --phase, --from and --to don't apply"
+                )
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
             lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
@@ -549,12 +568,12 @@ def profile(
 
 @app.command()
 def doctor() -> None:
-    """Show what this machine offers for measuring, and what is missing."""
+    """Show this machine's hardware and software, and what is missing for measuring."""
     from stepscope.config import resolve_device
     from stepscope.measure.rates import launch_rate
 
     device = resolve_device("auto")
-    facts = {**machine(device), **software(), "nsys": _nsys_words()}
+    facts = {**machine(device), **software(), "nsys": _nsys_status()}
     if rate := launch_rate(device):
         facts["launch"] = f"{rate[0]:.1f} to {rate[1]:.1f} us of CPU time per kernel"
     table = Table("", "", show_header=False, box=box.SIMPLE)
@@ -562,25 +581,23 @@ def doctor() -> None:
         table.add_row(name, str(value))
     Console(markup=False, highlight=False).print(table)
     if device == "cpu":
-        console.print(
-            "torch sees no CUDA GPU, so a report of this machine uses the CPU preset (tiny models)."
-        )
+        console.print("PyTorch finds no CUDA GPU, so this machine's report uses tiny models on the CPU.")
 
 
-def _nsys_words() -> str:
+def _nsys_status() -> str:
     """Describe the installed nsys, or what is used instead if it is missing or incomplete."""
     from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
 
     nsys = find_nsys()
     if nsys is None:
         return (
-            "not on the PATH, in the usual install folders or inside Nsight Compute, so torch.profiler is"
-            " used instead. It comes with NVIDIA's CUDA toolkit, or as the package nsight-systems-cli."
+            "not found on the PATH, in the usual install folders or inside Nsight Compute, so torch.profiler is"
+            " used instead. To get it, install NVIDIA's CUDA toolkit or the package nsight-systems-cli."
         )
     if missing := missing_libraries(nsys):
         return (
             f"version {nsys_version(nsys)}, incomplete: its importer needs {', '.join(missing)}. It can"
-            " capture but not make reports, so torch.profiler is used instead."
+            " profile but not write reports, so torch.profiler is used instead."
         )
     return f"version {nsys_version(nsys)}"
 
@@ -598,7 +615,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except StepscopeError as error:
-        _end_with(str(error), error.has_lines)
+        _exit_with_error(str(error), error.has_lines)
     except OSError as error:
         if error.strerror is None:  # raised by a library, not by the OS
             raise
@@ -606,11 +623,11 @@ def main() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader has closed the pipe
             sys.exit(EXIT_FAILED)
-        _end_with(f"{error.filename or 'the output'!s:.200}: {error.strerror}")
+        _exit_with_error(f"{error.filename or 'output'!s:.200}: {error.strerror}")
 
 
-def _end_with(words: str, has_lines: bool = False) -> NoReturn:
-    lines = words.splitlines() if has_lines else [words]
+def _exit_with_error(message: str, has_lines: bool = False) -> NoReturn:
+    lines = message.splitlines() if has_lines else [message]
     printable = ["".join(c if c.isprintable() else " " for c in line) for line in lines]
     console.print("error: " + "\n".join(printable))
     sys.exit(EXIT_BAD_INPUT)

@@ -30,24 +30,24 @@ def check(runs: Path, out: Path) -> list[str]:
 
 def differences(report: Report, out: Path) -> list[str]:
     """Return the differences between the files in ``out`` and a report, one line per file."""
-    left_out = [f"left out: {error}" for error in report.errors]
+    left_out = [f"omitted: {error}" for error in report.errors]
     compared = [_compared(out, name, text) for name, text in report.texts.items()]
-    surplus = [f"figures/{path.name}: is in no page" for path in stale_figures(report, out)]
+    surplus = [f"figures/{path.name}: not used by any page" for path in stale_figures(report, out)]
     return [*left_out, *filter(None, compared), *surplus]
 
 
 def _compared(out: Path, name: str, expected: str) -> str:
     try:
-        found = read_within(out, name, MAX_BYTES).decode("utf-8")
+        text = read_within(out, name, MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'it is not UTF-8'})"
+        return f"{name}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})"
     if name.endswith((".svg", ".html")):
-        return "" if alike(found, expected) else f"{name}: shows something else than the records say"
-    if found == expected:
+        return "" if alike(text, expected) else f"{name}: shows other data than the records"
+    if text == expected:
         return ""
-    lines = zip([*found.splitlines(), "(end)"], [*expected.splitlines(), "(end)"])
+    lines = zip([*text.splitlines(), "(end)"], [*expected.splitlines(), "(end)"])
     number, old, new = next((n, *pair) for n, pair in enumerate(lines, start=1) if pair[0] != pair[1])
-    return f"{name}, line {number}: is {old[:120]!r}, but the records say {new[:120]!r}"
+    return f"{name}, line {number}: got {old[:120]!r}, but the records give {new[:120]!r}"
 
 
 def alike(old: str, new: str) -> bool:

@@ -69,10 +69,10 @@ def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
         if not chosen.any():
             present = ", ".join(map(repr, dict.fromkeys(view.loc[before, column].tolist())))
             raise LookupError(f"no row has {column}={value!r}; the rows selected so far have {present}")
-    found = view[chosen]
-    unnamed = varying(found, [name for name in view.attrs.get("unnamed", []) if name not in values])
-    found.attrs = view.attrs | {"unnamed": Names(unnamed)}
-    return found
+    selected = view[chosen]
+    unnamed = varying(selected, [name for name in view.attrs.get("unnamed", []) if name not in values])
+    selected.attrs = view.attrs | {"unnamed": Names(unnamed)}
+    return selected
 
 
 def row(view: pd.DataFrame, **values: object) -> pd.Series:
@@ -81,13 +81,13 @@ def row(view: pd.DataFrame, **values: object) -> pd.Series:
     Raises:
         LookupError: no row matches, or several do.
     """
-    found = rows(view, **values)
-    if len(found) > 1:
-        differ = [name for name in found if found[name].astype(str).nunique(dropna=False) > 1]
+    selected = rows(view, **values)
+    if len(selected) > 1:
+        differ = [name for name in selected if selected[name].astype(str).nunique(dropna=False) > 1]
         raise LookupError(
-            f"{len(found)} rows have {values}, but expected one; they differ in {', '.join(differ[:8])}"
+            f"{len(selected)} rows have {values}, but expected one; they differ in {', '.join(differ[:8])}"
         )
-    return found.iloc[0]
+    return selected.iloc[0]
 
 
 def wide(view: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFrame:
@@ -97,8 +97,12 @@ def wide(view: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFr
         LookupError: two rows fall into the same cell.
     """
     if view.duplicated([index, columns]).any():
-        others = varying(view, [name for name in view.attrs.get("key", []) if name not in (index, columns)])
-        raise LookupError(f"several rows have one {index} and {columns}; they differ in {', '.join(others)}")
+        other_columns = varying(
+            view, [name for name in view.attrs.get("key", []) if name not in (index, columns)]
+        )
+        raise LookupError(
+            f"several rows have one {index} and {columns}; they differ in {', '.join(other_columns)}"
+        )
     turned = view.pivot(index=index, columns=columns, values=values)
     turned = turned.reindex(index=view[index].unique(), columns=view[columns].unique())
     return turned.rename_axis(columns=None)
@@ -132,13 +136,13 @@ def table(
         raise LookupError(_no_column(unknown[0], indexed.columns))
     if indexed.empty:
         raise LookupError("the table has no rows")
-    shown = indexed[[*headings]] if headings else indexed
-    empty = [name for name in shown if shown[name].isna().all()]
+    printed = indexed[[*headings]] if headings else indexed
+    empty = [name for name in printed if printed[name].isna().all()]
     if empty and not drop_empty:
         raise LookupError(f"the table's column {empty[0]!r} is empty")
-    shown = shown.drop(columns=empty)
-    shown = printing.headed(shown.rename(columns={name: text for name, text in headings.items() if text}))
-    return printing.markdown(shown, unit, rows)
+    printed = printed.drop(columns=empty)
+    printed = printing.headed(printed.rename(columns={name: text for name, text in headings.items() if text}))
+    return printing.markdown(printed, unit, rows)
 
 
 def _no_column(name: str, columns: Iterable[object]) -> str:
@@ -155,7 +159,7 @@ def _formatter(unit: str) -> Callable[[Any], str]:
         if isinstance(value, (pd.Series, pd.DataFrame)):
             raise LookupError(f"{len(value)} numbers where one is printed: use row(...), .min() or |span")
         if printing.missing(value):
-            raise LookupError("there is no number (it was not measured, or is too small to call)")
+            raise LookupError("no number (not measured, or too small to report)")
         if value < 0:
             raise ValueError(f"{printing.number(value, unit)} in a sentence, but expected at least 0")
         return printing.number(value, unit)
@@ -264,7 +268,10 @@ def _comparisons(condition: nodes.Expr) -> list[nodes.Expr]:
     compared = [*condition.find_all(nodes.Compare)]
     if isinstance(condition, nodes.Compare):
         compared.insert(0, condition)
-    return [nodes.List([one.expr, *(operand.expr for operand in one.ops)]) for one in compared]
+    return [
+        nodes.List([comparison.expr, *(operand.expr for operand in comparison.ops)])
+        for comparison in compared
+    ]
 
 
 class Document:

@@ -69,10 +69,12 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
         RunsError: the folder doesn't exist or holds no usable run.
     """
     if not runs and not PROJECT:
-        raise RunsError("runs: an installed package has no reference; name a folder of runs")
+        raise RunsError(
+            "runs: expected a folder, because an installed package doesn't contain the reference runs"
+        )
     found = read(Store(runs_folder(runs) if runs else Path(str(PROJECT), "runs", "h200")))
     if not found.records:
-        raise RunsError(f"{runs or 'runs/h200'}: {found.errors[0] if found.errors else 'holds no run'}")
+        raise RunsError(f"{runs or 'runs/h200'}: {found.errors[0] if found.errors else 'contains no runs'}")
     for words in [] if quiet else [*found.errors, *found.notes]:
         print(words, file=sys.stderr)
     return found.tables
@@ -88,7 +90,7 @@ def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -
         RunsError: the folder doesn't exist.
     """
     if not store.root.is_dir():
-        raise RunsError(f"{store.root}: no such runs folder")
+        raise RunsError(f"{store.root}: no such folder")
     started = time.monotonic()
     every, errors = store.records(check_files=True)
     records = [record for record in every if chosen(record)]
@@ -98,10 +100,10 @@ def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -
     found.notes += inconsistency_warnings(records)
     usable = []
     for name in studies.STUDIES:
-        own = [record for record in records if record.study == name]
-        if own:
+        study_records = [record for record in records if record.study == name]
+        if study_records:
             module = importlib.import_module(f"stepscope.studies.{name}.tables")
-            usable += _study(store, module, name, own, found)
+            usable += _study(store, module, name, study_records, found)
     found.records = usable
     if usable:
         found.tables["runs"] = _runs(usable)
@@ -118,11 +120,11 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
             found.errors.append(str(error))
     typed: Tables = {}
     for table, schema in module.SCHEMAS.items():
-        own = {run: tables[table] for run, tables in raw.items() if table in tables}
-        typed[table], wrong = _typed(schema, own)
+        frames = {run: tables[table] for run, tables in raw.items() if table in tables}
+        typed[table], wrong = _typed(schema, frames)
         for run, why in wrong.items():
             del raw[run]
-            found.errors.append(f"{name}/{run}: its table {table} cannot be used: {why}")
+            found.errors.append(f"{name}/{run}: invalid table {table}: {why}")
     usable = {record.run_id: record for record in records if record.run_id in raw}
     joined = {
         table: _configured(module, frame[frame["run_id"].isin([*usable])], usable)
@@ -138,7 +140,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
         try:
             tables |= module.tables(tables)
         except Exception as error:  # noqa: BLE001 a table that it needs may be missing
-            found.errors.append(f"{name}: tables that follow from its runs cannot be made ({_said(error)})")
+            found.errors.append(f"{name}: cannot compute its derived tables ({_describe(error)})")
     found.replaced += [record for run, record in usable.items() if run in older]
     newest = [record for run, record in usable.items() if run not in older]
     results = [
@@ -159,14 +161,16 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
             raise TableError(
                 f"{record.study}/{record.run_id}: its result {name} is {truncated_repr(value)}, expected a number"
             )
-    found = {
+    tables = {
         table: _file(store, record, table)
         for table in module.SCHEMAS
         if record.done and table in record.tables
     }
-    if record.status == "ok" and not found:
-        raise TableError(f"{record.study}/{record.run_id}: the run was done, and its record names no table")
-    return found
+    if record.status == "ok" and not tables:
+        raise TableError(
+            f"{record.study}/{record.run_id}: the run has finished, but its record lists no tables"
+        )
+    return tables
 
 
 def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
@@ -178,7 +182,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
             about = parquet.metadata
             size = sum(about.row_group(group).total_byte_size for group in range(about.num_row_groups))
             if about.num_rows > MAX_ROWS or size > MAX_BYTES:
-                raise TableError(f"{path}: has {about.num_rows:,} rows, more than any run leaves")
+                raise TableError(f"{path}: has {about.num_rows:,} rows, more than a run can have")
             content = parquet.read().to_pandas(ignore_metadata=True)
             if record.schema_version == 3:
                 return schema3.upgrade_table(record.study, content)
@@ -186,7 +190,7 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
     except TableError:
         raise
     except Exception as error:  # noqa: BLE001 pyarrow raises many kinds of errors for invalid files
-        raise TableError(f"{path}: cannot be read as Parquet ({_said(error)})") from None
+        raise TableError(f"{path}: not a readable Parquet file ({_describe(error)})") from None
 
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
@@ -212,7 +216,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
         except SchemaErrors as error:
             wrong[run] = _why(error)
         except Exception as error:  # noqa: BLE001 checks raise anything on odd types
-            wrong[run] = _said(error)
+            wrong[run] = _describe(error)
     return _together(fit), wrong
 
 
@@ -238,15 +242,15 @@ def steady(tables: Tables) -> Tables:
     for name, table in tables.items():
         study = name.partition(".")[0]
         odd = [
-            own[own["inconsistent"] != ""]
-            for other, own in marked.items()
-            if other.partition(".")[0] == study and "run_id" in own
+            cases[cases["inconsistent"] != ""]
+            for other_name, cases in marked.items()
+            if other_name.partition(".")[0] == study and "run_id" in cases
         ]
         for rows in [] if name in marked or not {*TIMED} & {*table} else odd:
             keys = [key for key in ("run_id", *CASES) if key in rows and key in table]
             if len(rows) and len(keys) > 1 and "run_id" in keys:
-                own = pd.MultiIndex.from_frame(table[keys])
-                table = table[~own.isin(pd.MultiIndex.from_frame(rows[keys]))]
+                cases = pd.MultiIndex.from_frame(table[keys])
+                table = table[~cases.isin(pd.MultiIndex.from_frame(rows[keys]))]
         kept[name] = table[table["inconsistent"] == ""] if name in marked else table
     return kept
 
@@ -262,16 +266,16 @@ def _why(error: SchemaErrors) -> str:
     value = case["failure_case"]
     value = truncated_repr(value.item() if hasattr(value, "item") else value)
     wrong = {
-        "column_in_schema": f"column {value} is not expected",
+        "column_in_schema": f"column {value} is unexpected",
         "column_in_dataframe": f"column {value} is missing",
-        "multiple_fields_uniqueness": "its key is not unique",
+        "multiple_fields_uniqueness": "several rows have the same key",
     }
     return wrong.get(
         str(case["check"]), f"column {truncated_repr(case['column'])}: {case['check']} fails for {value}"
     )
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(error, 200)}"
 
 

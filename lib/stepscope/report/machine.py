@@ -70,7 +70,7 @@ RATES = (
     ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
     ("rates", "fp8_tflops", "large FP8 matmul", "TFLOP/s"),
     ("rates", "sustained_tflops", "bf16 matmuls for a second, sustained", "TFLOP/s"),
-    ("rates", "sustained_clock_mhz", "SM clock meanwhile", "MHz"),
+    ("rates", "sustained_clock_mhz", "SM clock during these matmuls", "MHz"),
     ("rates", "power_limit_w", "power limit", "W"),
     ("peak_rates", "copy_tb_per_s", "large copy", "TB/s"),
 )
@@ -98,14 +98,14 @@ def reference_views(views: Views) -> dict[str, pd.DataFrame]:
 
 def machine_rates(views: Views) -> pd.DataFrame:
     """Return the peak rates of a machine: ``what``, and ``text``, formatted with its unit."""
-    found = []
+    rates = []
     for name, column, what, unit in RATES:
         with suppress(MissingTable):
             view = views[name]
             fastest = (view[view["precision"] == "fp32"] if "precision" in view else view)[column].max()
             if not missing(fastest):
-                found.append((what, number(fastest, unit)))
-    return pd.DataFrame(found, columns=["what", "text"])
+                rates.append((what, number(fastest, unit)))
+    return pd.DataFrame(rates, columns=["what", "text"])
 
 
 def about(runs: pd.DataFrame) -> pd.DataFrame:
@@ -154,7 +154,7 @@ def reference_difference(views: Views) -> str:
                 obj=name,
             )
         except (AssertionError, KeyError) as error:
-            return f"{REFERENCE.name}: differs from the records ({one_line(error, 300)})"
+            return f"{REFERENCE.name}: doesn't match the records ({one_line(error, 300)})"
     return ""
 
 
@@ -175,11 +175,11 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
 
 def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
     """Return the rows with the given values, possibly none. A list allows any of its values."""
-    found = view
+    rows = view
     for column, value in values.items():
-        found = found[found[column].isin(value if isinstance(value, list) else [value])]
-    found.attrs = view.attrs | {"chosen": [*view.attrs["chosen"], *values]}
-    return found
+        rows = rows[rows[column].isin(value if isinstance(value, list) else [value])]
+    rows.attrs = view.attrs | {"chosen": [*view.attrs["chosen"], *values]}
+    return rows
 
 
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
@@ -192,17 +192,17 @@ def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str
         columns: "name" or "name: heading, unit"; empty strings and columns without values are left out.
         hide: fields of the key that another column already names.
     """
-    known = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
-    fields = [name for name in view.attrs["key"] if name not in (*known, *hide)]
-    shown = [f"{name}: {_words(name)}" for name in fields]
+    formatted = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
+    fields = [name for name in view.attrs["key"] if name not in (*formatted, *hide)]
+    columns_shown = [f"{name}: {_words(name)}" for name in fields]
     for column in filter(None, columns):
         name, _, heading = column.partition(": ")
         heading = heading or _heading(name)
-        shown.append(f"{name}: {heading}")
+        columns_shown.append(f"{name}: {heading}")
         if name + THERE in view:
-            shown.append(f"{name + THERE}: {_heading_there(heading)}")
+            columns_shown.append(f"{name + THERE}: {_heading_there(heading)}")
     labels = {name: view[name].replace(words) for name, words in LABELS.items() if name in view}
-    printed = table(view.assign(**labels), *shown, rows=MAX_ROWS, drop_empty=True)
+    printed = table(view.assign(**labels), *columns_shown, rows=MAX_ROWS, drop_empty=True)
     if len(view) > MAX_ROWS_OPEN:
         printed = f"<details><summary>All {len(view):,} rows</summary>\n\n{printed}\n\n</details>"
     fixed = [name for name in view.attrs["named"] if name in view and name not in fields]
@@ -290,7 +290,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         OutputError: the folder has no usable run.
     """
     if not found.records:
-        raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'holds no run'}")
+        raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'contains no runs'}")
     parts = by_device(found, runs)
     there = reference()
     serial = itertools.count(1)
@@ -324,7 +324,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         try:
             document.check()
         except DocumentError as error:
-            notes.append(f"left out, because it cannot be shown: {one_line(error, 1000)}")
+            notes.append(f"omitted, because rendering it failed: {one_line(error, 1000)}")
     text = _without_repetition("".join(texts))
     html = page(text.replace("writeup.md", "writeup.html"), [], figures, foot(found.records))
     drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
@@ -334,13 +334,13 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
 def _without_repetition(text: str) -> str:
     """Remove repeated lines of fixed fields, so that each chapter shows them once."""
     kept: list[str] = []
-    said = ""
+    last = ""
     for line in text.splitlines():
-        is_repeated = line.startswith(FIXED) and line == said
+        is_repeated = line.startswith(FIXED) and line == last
         if line.startswith(FIXED):
-            said = line
+            last = line
         elif line.startswith("## "):
-            said = ""
+            last = ""
         if not is_repeated:
             kept.append(line)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept)) + "\n"
@@ -378,7 +378,7 @@ def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, An
         except MissingTable:
             view = empty
         except Exception as error:  # noqa: BLE001 a table may be missing or empty
-            notes.append(f"view {name}: cannot be made ({type(error).__name__}: {one_line(error, 200)})")
+            notes.append(f"cannot compute view {name} ({type(error).__name__}: {one_line(error, 200)})")
             view = empty
         names[name] = with_reference(name, view, there)
     rates = machine_rates(views).merge(there["machine_rates"], on="what", how="left", suffixes=("", THERE))

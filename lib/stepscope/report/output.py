@@ -45,7 +45,7 @@ def write(report: Report, out: Path) -> list[Path]:
     """
     for folder in FOLDERS:
         if (out / folder).is_symlink():
-            raise OutputError(f"{out / folder}: is a link, and would be written through; remove it")
+            raise OutputError(f"{out / folder}: expected a folder, but it is a link; remove it")
     try:
         for folder in FOLDERS:
             (out / folder).mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(report: Report, out: Path) -> list[Path]:
         for path in stale_figures(report, out):
             path.unlink()
     except OSError as error:
-        raise OutputError(f"{out}: the report cannot be written there ({error.strerror or error})") from None
+        raise OutputError(f"{out}: cannot write the report ({error.strerror or error})") from None
     finally:
         for folder in FOLDERS:
             with suppress(OSError):  # not empty
@@ -83,7 +83,7 @@ def readme(out: Path, first: str) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        why = getattr(error, "strerror", None) or "not UTF-8"
         raise OutputError(f"{place}: cannot be read ({why})") from None
     marks = [text.count(mark) for mark in STORY]
     if marks == [0, 0]:

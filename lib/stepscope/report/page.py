@@ -78,8 +78,8 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
 
 def _parted(written: str) -> tuple[str, str]:
     """Split off the page's heading, empty if there is none, from the rest."""
-    found = re.match(r"<h1[^>]*>.*?</h1>", written)
-    return (found[0], written[found.end() :]) if found else ("", written)
+    parts = re.match(r"<h1[^>]*>.*?</h1>", written)
+    return (parts[0], written[parts.end() :]) if parts else ("", written)
 
 
 def _contents(written: str) -> list[str]:
@@ -171,7 +171,7 @@ class _Writer:
             name = re.fullmatch(r"(?:\.\./)?figures/(\w+)\.svg", str(token.attrGet("src")))
             drawn = self.figures.get(name[1], "") if name else ""
             points = [re.search(rf'<svg[^>]* {side}="([\d.]+)pt"', drawn) for side in ("width", "height")]
-            width, height = (round(float(found[1]) * 4 / 3) if found else 0 for found in points)
+            width, height = (round(float(match[1]) * 4 / 3) if match else 0 for match in points)
             token.attrs = {
                 "src": f"data:image/svg+xml,{quote(drawn.strip(), safe=SAFE)}",
                 "alt": "",

@@ -16,7 +16,7 @@ OUTCOMES = {"oom": "out of memory", "failed": "failed"}
 
 def runs_page(found: Read, runs: Path, folder: Path) -> str:
     lines = [f"* {escape(line)}" for line in left_out(found)]
-    end = ["## Left out, in part or completely", "\n".join(lines)] if lines else []
+    end = ["## Omitted, in part or completely", "\n".join(lines)] if lines else []
     return "\n\n".join(["# Runs", runs_found(found, runs, folder), *end]) + "\n"
 
 

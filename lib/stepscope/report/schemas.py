@@ -14,12 +14,12 @@ from stepscope.config import PHASES, PRECISIONS
 
 Tables = dict[str, pd.DataFrame]  # by "<study>.<table>" for all runs; by table name within one study
 
-MOST = 1e15  # upper limit of any value in its unit: a larger one is a measurement error
+MAX = 1e15  # upper limit of any value in its unit: a larger one is a measurement error
 
 
-def number_column(least: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
-    """Return a column of finite numbers from ``least`` to :data:`MOST`."""
-    check = pa.Check.in_range(least, MOST)
+def number_column(minimum: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
+    """Return a column of finite numbers from ``minimum`` to :data:`MAX`."""
+    check = pa.Check.in_range(minimum, MAX)
     return pa.Column(float, check, nullable=nullable, required=required, coerce=True)
 
 

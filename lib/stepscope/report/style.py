@@ -197,20 +197,20 @@ def stacked_bars(
     parts: pd.DataFrame,
     colors: Mapping[str, str],
     text: Callable[[str, int], str] | None = None,
-    least: float = 0.09,
+    min_width: float = 0.09,
 ) -> None:
     """Draw a horizontal bar per row, from the top down, with a part per column.
 
     Columns without a color are "other".
 
     Args:
-        text: returns a part's label, from its column and the row's position, if the part is wider than ``least``.
+        text: returns a label from a part's column and the row's position; used if the part is wider than ``min_width``.
     """
     left, places = np.zeros(len(parts)), range(len(parts))
-    others = [name for name in parts if name not in colors]
-    seen = parts[others].sum(axis=1).max() > 0.01 * parts.sum(axis=1).max()
+    uncolored = [name for name in parts if name not in colors]
+    is_other_visible = parts[uncolored].sum(axis=1).max() > 0.01 * parts.sum(axis=1).max()
     for name in parts:
-        label = "other" if seen and name in others[-1:] else "_"
+        label = "other" if is_other_visible and name in uncolored[-1:] else "_"
         if (
             name in colors and parts[name].max() > 0.003 * parts.sum(axis=1).max()
         ):  # wide enough to be visible
@@ -226,7 +226,7 @@ def stacked_bars(
             label=label,
         )
         for place, width in enumerate(parts[name]):
-            if text and width > least:
+            if text and width > min_width:
                 axes.text(
                     left[place] + width / 2,
                     place,

@@ -80,7 +80,7 @@ def digits(value: Any, unit: str = "") -> str:
 
 
 def missing(value: Any) -> bool:
-    """Return True if a value is no number: None, NA, NaN, or infinite."""
+    """Return True if a value is missing (None, NA, NaN) or infinite."""
     return value is None or value is pd.NA or (isinstance(value, Real) and not math.isfinite(value))
 
 
@@ -207,9 +207,9 @@ def wall_cell(row: Mapping[str, Any]) -> str:
     """
     if missing(row.get("wall_ms")):
         return NONE
-    median, low, high, least = (digits(row[f"wall_{name}ms"], "ms") for name in ("", "q1_", "q3_", "min_"))
+    median, low, high, fastest = (digits(row[f"wall_{name}ms"], "ms") for name in ("", "q1_", "q3_", "min_"))
     waits = launch_bound(*(row.get(name, math.nan) for name in ("busy", "enqueue_ms", "gpu_ms")))
-    return f"{median} ({low} to {high})" + f", at best {least}" * waits
+    return f"{median} ({low} to {high})" + f", at best {fastest}" * waits
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
@@ -218,10 +218,10 @@ def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataF
     Headings have units, numbers three significant digits, shares are percentages, counts integers; no index.
     """
     rows = frame[list(columns)] if columns is not None else frame
-    said = {
+    named = {
         name: f"{WORDS.get(name, name).replace('_', ' ')}, {UNSAID[name]}" for name in rows if name in UNSAID
     }
-    rows = headed(rows.rename(columns=said))
+    rows = headed(rows.rename(columns=named))
     headings, cells, _ = _cells(rows.reset_index() if any(rows.index.names) else rows, "")
     plain = [[re.sub(r"\\(.)", r"\1", cell) for cell in column] for column in cells]
     return pd.DataFrame(

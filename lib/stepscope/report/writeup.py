@@ -30,7 +30,7 @@ def templates_folder() -> Path:
     if folder is None or not any(folder.glob("*.md.j2")):
         raise NoTemplatesError(
             "--writeup: got no templates, but expected a checkout of the project with writeup/*.md.j2; without"
-            " --writeup, a runs folder's own report is rendered"
+            " --writeup, render writes the report of a runs folder"
         )
     return folder
 
@@ -52,7 +52,7 @@ def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
     pages = {f"{name}.md": text for name, text in texts.items() if name.startswith(EVIDENCE)}
     pages["evidence/runs.md"] = runs_page(found, runs, out / "evidence")
     links = [f"[{_title(text)}]({name})" for name, text in pages.items()]
-    end = f"---\n\nEvidence, a page a study: {', '.join(links)}.\n"
+    end = f"---\n\nEvidence, one page per study: {', '.join(links)}.\n"
     text = "\n".join([*chapters, end])
     sections = [Section(name, section) for name, section in pages.items()]
     html = page(text, sections, figures, foot(found.records))

@@ -143,8 +143,8 @@ def gpus_here() -> list[dict[str, Any]]:
         pynvml.nvmlInit()  # returns early without a driver, when no GPU can be found
     except pynvml.NVMLError:
         return []
-    asked = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]
-    listing = subprocess.run(asked, capture_output=True, text=True)
+    command = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]
+    listing = subprocess.run(command, capture_output=True, text=True)
     if listing.returncode != 0 or not listing.stdout:
         return []
     return json.loads(listing.stdout.splitlines()[-1])

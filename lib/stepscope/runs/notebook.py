@@ -69,17 +69,17 @@ class Run:
         on = self.outcome["machine"]["device_name"]
         if self.store:
             with self.store.writing():  # fails now rather than after measuring
-                there = self.store.device_name()
-            if there and there != on:
+                folder_device = self.store.device_name()
+            if folder_device and folder_device != on:
                 raise ConfigError(
-                    f"runs: {self.store.root} holds runs of {there!r}, and this is {on!r};"
-                    " name another folder"
+                    f"runs: {self.store.root} holds runs of {folder_device!r}, but this machine has {on!r};"
+                    " choose another folder"
                 )
         if self.folder:  # so that a run that fails with OOM later still reports its machine
             append_outcome(self.folder, **self.outcome)
-        said = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
-        said += [f"**{shared}**: its times are not those of a free GPU"] * bool(shared)
-        display(Markdown("; ".join(said)))
+        facts = [f"**{config.label}** on {on}, torch {torch.__version__}", *_threads(config), _load()]
+        facts += [f"**{shared}**, so the times are not those of an idle GPU"] * bool(shared)
+        display(Markdown("; ".join(facts)))
 
     def keep(
         self,
@@ -110,7 +110,7 @@ class Run:
                 folder = self.store.new_staging_folder()
                 self.outcome["tables"] = _write(tables, files, folder)
                 place = self.store.commit(folder, self._record())
-            display(Markdown(f"Kept in `{place}`."))
+            display(Markdown(f"Saved in `{place}`."))
 
     def conclude(self, sentence: str) -> None:
         """Show the run's finding, and save it as the record's ``finding``, which a sweep prints."""
@@ -126,43 +126,45 @@ class Run:
         shell = get_ipython()
         executed = shell.user_ns["In"] if shell else []
         source = source_by_hand(executed, notebook_of(self.config)) if executed else None
-        own = {
+        fields = {
             "started_at": self.started_at,
             "duration_s": round(time.monotonic() - self.began, 3),
             "software": self.outcome["software"] | {"notebook_source": source},
             "status": "ok",
         }
         try:
-            return Record.of(self.config, **self.outcome | own)
+            return Record.of(self.config, **self.outcome | fields)
         except ValidationError as error:
-            raise RecordError(f"what is to be kept is no record: {format_errors(error, Record)}") from None
+            raise RecordError(
+                f"the measurements don't make a valid record: {format_errors(error, Record)}"
+            ) from None
 
 
 def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
     """Describe the rows that failed a sanity check, with each row's reason; return "" if there are none."""
-    found = []
+    lines = []
     for table in tables.values():
         odd = table[table["inconsistent"] != ""] if "inconsistent" in table else table[:0]
         for row in odd.to_dict("records"):
-            found.append(
+            lines.append(
                 f"{' '.join(str(row[name]) for name in WHICH if name in row)}: {row['inconsistent']}"
             )
-    return "; ".join(found)
+    return "; ".join(lines)
 
 
 def _threads(config: RunConfig) -> list[str]:
     """Limit the smallest models on a CPU to one thread, in subprocesses too; return a note for the reader."""
-    if config.device != "cpu" or any(getattr(config, field) > most for field, most in ONE_THREAD.items()):
+    if config.device != "cpu" or any(getattr(config, field) > limit for field, limit in ONE_THREAD.items()):
         return []
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    return ["one thread, since so small a model is soonest done by one"]
+    return ["one thread, because a model this small runs fastest on one"]
 
 
 def _load() -> str:
     """Describe this machine's load, with a warning if it makes wall times unreliable."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    doubt = ": wall times say little" if load > cores else ""
+    doubt = ", so wall times are unreliable" if load > cores else ""
     return f"load {load:.1f} on {cores} cores{doubt}"
 
 

@@ -114,8 +114,8 @@ class Record(BaseModel):
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":
         """Build the record of a configuration's run."""
-        own = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json")}
-        return cls(**fields | own)
+        identity = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json")}
+        return cls(**fields | identity)
 
     @property
     def done(self) -> bool:
@@ -136,7 +136,7 @@ class Record(BaseModel):
 def inconsistency_warnings(records: list[Record]) -> list[str]:
     """Return one warning per run with measurements that failed a sanity check."""
     return [
-        f"{record.study}/{record.run_id}: inconsistent, and left out of reports: {words}"
+        f"{record.study}/{record.run_id}: inconsistent, and omitted from reports: {words}"
         for record in records
         if (words := record.results.get("inconsistent"))
     ]
@@ -151,22 +151,22 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
             name = config.notebook_for({"study": record.study} | record.config)
             sources.setdefault(name, set()).add(record.notebook_source)
     return [
-        f"{name}: its runs were measured by {len(own)} different notebooks ({', '.join(sorted(own))});"
-        " what differs may be the notebooks"
-        for name, own in sources.items()
-        if len(own) > 1
+        f"{name}: its runs were measured by {len(versions)} notebook versions ({', '.join(sorted(versions))});"
+        " so differences may come from the notebook"
+        for name, versions in sources.items()
+        if len(versions) > 1
     ]
 
 
-def plain(said: Any) -> Any:
+def plain(result: Any) -> Any:
     """Convert numpy and torch scalars to Python numbers, so that JSON can represent the value."""
-    return json.loads(json.dumps(said, default=lambda value: value.item()))
+    return json.loads(json.dumps(result, default=lambda scalar: scalar.item()))
 
 
-def append_outcome(folder: Path, **said: Any) -> None:
+def append_outcome(folder: Path, **fields: Any) -> None:
     """Append a line with these fields to the outcome file of the run in ``folder``."""
     with (folder / OUTCOME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(plain(said)) + "\n")
+        file.write(json.dumps(plain(fields)) + "\n")
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
@@ -175,9 +175,9 @@ def read_outcome(folder: Path) -> dict[str, Any]:
     with suppress(FileNotFoundError):
         for line in (folder / OUTCOME).read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
-                said = json.loads(line)
-                said["results"] = outcome.get("results", {}) | said.get("results", {})
-                outcome |= said
+                fields = json.loads(line)
+                fields["results"] = outcome.get("results", {}) | fields.get("results", {})
+                outcome |= fields
     return outcome
 
 
@@ -195,7 +195,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     try:
         record = _parse(read_within(root, f"{run}/{RECORD}", MAX_RECORD_BYTES))
     except FileNotFoundError:
-        raise unusable(run, RECORD, "no record in this run folder") from None
+        raise unusable(run, RECORD, "this run folder has no record") from None
     except OSError as error:
         raise unusable(run, RECORD, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
@@ -203,14 +203,14 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
     try:
         config: RunConfig = configure(**record.config)
     except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
-        what = f"holds a configuration that is not valid ({str(error)[:500]})"
-        raise unusable(run, RECORD, what) from None
+        reason = f"has an invalid configuration ({str(error)[:500]})"
+        raise unusable(run, RECORD, reason) from None
     run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id
     names = {(config.study, run_id), (record.study, record.run_id), (folder.parent.name, folder.name)}
     # 'auto' would resolve to this machine's device
     if len(names) > 1 or record.config.get("device") != config.device:
-        other = f"{config.study}/{run_id} on {config.device}"
-        raise unusable(run, RECORD, f"is the record of {other}, in the folder of another run")
+        actual = f"{config.study}/{run_id} on {config.device}"
+        raise unusable(run, RECORD, f"has the record of another run, {actual}")
     record.config = config.model_dump(mode="json")
     if check_files:
         for table in record.tables.values():
@@ -233,10 +233,10 @@ def _parse(content: bytes) -> Record:
     return Record.model_validate_json(content)
 
 
-def unusable(run: str, file: str, what: str) -> RecordError:
+def unusable(run: str, file: str, reason: str) -> RecordError:
     """Return an error about a file of a run (study/run id), on one line even if the name has line breaks."""
     path = f"{run}/{file}"
-    return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {what}")
+    return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {reason}")
 
 
 def _check_file(root: Path, run: str, file: str, sha256: str) -> None:
@@ -244,8 +244,8 @@ def _check_file(root: Path, run: str, file: str, sha256: str) -> None:
         with open_within(root, f"{run}/{file}") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
     except FileNotFoundError:
-        raise unusable(run, file, "the record names this file, and it is not there") from None
+        raise unusable(run, file, "missing, but the record lists this file") from None
     except OSError as error:
         raise unusable(run, file, f"cannot be read ({error.strerror})") from None
     if digest != sha256:
-        raise unusable(run, file, "differs from the file that the record was written with")
+        raise unusable(run, file, "differs from the file that was saved with the record")

@@ -135,8 +135,8 @@ def make_run(
         cause = outcome["cause"] and without_machine(outcome["cause"], folder)
         return Record.of(config, **outcome | {"cause": cause} | lasted)
     except ValidationError as error:
-        what = f"what the notebook handed over is no record: {format_errors(error, Record)}"
-        return Record.of(config, status="failed", cause=what, **lasted)
+        reason_invalid = f"the notebook's outcome is not a valid record: {format_errors(error, Record)}"
+        return Record.of(config, status="failed", cause=reason_invalid, **lasted)
 
 
 def parameters_of(config: RunConfig) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
             process.wait(timeout=0.1)
             return None
         if abandoned():
-            raise Abandoned("the sweep that asked for this run is gone")
+            raise Abandoned("the sweep that requested this run is gone")
         if timeout_s is not None and time.monotonic() - began > timeout_s:
-            return f"no end after {timeout_s:g} s, the limit for a run; its processes were ended"
+            return f"exceeded the time limit of {timeout_s:g} s, so its processes were killed"
 
 
 def _tidy(folder: Path, status: str) -> None:
@@ -185,8 +185,8 @@ def _cleaned(value: Any, folder: Path) -> Any:
     Cell and output types are kept. So are images, because their base64 may contain a short path by chance.
     """
     if isinstance(value, dict):
-        kept = ("cell_type", "output_type", "image/png")
-        return {key: item if key in kept else _cleaned(item, folder) for key, item in value.items()}
+        unchanged = ("cell_type", "output_type", "image/png")
+        return {key: item if key in unchanged else _cleaned(item, folder) for key, item in value.items()}
     if isinstance(value, list):
         return [_cleaned(item, folder) for item in value]
     return without_machine(value, folder) if isinstance(value, str) else value
@@ -223,14 +223,14 @@ def kill_run_processes(folder: Path) -> None:
     """
     rounds = 2
     for _ in range(500):
-        found = False
+        killed = False
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # belongs to another user, or has just ended
                 mark = process.environ().get(MARK, "") if process.pid != os.getpid() else ""
                 if mark == str(folder) or mark.startswith(f"{folder}/"):
                     process.kill()
-                    found = found or process.status() != psutil.STATUS_ZOMBIE
-        rounds = 2 if found else rounds - 1
+                    killed = killed or process.status() != psutil.STATUS_ZOMBIE
+        rounds = 2 if killed else rounds - 1
         if not rounds:
             return
         time.sleep(0.01)
@@ -248,7 +248,7 @@ def main(notebook: str, parameters: str, place: str) -> None:
     status, cause = _execute(Path(notebook), json.loads(parameters), folder)
     outcome = read_outcome(folder)
     if status == "ok" and "tables" not in outcome:
-        status, cause = "failed", "the notebook ran to its end without Run.keep(...)"
+        status, cause = "failed", "the notebook ended without calling Run.keep(...)"
     append_outcome(folder, status=status, cause=cause)
 
 
@@ -315,7 +315,7 @@ def _errors(notebook: Path) -> tuple[str, str]:
     error = cells[0].errors[0]
     words = f"{error['ename']}: {error['evalue']}"
     if cells[0].shows:
-        return "ok", f"a cell that only shows failed: {words}"
+        return "ok", f"a cell that only displays results failed: {words}"
     return ("oom" if error["ename"] == "OutOfMemoryError" else "failed"), words
 
 

@@ -42,7 +42,7 @@ def code_cells(notebook: Path) -> list[Cell]:
     """
     content = json.loads(notebook.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or not isinstance(content.get("cells"), list):
-        raise ValueError(f"{notebook}: is no notebook")
+        raise ValueError(f"{notebook}: not a Jupyter notebook")
     return [
         Cell(
             "".join(cell["source"]),
@@ -93,6 +93,6 @@ def source_by_hand(executed: list[str], notebook: Path) -> str:
     This is the digest of the notebook file if only its cells and parameter assignments were executed, and
     otherwise a digest of all the executed code.
     """
-    known = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
+    known_cells = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
     cells = [parsed(source) for source in executed if not assigned_constants(source)]
-    return notebook_source(notebook) if known.issuperset(cells) else digest_of(cells)
+    return notebook_source(notebook) if known_cells.issuperset(cells) else digest_of(cells)

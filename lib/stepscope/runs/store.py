@@ -85,12 +85,16 @@ class Store:
             self.root.mkdir(parents=True, exist_ok=True)
             for entry in (path, *folders):
                 if entry.is_symlink():
-                    raise StoreError(f"{entry}: is a link; remove it, or choose another --runs folder")
+                    raise StoreError(
+                        f"{entry}: expected a folder, but it is a link; remove it, or choose another --runs folder"
+                    )
                 if entry in folders and entry.exists() and not entry.is_dir():
-                    raise StoreError(f"{entry}: is no folder; remove it, or choose another --runs folder")
+                    raise StoreError(
+                        f"{entry}: expected a folder, but it is a file; remove it, or choose another --runs folder"
+                    )
             return path.open("a")
         except OSError as error:
-            reason = f"cannot be written to ({error.strerror}); nothing was started"
+            reason = f"not writable ({error.strerror}); nothing was started"
             raise StoreError(f"{self.root}: {reason}") from None
 
     def new_staging_folder(self) -> Path:
@@ -142,7 +146,7 @@ class Store:
         for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
             # Checked here because glob silently skips unreadable folders.
             if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
-                errors.append(RecordError(f"{truncated_repr(folder.name)}: this folder cannot be read"))
+                errors.append(RecordError(f"{truncated_repr(folder.name)}: folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):
             try:
                 records.append(read_record(path, check_files))

@@ -105,7 +105,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                         local_workers(gpus, options.workers or 1, store.partial / "dask")
                     )
                     workers = Workers(client, options.timeout_s, options.notebooks)
-                console.print(f"{len(end.left)} runs to do; Dask's dashboard: {client.dashboard_link}")
+                console.print(f"{len(end.left)} runs to do; Dask dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -177,24 +177,24 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
         if config.device not in devices:
             raise WorkersError(
                 f"device: got {config.device!r} ({config.label}), but there is no"
-                f" {'GPU' if config.device == 'cuda' else 'worker for a CPU'} here"
+                f" {'GPU' if config.device == 'cuda' else 'worker for CPU runs'} here"
             )
         if config.device == "cpu":
             require_device(config)
     if len({config.device for config in configs}) > 1:
         raise SweepError(
-            "the sweep asks for runs on a GPU and on a CPU, and a runs folder holds one"
-            " device's; make it two sweeps, each with its --runs folder"
+            "the sweep has runs on a GPU and runs on a CPU, but a runs folder holds the runs of one device;"
+            " make two sweeps with separate --runs folders"
         )
     older = [record for record in store.records()[0] if record.schema_version == 3]
     if older:
         raise SweepError(
-            f"{store.root}: holds {len(older)} runs of stepscope 0.2 (records of schema 3), and this version"
-            " would measure them again under new names; give another --runs folder"
+            f"{store.root}: holds {len(older)} runs of stepscope 0.2 (schema 3), which this version can't"
+            " continue; choose another --runs folder"
         )
-    if name and (there := store.device_name()) and there != name:
+    if name and (folder_device := store.device_name()) and folder_device != name:
         raise SweepError(
-            f"{store.root}: holds runs of {there!r}, and this sweep's are of {name!r};"
+            f"{store.root}: holds runs of {folder_device!r}, but this machine's device is {name!r};"
             " choose another --runs folder"
         )
 
@@ -205,15 +205,17 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
     Raises:
         SweepError: a notebook is missing, unreadable or invalid.
     """
-    own = {NOTEBOOKS: str(options.notebooks)} if options.notebooks else os.environ
+    environment = {NOTEBOOKS: str(options.notebooks)} if options.notebooks else os.environ
     try:
         one_of_each = {config.notebook: config for config in plan.configs}
-        return {name: notebook_source(notebook_of(config, own)) for name, config in one_of_each.items()}
+        return {
+            name: notebook_source(notebook_of(config, environment)) for name, config in one_of_each.items()
+        }
     except OSError as error:
-        every = "; each study of the sweep needs its copy there" if options.notebooks else ""
-        raise SweepError(f"{error.filename}: the notebook cannot be read ({error.strerror}){every}") from None
+        every = "; the folder needs a notebook for each study of the sweep" if options.notebooks else ""
+        raise SweepError(f"{error.filename}: cannot read the notebook ({error.strerror}){every}") from None
     except ValueError as error:
-        raise SweepError(f"{options.notebooks or 'notebooks'}: a notebook there is none ({error})") from None
+        raise SweepError(f"{options.notebooks or 'notebooks'}: invalid notebook ({error})") from None
 
 
 def _what_is_left(
@@ -227,30 +229,32 @@ def _what_is_left(
         SweepError: a run's folder has no usable record, or another version of a notebook measured some of the
             runs and ``replace`` is False.
     """
-    end, others = SweepEnd(), []
+    end, replaced = SweepEnd(), []
     for config in plan.configs:
         try:
             record = store.find(config)
         except RecordError as error:
-            raise SweepError(f"{store.root}: {error}; remove the folder, and the run is done again") from None
+            raise SweepError(
+                f"{store.root}: {error}; remove the folder to run this configuration again"
+            ) from None
         if record and record.done and record.matches_notebook(sources[config.notebook]):
             end.counts[record.status] += 1
         else:
             if record and record.done:
-                others.append(_name(config))
+                replaced.append(_name(config))
             end.left.append(config)
-    if others and not replace:
-        named = ", ".join([*others[:3], *[f"{len(others) - 3} more"] * (len(others) > 3)])
+    if replaced and not replace:
+        named = ", ".join([*replaced[:3], *[f"{len(replaced) - 3} more"] * (len(replaced) > 3)])
         raise SweepError(
-            f"{store.root}: another version of its notebook measured {named}; give another --runs folder, or"
-            " --replace to measure again and replace what is there"
+            f"{store.root}: another version of the notebook measured {named}; choose another --runs folder, or"
+            " use --replace to measure them again and replace the old runs"
         )
-    if others:
+    if replaced:
         console.print(
-            f"{len(others)} of them were measured by another version of their notebook, and are replaced"
+            f"another version of the notebook measured {len(replaced)} of them; these runs will be replaced"
         )
     for config in plan.too_large:
-        console.print(f"left out, it would not fit into the GPU's memory: {config.label}")
+        console.print(f"skipped, because it would not fit into the GPU's memory: {config.label}")
     return end
 
 
@@ -275,8 +279,8 @@ class _Sweep:
     ):
         self.workers, self.store, self.options, self.console = workers, store, options, console
         self.end, self.signals, self.began = end, signals, began
-        self.asked = {_name(config): config for config in end.left}
-        self.todo = dict(self.asked)
+        self.requested = {_name(config): config for config in end.left}
+        self.todo = dict(self.requested)
         self.done: set[str] = set()
         self.died: set[str] = set()  # runs whose worker died once; a second time counts as a failure
         self.device_name = store.device_name()
@@ -284,7 +288,7 @@ class _Sweep:
     def run(self) -> None:
         """Assign runs and collect results until none are left or there is a reason to stop."""
         if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
-            by_size = sorted(self.asked.items(), key=lambda item: peak_gib(item[1]), reverse=True)
+            by_size = sorted(self.requested.items(), key=lambda item: peak_gib(item[1]), reverse=True)
             self.todo = dict(by_size)
         try:
             while (self.todo or self.workers.running) and not self.signals:
@@ -295,9 +299,9 @@ class _Sweep:
                     self._collect(assignment, result)
         except OSError as error:  # raised here or in a worker
             place = error.filename or self.store.root
-            self.end.stopped_by = f"{place}, which cannot be written to ({error.strerror or error})"
+            self.end.stopped_by = f"an error writing to {place} ({error.strerror or error})"
         finally:
-            self.end.left = [config for name, config in self.asked.items() if name not in self.done]
+            self.end.left = [config for name, config in self.requested.items() if name not in self.done]
             self.workers.close(self.store.partial)
             kill_run_processes(self.store.partial)
 
@@ -325,7 +329,7 @@ class _Sweep:
             if _name(config) not in self.died:
                 self.died.add(_name(config))
                 self.todo = {_name(config): config} | self.todo
-                self.console.print(f"{result}; once more: {config.label}")
+                self.console.print(f"{result}; running it again: {config.label}")
                 return
             folder = self.store.new_staging_folder()
             result = Record.of(
@@ -334,7 +338,7 @@ class _Sweep:
         device = result.machine.get("device_name")
         if device and device != (self.device_name or device):
             raise WorkersError(
-                f"{config.label} ran on {device!r}, and the other runs here on"
+                f"{config.label} ran on {device!r}, but the folder's other runs ran on"
                 f" {self.device_name!r}; choose another --runs folder"
             )
         self.device_name = self.device_name or device
@@ -344,20 +348,21 @@ class _Sweep:
         inconsistent = (
             f"inconsistent: {result.results['inconsistent']}" if result.results.get("inconsistent") else None
         )
-        said = [str(result.results.get("finding") or "done"), *filter(None, [inconsistent, result.cause])]
-        found = {
-            "ok": "; ".join(said),
-            "oom": "does not fit: out of memory",
+        notes = [str(result.results.get("finding") or "done"), *filter(None, [inconsistent, result.cause])]
+        outcome = {
+            "ok": "; ".join(notes),
+            "oom": "out of memory",
             "failed": f"failed: {result.cause}",
         }[result.status]
-        took = f"{result.duration_s:.0f} s"
+        duration = f"{result.duration_s:.0f} s"
         self.console.print(
-            f"{len(self.done)}/{len(self.asked)} {config.label} ({took}): {plain(found)}{self._about_left()}"
+            f"{len(self.done)}/{len(self.requested)} {config.label} ({duration}): {plain(outcome)}"
+            f"{self._time_left()}"
         )
 
-    def _about_left(self) -> str:
+    def _time_left(self) -> str:
         """Format the estimated time left, extrapolated from the finished runs."""
-        left = len(self.asked) - len(self.done)
+        left = len(self.requested) - len(self.done)
         minutes = (monotonic() - self.began) / 60 / len(self.done) * left
         return f" (about {max(minutes, 1):.0f} min left)" if left else ""
 

@@ -29,8 +29,8 @@ from stepscope.yaml_files import load_yaml
 ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
 STUDIES = PACKAGE / "studies"  # sweeps of single studies
 LARGEST = "LARGEST"  # placeholder for the largest size that is predicted to fit
-MOST_RUNS = 100_000  # per block; more, such as ten axes with ten values each, are probably a mistake
-MOST_USED = 0.9  # maximum fraction of the GPU's memory for the step of LARGEST
+MAX_RUNS_PER_BLOCK = 100_000  # per block; more, such as ten axes with ten values each, are probably a mistake
+MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory for the step of LARGEST
 
 
 class SweepError(StepscopeError, ValueError):
@@ -56,14 +56,14 @@ class Block(BaseModel):
     skip_too_large: bool = False
 
     @model_validator(mode="after")
-    def plausible(self) -> Self:
+    def check_block(self) -> Self:
         names = Counter(["study", *self.fixed, *self.axes])
         if twice := [name for name, times in names.items() if times > 1]:
             raise ValueError(
                 f"{truncated_repr(twice[0])}: given more than once, as study, in fixed or in axes"
             )
-        if math.prod(map(len, self.axes.values())) > MOST_RUNS:
-            raise ValueError(f"axes: their product is more than {MOST_RUNS:,} runs")
+        if math.prod(map(len, self.axes.values())) > MAX_RUNS_PER_BLOCK:
+            raise ValueError(f"axes: expected a product of at most {MAX_RUNS_PER_BLOCK:,} runs")
         return self
 
 
@@ -100,8 +100,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         if (path := Path(name)).is_file():
             return [path]
     raise SweepError(
-        f"{name:.200}: is no file, and none of the sweeps that ship with stepscope, which are"
-        f" {', '.join(shipped)}"
+        f"{name:.200}: expected a sweep file or the name of a built-in sweep: {', '.join(shipped)}"
     )
 
 
@@ -123,28 +122,28 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
         SweepError: a block or configuration is invalid, two configurations have the same run id, or there is
             nothing to run.
     """
-    found: dict[tuple[str, str], RunConfig] = {}
+    configs: dict[tuple[str, str], RunConfig] = {}
     too_large: dict[tuple[str, str], RunConfig] = {}
     for source in sources:
         content = source if isinstance(source, dict) else load_yaml(source)
         for number, block in enumerate(content if isinstance(content, list) else [content], start=1):
             try:
-                asked = Block.model_validate(block)
-                for config in _expand(asked, device, gpu_gib):
-                    skip = asked.skip_too_large and gpu_gib and min_peak_gib(config) > gpu_gib
-                    group = too_large if skip else found
+                block_model = Block.model_validate(block)
+                for config in _expand(block_model, device, gpu_gib):
+                    skip = block_model.skip_too_large and gpu_gib and min_peak_gib(config) > gpu_gib
+                    group = too_large if skip else configs
                     if group.setdefault((config.study, config.run_id), config) != config:
                         raise SweepError(
-                            f"two of its configurations have the run id {config.run_id};"
-                            " put them into different runs folders"
+                            f"two configurations have the run id {config.run_id}; run them in separate runs"
+                            " folders"
                         )
             except (ConfigError, SweepError, ValidationError) as error:
-                what = format_errors(error, Block) if isinstance(error, ValidationError) else error
+                message = format_errors(error, Block) if isinstance(error, ValidationError) else error
                 place = "" if isinstance(source, dict) else f"{source}, block {number}: "
-                raise SweepError(f"{place}{what}") from None
-    if not found:
-        raise SweepError(f"{', '.join(map(str, sources))}: asks for no run")
-    return SweepPlan(list(found.values()), list(too_large.values()))
+                raise SweepError(f"{place}{message}") from None
+    if not configs:
+        raise SweepError(f"{', '.join(map(str, sources))}: contains no configurations")
+    return SweepPlan(list(configs.values()), list(too_large.values()))
 
 
 def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunConfig]:
@@ -188,7 +187,7 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
         config = configure(
             "benchmark", size=size, context_length=fields.get("context_length", 512), device="cpu"
         )
-        return peak_gib(config) <= MOST_USED * (gpu_gib or 0.0)
+        return peak_gib(config) <= MAX_MEMORY_FRACTION * (gpu_gib or 0.0)
 
     sizes = list(EDITIONS[2025])
     return next((size for size in reversed(sizes) if fits(size)), sizes[0])

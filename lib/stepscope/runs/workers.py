@@ -137,29 +137,33 @@ class Workers:
     def wait(self) -> list[tuple[Assignment, Record | Exception]]:
         """Wait up to half a second, and return the runs that have ended, each with its record or error."""
         until = time.monotonic() + 0.5
-        while time.monotonic() < until and not any(one.future.done() for one in self.running):
+        while time.monotonic() < until and not any(assignment.future.done() for assignment in self.running):
             time.sleep(0.05)
         self.refresh()
-        over = [one for one in self.running if one.future.done() or one.address not in self.offers]
-        self.running = [one for one in self.running if one not in over]
-        return [(one, self._result(one)) for one in over]
+        ended = [
+            assignment
+            for assignment in self.running
+            if assignment.future.done() or assignment.address not in self.offers
+        ]
+        self.running = [assignment for assignment in self.running if assignment not in ended]
+        return [(assignment, self._result(assignment)) for assignment in ended]
 
     def _result(self, assignment: Assignment) -> Record | Exception:
         if assignment.future.status not in ("finished", "error"):
             assignment.future.cancel(force=True)
-            return WorkerDied("the worker that ran it died (killed, or its machine went down)")
+            return WorkerDied("its worker died (killed, or its machine went down)")
         try:
             return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
         except Exception as error:  # noqa: BLE001 lost worker, bug, or a worker's other version of stepscope
-            return WorkerDied(f"the worker gave it back: {type(error).__name__}: {_in_words(error)}")
+            return WorkerDied(f"its worker returned an error: {type(error).__name__}: {_describe(error)}")
 
     def close(self, partial: Path) -> None:
         """Cancel the remaining tasks, and kill their runs in ``partial``'s subfolders on all workers."""
         if self.running:
             with suppress(Exception):  # the scheduler or a worker may be gone, and its runs with it
-                self.client.cancel([one.future for one in self.running], force=True)
+                self.client.cancel([assignment.future for assignment in self.running], force=True)
                 self.client.run(kill_run_processes, partial)
 
 
@@ -184,8 +188,8 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
     if not Path(folder).is_dir():
         raise FileNotFoundError(
             2,
-            f"worker {worker.name} does not see it; the runs folder has to be on a"
-            " file system that all share",
+            f"worker {worker.name} cannot access it; the runs folder must be on a"
+            " file system that all workers share",
             folder,
         )
     if config.device == "cpu":
@@ -208,8 +212,8 @@ def _list_gpus(count: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         share = max(len(cores) // count, 1)
         for index, name in enumerate(names[:count]):
-            own = cores[index * share : (index + 1) * share] or cores
-            _gpus.put({"CUDA_VISIBLE_DEVICES": name.strip(), CORES: ",".join(map(str, own))})
+            gpu_cores = cores[index * share : (index + 1) * share] or cores
+            _gpus.put({"CUDA_VISIBLE_DEVICES": name.strip(), CORES: ",".join(map(str, gpu_cores))})
 
 
 @contextmanager
@@ -262,7 +266,11 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
         "security": security,
         "dashboard_address": "127.0.0.1:0",
     }
-    own = loopback | {"memory_limit": 0, "local_directory": str(scratch), "silence_logs": "CRITICAL"}
+    worker_options = loopback | {
+        "memory_limit": 0,
+        "local_directory": str(scratch),
+        "silence_logs": "CRITICAL",
+    }
     settings = {
         "temporary-directory": str(scratch),
         "distributed.worker.profile.enabled": False,
@@ -273,7 +281,10 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
         with dask.config.set(settings), _interrupts_blocked():
             cluster = SpecCluster(
                 scheduler={"cls": Scheduler, "options": loopback | {"dashboard": True}},
-                workers={index: {"cls": Nanny, "options": own | offer} for index, offer in enumerate(offers)},
+                workers={
+                    index: {"cls": Nanny, "options": worker_options | offer}
+                    for index, offer in enumerate(offers)
+                },
                 security=security,
                 silence_logs="CRITICAL",
             )
@@ -282,7 +293,7 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
     except Exception as error:  # noqa: BLE001 many types: worker process, nanny, connection
         if cluster:
             cluster.close(timeout=CLOSE_S)
-        raise SchedulerGone(f"the local workers, which did not start ({_in_words(error)})") from None
+        raise SchedulerGone(f"an error starting the local workers ({_describe(error)})") from None
     try:
         yield client
     finally:
@@ -298,22 +309,22 @@ def _interrupts_blocked() -> Iterator[None]:
 
     Ctrl-C or a closing terminal signals all of the terminal's processes, but the sweep has to end its runs itself.
     """
-    deaf = {signal.SIGINT, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+    signals = {signal.SIGINT, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     resource_tracker.ensure_running()  # it must inherit the block too; starting it unblocks SIGINT
-    signal.pthread_sigmask(signal.SIG_BLOCK, deaf)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return one_line(error, 200) or type(error).__name__
 
 
 @contextmanager
-def joined_workers(address: str, asked: list[str]) -> Iterator[Any]:
+def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
     """Connect to an existing scheduler, with TLS if Dask's configuration says so, and yield a client.
 
     Args:
@@ -332,15 +343,15 @@ def joined_workers(address: str, asked: list[str]) -> Iterator[Any]:
     try:
         client = Client(address, set_as_default=False, timeout=ANSWER_S)
     except Exception as error:  # noqa: BLE001 many types: unknown host, no answer, no certificate
-        raise WorkersError(f"--scheduler: nothing answers at {address!r:.100} ({_in_words(error)})") from None
+        raise WorkersError(f"--scheduler: nothing answers at {address!r:.100} ({_describe(error)})") from None
     try:
         deadline = time.monotonic() + WORKERS_S
-        while not workers_of(client) and time.monotonic() < deadline and not asked:
+        while not workers_of(client) and time.monotonic() < deadline and not signals:
             time.sleep(0.2)
         offered = {resource for worker in workers_of(client).values() for resource in worker["resources"]}
-        if not offered & set(RESOURCE.values()) and not asked:
-            has = "its workers offer neither GPU nor RUNS" if workers_of(client) else "it has no worker"
-            raise WorkersError(f"--scheduler: {address}: {has}; start some with: {START}")
+        if not offered & set(RESOURCE.values()) and not signals:
+            problem = "its workers offer neither GPU nor RUNS" if workers_of(client) else "it has no workers"
+            raise WorkersError(f"--scheduler: {address}: {problem}; start some with: {START}")
         yield client
     finally:
         with suppress(Exception):

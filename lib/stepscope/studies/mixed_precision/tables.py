@@ -27,7 +27,7 @@ SCHEMAS = {
         case=text_column(),
         quantity=text_column(),
         at=number_column(nullable=False),
-        value=number_column(least=-1e6),
+        value=number_column(minimum=-1e6),
         dtype=text_column(),
     ),
 }
