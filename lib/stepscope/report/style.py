@@ -204,7 +204,7 @@ def stacked_bars(
     Columns without a color are "other".
 
     Args:
-        text: returns a label from a part's column and the row's position; used if the part is wider than ``min_width``.
+        text: returns a label from a part's column; used if the part is wider than ``min_width``.
     """
     left, places = np.zeros(len(parts)), range(len(parts))
     uncolored = [name for name in parts if name not in colors]
