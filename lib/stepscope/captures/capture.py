@@ -90,7 +90,7 @@ class Capture:
             launch_start_ns and launch_duration_ns (NA), thread (-1), process, phase ("outside"), range (the
             outermost one that is not a step, a phase or a library's; ""), inner_range (the innermost such
             range), step (-1), bytes (of a copy, a fill or a generated kernel's arguments; -1), flops (-1) and
-            dtype ("") of a matmul, message_bytes (-1) and group_size (1) of a collective.
+            dtype ("") of a matmul, message_bytes (-1), group_size (1) and communicator ("") of a collective.
         excluded: operations launched before the capture, before its first step or (warm_up) in a warm-up.
         ranges: the steps' ranges, by process and step: name, and start_ns and end_ns on the host.
         host: long host events: kind (call, operator, range, frame), name, process, thread, start_ns, end_ns;
@@ -237,14 +237,14 @@ def _gpu_ranges(records: Records, trace: Trace) -> pd.DataFrame:
 
 
 def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
-    """Add message_bytes (-1 if unknown) and group_size to operations launched inside NCCL's ranges.
+    """Add message_bytes (-1 if unknown), group_size and communicator to operations launched inside NCCL's ranges.
 
     NCCL reports bytes per rank, so the larger side of an all-gather or reduce-scatter is that times the number
     of ranks. We take the GPUs that communicate in this capture to be all ranks. If there is only one, the
     other ranks were captured separately, and the sizes stay unknown.
     """
     operations = records.operations
-    operations[["message_bytes", "group_size"]] = -1, 1
+    operations[["message_bytes", "group_size", "communicator"]] = -1, 1, ""
     is_collective = matching(operations["name"], lambda name: "nccl" in name.lower())
     if payloads.empty or not is_collective.any():
         return
@@ -272,9 +272,9 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
     names = operations["name"].iloc[inside["row"]].astype(str)
     is_per_rank = names.str.contains("AllGather|ReduceScatter").to_numpy()
     sizes = inside["message_bytes"].to_numpy("int64") * np.where(is_per_rank, ranks, 1)
-    columns = [operations.columns.get_loc(name) for name in ("message_bytes", "group_size")]
-    operations.iloc[inside["row"].to_numpy(), columns[0]] = sizes
-    operations.iloc[inside["row"].to_numpy(), columns[1]] = ranks
+    values = {"message_bytes": sizes, "group_size": ranks, "communicator": inside["communicator"].to_numpy()}
+    for name, value in values.items():
+        operations.iloc[inside["row"].to_numpy(), operations.columns.get_loc(name)] = value
 
 
 def _mark_whole_graphs(operations: pd.DataFrame) -> None:
@@ -310,7 +310,7 @@ def _untraced_graphs(
 
 def _capture_of_report(path: Path, table: pd.DataFrame) -> Capture:
     operations, gpus = operations_of_report(table)
-    operations[["message_bytes", "group_size"]] = -1, 1
+    operations[["message_bytes", "group_size", "communicator"]] = -1, 1, ""
     ranges = pd.DataFrame(columns=["process", "step", "name", "start_ns", "end_ns"])
     host = pd.DataFrame(columns=["kind", "name", "process", "thread", "start_ns", "end_ns"])
     excluded = operations[:0].assign(warm_up=False)
@@ -361,6 +361,8 @@ def _records_of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.Da
     messages = pd.DataFrame.from_dict(trace.messages, "index", np.int64, ["message_bytes", "group_size"])
     messages = messages.reindex(rows).fillna({"message_bytes": -1, "group_size": 1}).astype(np.int64)
     records.operations[messages.columns] = messages.to_numpy()
+    communicators = pd.Series(trace.communicators, dtype=object).reindex(rows, fill_value="")
+    records.operations["communicator"] = communicators.to_numpy()
     is_node = matching(operators["name"], AUTOGRAD.match)
     return (
         records,

@@ -58,7 +58,7 @@ COPY_LABELS = {
 GRAPH_REPLAY = "[CUDA graph"  # the name of a graph that was traced as a whole starts with this
 MIN_SLOW_LAUNCH_NS = 100_000  # a slower launch loads a kernel, or waits for room in the queue
 PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
-PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes"]
+PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes", "communicator"]
 # the driver's messages quote the SQL statement
 DRIVER_BOILERPLATE = re.compile(r"^\w+: \[SQLite\] Failed to prepare query: | query: SELECT .*")
 EXPECTED = "the sqlite export of a capture (nsys export --type sqlite)"
@@ -197,39 +197,41 @@ _OPERATION = ["start", "end", "deviceId", "streamId", "correlationId", "globalPi
 
 
 def nccl_payloads(path: Path | str) -> pd.DataFrame:
-    """Read the message sizes that NCCL attaches to its NVTX ranges.
+    """Read the message sizes and communicators that NCCL attaches to its NVTX ranges.
 
     Only exports made with ``--include-json=true`` have them; the result is empty for others.
 
     Returns:
-        A row per range: key (the thread's), start_ns, end_ns, message_bytes.
+        A row per range: key (the thread's), start_ns, end_ns, message_bytes, communicator (NCCL's id as text, the
+        same on all ranks; "" if unknown).
     """
     with _reading(path) as connection:
         table, name = _nvtx_table_and_name(connection)
         present = _columns(connection, table)
         if "jsonText" not in present:
-            return pd.DataFrame(columns=PAYLOAD_COLUMNS, dtype="int64")
+            return pd.DataFrame(columns=PAYLOAD_COLUMNS)
         registered_text = (
             f"(SELECT value FROM {STRINGS} WHERE id = jsonTextId)" if "jsonTextId" in present else "NULL"
         )
         payload = f"coalesce(jsonText, {registered_text})"
         where = f"eventType = {PUSH_POP} AND {payload} IS NOT NULL AND {name} LIKE 'nccl%'"
         rows = [*_rows(connection, table, ["globalTid", "start", "end", payload], where)]
-    sized = [(*row[:3], _message_bytes(row[3])) for row in rows]
-    complete = [row for row in sized if all(isinstance(value, int) for value in row)]
-    return pd.DataFrame(complete, columns=PAYLOAD_COLUMNS, dtype="int64")
+    sized = [(*row[:3], *_message(row[3])) for row in rows]
+    complete = [row for row in sized if all(isinstance(value, int) for value in row[:4])]
+    return pd.DataFrame(complete, columns=PAYLOAD_COLUMNS)
 
 
-def _message_bytes(payload: object) -> int | None:
-    """Return the message size in an NCCL payload, or None."""
+def _message(payload: object) -> tuple[int | None, str]:
+    """Return the message size in bytes (None if unknown) and the communicator ("") of an NCCL payload."""
     try:
         content = json.loads(payload) if isinstance(payload, str) else None
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
-        return None
-    size = content.get("Message size [bytes]") if isinstance(content, dict) else None
-    if type(size) is not int:  # not isinstance, because True is an int, too
-        return None
-    return size if 0 <= size < 2**62 else None
+        return None, ""
+    if not isinstance(content, dict):
+        return None, ""
+    size, communicator = content.get("Message size [bytes]"), content.get("Communicator ID")
+    is_size = type(size) is int and 0 <= size < 2**62  # not isinstance, because True is an int, too
+    return size if is_size else None, str(communicator) if type(communicator) is int else ""
 
 
 @contextmanager

@@ -242,6 +242,7 @@ class Trace:
     xla: whether the trace names devices like XLA (JAX, TensorFlow).
     unfinished: the number of host events that were dropped because they end before they start.
     messages: the larger side in bytes and the number of GPUs of each collective, by its row in ``events``.
+    communicators: the process group of each collective, as the same text on all ranks, by its row in ``events``.
     gpu_ranges: name, start and end (ns) of ranges on the GPU's timeline, from first to last operation.
     """
 
@@ -254,6 +255,7 @@ class Trace:
     xla: bool
     unfinished: int
     messages: dict[int, tuple[int, int]]
+    communicators: dict[int, str]
     gpu_ranges: list[tuple[str, int, int]]
 
 
@@ -273,6 +275,7 @@ class _Reader:
         self.unread: Counter[str] = Counter()
         self.unfinished = 0
         self.messages: dict[int, tuple[int, int]] = {}
+        self.communicators: dict[int, str] = {}
         self.gpu_ranges: list[tuple[str, int, int]] = []
 
     def take(self, event: dict[str, Any]) -> dict[str, Any] | None:
@@ -352,11 +355,17 @@ class _Reader:
         except (KeyError, TypeError, ValueError, OverflowError):
             raise TraceError(_event_problem(self.path, event, args)) from None
         if code < len(WORK) and "In msg nelems" in args:
-            self.messages[len(self.values) // len(COLUMNS) - 1] = _message_size(args)
+            self.keep_collective(args)
         if code == _OPERATOR and "Input Dims" in args:
             self.shapes = True
             if self.shaped and self.shaped.search(name) and (key := _to_id(external)) >= 0:
                 self.operators[key] = name, args["Input Dims"], args.get("Input type")
+
+    def keep_collective(self, args: dict[str, Any]) -> None:
+        """Keep the size and the communicator of the collective whose row was added last."""
+        row = len(self.values) // len(COLUMNS) - 1
+        self.messages[row] = _message_size(args)
+        self.communicators[row] = _communicator(args)
 
     def keep_gpu_range(self, event: dict[str, Any]) -> None:
         """Keep a range of the GPU's timeline, if it has times."""
@@ -392,6 +401,12 @@ def _message_size(args: dict[str, Any]) -> tuple[int, int]:
     width = ELEMENT_BYTES.get(str(args.get("dtype")).lower(), 1)
     gpus = args.get("Group size")
     return max(known, default=-1) * (width if known else 1), gpus if type(gpus) is int and gpus > 0 else 1
+
+
+def _communicator(args: dict[str, Any]) -> str:
+    """Return the name and the ranks of a collective's process group; "" if unknown."""
+    parts = [args.get("Process Group Name"), args.get("Process Group Ranks")]
+    return " ".join(part for part in parts if isinstance(part, str))
 
 
 def _is_xla_process_name(event: dict) -> bool:
@@ -452,6 +467,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
         reader.xla,
         reader.unfinished,
         reader.messages,
+        reader.communicators,
         reader.gpu_ranges,
     )
 
