@@ -448,6 +448,17 @@ def test_of_a_notebooks_errors_the_first_that_costs_something_counts(tmp_path, e
     assert running._errors(tmp_path / "a.ipynb") == end
 
 
+@pytest.mark.parametrize("keep_images", [True, False])
+def test_executed_notebook_has_images_unless_they_are_dropped(tmp_path, keep_images):
+    outputs = [{"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "<Figure>"}}]
+    cell = {"cell_type": "code", "source": "", "outputs": outputs}
+    (tmp_path / "notebook.ipynb").write_text(json.dumps({"cells": [cell], "metadata": {}}))
+    (tmp_path / "kernel.log").touch()
+    running._tidy(tmp_path, "ok", keep_images)
+    saved = json.loads((tmp_path / "notebook.ipynb").read_text())["cells"][0]["outputs"][0]["data"]
+    assert ("image/png" in saved) == keep_images and saved["text/plain"] == "<Figure>"
+
+
 def test_run_ends_at_its_time_limit_or_when_it_is_abandoned():
     process = subprocess.Popen(["sleep", "60"])
     try:

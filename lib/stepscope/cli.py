@@ -226,6 +226,9 @@ def sweep(
             show_default="the package's",
         ),
     ] = None,
+    images: Annotated[
+        bool, typer.Option("--images/--no-images", help="Keep the images in executed notebooks.")
+    ] = True,
 ) -> None:
     """Measure the configurations of sweeps that have no valid record yet.
 
@@ -246,7 +249,9 @@ def sweep(
             for path in files:
                 console.print(f"{path.name}: {sweep_description(path) or 'no time estimate available'}")
         paths += files
-    options = SweepOptions(workers, scheduler, _seconds(timeout), _seconds(time_budget), notebooks, replace)
+    options = SweepOptions(
+        workers, scheduler, _seconds(timeout), _seconds(time_budget), notebooks, images, replace
+    )
     raise typer.Exit(_sweep(paths, _local_runs(runs), options))
 
 

@@ -32,9 +32,10 @@ from stepscope.config import Dimensions, RunConfig, format_errors
 from stepscope.runs.record import LOG, NOTEBOOK, OUTCOME, Record, append_outcome, read_outcome
 from stepscope.runs.source import code_cells, notebook_source
 
-# Environment variables: the run's folder, which marks its processes; the numbers of its cores; and a folder of
-# notebooks that replaces the package's.
+# Environment variables: the run's folder, which marks its processes; the numbers of its cores; a folder of
+# notebooks that replaces the package's; and "no" to save executed notebooks without images.
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
+IMAGES = "STEPSCOPE_IMAGES"
 PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
 TEMPORARY = "tmp"  # a subfolder of the run's folder, deleted when the run ends
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
@@ -127,7 +128,7 @@ def make_run(
         reason = f"the run's process {how}; see {LOG}"
     if reason:
         outcome |= {"status": "failed", "cause": reason}
-    _tidy(folder, outcome["status"])
+    _tidy(folder, outcome["status"], keep_images=environment.get(IMAGES) != "no")
     if (folder / NOTEBOOK).is_file():
         source = {"notebook_source": notebook_source(folder / NOTEBOOK)}
         outcome["software"] = outcome.get("software", {}) | source
@@ -161,7 +162,8 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
             return f"exceeded the time limit of {timeout_s:g} s, so its processes were killed"
 
 
-def _tidy(folder: Path, status: str) -> None:
+def _tidy(folder: Path, status: str, keep_images: bool) -> None:
+    """Remove temporary files and this machine's paths from a run's folder, and images unless they are kept."""
     (folder / OUTCOME).unlink(missing_ok=True)
     # rm also removes folders without our write bit
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)
@@ -169,6 +171,10 @@ def _tidy(folder: Path, status: str) -> None:
         content = json.loads(notebook.read_text(encoding="utf-8"))
         for key in ("input_path", "output_path"):
             content["metadata"].get("papermill", {}).pop(key, None)
+        if not keep_images:
+            for cell in content["cells"]:
+                for output in cell.get("outputs", []):
+                    output.get("data", {}).pop("image/png", None)
         clean = json.dumps(_cleaned(content, folder), indent=1, ensure_ascii=False)
         notebook.write_text(clean + "\n", encoding="utf-8")
     log = folder / LOG

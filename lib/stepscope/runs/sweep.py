@@ -48,6 +48,7 @@ class SweepOptions:
         timeout_s: the time limit of a run in seconds; a run that exceeds it is killed and recorded as failed.
         time_budget_s: the time in seconds after which the sweep starts no more runs.
         notebooks: a folder of notebooks to execute instead of the package's notebooks of the same names.
+        images: keep the images in executed notebooks.
         replace: rerun configurations that another version of their notebook measured, and replace their runs.
     """
 
@@ -56,6 +57,7 @@ class SweepOptions:
     timeout_s: float | None = None
     time_budget_s: float | None = None
     notebooks: Path | None = None
+    images: bool = True
     replace: bool = False
 
 
@@ -87,7 +89,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
         # Invalid requests are rejected before any folder is touched.
         if options.scheduler:
             client = closing.enter_context(joined_workers(options.scheduler, signals))
-            workers = Workers(client, options.timeout_s, options.notebooks)
+            workers = Workers(client, options.timeout_s, options.notebooks, options.images)
             plan = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
             _require(plan.configs, workers.devices(), store, None)
         else:
@@ -104,7 +106,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                     client = closing.enter_context(
                         local_workers(gpus, options.workers or 1, store.partial / "dask")
                     )
-                    workers = Workers(client, options.timeout_s, options.notebooks)
+                    workers = Workers(client, options.timeout_s, options.notebooks, options.images)
                 console.print(f"{len(end.left)} runs to do; Dask dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:

@@ -28,7 +28,7 @@ from stepscope.config import RunConfig
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here
 from stepscope.runs.record import Record
-from stepscope.runs.run import CORES, DASKS, NOTEBOOKS, kill_run_processes, make_run
+from stepscope.runs.run import CORES, DASKS, IMAGES, NOTEBOOKS, kill_run_processes, make_run
 
 RESOURCE = {"cuda": "GPU", "cpu": "RUNS"}  # the Dask resource that a run on each device needs
 # Limits in seconds for connecting to a scheduler, for its first worker, and for closing.
@@ -64,7 +64,13 @@ class Assignment:
 class Workers:
     """The workers of a scheduler and the runs assigned to them."""
 
-    def __init__(self, client: Any, timeout_s: float | None = None, notebooks: Path | None = None):
+    def __init__(
+        self,
+        client: Any,
+        timeout_s: float | None = None,
+        notebooks: Path | None = None,
+        images: bool = True,
+    ):
         self.client, self.timeout_s = client, timeout_s
         self.offers: dict[str, dict] = {}  # by worker address: a dict with name, nthreads, resources
         self.running: list[Assignment] = []
@@ -74,6 +80,8 @@ class Workers:
         self.environment = {name: os.environ[name] for name in DASKS if name in os.environ}
         if notebooks:
             self.environment[NOTEBOOKS] = str(notebooks.absolute())
+        if not images:
+            self.environment[IMAGES] = "no"
         if parts > 1:
             self.environment.setdefault("OMP_NUM_THREADS", str(max(cores // parts, 1)))
 
