@@ -20,7 +20,7 @@ from stepscope import stats
 from stepscope.config import PHASES, TOTAL, StepConfig
 from stepscope.measure import compiler, graph, power, rates, timing
 from stepscope.measure.graph import replay
-from stepscope.measure.power import PowerMonitor, Reading, power_w
+from stepscope.measure.power import PowerMonitor, Reading, mean_power_w
 from stepscope.measure.timing import SAMPLE_COLUMNS, Phases, time_step, time_steps
 from stepscope.model.training_step import build_step
 from stepscope.traces.profiled_steps import (
@@ -333,7 +333,7 @@ def test_replays_last_as_long_as_asked_and_a_failure_says_what_came_first(monkey
     Graphs(monkeypatch, gpu, replay=99.0)
     released = []
     monkeypatch.setattr(graph, "release", lambda device, after_error: released.append(after_error))
-    assert len(replay(timing.nothing, "cuda", at_least_s=0.75)[0]) == 8 and released == [False]
+    assert len(replay(timing.noop, "cuda", at_least_s=0.75)[0]) == 8 and released == [False]
 
     def fails():
         try:
@@ -558,11 +558,11 @@ def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypa
             )()
         ),
     )
-    assert rates.launch_rate("cuda") == (2, 5) and ran == ["cleared", *["cleared", "captured"] * 3]
+    assert rates.kernel_launch_us("cuda") == (2, 5) and ran == ["cleared", *["cleared", "captured"] * 3]
     assert (asked[0].size, asked[0].batch_size, asked[0].context_length) == ("small", 1, 16), "little to do"
-    assert rates.launch_rate("cpu") is None
+    assert rates.kernel_launch_us("cpu") is None
     captured.operations = captured.operations[:0]
-    assert all(map(math.isnan, rates.launch_rate("cuda")))
+    assert all(map(math.isnan, rates.kernel_launch_us("cuda")))
 
 
 # Energy
@@ -581,14 +581,16 @@ def steady(seconds, power=500.0, every_s=0.02, counter_every_s=0.1):
 @pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
 def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds, late):
     """Also where the first reading is one of a counter that has long been stale."""
-    assert power_w(steady(seconds)[late:]) == pytest.approx(500)
+    assert mean_power_w(steady(seconds)[late:]) == pytest.approx(500)
     uneven = zip((0.0, 0.1, 0.29, 0.3, 0.31, 0.4, 0.48), (0, 50, 50, 150, 150, 200, 200))
-    assert power_w([Reading(at_s, 1800.0, energy_j) for at_s, energy_j in uneven]) == pytest.approx(500)
+    assert mean_power_w([Reading(at_s, 1800.0, energy_j) for at_s, energy_j in uneven]) == pytest.approx(500)
 
 
 def test_power_is_unknown_where_the_counter_is():
     nan = float("nan")
-    assert math.isnan(power_w([Reading(i, nan, nan) for i in range(5)])) and math.isnan(power_w(steady(0.15)))
+    assert math.isnan(mean_power_w([Reading(i, nan, nan) for i in range(5)])) and math.isnan(
+        mean_power_w(steady(0.15))
+    )
     assert math.isnan(power.median_clock([Reading(0, nan, nan)]))
     assert power.median_clock([Reading(0, clock, 0) for clock in (1900, nan, 1400, 1980)]) == 1900
 
@@ -597,7 +599,7 @@ def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
     warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
     steps = ((8.0, 1980.0), (9.0, 1900.0), (11.0, 1600.0), (13.0, 1500.0))
     seen = iter([*warm, *(Reading(t, mhz, 5000 + 300.0 * (t - 5)) for t, mhz in steps)])
-    monkeypatch.setattr(power, "reading", lambda: next(seen))
+    monkeypatch.setattr(power, "read_gpu", lambda: next(seen))
     own = power.Power("cuda")
     for _ in range(5 + 4):
         own.read()
@@ -693,7 +695,7 @@ def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch)
     for ask in asked:
         ask.cache_clear()
     try:
-        assert (power.power_limit_w(), power.highest_clock_mhz(), *power.reading()[1:]) == (
+        assert (power.power_limit_w(), power.highest_clock_mhz(), *power.read_gpu()[1:]) == (
             450,
             2520,
             1830,
