@@ -105,8 +105,10 @@ def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> st
 
 
 def capture_failure(error: BaseException | None) -> str:
-    """Describe the first error of a failed capture: ending the capture fails as well, for no reason of its
-    own."""
+    """Describe the first error of a failed capture.
+
+    Ending the capture fails as well, but that error doesn't name the cause.
+    """
     causes = []
     while error is not None:
         causes.append(error)

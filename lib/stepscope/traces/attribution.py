@@ -6,7 +6,7 @@ on the host: it opened a range (NVTX push/pop, record_function) for each phase o
 of the model. Ranges have times, too, but comparing them with the operations' is wrong: the host runs ahead,
 and when a kernel runs, the host is in another phase already.
 
-**The launch is the link.** The call on the host that launched an operation stands in the capture as well,
+**The launch is the link.** The call on the host that launched an operation is in the capture as well,
 under the same correlation id:
 
     host, thread 1   [forward ....[ffn ... c7 ]...]      [backward ......................]

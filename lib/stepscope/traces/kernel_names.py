@@ -62,7 +62,7 @@ def split_name(name: str) -> Parts:
 
 
 def _is_nested_scope(name: str, start: int) -> bool:
-    """Whether ``::`` follows the parenthesis at ``start``, so that it belongs to the function around a lambda."""
+    """Return whether ``::`` follows the parentheses at ``start``: then they belong to a lambda's function."""
     depth = 0
     for end in range(start, len(name)):
         char = name[end]
