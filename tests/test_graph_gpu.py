@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from stepscope.measure.graph import graph_of
-from stepscope.measure.timing import nothing
+from stepscope.measure.timing import noop
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -22,7 +22,7 @@ def test_compiling_works_after_a_failed_capture():
         return dropped * numbers.sum().item()
 
     with pytest.raises(RuntimeError):
-        graph_of(synchronizes, nothing, warmups=1)
+        graph_of(synchronizes, noop, warmups=1)
     compiled = torch.compile(lambda x: F.dropout(x @ x, 0.5).sum())
     assert torch.isfinite(compiled(numbers))
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
@@ -31,7 +31,7 @@ def test_compiling_works_after_a_failed_capture():
 def test_random_numbers_of_a_replay_differ_after_a_failed_capture():
     numbers = torch.ones(64, 64, device="cuda")
     with pytest.raises(RuntimeError):
-        graph_of(lambda: F.dropout(numbers, 0.5).sum().item(), nothing, warmups=1)
-    replay = graph_of(lambda: F.dropout(numbers, 0.5), nothing, warmups=1)
+        graph_of(lambda: F.dropout(numbers, 0.5).sum().item(), noop, warmups=1)
+    replay = graph_of(lambda: F.dropout(numbers, 0.5), noop, warmups=1)
     first = replay().clone()
     assert not torch.equal(first, replay())

@@ -577,7 +577,7 @@ def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, m
     assert steps["status"].to_dict() == status
     assert steps.loc["tf32", "reason"] == "no kernel at file.cu for it"
     assert steps.loc["bf16", "reason"] == "while measuring bf16: short of memory."
-    assert steps.loc["fused_adamw", "reason"] == "not captured: no graph for it"
+    assert steps.loc["fused_adamw", "reason"] == "not profiled: no graph for it"
     assert steps.loc["fused_adamw", "wall_ms"] > 0 and math.isnan(steps.loc["fused_adamw", "gpu_ms"])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from stepscope import measure
 from stepscope.config import StepConfig
 from stepscope.measure import oom
-from stepscope.measure.times import NULLABLE_TEXTS, OPERATION_COLUMNS, TEXTS, TIME_COLUMNS
+from stepscope.measure.times import NULLABLE_COLUMNS, OPERATION_COLUMNS, TEXT_COLUMNS, TIME_COLUMNS
 from stepscope.model.training_step import build_step
 from stepscope.report import load
 from stepscope.report.schemas import LATER
@@ -138,9 +138,9 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
     assert times["power_w"].dropna().to_dict() == {4: 7.0} and times.index[
         times["wall_ms"].isna()
     ].tolist() == [7]
-    assert {str(kind) for name, kind in times.dtypes.items() if name not in TEXTS + NULLABLE_TEXTS} == {
-        "float64"
-    } and list(times) == TIME_COLUMNS
+    assert {
+        str(kind) for name, kind in times.dtypes.items() if name not in TEXT_COLUMNS + NULLABLE_COLUMNS
+    } == {"float64"} and list(times) == TIME_COLUMNS
     plain = samples["step"].query("not warmup").groupby("phase")["wall_ms"].median()
     assert times[:5].set_index("phase")["wall_ms"].to_dict() == pytest.approx(plain.to_dict())
     mean = samples["step"].query("not warmup").groupby("phase")["wall_ms"].mean()
@@ -185,7 +185,7 @@ def test_a_capture_is_of_its_device_and_one_of_the_host_alone_is_none_of_a_gpu(m
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match="mine"):
         found = capture()
-    assert found.operations.empty and "nothing of the GPU" in found.reason
+    assert found.operations.empty and "no operations of the GPU" in found.reason
     broken.session = SimpleNamespace(
         __exit__=lambda *_: torch.mm(torch.ones(2), torch.ones(2))
     )  # a RuntimeError

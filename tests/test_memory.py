@@ -292,7 +292,7 @@ def test_workspaces_are_what_is_freed_with_them_and_no_gradient_stays(monkeypatc
         one = memory_history.record_step(subject, "step", partial(names["step"], "step"), names["config"])
     assert one.before["workspaces"] == 4000 and len(forwards) == 2, "a warm-up, and the step"
     assert all(weight.grad is None for weight in subject.model.parameters())
-    states = [memory_history.living(subject, mode)["optimizer state"] for mode in ("forward", "step")]
+    states = [memory_history.live_bytes(subject, mode)["optimizer state"] for mode in ("forward", "step")]
     assert states[0] == 0 < states[1], "not the other modes'"
 
 

@@ -37,10 +37,10 @@ STEPS, LAYERS = 3, 12
 OUTCOME = {
     "status": "ok",
     "reason": "",
-    "plain_ms": [60.0, 61.0],
+    "unprofiled_ms": [60.0, 61.0],
     "enqueue_ms": [9.0, 8.0],
     "clock": {},
-    "captured_ms": [70.0, 71.0, 72.0],
+    "profiled_ms": [70.0, 71.0, 72.0],
 }
 
 # What stands in for nsys does with files what nsys does: its export is a real capture's.
@@ -107,7 +107,7 @@ def capture(tmp_path_factory, reports):
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
-        outcome = {"inside": inside, "modes": dict.fromkeys(inside, OUTCOME), "learning_rate": 0.0}
+        outcome = {"step_modes": inside, "modes": dict.fromkeys(inside, OUTCOME), "learning_rate": 0.0}
         program.write_text(FAKE.format(export=EXPORT, reports=folder, outcome=json.dumps(outcome)))
         program.chmod(0o755)
         with pytest.MonkeyPatch.context() as patch:
@@ -385,9 +385,9 @@ def test_the_table_and_the_clocks_follow_from_the_profiled_and_the_unprofiled_st
         by_name = operations[operations["step"] == first].groupby(["phase", "name"])["duration_ns"]
         assert table.loc[mode].to_dict("index") == by_name.agg(count="size", total_ns="sum").to_dict("index")
         plain, captured = (rows.loc[mode] for _, rows in clocks.groupby("profiled"))
-        assert plain["wall_ms"].tolist() == outcome["plain_ms"]
+        assert plain["wall_ms"].tolist() == outcome["unprofiled_ms"]
         assert plain["enqueue_ms"].tolist() == outcome["enqueue_ms"]
-        assert captured.loc["total", "wall_ms"].tolist() == outcome["captured_ms"][1:]
+        assert captured.loc["total", "wall_ms"].tolist() == outcome["profiled_ms"][1:]
         for (phase, step), row in captured.iterrows():
             in_phase = (operations["phase"] == phase) | (phase == "total")
             rows = operations[(operations["step"] == first + 1 + step) & in_phase]
@@ -477,40 +477,40 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
     )
     cleared = []
     try:
-        assert (mode.plain(2, until_enough=False)["wall_ms"] > 0).tolist() == [
+        assert (mode.time_unprofiled(2, until_enough=False)["wall_ms"] > 0).tolist() == [
             True
         ] * 2 and recorder.opened == []
-        mode.captured(named=False)
+        mode.time_in_ranges(with_regions=False)
         phases = [(0, "step"), *((1, phase) for phase in PHASES["step"])]
         assert recorder.opened == phases and not recorder.depth
         recorder.opened = []
-        mode.captured(named=True)
+        mode.time_in_ranges(with_regions=True)
     finally:
         step_ranges._attributes.cache_clear()
     assert [one for one in recorder.opened if one in phases] == phases and not recorder.depth
     assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= {
         name for depth, name in recorder.opened if depth > 1
     }
-    mode.plain(1, until_enough=False)
+    mode.time_unprofiled(1, until_enough=False)
     assert cleared == [True] * 5
     assert "forward" not in vars(step.model.blocks[0].ffn)  # the plain method is back
 
 
 def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, step, ranged):
-    whole = profiled_process.ProfiledMode.captured
+    original = profiled_process.ProfiledMode.time_in_ranges
 
-    def captured(self, named):
+    def time_in_ranges(self, with_regions):
         if self.step.mode == "step":
             raise torch.OutOfMemoryError("CUDA out of memory. Including non-PyTorch memory, more words")
-        return whole(self, named)
+        return original(self, with_regions)
 
-    monkeypatch.setattr(profiled_process.ProfiledMode, "captured", captured)
+    monkeypatch.setattr(profiled_process.ProfiledMode, "time_in_ranges", time_in_ranges)
     outcome = profiled_process.profile(step, ranged, lambda: None)
     statuses = {name: one["status"] for name, one in outcome["modes"].items()}
     assert statuses == {"forward": "ok", "forward_backward": "ok", "step": "oom"}
     assert outcome["modes"]["step"]["reason"] == "while running step: CUDA out of memory."
     assert (
-        outcome["inside"] == ["forward"] * 4 + ["forward_backward"] * 4 + ["step"]
+        outcome["step_modes"] == ["forward"] * 4 + ["forward_backward"] * 4 + ["step"]
         and not step.optimizer.state
     )
     assert all(weight.grad is None for weight in step.model.parameters())
@@ -520,7 +520,7 @@ def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
     before = [weight.clone() for weight in step.model.parameters()]
     (rate,) = {group["lr"] for group in step.optimizer.param_groups}
     outcome = profiled_process.profile(step, ranged, lambda: None)
-    assert outcome["learning_rate"] == NEGLIGIBLE_RATE and outcome["inside"].count("step") == 4
+    assert outcome["learning_rate"] == NEGLIGIBLE_RATE and outcome["step_modes"].count("step") == 4
     assert all(map(torch.equal, before, step.model.parameters()))
     assert {group["lr"] for group in step.optimizer.param_groups} == {rate} != {0}
 
@@ -528,7 +528,7 @@ def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
 def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
     """Launches stay slower once a profiler has run."""
     order = []
-    for name in ("plain", "captured"):
+    for name in ("time_unprofiled", "time_in_ranges"):
         method = getattr(profiled_process.ProfiledMode, name)
 
         def noted(*given, name=name, method=method, **options):
@@ -537,8 +537,8 @@ def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
 
         monkeypatch.setattr(profiled_process.ProfiledMode, name, noted)
     profiled_process.profile(step, ranged, lambda: None)
-    profiled = order.index("captured")
-    assert order[:profiled].count("plain") > 3 and "plain" not in order[profiled:]
+    profiled = order.index("time_in_ranges")
+    assert order[:profiled].count("time_unprofiled") > 3 and "time_unprofiled" not in order[profiled:]
 
 
 @pytest.mark.parametrize("tool, fits", [("torch", True), ("nsys", False)])
@@ -550,7 +550,7 @@ def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, s
             raise torch.OutOfMemoryError("no room. Including much")
 
     monkeypatch.setattr(profiled_process, "build_step", build)
-    outcome = {"inside": ["step"], "modes": {}, "learning_rate": 0.0}
+    outcome = {"step_modes": ["step"], "modes": {}, "learning_rate": 0.0}
     monkeypatch.setattr(profiled_process, "profile", lambda *_: outcome)
     monkeypatch.setattr(profiled_process, "use_ranges", lambda ranges: None)
     (tmp_path / "ranged.py").write_text("def ranged(): pass")
@@ -558,7 +558,7 @@ def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, s
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert step_ranges._domain is ranges_before
     reasons = {(mode["status"], mode["reason"]) for mode in outcome["modes"].values()}
-    assert outcome["inside"] == ["step"] * fits
+    assert outcome["step_modes"] == ["step"] * fits
     assert reasons == (set() if fits else {("oom", "no room.")})
 
 
@@ -567,9 +567,9 @@ def test_impossible_modes_are_profiled_again_and_the_named_step_is_not_compared(
     is_power_limited = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}
     ms = [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44]
     modes = {
-        "forward": {"plain_ms": [10.0, 11.0, 99.0], "clock": {}},
-        "forward_backward": {"plain_ms": [30.0, 30.1, 29.0], "clock": is_power_limited},
-        "step": {"plain_ms": [45.0], "clock": {}},
+        "forward": {"unprofiled_ms": [10.0, 11.0, 99.0], "clock": {}},
+        "forward_backward": {"unprofiled_ms": [30.0, 30.1, 29.0], "clock": is_power_limited},
+        "step": {"unprofiled_ms": [45.0], "clock": {}},
     }
     inside = ["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4
     captured = ProfiledModes(Path("a file"), modes, inside)
@@ -588,7 +588,7 @@ def test_impossible_modes_are_profiled_again_and_the_named_step_is_not_compared(
     def impossible():
         return nsys_profile.profile_with_nsys(never_run, config).impossible
 
-    assert impossible() == {"step": "captured steps of 40 to 44 ms"} and len({*folders}) == 3
+    assert impossible() == {"step": "profiled steps range from 40 to 44 ms"} and len({*folders}) == 3
     modes["forward_backward"]["clock"] = {}
     steps.loc[10, "busy_ns"] = 40e6
     assert [*impossible()] == ["forward_backward"]
@@ -601,7 +601,7 @@ def test_a_mode_that_ran_out_of_memory_is_in_no_table_and_keeps_its_unprofiled_s
     outcomes = modes.modes | {
         "forward_backward": modes.modes["forward_backward"] | {"status": "oom", "reason": "no room"}
     }
-    short = dataclasses.replace(here["profile"], modes=ProfiledModes(modes.file, outcomes, modes.inside))
+    short = dataclasses.replace(here["profile"], modes=ProfiledModes(modes.file, outcomes, modes.step_modes))
     short.check()
     captured, plain = short.clocks.query("profiled"), short.clocks.query("not profiled")
     assert {*short.operations["mode"]} == {*captured["mode"]} == {"forward", "step"}
@@ -633,9 +633,9 @@ def test_a_capture_is_held_against_nsys_own_sum(capture, reports, tmp_path):
     [
         (
             "echo importer failed; exit 1",
-            "the profiled process ended before its steps did; it said: importer failed",
+            "the profiled process ended before its steps did; its output: importer failed",
         ),
-        (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "it said: quadd crashed"),
+        (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "its output: quadd crashed"),
     ],
 )
 def test_a_profiler_that_fails_is_quoted(monkeypatch, tmp_path, script, message):

@@ -388,7 +388,7 @@ def test_out_of_memory_while_profiling_keeps_the_wall_times_and_no_part_of_that_
     results = toy.measure()
     rows = totals(results)
     assert (rows["status"] == "ok").all() and (rows["wall_ms"] > 0).all()
-    assert rows["reason"]["step"] == "not captured: while capturing: CUDA out of memory. Tried 9 GiB."
+    assert rows["reason"]["step"] == "not profiled: while profiling: CUDA out of memory. Tried 9 GiB."
     numbers = results.profiled.groupby("case")["number"].unique().map(list).to_dict()
     assert numbers == {"step": [0], "forward": [0, 1, 2], "forward_backward": [0, 1, 2]}
 

@@ -47,9 +47,9 @@ def found(captured_ms=(), **row):
         (
             {"captured_ms": [99, 100, 101.9]},
             {"captured_ms": [99, 100, 102.1]},
-            "captured steps of 99 to 102.1 ms",
+            "profiled steps range from 99 to 102.1 ms",
         ),
-        ({"power_w": 713.0}, {"power_w": 748.0}, "748 W, and the cap is 700"),
+        ({"power_w": 713.0}, {"power_w": 748.0}, "748 W, but the power limit is 700 W"),
     ],
 )
 def test_what_cannot_be_is_told_with_its_numbers(steady_one, odd_one, words):
@@ -69,7 +69,7 @@ def test_what_is_not_known_is_nothing_odd():
 def test_all_that_is_odd_is_said_and_watts_are_held_against_this_gpus_cap(monkeypatch):
     assert found(gpu_ms=150.0, replayed_ms=200.0).count(";") == 1
     monkeypatch.setattr(sanity_checks, "power_limit_w", lambda: 400.0)
-    assert found(power_w=407.0) == "" and found(power_w=409.0) == "409 W, and the cap is 400"
+    assert found(power_w=407.0) == "" and found(power_w=409.0) == "409 W, but the power limit is 400 W"
 
 
 def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_rows():
@@ -114,21 +114,21 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
     )
     said = found.groupby(["precision", "mode"])["inconsistent"].unique().map(list)
     assert said.map(len).eq(1).all() and {case: words[0] for case, words in said.items() if words[0]} == {
-        ("bf16", "forward"): "forward 20 ms in forward, 10 in step",
-        ("fp32", "forward"): "replayed in 90 ms, of which its operations take 10",
-        ("bf16", "step"): "900 W, and the cap is 700; forward 20 ms in forward, 10 in step",
-        ("fp32", "forward_backward"): "captured steps of 30 to 90 ms",
+        ("bf16", "forward"): "forward 20 ms in forward, 10 ms in step",
+        ("fp32", "forward"): "replayed in 90 ms, but its operations take 10 ms",
+        ("bf16", "step"): "900 W, but the power limit is 700 W; forward 20 ms in forward, 10 ms in step",
+        ("fp32", "forward_backward"): "profiled steps range from 30 to 90 ms",
     }
     assert {*found.query("precision == 'fp32' and mode == 'step'")["reason"]} == {"not captured: why"}
 
 
 def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):
     swings = [99, 104, 98, 103, 99, 104, 98, 103]
-    assert found(swings, sm_clock_mhz=1700.0) == "" and "captured steps" in found(swings)
+    assert found(swings, sm_clock_mhz=1700.0) == "" and "profiled steps" in found(swings)
     assert found([99, 99, 99, 120, 99, 99, 99, 99], sm_clock_mhz=1700.0) == "", "its halves' medians"
-    assert "captured steps of 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
-    assert "captured steps of 99 to 105" in found([98, 100, 104, 106], sm_clock_mhz=1700.0, wall_ms=110)
-    assert "captured steps of 99 to 104" in found([99, 104, 99], sm_clock_mhz=1700.0, wall_ms=110), (
+    assert "range from 99 to 104" in found([99] * 4 + [104] * 4, sm_clock_mhz=1700.0, wall_ms=110)
+    assert "range from 99 to 105" in found([98, 100, 104, 106], sm_clock_mhz=1700.0, wall_ms=110)
+    assert "range from 99 to 104" in found([99, 104, 99], sm_clock_mhz=1700.0, wall_ms=110), (
         "too few for halves"
     )
     assert (

@@ -89,7 +89,7 @@ def gpu(monkeypatch):
 
 def test_a_profiled_processs_plain_step_is_all_of_its_work_and_nothing_before(gpu, events):
     mode = profiled_process.ProfiledMode(Step(gpu), lambda *_: None)
-    assert mode.plain(2, until_enough=False)["wall_ms"].tolist() == [STEP_MS] * 2
+    assert mode.time_unprofiled(2, until_enough=False)["wall_ms"].tolist() == [STEP_MS] * 2
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -100,7 +100,7 @@ def test_a_captured_step_and_its_range_end_with_the_gpus_work(gpu, events, monke
         profiled_process, "annotated", lambda model: nullcontext(SimpleNamespace(link_backward=lambda: None))
     )
     mode = profiled_process.ProfiledMode(Ranged(gpu), ranged)
-    assert [mode.captured(named) for _ in range(2)] == [STEP_MS] * 2
+    assert [mode.time_in_ranges(named) for _ in range(2)] == [STEP_MS] * 2
     ranges = [entry for entry in gpu.log if isinstance(entry, tuple)]
     whole = [(what, left) for name, what, left in ranges if name == "step"]
     assert whole == [("begins", 0.0), ("ends", 0.0)] * 2
@@ -278,7 +278,7 @@ def test_each_step_that_counts_launches_is_alone(gpu, events, monkeypatch):
     captured = captured_on(gpu, operations=pd.DataFrame(columns=PROFILED_COLUMNS))
     monkeypatch.setattr(rates, "build_step", lambda config: Step(gpu))
     monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
-    rates.launch_rate("cuda")
+    rates.kernel_launch_us("cuda")
     assert alone(gpu)
 
 

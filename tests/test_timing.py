@@ -1,4 +1,4 @@
-"""The clocks: no wall time before the device is waited for, GPU time as a union, replays and their reasons, energy."""
+"""Clocks on a fake GPU, CUDA graphs, GPU time of profiled steps, power, and rates."""
 
 import gc
 import json
@@ -20,11 +20,10 @@ from stepscope import stats
 from stepscope.config import PHASES, TOTAL, StepConfig
 from stepscope.measure import compiler, graph, power, rates, timing
 from stepscope.measure.graph import replay
-from stepscope.measure.power import PowerMonitor, Reading, power_w
-from stepscope.measure.timing import SAMPLE_COLUMNS, Phases, time_step, time_steps
+from stepscope.measure.power import PowerMonitor, Reading, mean_power_w
+from stepscope.measure.timing import Phases, time_step, time_steps
 from stepscope.model.training_step import build_step
 from stepscope.traces.profiled_steps import (
-    PROFILED_COLUMNS,
     CaptureError,
     by_name,
     fastest_step,
@@ -33,18 +32,17 @@ from stepscope.traces.profiled_steps import (
     profiled_operations,
 )
 
-
-@pytest.fixture
-def tiny():
-    return lambda **fields: build_step(StepConfig(**TINY | fields))
+nan = math.nan
 
 
 class FakeGpu:
-    """A GPU with a queue and a host with a clock: launching takes the host 1 ms, and only waiting for the device
-    brings the host's clock to where the work is done."""
+    """A GPU with a queue, and the host's clock.
+
+    A launch takes the host 1 ms. The host's clock reaches the end of the work only by synchronizing.
+    """
 
     def __init__(self, monkeypatch):
-        self.host_ms, self.done_ms, self.waits = 0.0, 0.0, 0
+        self.host_ms, self.done_ms, self.synchronized = 0.0, 0.0, 0
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         monkeypatch.setattr(timing, "default_timer", lambda: self.host_ms / 1e3)
@@ -54,21 +52,23 @@ class FakeGpu:
         self.done_ms = max(self.done_ms, self.host_ms) + work_ms
 
     def synchronize(self):
-        self.host_ms, self.waits = max(self.host_ms, self.done_ms), self.waits + 1
+        self.host_ms = max(self.host_ms, self.done_ms)
+        self.synchronized += 1
 
     def event(self, enable_timing):
         assert enable_timing
-        found = SimpleNamespace()
+        event = SimpleNamespace()
 
         def record():
-            found.at_ms, found.waits = max(self.host_ms, self.done_ms), self.waits
+            event.ms = max(self.host_ms, self.done_ms)
+            event.synchronized = self.synchronized
 
         def elapsed_time(end):
-            assert end.waits < self.waits, "read before the device was waited for"
-            return end.at_ms - found.at_ms
+            assert end.synchronized < self.synchronized, "read before the device was idle"
+            return end.ms - event.ms
 
-        found.record, found.elapsed_time = record, elapsed_time
-        return found
+        event.record, event.elapsed_time = record, elapsed_time
+        return event
 
 
 @pytest.fixture
@@ -76,285 +76,225 @@ def gpu(monkeypatch):
     return FakeGpu(monkeypatch)
 
 
-def phased(gpu, phases, **work_ms):
+def phase_times(gpu, phases, **work_ms):
     def step(phase):
-        for name, each in work_ms.items():
+        for name, ms in work_ms.items():
             with phase(name):
-                gpu.launch(each)
+                gpu.launch(ms)
 
     return {name: (round(ms, 6), round(enqueue_ms, 6)) for name, ms, enqueue_ms in time_step(step, phases)}
 
 
-def test_wall_time_is_what_the_device_took_and_not_what_launching_took(gpu):
-    found = phased(gpu, Phases("cuda"), forward=10, loss=20, backward=300, optimizer=40)
-    assert found == {
+# Clocks
+
+
+def test_step_time_is_the_gpus_and_excludes_earlier_work(gpu):
+    phases = Phases("cuda", expected=1)
+    gpu.launch(5000)
+    assert phase_times(gpu, phases, forward=10, loss=20, backward=300) == {
         "forward": (11, 1),
         "loss": (20, 1),
         "backward": (300, 1),
-        "optimizer": (40, 1),
-        TOTAL: (371, 4),
+        TOTAL: (331, 3),
     }
-    assert gpu.waits == 2  # before and after: no phase waited
-
-
-def test_what_ran_before_is_in_no_step(gpu):
-    clock = Phases("cuda", expected=1)
+    assert gpu.synchronized == 2, "no phase waits for another"
     gpu.launch(5000)
-    assert phased(gpu, clock, forward=10)[TOTAL] == (11, 1)
+    assert phase_times(gpu, phases, forward=2)[TOTAL] == (3, 1)
+
+
+def test_waiting_phases_are_each_timed_by_the_host(gpu):
+    times = phase_times(gpu, Phases("cuda", wait=True), forward=10, backward=20)
+    assert times == {"forward": (11, 11), "backward": (21, 21), TOTAL: (32, 32)}
+
+
+def test_phases_start_with_the_first_phase_if_not_started(gpu):
+    phases = Phases("cuda")
+    for work_ms in (10, 20):
+        with phases("forward"):
+            gpu.launch(work_ms)
+        gpu.synchronize()
+        [(_, ms, _)] = phases.ms()
+        assert ms == pytest.approx(work_ms + 1)
+
+
+def test_repeated_steps_are_timed_on_an_idle_device(gpu):
     gpu.launch(5000)
-    assert phased(gpu, clock, forward=2, loss=3) == {"forward": (3, 1), "loss": (3, 1), TOTAL: (6, 2)}
-
-
-def test_keeping_up_waits_for_each_step(gpu):
-    assert timing.run_for(lambda: gpu.launch(99), "cuda", 0.25) == 3 and gpu.host_ms == 300
+    assert timing.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
+    assert gpu.synchronized == 2
+    assert timing.run_for(lambda: gpu.launch(99), "cuda", 0.25) == 3
+    assert gpu.synchronized == 5
     cleared = []
     assert timing.run_for(lambda: gpu.launch(99), "cuda", 0, lambda: cleared.append(1)) == 1 == len(cleared)
 
 
-def test_phases_that_wait_are_each_measured_by_the_host(gpu):
-    assert phased(gpu, Phases("cuda", wait=True), forward=10, backward=20) == {
-        "forward": (11, 11),
-        "backward": (21, 21),
-        TOTAL: (32, 32),
-    }
-    assert gpu.waits == 4
-
-
-def test_phases_begin_by_themselves_where_nobody_starts_them(gpu):
-    phases = Phases("cuda")
-    for expected in (10, 20):
-        with phases("forward"):
-            gpu.launch(expected)
-        gpu.synchronize()
-        assert [(name, round(ms, 6)) for name, ms, _ in phases.ms()] == [("forward", expected + 1)]
-
-
-def test_back_to_back_the_device_is_waited_for_before_and_after(gpu):
-    gpu.launch(5000)
-    assert timing.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
-    assert gpu.waits == 2
-
-
-def test_steps_go_on_until_they_have_lasted_long_enough(gpu):
-    samples = time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda", at_least_s=0.45)
-    assert samples["warmup"].tolist() == [True] + [False] * 5
-    assert len(time_steps(lambda phase: gpu.launch(99), 2, 1, "cuda")) == 3
-    long = time_steps(lambda phase: gpu.launch(1499), 4, 1, "cuda", until_enough=True)
-    assert len(long) == 1 + 4 and timing.wall_times_ms(long).index.tolist() == [1, 2, 3, 4]
+@pytest.mark.parametrize(
+    ("options", "timed_steps"),
+    [({}, 2), ({"at_least_s": 3.1}, 3), ({"until_enough": True}, 2)],
+)
+def test_steps_are_timed_until_there_are_enough(gpu, options, timed_steps):
+    """A step takes 1.1 seconds, so the requested number is enough; phases of a step don't count."""
 
     def step(phase):
         for name in ("forward", "loss"):
             with phase(name):
-                gpu.launch(49)
+                gpu.launch(549)
 
-    whole = time_steps(step, 1, 0, "cuda", at_least_s=0.45).query("phase == 'total'")
-    assert len(whole) == 5, "of whole steps, not of one phase"
+    samples = time_steps(
+        step, 2, 1, "cuda", before=lambda: gpu.launch(7), after=lambda: gpu.launch(8), **options
+    )
+    totals = samples[samples["phase"] == TOTAL]
+    assert totals["warmup"].tolist() == [True] + [False] * timed_steps
+    assert timing.wall_times_ms(samples).tolist() == pytest.approx([1099] * timed_steps)
 
 
-def test_a_first_step_is_over_when_the_device_is_done(gpu, monkeypatch):
+def test_first_step_ends_with_the_devices_work(gpu, monkeypatch):
     monkeypatch.setattr(compiler, "default_timer", timing.default_timer)
     assert compiler.seconds_with_compiling(lambda: gpu.launch(500), "cuda") == pytest.approx(0.501)
 
 
-def test_beyond_the_shapes_that_may_be_compiled_it_fails():
+def test_compiling_more_shapes_than_allowed_is_an_error():
     names = ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit")
-    with torch._dynamo.config.patch(
-        {name: getattr(torch._dynamo.config, name) for name in names}
-    ):  # set back at the end
+    config = torch._dynamo.config
+    with config.patch({name: getattr(config, name) for name in names}):  # restores them
         compiler.allow_recompiling(2)
         call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
-        assert [len(call(torch.ones(length))) for length in (3, 4)] == [3, 4]
+        call(torch.ones(3))
+        call(torch.ones(4))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
             call(torch.ones(5))
 
 
-# Plain steps
-
-
-def plain_steps(step, steps, warmups=0, after=lambda: None):
-    return time_steps(step, steps, warmups, step.device, before=step.clear_gradients, after=after)
+@pytest.fixture
+def tiny():
+    return lambda **fields: build_step(StepConfig(**TINY | fields))
 
 
 @pytest.mark.parametrize("mode", PHASES)
-def test_every_phase_of_every_step_has_its_row_in_order(mode, tiny):
-    after = []
-    samples = plain_steps(tiny(mode=mode), 3, 2, lambda: after.append(len(after)))
-    assert list(samples.columns) == SAMPLE_COLUMNS and after == [0, 1, 2, 3, 4]
-    assert list(samples[["step", "warmup", "phase"]].itertuples(index=False, name=None)) == [
-        (step, step < 2, phase) for step in range(5) for phase in [*PHASES[mode], TOTAL]
-    ]
-    phases, whole = samples[samples["phase"] != TOTAL], samples[samples["phase"] == TOTAL].set_index("step")
-    assert (phases["wall_ms"] == phases["enqueue_ms"]).all()  # on a CPU nothing is asynchronous
-    assert (phases.groupby("step")["wall_ms"].sum() <= whole["wall_ms"]).all()
+def test_samples_have_every_phase_of_every_step_in_order(mode, tiny):
+    step = tiny(mode=mode)
+    samples = time_steps(step, 2, 1, "cpu", before=step.clear_gradients)
+    keys = samples[["step", "warmup", "phase"]].itertuples(index=False, name=None)
+    assert list(keys) == [(step, step < 1, phase) for step in range(3) for phase in [*PHASES[mode], TOTAL]]
+    is_total = samples["phase"] == TOTAL
+    phases, totals = samples[~is_total], samples[is_total]
+    assert (phases["wall_ms"] == phases["enqueue_ms"]).all(), "a CPU is synchronous"
+    assert (phases.groupby("step")["wall_ms"].sum().to_numpy() <= totals["wall_ms"]).all()
 
 
-def test_gradients_are_cleared_before_each_step(tiny):
-    step, seen = tiny(mode="forward_backward"), []
-    step.model.register_forward_pre_hook(
-        lambda model, args: seen.append(any(p.grad is not None for p in model.parameters()))
-    )
-    plain_steps(step, 3)
-    assert seen == [False] * 3
-
-
-def test_what_is_read_between_steps_is_in_no_step(tiny, monkeypatch):
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(timing, "default_timer", lambda: float(next(ticks)))
-    samples = plain_steps(tiny(mode="forward"), 3, 0, lambda: [timing.default_timer() for _ in range(100)])
-    assert samples[samples["phase"] == TOTAL]["wall_ms"].tolist() == [2000] * 3
-
-
-# Replays
+# CUDA graphs
 
 
 class Graphs:
-    """CUDA graphs that capture nothing: what is called between capture and replay, in order."""
+    """CUDA graphs that record no work; ``log`` has the calls in order."""
 
-    def __init__(self, monkeypatch, gpu, replay=7.0, fail=None):
-        self.gpu, self.called, self.fail = gpu, [], fail
-        self.replay = lambda: (self.called.append("replay"), gpu.launch(replay))
-        side, own = (
-            SimpleNamespace(wait_stream=lambda other, name=name: self.called.append(f"{name} stream waits"))
-            for name in ("side", "own")
+    def __init__(self, monkeypatch, gpu, replay_ms=7.0):
+        self.gpu, self.log = gpu, []
+        self.replay = lambda: gpu.launch(replay_ms)
+        self.earlier_stream, stream = (SimpleNamespace(wait_stream=id) for _ in range(2))
+        generator = SimpleNamespace(
+            clone_state=lambda: "earlier state",
+            graphsafe_set_state=self.log.append,
         )
-        for name, made in {
-            "Stream": lambda: side,
-            "current_stream": lambda: own,
+        for name, value in {
+            "Stream": lambda: stream,
+            "current_stream": lambda: self.earlier_stream,
             "CUDAGraph": lambda: self,
-            "default_stream": lambda: own,
-            "stream": self.stream,
+            "stream": lambda stream: nullcontext(),
             "graph": self.graph,
-            "set_stream": lambda to: self.called.append("stream restored"),
+            "set_stream": self.log.append,
             "empty_cache": lambda: None,
             "current_device": lambda: 0,
+            "default_generators": (generator,),
         }.items():
-            monkeypatch.setattr(torch.cuda, name, made)
-        # A failed capture leaves the generator in capture mode, so its state is put back.
-        generator = SimpleNamespace(
-            clone_state=lambda: "state before",
-            graphsafe_set_state=lambda state: self.called.append(f"generator has its {state}"),
-        )
-        monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-
-    @contextmanager
-    def stream(self, stream):
-        self.called.append("warm-up")
-        yield
+            monkeypatch.setattr(torch.cuda, name, value)
 
     @contextmanager
     def graph(self, graph, stream):
         assert self.gpu.done_ms <= self.gpu.host_ms, "captured while the warm-up runs"
-        self.called.append("capture")
+        self.log.append("capture")
         try:
             yield
         except torch.OutOfMemoryError:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
 
 
-class FakeStep(SimpleNamespace):
-    def clear_gradients(self):
-        self.graphs.called.append("cleared")
-
-    def __call__(self):
-        if "capture" not in self.graphs.called:
-            self.graphs.gpu.launch(3.0)
-        self.graphs.called.append(("step", self.optimizer.param_groups[0]["capturable"]))
-        if self.graphs.called.count(("step", True)) == 2 and self.graphs.fail:
-            raise self.graphs.fail
-
-
-def optimizer():
-    weight = torch.zeros(1)
+def optimizer(device="cpu"):
+    weight = torch.zeros(1, device=device)
     return SimpleNamespace(param_groups=[{"capturable": False}], state={weight: {"step": torch.tensor(3.0)}})
 
 
-def test_a_step_is_warmed_up_captured_and_replayed_with_a_capturable_optimizer(monkeypatch, gpu):
-    graphs = Graphs(monkeypatch, gpu)
-    step = FakeStep(graphs=graphs, optimizer=optimizer())
-    times, reason = replay(
-        step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients, replays=3, at_least_s=0
+def test_step_is_captured_after_a_warmup_and_its_replays_are_timed(monkeypatch, gpu):
+    graphs, adamw = Graphs(monkeypatch, gpu), optimizer()
+
+    def step():
+        assert adamw.param_groups[0]["capturable"]
+        graphs.log.append("step")
+        if "capture" not in graphs.log:
+            gpu.launch(3.0)
+
+    times_ms, reason = replay(
+        step, "cuda", optimizer=adamw, clear=lambda: graphs.log.append("clear"), replays=3, at_least_s=0.03
     )
-    assert times == pytest.approx([8.0] * 3) and not reason  # launching the graph, and its work
-    assert graphs.called == [
-        "cleared",
-        "side stream waits",
-        "warm-up",
-        ("step", True),
-        "own stream waits",
-        "cleared",
-        "capture",
-        ("step", True),
-        *["replay"] * 3,
-        "cleared",
-    ]
-    assert step.optimizer.param_groups[0]["capturable"] is False and not step.optimizer.state
+    assert times_ms == pytest.approx([8.0] * 4) and not reason
+    assert graphs.log == ["clear", "step", "clear", "capture", "step", "clear"]
+    assert adamw.param_groups[0]["capturable"] is False and not adamw.state
 
 
-def test_a_graph_that_does_not_fit_says_so_and_leaves_the_step_as_it_was(monkeypatch, gpu):
-    graphs = Graphs(
-        monkeypatch, gpu, fail=torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB. Including x")
-    )
-    step = FakeStep(graphs=graphs, optimizer=optimizer())
-    times, reason = replay(step, "cuda", optimizer=step.optimizer, clear=step.clear_gradients)
-    assert not times and reason == "out of memory: CUDA out of memory. Tried 2 GiB."
-    restored = ["stream restored", "generator has its state before", "cleared"]
-    assert graphs.called[-3:] == restored and "replay" not in graphs.called
-    assert step.optimizer.param_groups[0]["capturable"] is False
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("out. Tried 2 GiB. Including x"), "out of memory: out. Tried 2 GiB."),
+        (RuntimeError("a tensor\nof the host"), "RuntimeError: a tensor"),
+    ],
+)
+def test_failed_capture_gives_the_first_error_and_restores_stream_and_generator(
+    monkeypatch, gpu, error, reason
+):
+    graphs, adamw, released = Graphs(monkeypatch, gpu), optimizer(), []
+    monkeypatch.setattr(graph, "release", lambda device, after_error: released.append(after_error))
+
+    def step():
+        if "capture" in graphs.log:
+            raise error
+
+    assert replay(step, "cuda", optimizer=adamw) == ([], reason) and released == [True]
+    assert graphs.log[-2:] == [graphs.earlier_stream, "earlier state"]
+    assert adamw.param_groups[0]["capturable"] is False
 
 
-def test_what_cannot_be_captured_says_why(tiny):
-    assert replay(tiny(), "cpu") == ([], "a CPU has no CUDA graphs")
-    scaler = torch.amp.GradScaler("cpu", enabled=True)
-    times, reason = replay(tiny(), "cuda", optimizer=optimizer(), scaler=scaler)
-    assert not times and "GradScaler" in reason
-    assert not graph.not_capturable("cuda", None, scaler)
+@pytest.mark.parametrize(
+    ("device", "adamw", "is_scaling", "reason"),
+    [
+        ("cpu", None, False, "a CPU has no CUDA graphs"),
+        ("cuda", optimizer(), True, "GradScaler asks"),
+        ("cuda", optimizer(), False, ""),
+        ("cuda", None, True, ""),
+    ],
+)
+def test_uncapturable_step_has_a_reason(device, adamw, is_scaling, reason):
+    scaler = SimpleNamespace(is_enabled=lambda: is_scaling)
+    found = graph.not_capturable(device, adamw, scaler)
+    assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-def test_a_graph_gives_what_its_step_gave_after_as_many_warm_ups_as_asked(monkeypatch, gpu):
-    graphs, ran = Graphs(monkeypatch, gpu), []
-    replayed = graph.graph_of(lambda: ran.append(1) or len(ran), lambda: None, 3)
-    assert len(ran) == 4 and replayed() == replayed() == 4 and graphs.called.count("replay") == 2
-
-
-def test_a_graph_keeps_alive_what_its_step_reads(monkeypatch, gpu):
-    """The GPU reads a tensor at its address, whether or not anybody holds it still."""
+def test_graph_keeps_alive_what_its_step_reads(monkeypatch, gpu):
+    """The GPU reads a tensor at its address, even if Python has freed it."""
     Graphs(monkeypatch, gpu)
 
-    def captured():
+    def capture():
         table = torch.ones(3)
         return graph.graph_of(lambda: len(table), lambda: None, 1), weakref.ref(table)
 
-    replayed, table = captured()
+    replayed, table = capture()
     gc.collect()
     assert table() is not None and replayed() == 3
 
 
-def test_replays_last_as_long_as_asked_and_a_failure_says_what_came_first(monkeypatch, gpu):
-    Graphs(monkeypatch, gpu, replay=99.0)
-    released = []
-    monkeypatch.setattr(graph, "release", lambda device, after_error: released.append(after_error))
-    assert len(replay(timing.nothing, "cuda", at_least_s=0.75)[0]) == 8 and released == [False]
-
-    def fails():
-        try:
-            raise ValueError("a tensor of the host")
-        except ValueError:
-            raise RuntimeError("the capture has ended")  # noqa: B904
-
-    assert replay(fails, "cuda") == ([], "ValueError: a tensor of the host") and released == [False, True]
-
-
-def test_only_a_scaler_that_scales_hinders_a_graph_and_counts_of_steps_move_to_the_weights():
-    scaler = SimpleNamespace(is_enabled=lambda: False)
-    assert not graph.not_capturable("cuda", optimizer(), scaler)
-    own = SimpleNamespace(
-        param_groups=[{}], state={torch.zeros(1, device="meta"): {"step": torch.tensor(3.0)}}
-    )
-    with graph.capturable(own):
-        assert [state["step"].device.type for state in own.state.values()] == ["meta"]
-
-
-def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
+def test_capturable_optimizer_counts_steps_on_the_weights_device_and_then_starts_anew(tiny):
+    adamw = optimizer("meta")
+    with graph.capturable(adamw):
+        [state] = adamw.state.values()
+        assert state["step"].device.type == "meta"
     step = tiny()
     step()
     with graph.capturable(step.optimizer):
@@ -363,445 +303,355 @@ def test_the_real_optimizer_steps_on_after_it_was_capturable(tiny):
     assert len(step.optimizer.state) == len(list(step.model.parameters()))
 
 
-def test_samples_are_told_as_the_standard_library_tells_them():
-    samples = [9.0, 1.0, 4.0, 16.0, 25.0, 2.0]
-    told = {
-        f"wall{'' if name == 'median' else f'_{name}'}_ms": value
-        for name, value in stats.location(samples).items()
-    }
-    assert told == pytest.approx(cells.spread(samples))
-    assert stats.spread_ms(pd.DataFrame({"wall_q1_ms": [4.0], "wall_q3_ms": [9.0]})).tolist() == [5]
+# Statistics
+
+
+GPU_BOUND = {"busy": 0.99, "gpu_ms": 7.0, "enqueue_ms": 5.0}
+LAUNCH_BOUND = {"busy": 0.3, "gpu_ms": 3.0, "enqueue_ms": 5.0}
 
 
 @pytest.mark.parametrize(
-    "before, after, gain",
+    ("kinds", "median_ms", "fastest_ms", "speedup"),
     [
-        ({"wall_ms": 10.0}, {"wall_ms": 8.0}, 1.25),
-        ({"wall_ms": 8.0}, {"wall_ms": 8.1}, 8 / 8.1),  # both are the GPU's
-        ({"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, {"wall_ms": 8.0, "wall_min_ms": 6.0}, 4),
-        ({"wall_ms": 8.0, "wall_min_ms": 6.0}, {"wall_ms": 30.0, "busy": 0.3, "wall_min_ms": 24.0}, 0.25),
-        ({"wall_ms": 9.0, "busy": 0.3}, {"wall_ms": 8.0}, np.nan),
-        ({"wall_ms": 8.0}, {"wall_ms": 9.0, "busy": 0.3}, np.nan),
-        ({"wall_ms": 9.8, "busy": 0.3}, {"wall_ms": 8.0}, 9.8 / 8),
-        ({"wall_ms": 8.0}, {"wall_ms": 9.8, "busy": 0.3}, 8 / 9.8),
+        ((GPU_BOUND, GPU_BOUND), (8.0, 8.1), (1, 1), 8 / 8.1),
+        ((LAUNCH_BOUND, GPU_BOUND), (30.0, 8.0), (24.0, 6.0), 4),
+        ((LAUNCH_BOUND, GPU_BOUND), (9.8, 1), (9.8, 8.0), 9.8 / 8),
+        ((LAUNCH_BOUND, GPU_BOUND), (30.0, 8.0), (9.0, 8.0), nan),
+        ((LAUNCH_BOUND, LAUNCH_BOUND), (30.0, 8.0), (9.0, 8.0), nan),
     ],
 )
-def test_a_gain_of_what_waits_for_launches_is_of_the_fastest_steps_and_none_if_small(before, after, gain):
-    full = {"busy": 0.99, "gpu_ms": 7.0, "enqueue_ms": 5.0}
-    pair = [
-        full | {"wall_min_ms": row["wall_ms"]} | row | ({"gpu_ms": 3.0} if "busy" in row else {})
-        for row in (before, after)
-    ]
-    assert stats.wall_speedup(*pair) == pytest.approx(gain, nan_ok=True)
-    assert stats.launch_bound_rows(pd.DataFrame(pair, index=[7, 3])).to_dict() == {
-        7: "busy" in before,
-        3: "busy" in after,
-    }
+def test_speedup_compares_fastest_steps_when_launch_bound(kinds, median_ms, fastest_ms, speedup):
+    before, after = (
+        kind | {"wall_ms": median, "wall_min_ms": fastest}
+        for kind, median, fastest in zip(kinds, median_ms, fastest_ms)
+    )
+    assert stats.wall_speedup(before, after) == pytest.approx(speedup, nan_ok=True)
+    assert stats.wall_speedup(after, before) == pytest.approx(1 / speedup, nan_ok=True)
+    rows = pd.DataFrame([before, after], index=[7, 3])
+    assert stats.launch_bound_rows(rows).to_dict() == dict(
+        zip([7, 3], [kind["busy"] < 0.5 for kind in kinds])
+    )
+
+
+def test_union_counts_every_covered_moment_once():
+    rng = np.random.default_rng(0)
+    for size in [0, 12] * 25:
+        starts = rng.integers(0, 80, size)
+        ends = starts + rng.integers(0, 9, size)
+        covered = set().union(*map(range, starts, ends))
+        assert stats.union(starts, ends) == len(covered)
 
 
 # GPU time
 
 
-def test_a_union_is_that_of_counting_every_moment():
-    rng = np.random.default_rng(0)
-    assert stats.union(np.array([]), np.array([])) == 0
-    for _ in range(50):
-        starts = rng.integers(0, 80, 12)
-        ends = starts + rng.integers(0, 9, 12)
-        assert stats.union(starts, ends) == len({t for a, b in zip(starts, ends) for t in range(a, b)})
-
-
-def event(cat, name, start, end, correlation=None, tid="1"):
+def event(cat, name, start_us, end_us, correlation=None, tid="1"):
+    args = {"correlation": correlation, "device": 0, "stream": 7}
     return {
         "ph": "X",
         "cat": cat,
         "name": name,
         "tid": tid,
-        "ts": start / 1e3,
-        "dur": (end - start) / 1e3,
-        "args": {"correlation": correlation, "device": 0, "stream": 7},
+        "ts": start_us,
+        "dur": end_us - start_us,
+        "args": args,
     }
 
 
 @pytest.fixture
 def read(tmp_path):
-    def captured(events):
-        (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
-        return profiled_operations(tmp_path / "trace.json")
+    def read_events(events):
+        trace = tmp_path / "trace.json"
+        trace.write_text(json.dumps({"traceEvents": events}))
+        return profiled_operations(trace)
 
-    return captured
+    return read_events
 
 
 def phase_range(index, number, phase, start, end):
     return event("user_annotation", f"stepscope/{index}/{number}/{phase}", start, end)
 
 
-def test_an_operation_belongs_to_the_phase_that_launched_it_on_any_thread(read):
+def test_operations_belong_to_the_phase_that_launched_them_on_any_thread(read):
+    launches = [
+        ("kernel", "late", 5, "1"),
+        ("kernel", "autograd's", 10, "2"),
+        ("gpu_memset", "Memset", 45, "1"),
+        ("kernel", "between phases", 30, "1"),
+        ("kernel", "at the end of a phase", 50, "1"),
+    ]
     events = [
         phase_range(0, 0, "forward", 0, 10),
         phase_range(0, 0, "loss", 10, 20),
-        phase_range(1, 0, "forward", 40, 50),
-        event("cuda_runtime", "cudaLaunchKernel", 5, 6, 1),
-        event("kernel", "late", 100, 107, 1),
-        event("cuda_driver", "cuLaunchKernel", 10, 11, 2, tid="autograd"),
-        event("kernel", "second", 110, 111, 2),
-        event("cuda_runtime", "cudaMemsetAsync", 45, 46, 3),
-        event("gpu_memset", "Memset", 120, 122, 3),
-        event("cuda_runtime", "cudaLaunchKernel", 30, 31, 4),
-        event("kernel", "between", 130, 140, 4),
-        event("cuda_runtime", "cudaLaunchKernel", 50, 51, 5),
-        event("kernel", "at its end", 150, 160, 5),
+        phase_range(1, 2, "forward", 40, 50),
     ]
-    found = read(events)
-    assert found[["case", "number", "phase", "name"]].values.tolist() == [
-        [0, 0, "forward", "late"],
-        [0, 0, "loss", "second"],
-        [1, 0, "forward", "Memset"],
+    for correlation, (kind, name, launched, tid) in enumerate(launches):
+        events.append(event("cuda_runtime", "cudaLaunchKernel", launched, launched + 1, correlation, tid))
+        start = 100 + 10 * correlation
+        events.append(event(kind, name, start, start + correlation + 1, correlation))
+    operations = read(events)
+    operations["us"] = (operations["end_ns"] - operations["start_ns"]) / 1e3
+    assert operations[["case", "number", "phase", "name", "us"]].values.tolist() == [
+        [0, 0, "forward", "late", 1],
+        [0, 0, "loss", "autograd's", 2],
+        [1, 2, "forward", "Memset", 3],
     ]
-    assert (found["end_ns"] - found["start_ns"]).tolist() == [7, 1, 2]
 
 
-def test_a_cpus_operators_stand_for_kernels_each_for_its_self_time(read):
-    operators = [
-        ("mm", 1, 5),
-        ("add", 5, 8),
-        ("linear", 8, 15),
-        ("t", 8, 9),
-        ("addmm", 9, 12),
-        ("view", 12, 13),
-    ]
-    found = read(
-        [
-            phase_range(0, 0, "forward", 0, 20),
-            *(event("cpu_op", f"aten::{name}", *lasted) for name, *lasted in operators),
-        ]
-    )
-    lasted = (found["end_ns"] - found["start_ns"]).groupby(found["name"]).sum()
-    assert lasted.to_dict() == {
-        "aten::mm": 4,
-        "aten::add": 3,
-        "aten::linear": 4,
-        "aten::addmm": 3,
-    }  # views do no work
-
-
-def test_a_kernel_whose_launch_is_missing_leaves_gpu_time_unknown(read):
-    events = [phase_range(0, 0, "forward", 0, 10), event("kernel", "lost", 3, 4, 1)]
+def test_kernel_without_its_launch_leaves_gpu_time_unknown(read):
+    kernel = event("kernel", "lost", 3, 4, 1)
     with pytest.raises(CaptureError, match="launches of 1 of 1 operations"):
-        read(events)
+        read([phase_range(0, 0, "forward", 0, 10), kernel])
     with pytest.raises(CaptureError, match="none of the named phases"):
-        read(events[1:])
+        read([kernel])
 
 
-def test_gpu_time_and_names_are_of_the_step_that_nothing_disturbed():
-    """A neighbour lengthened the second and the third; operations that overlap count once."""
+def operations_of(rows):
+    return pd.DataFrame(rows, columns=["number", "name", "start_ns", "end_ns"]).assign(
+        phase="forward", kernel_category="other"
+    )
+
+
+def test_fastest_step_is_complete_and_counts_overlaps_once():
     rows = [
-        (number, "forward", name, "other", start * 1_000_000, end * 1_000_000)
-        for number, longest in ((1, 40), (2, 4), (0, 6))
-        for name, start, end in (("gemm", 0, longest), ("add", 1, 3), ("add", longest, longest + 1))
+        (number, name, start * 10**6, end * 10**6)
+        for number, gemm_ms in ((1, 40), (2, 4), (0, 6))
+        for name, start, end in (("add", 1, 3), ("gemm", 0, gemm_ms), ("add", gemm_ms, gemm_ms + 1))
     ]
-    rows.append((3, "forward", "gemm", "other", 0, 1))  # the profiler lost the rest of this one
-    own = fastest_step(pd.DataFrame(rows, columns=PROFILED_COLUMNS[1:]))
-    assert gpu_time(own) == {"gpu_ms": 5.0, "operations": 3.0}
-    named = by_name(own).set_index("name")
-    assert named["count"].to_dict() == {"gemm": 1, "add": 2}
-    assert named["gpu_ms"].to_dict() == {"gemm": 4, "add": 3} and list(named.index) == ["gemm", "add"]
-    overlapping = pd.DataFrame({"number": [0, 0, 1, 1], "start_ns": [0, 3, 0, 1], "end_ns": [3, 6, 4, 5]})
-    assert set(fastest_step(overlapping)["number"]) == {1}
+    step = fastest_step(operations_of([*rows, (3, "gemm", 0, 1)]))  # the profiler lost the rest of step 3
+    assert gpu_time(step) == {"gpu_ms": 5.0, "operations": 3.0}
+    named = by_name(step)[["name", "count", "gpu_ms"]]
+    assert named.values.tolist() == [["gemm", 1, 4], ["add", 2, 3]]
+    with_more_overlap = [(0, "add", 0, 3), (0, "add", 3, 6), (1, "add", 0, 4), (1, "add", 1, 5)]
+    assert set(fastest_step(operations_of(with_more_overlap))["number"]) == {1}
 
 
-def test_the_middle_step_is_the_quicker_of_the_two_in_the_middle():
-    ends = [(0, 9), (1, 5), (2, 8), (3, 6), (4, 7)]  # number, end
-    for steps, middle in ((ends, 4), (ends[:4], 3), (ends[:1], 0)):
-        rows = pd.DataFrame(steps, columns=["number", "end_ns"]).assign(start_ns=0)
-        assert set(median_step(rows)["number"]) == {middle}
+@pytest.mark.parametrize(("steps", "median"), [(5, 4), (4, 3), (1, 0)])
+def test_median_step_is_the_faster_of_two_in_the_middle(steps, median):
+    rows = [(0, "add", 0, 9), (1, "add", 0, 5), (2, "add", 0, 8), (3, "add", 0, 6), (4, "add", 0, 7)]
+    assert set(median_step(operations_of(rows[:steps]))["number"]) == {median}
 
 
-def timed(*enqueued_ms):
-    """A mode's plain steps, of which the first is a warm-up."""
-    rows = [(number, number == 0, TOTAL, 2 * ms, ms) for number, ms in enumerate(enqueued_ms)]
-    return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
+def test_launch_time_is_that_of_warm_steps_by_the_launches_of_a_complete_step(monkeypatch, gpu):
+    class Step:
+        calls = 0
 
+        def clear_gradients(self):
+            gpu.launch(50.0)
 
-def test_a_launch_takes_what_the_quickest_and_the_slowest_warm_step_say(monkeypatch):
-    launches = [
-        ["step", number, "forward", "gemm", "other", at, at + 1]
-        for number, count in ((0, 700), (1, 1000), (2, 1000))
-        for at in range(count)
-    ]  # of the first some are lost
-    captured = SimpleNamespace(
-        operations=pd.DataFrame(launches, columns=PROFILED_COLUMNS), phases=lambda case, number: None
+        def __call__(self, phases):
+            profiled.idle.append(gpu.done_ms <= gpu.host_ms)
+            self.calls += 1
+            with phases("forward"):
+                for _ in range({1: 90, 5: 2, 9: 9}.get(self.calls, 5)):  # ms of enqueuing
+                    gpu.launch(0.0)
+
+    rows = [(number, "gemm", 0, 1) for number, count in ((0, 700), (1, 1000)) for _ in range(count)]
+    profiled = SimpleNamespace(
+        operations=operations_of(rows), idle=[], phases=lambda *case: lambda phase: nullcontext()
     )
-    ran, asked = [], []
-    monkeypatch.setattr(
-        rates,
-        "time_steps",
-        lambda step, steps, warmups, device, before: (
-            before(),
-            {(10, 2): timed(90.0, 5.0, 2.0, 3.0)}[steps, warmups],
-        )[1],
-    )
-    monkeypatch.setattr(rates, "capture", lambda device: nullcontext(captured))
-    monkeypatch.setattr(rates, "synchronizer", lambda device: lambda: None)
-    monkeypatch.setattr(
-        rates,
-        "build_step",
-        lambda config: (
-            asked.append(config)
-            or type(
-                "Step",
-                (),
-                {
-                    "clear_gradients": lambda self: ran.append("cleared"),
-                    "__call__": lambda self, phase: ran.append("captured"),
-                },
-            )()
-        ),
-    )
-    assert rates.launch_rate("cuda") == (2, 5) and ran == ["cleared", *["cleared", "captured"] * 3]
-    assert (asked[0].size, asked[0].batch_size, asked[0].context_length) == ("small", 1, 16), "little to do"
-    assert rates.launch_rate("cpu") is None
-    captured.operations = captured.operations[:0]
-    assert all(map(math.isnan, rates.launch_rate("cuda")))
+    asked = []
+    monkeypatch.setattr(rates, "capture", lambda device: nullcontext(profiled))
+    monkeypatch.setattr(rates, "build_step", lambda config: asked.append(config) or Step())
+    assert rates.kernel_launch_us("cuda") == pytest.approx((2, 9)) and asked[0].context_length == 16
+    assert len(profiled.idle) == 15 and all(profiled.idle)
+    assert rates.kernel_launch_us("cpu") is None
+    profiled.operations = profiled.operations[:0]
+    assert all(map(math.isnan, rates.kernel_launch_us("cuda")))
 
 
-# Energy
+# Power
 
 
-def steady(seconds, power=500.0, every_s=0.02, counter_every_s=0.1):
-    """Readings at constant power of an energy counter that is brought up to date now and then."""
-    times = [i * every_s for i in range(round(seconds / every_s) + 1)]
-    return [
-        Reading(t, 1800.0, 7e6 + power * counter_every_s * math.floor(t / counter_every_s + 1e-9))
-        for t in times
-    ]
-
-
-@pytest.mark.parametrize("late", [0, 4])
+@pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
-def test_a_stale_counter_gives_the_true_power_between_its_changes(seconds, late):
-    """Also where the first reading is one of a counter that has long been stale."""
-    assert power_w(steady(seconds)[late:]) == pytest.approx(500)
-    uneven = zip((0.0, 0.1, 0.29, 0.3, 0.31, 0.4, 0.48), (0, 50, 50, 150, 150, 200, 200))
-    assert power_w([Reading(at_s, 1800.0, energy_j) for at_s, energy_j in uneven]) == pytest.approx(500)
+def test_power_is_that_between_changes_of_the_energy_counter(seconds, first):
+    """The counter is updated every 0.1 s, and is already stale at the first reading."""
+    times = [index * 0.02 for index in range(round(seconds / 0.02) + 1)]
+    readings = [Reading(t, 1800.0, 7e6 + 500 * 0.1 * math.floor(t / 0.1 + 1e-9)) for t in times]
+    assert mean_power_w(readings[first:]) == pytest.approx(500)
+    assert math.isnan(mean_power_w(readings[:8])), "only one change"
+    assert math.isnan(mean_power_w([Reading(t, nan, nan) for t in times]))
 
 
-def test_power_is_unknown_where_the_counter_is():
-    nan = float("nan")
-    assert math.isnan(power_w([Reading(i, nan, nan) for i in range(5)])) and math.isnan(power_w(steady(0.15)))
-    assert math.isnan(power.median_clock([Reading(0, nan, nan)]))
-    assert power.median_clock([Reading(0, clock, 0) for clock in (1900, nan, 1400, 1980)]) == 1900
+SYNC_BOOST, IDLE = pynvml.nvmlClocksEventReasonSyncBoost, pynvml.nvmlClocksEventReasonGpuIdle
+HOT = pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonSwPowerCap
+WARMUP = [Reading(1, 1200, 0, SYNC_BOOST), Reading(2, 1200, 900, IDLE)]
+TIMED = [
+    Reading(5, 1980, 1800, IDLE),
+    Reading(6, 1900, 2100, HOT),
+    Reading(8, nan, 2700, nan),
+    Reading(10, 1500, 3300, IDLE),
+]
 
 
-def test_energy_and_clock_are_of_counted_steps_only(monkeypatch):
-    warm = [Reading(t, 1200.0, 1000.0 * t) for t in (1.0, 2.0, 3.0, 4.0, 5.0)]
-    steps = ((8.0, 1980.0), (9.0, 1900.0), (11.0, 1600.0), (13.0, 1500.0))
-    seen = iter([*warm, *(Reading(t, mhz, 5000 + 300.0 * (t - 5)) for t, mhz in steps)])
-    monkeypatch.setattr(power, "reading", lambda: next(seen))
-    own = power.Power("cuda")
-    for _ in range(5 + 4):
-        own.read()
-    assert own.per_step(4) == pytest.approx(
-        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "energy_per_step_j": 600}
-    )
-    own.readings = own.readings[-4:]  # without warm-ups nothing is read before the first step
-    assert own.per_step(4) == pytest.approx(
-        {"sm_clock_mhz": 1750, "clock_reasons": None, "power_w": 300, "energy_per_step_j": 300 * 5 / 3}
-    )
-    own.readings = own.readings[-1:]
-    assert own.per_step(1) == pytest.approx(
-        {"sm_clock_mhz": 1500, "clock_reasons": None, "power_w": math.nan, "energy_per_step_j": math.nan},
-        nan_ok=True,
-    )
+@pytest.mark.parametrize(
+    ("readings", "steps", "clock_mhz", "reasons", "watts", "joules"),
+    [
+        ([*WARMUP, *TIMED], 4, 1900, "power cap; thermal", 300, 600),
+        (TIMED, 4, 1900, "power cap; thermal", 300, 500),
+        (TIMED, 1, 1500, "", nan, nan),
+        (WARMUP, 2, 1200, "sync boost", nan, nan),
+        (TIMED[2:3], 1, nan, None, nan, nan),
+    ],
+)
+def test_power_and_clock_are_those_of_the_timed_steps(
+    monkeypatch, readings, steps, clock_mhz, reasons, watts, joules
+):
+    reading = iter(readings)
+    monkeypatch.setattr(power, "read_gpu", lambda: next(reading))
+    meter = power.Power("cuda")
+    for _ in readings:
+        meter.read()
+    row = meter.per_step(steps)
+    assert row.pop("clock_reasons") == reasons
+    expected = {"sm_clock_mhz": clock_mhz, "power_w": watts, "energy_per_step_j": joules}
+    assert row == pytest.approx(expected, nan_ok=True)
 
 
-def test_clock_reasons_are_of_counted_steps_only_and_in_words():
-    bits = [pynvml.nvmlClocksEventReasonSyncBoost, pynvml.nvmlClocksEventReasonGpuIdle]
-    bits.append(pynvml.nvmlClocksEventReasonHwThermalSlowdown | pynvml.nvmlClocksEventReasonSwPowerCap)
-    own = power.Power("cuda")
-    own.readings = [Reading(at_s, 1980.0, 0.0, each) for at_s, each in enumerate([*bits, math.nan])]
-    reasons = {steps: own.per_step(steps)["clock_reasons"] for steps in (1, 2, 3, 4)}
-    assert reasons[1] is None and reasons[2] == reasons[3] == "power cap; thermal"
-    assert reasons[4] == "power cap; thermal; sync boost"
-    assert power.clock_reasons(own.readings[1:2]) == "", "between steps a GPU may be idle"
-
-
-def test_short_steps_are_kept_up_for_their_energy(monkeypatch):
+def test_short_steps_are_repeated_for_their_energy(monkeypatch):
     monitor = SimpleNamespace(seconds=0.4, power_w=250.0)
     monkeypatch.setattr(power, "PowerMonitor", lambda: nullcontext(monitor))
     monkeypatch.setattr(
         power, "run_for", lambda step, device, seconds, before: {(2.0, "clear"): 8}[seconds, before]
     )
-    assert power.sustained_power(None, "cuda", "clear") == pytest.approx(
-        {"power_w": 250, "energy_per_step_j": 250 * 0.05}
-    )
+    row = power.sustained_power(None, "cuda", "clear")
+    assert row == pytest.approx({"power_w": 250, "energy_per_step_j": 250 * 0.4 / 8})
     assert power.sustained_power(None, "cpu") == {} == power.Power("cpu").per_step(3)
-    short = power.Power("cuda")
-    short.readings = [Reading(t, 1980.0, 100 * t) for t in np.linspace(0, 0.2, 11)]
-    assert short.per_step(10) == pytest.approx(
-        {"sm_clock_mhz": 1980, "clock_reasons": None, "power_w": math.nan, "energy_per_step_j": math.nan},
-        nan_ok=True,
-    )
 
 
-def test_a_monitor_reads_from_a_thread_until_it_is_left():
-    began, seen = time.monotonic(), []
+def test_power_monitor_reads_from_a_thread_until_its_block_ends():
+    started, times = time.monotonic(), []
 
     def read():
-        seen.append(time.monotonic() - began)
-        return Reading(seen[-1], 1000.0, 200.0 * seen[-1])
+        times.append(time.monotonic() - started)
+        return Reading(times[-1], 1000.0, 200.0 * times[-1])
 
     with PowerMonitor(read) as monitor:
-        assert monitor.readings, "one of the begin"
-        while len(seen) < 6:
+        assert monitor.readings
+        while len(times) < 6:
             time.sleep(0.01)
-    assert len(monitor.readings) == len(seen) and not monitor.thread.is_alive()
-    assert (
-        monitor.power_w == pytest.approx(200)
-        and monitor.sm_clock_mhz == 1000
-        and monitor.seconds == seen[-1] - seen[0]
-    )
+    assert len(monitor.readings) == len(times) and not monitor.thread.is_alive()
+    assert monitor.power_w == pytest.approx(200) and monitor.sm_clock_mhz == 1000
+    assert monitor.seconds == times[-1] - times[0]
 
 
-def test_a_process_without_a_gpu_has_no_clock_even_beside_one(monkeypatch):
-    monkeypatch.setattr(power, "nvml_device", lambda: "a GPU beside")
-    monkeypatch.setattr(power.pynvml, "nvmlDeviceGetClockInfo", lambda device, which: 345)
-    for uses, clock_mhz in ((False, float("nan")), (True, 345.0)):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda uses=uses: uses)
-        assert power.sm_clock_mhz() == pytest.approx(clock_mhz, nan_ok=True)
-
-
-def test_what_the_driver_says_is_told_in_watts_joules_and_megahertz(monkeypatch):
-    said = {
+@pytest.fixture
+def nvml(monkeypatch):
+    """A driver with a GPU that this process uses."""
+    values = {
         "nvmlDeviceGetEnforcedPowerLimit": 450_000,
         "nvmlDeviceGetTotalEnergyConsumption": 8_000_000,
         "nvmlDeviceGetMaxClockInfo": 2520,
         "nvmlDeviceGetClockInfo": 1830,
         "nvmlDeviceGetCurrentClocksEventReasons": 4,
     }
-    for name, number in said.items():
-        monkeypatch.setattr(
-            power.pynvml,
-            name,
-            lambda device, *which, number=number: (
-                number if which in ((), (power.pynvml.NVML_CLOCK_SM,)) else 0
-            ),
-        )
+    for name, value in values.items():
+        monkeypatch.setattr(pynvml, name, lambda device, *clock, value=value: value)
     monkeypatch.setattr(power, "nvml_device", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    asked = (power.power_limit_w, power.highest_clock_mhz)
-    for ask in asked:
-        ask.cache_clear()
-    try:
-        assert (power.power_limit_w(), power.highest_clock_mhz(), *power.reading()[1:]) == (
-            450,
-            2520,
-            1830,
-            8000,
-            4,
-        )
-
-        def silent(*_):
-            raise power.pynvml.NVMLError(power.pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-        monkeypatch.setattr(power.pynvml, "nvmlDeviceGetClockInfo", silent)
-        assert math.isnan(power.sm_clock_mhz())
-    finally:
-        for ask in asked:
-            ask.cache_clear()
+    cached = (power.power_limit_w, power.highest_clock_mhz)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
 
 
-# Ceilings and rates
+def test_gpu_readings_are_in_watts_joules_and_megahertz(nvml):
+    assert (power.power_limit_w(), power.highest_clock_mhz()) == (450, 2520)
+    assert power.read_gpu()[1:] == (1830, 8000, 4)
 
 
-def test_ceilings_leave_warm_ups_out_and_count_a_copy_in_both_directions(monkeypatch):
-    lasts = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 2)  # of all seven the median is 3
-    monkeypatch.setattr(Phases, "ms", lambda phases: [("work", next(lasts), 0.0)])
-    before = torch.get_float32_matmul_precision()
-    found = rates.ceilings("cpu", ["fp32"])
-    assert found["matmul_fp32"] == pytest.approx(2 * 512**3 / 2e-3 / 1e12)
-    assert found["copy"] == pytest.approx(2 * (64 << 20) / 2e-3 / 1e12)
-    assert torch.get_float32_matmul_precision() == before
+def test_clock_is_unknown_when_the_process_uses_no_gpu_or_the_driver_fails(nvml, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert math.isnan(power.sm_clock_mhz())
+
+    def fail(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetClockInfo", fail)
+    assert math.isnan(power.sm_clock_mhz())
 
 
-def test_each_ceiling_is_in_its_own_precision_and_what_was_set_before_is_set_after(monkeypatch):
-    randn, seen, get = torch.randn, [], torch.get_float32_matmul_precision
-    monkeypatch.setattr(
-        torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind)
-    )  # this machine has no GPU
-    monkeypatch.setattr(rates, "MATRIX_SIZE", {"cuda": 4, "cpu": 4})
-    monkeypatch.setattr(rates, "COPY_BYTES", {"cuda": 4096, "cpu": 4096})
-    monkeypatch.setattr(
-        rates,
-        "median_ms",
-        lambda device, work: seen.append((work.args[0].dtype, work.args[0].nbytes, get())) or 1.0,
+# Rates
+
+
+def test_ceilings_exclude_warmups_and_count_a_copy_in_both_directions(monkeypatch):
+    times_ms = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 2)
+    monkeypatch.setattr(Phases, "ms", lambda phases: [("work", next(times_ms), 0.0)])
+    tera_per_s = 1e12 * 2e-3
+    assert rates.ceilings("cpu", ["fp32"]) == pytest.approx(
+        {"matmul_fp32": 2 * 512**3 / tera_per_s, "copy": 2 * (64 << 20) / tera_per_s}
     )
-    before = get()
+
+
+def test_each_ceiling_uses_its_precision_and_restores_the_earlier_one(monkeypatch):
+    randn, get_precision = torch.randn, torch.get_float32_matmul_precision
+    monkeypatch.setattr(torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind))
+    monkeypatch.setattr(rates, "MATRIX_SIZE", {"cuda": 4})
+    monkeypatch.setattr(rates, "COPY_BYTES", {"cuda": 4096})
+    used = []
+
+    def median_ms(device, work):
+        used.append((work.args[0].dtype, work.args[0].nbytes, get_precision()))
+        return 1.0
+
+    monkeypatch.setattr(rates, "median_ms", median_ms)
+    before = get_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert [*rates.ceilings("cuda")] == [
-            "matmul_fp32",
-            "matmul_tf32",
-            "matmul_bf16",
-            "matmul_fp16",
-            "copy",
-        ]
-        assert get() == "high" and [*rates.ceilings("cpu")] == ["matmul_fp32", "matmul_bf16", "copy"]
+        names = [*rates.ceilings("cuda")]
+        used_at_last = get_precision()
     finally:
         torch.set_float32_matmul_precision(before)
-    f32, *low = torch.float32, torch.bfloat16, torch.float16
-    assert seen[:5] == [
-        (f32, 64, "highest"),
-        (f32, 64, "high"),
-        *((kind, 32, "highest") for kind in low),
-        (f32, 4096, "high"),
-    ]
+    assert dict(zip(names, used)) == {
+        "matmul_fp32": (torch.float32, 64, "highest"),
+        "matmul_tf32": (torch.float32, 64, "high"),
+        "matmul_bf16": (torch.bfloat16, 32, "highest"),
+        "matmul_fp16": (torch.float16, 32, "highest"),
+        "copy": (torch.float32, 4096, used_at_last),
+    }
+    assert used_at_last == "high"
 
 
-def test_a_sheets_rate_of_fp16_is_bf16s_and_a_cpu_has_none(monkeypatch):
+def test_data_sheet_has_one_rate_for_both_half_precisions_and_none_for_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"fp32": 67.0, "bf16": 989.0}}.__getitem__)
-    assert [rates.sheet_tflops(name, "cuda") for name in ("fp32", "bf16", "fp16")] == [67, 989, 989]
-    assert math.isnan(rates.sheet_tflops("tf32", "cuda")) and math.isnan(rates.sheet_tflops("fp32", "cpu"))
+    names = ("fp32", "bf16", "fp16", "tf32")
+    tflops = [rates.sheet_tflops(name, "cuda") for name in names]
+    assert tflops == pytest.approx([67, 989, 989, nan], nan_ok=True)
+    assert math.isnan(rates.sheet_tflops("fp32", "cpu"))
 
 
-def test_rates_are_of_each_modes_and_phases_flops_and_of_its_own_precision_and_clock(monkeypatch):
-    sheets, measured = (
-        {"fp32": 100.0, "bf16": 900.0, "fp16": 950.0},
-        {"fp32": 80.0, "bf16": 700.0, "fp16": 650.0},
-    )
-    clocks_mhz = iter(range(1000, 2000, 100))
-    monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: sheets[precision])
-    monkeypatch.setattr(rates.power, "highest_clock_mhz", lambda: 2000.0)
+def test_rates_follow_from_each_rows_flops_precision_and_clock(monkeypatch):
+    sheet, measured = {"fp32": 100.0, "bf16": 900.0}, {"fp32": 80.0, "bf16": 700.0}
+    monkeypatch.setattr(rates, "sheet_tflops", lambda precision, device: sheet[precision])
+    monkeypatch.setattr(rates, "sheet_clock_mhz", lambda precision, device: 2000.0)
     config = StepConfig(**TINY | {"batch_size": 3})
-    rows = [
-        {
-            "mode": mode,
-            "precision": precision,
-            "phase": phase,
-            "wall_ms": 1e-3 * (len(mode) + len(phase)),
-            "sm_clock_mhz": float(next(clocks_mhz)) if phase == TOTAL else np.nan,
-        }
-        for precision in sheets
-        for mode in ("step", "forward")
-        for phase in [*PHASES[mode], TOTAL]
-    ]
-    found = rates.with_rates(pd.DataFrame(rows), config, measured)
     forward = cells.step_flops(config) / 3
-    of_phase = {"forward": forward, "loss": np.nan, "backward": 2 * forward, "optimizer": np.nan}
-    own_mhz = {(row["mode"], row["precision"]): row["sm_clock_mhz"] for row in rows if row["phase"] == TOTAL}
-    for given, row in zip(rows, found.to_dict("records"), strict=True):
-        flops = (
-            {"step": 3 * forward, "forward": forward}[row["mode"]]
-            if row["phase"] == TOTAL
-            else of_phase[row["phase"]]
-        )
-        rate, sheet = flops / given["wall_ms"] / 1e9, sheets[row["precision"]]
+    rows = [
+        ("step", "loss", nan, nan, nan),
+        ("step", "backward", 2 * forward, nan, nan),
+        ("step", TOTAL, 3 * forward, 1000.0, 24.0),
+        ("forward", "forward", forward, nan, nan),
+        ("forward", TOTAL, forward, 1100.0, 24.0),
+    ]
+    columns = ["mode", "phase", "flops", "sm_clock_mhz", "tokens"]
+    parts = [pd.DataFrame(rows, columns=columns).assign(precision=precision) for precision in sheet]
+    times = pd.concat(parts, ignore_index=True)
+    times["wall_ms"] = 2.0 + times.index
+    times.loc[times["precision"] == "bf16", "sm_clock_mhz"] += 500
+    found = rates.with_rates(times, config, measured)
+    for row in found.to_dict("records"):
+        same_total = found[(found["mode"] == row["mode"]) & (found["precision"] == row["precision"])]
+        rate = row["flops"] / row["wall_ms"] / 1e9
         expected = {
             "tflops": rate,
-            "mfu": rate / sheet,
+            "mfu": rate / sheet[row["precision"]],
             "mfu_vs_measured_peak": rate / measured[row["precision"]],
-            "mfu_clock_adjusted": rate / sheet * 2000 / own_mhz[row["mode"], row["precision"]],
-            "tokens_per_s": 24 / given["wall_ms"] * 1e3 if row["phase"] == TOTAL else np.nan,
+            "mfu_clock_adjusted": rate / sheet[row["precision"]] / same_total["sm_clock_mhz"].max() * 2000,
+            "tokens_per_s": row["tokens"] / row["wall_ms"] * 1e3,
         }
-        assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True), given
+        assert {name: row[name] for name in expected} == pytest.approx(expected, nan_ok=True)

@@ -575,12 +575,12 @@ def profile(
 def doctor() -> None:
     """Show this machine's hardware and software, and what is missing for measuring."""
     from stepscope.config import resolve_device
-    from stepscope.measure.rates import launch_rate
+    from stepscope.measure.rates import kernel_launch_us
 
     device = resolve_device("auto")
     facts = {**machine(device), **software(), "nsys": _nsys_status()}
-    if rate := launch_rate(device):
-        facts["launch"] = f"{rate[0]:.1f} to {rate[1]:.1f} us of CPU time per kernel"
+    if launch_us := kernel_launch_us(device):
+        facts["launch"] = f"{launch_us[0]:.1f} to {launch_us[1]:.1f} us of CPU time per kernel"
     table = Table("", "", show_header=False, box=box.SIMPLE)
     for name, value in facts.items():
         table.add_row(name, str(value))

@@ -35,10 +35,11 @@ def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     if not len(samples):
         return dict.fromkeys(("median", "mean", "std", "q1", "q3", "min"), np.nan)
     q1, median, q3 = np.percentile(samples, [25, 50, 75])
+    std = samples.std(ddof=1) if len(samples) > 1 else np.nan
     return {
         "median": float(median),
         "mean": float(samples.mean()),
-        "std": float(samples.std(ddof=1)) if len(samples) > 1 else np.nan,
+        "std": float(std),
         "q1": float(q1),
         "q3": float(q3),
         "min": float(samples.min()),
@@ -76,7 +77,8 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
         before, after: mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.
     """
     steps = (before, after)
-    if not any(launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"]) for step in steps):
+    are_bound = [launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"]) for step in steps]
+    if not any(are_bound):
         return float(before["wall_ms"] / after["wall_ms"])
     speedup = before["wall_min_ms"] / after["wall_min_ms"]
     limit = 1 + MIN_LAUNCH_BOUND_GAIN
@@ -94,8 +96,10 @@ def union(starts: np.ndarray, ends: np.ndarray) -> float:
     if not len(starts):
         return 0
     order = np.argsort(starts, kind="stable")
-    starts, ends = np.asarray(starts)[order], np.asarray(ends)[order]
+    starts = np.asarray(starts)[order]
+    ends = np.asarray(ends)[order]
     covered_until = np.maximum.accumulate(ends)
     uncovered_starts = np.maximum(starts[1:], covered_until[:-1])
     added = np.maximum(ends[1:] - uncovered_starts, 0)
-    return (ends[0] - starts[0] + added.sum()).item()
+    total = ends[0] - starts[0] + added.sum()
+    return total.item()

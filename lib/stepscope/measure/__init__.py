@@ -4,16 +4,16 @@
 
     steps(subject, cases, config)           the complete protocol, for a dictionary of steps
     record_memory(subject, cases, config)   every allocation of one step of each case
-    Subject(model, batch, loss, optimizer)  what is measured; .reset() frees its gradients
-    negligible_learning_rate(optimizer)           a context in which steps leave the weights as they are
+    Subject(model, batch, loss, optimizer)  the model and all that its steps use; .reset() frees its gradients
+    negligible_learning_rate(optimizer)     a context in which steps leave the weights as they are
 
     time_steps(step, steps, warmups, device, ...)  one row per step and phase: wall_ms, enqueue_ms
     Phases(device), .ms()                   the ``phase`` that a step is called with: wall and enqueue time
-    has_enough_samples(rows, least, device) whether the median of these timed steps is reliable
-    back_to_back(step, device, steps)       milliseconds of steps; only the last is waited for
+    has_enough_samples(rows, min_steps, device)    whether these timed steps suffice for a reliable median
+    back_to_back(step, device, steps)       time steps in ms, synchronizing only after the last
     run_for(step, device, seconds)          run a step repeatedly, synchronizing after each
     synchronizer(device)                    a function that waits until the device is idle
-    seconds_with_compiling(step, device)    duration of a first step
+    seconds_with_compiling(step, device)    duration of a first step, which compiles
 
     capture(device)                         profile: call steps with .phases(case, number), then read .operations
     fastest_step, median_step, complete_steps(operations)  one profiled step, or all complete ones
@@ -22,13 +22,13 @@
     step_times, operations_by_name          the tables of a run
 
     out_of_memory(status, case, ...)        note a case that fails, free its memory, and continue with the others
-    asked_and_allocated(words)              the numbers in an out-of-memory message
+    asked_and_allocated(message)            the numbers in an out-of-memory message
     reset_peak_memory, peak_memory(device)  peak_gib and reserved_gib since the reset
     saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
     ceilings(device, precisions)            measured peak rates: matmul TFLOP/s by precision, copy TB/s
     sheet_tflops, sheet_clock_mhz(precision, device)   the data sheet's peak rate and the SM clock it assumes
 
-Everything works on a CPU; what only a GPU has is then empty, NaN, or a reason in words.
+Everything works on a CPU; results that only a GPU has are then empty or NaN, or a text says why.
 """
 
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling

@@ -1,4 +1,4 @@
-"""Settings of torch.compile: where it caches code, and how many shapes it may compile a function for."""
+"""Settings of torch.compile: its cache, and the number of shapes that it may compile a function for."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,23 +10,27 @@ from stepscope.measure.timing import synchronizer
 
 def fresh_compiler_cache() -> AbstractContextManager:
     """Return a context in which everything is compiled from scratch, without an earlier run's cache."""
-    from torch._inductor.utils import fresh_cache  # not above: it imports the compiler
+    from torch._inductor.utils import fresh_cache  # imported lazily: it loads the compiler
 
     return fresh_cache()
 
 
 def allow_recompiling(shapes: int) -> None:
-    """From now on one function may be compiled for so many shapes (torch's own limit is 8); beyond them, fail
-    rather than run what is not compiled."""
+    """Let a function be compiled for this many shapes; PyTorch's default is 8.
+
+    Further shapes raise an error. By default, PyTorch runs them uncompiled.
+    """
     import torch._dynamo.config as dynamo
 
-    dynamo.recompile_limit, dynamo.accumulated_recompile_limit = shapes, 4 * shapes
+    dynamo.recompile_limit = shapes
+    dynamo.accumulated_recompile_limit = 4 * shapes
     dynamo.fail_on_recompile_limit_hit = True
 
 
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
-    """Return how many seconds a first step takes, which compiles."""
-    synchronize, began = synchronizer(device), default_timer()
+    """Return how many seconds a first step takes, in which it is compiled."""
+    synchronize = synchronizer(device)
+    started = default_timer()
     step()
     synchronize()
-    return default_timer() - began
+    return default_timer() - started

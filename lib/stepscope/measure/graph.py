@@ -1,4 +1,4 @@
-"""A step as one CUDA graph: what it takes without its launches."""
+"""Capture a step as one CUDA graph, and replay it to see what its launches cost."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -7,44 +7,47 @@ from typing import Any
 
 import torch
 
-from stepscope.measure.oom import error_text
-from stepscope.measure.timing import nothing, time_steps, wall_times_ms
+from stepscope.measure.oom import MAX_REASON_CHARS, error_text
+from stepscope.measure.timing import noop, time_steps, wall_times_ms
 from stepscope.model.training_step import release
 
 
 def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int) -> Callable[[], Any]:
-    """Capture ``step`` (its inputs in place, everything on the GPU) as one CUDA graph, which the host
-    enqueues with one call; what is returned replays it and gives what the step gave.
+    """Capture ``step`` as one CUDA graph; return a function that replays it and returns the step's output.
+
+    Warm-up steps change weights and optimizer; the capture itself doesn't.
 
     Args:
-        clear: frees the gradients, so that the graph's own, which are made in its pool, do not stand beside
-            the warm-up's.
-        warmups: steps before, on the capture's stream: kernels are loaded and chosen, and states made.
-
-    The warm-up's steps change weights and optimizer; the capture itself changes nothing.
+        step: reads its inputs in place, and does all of its work on the GPU.
+        clear: frees the gradients. The graph allocates its gradients in its own memory pool, and those of the
+            warm-up would take memory as well.
+        warmups: steps before the capture, on its stream: they load and choose kernels and create the
+            optimizer's state.
     """
-    side, before = torch.cuda.Stream(), torch.cuda.current_stream()
-    side.wait_stream(before)
-    with torch.cuda.stream(side):
+    side_stream, stream = torch.cuda.Stream(), torch.cuda.current_stream()
+    side_stream.wait_stream(stream)
+    with torch.cuda.stream(side_stream):
         for _ in range(warmups):
             step()
-    before.wait_stream(side)
+    stream.wait_stream(side_stream)
     torch.cuda.synchronize()
     clear()
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.clone_state()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=side):  # collects garbage and gives cached memory back first
+        # collects garbage and frees cached memory first
+        with torch.cuda.graph(graph, stream=side_stream):
             output = step()
     except BaseException:
-        # A capture that fails leaves its own stream current, and the random generator in capture mode: then
-        # whatever torch.compile compiles later fails with "Offset increment outside graph capture".
-        torch.cuda.set_stream(before)
+        # A failed capture leaves its stream current and the random generator in capture mode. Then whatever
+        # torch.compile compiles later fails with "Offset increment outside graph capture".
+        torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(state)
         raise
 
-    def replay(_held: object = step) -> Any:  # the graph itself keeps nothing alive of what it reads
+    # holds the step, because a graph doesn't keep the tensors alive that it reads
+    def replay(_step: object = step) -> Any:
         graph.replay()
         return output
 
@@ -57,40 +60,43 @@ def replay(
     *,
     optimizer: Any = None,
     scaler: Any = None,
-    clear: Callable[[], object] = nothing,
+    clear: Callable[[], object] = noop,
     replays: int = 5,
     at_least_s: float = 0.4,
 ) -> tuple[list[float], str]:
-    """Wall times of the step replayed as a CUDA graph, in ms: of so many replays at least, and until they
-    have lasted ``at_least_s``; or none, and why not.
+    """Capture a step as a CUDA graph and time its replays.
 
     Args:
-        optimizer: that the step steps, if any. Its state is gone afterwards, and weights have moved on.
-        scaler: that the step uses, if any.
+        optimizer: None if the step uses none. Its state is cleared afterwards, and weights have changed.
+        scaler: the step's ``GradScaler``, or None.
         clear: frees the gradients.
+        replays, at_least_s: there are at least this many replays, and they take at least this long.
+
+    Returns:
+        The wall time of each replay in ms, and "". If the step can't be captured: no times, and the reason.
     """
     if reason := not_capturable(device, optimizer, scaler):
         return [], reason
-    found: list[float] = []
+    replayed_ms: list[float] = []
     failure = ""
     with capturable(optimizer):
         try:
             clear()
-            torch.cuda.empty_cache()  # the warm-up's stream does not reuse what others have cached
+            torch.cuda.empty_cache()  # the warm-up's stream can't reuse blocks that others have cached
             graph = graph_of(step, clear, warmups=1)
             samples = time_steps(lambda phases: graph(), replays, 0, device, at_least_s=at_least_s)
-            found = wall_times_ms(samples).tolist()
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            replayed_ms = wall_times_ms(samples).tolist()
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
             failure = capture_failure(error)
-        if failure:  # not in the handler: the error holds what its frames hold
+        if failure:  # not in the handler, where the error still holds its frames' tensors
             gc.collect()
     clear()
     release(device, after_error=bool(failure))
-    return found, failure
+    return replayed_ms, failure
 
 
 def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> str:
-    """Why a step cannot be made a CUDA graph; empty where it can."""
+    """Return why a step can't be captured as a CUDA graph; empty if it can."""
     if device != "cuda":
         return "a CPU has no CUDA graphs"
     if optimizer is not None and scaler is not None and scaler.is_enabled():
@@ -99,22 +105,31 @@ def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> st
 
 
 def capture_failure(error: BaseException | None) -> str:
-    """What went wrong first: ending a broken capture fails as well, and that error says nothing."""
+    """Describe the first error of a failed capture.
+
+    Ending the capture fails as well, but that error doesn't name the cause.
+    """
     causes = []
     while error is not None:
         causes.append(error)
         error = error.__cause__ or error.__context__
-    short = next((one for one in causes if isinstance(one, torch.OutOfMemoryError)), None)
-    if short is not None:
-        return f"out of memory: {error_text(short)}"
-    return f"{type(causes[-1]).__name__}: {causes[-1]}".partition("\n")[0][:300]
+    for cause in causes:
+        if isinstance(cause, torch.OutOfMemoryError):
+            return f"out of memory: {error_text(cause)}"
+    first = causes[-1]
+    message = f"{type(first).__name__}: {first}"
+    first_line, _, _ = message.partition("\n")
+    return first_line[:MAX_REASON_CHARS]
 
 
 @contextmanager
 def capturable(optimizer: Any) -> Iterator[None]:
-    """Let an optimizer's steps be captured: AdamW's step count, which is on the CPU, moves to the GPU.
+    """Make an optimizer's steps capturable: AdamW's step count moves from the CPU to the GPU.
 
-    The optimizer's state is cleared afterwards, so that the next eager step creates its own.
+    The optimizer's state is cleared afterwards, so that the next eager step creates new state.
+
+    Args:
+        optimizer: None if the step uses none.
     """
     if optimizer is None:
         yield

@@ -1,4 +1,4 @@
-"""What the allocator counts, and what autograd keeps."""
+"""Read the allocator's statistics, and find what autograd saves for backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +25,8 @@ def allocated_memory(device: str) -> dict[str, float]:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """``peak_gib`` (in tensors) and ``reserved_gib`` (of the driver) since :func:`reset_peak_memory`; empty on a
-    CPU, whose allocator counts nothing."""
+    """Return the maxima since :func:`reset_peak_memory`: ``peak_gib``, allocated to tensors, and
+    ``reserved_gib``, reserved from the driver. Empty on a CPU, whose allocator has no statistics."""
     if device != "cuda":
         return {}
     return {
@@ -36,7 +36,8 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def device_bytes(device: str) -> float:
-    """What the device has for this process's tensors; nan on a CPU, whose memory is not the allocator's."""
+    """Return the bytes that this process's tensors can occupy in all; NaN on a CPU, whose memory other
+    programs use as well."""
     if device != "cuda":
         return float("nan")
     free, _ = torch.cuda.mem_get_info()
@@ -44,14 +45,20 @@ def device_bytes(device: str) -> float:
 
 
 def storage_bytes(*tensors: Any) -> int:
-    """Bytes of the pieces of memory that tensors (or tuples, lists and dicts of them) lie in, each once."""
+    """Return the bytes of the storages of tensors, or of tuples, lists and dicts of tensors.
+
+    Tensors that share a storage count once.
+    """
     storages = [x.untyped_storage() for x in tree_leaves(tensors) if isinstance(x, Tensor)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    bytes_by_address = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(bytes_by_address.values())
 
 
 def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, list[Tensor]]:
-    """What ``call(*inputs)`` gives, and the tensors that autograd keeps for its backward, one for each piece
-    of memory. Inputs and output are among them where backward needs them."""
+    """Run ``call(*inputs)``; return its output, and the tensors that autograd saves for backward.
+
+    There is one tensor per storage. Inputs and output are included if backward needs them.
+    """
     saved: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -64,27 +71,28 @@ def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, lis
 
 
 def pass_memory(
-    call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, own: int, device: str
+    call: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor, held: int, device: str
 ) -> dict[str, float]:
-    """One forward and backward for its memory, in bytes; ``own`` is what of it is in use before.
-
-    ``saved``: what forward makes and keeps for backward, the output not counted; ``in_use``: before backward,
-    with inputs, mask and output; ``forward``, ``backward``: the most in use in forward, and in the pass. A
-    CPU's allocator counts nothing: there ``saved`` is the storages that autograd is handed, inputs, output
-    and boolean masks (which are made once, and not by forward) aside, and the peaks are missing.
+    """Run forward and backward once; return the memory that they use, in bytes.
 
     Args:
-        gradient: the output's.
+        gradient: of the output.
+        held: bytes that are in use before, for example by inputs and a mask; all results but ``saved`` include
+            them.
+
+    Returns:
+        saved: created by forward and saved for backward, without the output.
+        in_use: before backward, with the output.
+        forward, backward: the peak during forward, and during both. Missing on a CPU, whose allocator has no
+            statistics.
+
+        On a CPU, ``saved`` counts the storages that autograd saves, except those of inputs, output and boolean
+        masks: a mask is created once, and not by forward.
     """
     for x in inputs:
         x.grad = None
     if device != "cuda":
-        output, kept = saved_for_backward(call, *inputs)
-        there = {x.untyped_storage().data_ptr() for x in (*inputs, output)}
-        saved = storage_bytes(
-            [x for x in kept if x.dtype != torch.bool and x.untyped_storage().data_ptr() not in there]
-        )
-        return {"saved": saved, "in_use": own + storage_bytes(output) + saved}
+        return _pass_memory_on_cpu(call, inputs, held)
     synchronize = synchronizer(device)
     synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -96,7 +104,18 @@ def pass_memory(
     synchronize()
     return {
         "saved": after - before - storage_bytes(output),
-        "in_use": after - before + own,
-        "forward": forward_peak - before + own,
-        "backward": torch.cuda.max_memory_allocated() - before + own,
+        "in_use": after - before + held,
+        "forward": forward_peak - before + held,
+        "backward": torch.cuda.max_memory_allocated() - before + held,
     }
+
+
+def _pass_memory_on_cpu(call: Callable[..., Tensor], inputs: Sequence[Tensor], held: int) -> dict[str, float]:
+    output, kept = saved_for_backward(call, *inputs)
+    outer_addresses = {x.untyped_storage().data_ptr() for x in (*inputs, output)}
+    saved = 0
+    for x in kept:
+        storage = x.untyped_storage()
+        if x.dtype != torch.bool and storage.data_ptr() not in outer_addresses:
+            saved += storage.nbytes()
+    return {"saved": saved, "in_use": held + storage_bytes(output) + saved}

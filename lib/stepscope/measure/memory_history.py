@@ -5,7 +5,7 @@
     recordings = measure.record_memory(subject, cases, config)
     recordings.histories       every allocation of one step of each case
 
-The allocator's history itself is read by :mod:`stepscope.traces.memory_snapshot`.
+The allocator's history is read by :mod:`stepscope.traces.memory_snapshot`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +25,8 @@ Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 
 
 class AllocatorCounts(NamedTuple):
-    """The allocator's own numbers: allocations and frees so far; bytes now and at most since the last
-    reset."""
+    """The allocator's statistics: the number of allocations and frees so far, the requested bytes now, and the
+    peaks since the last reset in bytes."""
 
     allocations: int
     frees: int
@@ -42,25 +42,31 @@ class AllocatorCounts(NamedTuple):
 
 def allocator_counts() -> AllocatorCounts:
     stats = torch.cuda.memory_stats_as_nested_dict()
-    number, most = (
-        stats["allocation"]["all"],
-        {name: stats[f"{name}_bytes"]["all"] for name in ("requested", "allocated", "reserved")},
-    )
+    count = stats["allocation"]["all"]
+    requested = stats["requested_bytes"]["all"]
+    allocated = stats["allocated_bytes"]["all"]
+    reserved = stats["reserved_bytes"]["all"]
     return AllocatorCounts(
-        number["allocated"],
-        number["freed"],
-        most["requested"]["current"],
-        *(most[name]["peak"] for name in most),
+        allocations=count["allocated"],
+        frees=count["freed"],
+        requested=requested["current"],
+        peak_requested=requested["peak"],
+        peak_allocated=allocated["peak"],
+        peak_reserved=reserved["peak"],
     )
 
 
 @dataclass
 class MemoryHistory:
-    """One mode's step, as it was noted.
+    """The recorded allocations of one step of a mode.
 
-    ``before`` is what lived when the history began, in bytes by kind; ``start`` the allocator's numbers then;
-    ``phases`` are (name, numbers at its begin, at its end); ``regions`` (allocations so far, region that
-    opened, None where one closed); ``gradients`` the addresses of the gradients where backward ends.
+    before: live bytes by kind when the recording started.
+    start: the allocator's statistics at that time.
+    phases: name, and the statistics at the phase's start and end.
+    regions: the number of allocations so far, and the region that was opened then; None if one was closed.
+    gradients: addresses of the gradients at the end of backward.
+    snapshot: of PyTorch's allocator, with the history.
+    reason: why there is no history: the step ran out of memory.
     """
 
     mode: str
@@ -71,17 +77,18 @@ class MemoryHistory:
     regions: list[tuple[int, str | None]]
     gradients: set[int]
     snapshot: dict[str, Any]
-    reason: str = ""  # why there is no more than this: the step ran out of memory
+    reason: str = ""
 
     @classmethod
-    def lost(cls, mode: str, precision: str, reason: str) -> "MemoryHistory":
-        """Of a mode that did not fit: nothing but why."""
-        return cls(mode, precision, {}, AllocatorCounts(*[0] * 6), [], [], set(), {}, reason)
+    def failed(cls, mode: str, precision: str, reason: str) -> "MemoryHistory":
+        """Return the empty history of a mode that ran out of memory."""
+        zeros = AllocatorCounts(*[0] * 6)
+        return cls(mode, precision, {}, zeros, [], [], set(), {}, reason)
 
 
 @dataclass
 class Recordings:
-    """What :func:`record_memory` recorded.
+    """The result of :func:`record_memory`.
 
     histories: one per case; none on a CPU, whose allocator keeps no history.
     learning_rate: of the optimizer while steps were recorded; None if no step uses one.
@@ -92,15 +99,15 @@ class Recordings:
 
 
 class Recorder:
-    """The ``phase`` that a step is called with, and the ranges that its model opens: both are noted in numbers
-    of allocations so far.
+    """The ``phase`` that a step is called with, and a replacement for NVTX's domain, in which the model opens its
+    ranges: it records how many allocations there have been when each phase and range starts and ends.
 
-    Standing in for NVTX's ranges, it knows regions in backward, too, where the allocator's history has no
-    Python stack.
+    This way, the regions of backward are known as well, where the allocator's history has no Python stack.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model, self.annotation = model, ranges.Annotation()
+        self.model = model
+        self.annotation = ranges.Annotation()
         self.phases: list[tuple[str, AllocatorCounts, AllocatorCounts]] = []
         self.regions: list[tuple[int, str | None]] = []
         self.gradients: set[int] = set()
@@ -123,44 +130,52 @@ class Recorder:
         self.begin = allocator_counts()
 
     def __exit__(self, error, *rest) -> None:
-        if error:  # such as out of memory: the error is the outcome
+        if error:  # for example out of memory, which is the case's outcome
             return
         self.phases.append((self.name, self.begin, allocator_counts()))
         if self.name == "loss":
             self.annotation.link_backward()
         elif self.name == "backward":
-            self.gradients = set(addresses(p.grad for p in self.model.parameters()))
+            gradients = (parameter.grad for parameter in self.model.parameters())
+            self.gradients = set(storage_sizes(gradients))
 
 
-def addresses(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the pieces of memory that tensors lie in, by address."""
+def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of the tensors' storages by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def living(subject: Subject, mode: str) -> dict[str, int]:
+def live_bytes(subject: Subject, mode: str) -> dict[str, int]:
     """Return the bytes of a subject's tensors by kind, between two steps of a mode."""
-    states = subject.optimizer.state.values() if mode == "step" else ()
-    device = subject.batch[0].device
-    moments = (t for state in states for t in state.values() if torch.is_tensor(t) and t.device == device)
-    of = {
+    tensors: dict[str, Iterable[torch.Tensor]] = {
         "weights": subject.model.parameters(),
-        "optimizer state": moments,
-        "other": (*subject.batch, *subject.model.buffers()),
+        "optimizer state": _moments(subject) if mode == "step" else [],
+        "other": [*subject.batch, *subject.model.buffers()],
     }
-    return {kind: sum(addresses(tensors).values()) for kind, tensors in of.items()}
+    return {kind: sum(storage_sizes(group).values()) for kind, group in tensors.items()}
+
+
+def _moments(subject: Subject) -> list[torch.Tensor]:
+    """Return the tensors of the optimizer's state on the device; AdamW's step counts are on the CPU."""
+    device = subject.batch[0].device
+    moments = []
+    for state in subject.optimizer.state.values():
+        tensors = filter(torch.is_tensor, state.values())
+        moments += [tensor for tensor in tensors if tensor.device == device]
+    return moments
 
 
 def keeps_history(device: str) -> bool:
-    """Whether PyTorch can record the allocations of this device."""
+    """Return whether PyTorch can record the allocations of this device."""
     return device == "cuda"
 
 
 def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfig) -> Recordings:
-    """Record one step of every case, after its warm-up steps. The learning rate is negligible meanwhile.
+    """Record one step of every case, after its warm-up steps, with a negligible learning rate.
 
-    If a case runs out of memory, its history says why, and the other cases continue. Between cases gradients
-    and moments are freed, because the next mode has memory of its own.
+    If a case runs out of memory, its history says why, and the other cases continue. Gradients and moments are
+    freed between cases, because not every mode has them.
 
     Args:
         subject: the model, batch and optimizer that the steps use.
@@ -175,12 +190,13 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
 
 
 def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record a case, or say why it ran out of memory, and free what it held."""
+    """Record a case, or note why it ran out of memory; then free its memory."""
     failed: dict[Any, tuple[str, str]] = {}
     with out_of_memory(failed, mode):
         history = record_step(subject, mode, step, config)
     if failed:
-        history = MemoryHistory.lost(mode, config.precision, failed[mode][1])
+        _, reason = failed[mode]
+        history = MemoryHistory.failed(mode, config.precision, reason)
     subject.reset()
     subject.forget_moments()
     release(config.device, after_error=mode in failed)
@@ -188,7 +204,7 @@ def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
 
 
 def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record a step. Its warm-up makes the optimizer's state and cuBLAS's workspaces.
+    """Record a step, after warm-up steps that create the optimizer's state and cuBLAS's workspaces.
 
     Raises:
         torch.OutOfMemoryError: names the step.
@@ -200,7 +216,8 @@ def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
             step()
             torch.cuda.synchronize()
     subject.reset()
-    before, start = living(subject, mode), allocator_counts()
+    before = live_bytes(subject, mode)
+    start = allocator_counts()
     torch.cuda.memory._record_memory_history(enabled="all", context="alloc", stacks="python")
     try:
         ranges.use_ranges(recorder)
@@ -213,7 +230,7 @@ def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
         ranges.use_ranges(nvtx.get_domain(ranges.DOMAIN))
     subject.reset()
     requested = allocator_counts().requested
-    torch._C._cuda_clearCublasWorkspaces()  # so that what is freed here is known to be one
+    torch._C._cuda_clearCublasWorkspaces()  # frees nothing but the workspaces
     before["workspaces"] = requested - allocator_counts().requested
     return MemoryHistory(
         mode,

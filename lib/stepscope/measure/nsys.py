@@ -1,4 +1,4 @@
-"""The modes of a step under Nsight Systems, or torch.profiler, in a process of their own."""
+"""Profile the modes of a step with Nsight Systems, or with torch.profiler, in a separate process."""
 
 import json
 from dataclasses import dataclass
@@ -6,29 +6,31 @@ from pathlib import Path
 
 from stepscope.traces.nsys_tool import NsysError, find_nsys, missing_libraries, nsys_version
 
-# In the folder of the profiled process: the function that runs a step in ranges, what the process said of its
-# steps, and torch.profiler's trace.
+# Files in the profiled process's folder: the function that runs a step in ranges, the outcome of each mode, and
+# the trace of torch.profiler.
 RANGED, OUTCOME, TRACE = "ranged.py", "outcome.json", "capture.trace.json"
-REPLAY = "replay"  # the range in which it makes forward a CUDA graph and replays that, outside of any step
+REPLAY = "replay"  # the range in which forward is captured as a CUDA graph and replayed, outside of any step
 
 
 @dataclass
 class ProfiledModes:
-    """The captured steps of one configuration's modes.
+    """The profile of a configuration's modes.
 
-    modes: of each its status, reason, wall times plain_ms and captured_ms, the plain ones' enqueue_ms and
-    their clock. inside: the mode of each step in the file. learning_rate: of AdamW meanwhile; None where the
-    weights did not fit.
+    file: None if nothing was profiled.
+    modes: by mode its status and reason; the wall times of its steps, unprofiled_ms and profiled_ms; the
+        unprofiled steps' enqueue_ms; and their clock, with sm_clock_mhz and highest_clock_mhz.
+    step_modes: the mode of each step in the file, in order.
+    learning_rate: of AdamW during these steps; None if the weights did not fit.
     """
 
-    file: Path | None  # None: nothing was captured
+    file: Path | None
     modes: dict[str, dict]
-    inside: list[str]
+    step_modes: list[str]
     learning_rate: float | None = None
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
-    """What profiles on this machine, in words, and the nsys that does (None: torch.profiler)."""
+    """Return a description of this machine's profiler, and the path of nsys; None for torch.profiler."""
     if device == "cpu":
         return "torch.profiler, CPU operators", None
     nsys = find_nsys()
@@ -37,22 +39,25 @@ def profiler_here(device: str) -> tuple[str, Path | None]:
     return f"nsys {nsys_version(nsys)}", nsys
 
 
-def captured_modes(folder: Path, by_nsys: bool, said: str) -> ProfiledModes:
-    """What the profiled process and its profiler left in ``folder``.
+def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledModes:
+    """Read what the profiled process and its profiler wrote to ``folder``.
 
     Args:
-        said: by both of them; the error quotes its end.
+        output: printed by both of them; the error quotes its end.
 
     Raises:
-        NsysError: the process failed, or the profiler left no file.
+        NsysError: the process failed, or the profiler wrote no file.
     """
-    said = said[-2000:]
+    last_output = output[-2000:]
     if not (folder / OUTCOME).exists():
-        raise NsysError(f"the profiled process ended before its steps did; it said: {said}")
-    outcome, file = json.loads((folder / OUTCOME).read_text()), None
-    if outcome["inside"]:
-        # With repeat:1 it is capture.nsys-rep, but releases differ.
-        file = next(iter(folder.glob("capture*.nsys-rep")), None) if by_nsys else folder / TRACE
+        raise NsysError(f"the profiled process ended before its steps did; its output: {last_output}")
+    text = (folder / OUTCOME).read_text()
+    outcome = json.loads(text)
+    file = None
+    if outcome["step_modes"]:
+        # capture.nsys-rep with capture-range-end=repeat:1, but releases differ
+        reports = folder.glob("capture*.nsys-rep")
+        file = next(iter(reports), None) if uses_nsys else folder / TRACE
         if file is None or not file.exists():
-            raise NsysError(f"no report was made of the capture; the profiler said: {said}")
-    return ProfiledModes(file, outcome["modes"], outcome["inside"], outcome["learning_rate"])
+            raise NsysError(f"the profiler wrote no report; its output: {last_output}")
+    return ProfiledModes(file, outcome["modes"], outcome["step_modes"], outcome["learning_rate"])

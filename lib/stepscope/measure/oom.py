@@ -1,9 +1,10 @@
-"""What a measurement does when memory runs out: it notes so, frees what can be freed, and others go on."""
+"""Handle a measurement that runs out of memory: note it, free its memory, and continue with the others."""
 
 import re
 import traceback
 import warnings
 from collections.abc import Hashable, Sequence
+from math import isnan, nan
 from typing import Any, Self
 
 import torch
@@ -11,31 +12,34 @@ import torch
 from stepscope.files import one_line
 from stepscope.model.training_step import is_out_of_memory, release
 
-LONGEST = 300  # characters of a reason
+MAX_REASON_CHARS = 300
+MAX_UNSUPPORTED_CHARS = 200
 
 
 def error_text(error: BaseException) -> str:
-    """An error's first sentences on one line: what was asked for and what there was, and no path of this
+    """Return an error's first sentences on one line: the request and the available memory, but no paths of this
     machine."""
-    words = one_line(re.split(r" (?:Including|Process \d)", str(error))[0], 4 * LONGEST)
-    return re.sub(r"(?<![:/\w])/\S*/", "", words)[:LONGEST] or type(error).__name__
+    first_sentences, *_ = re.split(r" (?:Including|Process \d)", str(error))
+    line = one_line(first_sentences, 4 * MAX_REASON_CHARS)
+    without_paths = re.sub(r"(?<![:/\w])/\S*/", "", line)
+    return without_paths[:MAX_REASON_CHARS] or type(error).__name__
 
 
 class out_of_memory:
-    """Where memory runs out within, the case's outcome is noted, what the failed functions held is freed, and
-    the program goes on after the block.
+    """A context manager that notes a case's outcome if memory runs out, frees what the failed functions held,
+    and lets the program continue after the block.
 
         status = {}
         with out_of_memory(status, "naive"):
             run("naive")
 
-    The block's own names stay, and hold what they hold: what allocates belongs into a function.
+    Variables of the block itself stay alive, so call a function for everything that allocates.
 
     Args:
-        status: gets ``status[case] = ("oom", reason)``; nothing where the block ends well.
-        doing: what runs, for the reason: "while <doing>: ...".
-        or_unsupported: note any other error as ("unsupported", reason), but one after which the process's
-            GPU cannot be used any more.
+        status: gets ``status[case] = ("oom", reason)``, or nothing if the block succeeds.
+        doing: the activity, for the reason: "while <doing>: ...".
+        or_unsupported: also note other errors, as ("unsupported", reason), except CUDA errors, after which the
+            process can't use the GPU any more.
     """
 
     def __init__(
@@ -45,14 +49,17 @@ class out_of_memory:
         doing: str = "",
         or_unsupported: bool = False,
     ):
-        self.status, self.case, self.doing, self.or_unsupported = status, case, doing, or_unsupported
-        self.warned: list[warnings.WarningMessage] | None = None
-        self.words = ""  # of the error, whole
+        self.status = status
+        self.case = case
+        self.doing = doing
+        self.or_unsupported = or_unsupported
+        self.warnings: list[warnings.WarningMessage] | None = None
+        self.message = ""  # the complete error message
 
     def __enter__(self) -> Self:
-        if self.or_unsupported:  # warnings say why no kernel fits
+        if self.or_unsupported:  # warnings say why no kernel is available
             self.catching = warnings.catch_warnings(record=True)
-            self.warned = self.catching.__enter__()
+            self.warnings = self.catching.__enter__()
             warnings.simplefilter("always")
         return self
 
@@ -61,50 +68,76 @@ class out_of_memory:
             self.catching.__exit__(kind, error, trace)
         if error is None:
             return False
-        self.words = str(error)
-        if is_out_of_memory(error):
-            said = error_text(error)
-            self.status[self.case] = "oom", f"while {self.doing}: {said}" if self.doing else said
-        elif self.or_unsupported and isinstance(error, Exception) and "CUDA error" not in str(error):
-            self.status[self.case] = "unsupported", unsupported_reason(error, self.warned or ())
-        else:
+        self.message = str(error)
+        outcome = self._outcome(error)
+        if outcome is None:
             return False
+        self.status[self.case] = outcome
         clear_frames(error)
-        release("cuda" if torch.cuda.is_initialized() else "cpu", after_error=True)
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        release(device, after_error=True)
         return True
+
+    def _outcome(self, error: BaseException) -> tuple[str, str] | None:
+        """Return the status and the reason; None for an error that isn't handled here."""
+        if is_out_of_memory(error):
+            reason = error_text(error)
+            return "oom", f"while {self.doing}: {reason}" if self.doing else reason
+        is_handled = self.or_unsupported and isinstance(error, Exception)
+        if is_handled and "CUDA error" not in self.message:
+            return "unsupported", unsupported_reason(error, self.warnings or ())
+        return None
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Let go of what the functions that an error has left held, and those of its causes."""
+    """Free what is held by the functions that an error and its causes have left."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
-def unsupported_reason(error: Exception, warned: Sequence[warnings.WarningMessage]) -> str:
-    """Why something does not run, in torch's own words.
+def unsupported_reason(error: BaseException, messages: Sequence[warnings.WarningMessage]) -> str:
+    """Return why an operation doesn't run, in PyTorch's words.
 
-    Where no kernel of a backend fits, the error says that none does, and warnings say why, one for each
-    backend; those of backends that were switched off say nothing.
+    If no attention kernel is available, the error only says so. Then the warnings of the backends say why, but
+    those of disabled backends say nothing.
+
+    Args:
+        messages: the warnings before the error.
     """
     if "No available kernel" in str(error):
-        said = [str(warning.message).split(" (Triggered")[0] for warning in warned]
-        words = " ".join(
-            dict.fromkeys(text for text in said if not re.search("not used because|runtime disabled", text))
-        )
-        if words:
-            error = RuntimeError(words)
-    return error_text(error)[:200]
+        texts = []
+        for warning in messages:
+            text, _, _ = str(warning.message).partition(" (Triggered")
+            if not re.search("not used because|runtime disabled", text):
+                texts.append(text)
+        if any(texts):
+            unique = dict.fromkeys(texts)
+            error = RuntimeError(" ".join(unique))
+    return error_text(error)[:MAX_UNSUPPORTED_CHARS]
 
 
-def asked_and_allocated(words: str) -> dict[str, Any]:
-    """What was asked for (``requested_gib``) and what this process had allocated by then (``allocated_gib``), in
-    GiB, from the words of torch's error; nan, and no ``reason``, where they do not say."""
+def asked_and_allocated(message: str) -> dict[str, Any]:
+    """Parse PyTorch's out-of-memory message.
 
-    def gib(pattern: str) -> float:
-        found = re.search(pattern, words)
-        return float(found[1]) * {"GiB": 1, "MiB": 2**-10}[found[2]] if found else float("nan")
+    Returns:
+        requested_gib: the size of the failed allocation, in GiB.
+        allocated_gib: what this process had allocated before it, in GiB.
+        reason: both in words; missing if the message has no request.
 
-    asked, allocated = gib(r"allocate ([\d.]+) ([GM]iB)"), gib(r"([\d.]+) ([GM]iB) is allocated by PyTorch")
-    reason = {"reason": f"asked for {asked:.4g} GiB with {allocated:.4g} GiB allocated"}
-    return {"requested_gib": asked, "allocated_gib": allocated} | (reason if asked == asked else {})
+        Numbers that the message lacks are NaN.
+    """
+    requested = _find_gib(r"allocate ([\d.]+) ([GM]iB)", message)
+    allocated = _find_gib(r"([\d.]+) ([GM]iB) is allocated by PyTorch", message)
+    numbers: dict[str, Any] = {"requested_gib": requested, "allocated_gib": allocated}
+    if not isnan(requested):
+        numbers["reason"] = f"asked for {requested:.4g} GiB with {allocated:.4g} GiB allocated"
+    return numbers
+
+
+def _find_gib(pattern: str, message: str) -> float:
+    match = re.search(pattern, message)
+    if match is None:
+        return nan
+    number, unit = match.groups()
+    return float(number) * (1 if unit == "GiB" else 2**-10)

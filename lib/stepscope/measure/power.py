@@ -1,14 +1,16 @@
-"""The GPU's clock, what lowers it, energy and power, by NVML.
+"""The GPU's SM clock, the reasons that lower it, energy and power, as NVML reports them.
 
-Nothing runs next to timed steps: we read between them, outside the timed intervals. The energy counter is
-updated about ten times a second. If the steps are too short for it, we run the same step for a while longer,
-and a thread reads meanwhile.
+Nothing runs in parallel with timed steps: the GPU is read between them, outside the timed intervals. Its
+energy counter is updated about ten times a second. If the steps are too short for that, the same step runs for
+some seconds more, and a thread reads in the meantime.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from math import isnan, nan
 from timeit import default_timer
 from typing import Any, NamedTuple, Self
 
@@ -16,15 +18,16 @@ import numpy as np
 import pynvml
 import torch
 
-from stepscope.measure.timing import nothing, run_for
+from stepscope.measure.timing import noop, run_for
 
 POLL_S = 0.02
-# Of steps that last so long together, what is read between them tells the energy: the counter's first and
-# last changes are known to a tenth of a second.
-COUNTED_S = KEPT_UP_S = 2.0
+# If the steps take at least this long together, readings between them suffice for their energy: the counter's
+# first and last changes are known to a tenth of a second.
+MIN_COUNTED_S = 2.0
+SUSTAINED_S = 2.0  # shorter steps are repeated for this long
 
-
-# Why the clock is lower than it could be, by NVML's bits. Idle is left out: steps are over when they are read.
+# Reasons for a lowered clock, by NVML's bits. "Idle" is missing, because the clock is read after a step has
+# ended.
 CLOCK_REASONS = {
     "power cap": pynvml.nvmlClocksEventReasonSwPowerCap,
     "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
@@ -37,75 +40,84 @@ CLOCK_REASONS = {
 
 
 class Reading(NamedTuple):
-    """The device at one moment; nan where the driver says nothing."""
+    """The GPU's state at one time; NaN where the driver reports nothing."""
 
-    at_s: float
+    time_s: float  # of timeit.default_timer
     sm_clock_mhz: float
     energy_j: float  # since the driver was loaded
-    clock_reasons: float = float("nan")  # bits of CLOCK_REASONS
+    clock_reasons: float = nan  # bits of CLOCK_REASONS
 
 
 @functools.cache
 def nvml_device():
-    """NVML's handle of torch's first device, found by its UUID since CUDA_VISIBLE_DEVICES may renumber."""
+    """Return NVML's handle of torch's first device, by UUID: CUDA_VISIBLE_DEVICES may renumber the devices."""
     pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    uuid = torch.cuda.get_device_properties(0).uuid
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 
-def _asked(ask: Callable[[], float]) -> float:
-    """What NVML says; nan where it says nothing, and in a process that uses no GPU even beside one."""
+def _query(function: Callable[..., float], *args: int) -> float:
+    """Call an NVML function on this process's GPU; return NaN if NVML fails or the process uses no GPU."""
     if torch.cuda.is_initialized():
         with suppress(pynvml.NVMLError):
-            return float(ask())
-    return float("nan")
+            return float(function(nvml_device(), *args))
+    return nan
 
 
 def sm_clock_mhz() -> float:
-    """The GPU's SM clock now; nan where NVML does not say, or this process uses no GPU."""
-    return _asked(lambda: pynvml.nvmlDeviceGetClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
+    """Return the GPU's current SM clock in MHz; NaN if NVML fails or this process uses no GPU."""
+    return _query(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM)
 
 
 @functools.cache
 def highest_clock_mhz() -> float:
-    """The highest SM clock the GPU has; nan likewise."""
-    return _asked(lambda: pynvml.nvmlDeviceGetMaxClockInfo(nvml_device(), pynvml.NVML_CLOCK_SM))
+    """Return the GPU's highest SM clock in MHz; NaN if NVML fails or this process uses no GPU."""
+    return _query(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM)
 
 
 @functools.cache
 def power_limit_w() -> float:
-    """What the driver lets the GPU draw, in W; nan likewise."""
-    return _asked(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(nvml_device()) / 1e3)
+    """Return the enforced power limit in W; NaN if NVML fails or this process uses no GPU."""
+    limit_mw = _query(pynvml.nvmlDeviceGetEnforcedPowerLimit)
+    return limit_mw / 1e3
 
 
-def reading() -> Reading:
-    """The device now; all but the time nan in a process that uses no GPU."""
-    energy_j = _asked(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(nvml_device()) / 1e3)
-    reasons = _asked(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(nvml_device()))
-    return Reading(default_timer(), sm_clock_mhz(), energy_j, reasons)
+def read_gpu() -> Reading:
+    """Read the GPU; everything but the time is NaN if this process uses no GPU."""
+    energy_mj = _query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
+    reasons = _query(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
+    return Reading(default_timer(), sm_clock_mhz(), energy_mj / 1e3, reasons)
 
 
-def power_w(readings: Sequence[Reading]) -> float:
-    """Mean power from the first to the last change of the energy counter, at which it is not stale; nan where
-    it did not change twice."""
-    at_s, _, energy_j, _ = np.array(readings, dtype=float).reshape(-1, len(Reading._fields)).T
+def mean_power_w(readings: Sequence[Reading]) -> float:
+    """Return the mean power in W between the first and the last change of the energy counter.
+
+    Only a reading that sees a change is up to date. NaN if the counter didn't change at least twice.
+    """
+    time_s = np.array([reading.time_s for reading in readings])
+    energy_j = np.array([reading.energy_j for reading in readings])
     changes = np.flatnonzero(np.diff(energy_j) > 0) + 1
     if len(changes) < 2:
-        return float("nan")
+        return nan
     first, last = changes[0], changes[-1]
-    return float((energy_j[last] - energy_j[first]) / (at_s[last] - at_s[first]))
+    joules = energy_j[last] - energy_j[first]
+    seconds = time_s[last] - time_s[first]
+    return float(joules / seconds)
 
 
 class PowerMonitor:
-    """A context manager around work on the GPU that is not timed: ``readings`` from a thread that sleeps in
-    between, ``power_w``, ``sm_clock_mhz`` (their median) and ``clock_reasons`` afterwards. On a CPU nothing is
-    known: the numbers are nan, and the reasons None.
+    """A context manager around untimed work on the GPU, which a thread reads every :data:`POLL_S` seconds.
+
+    Afterwards ``readings``, ``power_w`` (their mean), ``sm_clock_mhz`` (their median) and ``clock_reasons`` are
+    set. On a CPU the numbers are NaN, and the reasons None.
 
     Args:
-        read: what reads, if not NVML.
+        read: reads the GPU; None for NVML.
     """
 
     def __init__(self, read: Callable[[], Reading] | None = None):
-        self.read, self.readings = read or reading, list[Reading]()
+        self.read = read or read_gpu
+        self.readings: list[Reading] = []
 
     def __enter__(self) -> Self:
         self.done = threading.Event()
@@ -121,67 +133,81 @@ class PowerMonitor:
     def __exit__(self, *exception) -> None:
         self.done.set()
         self.thread.join()
-        self.power_w = power_w(self.readings)
+        self.power_w = mean_power_w(self.readings)
         self.sm_clock_mhz = median_clock(self.readings)
         self.clock_reasons = clock_reasons(self.readings)
 
     @property
     def seconds(self) -> float:
-        return self.readings[-1].at_s - self.readings[0].at_s
+        return duration_s(self.readings)
 
 
 class Power:
-    """Clock and energy of steps that are timed, from readings between them: :meth:`read` after each."""
+    """Clock, power and energy of timed steps: call :meth:`read` after each step."""
 
     def __init__(self, device: str):
-        self.on_gpu, self.readings = device == "cuda", list[Reading]()
+        self.is_gpu = device == "cuda"
+        self.readings: list[Reading] = []
 
     def read(self) -> None:
-        if self.on_gpu:
-            self.readings.append(reading())
+        if self.is_gpu:
+            self.readings.append(read_gpu())
 
     def per_step(self, steps: int) -> dict[str, Any]:
         """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``energy_per_step_j`` of the last steps.
 
-        Power and energy are NaN if the steps were too short for the energy counter; :func:`sustained_power`
-        measures them then. The result is empty on a CPU.
+        Power and energy are NaN if the steps were too short for the energy counter; use
+        :func:`sustained_power` then. The result is empty on a CPU.
         """
-        if not self.on_gpu:
+        if not self.is_gpu:
             return {}
-        seen = self.readings[-steps - 1 :]  # from the reading before the first of them
-        seconds, watts = seen[-1].at_s - seen[0].at_s, power_w(seen)
-        if seconds < COUNTED_S:
-            watts = float("nan")
+        after_steps = self.readings[-steps:]
+        readings = self.readings[-steps - 1 :]  # the first was read before the first of the steps
+        seconds = duration_s(readings)
+        watts = mean_power_w(readings) if seconds >= MIN_COUNTED_S else nan
+        intervals = len(readings) - 1
         return {
-            "sm_clock_mhz": median_clock(self.readings[-steps:]),
-            "clock_reasons": clock_reasons(self.readings[-steps:]),
+            "sm_clock_mhz": median_clock(after_steps),
+            "clock_reasons": clock_reasons(after_steps),
             "power_w": watts,
-            "energy_per_step_j": watts * seconds / (len(seen) - 1) if len(seen) > 1 else float("nan"),
+            "energy_per_step_j": watts * seconds / intervals if intervals else nan,
         }
 
 
 def sustained_power(
-    step: Callable[[], object], device: str, before: Callable[[], object] = nothing
+    step: Callable[[], object], device: str, before: Callable[[], object] = noop
 ) -> dict[str, float]:
-    """``power_w`` and ``energy_per_step_j`` of a short step, run again and again for :data:`KEPT_UP_S`; empty on a
-    CPU."""
+    """Run a step repeatedly for :data:`SUSTAINED_S` seconds; return its ``power_w`` and ``energy_per_step_j``.
+
+    The result is empty on a CPU.
+
+    Args:
+        before: called before each step.
+    """
     if device != "cuda":
         return {}
     with PowerMonitor() as monitor:
-        steps = run_for(step, device, KEPT_UP_S, before)
-    return {"power_w": monitor.power_w, "energy_per_step_j": monitor.power_w * monitor.seconds / steps}
+        steps = run_for(step, device, SUSTAINED_S, before)
+    joules = monitor.power_w * monitor.seconds
+    return {"power_w": monitor.power_w, "energy_per_step_j": joules / steps}
+
+
+def duration_s(readings: Sequence[Reading]) -> float:
+    return readings[-1].time_s - readings[0].time_s
 
 
 def median_clock(readings: Sequence[Reading]) -> float:
-    """The median SM clock of the readings that have one, in MHz; nan where none has."""
-    known = [one.sm_clock_mhz for one in readings if one.sm_clock_mhz == one.sm_clock_mhz]
-    return float(np.median(known)) if known else float("nan")
+    """Return the median SM clock in MHz of the readings that have one; NaN if none has."""
+    clocks = [reading.sm_clock_mhz for reading in readings]
+    known = [clock for clock in clocks if not isnan(clock)]
+    return float(np.median(known)) if known else nan
 
 
 def clock_reasons(readings: Sequence[Reading]) -> str | None:
     """Return the reasons for a lowered clock in any of the readings, such as "power cap; thermal"; empty if
     there was none, None if no reading reports them."""
-    known = [int(reading.clock_reasons) for reading in readings if not np.isnan(reading.clock_reasons)]
+    known = [int(reading.clock_reasons) for reading in readings if not isnan(reading.clock_reasons)]
     if not known:
         return None
-    return "; ".join(name for name, bits in CLOCK_REASONS.items() if any(bits & each for each in known))
+    seen = functools.reduce(operator.or_, known)
+    return "; ".join(name for name, bits in CLOCK_REASONS.items() if bits & seen)

@@ -1,13 +1,14 @@
-"""The process that is profiled: ``python -m stepscope.measure.profiled_process nsys|torch FOLDER
-CONFIGURATION``. The folder holds ``ranged.py``, whose ``ranged(step, annotation, synchronize)`` runs one step
-in ranges: the notebook wrote it there.
+"""The profiled process: ``python -m stepscope.measure.profiled_process nsys|torch FOLDER CONFIGURATION``.
 
-It runs the library's own step in all three modes, plain first, then captured: one capture holds the modes'
-steps one after another, because a profiler takes seconds to end one. The first captured step of a mode has
-its regions named, forward and backward, which costs the host time; the others have only their phases named.
-At the end forward is replayed as a CUDA graph, where it can be: what kernels are without launches.
+The folder has ``ranged.py``, which the notebook wrote: its ``ranged(step, annotation, synchronize)`` runs one
+step in ranges.
 
-Nothing is timed after the capture.
+The process runs the library's step in all three modes, first without the profiler, then with it. All modes are
+in one profile, one after another, because a profiler takes seconds to finish a profile. In the first profiled
+step of a mode every region of forward and backward has a range, which costs the host time; in the others only
+phases have. At the end forward is replayed as a CUDA graph if possible, to show its kernels without launches.
+
+Nothing is timed once the profiler has started.
 """
 
 import gc
@@ -18,6 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -34,15 +36,19 @@ from stepscope.measure.timing import Phases, synchronizer, time_step, time_steps
 from stepscope.model.ranges import Annotation, ProfilerRanges, annotated, nvtx_range, use_ranges
 from stepscope.model.training_step import Step, build_step, prepare, release
 
-WARM_MS, MOST_WARM = 300, 10  # of short steps, so many ms after the first, and so many at most
-PLAIN_STEPS_MS, PLAIN_STEPS = 1500, 10  # at least: ten of forward, of other modes as many as last so long
-PROFILED_STEPS, LONG_MS = 3, 500  # steps besides the one with module ranges; two if they are long
+# Warm up for this long after the first step, but at most for this many steps.
+WARMUP_MS, MAX_WARMUPS = 300, 10
+# At least ten unprofiled steps of forward; of the other modes as many as take this long, but at most ten.
+UNPROFILED_STEPS, UNPROFILED_MS = 10, 1500
+# Profiled steps after the one whose regions have ranges.
+PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
+LONG_MS = 500
 
 Ranged = Callable[[Step, Annotation | None, Callable[[], None]], None]
 
 
 @contextmanager
-def nsys_capture(trace: Path) -> Iterator[None]:
+def nsys_profile(trace: Path) -> Iterator[None]:
     torch.cuda.profiler.start()
     try:
         yield
@@ -51,47 +57,70 @@ def nsys_capture(trace: Path) -> Iterator[None]:
 
 
 @contextmanager
-def torch_capture(trace: Path) -> Iterator[None]:
+def torch_profile(trace: Path) -> Iterator[None]:
     with profiled() as profiler:
         yield
     profiler.export_chrome_trace(str(trace))
 
 
-CAPTURES = {"nsys": nsys_capture, "torch": torch_capture}
+PROFILERS = {"nsys": nsys_profile, "torch": torch_profile}
 
 
 @dataclass
 class ProfiledMode:
-    """One mode's steps on the model that all modes share: the wall times of plain ones and of captured ones."""
+    """The steps of one mode, on the model that all modes share; wall and enqueue times in ms."""
 
     step: Step
     ranged: Ranged
-    plain_ms: list[float] = field(default_factory=list)
-    enqueue_ms: list[float] = field(default_factory=list)  # of the plain ones
-    captured_ms: list[float] = field(default_factory=list)
-    clock: dict[str, float] = field(default_factory=dict)
-    reason: str = ""  # of having run out of memory
+    unprofiled_ms: list[float] = field(default_factory=list)
+    enqueue_ms: list[float] = field(default_factory=list)  # of the unprofiled steps
+    profiled_ms: list[float] = field(default_factory=list)
+    clock: dict[str, float] = field(default_factory=dict)  # of the unprofiled steps
+    reason: str = ""  # why the mode ended early: it ran out of memory
 
-    def plain(self, least: int, until_enough: bool) -> pd.DataFrame:
-        """Steps as they are, by the host's clock: the rows of them as wholes."""
+    def time_unprofiled(self, min_steps: int, until_enough: bool) -> pd.DataFrame:
+        """Time steps without ranges; return their total rows."""
         samples = time_steps(
-            self.step, least, 0, self.step.device, before=self.step.clear_gradients, until_enough=until_enough
+            self.step,
+            min_steps,
+            0,
+            self.step.device,
+            before=self.step.clear_gradients,
+            until_enough=until_enough,
         )
         return samples[samples["phase"] == TOTAL]
 
-    def captured(self, named: bool) -> float:
-        """One step in ranges for itself and its phases, and if ``named`` for every region of the model."""
+    def time_in_ranges(self, with_regions: bool) -> float:
+        """Run one step in ranges for the step and its phases; return its wall time in ms.
+
+        Args:
+            with_regions: every region of the model has a range, too.
+        """
         self.step.clear_gradients()
-        synchronize = synchronizer(self.step.device)
-        with annotated(self.step.model) if named else nullcontext() as annotation:
-            *_, (_, wall_ms, _) = time_step(
-                lambda phases: self.ranged(self.step, annotation, synchronize),
-                Phases(self.step.device, expected=0),
-            )
-            return wall_ms
+        device = self.step.device
+        synchronize = synchronizer(device)
+        regions = annotated(self.step.model) if with_regions else nullcontext()
+        with regions as annotation:
+
+            def step_in_ranges(phases: Phases) -> None:
+                self.ranged(self.step, annotation, synchronize)
+
+            *_, (_, wall_ms, _) = time_step(step_in_ranges, Phases(device, expected=0))
+        return wall_ms
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        return {
+            "status": "oom" if self.reason else "ok",
+            "reason": self.reason,
+            "unprofiled_ms": self.unprofiled_ms,
+            "enqueue_ms": self.enqueue_ms,
+            "profiled_ms": self.profiled_ms,
+            "clock": self.clock,
+        }
 
     def try_part(self, part: Callable[["ProfiledMode"], None]) -> None:
-        """A part of the work, unless memory has run out before; that costs the other modes nothing."""
+        """Do a part of the work, unless the mode has run out of memory before. The other modes continue."""
         if self.reason:
             return
         failed: dict[Hashable, tuple[str, str]] = {}
@@ -105,70 +134,83 @@ class ProfiledMode:
         release(self.step.device, after_error=bool(failed))
 
 
-def time_plain(mode: ProfiledMode) -> None:
-    """Warm up, then the plain steps, and the clock that they have."""
-    warm_ms: list[float] = []
-    while len(warm_ms) < 2 or (sum(warm_ms[1:]) < WARM_MS and len(warm_ms) < MOST_WARM):
-        warm_ms += mode.plain(1, until_enough=False)["wall_ms"].tolist()
-        if warm_ms[0] > 2 * LONG_MS:
-            break
-    steps = PLAIN_STEPS
+def time_mode(mode: ProfiledMode) -> None:
+    """Warm up, then time unprofiled steps and read their clock."""
+    warmup_ms: list[float] = []
+    while needs_warmup(warmup_ms):
+        samples = mode.time_unprofiled(1, until_enough=False)
+        warmup_ms += samples["wall_ms"].tolist()
+    steps = UNPROFILED_STEPS
     if mode.step.mode != "forward":
-        steps = min(PLAIN_STEPS, max(1, int(PLAIN_STEPS_MS / warm_ms[-1])))
-    found = mode.plain(steps, until_enough=True)
-    mode.plain_ms, mode.enqueue_ms = found["wall_ms"].tolist(), found["enqueue_ms"].tolist()
+        affordable = int(UNPROFILED_MS / warmup_ms[-1])
+        steps = min(steps, max(1, affordable))
+    samples = mode.time_unprofiled(steps, until_enough=True)
+    mode.unprofiled_ms = samples["wall_ms"].tolist()
+    mode.enqueue_ms = samples["enqueue_ms"].tolist()
     mode.clock = {"sm_clock_mhz": sm_clock_mhz(), "highest_clock_mhz": highest_clock_mhz()}
 
 
-def profile(step: Step, ranged: Ranged, capture: Callable[[], None]) -> dict:
-    """Every mode plain, then every mode captured, then forward replayed.
+def needs_warmup(warmup_ms: list[float]) -> bool:
+    """Return whether to warm up further after steps of these wall times; the first of all includes start-up."""
+    if not warmup_ms:
+        return True
+    first_ms, *others_ms = warmup_ms
+    if first_ms > 2 * LONG_MS:
+        return False
+    if not others_ms:
+        return True
+    return sum(others_ms) < WARMUP_MS and len(warmup_ms) < MAX_WARMUPS
+
+
+def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) -> dict[str, Any]:
+    """Time every mode without the profiler, then with it; then replay forward.
 
     Args:
         step: in mode "step"; the other modes share its model.
         ranged: runs a step in ranges, and waits for the device.
-        capture: begins the capture.
+        start_profiler: called before the first profiled step.
 
     Returns:
-        modes: of each its status, reason, wall times plain_ms, captured_ms (the first is the named step's),
-            the plain ones' enqueue_ms and their clock;
-            inside: the mode of each step in the capture, in order;
-            learning_rate: of AdamW meanwhile.
+        modes, step_modes, learning_rate: as in :class:`stepscope.measure.nsys.ProfiledModes`. The first of a
+        mode's profiled_ms is that of the step whose regions have ranges.
     """
     modes = {name: ProfiledMode(step.of(mode=name), ranged) for name in PHASES}
-    inside: list[str] = []
+    step_modes: list[str] = []
 
-    def time_captured(mode: ProfiledMode) -> None:
-        steps = PROFILED_STEPS if mode.plain_ms[-1] < LONG_MS else PROFILED_STEPS - 1
+    def profile_mode(mode: ProfiledMode) -> None:
+        is_long = mode.unprofiled_ms[-1] >= LONG_MS
+        steps = PROFILED_STEPS_IF_LONG if is_long else PROFILED_STEPS
         for number in range(steps + 1):
-            inside.append(mode.step.mode)
-            mode.captured_ms.append(mode.captured(named=number == 0))
+            step_modes.append(mode.step.mode)
+            wall_ms = mode.time_in_ranges(with_regions=number == 0)
+            mode.profiled_ms.append(wall_ms)
 
-    with negligible_learning_rate(step.optimizer):  # so that all steps run on the same weights
-        for name in reversed(modes):  # the whole step first, which needs the most memory
-            modes[name].try_part(time_plain)
+    with negligible_learning_rate(step.optimizer):  # all steps run on the same weights
+        for name in reversed(modes):  # the full step first, because it needs the most memory
+            modes[name].try_part(time_mode)
         if not all(mode.reason for mode in modes.values()):
-            capture()
+            start_profiler()
             for mode in modes.values():
-                mode.try_part(time_captured)
+                mode.try_part(profile_mode)
             forward = modes["forward"].step
             with nvtx_range(REPLAY):
                 replay(forward, forward.device, clear=forward.clear_gradients, replays=1, at_least_s=0)
         rate = learning_rate(step.optimizer)
-    return {
-        "inside": inside,
-        "learning_rate": rate,
-        "modes": {
-            name: {
-                "status": "oom" if mode.reason else "ok",
-                "reason": mode.reason,
-                "plain_ms": mode.plain_ms,
-                "enqueue_ms": mode.enqueue_ms,
-                "captured_ms": mode.captured_ms,
-                "clock": mode.clock,
-            }
-            for name, mode in modes.items()
-        },
+    outcomes = {name: mode.outcome for name, mode in modes.items()}
+    return {"step_modes": step_modes, "learning_rate": rate, "modes": outcomes}
+
+
+def failed_outcome(reason: str) -> dict[str, Any]:
+    """Return the outcome if not even the weights fit."""
+    mode = {
+        "status": "oom",
+        "reason": reason,
+        "unprofiled_ms": [],
+        "enqueue_ms": [],
+        "profiled_ms": [],
+        "clock": {},
     }
+    return {"step_modes": [], "learning_rate": None, "modes": dict.fromkeys(PHASES, mode)}
 
 
 def main(tool: str, folder: Path, config: StepConfig) -> None:
@@ -177,21 +219,17 @@ def main(tool: str, folder: Path, config: StepConfig) -> None:
     ranged = runpy.run_path(str(folder / RANGED))["ranged"]
     prepare(config.device)
     with ExitStack() as opened:
+
+        def start_profiler() -> None:
+            profiler = PROFILERS[tool](folder / TRACE)
+            opened.enter_context(profiler)
+
         failed: dict[Hashable, tuple[str, str]] = {}
-        with out_of_memory(failed, "weights"):  # the step is no variable here, so that it is freed
-            outcome = profile(
-                build_step(config), ranged, lambda: opened.enter_context(CAPTURES[tool](folder / TRACE))
-            )
+        with out_of_memory(failed, "weights"):  # no variable holds the step, so that it is freed afterwards
+            outcome = profile(build_step(config), ranged, start_profiler)
         if failed:
-            oom = {
-                "status": "oom",
-                "reason": failed["weights"][1],
-                "plain_ms": [],
-                "enqueue_ms": [],
-                "captured_ms": [],
-                "clock": {},
-            }
-            outcome = {"inside": [], "learning_rate": None, "modes": dict.fromkeys(PHASES, oom)}
+            _, reason = failed["weights"]
+            outcome = failed_outcome(reason)
         gc.collect()
         release(config.device)
         write_text_durably(folder / OUTCOME, json.dumps(outcome))

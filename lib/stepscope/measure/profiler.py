@@ -1,7 +1,7 @@
-"""Steps under torch.profiler: which operations each phase launched, and when they ran.
+"""Profile steps with torch.profiler: which operations each phase launched, and when they ran.
 
-Under the profiler a launch takes longer, a kernel does not; and launches stay longer afterwards. So all that
-is timed by the host is timed before anything is captured.
+Under the profiler, launches take longer, but kernels don't. Launches stay slower afterwards, so everything
+that the host times is timed before anything is profiled.
 """
 
 import warnings
@@ -23,8 +23,13 @@ from stepscope.traces.profiled_steps import PROFILED_COLUMNS, RANGE, CaptureErro
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[torch.profiler.profile]:
-    """``torch.profiler.profile`` (of all activities that there are, where none are named); its advice on
-    several cycles, which torch 2.11 gives for one as well, is not said, every other warning is."""
+    """Return a context of ``torch.profiler.profile``.
+
+    PyTorch 2.11 warns about several profiling cycles even if there is only one; this warning is ignored.
+
+    Args:
+        activities: None for all that are available.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
         with torch.profiler.profile(activities=activities) as profiler:
@@ -32,29 +37,30 @@ def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[t
 
 
 class capture:
-    """Capture what runs in the block: a GPU's kernels, a CPU's operators.
+    """A context manager that profiles its block: the kernels of a GPU, or the operators of a CPU.
 
-        with capture("cuda") as captured:
+        with capture("cuda") as profile:
             for number in range(3):
-                step(captured.phases("step", number))
+                step(profile.phases("step", number))
                 synchronize()
-        captured.operations, captured.reason
+        profile.operations, profile.reason
 
-    Read ``operations`` before another capture of this process begins: after that, torch no longer has the
-    GPU's part of this one.
+    Read ``operations`` before the process profiles again: PyTorch loses the GPU's part of a profile then.
     """
 
     def __init__(self, device: str):
-        self.activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]  # CPU: ranges
+        self.activities = [ProfilerActivity.CPU]  # records the ranges
+        if device == "cuda":
+            self.activities.append(ProfilerActivity.CUDA)
         self.cases: list[Hashable] = []
-        self.profiler: Any = None  # once all is captured
-        self.reason = ""  # why there is no capture
+        self.profiler: Any = None
+        self.reason = ""  # why there is no profile
 
     def __enter__(self) -> Self:
         try:
             self.session = profiled(self.activities)
             self.profiler = self.session.__enter__()
-        except RuntimeError as error:  # of CUPTI
+        except RuntimeError as error:  # from CUPTI
             self.reason = f"torch.profiler: {error_text(error)}"
         return self
 
@@ -64,41 +70,49 @@ class capture:
         try:
             self.session.__exit__(*exception)
         except RuntimeError as error:
-            self.profiler, self.reason = None, f"torch.profiler: {error_text(error)}"
+            self.profiler = None
+            self.reason = f"torch.profiler: {error_text(error)}"
 
     def phases(self, case: Hashable, number: int) -> Callable[[str], AbstractContextManager]:
-        """The ``phase`` to call a step with: a range for each phase of the case's step of this number."""
+        """Return the ``phase`` to call a step with: it opens a range for each phase of the case's step with this
+        number."""
         if case not in self.cases:
             self.cases.append(case)
-        at = self.cases.index(case)
-        return lambda phase: record_function(f"{RANGE}/{at}/{number}/{phase}")
+        index = self.cases.index(case)
+        return lambda phase: record_function(f"{RANGE}/{index}/{number}/{phase}")
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """A row an operation: case, number, phase, name, family, start_ns, end_ns; none where ``reason`` says
-        why."""
+        """One row per operation: case, number, phase, name, kernel_category, start_ns and end_ns.
+
+        Empty if the profiler failed; ``reason`` says why.
+        """
         try:
             if self.profiler is None:
-                raise CaptureError(self.reason or "nothing was captured")
-            found = read(self.profiler)
+                raise CaptureError(self.reason or "nothing was profiled")
+            operations = read(self.profiler)
         except (CaptureError, ConservationError, TraceError, OSError) as error:
             self.reason = str(error)
             return pd.DataFrame(columns=PROFILED_COLUMNS)
         finally:
-            self.profiler = None  # and with it its memory
-        return found.assign(case=found["case"].map(dict(enumerate(self.cases))))
+            self.profiler = None  # frees its memory
+        case_by_index = dict(enumerate(self.cases))
+        return operations.assign(case=operations["case"].map(case_by_index))
 
 
 def read(profiler: torch.profiler.profile) -> pd.DataFrame:
-    """The operations of what was profiled last in this process.
+    """Return the operations of this process's last profile.
 
     Raises:
-        CaptureError, TraceError: as profiled_operations; the GPU's part of the capture is lost.
+        CaptureError: the GPU's part of the profile is lost, or as for
+            :func:`stepscope.traces.profiled_steps.profiled_operations`.
+        ConservationError, TraceError: as there.
     """
     with TemporaryDirectory(prefix="stepscope-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        found = profiled_operations(trace)
-    if torch.cuda.is_initialized() and found["name"].str.startswith("aten::").any():
-        raise CaptureError("the capture holds operators of the CPU, and nothing of the GPU")
-    return found
+        operations = profiled_operations(trace)
+    has_cpu_operators = operations["name"].str.startswith("aten::").any()
+    if torch.cuda.is_initialized() and has_cpu_operators:
+        raise CaptureError("the profile has operators of the CPU, but no operations of the GPU")
+    return operations

@@ -150,7 +150,7 @@ def steps(
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
     """Return the low precisions that this device has, and why it lacks the others.
 
-    A CPU is asked for bf16 only: it has no TF32, and its fp16 is far slower than fp32.
+    On a CPU only bf16 is considered: it has no TF32, and its fp16 is far slower than fp32.
     """
     supported, missing = [], {}
     for precision in ("tf32", "bf16", "fp16") if config.device == "cuda" else ("bf16",):
@@ -278,12 +278,12 @@ class Protocol:
     def profile_cases(self, cases: Sequence[Case]) -> None:
         """Profile some cases; their operations replace earlier ones."""
         self.completed.update(dict.fromkeys(cases, 0))
-        with capture(self.device) as captured:
+        with capture(self.device) as profile:
             for case in cases:
-                with out_of_memory(self.unprofiled, case, "capturing"):
-                    self.profile_case(case, captured)
+                with out_of_memory(self.unprofiled, case, "profiling"):
+                    self.profile_case(case, profile)
                 self.tidy(failed=case in self.unprofiled)
-        operations, self.profiler_error = captured.operations, captured.reason
+        operations, self.profiler_error = profile.operations, profile.reason
         numbered = zip(operations["case"], operations["number"])
         is_complete = [number < self.completed[case] for case, number in numbered]
         is_other = [case not in cases for case in self.profiled["case"]]
@@ -291,7 +291,7 @@ class Protocol:
         kept = [table for table in tables if len(table)]
         self.profiled = pd.concat(kept, ignore_index=True) if kept else operations.loc[[]]
 
-    def profile_case(self, case: Case, captured: capture) -> None:
+    def profile_case(self, case: Case, profile: capture) -> None:
         step, synchronize = self.cases[case], synchronizer(self.device)
         self.subject.reset()
         release(self.device)
@@ -303,7 +303,7 @@ class Protocol:
         for number in range(PROFILED_STEPS_IF_LONG if self.is_long(case) else PROFILED_STEPS):
             self.subject.reset()
             synchronize()
-            step(captured.phases(case, number))
+            step(profile.phases(case, number))
             synchronize()
             self.completed[case] = number + 1  # an unfinished step counts nowhere
 
@@ -336,12 +336,12 @@ class Protocol:
         columns = key_columns(self.keys)
         for _ in range(TRIES - 1):
             times = self.times()
-            odd = times[times["inconsistent"] != ""]
-            odd_keys = odd[columns].to_dict("records")
-            again = [case for case in self.remaining if self.key(case) in odd_keys]
+            inconsistent = times[times["inconsistent"] != ""]
+            keys = inconsistent[columns].to_dict("records")
+            again = [case for case in self.remaining if self.key(case) in keys]
             if not again:
                 return
-            print("once more:", odd[[*columns, "inconsistent"]].to_string(header=False))
+            print("measuring again:", inconsistent[[*columns, "inconsistent"]].to_string(header=False))
             for case in again:
                 with out_of_memory(self.unprofiled, case, "measuring again"):
                     self.time_case(case, min(self.config.warmup_steps, WARMUPS))
@@ -352,7 +352,7 @@ class Protocol:
     def times(self) -> pd.DataFrame:
         outcomes = dict(self.status)
         for case, (_, reason) in self.unprofiled.items():
-            outcomes[case] = "ok", f"not captured: {reason}"
+            outcomes[case] = "ok", f"not profiled: {reason}"
         times = step_times(
             self.keys,
             self.samples,

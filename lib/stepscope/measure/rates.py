@@ -1,8 +1,8 @@
-"""What this device and its host can do at most, measured and by its data sheet, and what share of it times
-amount to."""
+"""Peak rates of this device, measured and by its data sheet; and the rates and utilization that times mean."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -17,116 +17,154 @@ from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.traces.profiled_steps import fastest_step
 
-# Large enough that a launch is nothing and that data exceed any cache; small enough for a fraction of a
-# second.
+# Large enough that launches don't matter and no cache holds the data; small enough for a fraction of a second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
-SHEET_RATES = {"fp16": "bf16"}  # printed once for both
+SHEET_RATES = {"fp16": "bf16"}  # data sheets print one rate for both
 FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]  # columns that assume our model
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:
-    """Median rate of N x N x N matmuls on random data in each precision (None: all that the device has), and
-    of a copy, counting both directions: ``matmul_fp32``, ... in TFLOP/s, ``copy`` in TB/s.
+    """Measure the median rates of N x N x N matmuls on random data, and of a copy.
 
-    Restores the float32 matmul precision it found.
+    The float32 matmul precision of PyTorch is restored afterwards.
+
+    Args:
+        precisions: those to measure; None for all that the device has.
+
+    Returns:
+        ``matmul_fp32``, ... in TFLOP/s, and ``copy`` in TB/s, which counts bytes read and bytes written.
     """
     if precisions is None:
         precisions = ["fp32", "tf32", "bf16", "fp16"] if device == "cuda" else ["fp32", "bf16"]
-    size, found = MATRIX_SIZE[device], {}
-    before = torch.get_float32_matmul_precision()
+    size = MATRIX_SIZE[device]
+    rates = {}
+    previous = torch.get_float32_matmul_precision()
     for precision in precisions:
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        a, b = torch.randn(2, size, size, device=device, dtype=AUTOCAST_DTYPES.get(precision)).unbind()
+        dtype = AUTOCAST_DTYPES.get(precision)
+        a, b = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
         out = torch.empty_like(a)
-        found[f"matmul_{precision}"] = 2 * size**3 / median_ms(device, partial(torch.mm, a, b, out=out)) / 1e9
-    torch.set_float32_matmul_precision(before)
-    source = torch.randn(COPY_BYTES[device] // 4, device=device)
+        matmul_ms = median_ms(device, partial(torch.mm, a, b, out=out))
+        rates[f"matmul_{precision}"] = 2 * size**3 / matmul_ms / 1e9
+    torch.set_float32_matmul_precision(previous)
+    copied_bytes = COPY_BYTES[device]
+    source = torch.randn(copied_bytes // 4, device=device)
     target = torch.empty_like(source)
-    found["copy"] = 2 * COPY_BYTES[device] / median_ms(device, partial(target.copy_, source)) / 1e9
-    return found
+    copy_ms = median_ms(device, partial(target.copy_, source))
+    rates["copy"] = 2 * copied_bytes / copy_ms / 1e9
+    return rates
 
 
 def median_ms(device: str, work: Callable[[], object]) -> float:
-    """How long the device takes for ``work``: the median of :data:`REPEATS` after :data:`WARMUPS`."""
+    """Return the median time of ``work`` on the device, of :data:`REPEATS` calls after :data:`WARMUPS`."""
 
     def step(phase: Phases) -> None:
         with phase("work"):
             work()
 
     samples = time_steps(step, REPEATS, WARMUPS, device)
-    return float(samples.loc[(samples["phase"] == "work") & ~samples["warmup"], "wall_ms"].median())
+    is_work = samples["phase"] == "work"
+    times_ms = samples.loc[is_work & ~samples["warmup"], "wall_ms"]
+    return float(times_ms.median())
 
 
 def sheet_tflops(precision: str, device: str) -> float:
-    """The data sheet's dense rate of this machine's device in TFLOP/s; nan where it is not listed."""
+    """Return the dense rate on the data sheet of this machine's device in TFLOP/s; NaN if it isn't listed."""
     sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" else {}
-    return float(sheet.get(SHEET_RATES.get(precision, precision), "nan"))
+    name = SHEET_RATES.get(precision, precision)
+    return float(sheet.get(name, nan))
 
 
 def sheet_clock_mhz(precision: str, device: str) -> float:
-    """The SM clock that the data sheet's rate is of: the highest, but for tensor cores the one it goes by."""
-    sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" and precision != "fp32" else {}
+    """Return the SM clock that the data sheet's rate assumes: the highest, or the sheet's for tensor cores."""
+    uses_tensor_cores = device == "cuda" and precision != "fp32"
+    sheet = data_sheet(torch.cuda.get_device_name()) if uses_tensor_cores else {}
     return float(sheet.get("tensor_mhz") or power.highest_clock_mhz())
 
 
 def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
-    """Add what wall times amount to: ``tflops`` (achieved; of a phase without matmuls nan); model FLOPs
-    utilisation (PaLM, appendix B) as ``mfu`` of the data sheet's dense rate, ``mfu_vs_measured_peak`` of the rate
-    measured here, and ``mfu_clock_adjusted`` of the data sheet's rate scaled by the mode's SM clock over the
-    sheet's; of the whole, ``tokens_per_s``.
+    """Add the rates and utilization that wall times mean.
 
     Args:
-        times: a row a mode, precision and phase, with ``wall_ms``, and of the whole ``sm_clock_mhz``.
-        tflops: of a large matmul by precision, as :func:`ceilings` measured it in this run.
+        times: one row per mode, precision and phase, with ``wall_ms``; total rows have ``sm_clock_mhz``.
+        tflops: the rate of a large matmul by precision, which :func:`ceilings` measured in this process.
+
+    Returns:
+        The rows with these columns:
+
+        tflops: achieved TFLOP/s; NaN for a phase without matmuls.
+        mfu: model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B), the achieved rate over the data
+            sheet's dense rate.
+        mfu_vs_measured_peak: the achieved rate over the rate measured here.
+        mfu_clock_adjusted: the achieved rate over the data sheet's, scaled by the mode's SM clock over the
+            sheet's.
+        tokens_per_s: of total rows.
     """
-    flops = phase_flops(config)
-    work = pd.Series(
-        [
-            step_flops(config, row.mode) if row.phase == TOTAL else flops[row.phase]
-            for row in times.itertuples()
-        ],
-        index=times.index,
-        dtype=float,
-    ).replace(0, float("nan"))
-    rate = work / times["wall_ms"] / 1e9
-    sheet = (
-        times["precision"]
-        .map({name: sheet_tflops(name, config.device) for name in times["precision"].unique()})
-        .astype(float)
-    )
-    clock = times.groupby(["mode", "precision"])["sm_clock_mhz"].transform("max")
-    of_sheet = times["precision"].map(
-        {name: sheet_clock_mhz(name, config.device) for name in times["precision"].unique()}
-    )
+    device, wall_ms, precision = config.device, times["wall_ms"], times["precision"]
+    sheet_rates, sheet_clocks = {}, {}
+    for name in precision.unique():
+        sheet_rates[name] = sheet_tflops(name, device)
+        sheet_clocks[name] = sheet_clock_mhz(name, device)
+    sheet_rate = precision.map(sheet_rates).astype(float)
+    sheet_clock = precision.map(sheet_clocks).astype(float)
+    measured_rate = precision.map(tflops).astype(float)
+
+    clocks = times.groupby(["mode", "precision"])["sm_clock_mhz"]
+    clock = clocks.transform("max")
+    rate_at_clock = sheet_rate * clock / sheet_clock
+    rate = _matmul_flops(times, config) / wall_ms / 1e9
     tokens = config.batch_size * config.context_length
+    tokens_per_s = tokens / wall_ms * 1e3
+    is_total = times["phase"] == TOTAL
     return times.assign(
         tflops=rate,
-        mfu=rate / sheet,
-        mfu_vs_measured_peak=rate / times["precision"].map(tflops).astype(float),
-        mfu_clock_adjusted=rate / (sheet * clock / of_sheet),
-        tokens_per_s=(tokens / times["wall_ms"] * 1e3).where(times["phase"] == TOTAL),
+        mfu=rate / sheet_rate,
+        mfu_vs_measured_peak=rate / measured_rate,
+        mfu_clock_adjusted=rate / rate_at_clock,
+        tokens_per_s=tokens_per_s.where(is_total),
     )
 
 
-def launch_rate(device: str) -> tuple[float, float] | None:
-    """Microseconds that this host takes to enqueue an operation, the least and the most of ten steps whose
-    GPU work is tiny: the size small, batch 1, context 16. None on a CPU, which launches nothing; nan where
-    nothing could be captured, so that launches were not counted."""
+def _matmul_flops(times: pd.DataFrame, config: StepConfig) -> pd.Series:
+    """Return the FLOPs of each row's phase or mode; NaN for a phase without matmuls."""
+    by_phase = phase_flops(config)
+    flops = []
+    for mode, phase in zip(times["mode"], times["phase"]):
+        if phase == TOTAL:
+            flops.append(step_flops(config, mode))
+        else:
+            flops.append(by_phase[phase])
+    series = pd.Series(flops, index=times.index, dtype=float)
+    return series.replace(0, nan)
+
+
+def kernel_launch_us(device: str) -> tuple[float, float] | None:
+    """Measure how many microseconds this host takes to launch one kernel.
+
+    Ten steps are timed whose GPU work is tiny: size small, batch size 1, context length 16.
+
+    Returns:
+        The lowest and the highest of the steps' averages. None on a CPU, which launches no kernels; NaN if the
+        profiler recorded nothing, so that the number of launches is unknown.
+    """
     if device != "cuda":
         return None
-    shape: dict[str, Any] = {"size": "small", "batch_size": 1, "context_length": 16}
-    step = build_step(StepConfig(device="cuda", **shape))
+    tiny: dict[str, Any] = {"size": "small", "batch_size": 1, "context_length": 16}
+    step = build_step(StepConfig(device="cuda", **tiny))
     synchronize = synchronizer(device)
     samples = time_steps(step, 10, 2, device, before=step.clear_gradients)
-    with capture(device) as captured:
+    with capture(device) as profile:
         for number in range(3):
             step.clear_gradients()
             synchronize()
-            step(captured.phases("step", number))
+            step(profile.phases("step", number))
             synchronize()
-    operations = captured.operations
-    launches = len(fastest_step(operations)) if len(operations) else float("nan")
-    enqueued = samples.loc[(samples["phase"] == TOTAL) & ~samples["warmup"].astype(bool), "enqueue_ms"]
-    return enqueued.min() / launches * 1e3, enqueued.max() / launches * 1e3
+    operations = profile.operations
+    launches = len(fastest_step(operations)) if len(operations) else nan
+    is_total = samples["phase"] == TOTAL
+    is_warmup = samples["warmup"].astype(bool)
+    enqueue_ms = samples.loc[is_total & ~is_warmup, "enqueue_ms"]
+    launch_us = enqueue_ms / launches * 1e3
+    return launch_us.min(), launch_us.max()

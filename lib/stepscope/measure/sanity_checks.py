@@ -1,11 +1,13 @@
-"""What cannot be, and what does not repeat: cases to measure again, and after three tries to mark.
+"""Sanity checks: find readings that are impossible or don't repeat.
 
-GPU time is of captured steps and wall time of plain ones, so that the one can exceed the other a little. By
-more it cannot: then something disturbed the one or the other. Nothing is cut off to look right; the case is
-measured again, and what stays so says ``inconsistent`` with its numbers, and is left out of documents.
+GPU time comes from profiled steps and wall time from unprofiled ones, so GPU time can exceed wall time a
+little. A larger excess is impossible: something disturbed one of the two. The case is then measured again. No
+sample is dropped to make it look right: if the last try is impossible as well, the column ``inconsistent`` says
+so with the numbers, and documents omit the case.
 """
 
 from collections.abc import Mapping, Sequence
+from math import nan
 
 import numpy as np
 import pandas as pd
@@ -14,72 +16,114 @@ from stepscope.config import TOTAL
 from stepscope.measure.power import highest_clock_mhz, power_limit_w
 from stepscope.stats import MAX_BUSY, MAX_BUSY_POWER_LIMITED, POWER_LIMITED_CLOCK_RATIO
 
-TRIES = 3  # of a case, in all
-REPLAYED, A_LAUNCH_MS = 1.05, 2e-3  # a graph's wall time over its kernels': gaps of up to 2 µs each
-REPEATS, A_MOMENT_MS = 1.03, 0.05  # captured steps, longest over shortest; what a clock's ticks can make
-INSIDE = 1.10  # a phase by itself, over the same within the step
-OVER_LIMIT = 1.02  # power over the cap
+TRIES = 3  # of each case, the first one included
+MIN_DIFFERENCE_MS = 0.05  # smaller differences can come from the clocks' resolution
+MAX_REPLAY_RATIO = 1.05  # wall time of a replayed CUDA graph over the GPU time of its operations
+MAX_GAP_MS = 2e-3  # between two operations of a replayed CUDA graph
+MAX_SPREAD = 1.03  # slowest over fastest profiled step
+MAX_PHASE_RATIO = 1.10  # a phase alone over the same phase within the full step
+MAX_POWER_RATIO = 1.02  # power over the power limit
+MIN_STEPS_TO_HALVE = 4
 
 
 def is_power_limited(row: Mapping[str, float]) -> bool:
-    """Whether the power cap held the clock down.
+    """Return whether the power limit lowered the SM clock; False if the clock is unknown.
 
     Args:
-        row: ``sm_clock_mhz``, and ``highest_clock_mhz`` if not of this process's GPU.
+        row: ``sm_clock_mhz``, and ``highest_clock_mhz`` if it isn't that of this process's GPU.
     """
-    highest = row.get("highest_clock_mhz", highest_clock_mhz())
-    return bool(row.get("sm_clock_mhz", np.nan) < POWER_LIMITED_CLOCK_RATIO * highest)
+    highest_mhz = row.get("highest_clock_mhz", highest_clock_mhz())
+    clock_mhz = row.get("sm_clock_mhz", nan)
+    return bool(clock_mhz < POWER_LIMITED_CLOCK_RATIO * highest_mhz)
 
 
-def find_inconsistencies(row: Mapping[str, float], captured_ms: Sequence[float] = ()) -> str:
-    """What cannot be, or does not repeat, of a step (or a part of it) of a GPU, in words; empty where all
-    agrees.
+def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] = ()) -> str:
+    """Describe the readings of a GPU step that are impossible or don't repeat; empty if all agree.
 
     Args:
-        row: what is known of ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and
-            ``power_w``; nan where something is not.
-        captured_ms: the GPU time of each captured step; of a stretch at the power cap, where the clock
-            swings, its two halves' medians are compared.
+        row: ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and ``power_w``; NaN or
+            missing if unknown.
+        profiled_ms: GPU time of each profiled step, in order. The clock of a power-limited step fluctuates, so
+            only the medians of the two halves are compared then.
     """
-    wall, gpu, replayed, power = (
-        row.get(name, np.nan) for name in ("wall_ms", "gpu_ms", "replayed_ms", "power_w")
-    )
-    capped, found = is_power_limited(row), []
-    if gpu > wall * (MAX_BUSY_POWER_LIMITED if capped else MAX_BUSY) and gpu - wall > A_MOMENT_MS:
-        found.append(f"{gpu:.4g} ms of GPU time in {wall:.4g} ms of wall time")
-    if replayed > REPLAYED * gpu and replayed - gpu > A_LAUNCH_MS * row.get("operations", np.nan):
-        found.append(f"replayed in {replayed:.4g} ms, of which its operations take {gpu:.4g}")
-    times = half_medians(captured_ms) if capped else np.asarray(captured_ms, dtype=float)
-    if len(times) and times.max() > REPEATS * times.min() and np.ptp(times) > A_MOMENT_MS:
-        found.append(f"captured steps of {times.min():.4g} to {times.max():.4g} ms")
-    if power > OVER_LIMIT * power_limit_w():
-        found.append(f"{power:.0f} W, and the cap is {power_limit_w():.0f}")
-    return "; ".join(found)
+    wall_ms = row.get("wall_ms", nan)
+    gpu_ms = row.get("gpu_ms", nan)
+    replayed_ms = row.get("replayed_ms", nan)
+    watts = row.get("power_w", nan)
+    messages = []
+
+    is_limited = is_power_limited(row)
+    max_busy = MAX_BUSY_POWER_LIMITED if is_limited else MAX_BUSY
+    if _exceeds(gpu_ms, wall_ms, max_busy):
+        messages.append(f"{gpu_ms:.4g} ms of GPU time in {wall_ms:.4g} ms of wall time")
+
+    gaps_ms = replayed_ms - gpu_ms
+    max_gaps_ms = MAX_GAP_MS * row.get("operations", nan)
+    is_replay_slow = replayed_ms > MAX_REPLAY_RATIO * gpu_ms
+    if is_replay_slow and gaps_ms > max_gaps_ms:
+        messages.append(f"replayed in {replayed_ms:.4g} ms, but its operations take {gpu_ms:.4g} ms")
+
+    times_ms = np.asarray(profiled_ms, dtype=float)
+    if is_limited:
+        times_ms = half_medians(times_ms)
+    if len(times_ms):
+        fastest_ms = times_ms.min()
+        slowest_ms = times_ms.max()
+        if _exceeds(slowest_ms, fastest_ms, MAX_SPREAD):
+            messages.append(f"profiled steps range from {fastest_ms:.4g} to {slowest_ms:.4g} ms")
+
+    limit_w = power_limit_w()
+    if watts > MAX_POWER_RATIO * limit_w:
+        messages.append(f"{watts:.0f} W, but the power limit is {limit_w:.0f} W")
+    return "; ".join(messages)
 
 
-def half_medians(values: Sequence[float]) -> np.ndarray:
-    """The medians of the first and the second half of some values in order; all of fewer than four."""
-    given = np.asarray(values, dtype=float)
-    return given if len(given) < 4 else np.array([np.median(part) for part in np.array_split(given, 2)])
+def _exceeds(longer_ms: float, shorter_ms: float, max_ratio: float) -> bool:
+    """Return whether a time exceeds another by more than a ratio and the clocks' resolution; False for NaN."""
+    difference_ms = longer_ms - shorter_ms
+    return longer_ms > max_ratio * shorter_ms and difference_ms > MIN_DIFFERENCE_MS
+
+
+def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Return the medians of the first and the second half of ordered values, or fewer than
+    :data:`MIN_STEPS_TO_HALVE` values unchanged."""
+    samples = np.asarray(values, dtype=float)
+    if len(samples) < MIN_STEPS_TO_HALVE:
+        return samples
+    halves = np.array_split(samples, 2)
+    return np.array([np.median(half) for half in halves])
 
 
 def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
-    """Rows of modes as a whole, by index, whose phases' GPU times are not those of the same phases within the
-    step, and what is wrong, in words: of the step's row, too, since either may have been disturbed. Forward
-    alone keeps nothing for backward, so it may take less.
+    """Compare the GPU time of each phase of forward, and of forward and backward, with the same phase's within
+    the full step.
+
+    Forward alone may take less, because it saves nothing for backward.
 
     Args:
-        times: of one precision: ``mode``, ``phase``, ``gpu_ms``.
+        times: rows of one precision, with ``mode``, ``phase`` and ``gpu_ms``.
+
+    Returns:
+        A description by the index of the mode's total row. The full step's total row gets it as well, because
+        either of the two may have been disturbed.
     """
-    found: dict[int, list[str]] = {}
+    messages: dict[int, str] = {}
     gpu_ms = times.set_index(["mode", "phase"])["gpu_ms"]
-    wholes = {row.mode: row.Index for row in times[times["phase"] == TOTAL].itertuples()}
-    for (mode, phase), alone in gpu_ms.items():
-        inside = gpu_ms.get(("step", phase), np.nan)
-        if mode == "step" or phase == TOTAL or abs(alone - inside) < A_MOMENT_MS:
+    totals = times[times["phase"] == TOTAL]
+    total_rows = dict(zip(totals["mode"], totals.index))
+    for (mode, phase), alone_ms in gpu_ms.items():
+        if mode == "step" or phase == TOTAL:
             continue
-        if alone > INSIDE * inside or (mode != "forward" and inside > INSIDE * alone):
-            words = f"{phase} {alone:.4g} ms in {mode}, {inside:.4g} in step"
-            for one in (mode, "step"):
-                found.setdefault(wholes[one], []).append(words)
-    return {index: "; ".join(words) for index, words in found.items()}
+        in_step_ms = gpu_ms.get(("step", phase), nan)
+        difference_ms = abs(alone_ms - in_step_ms)
+        if difference_ms < MIN_DIFFERENCE_MS:
+            continue
+        is_slower = alone_ms > MAX_PHASE_RATIO * in_step_ms
+        is_faster = in_step_ms > MAX_PHASE_RATIO * alone_ms
+        if is_slower or (is_faster and mode != "forward"):
+            message = f"{phase} {alone_ms:.4g} ms in {mode}, {in_step_ms:.4g} ms in step"
+            for compared in (mode, "step"):
+                index = total_rows[compared]
+                earlier = messages.get(index)
+                messages[index] = f"{earlier}; {message}" if earlier else message
+    return messages

@@ -1,4 +1,4 @@
-"""What is measured: a model, a batch, a loss and an optimizer, which the steps of a notebook share."""
+"""The subject of a measurement: a model, a batch, a loss and an optimizer, which a notebook's steps share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,11 +27,11 @@ class Subject:
     optimizer: Any = None
 
     def reset(self) -> None:
-        """Free the gradients. Called before each step, outside the clock: freeing is the allocator's work."""
+        """Free the gradients. Called before each step and not timed, because freeing is the allocator's work."""
         self.model.zero_grad(set_to_none=True)
 
     def forget_moments(self) -> None:
-        """Free the optimizer's state, which the next full step makes again."""
+        """Free the optimizer's state, which the next full step creates again."""
         if self.optimizer is not None:
             self.optimizer.state.clear()
 

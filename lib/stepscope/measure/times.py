@@ -1,7 +1,7 @@
-"""The tables of a run's steps by both clocks: wall time of plain steps, GPU time of captured ones.
+"""The tables of a run's steps: wall time of unprofiled steps, and GPU time of profiled ones.
 
-All that is timed by the host is timed first, of all cases; then all are captured, and then replayed
-(:mod:`stepscope.measure.profiler` says why).
+First every case is timed, then every case is profiled, and then replayed (:mod:`stepscope.measure.profiler`
+explains this order).
 """
 
 from collections.abc import Hashable, Mapping
@@ -44,10 +44,10 @@ TIME_COLUMNS = [
     "reason",
     "inconsistent",
 ]
-TEXTS = [*KEYS, "phase", "replay_reason", "status", "reason", "inconsistent"]
-NULLABLE_TEXTS = ["clock_reasons"]  # missing where nothing reports them
+TEXT_COLUMNS = [*KEYS, "phase", "replay_reason", "status", "reason", "inconsistent"]
+NULLABLE_COLUMNS = ["clock_reasons"]  # text, or None if nothing reports it
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "kernel_category", "count", "gpu_ms"]
-UNTIMED = pd.DataFrame(columns=SAMPLE_COLUMNS)
+NO_SAMPLES = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
 
 def step_times(
@@ -59,81 +59,101 @@ def step_times(
     reason: str = "",
     device: str = "cpu",
 ) -> pd.DataFrame:
-    """The table of times of what was measured step by step: a row a case and phase and one of its whole, in
-    :data:`TIME_COLUMNS`; of a case that did not fit only that.
+    """Return one row per case and phase, and one for the case's total, with the columns :data:`TIME_COLUMNS`.
+
+    A case that failed has only its total row.
 
     Args:
-        cases: of each its ``mode`` and ``precision``, in order; other keys become further columns.
-        samples: of each what :func:`time_steps` gave.
-        operations: what :class:`capture` gave.
-        readings: of each what is known of the whole: peak_gib, power_w, replayed_ms, ...
-        status: of the cases that failed, as :class:`out_of_memory` notes it.
-        reason: why nothing was captured.
-        device: on a GPU, the total's ``inconsistent`` names readings that are impossible or don't repeat
+        cases: ``mode`` and ``precision`` by case, in order; other keys become further columns.
+        samples: the rows of :func:`stepscope.measure.timing.time_steps` by case.
+        operations: of :class:`stepscope.measure.profiler.capture`.
+        readings: values of the total row by case, such as peak_gib, power_w and replayed_ms.
+        status: ("oom", reason), as :class:`stepscope.measure.oom.out_of_memory` notes it, by failed case; and
+            ("ok", reason) for a case that could not be profiled.
+        reason: why nothing was profiled.
+        device: on a GPU, ``inconsistent`` describes readings that are impossible or don't repeat
             (:mod:`stepscope.measure.sanity_checks`).
     """
     keys = key_columns(cases)
-    columns, texts = [*keys, *TIME_COLUMNS[len(KEYS) :]], [*keys, *TEXTS[len(KEYS) :]]
+    columns = [*keys, *TIME_COLUMNS[len(KEYS) :]]
+    texts = [*keys, *TEXT_COLUMNS[len(KEYS) :]]
     rows: list[dict[str, Any]] = []
     for name, key in cases.items():
-        state, why = status.get(name, ("ok", ""))
-        outcome = {**key, "status": state, "reason": why}
+        state, case_reason = status.get(name, ("ok", ""))
+        outcome = {**key, "status": state, "reason": case_reason}
         if state != "ok":
             rows.append(outcome | {"phase": TOTAL})
             continue
-        captured = _of_case(operations, name)
-        if not len(captured):
-            outcome["reason"] = why or reason or "nothing was captured"
-        rows += [outcome | row for row in _phase_rows(key["mode"], samples.get(name, UNTIMED), captured)]
-        rows[-1] |= readings.get(name, {})
+        profiled = _select_case(operations, name)
+        if profiled.empty:
+            outcome["reason"] = case_reason or reason or "nothing was profiled"
+        *phase_rows, total = _phase_rows(key["mode"], samples.get(name, NO_SAMPLES), profiled)
+        total |= readings.get(name, {})
         if device == "cuda":
-            # A step's graph has AdamW's capturable form, whose kernels are not those that were captured.
-            seen = rows[-1] | ({"replayed_ms": np.nan} if key["mode"] == "step" else {})
-            rows[-1]["inconsistent"] = find_inconsistencies(
-                seen, [gpu_time_ms(step) for step in complete_steps(captured)]
-            )
-    unread = {name: "" if name in texts else np.nan for name in columns}
-    times = pd.DataFrame([unread | row for row in rows], columns=columns)
-    alike = [name for name in keys if name != "mode"]
-    for _, own in times.groupby(alike) if device == "cuda" else ():
-        for index, words in phases_that_disagree(own).items():
-            times.loc[index, "inconsistent"] = "; ".join(
-                filter(None, [times.loc[index, "inconsistent"], words])
-            )
-    wholes = times.loc[times["phase"] == TOTAL, [*keys, "inconsistent"]]  # said of the mode, of all its rows
-    times = times.drop(columns="inconsistent").merge(wholes, on=keys, how="left")[columns]
-    types = {name: str if name in texts else float for name in columns}
-    return times.astype(types | dict.fromkeys(NULLABLE_TEXTS, object))
+            total["inconsistent"] = _check_total(total, key["mode"], profiled)
+        rows += [outcome | row for row in (*phase_rows, total)]
+    missing = {name: "" if name in texts else np.nan for name in columns}
+    times = pd.DataFrame([missing | row for row in rows], columns=columns)
+    if device == "cuda":
+        _check_phases(times, keys)
+    times = _copy_to_phases(times, keys)
+    types: dict[str, type] = {name: str if name in texts else float for name in columns}
+    types |= dict.fromkeys(NULLABLE_COLUMNS, object)
+    return times.astype(types)
+
+
+def _check_total(total: Mapping[str, Any], mode: str, profiled: pd.DataFrame) -> str:
+    readings = dict(total)
+    if mode == "step":
+        # AdamW's capturable form, which a CUDA graph needs, has other kernels than the profiled step.
+        readings["replayed_ms"] = np.nan
+    steps_ms = [gpu_time_ms(step) for step in complete_steps(profiled)]
+    return find_inconsistencies(readings, steps_ms)
+
+
+def _check_phases(times: pd.DataFrame, keys: list[str]) -> None:
+    """Compare the modes of each configuration; add what disagrees to ``inconsistent`` in place."""
+    without_mode = [name for name in keys if name != "mode"]
+    for _, rows in times.groupby(without_mode):
+        for index, message in phases_that_disagree(rows).items():
+            earlier = times.loc[index, "inconsistent"]
+            messages = [earlier, message] if earlier else [message]
+            times.loc[index, "inconsistent"] = "; ".join(messages)
+
+
+def _copy_to_phases(times: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Give every row the ``inconsistent`` of its case's total row."""
+    is_total = times["phase"] == TOTAL
+    totals = times.loc[is_total, [*keys, "inconsistent"]]
+    others = times.drop(columns="inconsistent")
+    merged = others.merge(totals, on=keys, how="left")
+    return merged[times.columns]
 
 
 def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:
-    """Return the columns that say which case a row is of: :data:`KEYS` first, then any other."""
-    return list(dict.fromkeys([*KEYS, *(name for key in cases.values() for name in key)]))
+    """Return the columns that identify a row's case: :data:`KEYS` first, then any other."""
+    names = dict.fromkeys(KEYS)
+    for key in cases.values():
+        names |= dict.fromkeys(key)
+    return list(names)
 
 
-def _phase_rows(mode: str, samples: pd.DataFrame, captured: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row of times per phase of a mode and, last, one for the total; GPU time if it was profiled."""
-    plain = samples[~samples["warmup"].astype(bool)]
-    fastest = fastest_step(captured) if len(captured) else None
+def _phase_rows(mode: str, samples: pd.DataFrame, profiled: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a row of times per phase of a mode, and last one for the total; GPU time if it was profiled."""
+    is_warmup = samples["warmup"].astype(bool)
+    fastest = fastest_step(profiled)
     rows = []
     for phase in [*PHASES[mode], TOTAL]:
-        own = plain[plain["phase"] == phase]
-        wall = {
-            f"wall{'' if name == 'median' else f'_{name}'}_ms": value
-            for name, value in location(own["wall_ms"]).items()
-        } | {"steps": float(len(own))}
-        gpu = dict.fromkeys(("gpu_ms", "operations"), np.nan)
-        if fastest is not None:
-            gpu = gpu_time(fastest if phase == TOTAL else fastest[fastest["phase"] == phase])
-        rows.append(
-            {
-                "phase": phase,
-                **wall,
-                "enqueue_ms": own["enqueue_ms"].median(),
-                **gpu,
-                "busy": gpu["gpu_ms"] / wall["wall_ms"],
-            }
-        )
+        timed = samples[~is_warmup & (samples["phase"] == phase)]
+        in_phase = fastest if phase == TOTAL else fastest[fastest["phase"] == phase]
+        row: dict[str, Any] = {"phase": phase, "steps": float(len(timed))}
+        for name, value in location(timed["wall_ms"]).items():
+            column = "wall_ms" if name == "median" else f"wall_{name}_ms"
+            row[column] = value
+        row["enqueue_ms"] = timed["enqueue_ms"].median()
+        row |= gpu_time(in_phase)
+        row["busy"] = row["gpu_ms"] / row["wall_ms"]
+        rows.append(row)
     return rows
 
 
@@ -141,10 +161,17 @@ def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.Da
     """Return count and GPU time by case, phase and name in each case's fastest profiled step, with the columns
     :data:`OPERATION_COLUMNS`."""
     columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
-    of_cases = {name: _of_case(operations, name) for name in cases}
-    found = [by_name(fastest_step(own)).assign(**cases[name]) for name, own in of_cases.items() if len(own)]
-    return pd.concat(found, ignore_index=True)[columns] if found else pd.DataFrame(columns=columns)
+    tables = []
+    for name, key in cases.items():
+        profiled = _select_case(operations, name)
+        if not profiled.empty:
+            table = by_name(fastest_step(profiled))
+            tables.append(table.assign(**key))
+    if not tables:
+        return pd.DataFrame(columns=columns)
+    return pd.concat(tables, ignore_index=True)[columns]
 
 
-def _of_case(operations: pd.DataFrame, name: Hashable) -> pd.DataFrame:
-    return operations[[one == name for one in operations["case"]]]  # a name may be a tuple
+def _select_case(operations: pd.DataFrame, name: Hashable) -> pd.DataFrame:
+    is_case = [case == name for case in operations["case"]]  # a name may be a tuple
+    return operations[np.array(is_case, bool)]

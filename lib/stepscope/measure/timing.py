@@ -1,10 +1,11 @@
-"""The clock of all that is timed, and the loop that times steps.
+"""The clocks, and the loop that times steps.
 
-* Wall time is the host's clock (``timeit.default_timer``) around a step, with the device waited for before
-  and after: no other reading of it is a wall time, since a GPU is only given its work and does it later.
-* A phase's time is read from CUDA events where the step starts and where each phase ends, after the step, so
-  that no phase waits for another. On a CPU, where nothing is asynchronous, it is the host's.
-* Enqueue time is how long the host took to hand a phase to the GPU.
+* Wall time is the host's time (``timeit.default_timer``) from the start of a step until the device has finished
+  it. The device must be idle at the start as well: a GPU is asynchronous, so any other difference of two times
+  of the host is not a wall time.
+* A phase's time comes from CUDA events, where the step starts and where each phase ends. The events are only
+  read after the step, so that no phase waits for another. On a CPU, which is synchronous, it is the host's time.
+* Enqueue time is how long the host takes to launch a phase.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,57 +19,64 @@ import torch
 from stepscope.config import TOTAL
 from stepscope.model.training_step import out_of_memory_names
 
-# How many timed steps tell their time, on a GPU: medians of 30 steps, or of two seconds of them, repeat
-# within 1% where the GPU sets the pace. Where the host does, they do not repeat even on a machine alone: what
-# repeats there, as far as anything does, is the fastest of a hundred, or of three seconds of them. A full
-# launch queue makes long steps of a busy GPU look so, too. Of steps over a second as many as were asked for
-# are enough.
-STEPS, STEPS_S, MIN_STEPS, LONG_MS = 30, 2.0, 10, 1000.0
-HOST_STEPS, HOST_STEPS_S, ENQUEUES = 100, 3.0, 0.8
+# Sample sizes on a GPU. If a step is GPU-bound, the median of 30 steps, or of two seconds of steps, repeats
+# within 1%. Medians of launch-bound steps don't repeat, not even on an otherwise idle machine; the most stable
+# statistic is the fastest of a hundred steps, or of three seconds of steps. If the launch queue is full, long
+# steps of a busy GPU look launch-bound as well. For steps over a second, the requested number suffices.
+STEPS, STEPS_S = 30, 2.0
+LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S = 100, 3.0
+MIN_STEPS = 10
+LONG_MS = 1000.0
+LAUNCH_BOUND_ENQUEUE = 0.8  # enqueue time over wall time
 SAMPLE_COLUMNS = ["step", "warmup", "phase", "wall_ms", "enqueue_ms"]
 
 
-def nothing() -> None:
+def noop() -> None:
     pass
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """What waits until the device has done all that it was given; on a CPU there is nothing to wait for."""
+    """Return a function that waits until the device is idle; on a CPU it returns at once."""
     return torch.get_device_module(device).synchronize
 
 
 class Phases:
-    """The ``phase`` that a step is called with: notes when each phase was left, by the host and on the GPU.
+    """The ``phase`` that a step is called with: it records when each phase ends, on the host and on the GPU.
 
         phases = Phases("cuda")
         with phases("forward"):
             logits = model(tokens)
 
     Args:
-        expected: phases of a step; their events are made before the clock starts.
-        wait: let the host wait for the device at each phase's end and tell its time: for phases of which each
-            is measured by itself.
+        expected: number of phases; their events are created before the clock starts.
+        wait: synchronize at the end of each phase, and use the host's time instead of events. Each phase is
+            then timed separately.
     """
 
     def __init__(self, device: str, expected: int = 4, wait: bool = False):
-        self.device, self.wait, self.on_gpu = device, wait, device == "cuda" and not wait
-        self.events = [torch.cuda.Event(enable_timing=True) for _ in range((expected + 1) * self.on_gpu)]
-        self.host: list[float] = []  # the start, and each phase's end
+        self.device = device
+        self.wait = wait
+        self.has_events = device == "cuda" and not wait
+        self.events: list[torch.cuda.Event] = []
+        if self.has_events:
+            self.events = [timing_event() for _ in range(expected + 1)]
+        self.host_s: list[float] = []  # the start, and the end of each phase
 
     def start(self) -> None:
         """Start the first interval now. Without this call it starts with the first phase."""
         self.names: list[str] = []
-        self.host = [default_timer()]
-        self._mark(0)
+        self.host_s = [default_timer()]
+        self._record_event(0)
 
-    def _mark(self, place: int) -> None:
-        if self.on_gpu:
-            if place == len(self.events):
-                self.events.append(torch.cuda.Event(enable_timing=True))
-            self.events[place].record()
+    def _record_event(self, index: int) -> None:
+        if not self.has_events:
+            return
+        if index == len(self.events):
+            self.events.append(timing_event())
+        self.events[index].record()
 
     def __call__(self, name: str) -> Self:
-        if not self.host:
+        if not self.host_s:
             self.start()
         self.names.append(name)
         return self
@@ -79,56 +87,71 @@ class Phases:
     def __exit__(self, *exception) -> None:
         if self.wait:
             synchronizer(self.device)()
-        self._mark(len(self.host))
-        self.host.append(default_timer())
+        self._record_event(len(self.host_s))
+        self.host_s.append(default_timer())
 
     def ms(self) -> list[tuple[str, float, float]]:
         """Return each phase's name, time and enqueue time in ms, and start over. The device must be idle."""
-        enqueue_ms = [(end - start) * 1e3 for start, end in pairwise(self.host)]
-        marks = self.events[: len(self.host)]
-        self.host = []
-        times_ms = [first.elapsed_time(second) for first, second in pairwise(marks)] or enqueue_ms
+        enqueue_ms = [(end - start) * 1e3 for start, end in pairwise(self.host_s)]
+        times_ms = enqueue_ms
+        if self.has_events:
+            recorded = self.events[: len(self.host_s)]
+            times_ms = [start.elapsed_time(end) for start, end in pairwise(recorded)]
+        self.host_s = []
         return list(zip(self.names, times_ms, enqueue_ms))
 
 
+def timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
-    """One step between two waits for the device: (phase, ms, enqueue ms) of each of its phases and, by the
-    host's wall time, of :data:`TOTAL`."""
+    """Run one step on an idle device; return (phase, ms, enqueue ms) of each phase, and last of the total, whose
+    ms are the wall time."""
     synchronize = synchronizer(phases.device)
-    synchronize()  # the device has nothing left to do
+    synchronize()  # finish earlier work
     phases.start()
-    started = phases.host[0]
-    step(phases)  # a GPU is only given its work here
-    synchronize()  # here it is waited for
+    started = phases.host_s[0]
+    step(phases)  # only launches the work on a GPU
+    synchronize()
     wall_ms = (default_timer() - started) * 1e3
     parts = phases.ms()
-    return [*parts, (TOTAL, wall_ms, sum(enqueue_ms for *_, enqueue_ms in parts))]
+    total_enqueue_ms = sum(enqueue_ms for _, _, enqueue_ms in parts)
+    return [*parts, (TOTAL, wall_ms, total_enqueue_ms)]
 
 
 def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
-    """Whether it looks so before GPU time is known (:func:`stepscope.stats.launch_bound` says so after): the
-    host is still enqueuing when most of the step is over."""
-    return enqueue_ms >= ENQUEUES * wall_ms
+    """Return whether the host is still enqueuing when most of the step is over.
+
+    This is a guess before GPU time is known; :func:`stepscope.stats.launch_bound` decides afterwards.
+    """
+    return enqueue_ms >= LAUNCH_BOUND_ENQUEUE * wall_ms
 
 
-def has_enough_samples(rows: Sequence[tuple], least: int, device: str) -> bool:
-    """Whether so many timed steps tell their time: at least so many, and on a GPU as many as the constants
-    above say.
+def has_enough_samples(rows: Sequence[tuple], min_steps: int, device: str) -> bool:
+    """Return whether the timed steps suffice for a reliable median, or for a launch-bound step's minimum.
+
+    The constants above say how many steps a GPU needs; on a CPU, ``min_steps`` suffice.
 
     Args:
-        rows: of :data:`SAMPLE_COLUMNS`, as far as there are.
+        rows: the steps so far, as tuples of :data:`SAMPLE_COLUMNS`.
     """
-    steps = [
-        (wall_ms, enqueue_ms)
-        for _, warmup, phase, wall_ms, enqueue_ms in rows
-        if phase == TOTAL and not warmup
-    ]
-    wall_times_ms, enqueued_ms = (sum(times) for times in zip(*steps)) if steps else (0, 0)
-    if device == "cpu" or len(steps) < least or wall_times_ms > LONG_MS * len(steps):
-        return len(steps) >= least
-    by_host = looks_launch_bound(enqueued_ms, wall_times_ms)
-    wanted, seconds = (HOST_STEPS, HOST_STEPS_S) if by_host else (STEPS, STEPS_S)
-    return len(steps) >= wanted or (len(steps) >= MIN_STEPS and wall_times_ms >= seconds * 1e3)
+    steps, total_wall_ms, total_enqueue_ms = 0, 0.0, 0.0
+    for _, is_warmup, phase, wall_ms, enqueue_ms in rows:
+        if phase == TOTAL and not is_warmup:
+            steps += 1
+            total_wall_ms += wall_ms
+            total_enqueue_ms += enqueue_ms
+    if steps < min_steps:
+        return False
+    is_long = total_wall_ms > LONG_MS * steps
+    if device == "cpu" or is_long:
+        return True
+    wanted, seconds = STEPS, STEPS_S
+    if looks_launch_bound(total_enqueue_ms, total_wall_ms):
+        wanted, seconds = LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S
+    has_lasted = total_wall_ms >= seconds * 1e3
+    return steps >= wanted or (steps >= MIN_STEPS and has_lasted)
 
 
 def time_steps(
@@ -137,49 +160,64 @@ def time_steps(
     warmups: int,
     device: str,
     *,
-    before: Callable[[], object] = nothing,
-    after: Callable[[], object] = nothing,
+    before: Callable[[], object] = noop,
+    after: Callable[[], object] = noop,
     at_least_s: float = 0.0,
     until_enough: bool = False,
 ) -> pd.DataFrame:
-    """Run ``warmups`` steps and then ``steps``, one by one, and more until these have lasted ``at_least_s``;
-    a row for each phase of each, and for the whole, in :data:`SAMPLE_COLUMNS`.
+    """Run ``warmups`` steps and then at least ``steps`` timed steps, one by one.
 
     Args:
-        step: is called with the phases, which it may leave alone.
+        step: called with the phases, which it may ignore.
         before, after: called before and after each step, outside of the clock.
-        until_enough: go on until there are :func:`enough`.
+        at_least_s: run more steps until the timed ones have taken this long.
+        until_enough: run more steps until :func:`has_enough_samples`.
+
+    Returns:
+        One row per step and phase, and one for the step's total, with the columns :data:`SAMPLE_COLUMNS`.
 
     Raises:
-        torch.OutOfMemoryError: names the step in which it happened.
+        torch.OutOfMemoryError: its message names the step.
     """
-    phases, lasted_ms = Phases(device), 0.0
+    phases = Phases(device)
+    timed_ms = 0.0
     rows: list[tuple] = []
+
+    def is_done(index: int) -> bool:
+        if index < warmups + steps or timed_ms < at_least_s * 1e3:
+            return False
+        return not until_enough or has_enough_samples(rows, steps, device)
+
     for index in count():
-        if (
-            index >= warmups + steps
-            and lasted_ms >= at_least_s * 1e3
-            and (not until_enough or has_enough_samples(rows, steps, device))
-        ):
+        if is_done(index):
             break
         with out_of_memory_names(f"running step {index}"):
             before()
             parts = time_step(step, phases)
         after()
-        rows += [(index, index < warmups, *part) for part in parts]
-        lasted_ms += parts[-1][1] * (index >= warmups)
+        is_warmup = index < warmups
+        rows += [(index, is_warmup, *part) for part in parts]
+        if not is_warmup:
+            _, wall_ms, _ = parts[-1]
+            timed_ms += wall_ms
     return pd.DataFrame(rows, columns=SAMPLE_COLUMNS)
 
 
 def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
-    """The wall times of whole steps among :func:`time_steps`' rows, without warm-ups."""
-    return samples.loc[(samples["phase"] == TOTAL) & ~samples["warmup"].astype(bool), "wall_ms"]
+    """Return the wall times of timed steps among the rows of :func:`time_steps`."""
+    is_total = samples["phase"] == TOTAL
+    is_warmup = samples["warmup"].astype(bool)
+    return samples.loc[is_total & ~is_warmup, "wall_ms"]
 
 
 def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float]:
-    """Milliseconds of each of some steps one after another, as training runs them: the host enqueues, and
-    waits only for the last. On a GPU the events between steps tell, on a CPU the host's clock."""
-    phases, synchronize = Phases(device, steps), synchronizer(device)
+    """Run steps one after another, as in training; return how many ms each takes.
+
+    The host enqueues, and waits only for the last step. The times are those between CUDA events; on a CPU, the
+    host's.
+    """
+    phases = Phases(device, steps)
+    synchronize = synchronizer(device)
     synchronize()
     phases.start()
     for _ in range(steps):
@@ -189,11 +227,12 @@ def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float
     return [ms for _, ms, _ in phases.ms()]
 
 
-def run_for(
-    step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = nothing
-) -> int:
-    """Run the step again and again, each waited for, until ``seconds`` have passed; how many there were."""
-    synchronize, steps, started = synchronizer(device), 0, default_timer()
+def run_for(step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = noop) -> int:
+    """Run ``step`` repeatedly for ``seconds``, synchronizing after each; return the number of steps, at least
+    one."""
+    synchronize = synchronizer(device)
+    started = default_timer()
+    steps = 0
     while steps == 0 or default_timer() - started < seconds:
         before()
         step()

@@ -6,7 +6,7 @@ on the host: it opened a range (NVTX push/pop, record_function) for each phase o
 of the model. Ranges have times, too, but comparing them with the operations' is wrong: the host runs ahead,
 and when a kernel runs, the host is in another phase already.
 
-**The launch is the link.** The call on the host that launched an operation stands in the capture as well,
+**The launch is the link.** The call on the host that launched an operation is in the capture as well,
 under the same correlation id:
 
     host, thread 1   [forward ....[ffn ... c7 ]...]      [backward ......................]
@@ -111,10 +111,9 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
         ConservationError: two phases or two steps of a process overlap.
     """
     _check_span(records)
-    path, operations = records.path, records.operations
-    names, roles = records.ranges["name"].cat, {STEP: "step"} | dict.fromkeys(PHASE_NAMES, "phase")
-    role = pd.Categorical([roles.get(str(name), "region") for name in names.categories])
-    ranges = records.ranges.assign(role=role[names.codes])
+    path = records.path
+    operations = records.operations
+    ranges = records.ranges.assign(role=_roles(records.ranges))
     is_known, thread, time_ns = join_launches(records)
     launch_process = records.process[is_known]
 
@@ -124,18 +123,32 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
         result[is_known] = values
         return result
 
-    def opened(role: str) -> np.ndarray:
+    def open_row(role: str) -> np.ndarray:
+        """Return the row of the range of a role that was open at each operation's launch."""
         rows = ranges[ranges["role"] == role]
-        return spread(open_range(rows, launch_process, time_ns, strict=(path, role)))
+        open_index = open_range(rows, launch_process, time_ns, strict=(path, role))
+        return spread(open_index)
 
     innermost = spread(_innermost_ranges(path, ranges, thread, time_ns))
-    steps = opened("step")
-    phase = _take_or_missing(ranges["name"], opened("phase"), OUTSIDE)
+    step_row = open_row("step")
+    names = ranges["name"]
+    phase = _take_or_missing(names, open_row("phase"), OUTSIDE)
     operations["phase"] = phase.set_categories([*PHASE_NAMES, OUTSIDE])
-    in_region = np.append(ranges["role"] == "region", False)[innermost]
-    operations["region"] = _take_or_missing(ranges["name"], np.where(in_region, innermost, -1), UNATTRIBUTED)
-    operations["step"] = np.append(ranges["step"], -1)[steps]
+    # the value appended to an array is for row -1, "none"
+    is_region = np.append(ranges["role"] == "region", False)
+    region_row = np.where(is_region[innermost], innermost, -1)
+    operations["region"] = _take_or_missing(names, region_row, UNATTRIBUTED)
+    step_numbers = np.append(ranges["step"], -1)
+    operations["step"] = step_numbers[step_row]
     return operations, ranges.drop(columns="key")
+
+
+def _roles(ranges: pd.DataFrame) -> pd.Categorical:
+    """Return the role of each range by its name: phase, step or region."""
+    roles = {STEP: "step"} | dict.fromkeys(PHASE_NAMES, "phase")
+    names = ranges["name"].cat
+    by_name = [roles.get(str(name), "region") for name in names.categories]
+    return pd.Categorical(by_name)[names.codes]
 
 
 def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -145,23 +158,28 @@ def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         A mask of the operations with known launches; and the thread key and time in ns of these launches.
     """
     operations = records.operations
-    launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
-    known = launch >= 0
-    thread, _, start, end = (np.append(values, -1)[launch] for values in records.launches)
-    operations["launch_start_ns"] = pd.arrays.IntegerArray(start, ~known)
-    operations["launch_duration_ns"] = pd.arrays.IntegerArray(end - start, ~known)
+    correlation = operations["correlation_id"].to_numpy()
+    launch = find_launches(records.process, correlation, records.launches)
+    is_known = launch >= 0
+    thread, _, start, end = [np.append(values, -1)[launch] for values in records.launches]
+    operations["launch_start_ns"] = pd.arrays.IntegerArray(start, ~is_known)
+    operations["launch_duration_ns"] = pd.arrays.IntegerArray(end - start, ~is_known)
     operations["process"] = records.process >> 24 & 0xFFFFFF
-    operations["thread"] = np.where(known, thread & 0xFFFFFF, -1)
-    return known, thread[known], start[known]
+    operations["thread"] = np.where(is_known, thread & 0xFFFFFF, -1)
+    return is_known, thread[is_known], start[is_known]
 
 
 def _check_span(records: Records) -> None:
     """Raise TraceError if the threads' times don't fit on the one axis that ``enclosing`` puts them on."""
-    launches, ranges = records.launches, records.ranges
-    times = np.concatenate([launches[2], launches[3], ranges["start_ns"], ranges["end_ns"]])
-    threads = len(pd.unique(np.concatenate([launches[0], ranges["key"], records.process])))
-    first, last = int(times.min(initial=NEVER)), int(times.max(initial=0))
-    if len(times) and threads * (last - first + 2) > NEVER:
+    ranges = records.ranges
+    thread, _, start, end = records.launches
+    times = np.concatenate([start, end, ranges["start_ns"], ranges["end_ns"]])
+    keys = np.concatenate([thread, ranges["key"], records.process])
+    threads = len(pd.unique(keys))
+    first = int(times.min(initial=NEVER))
+    last = int(times.max(initial=0))
+    span = last - first + 2
+    if len(times) and threads * span > NEVER:
         raise TraceError(
             f"{records.path}: {threads} threads have times from {first} to {last} ns, expected"
             " a capture short enough that the times of all threads, one after another, fit into 64 bits"
@@ -187,36 +205,54 @@ def open_range(
     """
     rows = outermost(ranges)
     if strict and len(rows) < len(ranges):
-        inner = ranges.drop(index=rows.index).iloc[0]
-        is_same_process = rows["key"] & PROCESS == inner["key"] & PROCESS
-        outer = rows[is_same_process & (rows["start_ns"] <= inner["start_ns"])].iloc[-1]
-        path, role = strict
-        raise ConservationError(
-            f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-            f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
-        )
+        raise _overlap_error(ranges, rows, *strict)
     open_index = np.full(len(time_ns), -1)
-    keys, index = rows["key"].to_numpy() & PROCESS, rows.index.to_numpy()
-    starts, ends = rows["start_ns"].to_numpy(), np.maximum(rows["end_ns"], rows["start_ns"] + 1).to_numpy()
+    keys, starts, ends = _range_arrays(rows)
+    index = rows.index.to_numpy()
     for key in np.unique(keys):
-        is_process, is_point = keys == key, process == key
+        is_process = keys == key
+        is_point = process == key
         times = time_ns[is_point]
         position = np.searchsorted(starts[is_process], times, side="right") - 1
-        is_inside = (position >= 0) & (times < ends[is_process][position])
+        is_before_end = times < ends[is_process][position]
+        is_inside = is_before_end & (position >= 0)
         open_index[is_point] = np.where(is_inside, index[is_process][position], -1)
     return open_index
 
 
+def _overlap_error(
+    ranges: pd.DataFrame, outer_ranges: pd.DataFrame, path: str, role: str
+) -> ConservationError:
+    """Return an error about the first range that starts inside another one."""
+    inner = ranges.drop(index=outer_ranges.index).iloc[0]
+    is_same_process = outer_ranges["key"] & PROCESS == inner["key"] & PROCESS
+    is_earlier = outer_ranges["start_ns"] <= inner["start_ns"]
+    outer = outer_ranges[is_same_process & is_earlier].iloc[-1]
+    return ConservationError(
+        f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
+        f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
+    )
+
+
+def _range_arrays(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the process key, start and end of ranges; an empty range contains its start."""
+    process = ranges["key"].to_numpy("int64") & PROCESS
+    start = ranges["start_ns"].to_numpy("int64")
+    end = ranges["end_ns"].to_numpy("int64")
+    return process, start, np.maximum(end, start + 1)
+
+
 def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
     """Sort ranges by process and start; drop those that start inside another one of their process."""
-    process, start = ranges["key"].to_numpy("int64") & PROCESS, ranges["start_ns"].to_numpy("int64")
-    end = np.maximum(ranges["end_ns"].to_numpy("int64"), start + 1)  # an empty range contains its start
+    process, start, end = _range_arrays(ranges)
     order = np.lexsort((-end, start, process))
+    process, start, end = process[order], start[order], end[order]
     is_outermost = np.full(len(order), True)
-    firsts = np.flatnonzero(np.diff(process[order])) + 1
+    firsts = np.flatnonzero(np.diff(process)) + 1
     for rows in np.split(np.arange(len(order)), firsts):
-        reached = np.maximum.accumulate(end[order[rows]])
-        is_outermost[rows[1:]] = start[order[rows[1:]]] >= reached[:-1]
+        covered_until = np.maximum.accumulate(end[rows])
+        later = rows[1:]
+        is_outermost[later] = start[later] >= covered_until[:-1]
     return ranges.iloc[order[is_outermost]]
 
 
@@ -226,18 +262,23 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
     Raises:
         TraceError: the ranges of a thread cross.
     """
-    range_key, starts, ends = (ranges[column].to_numpy() for column in ("key", "start_ns", "end_ns"))
+    range_key = ranges["key"].to_numpy()
+    starts = ranges["start_ns"].to_numpy()
+    ends = ranges["end_ns"].to_numpy()
     innermost, parent, _ = enclosing(range_key, starts, ends, key, time_ns)
-    is_crossing = np.append(ends, NEVER)[parent] < ends
+    parent_ends = np.append(ends, NEVER)[parent]
+    is_crossing = parent_ends < ends
     if is_crossing.any():
+        name = ranges["name"][is_crossing.argmax()]
         raise TraceError(
-            f"{path}: range '{ranges['name'][is_crossing.argmax()]:.100}' ends after the range it"
+            f"{path}: range '{name:.100}' ends after the range it"
             " began in, expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
     step_numbers = np.full(len(ranges) + 1, -1)  # the last is for row -1, "no range"
     step_numbers[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
-    ranges["step"] = step_numbers[open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))]
+    open_step = open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))
+    ranges["step"] = step_numbers[open_step]
     return innermost
 
 
@@ -258,55 +299,70 @@ def enclosing(
     """
     n = len(start)
     if not n:
-        return np.full(len(points), -1), np.zeros(0, int), np.zeros(0, int)
+        none = np.full(len(points), -1)
+        return none, np.zeros(0, int), np.zeros(0, int)
     # Put all keys on one axis, one after another; between two keys, no interval is open.
     _, codes = np.unique(np.concatenate([keys, point_keys]), return_inverse=True)
     end = np.maximum(end, start + 1)  # so that empty intervals also open before they close
     first = min(start.min(), points.min(initial=NEVER))
-    offset = codes * (max(end.max(), points.max(initial=end[0])) - first + 1) - first
-    opened, closed = start + offset[:n], end + offset[:n]
+    last = max(end.max(), points.max(initial=end[0]))
+    offset = codes * (last - first + 1) - first
+    interval_offset, point_offset = offset[:n], offset[n:]
+    opened = start + interval_offset
+    closed = end + interval_offset
 
     order = np.lexsort((-closed, opened))  # if several open at once, the longest opens first
     events = np.concatenate([closed[order], opened[order]])
     by_time = np.argsort(events, kind="stable")  # at the same time, closings come first
-    events, opens, which = events[by_time], by_time >= n, np.concatenate([order, order])[by_time]
+    events = events[by_time]
+    opens = by_time >= n
+    interval = np.tile(order, 2)[by_time]
     depth = np.cumsum(np.where(opens, 1, -1))  # after each event
     # After an event, the innermost interval is the last one that opened at the remaining depth.
     by_depth = np.argsort(depth, kind="stable")
-    last_opened = np.maximum.accumulate(np.where(opens[by_depth], np.arange(2 * n), 0))
+    positions = np.where(opens[by_depth], np.arange(2 * n), 0)
+    last_opened = np.maximum.accumulate(positions)
     innermost = np.full(2 * n + 1, -1)  # the last is for event -1, "before all events"
-    innermost[by_depth] = which[by_depth][last_opened]
+    innermost[by_depth] = interval[by_depth][last_opened]
     innermost[:-1][depth == 0] = -1
 
     openings = np.flatnonzero(opens)
+    opened_interval = interval[openings]
     parents: np.ndarray = np.empty(n, int)
+    parents[opened_interval] = innermost[openings - 1]
     depths: np.ndarray = np.empty(n, int)
-    parents[which[openings]] = innermost[openings - 1]
-    depths[which[openings]] = depth[openings]
-    return innermost[np.searchsorted(events, points + offset[n:], side="right") - 1], parents, depths
+    depths[opened_interval] = depth[openings]
+    last_event = np.searchsorted(events, points + point_offset, side="right") - 1
+    return innermost[last_event], parents, depths
 
 
 def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.ndarray) -> np.ndarray:
     """Return the column of ``launches`` for each process and correlation id; -1 for none."""
-    _, codes = np.unique(np.concatenate([launches[0] & PROCESS, process]), return_inverse=True)
+    thread, launch_correlation, start, _ = launches
+    processes = np.concatenate([thread & PROCESS, process])
+    _, codes = np.unique(processes, return_inverse=True)
     # Correlation ids are unique within a process; operations without one (-1) match nothing.
-    key = codes << 32 | np.concatenate([launches[1], correlation])
-    key, operation_key = key[: launches.shape[1]], key[launches.shape[1] :]
+    keys = codes << 32 | np.concatenate([launch_correlation, correlation])
+    launch_key, operation_key = np.split(keys, [len(thread)])
     # if a runtime call made a driver call with the same id, take the outer call
-    order = np.lexsort((launches[2], key))
-    positions = np.searchsorted(key[order], operation_key)
-    order, key = np.append(order, -1), np.append(key, -1)
-    return np.where((key[order[positions]] == operation_key) & (correlation >= 0), order[positions], -1)
+    order = np.lexsort((start, launch_key))
+    sorted_key = launch_key[order]
+    positions = np.searchsorted(sorted_key, operation_key)
+    launch = np.append(order, -1)[positions]
+    is_match = np.append(launch_key, -1)[launch] == operation_key
+    return np.where(is_match & (correlation >= 0), launch, -1)
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
     """Return a mask of the names that fulfill a predicate, which is called once per distinct name."""
-    is_match = np.array([bool(predicate(str(name))) for name in names.cat.categories], bool)
-    return is_match[names.cat.codes]
+    matches = [bool(predicate(str(name))) for name in names.cat.categories]
+    return np.array(matches, bool)[names.cat.codes]
 
 
 def _take_or_missing(values: pd.Series, rows: np.ndarray, missing: str) -> pd.Categorical:
     """Return values[rows] of a categorical column, or ``missing`` if the row is -1."""
     categories = values.cat.categories.union([missing], sort=False)
-    codes: np.ndarray = np.append(values.cat.codes.astype(int), categories.get_loc(missing))
-    return pd.Categorical.from_codes(codes[rows], categories).remove_unused_categories()
+    missing_code = categories.get_loc(missing)
+    codes = np.append(values.cat.codes.astype(int), missing_code)
+    result = pd.Categorical.from_codes(codes[rows], categories)
+    return result.remove_unused_categories()

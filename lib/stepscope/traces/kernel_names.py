@@ -20,7 +20,9 @@ _CONSTANT_CASTS = re.compile(r"\([\w: ]+\)(?=-?\d)")
 _CLONE = re.compile(r"(\.kd| \[clone[^\]]*\])+$")
 _OPERATOR = re.compile(r"\boperator ?(\(\)|[<>=!+*/-]+)")
 _OPENS, _CLOSES = "<([{", ">)]}"
-_MANGLED, _DIGITS, _CONSTANT = (re.compile(p) for p in (r"^_ZN?[KVr]*(?:St|S_)?", r"\d+", r"L\w\d*E?|L"))
+_MANGLED = re.compile(r"^_ZN?[KVr]*(?:St|S_)?")
+_DIGITS = re.compile(r"\d+")
+_CONSTANT = re.compile(r"L\w\d*E?|L")
 
 
 def split_name(name: str) -> Parts:
@@ -28,20 +30,27 @@ def split_name(name: str) -> Parts:
     name = _CLONE.sub("", name.strip())
     if name.startswith("_Z"):
         return _split_mangled(name)
-    name = _OPERATOR.sub("operator_call", _CONSTANT_CASTS.sub("", _ANONYMOUS.sub("", name)))
-    path, templates, depth, start = "", [], 0, 0
+    name = _ANONYMOUS.sub("", name)
+    name = _CONSTANT_CASTS.sub("", name)
+    name = _OPERATOR.sub("operator_call", name)
+    path = ""
+    templates: list[str] = []
+    depth, start = 0, 0
     for index, char in enumerate(name):
         if char in _OPENS:
-            if char == "(" and depth == 0 and path and not _is_nested_scope(name, index):
+            follows_path = depth == 0 and path
+            if char == "(" and follows_path and not _is_nested_scope(name, index):
                 break  # the parameter list
             depth += 1
-            start = index + 1 if depth == 1 else start
+            if depth == 1:
+                start = index + 1
         elif char in _CLOSES and not name.endswith("-", 0, index):
             depth = max(depth - 1, 0)
             if depth == 0 and char == ">":
                 templates.append(name[start:index])
         elif depth == 0 and char == " ":
-            if re.match(r"[A-Za-z_]", name[index + 1 :]) and path:  # the text so far was the return type
+            next_char = name[index + 1 : index + 2]
+            if path and re.match(r"[A-Za-z_]", next_char):  # the text so far was the return type
                 path, templates = "", []
         elif depth == 0:
             path += char
@@ -53,10 +62,11 @@ def split_name(name: str) -> Parts:
 
 
 def _is_nested_scope(name: str, start: int) -> bool:
-    """Whether ``::`` follows the parenthesis at ``start``, so that it belongs to the function around a lambda."""
+    """Return whether ``::`` follows the parentheses at ``start``: then they belong to a lambda's function."""
     depth = 0
     for end in range(start, len(name)):
-        depth += (name[end] == "(") - (name[end] == ")")
+        char = name[end]
+        depth += (char == "(") - (char == ")")
         if depth == 0:
             return name.startswith("::", end + 1)
     return False
@@ -66,24 +76,30 @@ def _split_mangled(name: str) -> Parts:
     """Split a mangled name: identifiers follow their length; those before the first ``I`` form the path."""
     path: list[str] = []
     template: list[str] = []
-    in_path, index = True, len(name) - len(_MANGLED.sub("", name, count=1))
+    parts = path
+    prefix = _MANGLED.match(name)
+    index = prefix.end() if prefix else 0
     while index < len(name):
         if length := _DIGITS.match(name, index):
             begin = length.end()
-            index = begin + min(int(length[0][:4]), len(name))
+            digits = length[0][:4]
+            index = begin + min(int(digits), len(name))
             if not name.startswith("_GLOBAL__N", begin):
-                (path if in_path else template).append(name[begin:index])
+                parts.append(name[begin:index])
         else:
-            constant = None if in_path else _CONSTANT.match(name, index)  # its digits are not a length
-            index = constant.end() if constant else index + 1
-            in_path = False
+            constant = _CONSTANT.match(name, index) if parts is template else None
+            index = constant.end() if constant else index + 1  # a constant's digits are not a length
+            parts = template
     path = [part for part in path if part not in ("at", "native", "c10")] or [name]
-    return Parts("::".join(path[:-1]), path[-1], ", ".join(template))
+    *scopes, function = path
+    return Parts("::".join(scopes), function, ", ".join(template))
 
 
 def words(text: str) -> str:
     """Split a name into lower-case words: ``indexSelectSmall_v2`` becomes ``index select small v2``."""
-    return re.sub(r"[\W_]+", " ", re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)).strip().lower()
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", text)
+    spaced = re.sub(r"[\W_]+", " ", spaced)
+    return spaced.strip().lower()
 
 
 def identifiers(template: str) -> list[str]:
@@ -94,7 +110,8 @@ def identifiers(template: str) -> list[str]:
         if depth == 0:
             kept.append(char)
         depth = max(depth - (char == ")"), 0)
-    return re.findall(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*", "".join(kept))
+    text = "".join(kept)
+    return re.findall(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*", text)
 
 
 # Template arguments that say little. Element types are kept, because they show the precision.
@@ -143,4 +160,9 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
 
 def _cut(text: str, width: int) -> str:
     """Shorten a text to ``width`` characters in the middle, because names differ at their ends."""
-    return text if len(text) <= width else f"{text[: width // 2]}…{text[width // 2 - width + 1 :]}"
+    if len(text) <= width:
+        return text
+    half = width // 2
+    start = text[:half]
+    end = text[half - width + 1 :]
+    return f"{start}…{end}"

@@ -105,7 +105,7 @@ def decode_text(data: bytes, errors: str = "strict") -> str:
 
 
 def is_report(text: str) -> bool:
-    """Whether a text is an nsys report, if only in a format that ``parse_nsys_csv`` rejects by name."""
+    """Return whether a text is an nsys report, if only in a format that ``parse_nsys_csv`` rejects by name."""
     return bool(NO_DATA.search(text) or TEXT_TABLE.search(text) or _separator(text)) or any(
         map(report_with_headings, text.splitlines())
     )

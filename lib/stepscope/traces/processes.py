@@ -20,17 +20,24 @@ class AmbiguousProcess(Exception):
 def process_numbers(names: list[str]) -> dict[str, int]:
     """Number processes by their names in the trace ("11", "[TP00] 11"): by id if all differ, else in order."""
     unique = [*dict.fromkeys(names)]
-    numbered = [_NUMBERED.fullmatch(name) for name in unique]
-    ids = [int(match[2]) if match else 0 for match in numbered]
-    if len({*ids}) < len(ids) or not all(0 < number < MAX_PROCESS for number in ids):
+    ids = [_id_of(name) for name in unique]
+    are_distinct = len({*ids}) == len(ids)
+    are_valid = all(0 < number < MAX_PROCESS for number in ids)
+    if not (are_distinct and are_valid):
         ids = [*range(1, len(ids) + 1)]
     return dict(zip(unique, ids))
 
 
+def _id_of(name: str) -> int:
+    """Return the id at the end of a process's name; 0 if there is none."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[2]) if match else 0
+
+
 def label_of(name: str) -> str:
     """Return the label before the id in a process's name: "[TP00]" for "[TP00] 11", "" for "11"."""
-    numbered = _NUMBERED.fullmatch(name)
-    return numbered[1] if numbered else ""
+    match = _NUMBERED.fullmatch(name)
+    return match[1] if match else ""
 
 
 def find_launching_processes(
@@ -60,20 +67,28 @@ def find_launching_processes(
     rows = np.flatnonzero(is_work)
     launching = np.unique(process[is_launch])
     if not len(launching):
-        launching = np.array([*numbers.values()][:1] or [1])
+        first = next(iter(numbers.values()), 1)
+        launching = np.array([first])
     labels = {number: label_of(name) for name, number in numbers.items()}
-    if len(launching) == 1 and len({*labels.values()}) <= 1:
+    has_one_label = len({*labels.values()}) <= 1
+    if has_one_label and len(launching) == 1:
         return np.full(len(rows), launching[0])
-    thread_labels = np.array([label_of(name) for name in names], object)[thread[rows]]
+    name_labels = np.array([label_of(name) for name in names], object)
+    row_labels = name_labels[thread[rows]]
     result = np.zeros(len(rows), np.int64)
-    for label in set(thread_labels):
+    for label in set(row_labels):
         labeled = [number for number, text in labels.items() if text == label]
-        launching_labeled = np.array(
-            [number for number in labeled if number in launching] or labeled[:1], np.int64
+        launching_labeled = [number for number in labeled if number in launching]
+        candidates = launching_labeled or labeled[:1] or launching
+        indices = np.flatnonzero(row_labels == label)
+        result[indices] = _choose_process(
+            rows[indices],
+            is_launch,
+            process,
+            correlation,
+            np.array(candidates, np.int64),
+            numbers,
         )
-        candidates = launching_labeled if len(launching_labeled) else launching
-        indices = np.flatnonzero(thread_labels == label)
-        result[indices] = _choose_process(rows[indices], is_launch, process, correlation, candidates, numbers)
     return result
 
 
@@ -89,21 +104,27 @@ def _choose_process(
     if len(candidates) == 1:
         return np.full(len(rows), candidates[0])
     ids = correlation[rows]
-    has_call = np.stack([np.isin(ids, correlation[is_launch & (process == number)]) for number in candidates])
-    has_call &= ids >= 0
+    masks, spans = [], []
+    for number in candidates:
+        is_process = process == number
+        calls = correlation[is_launch & is_process]
+        masks.append(np.isin(ids, calls))
+        spans.append(np.flatnonzero(is_process)[[0, -1]])
+    has_call = np.stack(masks) & (ids >= 0)
     result = candidates[has_call.argmax(axis=0)]
-    unclear = has_call.sum(axis=0) != 1
-    if not unclear.any():
+    is_unclear = has_call.sum(axis=0) != 1
+    if not is_unclear.any():
         return result
-    spans = [np.flatnonzero(process == number)[[0, -1]] for number in candidates]
     order = np.argsort([first for first, _ in spans])
     first, last = np.array(spans)[order].T
-    if (last[:-1] > first[1:]).any():
-        process_names = ", ".join(name for name, number in numbers.items() if number in candidates)
+    do_overlap = last[:-1] > first[1:]
+    if do_overlap.any():
+        candidate_names = [name for name, number in numbers.items() if number in candidates]
+        process_names = ", ".join(candidate_names)
         raise AmbiguousProcess(
-            f"has {int(unclear.sum()):,} GPU operations that any of the processes {process_names:.200} may"
+            f"has {is_unclear.sum():,} GPU operations that any of the processes {process_names:.200} may"
             ' have launched, expected a trace of one process, or a label for each ("pid": "[rank 0] 11")'
         )
-    part = np.maximum(np.searchsorted(first, rows[unclear], side="right") - 1, 0)
-    result[unclear] = candidates[order][part]
+    part = np.searchsorted(first, rows[is_unclear], side="right") - 1
+    result[is_unclear] = candidates[order][np.maximum(part, 0)]
     return result

@@ -25,8 +25,8 @@ class CaptureError(StepscopeError, RuntimeError):
 def profiled_operations(trace: Path) -> pd.DataFrame:
     """Return the operations that a trace's named phases launched, on any thread.
 
-    Columns: case, number and phase (from the name of the range that was open at the launch), name, family,
-    start_ns and end_ns.
+    Columns: case, number and phase (from the name of the range that was open at the launch), name,
+    kernel_category, start_ns and end_ns.
 
     Raises:
         CaptureError: an operation's phase is unknown, because its launch is not in the trace.
@@ -34,36 +34,40 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
         TraceError: the trace cannot be read.
     """
     records = records_of_own_trace(trace)
-    operations, ranges = records.operations, records.ranges
-    ranges = ranges[ranges["name"].astype(str).str.startswith(f"{RANGE}/")]
-    if ranges.empty:
+    operations = records.operations
+    names = records.ranges["name"].astype(str)
+    is_phase = names.str.startswith(f"{RANGE}/")
+    phases = records.ranges[is_phase]
+    if phases.empty:
         raise CaptureError("the trace has none of the named phases")
     is_known, _, time_ns = join_launches(records)
-    if unknown := int((~is_known).sum()):
+    if not is_known.all():
+        unknown = len(operations) - is_known.sum()
         raise CaptureError(f"the launches of {unknown} of {len(operations)} operations are not in the trace")
-    open_phase = open_range(ranges, records.process, time_ns, strict=(str(trace), "phase"))
+    open_phase = open_range(phases, records.process, time_ns, strict=(str(trace), "phase"))
     is_inside = open_phase >= 0
-    name_parts = ranges["name"].astype(str).str.split("/", expand=True)
-    name_parts = name_parts.reindex(np.where(is_inside, open_phase, ranges.index[0])).reset_index(drop=True)
+    inside = operations[is_inside]
+    parts = names[is_phase].str.split("/", expand=True)
+    parts = parts.loc[open_phase[is_inside]].set_axis(inside.index)
     table = pd.DataFrame(
         {
-            "case": name_parts[1].astype(int),
-            "number": name_parts[2].astype(int),
-            "phase": name_parts[3],
-            "name": operations["name"].astype(str),
-            "kernel_category": operations["kernel_category"].astype(str),
-            "start_ns": operations["start_ns"],
-            "end_ns": operations["start_ns"] + operations["duration_ns"],
+            "case": parts[1].astype(int),
+            "number": parts[2].astype(int),
+            "phase": parts[3],
+            "name": inside["name"].astype(str),
+            "kernel_category": inside["kernel_category"].astype(str),
+            "start_ns": inside["start_ns"],
+            "end_ns": inside["start_ns"] + inside["duration_ns"],
         }
     )
-    return table[is_inside].reset_index(drop=True)
+    return table.reset_index(drop=True)
 
 
 def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
     """Return the operations of each profiled step of a case, in order; drop steps that lost operations."""
-    steps = [rows for _, rows in operations.groupby("number")]
+    steps = [step for _, step in operations.groupby("number")]
     max_operations = max(map(len, steps), default=0)
-    return [rows for rows in steps if len(rows) == max_operations]
+    return [step for step in steps if len(step) == max_operations]
 
 
 def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
@@ -85,7 +89,9 @@ def median_step(operations: pd.DataFrame) -> pd.DataFrame:
 
 def gpu_time_ms(operations: pd.DataFrame) -> float:
     """Return the time in ms in which at least one operation runs (the union of their intervals)."""
-    return union(operations["start_ns"].to_numpy(), operations["end_ns"].to_numpy()) / 1e6
+    starts = operations["start_ns"].to_numpy()
+    ends = operations["end_ns"].to_numpy()
+    return union(starts, ends) / 1e6
 
 
 def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
@@ -97,10 +103,13 @@ def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
 
 def by_name(operations: pd.DataFrame) -> pd.DataFrame:
     """Count a step's operations and sum their times by phase and name, longest first in each phase."""
-    timed = operations.assign(gpu_ms=(operations["end_ns"] - operations["start_ns"]) / 1e6)
+    duration_ns = operations["end_ns"] - operations["start_ns"]
+    timed = operations.assign(gpu_ms=duration_ns / 1e6)
     keys = ["phase", "name", "kernel_category"]
-    table = timed.groupby(keys, sort=False)["gpu_ms"].agg(["size", "sum"]).reset_index()
+    groups = timed.groupby(keys, sort=False)["gpu_ms"]
+    table = groups.agg(["size", "sum"]).reset_index()
     table.columns = [*keys, "count", "gpu_ms"]
-    order = table["phase"].map({phase: index for index, phase in enumerate(PHASES["step"])})
-    table = table.assign(order=order).sort_values(["order", "gpu_ms"], ascending=[True, False])
+    phase_order = {phase: index for index, phase in enumerate(PHASES["step"])}
+    table["order"] = table["phase"].map(phase_order)
+    table = table.sort_values(["order", "gpu_ms"], ascending=[True, False])
     return table.drop(columns="order")

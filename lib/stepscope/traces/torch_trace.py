@@ -410,7 +410,7 @@ def _communicator(args: dict[str, Any]) -> str:
 
 
 def _is_xla_process_name(event: dict) -> bool:
-    """Whether a metadata event names a process like XLA's profiler: "/device:GPU:0" or "/host:CPU"."""
+    """Return whether a metadata event names a process like XLA's profiler: "/device:GPU:0" or "/host:CPU"."""
     args = event.get("args")
     name = args.get("name") if event.get("name") == "process_name" and type(args) is dict else None
     return type(name) is str and name.startswith(("/device:", "/host:"))

@@ -153,7 +153,7 @@ class Protocol:
             self.check_case(case, inputs, expected)
         self.status.setdefault(case, ("ok", ""))
         if self.status[case][0] == "oom":
-            self.requests[case] = measure.asked_and_allocated(guard.words)
+            self.requests[case] = measure.asked_and_allocated(guard.message)
 
     def check_case(self, case: Case, inputs: Inputs, expected: list[Tensor]) -> None:
         call = self.prepare(case[0], inputs)

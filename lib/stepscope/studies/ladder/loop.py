@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from stepscope import measure
-from stepscope.measure.timing import HOST_STEPS, HOST_STEPS_S, LONG_MS, MIN_STEPS
+from stepscope.measure.timing import LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S, LONG_MS, MIN_STEPS
 from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
@@ -221,7 +221,7 @@ class Ladder:
             return
         status, reason = failed["case"]
         if "wall_ms" in case.row:
-            status, reason = "ok", f"not captured: {reason}"
+            status, reason = "ok", f"not profiled: {reason}"
         case.row |= {"status": status, "reason": reason}
         measure.release(self.device, after_error=True)
         measure.synchronizer(self.device)()  # an error that has lost the GPU ends the run here
@@ -381,7 +381,8 @@ class Ladder:
             if step_ms < LONG_MS:
                 steps = max(steps, MIN_STEPS, steps_in(STRETCH_S, step_ms))
                 if measure.looks_launch_bound(row["enqueue_ms"], wall_ms):  # only their fastest step repeats
-                    steps = max(steps, min(HOST_STEPS, steps_in(HOST_STEPS_S, step_ms)))
+                    needed = steps_in(LAUNCH_BOUND_STEPS_S, step_ms)
+                    steps = max(steps, min(LAUNCH_BOUND_STEPS, needed))
         row |= stretch(subject.step, self.device, steps) | measure.peak_memory(self.device)
         if self.on_gpu and is_launched(subject):  # it is one CUDA graph already
             row["replayed_ms"] = row["wall_ms"]

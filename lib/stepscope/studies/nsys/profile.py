@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from stepscope.config import TOTAL, StepConfig
-from stepscope.measure.nsys import REPLAY, ProfiledModes, captured_modes, profiler_here
+from stepscope.measure.nsys import REPLAY, ProfiledModes, profiler_here, read_profiled_modes
 from stepscope.measure.sanity_checks import TRIES, find_inconsistencies
 from stepscope.studies.nsys.tables import REPLAYED
 from stepscope.traces.attribution import OUTSIDE, UNATTRIBUTED, ConservationError
@@ -88,7 +88,7 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
         if not profile.impossible:
             break
         print("once more:", profile.impossible)
-    print("profiled by", profile.tool, "- steps captured:", *profile.modes.inside)
+    print("profiled by", profile.tool, "- steps profiled:", *profile.modes.step_modes)
     profile.check()
     return profile
 
@@ -110,7 +110,7 @@ def profile_once(ranged: Callable[..., None], config: StepConfig, folder: Path) 
     ended = subprocess.run(
         program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
-    modes = captured_modes(folder, nsys is not None, ended.stdout)
+    modes = read_profiled_modes(folder, nsys is not None, ended.stdout)
     profile = Profile(config, tool, modes)
     if modes.file and nsys:
         export = export_capture(nsys, modes.file, folder / "capture.sqlite")
@@ -146,14 +146,14 @@ class Profile:
 
     @property
     def mode_of_step(self) -> dict[int, str]:
-        return dict(enumerate(self.modes.inside))
+        return dict(enumerate(self.modes.step_modes))
 
     @cached_property
     def named_step(self) -> dict[str, int]:
         """By mode the first step, which has a range for each region of the model."""
         return {
-            mode: self.modes.inside.index(mode)
-            for mode in self.modes.inside
+            mode: self.modes.step_modes.index(mode)
+            for mode in self.modes.step_modes
             if self.modes.modes[mode]["status"] == "ok"
         }
 
@@ -167,7 +167,7 @@ class Profile:
         for mode, outcome in self.modes.modes.items():
             mode_steps = [step for step, name in self.mode_of_step.items() if name == mode][1:]
             row = outcome["clock"] | {
-                "wall_ms": pd.Series(outcome["plain_ms"]).median(),
+                "wall_ms": pd.Series(outcome["unprofiled_ms"]).median(),
                 "gpu_ms": gpu_ms.reindex(mode_steps).median(),
             }
             if words := find_inconsistencies(row, gpu_ms.reindex(mode_steps).dropna().tolist()):
@@ -190,9 +190,9 @@ class Profile:
                         f"operations sum to {ours} ns, and nsys's own {report} to {theirs} ns"
                     )
         steps = int((self.ranges["role"] == "step").sum())
-        if steps != len(self.modes.inside):
+        if steps != len(self.modes.step_modes):
             raise ConservationError(
-                f"the capture holds {steps} steps, expected the {len(self.modes.inside)} that were run"
+                f"the capture holds {steps} steps, expected the {len(self.modes.step_modes)} that were run"
             )
         named_ns = self.named["duration_ns"].sum()
         lost_ns = named_ns - self.operations["total_ns"].sum()
@@ -261,7 +261,7 @@ class Profile:
                 }
                 for mode, outcome in self.modes.modes.items()
                 for number, (wall_ms, enqueue_ms) in enumerate(
-                    zip(outcome["plain_ms"], outcome["enqueue_ms"])
+                    zip(outcome["unprofiled_ms"], outcome["enqueue_ms"])
                 )
             ],
             columns=CLOCKS,
@@ -274,10 +274,10 @@ class Profile:
         rows = rows.astype({"phase": str})
         rows["mode"] = rows["step"].map(self.mode_of_step)
         place = rows["step"].map(
-            {step: self.modes.inside[:step].count(mode) for step, mode in self.mode_of_step.items()}
+            {step: self.modes.step_modes[:step].count(mode) for step, mode in self.mode_of_step.items()}
         )
         wall_times_ms = [
-            self.modes.modes[mode]["captured_ms"][number] if phase == TOTAL else np.nan
+            self.modes.modes[mode]["profiled_ms"][number] if phase == TOTAL else np.nan
             for mode, number, phase in zip(rows["mode"], place, rows["phase"])
         ]
         rows = rows.assign(wall_ms=wall_times_ms, enqueue_ms=np.nan, profiled=True, step=place - 1)
