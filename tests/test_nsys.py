@@ -265,7 +265,7 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
 )
 def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first_us, last_us):
     starts = pd.Series(starts_us) * 1_000
-    drawn = nsys_profile.window(
+    drawn = nsys_profile.cut_window(
         pd.DataFrame(
             {
                 "mode": "forward",
@@ -282,7 +282,7 @@ def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first
 
 
 def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
-    drawn = nsys_profile.window(
+    drawn = nsys_profile.cut_window(
         pd.DataFrame(
             {
                 "mode": "forward",
@@ -408,7 +408,7 @@ def test_operations_without_a_region_are_named_after_their_phase():
     phases = ["forward", "backward", "optimizer", "outside"]
     rows = pd.DataFrame({"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4})
     modes = ProfiledModes(Path("a capture"), {"step": {"status": "ok"}}, ["step"])
-    named = nsys_profile.Profile(configure("nsys", **SMALL), "", modes, trace=rows).named
+    named = nsys_profile.Profile(configure("nsys", **SMALL), "", modes, trace=rows).named_operations
     expected = ["unattributed", "gradient accumulation", "optimizer", "outside"]
     assert named["region"].tolist() == expected + ["ffn"] * 4
 
