@@ -74,8 +74,8 @@ def uncompiled(monkeypatch):
 
 
 def test_the_optimizer_is_torchs_adamw_over_200_steps():
-    own, drawn = checks.stepped("cpu", 200, torch.float32)
-    theirs = checks.tried()
+    own, drawn = checks.run_steps("cpu", 200, torch.float32)
+    theirs = checks.make_parameters()
     torchs = torch.optim.AdamW(
         theirs.parameters(), checks.RATE, checks.BETAS, checks.EPS, checks.WEIGHT_DECAY
     )
@@ -111,7 +111,7 @@ def test_each_of_what_the_formula_gives_is_compared(monkeypatch, which):
 
 
 def test_masters_begin_where_the_model_is_and_keep_what_is_too_little_for_its_copies():
-    model, before = checks.tried(), checks.tried()
+    model, before = checks.make_parameters(), checks.make_parameters()
     own = MasterAdamW(model, 1e-2, torch.bfloat16)
     masters = own.masters()
     assert torch.equal(masters["matrix"], before["matrix"])
@@ -133,7 +133,7 @@ def test_masters_begin_where_the_model_is_and_keep_what_is_too_little_for_its_co
 def test_what_is_stored_of_the_moments_is_what_was_asked_for():
     sizes = {}
     for moments in (torch.float32, torch.bfloat16):
-        own = MasterAdamW(checks.tried(), 1e-2, moments)
+        own = MasterAdamW(checks.make_parameters(), 1e-2, moments)
         flats = (own.master, own.m, own.v, own.low)
         assert len({flat.numel() for flat in flats}) == 1
         sizes[moments] = sum(flat.element_size() for flat in flats)
