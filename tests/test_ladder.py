@@ -672,7 +672,7 @@ def test_filling_batch_is_the_largest_that_the_formula_allows(config):
 
 
 def test_sample_represents_a_large_gradient(monkeypatch):
-    monkeypatch.setattr(numerics, "COMPARED", 10)
+    monkeypatch.setattr(numerics, "MAX_SAMPLED", 10)
     assert numerics.sampled(torch.arange(95.0)).tolist() == [*range(0, 95, 10)]
     assert len(numerics.sampled(torch.arange(9.0))) == 9
     gradients = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
@@ -876,7 +876,7 @@ def test_step_warms_up_as_its_launch_needs_and_until_the_clock_settles(
 )
 def test_steps_are_timed_until_their_median_is_reliable(on_gpu, monkeypatch, step_ms, enqueue_ms, steps):
     on_gpu.walls["ms"] = step_ms
-    monkeypatch.setattr(loop, "enqueued", lambda step, device: (enqueue_ms, step_ms))
+    monkeypatch.setattr(loop, "time_enqueue", lambda step, device: (enqueue_ms, step_ms))
     case = Case("fp32", 2, other_model)
     on_gpu.ladder.time_steps(case, on_gpu.subject)
     assert case.row["steps"] == steps == on_gpu.asked[-1]

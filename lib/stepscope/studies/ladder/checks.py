@@ -31,10 +31,13 @@ def stochastic_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
         step: the step's number, from 1.
     """
     seed = np.uint32(step * GOLDEN & 0xFFFFFFFF)
-    h = index.astype(np.uint32) ^ seed
-    h = (h ^ (h >> 16)) * np.uint32(MIX1)
-    h = (h ^ (h >> 13)) * np.uint32(MIX2)
-    h = h ^ (h >> 16)
+    h = index.astype(np.uint32)
+    h ^= seed
+    h ^= h >> 16
+    h *= np.uint32(MIX1)
+    h ^= h >> 13
+    h *= np.uint32(MIX2)
+    h ^= h >> 16
     random_low_bits = h & 0xFFFF
     bits = x.view(np.uint32) + random_low_bits
     high_bits = bits & np.uint32(0xFFFF0000)
@@ -70,9 +73,11 @@ def numpy_adamw(
     for t, gradient in enumerate(gradients, start=1):
         rate = f(RATE / (1 - beta1**t))
         correction = f(1 / math.sqrt(1 - beta2**t))
+        squared = gradient * gradient
         m = m * f(beta1) + gradient * f(1 - beta1)
-        v = v * f(beta2) + gradient * gradient * f(1 - beta2)
-        update = m / (np.sqrt(v) * correction + f(EPS))
+        v = v * f(beta2) + squared * f(1 - beta2)
+        root = np.sqrt(v) * correction
+        update = m / (root + f(EPS))
         weight = weight * decay - rate * update
         if first is not None:
             index = first + np.arange(weight.size).reshape(weight.shape)
@@ -124,13 +129,15 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
     for index, (name, weight) in enumerate(make_parameters().named_parameters()):
         first = None if is_exact else optimizer.offsets[index]
         gradient_arrays = [gradient.float().cpu().numpy() for gradient in gradients[name]]
-        expected = numpy_adamw(weight.detach().numpy(), gradient_arrays, first)
-        expected_weight, m, v = (torch.from_numpy(numbers).to(device) for numbers in expected)
+        initial_weight = weight.detach().numpy()
+        arrays = numpy_adamw(initial_weight, gradient_arrays, first)
+        expected_weight, m, v = (torch.from_numpy(array).to(device) for array in arrays)
         parameter = optimizer.named[name]
         state = optimizer.state[parameter]
         master = masters[name]
-        tolerance = relative_tolerance * (expected_weight.abs() + FORMULA_STEPS * RATE)
-        is_off = (master - expected_weight).abs() > tolerance
+        scale = expected_weight.abs() + FORMULA_STEPS * RATE
+        error = (master - expected_weight).abs()
+        is_off = error > relative_tolerance * scale
         unequal += int(is_off.sum())
         for ours, theirs in (
             (state["exp_avg"], m),
