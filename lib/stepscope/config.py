@@ -322,7 +322,7 @@ def configure(study: str, **values: Any) -> Any:
     known = studies()
     if not isinstance(study, str) or study not in known:
         raise ConfigError(f"study: got {truncated_repr(study)}, but known studies are {', '.join(known)}")
-    fields = {"device": "auto"}
+    fields: dict[str, Any] = {"device": "auto"}
     for field, value in values.items():
         if value is not None:
             fields[field] = value
@@ -412,7 +412,7 @@ def assigned_constants(cell: str) -> list[str]:
             is_plain_assignment = isinstance(statement, ast.Assign)
             targets = statement.targets if is_plain_assignment else [statement.target]  # type: ignore
             ast.literal_eval(statement.value)  # type: ignore
-            names += [target.id for target in targets]  # type: ignore
+            names += [target.id for target in targets]
     except (SyntaxError, ValueError, AttributeError):
         return []
     return names

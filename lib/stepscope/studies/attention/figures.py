@@ -19,7 +19,10 @@ METRICS = {"gpu_ms": "GPU time, ms", "wall_ms": "wall time, ms"}
 
 
 @style.look()
-def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
+def time_and_memory(
+    passes: pd.DataFrame,
+    metric: str,
+) -> style.Picture | None:
     """Draw time and saved memory over the sequence length, one line per implementation; None if nothing ran.
 
     Args:
@@ -52,9 +55,11 @@ def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
     """Compare the slowest and the fastest implementation, at the longest sequence that several of them ran."""
-    counts = timed.groupby("context_length")["name"].nunique().clip(upper=2)
+    counts = timed.groupby("context_length")["name"].nunique()
+    counts = counts.clip(upper=2)
     length = counts.index[counts == counts.max()].max()
-    rows = timed[timed["context_length"] == length].sort_values(metric)
+    rows = timed[timed["context_length"] == length]
+    rows = rows.sort_values(metric)
     fastest = rows.iloc[0]
     slowest = rows.iloc[-1]
     fastest_name = fastest["name"]
@@ -76,11 +81,14 @@ def label_log_axis(axes: Axes) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _tick_label(value: float, position: int | None = None) -> str:
-    return f"{value:,.0f}" if value >= 1 else f"{value:g}"
+def _tick_label(value: float, position: int) -> str:
+    if value >= 1:
+        return f"{value:,.0f}"
+    return f"{value:g}"
 
 
 def _label_lengths(axes: Axes, lengths: list[int]) -> None:
+    """Label the sequence lengths, except those too close to a longer labeled one."""
     labeled = [lengths[-1]]
     for length in reversed(lengths):
         if length * MIN_TICK_RATIO <= labeled[-1]:
@@ -95,7 +103,8 @@ def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
     if rows.empty:
         return
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.35)
+    room = (high / low) ** 0.35
+    axes.set_ylim(low, high * room)
     for place, (name, length) in enumerate(zip(rows["name"], rows["context_length"])):
         height = 1 - CROSS_STEP * place
         axes.plot(

@@ -22,7 +22,11 @@ DECAYING_NUMBERS = 4096
 APPROXIMATE = 2.0**-21
 
 
-def stochastic_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
+def stochastic_bf16(
+    x: np.ndarray,
+    index: np.ndarray,
+    step: int,
+) -> np.ndarray:
     """Round fp32 to bf16 stochastically, with the optimizer's hash in numpy's 32-bit integers; return fp32.
 
     Args:
@@ -89,8 +93,10 @@ def numpy_adamw(
 def make_parameters() -> nn.ParameterDict:
     """Return a matrix and a vector of random numbers, always the same."""
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-    return nn.ParameterDict(tensors)
+    parameters = nn.ParameterDict()
+    for name, shape in SHAPES.items():
+        parameters[name] = torch.randn(shape, generator=generator)
+    return parameters
 
 
 def run_steps(
@@ -131,7 +137,8 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
         gradient_arrays = [gradient.float().cpu().numpy() for gradient in gradients[name]]
         initial_weight = weight.detach().numpy()
         arrays = numpy_adamw(initial_weight, gradient_arrays, first)
-        expected_weight, m, v = (torch.from_numpy(array).to(device) for array in arrays)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        expected_weight, m, v = (tensor.to(device) for tensor in tensors)
         parameter = optimizer.named[name]
         state = optimizer.state[parameter]
         master = masters[name]

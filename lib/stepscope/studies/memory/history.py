@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import walk_stack
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,7 +28,7 @@ TENSOR = ["line", "region", "tensor", "size"]
 NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
 
 
-def predicted_peak(config: Config, mode: str) -> dict[str, str | float]:
+def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
     """Return the columns of a mode's total row that are known without a measurement."""
     predicted = peak(config, mode)
     return {
@@ -229,13 +230,13 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
     """
     live = live_bytes(table)
     start = recording.start.events
-    rows = []
+    rows: list[dict[str, Any]] = []
     for phase, begin, end in recording.phases:
         first = begin.events - start
         last = end.events - start
         phase_live = live[:, first : last + 1].sum(axis=0)
         event = first + int(phase_live.argmax())
-        row = {
+        row: dict[str, Any] = {
             "mode": recording.mode,
             "phase": phase,
             "peak_gib": end.peak_allocated / GIB,
@@ -254,7 +255,7 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
     return [*rows, total]
 
 
-def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, str | float]:
+def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
     """Return the columns of the allocation that leads to an event's memory; empty values if it is none."""
     allocated = table[table["allocated_at"] == event - 1]
     if allocated.empty:

@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 COLUMNS = ["experiment", "case", "quantity", "at", "value", "dtype"]
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
 
 FEATURES = 1024  # of the norm's inputs
 STEPS = 200  # of each training run
@@ -27,7 +31,8 @@ def table(rows: Sequence[tuple]) -> pd.DataFrame:
     """Return the rows of experiments as a table for the record, where inf becomes nan."""
     results = pd.DataFrame(rows, columns=COLUMNS)
     results = results.astype({"at": "float64", "value": "float64"})
-    value = results["value"].replace(float("inf"), float("nan"))
+    is_infinite = results["value"] == float("inf")
+    value = results["value"].mask(is_infinite)
     return results.assign(value=value)
 
 
@@ -50,8 +55,9 @@ def error_and_lost(value: Tensor, true: Tensor) -> tuple[float, float]:
     """Return the median relative error of values, and the share of them that is inf, NaN or wrongly 0."""
     is_finite = value.isfinite()
     relative_errors = ((value - true) / true).abs()
-    errors = relative_errors.where(is_finite, 1.0).median()
+    errors = relative_errors.where(is_finite, 1.0)
+    median_error = errors.median()
     is_wrongly_zero = (value == 0) & (true != 0)
     is_lost = ~is_finite | is_wrongly_zero
     lost_share = is_lost.double().mean()
-    return errors.item(), lost_share.item()
+    return median_error.item(), lost_share.item()
