@@ -64,8 +64,8 @@ def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
     table["kind"] = "temporaries"
     table.loc[freed >= ends[-1], "kind"] = "other"
     if "backward" in end_of:
-        is_of_forward = table["phase"].isin(["forward", "loss"])
-        outlives_loss = is_of_forward & (freed >= end_of["loss"])
+        is_in_forward_or_loss = table["phase"].isin(["forward", "loss"])
+        outlives_loss = is_in_forward_or_loss & (freed >= end_of["loss"])
         outlives_backward = freed >= end_of["backward"]
         table.loc[outlives_loss, "kind"] = "saved for backward"
         table.loc[outlives_loss & outlives_backward, "kind"] = "other"

@@ -303,7 +303,7 @@ def recorded_peaks(peaks: pd.DataFrame, unit: str, scale: float) -> pd.DataFrame
         "reserved_gib": "reserved",
         "allocation_gib": "last allocation",
     }
-    sizes = {f"{words}, {unit}": peaks[name] * GIB / scale for name, words in names.items()}
+    sizes = {f"{heading}, {unit}": peaks[name] * GIB / scale for name, heading in names.items()}
     reason = ["reason"] if peaks["reason"].any() else []
     return peaks.assign(**sizes)[["mode", "phase", "status", *reason, *sizes, "layer", "region", "line"]]
 
