@@ -37,7 +37,7 @@ class Unsupported(StepscopeError, RuntimeError):
 
 
 def launch_eagerly(subject: "TrainedSubject") -> Step:
-    """Return the step without a launch of its own: Python launches kernel by kernel."""
+    """Return the eager step, whose kernels Python launches one by one."""
     return subject.eager_step
 
 

@@ -25,10 +25,12 @@ from stepscope.config import StepConfig
 from stepscope.measure.power import PowerMonitor
 from stepscope.measure.rates import MATRIX_SIZE, median_ms
 from stepscope.measure.timing import back_to_back
+from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import forward_flops, parameter_count
 from stepscope.optimizations import fp8
 
 MOVED_BYTES = {"fp32": 28, "bf16": 20}  # per parameter, by the type of the moments
+MAX_MEMORY_SHARE = 0.92  # that the memory-filling batch may need by formula
 SUSTAINED_S = 0.5  # run twice: until the clock has settled, then with power readings
 
 
@@ -126,3 +128,18 @@ def sustained_matmul_rate(device: str) -> dict[str, float]:
         "sustained_clock_mhz": monitor.sm_clock_mhz,
         "sustained_power_w": monitor.power_w,
     }
+
+
+def filling_batch(config: StepConfig, memory_bytes: float) -> int:
+    """Return the batch size that fills the memory, a multiple of four sequences.
+
+    It is the largest one whose fully optimized step needs at most :data:`MAX_MEMORY_SHARE` of the memory by
+    formula, but at least four.
+    """
+    max_bytes = MAX_MEMORY_SHARE * memory_bytes
+    batch = 4
+    while True:
+        next_batch = config.step(batch_size=batch + 4, device="cuda")
+        if fully_optimized_bytes(next_batch) > max_bytes:
+            return batch
+        batch += 4

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from stepscope import measure
 from stepscope.measure.timing import HOST_STEPS, HOST_STEPS_S, LONG_MS, MIN_STEPS
-from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
@@ -56,7 +55,6 @@ SETTLING_AFTER_PAUSE_S = 1.0
 MAX_STEPS = 2000
 MAX_RECOMPILES = 256  # shapes for which one function may be compiled
 TRAINED_STEPS = 100  # before the gradients of trained weights are compared
-MAX_MEMORY_SHARE = 0.92  # that the memory-filling batch may need by formula
 LAST_EAGER = "fused_adamw"  # the last eager step, which is also timed as a CUDA graph
 KEEPS_MEMORY = "hugging_face_reduce_overhead"  # measured last, because it never frees its memory
 
@@ -165,7 +163,7 @@ class Ladder:
         if not self.config.fill_memory:
             return []
         memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
-        batch = filling_batch(self.config, memory)
+        batch = bounds.filling_batch(self.config, memory)
         chunked = [transform for transform in beyond if transform.__name__ == "chunked_loss"]
         stack = [*optimizations, *chunked]
         return [Case(FILLED, batch, build, stack, needed=chunked)]
@@ -620,21 +618,6 @@ class Ladder:
 def _counts(kernels: pd.DataFrame) -> dict[str, int]:
     """Return the number of operations by name."""
     return kernels.set_index("name")["count"].to_dict()
-
-
-def filling_batch(config: Config, memory_bytes: float) -> int:
-    """Return the batch size that fills the memory, a multiple of four sequences.
-
-    It is the largest one whose fully optimized step needs at most :data:`MAX_MEMORY_SHARE` of the memory by
-    formula, but at least four.
-    """
-    max_bytes = MAX_MEMORY_SHARE * memory_bytes
-    batch = 4
-    while True:
-        next_batch = config.step(batch_size=batch + 4, device="cuda")
-        if fully_optimized_bytes(next_batch) > max_bytes:
-            return batch
-        batch += 4
 
 
 def is_launched(subject: TrainedSubject) -> bool:
