@@ -20,18 +20,26 @@ class Block(nn.Module):
     def __init__(self, width: int, hidden: int, heads: int, context: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.norm1 = nn.RMSNorm(width)
+        self.norm2 = nn.RMSNorm(width)
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
         half = width // heads // 2
-        angle = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        frequency = 10_000.0 ** (-torch.arange(half) / half)
+        angle = torch.outer(torch.arange(context), frequency).repeat(1, 2)
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def turn(self, x: torch.Tensor) -> torch.Tensor:
+    def apply_rope(self, x: torch.Tensor) -> torch.Tensor:  # (B, H, T, D) -> (B, H, T, D)
         first, second = x.chunk(2, -1)
-        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
+        context = x.shape[-2]
+        cos = self.cos[:context].to(x.dtype)
+        sin = self.sin[:context].to(x.dtype)
         return x * cos + torch.cat((-second, first), -1) * sin
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, T, C) -> (B, T, C)
@@ -39,7 +47,7 @@ class Block(nn.Module):
         q, k, v = (
             matrix(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for matrix in (self.q, self.k, self.v)
         )
-        x = x + self.o(attend(self.turn(q), self.turn(k), v).transpose(1, 2).flatten(2))
+        x = x + self.o(attend(self.apply_rope(q), self.apply_rope(k), v).transpose(1, 2).flatten(2))
         y = self.norm2(x.float()).to(x.dtype)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
@@ -48,8 +56,11 @@ class Model(nn.Module):
     def __init__(self, width: int, hidden: int, layers: int, heads: int, vocabulary: int, context: int):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, hidden, heads, context) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.blocks = nn.ModuleList()
+        for _ in range(layers):
+            self.blocks.append(Block(width, hidden, heads, context))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def to_logits(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(x.float()).to(x.dtype))
@@ -162,20 +173,29 @@ def main(arguments: list[str] | None = None) -> float:
         "steps": 20,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--clip", type=float, help="the largest norm of all gradients together")
-    given = parser.parse_args(arguments)
+    parser.add_argument("--clip", type=float, help="maximum norm of all gradients together")
+    options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        model = Model(given.width, given.hidden, given.layers, given.heads, given.vocabulary, given.context)
-        tokens, targets = torch.randint(given.vocabulary, (2, given.batch, given.context)).unbind()
+        model = Model(
+            options.width,
+            options.hidden,
+            options.layers,
+            options.heads,
+            options.vocabulary,
+            options.context,
+        )
+        shape = (2, options.batch, options.context)
+        tokens, targets = torch.randint(options.vocabulary, shape).unbind()
         rate = torch.tensor(3e-4)
-    step, _ = make_step(model, tokens, targets, rate, given.clip)
+    step, _ = make_step(model, tokens, targets, rate, options.clip)
     first = step().item()
     start = default_timer()
-    for _ in range(given.steps):
+    for _ in range(options.steps):
         loss = step()
-    last, ms = loss.item(), (default_timer() - start) / given.steps * 1e3
-    print(f"{ms:.4g} ms a step on {device}; loss {first:.4f} to {last:.4f} on one batch")
+    last = loss.item()  # waits for the GPU
+    ms = (default_timer() - start) / options.steps * 1e3
+    print(f"{ms:.4g} ms per step on {device}; loss {first:.4f} to {last:.4f} on one batch")
     return ms
 
 

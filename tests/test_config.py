@@ -132,7 +132,10 @@ def test_an_edition_holds_the_handouts_shapes():  # 2025's: test_model.HANDOUT
         ({"size": None, "d_model": 6, "d_ff": 1, "num_layers": 1, "num_heads": 4}, "must divide d_model = 6"),
         ({"size": None, "d_model": 6, "d_ff": 1, "num_layers": 1, "num_heads": 2}, "must be even"),
         ({"size": None}, "d_model: not given"),
-        ({"size": None, "edition": 2026, "d_model": 8}, "edition: got 2026, but no size"),
+        (
+            {"size": None, "edition": 2026, "d_model": 8},
+            "edition: got 2026, but it only applies to a named size",
+        ),
         ({"context_length": 10**5000}, "context_length: got a huge int"),
         ({"context_length": None}, "context_length: not given"),
     ],

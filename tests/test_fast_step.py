@@ -71,7 +71,7 @@ def block():
 
 def test_the_script_runs_and_says_milliseconds(script, capsys):
     assert script.main(TINY) > 0
-    assert "ms a step on" in capsys.readouterr().out
+    assert "ms per step on" in capsys.readouterr().out
 
 
 NAMES = {

@@ -115,7 +115,7 @@ def test_the_fp8_kernel_writes_what_the_formula_writes(moments):
 @MOMENTS
 def test_the_kernel_reads_each_groups_own_numbers(moments):
     """Two groups with rates, betas, eps and decays of their own: what the CPU's formula makes of them."""
-    models = [checks.tried().to(device) for device in ("cuda", "cpu")]
+    models = [checks.make_parameters().to(device) for device in ("cuda", "cpu")]
     owns = [MasterAdamW(groups_of(model), RATE, moments) for model in models]
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
@@ -133,7 +133,7 @@ def test_the_kernel_reads_each_groups_own_numbers(moments):
 
 
 def test_a_gradient_that_the_kernel_would_misread_is_refused():
-    model = checks.tried().cuda()
+    model = checks.make_parameters().cuda()
     own = MasterAdamW(model)
     for parameter in model.values():
         parameter.grad = torch.zeros(parameter.numel() + 1, device="cuda", dtype=parameter.dtype)[1:].view(
@@ -223,7 +223,7 @@ def test_each_parameter_has_a_storage_of_its_size_at_its_place_in_the_buffer(tmp
 
 @pytest.mark.parametrize("write", ["load_state_dict", "fill_ and take_weights"])
 def test_weights_that_are_written_between_replays_are_kept(scripts, write):
-    model = checks.tried().cuda()
+    model = checks.make_parameters().cuda()
     own = MasterAdamW(model, 0.0)
 
     def step():
@@ -278,7 +278,7 @@ def test_a_rate_that_is_assigned_reaches_eager_steps_and_is_refused_in_a_graph(s
 def stepping(moments, rate=RATE):
     """An optimizer of two groups, its step, which clips, and a function that gives the next step its gradients:
     they are these numbers themselves, so that no other kernel's rounding is compared."""
-    model = checks.tried().cuda()
+    model = checks.make_parameters().cuda()
     own = MasterAdamW(groups_of(model), rate, moments)
     numbers = {name: torch.zeros_like(parameter) for name, parameter in model.items()}
 

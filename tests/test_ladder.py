@@ -1,8 +1,9 @@
-"""The ladder: its optimizer and loss against plain formulas, its changes against fp32, its bounds, its run."""
+"""The ladder: optimizer, loss and FP8 against formulas, transforms against fp32, the loop, bounds, the notebook."""
 
 import dataclasses
 import math
 import os
+import re
 import sys
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cells import edited, run_cells, step_flops
+from cells import run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
 from stepscope.measure import fresh_compiler_cache
 from stepscope.measure.subject import NEGLIGIBLE_RATE
@@ -30,11 +31,11 @@ from stepscope.optimizations.transforms import TrainedSubject, Unsupported, appl
 from stepscope.report.tables import number
 from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
 from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS, WITHOUT
-from stepscope.studies.ladder.loop import Case, Ladder, filling_batch
+from stepscope.studies.ladder.loop import Case, Ladder
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
-EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # what compiles nothing
+EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # optimizations that compile nothing
 SHAPE = {
     "size": "custom",
     "d_model": 32,
@@ -60,7 +61,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def notebook():
-    """The names of the notebook's cells above the one that measures."""
+    """Return the names of the notebook's cells above the one that measures."""
     return SimpleNamespace(**run_cells("ladder", until="ladder.measure()", **SHAPE))
 
 
@@ -73,140 +74,106 @@ def uncompiled(monkeypatch):
 # -- the optimizer --------------------------------------------------------------------------------------------
 
 
-def test_the_optimizer_is_torchs_adamw_over_200_steps():
-    own, drawn = checks.stepped("cpu", 200, torch.float32)
-    theirs = checks.tried()
-    torchs = torch.optim.AdamW(
-        theirs.parameters(), checks.RATE, checks.BETAS, checks.EPS, checks.WEIGHT_DECAY
-    )
-    for step in range(200):
-        for name, parameter in theirs.named_parameters():
-            parameter.grad = drawn[name][step].float()
-        torchs.step()
-    for name, weight in theirs.named_parameters():
-        assert (own.masters()[name] - weight).abs().max() < 1e-6 * weight.abs().max()
-
-
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_the_optimizer_is_numpys_formula_bit_by_bit(moments):
+def test_optimizer_equals_numpys_formula_bit_by_bit(moments):
     compared, unequal = checks.against_formula("cpu", moments)
     assert compared == 4 * (130 * 70 + 130) and unequal == 0
 
 
-def test_a_wrong_formula_would_be_seen(monkeypatch):
-    monkeypatch.setattr(checks, "WEIGHT_DECAY", 0.011)
-    _, unequal = checks.against_formula("cpu", torch.float32)
-    assert unequal > 5000
+@pytest.mark.parametrize("changed", ["weight", "first moment", "second moment"])
+def test_check_against_the_formula_detects_a_change(monkeypatch, changed):
+    names = ("weight", "first moment", "second moment")
 
-
-@pytest.mark.parametrize("which", ["weight", "first moment", "second moment"])
-def test_each_of_what_the_formula_gives_is_compared(monkeypatch, which):
-    def other(*arguments):
-        found = dict(zip(("weight", "first moment", "second moment"), formula(*arguments), strict=True))
-        return (found | {which: found[which] + 1}).values()
+    def other_formula(*arguments):
+        results = dict(zip(names, formula(*arguments), strict=True))
+        results[changed] = results[changed] * np.float32(1 + 1e-6)
+        return results.values()
 
     formula = checks.numpy_adamw
-    monkeypatch.setattr(checks, "numpy_adamw", other)
-    assert checks.against_formula("cpu", torch.float32)[1] == 130 * 70 + 130
+    monkeypatch.setattr(checks, "numpy_adamw", other_formula)
+    assert checks.against_formula("cpu", torch.float32)[1] > 0.99 * (130 * 70 + 130)
 
 
-def test_masters_begin_where_the_model_is_and_keep_what_is_too_little_for_its_copies():
-    model, before = checks.tried(), checks.tried()
-    own = MasterAdamW(model, 1e-2, torch.bfloat16)
-    masters = own.masters()
+def test_masters_keep_updates_that_bf16_weights_cannot_hold():
+    model, before = checks.make_parameters(), checks.make_parameters()
+    optimizer = MasterAdamW(model, 1e-2, torch.bfloat16)
+    masters = optimizer.masters()
     assert torch.equal(masters["matrix"], before["matrix"])
     assert model["matrix"].dtype == torch.bfloat16 and model["vector"].dtype == torch.float32
-    assert model["vector"].data_ptr() == masters["vector"].data_ptr(), "a vector is its own master"
     for parameter in model.values():
         parameter.grad = torch.ones_like(parameter)
-    own.step()
+    optimizer.step()
     assert (masters["matrix"] < before["matrix"]).all() and (model["vector"] < before["vector"]).all()
-    assert torch.equal(model["matrix"], masters["matrix"].bfloat16())
-    low = model["matrix"].detach().clone()
+    rounded = model["matrix"].detach().clone()
     masters["matrix"].add_(2e-5)
-    own.reset()
-    assert (model["matrix"] == low).float().mean() > 0.9 and not torch.equal(masters["matrix"], low.float())
-    own.zero_grad()
-    assert model["matrix"].grad is None
+    optimizer.reset()
+    assert (model["matrix"] == rounded).float().mean() > 0.9
+    assert not torch.equal(masters["matrix"], rounded.float())
 
 
-def test_what_is_stored_of_the_moments_is_what_was_asked_for():
-    sizes = {}
-    for moments in (torch.float32, torch.bfloat16):
-        own = MasterAdamW(checks.tried(), 1e-2, moments)
-        flats = (own.master, own.m, own.v, own.low)
-        assert len({flat.numel() for flat in flats}) == 1
-        sizes[moments] = sum(flat.element_size() for flat in flats)
-    assert sizes == {torch.float32: 14, torch.bfloat16: 10}
-    # a step reads and writes all that, but the low copy only once, and reads a bf16 gradient
-    moved = {name: 2 * size for name, size in zip(("fp32", "bf16"), sizes.values())}
+def test_bytes_per_parameter_are_those_of_the_bounds():
+    """A step reads and writes each buffer, but only writes the bf16 weight, and reads a bf16 gradient."""
+    moved = {}
+    for name, moments in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        optimizer = MasterAdamW(checks.make_parameters(), 1e-2, moments)
+        buffers = (optimizer.master, optimizer.m, optimizer.v, optimizer.low)
+        assert len({buffer.numel() for buffer in buffers}) == 1
+        moved[name] = 2 * sum(buffer.element_size() for buffer in buffers)
     assert moved == bounds.MOVED_BYTES
 
 
-# -- rounding by chance ---------------------------------------------------------------------------------------
+# -- stochastic rounding --------------------------------------------------------------------------------------
 
 
-def test_rounding_by_chance_is_right_in_the_mean_and_only_to_neighbours():
-    """By each of the 16 bits there can be once: what bf16 has stays, else the mean is the number itself."""
-    for value, ways in (
-        (1.0, 1),
-        (-2.0, 1),
-        (1.001, 2),
-        (-0.3333, 2),
-        (1e-12, 2),
-        (7.77e5, 2),
-        (2 - 2**-20, 2),
-    ):
-        x = torch.full((2**16,), value)
-        rounded = stochastic_round(x, torch.arange(2**16)).double()
-        low, high = sorted((rounded.min().item(), rounded.max().item()), key=abs)
-        assert (
-            abs(low) <= abs(x[0].item()) <= abs(high) <= abs(low) * (1 + 2**-7)
-            and len(rounded.unique()) == ways
-        )
-        assert rounded.mean().item() == pytest.approx(x[0].item(), rel=1e-12)
+@pytest.mark.parametrize("value", [1.0, -2.0, 1.001, -0.3333, 1e-12, 7.77e5, 2 - 2**-20])
+def test_stochastic_rounding_is_exact_in_the_mean_and_rounds_to_neighbors(value):
+    """With each of the 2^16 random numbers once."""
+    x = torch.full((2**16,), value)
+    rounded = stochastic_round(x, torch.arange(2**16)).double()
+    number = x[0].item()
+    assert rounded.mean().item() == pytest.approx(number, rel=1e-12)
+    low, high = rounded.abs().min(), rounded.abs().max()
+    assert low <= abs(number) <= high <= low * (1 + 2**-7)
+    assert len(rounded.unique()) == (1 if value in (1.0, -2.0) else 2)
 
 
-def test_the_hash_is_numpys_and_its_bits_are_even():
-    index = torch.arange(100_000) + 2**31 - 50_000  # across where 32-bit integers would turn negative
+def test_random_bits_equal_numpys_and_are_uncorrelated():
+    index = torch.arange(100_000) + 2**31 - 50_000  # across the largest signed 32-bit integer
     bits = random_bits(index, torch.tensor(7))
     assert bits.min() >= 0 and bits.max() < 2**16
-    assert bits.double().mean().item() == pytest.approx(2**15, rel=0.01)
     for place in range(16):
         assert (bits >> place & 1).double().mean().item() == pytest.approx(0.5, abs=0.01)
-    other = random_bits(index, torch.tensor(8))
-    assert abs(np.corrcoef(bits, other)[0, 1]) < 0.02 and abs(np.corrcoef(bits[1:], bits[:-1])[0, 1]) < 0.02
+    for first, second in ((bits, random_bits(index, torch.tensor(8))), (bits[1:], bits[:-1])):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
     v = torch.rand(100_000) + 0.5
-    mine = stochastic_round(v, bits).float().numpy()
-    assert np.array_equal(mine, checks.stochastic_bf16(v.numpy(), index.numpy(), 7))
+    rounded = stochastic_round(v, bits).float().numpy()
+    assert np.array_equal(rounded, checks.stochastic_bf16(v.numpy(), index.numpy(), 7))
 
 
-def test_rounded_to_nearest_a_second_moment_cannot_fall():
-    found = checks.falling_moment()
-    assert found["v_nearest"] > 0.99 and found["v_fp32"] == pytest.approx(0.351, abs=0.005)
-    assert found["v_stochastic"] == pytest.approx(found["v_fp32"], rel=0.01)
+def test_second_moment_only_decays_with_stochastic_rounding():
+    means = checks.falling_moment()
+    assert means["v_nearest"] > 0.99 and means["v_fp32"] == pytest.approx(0.351, abs=0.005)
+    assert means["v_stochastic"] == pytest.approx(means["v_fp32"], rel=0.01)
 
 
-# -- loss and FP8 ---------------------------------------------------------------------------------------------
+# -- loss -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-4, 1e-7), (torch.bfloat16, 2e-2, 1e-4)])
-def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
+def test_chunked_cross_entropy_equals_torchs(dtype, rtol, atol):
     torch.manual_seed(0)
-    tokens = MIN_CHUNK + 9  # the last chunk is another length
+    tokens = MIN_CHUNK + 9  # the last chunk has another length
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     weight = torch.randn(21, 8, requires_grad=True)
     targets = torch.randint(21, (1, tokens))
+    logits = (hidden.to(dtype) @ weight.to(dtype).t()).float()
+    expected = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     loss = chunked_cross_entropy(hidden, weight, targets, dtype)
-    (2 * loss).backward()
-    got = loss.detach(), hidden.grad.clone(), weight.grad.clone()
-    hidden.grad = weight.grad = None
-    loss = functional.cross_entropy(
-        (hidden.to(dtype) @ weight.to(dtype).t()).float().flatten(0, 1), targets.flatten()
-    )
-    (2 * loss).backward()
-    for mine, theirs in zip(got, (loss.detach(), hidden.grad, weight.grad), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=rtol if mine.dim() else 1e-6, atol=atol)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = torch.autograd.grad(2 * loss, (hidden, weight))
+    expected_gradients = torch.autograd.grad(2 * expected, (hidden, weight))
+    for gradient, expected_gradient in zip(gradients, expected_gradients):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -218,103 +185,96 @@ def test_chunked_cross_entropy_is_cross_entropy(dtype, rtol, atol):
         (16 * MIN_CHUNK + 1, [*[2 * MIN_CHUNK + 1] * 7, 2 * MIN_CHUNK - 6]),
     ],
 )
-def test_chunks_are_neither_short_nor_many(monkeypatch, tokens, chunks):
+def test_chunks_are_at_most_eight_and_not_short(monkeypatch, tokens, chunks):
     lengths, logsumexp = [], torch.Tensor.logsumexp
-    monkeypatch.setattr(
-        torch.Tensor,
-        "logsumexp",
-        lambda x, *dims, **kept: lengths.append(len(x)) or logsumexp(x, *dims, **kept),
-    )
-    chunked_cross_entropy(
-        torch.ones(1, tokens, 2), torch.ones(3, 2), torch.zeros(1, tokens, dtype=torch.int64), torch.float32
-    )
+
+    def recorded(x, *dims, **options):
+        lengths.append(len(x))
+        return logsumexp(x, *dims, **options)
+
+    monkeypatch.setattr(torch.Tensor, "logsumexp", recorded)
+    targets = torch.zeros(1, tokens, dtype=torch.int64)
+    chunked_cross_entropy(torch.ones(1, tokens, 2), torch.ones(3, 2), targets, torch.float32)
     assert lengths == chunks
 
 
 # -- FP8 ------------------------------------------------------------------------------------------------------
 
 
-def fp8_layer(inputs, outputs, seed=0):
-    """A layer with FP8 matmuls whose weights an optimizer has written, and that."""
-    torch.manual_seed(seed)
+def fp8_layer(inputs, outputs):
+    """Return an FP8 layer and its optimizer."""
+    torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False))
     fp8.use_fp8(layer)
     return layer[0], MasterAdamW(layer, 1e-3, torch.bfloat16)
 
 
-def off(found, true):
-    return ((found.double() - true.double()).norm() / true.double().norm()).item()
+def relative_error(x, exact):
+    return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def test_what_fp8_is_off_by_is_its_mantissa():
-    """Factors rounded to 4 significant bits with any range give as much, to 3 bits, as e5m2 has, more."""
+def test_fp8_error_is_that_of_a_4_bit_mantissa():
+    """Rounding both factors to 4 significant bits, with any exponent, gives as much; 3 bits (e5m2) give more."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)
         return torch.ldexp(torch.round(fraction * 2**bits) / 2**bits, exponent)
 
-    layer, own = fp8_layer(256, 64)
-    weight, x = own.masters()["0.weight"], torch.randn(32, 256)
-    found = {bits: off(rounded(x, bits) @ rounded(weight, bits).t(), x @ weight.t()) for bits in (3, 4)}
-    eight = off(layer(x.bfloat16()), x @ weight.t())
-    assert 0.7 < eight / found[4] < 1.4 < found[3] / found[4]
+    layer, optimizer = fp8_layer(256, 64)
+    weight, x = optimizer.masters()["0.weight"], torch.randn(32, 256)
+    exact = x @ weight.t()
+    error_3, error_4 = (relative_error(rounded(x, n) @ rounded(weight, n).t(), exact) for n in (3, 4))
+    error = relative_error(layer(x.bfloat16()), exact)
+    assert 0.7 < error / error_4 < 1.4 < error_3 / error_4
 
 
-def test_an_fp8_layers_gradients_are_its_products():
-    """Of the input as FP8 has it, of the weight as bf16 has it."""
-    layer, own = fp8_layer(96, 160)
+def test_fp8_gradients_are_fp8_for_the_input_and_bf16_for_the_weight():
+    layer, optimizer = fp8_layer(96, 160)
     x = torch.randn(3, 32, 96).bfloat16().requires_grad_()
     d_out = torch.randn(3, 32, 160).bfloat16()
     layer(x).backward(d_out)
-    weight = own.masters()["0.weight"]
-    assert 0.01 < off(x.grad, d_out.float() @ weight) < 0.06
+    weight = optimizer.masters()["0.weight"]
+    assert 0.01 < relative_error(x.grad, d_out.float() @ weight) < 0.06
     assert torch.equal(layer.weight.grad, d_out.flatten(0, 1).t() @ x.detach().flatten(0, 1))
 
 
-def test_fp8_weights_lie_in_both_layouts_by_a_power_of_two_of_the_step_before():
-    layer, own = fp8_layer(96, 160)
+def test_fp8_weights_have_two_layouts_and_the_scale_of_the_previous_step():
+    layer, optimizer = fp8_layer(96, 160)
+    master = optimizer.masters()["0.weight"]
+
+    def step(gradient):
+        layer.weight.grad = gradient.bfloat16()
+        optimizer.step()
+        return fp8.layouts(layer.weight.detach())
+
     for _ in range(3):
-        largest = own.masters()["0.weight"].abs().max()
-        layer.weight.grad = torch.randn(160, 96).bfloat16()
-        own.step()
-        master, scale = own.masters()["0.weight"], layer.weight_scale
+        largest = master.abs().max()
+        rows, columns = step(torch.randn(160, 96))
+        scale = layer.weight_scale
         assert math.log2(scale) % 1 == 0 and 128 <= largest / scale < 256
-        rows, columns = fp8.layouts(layer.weight.detach())
         assert torch.equal(rows.float(), (master / scale).to(torch.float8_e4m3fn).float())
         assert torch.equal(columns.float(), rows.float().t())
-        assert off(rows.float() * scale, master) < 0.04
-    own.masters()["0.weight"].mul_(100)
-    layer.weight.grad = torch.zeros(160, 96).bfloat16()
-    own.step()
-    assert fp8.layouts(layer.weight.detach())[0].float().abs().max() == fp8.MAX_FP8, (
-        "beyond the range it saturates"
-    )
-    own.reset()
-    assert fp8.layouts(layer.weight.detach())[0].float().abs().max() <= 256, "and a reset measures anew"
+        assert relative_error(rows.float() * scale, master) < 0.04
+    master.mul_(100)
+    rows, _ = step(torch.zeros(160, 96))
+    assert rows.float().abs().max() == fp8.MAX_FP8, "numbers saturate"
+    optimizer.reset()
+    assert rows.float().abs().max() <= 256, "a reset computes new scales"
+    master.abs_().neg_()
+    optimizer.reset()
+    step(torch.zeros(160, 96))
+    assert 128 <= master.abs().max() / layer.weight_scale < 256, "magnitudes count, not signs"
+    assert layer.state_dict().keys() == {"weight"}
 
 
-def test_the_scales_are_of_magnitudes_of_each_row_of_what_is_multiplied_and_of_a_matrix(monkeypatch):
-    eight, scale = fp8.quantize_rows(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
-    assert eight.float().tolist() == [
-        [-448, 1],
-        [0, 0],
-        [112, -448],
-    ] and scale.flatten().tolist() == pytest.approx([2, 0, 1 / 896])
-    layer, own = fp8_layer(96, 160)
-    own.masters()["0.weight"].abs_().neg_()
-    own.reset()
-    for _ in range(2):
-        largest = own.masters()["0.weight"].abs().max()
-        assert 128 <= largest / layer.weight_scale < 256 and own.largest[0] == largest
-        layer.weight.grad = torch.zeros(160, 96).bfloat16()
-        own.step()
-    assert layer.state_dict().keys() == {"weight"}, "scales are the optimizer's to keep"
-    monkeypatch.setattr(MasterAdamW, "_update", lambda own: None)
-    own.step()
-    assert not own.largest.any(), "a kernel, which looks for larger ones, begins at 0"
+def test_quantized_rows_have_the_scale_of_their_largest_magnitude():
+    rows, scale = fp8.quantize_rows(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
+    assert rows.float().tolist() == [[-448, 1], [0, 0], [112, -448]]
+    assert scale.flatten().tolist() == pytest.approx([2, 0, 1 / 896])
 
 
-def test_on_a_gpu_forward_sums_fast_and_gradients_in_full(monkeypatch):
+def test_fp8_matmuls_accumulate_fast_only_in_forward(monkeypatch):
+    """On a GPU, with scales of the shapes that the kernel needs."""
     calls = []
 
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -322,22 +282,23 @@ def test_on_a_gpu_forward_sums_fast_and_gradients_in_full(monkeypatch):
         return torch.empty(len(a), b.shape[1], dtype=out_dtype, device="meta")
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    for inputs, outputs in ((96, 160), (160, 96)):
-        layer = nn.Sequential(nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.bfloat16))
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(96, 160, bias=False, dtype=torch.bfloat16))
         fp8.use_fp8(layer)
-        layer(
-            torch.empty(32, inputs, device="meta", dtype=torch.bfloat16, requires_grad=True)
-        ).sum().backward()
-        assert calls[-2:] == [
-            (True, (32, inputs), (inputs, outputs), (32, 1), (1, outputs)),
-            (False, (32, outputs), (outputs, inputs), (32, 1), (1, inputs)),
-        ]
-    for capability, has in (((8, 9), False), ((9, 0), True), ((10, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert fp8.has_fp8("cuda") is has and not fp8.has_fp8("cpu")
+        x = torch.empty(32, 96, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    forward, backward = calls
+    assert forward == (True, (32, 96), (96, 160), (32, 1), (1, 160))
+    assert backward == (False, (32, 160), (160, 96), (32, 1), (1, 96))
 
 
-def test_an_fp8_layer_that_nobody_writes_says_so():
+@pytest.mark.parametrize("capability, has_fp8", [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_fp8_needs_compute_capability_9(monkeypatch, capability, has_fp8):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert fp8.has_fp8("cuda") == has_fp8 and not fp8.has_fp8("cpu")
+
+
+def test_fp8_layer_without_master_adamw_is_an_error_or_nan():
     layer = nn.Sequential(nn.Linear(32, 32, bias=False))
     fp8.use_fp8(layer)
     with pytest.raises(TypeError, match="MasterAdamW"):
@@ -347,11 +308,11 @@ def test_an_fp8_layer_that_nobody_writes_says_so():
 
 # -- transforms -----------------------------------------------------------------------------------------------
 
-LADDER = LADDER_OPTIMIZATIONS[1:]  # fp32 is the subject without any
+LADDER = LADDER_OPTIMIZATIONS[1:]  # without fp32, which has no transform
 
 
 def other_model(batch_size):
-    """Return a subject that has nothing of our Transformer."""
+    """Return a subject whose model isn't a Transformer."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
     def batch():
@@ -368,7 +329,7 @@ def other_model(batch_size):
 
 
 def state_of(subject):
-    """Return what a transform may change, to compare."""
+    """Return everything that a transform may change."""
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     dtypes = {name: parameter.dtype for name, parameter in subject.model.named_parameters()}
     return fields | {"dtypes": dtypes, "modules": [type(module) for module in subject.model.modules()]}
@@ -382,7 +343,7 @@ def loaded(notebook, names):
 
 
 @pytest.mark.parametrize("name", ["sdpa", "compiled_blocks", "bf16_weights", "bf16_moments", "chunked_loss"])
-def test_transform_gives_a_reason_and_changes_nothing_when_the_model_is_another(notebook, name):
+def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_fit_the_model(notebook, name):
     subject = other_model(2)
     before = state_of(subject)
     reason = getattr(notebook, name)(subject)
@@ -391,20 +352,20 @@ def test_transform_gives_a_reason_and_changes_nothing_when_the_model_is_another(
 
 
 @pytest.mark.parametrize("name", ["tf32", "cuda_graph", "reduce_overhead", "fp8"])
-def test_transform_gives_a_reason_and_changes_nothing_when_the_device_is_a_cpu(notebook, name):
+def test_transform_changes_nothing_and_has_a_reason_when_it_needs_a_gpu(notebook, name):
     subject = notebook.transformer(2)
     before = state_of(subject)
-    assert "CPU" in (reason := getattr(notebook, name)(subject)) or "GPU" in reason
+    assert re.search("CPU|GPU", getattr(notebook, name)(subject))
     assert state_of(subject) == before
 
 
-def test_bf16_moments_give_a_reason_when_there_is_no_master_adamw(notebook):
+def test_bf16_moments_have_a_reason_when_there_is_no_master_adamw(notebook):
     subject = notebook.transformer(2)
     notebook.fused_adamw(subject)
     assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
 
 
-def test_gpu_transforms_apply_when_there_is_a_gpu(notebook, monkeypatch):
+def test_transforms_for_a_gpu_apply_when_there_is_one(notebook, monkeypatch):
     monkeypatch.setitem(notebook.tf32.__globals__, "on_gpu", True)
     subject = notebook.transformer(2)
     assert apply([notebook.tf32, notebook.cuda_graph], subject) == {}
@@ -413,7 +374,7 @@ def test_gpu_transforms_apply_when_there_is_a_gpu(notebook, monkeypatch):
     assert adamw.defaults["capturable"] and isinstance(adamw.defaults["lr"], torch.Tensor)
 
 
-def test_blocks_compile_the_embedding_each_block_and_the_loss(notebook, monkeypatch):
+def test_compiled_blocks_compile_embedding_blocks_and_loss(notebook, monkeypatch):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function))
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(module))
@@ -423,20 +384,10 @@ def test_blocks_compile_the_embedding_each_block_and_the_loss(notebook, monkeypa
     assert compiled == [subject.model.embedding, *subject.model.blocks, head_loss]
 
 
-def test_precision_and_moments_are_those_of_the_last_transforms(notebook):
-    formats = {}
-    for count in range(len(LADDER) + 1):
-        subject = notebook.transformer(2)
-        apply([getattr(notebook, name) for name in LADDER[:count]], subject)
-        formats[LADDER_OPTIMIZATIONS[count]] = subject.precision, subject.moments
-    assert formats["fp32"] == ("fp32", "fp32") and formats["bf16_weights"] == ("bf16", "fp32")
-    assert formats["bf16_moments"] == ("bf16", "bf16")
-
-
 @pytest.mark.parametrize(
     "names", [LADDER[:2], LADDER[:3], LADDER[:4], LADDER[:7], LADDER, (*LADDER, "chunked_loss")]
 )
-def test_transforms_give_fp32s_loss_and_gradients_and_train(notebook, uncompiled, names):
+def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, uncompiled, names):
     baseline = loaded(notebook, [])
     true_loss = baseline.gradients().item()
     subject = loaded(notebook, names)
@@ -450,7 +401,7 @@ def test_transforms_give_fp32s_loss_and_gradients_and_train(notebook, uncompiled
 
 
 @pytest.mark.parametrize("names", [[], LADDER[:7], LADDER])
-def test_subject_trains_equally_after_drawing_its_weights_again_or_loading(notebook, uncompiled, names):
+def test_subject_trains_equally_after_its_weights_are_drawn_or_loaded_again(notebook, uncompiled, names):
     subject = loaded(notebook, names)
     first = [subject.step().item() for _ in range(3)]
     subject.draw_weights(0)
@@ -458,13 +409,13 @@ def test_subject_trains_equally_after_drawing_its_weights_again_or_loading(noteb
     subject.draw_weights(1)
     assert [subject.step().item() for _ in range(3)] != first
     subject.unload()
-    assert not any(parameter.numel() for parameter in subject.model.parameters())
+    assert not has_weights(subject)
     assert subject.batch == () and subject.optimizer is None
     subject.load(0)
     assert [subject.step().item() for _ in range(3)] == first
 
 
-# -- the loop -------------------------------------------------------------------------------------------------
+# -- the loop ------------------------------------------------------------------------------------------------
 
 
 def steps_of(ladder):
@@ -472,14 +423,13 @@ def steps_of(ladder):
 
 
 def ladder_of(config, build, *transforms, **fields):
-    """Return the loop over some transforms, each under a name that a configuration may have."""
-    return Ladder(
-        config(optimizations=["fp32", *[each.__name__ for each in transforms]], **fields), build, transforms
-    )
+    """Return a ladder of transforms that have names of optimizations."""
+    names = ["fp32", *[transform.__name__ for transform in transforms]]
+    return Ladder(config(optimizations=names, **fields), build, transforms)
 
 
 def named(name, change):
-    """Return a transform with a name of the ladder."""
+    """Return a change as a transform with the name of an optimization."""
 
     def transform(subject):
         return change(subject)
@@ -492,7 +442,7 @@ def bf16_autocast(subject):
     subject.autocast = torch.bfloat16
 
 
-def test_loop_measures_another_model_and_gives_the_reason_of_what_does_not_apply(config, notebook):
+def test_ladder_measures_another_model_with_reasons_for_transforms_that_do_not_apply(config, notebook):
     ladder = ladder_of(config, other_model, named("bf16", bf16_autocast), notebook.sdpa, notebook.fused_adamw)
     ladder.measure()
     steps = steps_of(ladder)
@@ -517,7 +467,7 @@ def wrong_field(subject):
 
 
 @pytest.mark.parametrize("change", [lambda subject: None, wrong_attribute, wrong_field])
-def test_transform_that_changes_nothing_is_refused(config, notebook, change):
+def test_transform_without_effect_is_rejected(config, notebook, change):
     ladder = ladder_of(
         config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused_adamw
     )
@@ -528,7 +478,7 @@ def test_transform_that_changes_nothing_is_refused(config, notebook, change):
     assert math.isnan(steps.loc["sdpa", "wall_ms"]) and ("sdpa", 2) not in ladder.kernels
 
 
-def test_compiled_step_is_refused_only_when_the_profile_shows_compiled_code(config):
+def test_compiled_step_is_rejected_only_if_profiles_show_compiled_code(config):
     ladder = ladder_of(config, other_model, named("compiled_blocks", lambda subject: None))
     before, case = ladder.cases
     ladder.kernels = dict.fromkeys(
@@ -540,7 +490,7 @@ def test_compiled_step_is_refused_only_when_the_profile_shows_compiled_code(conf
     assert ladder.is_equal(case, before)
 
 
-def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, monkeypatch):
+def test_failed_optimization_has_a_reason_and_the_next_is_measured(config, monkeypatch):
     def fail(error):
         def change(subject):
             def loss(model, x, y):
@@ -558,7 +508,7 @@ def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, m
 
         subject.launch = launch
 
-    def mend(subject):
+    def repair(subject):
         subject.loss = other_model(2).loss
         subject.launch = launch_eagerly
         subject.make_optimizer = lambda model: torch.optim.SGD(model.parameters())
@@ -568,7 +518,7 @@ def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, m
         other_model,
         named("tf32", fail(RuntimeError("no kernel at /home/somebody/file.cu for it"))),
         named("bf16", fail(torch.OutOfMemoryError("short of memory. Including much more"))),
-        named("sdpa", mend),
+        named("sdpa", repair),
         named("fused_adamw", profile_only),
     )
     ladder.measure()
@@ -581,19 +531,23 @@ def test_failed_optimization_keeps_its_reason_and_the_next_is_measured(config, m
     assert steps.loc["fused_adamw", "wall_ms"] > 0 and math.isnan(steps.loc["fused_adamw", "gpu_ms"])
 
 
+def has_weights(subject):
+    return any(parameter.numel() for parameter in subject.model.parameters())
+
+
 def test_transform_may_replace_a_part_of_the_model(config):
     def wider(subject):
         subject.model[0], subject.model[2] = nn.Linear(16, 64), nn.Linear(64, 16)
 
     ladder = ladder_of(config, other_model, named("sdpa", wider))
-    ladder.visit(ladder.cases[1], lambda case, subject: subject.gradients())
-    subject = ladder.cases[1].subject
-    assert ladder.cases[1].row["status"] == "ok" and subject.shapes["0.weight"] == (64, 16)
-    assert not any(parameter.numel() for parameter in subject.model.parameters())
+    case = ladder.cases[1]
+    ladder.visit(case, lambda case, subject: subject.gradients())
+    assert case.row["status"] == "ok" and case.subject.shapes["0.weight"] == (64, 16)
+    assert not has_weights(case.subject)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
-def test_case_that_does_not_fit_frees_its_memory(config, error):
+def test_case_that_fails_frees_its_weights(config, error):
     def build(batch_size):
         subject = other_model(batch_size)
 
@@ -606,17 +560,14 @@ def test_case_that_does_not_fit_frees_its_memory(config, error):
 
     subjects: list = []
     ladder = ladder_of(config, build)
-    if isinstance(error, KeyboardInterrupt):
-        with pytest.raises(KeyboardInterrupt):
-            ladder.measure()
-    else:
+    with suppress(KeyboardInterrupt):
         ladder.measure()
         assert steps_of(ladder)["status"].tolist() == ["oom"]
-    assert not any(parameter.numel() for subject in subjects for parameter in subject.model.parameters())
+    assert subjects and not any(map(has_weights, subjects))
 
 
 def prepared(notebook, config, **fields):
-    """Return the cases by name, prepared as far as this device has them."""
+    """Prepare all cases that this device supports; return the ladder, and the cases by name."""
     everything = config(
         optimizations=[*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"], ablations=[*ABLATABLE], **fields
     )
@@ -629,7 +580,7 @@ def prepared(notebook, config, **fields):
     return ladder, {case.name: case for case in ladder.cases}
 
 
-def test_steps_share_compiled_code_unless_model_or_loss_differ(config, notebook):
+def test_steps_share_compiled_code_if_model_and_loss_are_equal(config, notebook):
     ladder, cases = prepared(notebook, config)
     groups: dict = {}
     for name, case in cases.items():
@@ -648,7 +599,7 @@ def test_steps_share_compiled_code_unless_model_or_loss_differ(config, notebook)
     assert len(ladder.programs) == len(groups)
 
 
-def test_without_is_the_list_without_it_and_has_its_reason(config, notebook):
+def test_ablation_applies_all_other_transforms(config, notebook):
     _, cases = prepared(notebook, config)
     assert [name for name in cases if name.startswith("without")] == [*WITHOUT]
     optimized = [name for name in LADDER if name not in ("tf32", "cuda_graph")]  # on a CPU
@@ -661,10 +612,10 @@ def test_without_is_the_list_without_it_and_has_its_reason(config, notebook):
         ladder.prepare(ladder.cases[-1])
 
 
-def test_filling_batch_is_the_largest_that_the_formula_allows(config):
+def test_filling_batch_is_the_largest_that_fits_by_formula(config):
     shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
     memory = 140 * 2**30
-    batch = filling_batch(shape, memory)
+    batch = bounds.filling_batch(shape, memory)
     needed, more = (
         fully_optimized_bytes(shape.step(batch_size=size, device="cuda")) for size in (batch, batch + 4)
     )
@@ -672,7 +623,7 @@ def test_filling_batch_is_the_largest_that_the_formula_allows(config):
 
 
 def test_sample_represents_a_large_gradient(monkeypatch):
-    monkeypatch.setattr(numerics, "COMPARED", 10)
+    monkeypatch.setattr(numerics, "MAX_SAMPLED", 10)
     assert numerics.sampled(torch.arange(95.0)).tolist() == [*range(0, 95, 10)]
     assert len(numerics.sampled(torch.arange(9.0))) == 9
     gradients = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
@@ -685,9 +636,7 @@ def test_sample_represents_a_large_gradient(monkeypatch):
     assert errors == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 
-def test_gradients_of_trained_weights_are_compared_when_fp8_is_there(
-    config, notebook, uncompiled, monkeypatch
-):
+def test_gradients_of_trained_weights_are_compared_with_fp8(config, notebook, uncompiled, monkeypatch):
     monkeypatch.setattr("stepscope.optimizations.fp8.has_fp8", lambda device: True)
     monkeypatch.setitem(notebook.fp8.__globals__, "has_fp8", lambda device: True)
     monkeypatch.setattr(loop, "TRAINED_STEPS", 3)
@@ -704,33 +653,27 @@ def test_gradients_of_trained_weights_are_compared_when_fp8_is_there(
     assert [errors[name, 1] for name in names] == [None] * 3
 
 
-def test_rates_and_bounds_are_of_the_cases_precision_and_moments(config, monkeypatch):
-    sheet = {"fp32": 50.0, "bf16": 1000.0, "fp8": 2000.0}
-    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: sheet[precision])
-    clocks = {"fp32": 2000.0}
-    monkeypatch.setattr(
-        "stepscope.measure.sheet_clock_mhz", lambda precision, device: clocks.get(precision, 1800.0)
-    )
+@pytest.mark.parametrize("precision, moments", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
+def test_rates_are_relative_to_the_limits_of_the_cases_precision(config, monkeypatch, precision, moments):
+    sheet_tflops = {"fp32": 50.0, "bf16": 1000.0}[precision]
+    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda *_: sheet_tflops)
+    monkeypatch.setattr("stepscope.measure.sheet_clock_mhz", lambda *_: 1800.0)
     ladder = ladder_of(config, other_model)
-    ladder.ceilings = {"matmul_fp32": 40.0, "matmul_bf16": 800.0, "matmul_fp8": 1500.0, "copy": 4.0}
-    rows = []
-    for wall_ms, precision, moments in ((8.0, "fp32", "fp32"), (4.0, "bf16", "fp32"), (1.0, "bf16", "bf16")):
-        case = Case("fp32", 3, other_model)
-        case.precision, case.moments = precision, moments
-        case.row |= {"wall_ms": wall_ms, "sm_clock_mhz": 1000.0}
-        rows.append(ladder.rates(case))
-    rates = pd.DataFrame(rows)
-    assert (rates["mfu_clock_adjusted"] / rates["mfu"]).tolist() == pytest.approx([2, 1.8, 1.8])
-    assert (rates["mfu_vs_measured_peak"] / rates["mfu"]).tolist() == pytest.approx([1.25] * 3)
-    assert rates["memory_traffic_ms"].div(rates["memory_traffic_ms"][0]).tolist() == pytest.approx(
-        [1, 1, 20 / 28]
-    )
-    flops = rates["mfu"] * [50e12, 1000e12, 1000e12] * [8e-3, 4e-3, 1e-3]
-    assert flops.tolist() == pytest.approx([1.5 * step_flops(ladder.config)] * 3)
-    assert rates["tokens_per_s"][2] == 3 * ladder.config.context_length * 1e3
+    ladder.ceilings = {"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0}
+    case = Case("fp32", 3, other_model)
+    case.precision, case.moments = precision, moments
+    case.row |= {"wall_ms": 8.0, "sm_clock_mhz": 1000.0}
+    rates = ladder.rates(case)
+    tflops = 1.5 * step_flops(ladder.config) / 8e-3 / 1e12  # the configuration has two sequences
+    assert rates["mfu"] == pytest.approx(tflops / sheet_tflops)
+    assert rates["mfu_clock_adjusted"] == pytest.approx(1.8 * rates["mfu"])
+    assert rates["mfu_vs_measured_peak"] == pytest.approx(tflops / ladder.ceilings[f"matmul_{precision}"])
+    assert rates["tokens_per_s"] == pytest.approx(3 * ladder.config.context_length / 8e-3)
+    moved_bytes = bounds.MOVED_BYTES[moments] * parameter_count(ladder.config)
+    assert rates["memory_traffic_ms"] == pytest.approx(moved_bytes / 4e9)
 
 
-def test_blocks_get_the_replayed_time_of_the_graph_of_the_same_batch(config):
+def test_compiled_blocks_have_the_replayed_time_of_the_same_batch(config):
     transforms = [named(name, bf16_autocast) for name in ("compiled_blocks", "cuda_graph")]
     ladder = ladder_of(config, other_model, *transforms, batch_sizes=[1, 3])
     walls = {("compiled_blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("compiled_blocks", 3): 30.0}
@@ -741,48 +684,34 @@ def test_blocks_get_the_replayed_time_of_the_graph_of_the_same_batch(config):
     assert replayed.to_dict() == {("compiled_blocks", 1): 8.0}
 
 
-# The learning rate
+# -- the learning rate ----------------------------------------------------------------------------------------
 
 
-def measured_alone(ladder, case, *parts):
-    """Load a case and do these parts; return the weights before and after, and the optimizer's rates after."""
-    seen = SimpleNamespace()
+@pytest.mark.parametrize("name", ["fp32", "fused_adamw", "bf16_moments", "fast_step"])
+def test_measured_steps_keep_the_weights_and_restore_the_rate(config, notebook, uncompiled, name):
+    ladder = Ladder(
+        config(optimizations=[*LADDER_OPTIMIZATIONS], baselines=["fast_step"]),
+        notebook.transformer,
+        notebook.OPTIMIZATIONS,
+        baselines={"fast_step": (notebook.script, [])},
+    )
+    (case,) = [case for case in ladder.cases if case.name == name]
+    weights, rates = [], []
 
-    def before(case, subject):
-        seen.before = {name: weight.clone() for name, weight in subject.weights().items()}
+    def record(case, subject):
+        weights.append({name: weight.clone() for name, weight in subject.weights().items()})
+        rates.extend(float(group["lr"]) for group in subject.optimizer.param_groups)
 
-    def after(case, subject):
-        seen.after = {name: weight.clone() for name, weight in subject.weights().items()}
-        seen.rates = [float(group["lr"]) for group in subject.optimizer.param_groups]
-
-    ladder.visit(case, before, *parts, after)
+    ladder.visit(case, ladder.first_step, record, ladder.time_steps, ladder.profile_steps, record)
     assert case.row["status"] == "ok", case.row["reason"]
-    return seen
-
-
-@pytest.mark.parametrize("count", [0, 4, 8])
-def test_measured_steps_leave_the_weights_as_they_are_and_the_rate_is_restored(
-    config, notebook, uncompiled, count
-):
-    ladder = ladder_of(config, notebook.transformer, *notebook.OPTIMIZATIONS[:count])
-    case = ladder.cases[-1]
-    case.needed = ()  # a CPU has no CUDA graph
-    seen = measured_alone(ladder, case, ladder.first_step, ladder.time_steps, ladder.profile_steps)
-    assert all(torch.equal(weight, seen.before[name]) for name, weight in seen.after.items())
-    assert seen.rates == pytest.approx([notebook.RATE])
+    before, after = weights
+    assert all(torch.equal(weight, before[name]) for name, weight in after.items())
+    assert rates == pytest.approx([notebook.RATE] * 2)
     assert ladder.results["learning_rate"] == pytest.approx(NEGLIGIBLE_RATE)
 
 
-def test_measured_steps_of_the_script_leave_the_weights_as_they_are(config, notebook, uncompiled):
-    baselines = {"fast_step": (notebook.script, [])}
-    ladder = Ladder(config(baselines=["fast_step"]), notebook.transformer, [], baselines=baselines)
-    seen = measured_alone(ladder, ladder.cases[-1], ladder.time_steps, ladder.profile_steps)
-    assert all(torch.equal(weight, seen.before[name]) for name, weight in seen.after.items())
-    assert seen.rates == pytest.approx([notebook.RATE])
-
-
 def recorded(subject):
-    """Launch a step that, like a CUDA graph, is more than the eager step."""
+    """Return another function than the eager step, as a CUDA graph would be."""
     return lambda: subject.eager_step()
 
 
@@ -794,7 +723,7 @@ def adamw_with(rate):
     return named("cuda_graph", transform)
 
 
-def test_training_check_trains_after_the_steps_are_timed(config, notebook):
+def test_training_learns_after_the_steps_are_timed(config, notebook):
     ladder = ladder_of(config, notebook.transformer, adamw_with(torch.tensor(1e-2)), training_steps=30)
     for case in ladder.cases:
         ladder.visit(case, ladder.time_steps)
@@ -802,7 +731,7 @@ def test_training_check_trains_after_the_steps_are_timed(config, notebook):
         assert losses.tail(5).mean() < 0.95 * losses.head(5).mean(), case.row["reason"]
 
 
-def test_graph_is_refused_when_its_learning_rate_is_a_number(config):
+def test_graph_fails_when_its_learning_rate_is_a_number(config):
     ladder = ladder_of(config, other_model, adamw_with(1e-2))
     ladder.visit(ladder.cases[-1], ladder.time_steps)
     assert ladder.cases[-1].row["status"] == "failed"
@@ -827,39 +756,37 @@ def test_learning_rate_is_restored_when_a_measured_step_fails(config, monkeypatc
     assert float(optimizers[0].param_groups[0]["lr"]) == pytest.approx(1e-2)
 
 
-# What only a GPU has: how long it settles, how many steps are timed and profiled
+# -- number of steps on a GPU ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def on_gpu(config, monkeypatch):
-    """A ladder that takes its device for a GPU, and the numbers of steps that it asks for."""
-    ladder, asked = ladder_of(config, other_model, timed_steps=5), []
+    """Return a ladder that assumes a GPU, and the numbers of steps that it runs."""
+    ladder, numbers = ladder_of(config, other_model, timed_steps=5), []
     ladder.on_gpu = True
     walls = {"ms": 100.0}
 
     def back_to_back(step, device, steps):
-        asked.append(steps)
+        numbers.append(steps)
         return [walls["ms"]] * steps
 
     monkeypatch.setattr("stepscope.measure.back_to_back", back_to_back)
     subject = other_model(2)
     subject.load(0)
-    return SimpleNamespace(ladder=ladder, asked=asked, walls=walls, subject=subject)
+    return SimpleNamespace(ladder=ladder, numbers=numbers, walls=walls, subject=subject)
 
 
 @pytest.mark.parametrize(
     "warmups, is_graph, is_baseline, needed",
     [(1, False, False, 1), (1, True, False, 3), (1, False, True, 3), (5, True, False, 5)],
 )
-def test_step_warms_up_as_its_launch_needs_and_until_the_clock_settles(
-    on_gpu, warmups, is_graph, is_baseline, needed
-):
+def test_step_warms_up_until_the_clock_has_settled(on_gpu, warmups, is_graph, is_baseline, needed):
     case = Case("fp32", 2, other_model, is_baseline=is_baseline)
     on_gpu.ladder.config = on_gpu.ladder.config.model_copy(update={"warmup_steps": warmups})
     if is_graph:
         on_gpu.subject.step = print
     assert on_gpu.ladder.settle(case, on_gpu.subject) == 100.0
-    assert on_gpu.asked == [needed, 4]
+    assert on_gpu.numbers == [needed, 4]
     assert loop.is_launched(on_gpu.subject) == is_graph
 
 
@@ -874,12 +801,12 @@ def test_step_warms_up_as_its_launch_needs_and_until_the_clock_settles(
         (2.5, 0.1, 800),
     ],
 )
-def test_steps_are_timed_until_their_median_is_reliable(on_gpu, monkeypatch, step_ms, enqueue_ms, steps):
+def test_number_of_timed_steps_makes_the_median_reliable(on_gpu, monkeypatch, step_ms, enqueue_ms, steps):
     on_gpu.walls["ms"] = step_ms
-    monkeypatch.setattr(loop, "enqueued", lambda step, device: (enqueue_ms, step_ms))
+    monkeypatch.setattr(loop, "time_enqueue", lambda step, device: (enqueue_ms, step_ms))
     case = Case("fp32", 2, other_model)
     on_gpu.ladder.time_steps(case, on_gpu.subject)
-    assert case.row["steps"] == steps == on_gpu.asked[-1]
+    assert case.row["steps"] == steps == on_gpu.numbers[-1]
     assert case.row["enqueue_ms"] == enqueue_ms and case.row["wall_ms"] == step_ms
 
 
@@ -887,7 +814,7 @@ def test_steps_are_timed_until_their_median_is_reliable(on_gpu, monkeypatch, ste
     "step_ms, is_limited, steps",
     [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)],
 )
-def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_read(
+def test_power_limited_steps_are_profiled_for_a_second_and_the_median_counts(
     on_gpu, monkeypatch, step_ms, is_limited, steps
 ):
     rows = [("step", number, "total", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
@@ -915,22 +842,22 @@ def test_profiled_steps_last_a_second_at_the_power_limit_and_the_median_one_is_r
 def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch):
     transforms = [named(name, bf16_autocast) for name in ("tf32", "bf16")]
     ladder, visited = ladder_of(config, other_model, *transforms), []
-    fine, mends, stays = ladder.cases
-    mends.row["inconsistent"] = stays.row["inconsistent"] = "impossible"
+    fine, fixed, broken = ladder.cases
+    fixed.row["inconsistent"] = broken.row["inconsistent"] = "impossible"
 
     def visit(case, *parts):
         visited.append((case.name, len(parts)))
-        case.row["inconsistent"] = "impossible" if case is stays else ""
+        case.row["inconsistent"] = "impossible" if case is broken else ""
 
     monkeypatch.setattr(ladder, "visit", visit)
     ladder.repeat_impossible()
     assert visited == [("tf32", 2), ("bf16", 2), ("bf16", 2)] and not fine.row.get("inconsistent")
 
 
-# -- other people's steps -------------------------------------------------------------------------------------
+# -- baselines -----------------------------------------------------------------------------------------------
 
 
-def test_llama_has_our_size_and_trains(notebook):
+def test_llama_has_as_many_parameters_and_trains(notebook):
     pytest.importorskip("transformers")
     subject = notebook.llama(2)
     apply([notebook.bf16, notebook.fused_adamw], subject)
@@ -941,14 +868,15 @@ def test_llama_has_our_size_and_trains(notebook):
     assert losses[0] == pytest.approx(math.log(300), abs=0.5) and losses[-1] < losses[0]
 
 
-def test_llama_without_its_mask_is_as_causal(notebook, monkeypatch):
-    """Traced as torch.compile traces it: SDPA gets no mask and is_causal, and loss and gradients are the same."""
+def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
+    """When compiled, SDPA gets no mask but is_causal, and loss and gradients are the same."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    with_mask, calls, gradients = modeling.create_causal_mask, [], []
+    with_mask, calls, results = modeling.create_causal_mask, [], []
 
     def backend(graph, inputs):
-        nodes = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
-        calls.extend((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]) for node in nodes)
+        for node in graph.graph.nodes:
+            if "scaled_dot_product" in str(node.target):
+                calls.append((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]))
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda model, mode: torch._dynamo.optimize(backend)(model))
@@ -958,41 +886,19 @@ def test_llama_without_its_mask_is_as_causal(notebook, monkeypatch):
         subject.load(0)
         for parameter in subject.parameters.values():
             parameter.data.mul_(20)  # so that attention matters
-        gradients.append((subject.gradients().item(), numerics.gradients_of(subject)))
-    assert calls == [(False, False), (True, True)]
-    (masked_loss, masked), (causal_loss, causal) = gradients
-    assert causal_loss == pytest.approx(masked_loss, rel=1e-3)
-    for name, gradient in masked.items():
-        assert (causal[name] - gradient).norm() <= 0.02 * gradient.norm(), name
-    assert modeling.create_causal_mask is with_mask
+        results.append((subject, subject.gradients().item(), numerics.gradients_of(subject)))
+    assert calls == [(False, False), (True, True)] and modeling.create_causal_mask is with_mask
+    (_, loss, gradients), (subject, _, _) = results
+    errors = numerics.relative_errors(subject, results[1][1], loss, gradients)
+    assert errors["loss_error"] < 1e-3 and errors["gradient_error"] < 0.02
     monkeypatch.delattr(modeling, "create_causal_mask")
     assert "mask" in notebook.no_mask(notebook.llama(2))
 
 
-def test_script_is_measured_as_it_is(notebook, uncompiled, monkeypatch):
-    """Its own make_step gets its own model and the ladder's batch."""
-    make_step, made = notebook.fast_step.make_step, []
-
-    def recorded(*arguments):
-        made.append((arguments, make_step(*arguments)))
-        return made[-1][1]
-
-    monkeypatch.setattr(notebook.fast_step, "make_step", recorded)
-    subject = notebook.script(2)
-    subject.load(0)
-    step = subject.launch(subject)
-    (((model, tokens, targets, rate), (script_step, optimizer)),) = made
-    assert step is script_step and subject.optimizer is optimizer and model is subject.model
-    assert tokens is subject.batch[0] and targets is subject.batch[1]
-    assert rate.item() == pytest.approx(notebook.RATE)
-    losses = [step().item() for _ in range(20)]
-    assert losses[0] == pytest.approx(math.log(300), abs=0.5) and losses[-1] < losses[0]
+# -- configuration and bounds -------------------------------------------------------------------------------
 
 
-# -- the configuration, bounds --------------------------------------------------------------------------------
-
-
-def test_what_the_last_step_has_not_cannot_be_left_out(config):
+def test_ablation_of_an_unused_optimization_is_invalid(config):
     assert config(ablations=[*ABLATABLE]).run_id != config().run_id == config(ablations=[]).run_id
     for change in {*LADDER_OPTIMIZATIONS} - {*ABLATABLE}:
         with pytest.raises(
@@ -1003,38 +909,33 @@ def test_what_the_last_step_has_not_cannot_be_left_out(config):
 
 
 @pytest.mark.parametrize("context", [128, 512])
-def test_the_bounds_formulas(context):
-    shape = StepConfig(size="2.7B", context_length=context, device="cpu")
-    flops = bounds.needed_flops(shape)
-    plain = (
-        6 * (parameter_count(shape) - 10_000 * 2560 - 65 * 2560) * 4 * context
-    )  # all matrices but the embedding
-    pairs = 12 * 32 * 4 * context * 2560 * (context + 1) / 2
-    assert flops == pytest.approx(plain + pairs, rel=1e-9)
+def test_lower_bound_follows_from_flops_and_bytes(context):
+    config = StepConfig(size="2.7B", context_length=context, device="cpu")
+    tokens, width, hidden, layers = 4 * context, 2560, 10240, 32
+    embedding_and_norms = 10_000 * width + 65 * width
+    weights = 6 * tokens * (parameter_count(config) - embedding_and_norms)
+    attention = 12 * layers * tokens * width * (context + 1) / 2
     rates = {"matmul_bf16": 780.0, "matmul_fp8": 1560.0, "copy": 4.2}
-    found = {moments: bounds.lower_bound(shape, "bf16", moments, rates) for moments in ("fp32", "bf16")}
-    for moments, row in found.items():
-        assert row["matmul_ms"] == pytest.approx(flops / 780e9)
-        assert row["memory_traffic_ms"] == pytest.approx(
-            {"fp32": 28, "bf16": 20}[moments] * 3.41e9 / 4.2e9, rel=0.002
-        )
-        assert row["lower_bound_ms"] == row["matmul_ms"] + row["memory_traffic_ms"]
-    layers = (
-        4 * 4 * context * 32 * (4 * 2560**2 + 3 * 2560 * 10240)
-    )  # forward and the input's gradient, in 8 bits
-    saved = found["bf16"]["matmul_ms"] - bounds.lower_bound(shape, "fp8", "bf16", rates)["matmul_ms"]
-    assert saved == pytest.approx(layers / 780e9 / 2)
+    bf16 = bounds.lower_bound(config, "bf16", "bf16", rates)
+    assert bf16["matmul_ms"] == pytest.approx((weights + attention) / 780e9)
+    assert bf16["memory_traffic_ms"] == pytest.approx(20 * 3.41e9 / 4.2e9, rel=0.002)
+    assert bf16["lower_bound_ms"] == bf16["matmul_ms"] + bf16["memory_traffic_ms"]
+    fp32 = bounds.lower_bound(config, "fp32", "fp32", rates)
+    assert fp32["memory_traffic_ms"] == pytest.approx(1.4 * bf16["memory_traffic_ms"])
+    in_fp8 = 4 * tokens * layers * (4 * width**2 + 3 * width * hidden)  # forward and the input's gradient
+    saved_ms = bf16["matmul_ms"] - bounds.lower_bound(config, "fp8", "bf16", rates)["matmul_ms"]
+    assert saved_ms == pytest.approx(in_fp8 / 780e9 / 2)
 
 
-def test_the_compilers_cache_is_empty_and_gone_afterwards(monkeypatch):
+def test_fresh_compiler_cache_is_empty_and_deleted_afterwards(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     with fresh_compiler_cache():
-        place = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        assert place.is_dir() and not list(place.iterdir())
-        assert Path(os.environ["TRITON_CACHE_DIR"]).parent == place
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        assert folder.is_dir() and not list(folder.iterdir())
+        assert Path(os.environ["TRITON_CACHE_DIR"]).parent == folder
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine" and "TRITON_CACHE_DIR" not in os.environ
-    assert not place.exists()
+    assert not folder.exists()
 
 
 # -- the notebook ---------------------------------------------------------------------------------------------
@@ -1048,41 +949,37 @@ def executed_notebook(**fields):
     return names, tables_
 
 
-def test_notebook_records_what_it_measured_without_compiling():
-    names, found = executed_notebook(timed_steps=3, warmup_steps=1, training_steps=2)
-    steps, kernels = found["steps"].set_index("optimization"), found["kernels"]
-    results, config = names["run"].outcome["results"], names["config"]
+def test_notebook_tables_follow_from_each_other():
+    names, tables_by_name = executed_notebook(timed_steps=3, warmup_steps=1, training_steps=2)
+    steps, kernels = tables_by_name["steps"].set_index("optimization"), tables_by_name["kernels"]
+    results = names["run"].outcome["results"]
     assert list(steps.index) == EAGER and (steps["status"] == "ok").all() and steps["compile_s"].isna().all()
-    flops = step_flops(config)
-    matmul_rates = steps.index.map({"fp32": "matmul_fp32"}.get).fillna("matmul_bf16").map(results)
+    by_optimization = kernels.groupby("optimization")[["count", "gpu_ms"]].sum().loc[steps.index]
+    tflops = step_flops(names["config"]) / steps["wall_ms"] / 1e9
+    matmul_tflops = [results["matmul_fp32"], *3 * [results["matmul_bf16"]]]
     for column, expected in {
-        "operations": kernels.groupby("optimization")["count"].sum(),
-        "gpu_ms": kernels.groupby("optimization")["gpu_ms"].sum(),
+        "operations": by_optimization["count"],
+        "gpu_ms": by_optimization["gpu_ms"],
         "busy": steps["gpu_ms"] / steps["wall_ms"],
         "tokens_per_s": 32e3 / steps["wall_ms"],
-        "mfu_vs_measured_peak": flops / steps["wall_ms"] / 1e9 / matmul_rates,
-        "memory_traffic_ms": pd.Series(28 * results["parameters"] / results["copy"] / 1e9, steps.index),
+        "mfu_vs_measured_peak": tflops / matmul_tflops,
     }.items():
-        assert steps[column].to_dict() == pytest.approx(expected.reindex(steps.index).to_dict(), rel=1e-4), (
-            column
-        )
+        assert steps[column].tolist() == pytest.approx(expected.tolist(), rel=1e-4), column
     assert (steps["wall_mean_ms"] >= steps["wall_min_ms"]).all() and steps["clock_reasons"].isna().all()
     assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
     assert {"matrix multiply"} <= set(kernels["kernel_category"]) and results["compared"] > 0
     assert f"{number(steps['gradient_error'].max(), '%')} off fp32's" in results["finding"]
-    curves = found["curves"]
+    curves = tables_by_name["curves"]
     seeds = curves.groupby("optimization")["seed"].nunique().to_dict()
     assert seeds == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
     distance = losses.sub(losses["fp32", 0], axis=0).abs().max()
-    assert 0 < distance["fused_adamw", 0] < distance["fp32", 1] / 10, (
-        "from the same weights over the same text"
-    )
+    assert 0 < distance["fused_adamw", 0] < distance["fp32", 1] / 10, "same weights and text"
 
 
-def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, monkeypatch):
+def test_notebook_measures_each_batch_size_ablation_and_baseline(uncompiled, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    _, found = executed_notebook(
+    _, tables_by_name = executed_notebook(
         optimizations=["fp32", "bf16_moments"],
         ablations=["sdpa", "cuda_graph"],
         batch_sizes=[1, 2],
@@ -1091,52 +988,33 @@ def test_notebook_measures_each_batch_and_the_rows_below_the_ladder(uncompiled, 
         training_steps=2,
         baselines=["hugging_face_no_mask", "hugging_face_no_mask_cuda_graph", "fast_step"],
     )
-    steps = found["steps"]
-    expected = {"fp32": "ok", "bf16_moments": "ok", "without_sdpa": "ok", "without_cuda_graph": "unsupported"}
-    expected |= dict.fromkeys(["hugging_face_no_mask", "hugging_face_no_mask_cuda_graph"], "unsupported") | {
-        "fast_step": "ok"
+    steps = tables_by_name["steps"]
+    statuses = {
+        "fp32": "ok",
+        "bf16_moments": "ok",
+        "without_sdpa": "ok",
+        "without_cuda_graph": "unsupported",
+        "hugging_face_no_mask": "unsupported",
+        "hugging_face_no_mask_cuda_graph": "unsupported",
+        "fast_step": "ok",
     }
-    rows = [(name, batch, status) for batch in (1, 2) for name, status in expected.items()] + [
-        (FILLED, 4, "ok")
-    ]
-    assert list(steps[["optimization", "batch_size", "status"]].itertuples(index=False, name=None)) == rows
-    reasons = steps.set_index(["optimization", "batch_size"])["reason"]
-    assert reasons["hugging_face_no_mask", 1] == "transformers is not installed"
-    assert "no CUDA graphs" in reasons["without_cuda_graph", 2]
-    compared = steps.dropna(subset=["gradient_error"])[["optimization", "batch_size"]].values.tolist()
-    assert compared == [["fp32", 2], ["bf16_moments", 2], ["without_sdpa", 2]]
-    curves = found["curves"]
+    expected = [(name, batch, status) for batch in (1, 2) for name, status in statuses.items()]
+    rows = steps[["optimization", "batch_size", "status"]].itertuples(index=False, name=None)
+    assert list(rows) == [*expected, (FILLED, 4, "ok")]
+    by_case = steps.set_index(["optimization", "batch_size"])
+    assert by_case["reason"]["hugging_face_no_mask", 1] == "transformers is not installed"
+    assert "no CUDA graphs" in by_case["reason"]["without_cuda_graph", 2]
+    compared = by_case.index[by_case["gradient_error"].notna()].tolist()
+    assert compared == [("fp32", 2), ("bf16_moments", 2), ("without_sdpa", 2)]
+    traffic_ms = by_case["memory_traffic_ms"]
+    assert traffic_ms["bf16_moments", 2] / traffic_ms["fp32", 2] == pytest.approx(20 / 28)
+    curves = tables_by_name["curves"]
     assert set(curves["optimization"]) == {"fp32", "bf16_moments"} and set(curves["batch_size"]) == {2}
-    tokens = steps["tokens_per_s"] * steps["wall_ms"] / 1e3
-    assert tokens.dropna().round().tolist() == (16 * steps["batch_size"])[tokens.notna()].tolist()
+    tokens = (steps["tokens_per_s"] * steps["wall_ms"] / 1e3).dropna()
+    assert tokens.round().tolist() == (16 * steps["batch_size"])[tokens.index].tolist()
 
 
-@pytest.mark.parametrize(
-    "before, after, refused",
-    [
-        ('attention.kind = "sdpa"', 'attention.implementation = "sdpa"', "sdpa"),
-        ("fused=True, capturable", "foreach=True, capturable", "fused_adamw"),
-    ],
-)
-def test_notebook_refuses_a_changed_transform_that_changes_nothing(tmp_path, before, after, refused):
-    notebook = edited("ladder", tmp_path, before, after)
-    steps = run_cells(notebook, **SHAPE | {"timed_steps": 2})["steps"].set_index("optimization")
-    assert steps["status"].to_dict() == dict.fromkeys(EAGER, "ok") | {refused: "failed"}
-    assert "changes nothing" in steps.loc[refused, "reason"]
-
-
-def test_notebook_trains_with_its_rate_and_times_without_it(tmp_path):
-    last, operations = [], []
-    for notebook in ("ladder", edited("ladder", tmp_path, "RATE = 3e-4", "RATE = 3e-3")):
-        names = run_cells(notebook, **SHAPE | {"timed_steps": 2, "training_steps": 5})
-        ladder = names["ladder"]
-        assert ladder.results["learning_rate"] == pytest.approx(NEGLIGIBLE_RATE)
-        last.append(ladder.curves["fused_adamw"]["loss"].iloc[-1])
-        operations.append(ladder.steps["operations"].tolist())
-    assert last[1] < last[0] and operations[0] == operations[1]
-
-
-def test_training_needs_room_for_bytes(config):
+def test_training_needs_a_vocabulary_of_256(config):
     subject = other_model(2)
     subject.load(0)
     with pytest.raises(ConfigError, match="256"):

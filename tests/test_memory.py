@@ -27,7 +27,7 @@ from stepscope.model.flops import parameter_count
 from stepscope.runs.record import mixed_notebook_warnings
 from stepscope.runs.run import notebook_of, parameters_of
 from stepscope.studies.memory import history, policies
-from stepscope.studies.memory.tables import CONFIG, LIVE, SCHEMAS, checkpoint_rows, column, of_run
+from stepscope.studies.memory.tables import CONFIG, LIVE, SCHEMAS, checkpoint_rows, column, run_tables
 from stepscope.traces import memory_snapshot
 from test_accounting import SHAPES
 
@@ -126,7 +126,7 @@ def test_the_peak_is_predicted_and_its_parts_are_of_the_kinds_that_the_formulas_
         assert np.array_equal([whole["layer"]], np.array([top.layer], float), equal_nan=True)
     one = recordings[1]
     assert len(one.gradients) == len([*subject.model.parameters()]), "each is known by its address"
-    table, end = history.classified(one, config), history._ends(one)[1]
+    table, end = history.classify(one, config), history._ends(one)[1]
     live = dict(zip(LIVE, history.live_bytes(table)[:, end] + [one.before.get(kind, 0) for kind in LIVE]))
     assert live == {kind: after_loss(config)[kind] for kind in LIVE}
 
@@ -136,7 +136,7 @@ def test_in_inference_an_activation_of_a_weights_bytes_is_no_copy_of_it(monkeypa
         SHAPES[0] | {"batch_size": 1, "context_length": 16}, precision="bf16", modes=["forward"]
     )
     (one,) = recorded(config, monkeypatch)["recordings"].histories
-    table = history.classified(one, config)
+    table = history.classify(one, config)
     found = table[
         (table["kind"] == "autocast weight cache") & (table["region"] != "head")
     ]  # logits are of its bytes and stay
@@ -147,7 +147,7 @@ def test_a_full_steps_allocations_have_their_place(monkeypatch):
     config = config_of(SHAPES[0], optimizer="fused")
     recordings = recorded(config, monkeypatch)["recordings"].histories
     step, weights = recordings[1], 4 * parameter_count(config)
-    table = history.classified(step, config)
+    table = history.classify(step, config)
     assert [(table["phase"] == name).sum() for name, *_ in step.phases] == [
         end.allocations - begin.allocations for _, begin, end in step.phases
     ]
@@ -191,8 +191,8 @@ def test_a_mode_without_an_optimizer_has_none_of_its_memory(monkeypatch):
 def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
     config = config_of(SHAPES[0])
     recordings = recorded(config, monkeypatch)["recordings"].histories
-    monkeypatch.setattr(history, "POINTS", 60)
-    for one, table in ((one, history.classified(one, config)) for one in recordings):
+    monkeypatch.setattr(history, "MAX_POINTS", 60)
+    for one, table in ((one, history.classify(one, config)) for one in recordings):
         line = history.timeline(one, table)
         total = line[[column(kind) for kind in LIVE]].sum(axis=1)
         assert 30 <= len(line) <= 60 and line["event"].is_unique and line["event"].is_monotonic_increasing
@@ -208,9 +208,9 @@ def test_a_timeline_keeps_the_peak_and_both_ends(monkeypatch):
 def test_every_event_of_a_timeline_is_in_the_phase_that_made_it(monkeypatch):
     config = config_of(SHAPES[0])
     recordings = recorded(config, monkeypatch)["recordings"].histories
-    monkeypatch.setattr(history, "POINTS", 10**6)
+    monkeypatch.setattr(history, "MAX_POINTS", 10**6)
     for one in recordings:
-        line = history.timeline(one, history.classified(one, config)).set_index("event")["phase"]
+        line = history.timeline(one, history.classify(one, config)).set_index("event")["phase"]
         last = one.phases[-1][2].events - one.start.events
         assert line.index.tolist() == list(range(last + 1)) and line[0] == one.phases[0][0]
         for name, begin, end in one.phases:  # after event n the n-th has been
@@ -721,9 +721,9 @@ def test_places_are_the_projects():
     table = memory_snapshot.allocations({"device_traces": [trace]})
     assert table["line"].tolist() == ["stepscope/model/transformer.py:103", "", "torch/optim/adamw.py:7"]
     assert table["freed_at"].tolist() == [4, np.inf, np.inf] and table["allocated_at"].tolist() == [0, 1, 2]
-    assert history.source("stepscope/model/transformer.py:1").startswith('"""') and not history.source(
-        "torch/optim/adamw.py:7"
-    )
+    assert history.source_line("stepscope/model/transformer.py:1").startswith(
+        '"""'
+    ) and not history.source_line("torch/optim/adamw.py:7")
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -735,6 +735,6 @@ def test_tables_pass_their_schemas_and_keys_are_unique(monkeypatch):
     assert len(set(tables["allocations"]["what"])) == 3
     for name, table in tables.items():
         SCHEMAS[name].validate(table)
-        full = of_run(config, tables)[f"memory.{name}"]
+        full = run_tables(config, tables)[f"memory.{name}"]
         key = [*CONFIG, *SCHEMAS[name].unique]
         assert not full.duplicated(key).any() and set(key) <= set(full)

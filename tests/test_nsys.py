@@ -265,7 +265,7 @@ def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
 )
 def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first_us, last_us):
     starts = pd.Series(starts_us) * 1_000
-    drawn = nsys_profile.window(
+    drawn = nsys_profile.cut_window(
         pd.DataFrame(
             {
                 "mode": "forward",
@@ -282,7 +282,7 @@ def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first
 
 
 def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
-    drawn = nsys_profile.window(
+    drawn = nsys_profile.cut_window(
         pd.DataFrame(
             {
                 "mode": "forward",
@@ -321,7 +321,9 @@ def test_the_timeline_has_the_replay_without_what_prepared_it(capture):
 
 
 def test_a_capture_of_other_steps_than_were_run_is_refused(capture):
-    with pytest.raises(ConservationError, match="the capture holds 3 steps, expected the 2 that were run"):
+    with pytest.raises(
+        ConservationError, match="the capture holds 3 steps, but expected the 2 that were run"
+    ):
         capture(("step",) * 2)
 
 
@@ -408,7 +410,7 @@ def test_operations_without_a_region_are_named_after_their_phase():
     phases = ["forward", "backward", "optimizer", "outside"]
     rows = pd.DataFrame({"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4})
     modes = ProfiledModes(Path("a capture"), {"step": {"status": "ok"}}, ["step"])
-    named = nsys_profile.Profile(configure("nsys", **SMALL), "", modes, trace=rows).named
+    named = nsys_profile.Profile(configure("nsys", **SMALL), "", modes, trace=rows).named_operations
     expected = ["unattributed", "gradient accumulation", "optimizer", "outside"]
     assert named["region"].tolist() == expected + ["ffn"] * 4
 
@@ -618,12 +620,14 @@ def test_a_capture_is_held_against_nsys_own_sum(capture, reports, tmp_path):
     (own / "cuda_gpu_mem_time_sum.csv").unlink()
     # of memory nsys "does not contain" any, which is a sum of nothing, and the capture has some
     with pytest.raises(
-        ConservationError, match=r"operations sum to \d+ ns, and nsys's own cuda_gpu_mem_time_sum to 0 ns"
+        ConservationError,
+        match=r"operations sum to \d+ ns, but nsys's own cuda_gpu_mem_time_sum sums to 0 ns",
     ):
         capture(folder=own)
     (own / "cuda_gpu_kern_sum.csv").write_text(f"Total Time (ns),Instances,Name\n{kernels + 1},1,k\n")
     with pytest.raises(
-        ConservationError, match=f"sum to {kernels} ns, and nsys's own cuda_gpu_kern_sum to {kernels + 1}"
+        ConservationError,
+        match=f"sum to {kernels} ns, but nsys's own cuda_gpu_kern_sum sums to {kernels + 1}",
     ):
         capture(folder=own)
 

@@ -45,7 +45,7 @@ def groups_of(model):
 def test_groups_schedules_and_clipping_are_torchs(schedule):
     """The same gradients, clipped, give torch's AdamW's weights, and every scheduler of torch sets its rates: in
     the tensors that a graph reads."""
-    mine, theirs = checks.tried(), checks.tried()
+    mine, theirs = checks.make_parameters(), checks.make_parameters()
     pair = [MasterAdamW(groups_of(mine), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)]
     schedulers = [SCHEDULERS[schedule](own) for own in pair]
     rates = [group["lr"] for group in pair[0].param_groups]
@@ -70,20 +70,20 @@ def test_groups_schedules_and_clipping_are_torchs(schedule):
 
 
 def test_parameters_come_as_a_model_a_list_or_with_names():
-    model = checks.tried()
+    model = checks.make_parameters()
     model["frozen"] = nn.Parameter(torch.ones(2, 2), requires_grad=False)
     assert list(MasterAdamW(model).masters()) == ["matrix", "vector"]
     assert model["frozen"].dtype == torch.float32
-    model = checks.tried()
+    model = checks.make_parameters()
     assert list(MasterAdamW(model.values()).masters()) == ["0", "1"]
     assert model["matrix"].dtype == torch.bfloat16
-    assert list(MasterAdamW(checks.tried().named_parameters()).masters()) == ["matrix", "vector"]
-    groups = [{"params": [each]} for each in checks.tried().named_parameters()]
+    assert list(MasterAdamW(checks.make_parameters().named_parameters()).masters()) == ["matrix", "vector"]
+    groups = [{"params": [each]} for each in checks.make_parameters().named_parameters()]
     assert list(MasterAdamW(groups).masters()) == ["matrix", "vector"]
 
 
 def test_a_closure_gives_its_loss_and_gradients():
-    model = checks.tried()
+    model = checks.make_parameters()
     own = MasterAdamW(model, 1e-2)
 
     def closure():
@@ -96,7 +96,7 @@ def test_a_closure_gives_its_loss_and_gradients():
 
 
 def test_what_it_cannot_do_it_says():
-    model = checks.tried()
+    model = checks.make_parameters()
     with pytest.raises(ValueError, match="float16"):
         MasterAdamW(model, moments=torch.float16)
     with pytest.raises(ValueError, match="same name"):
@@ -104,7 +104,7 @@ def test_what_it_cannot_do_it_says():
     own = MasterAdamW(model)
     with pytest.raises(RuntimeError, match="all groups when it is made"):
         own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    model = checks.tried()
+    model = checks.make_parameters()
     with pytest.raises(ValueError, match="a tensor on meta"):
         MasterAdamW(model, torch.tensor(1e-3, device="meta"))
     assert model["matrix"].dtype == torch.float32, "a model whose optimizer is refused stays as it is"

@@ -108,7 +108,7 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
         90.0  # a step's graph has other kernels
     )
     readings["bf16", "step"]["power_w"] = 900.0
-    status = {("fp32", "step"): ("ok", "not captured: why")}
+    status = {("fp32", "step"): ("ok", "not profiled: why")}
     found = measure.step_times(
         cases, samples, operations[operations["case"] != ("fp32", "step")], readings, status, "late", "cuda"
     )
@@ -119,7 +119,7 @@ def test_a_table_says_of_each_precisions_modes_what_is_odd_of_them_in_all_their_
         ("bf16", "step"): "900 W, but the power limit is 700 W; forward 20 ms in forward, 10 ms in step",
         ("fp32", "forward_backward"): "profiled steps range from 30 to 90 ms",
     }
-    assert {*found.query("precision == 'fp32' and mode == 'step'")["reason"]} == {"not captured: why"}
+    assert {*found.query("precision == 'fp32' and mode == 'step'")["reason"]} == {"not profiled: why"}
 
 
 def test_at_the_power_cap_a_stretchs_halves_are_compared(monkeypatch):

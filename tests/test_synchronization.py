@@ -320,4 +320,4 @@ def test_an_error_that_has_lost_the_device_ends_the_ladders_run(gpu, monkeypatch
         raise torch.AcceleratorError("unspecified launch failure")
 
     with pytest.raises(torch.AcceleratorError):
-        loop.Ladder.visit(SimpleNamespace(device="cuda", do_loaded=lost), ladder_case())
+        loop.Ladder.visit(SimpleNamespace(device="cuda", run_loaded=lost), ladder_case())

@@ -10,6 +10,7 @@ import difflib
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import re
 import reprlib
@@ -30,7 +31,7 @@ class Dimensions(NamedTuple):
     num_heads: int
 
 
-# The handout's five sizes, the 2026 edition's 10B, and three that run in milliseconds on a laptop's CPU.
+# The handout's five sizes, the 2026 edition's 10B, and three sizes that run in milliseconds on a laptop's CPU.
 SIZES = {
     "small": Dimensions(768, 3072, 12, 12),
     "medium": Dimensions(1024, 4096, 24, 16),
@@ -51,7 +52,11 @@ EDITIONS = {
 }
 PHASE_NAMES = ("forward", "loss", "backward", "optimizer")
 # The phases of each mode, in order.
-PHASES = {"forward": [*PHASE_NAMES[:1]], "forward_backward": [*PHASE_NAMES[:3]], "step": [*PHASE_NAMES]}
+PHASES = {
+    "forward": ["forward"],
+    "forward_backward": ["forward", "loss", "backward"],
+    "step": [*PHASE_NAMES],
+}
 TOTAL = "total"  # label of the row that sums up all phases of a mode
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # Display names for documents.
@@ -60,7 +65,7 @@ MODE_NAMES = {"forward": "forward", "forward_backward": "forward + backward", "s
 
 
 class ConfigError(StepscopeError, ValueError):
-    """An invalid configuration; the text has the field, the value that was given, and the expected values."""
+    """A configuration is invalid; the message names the field, its value and the expected values."""
 
 
 def resolve_size(name: Any, edition: Any = None) -> str:
@@ -76,22 +81,26 @@ def resolve_size(name: Any, edition: Any = None) -> str:
     if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
         raise ConfigError(f"edition: got {truncated_repr(edition)}, but the handout's editions are {years}")
-    names = EDITIONS[edition] | dict(zip(CPU_SIZES, CPU_SIZES)) if edition else dict(zip(SIZES, SIZES))
-    if name not in [*names]:
-        ours = next((theirs for theirs, size in names.items() if size == name), None)
-        calls = f", and calls {name} {ours}" if ours else ""
-        whose = f"the {edition} edition has" if edition else "known sizes are"
-        raise ConfigError(f"size: got {truncated_repr(name)}, but {whose} {', '.join(names)}{calls}")
-    return names[name]
+    size_of = {size: size for size in SIZES}
+    if edition:
+        size_of = EDITIONS[edition] | {size: size for size in CPU_SIZES}
+    if name in [*size_of]:
+        return size_of[name]
+    expected = f"the {edition} edition has" if edition else "known sizes are"
+    message = f"size: got {truncated_repr(name)}, but {expected} {', '.join(size_of)}"
+    for name_in_edition, size in size_of.items():
+        if size == name:
+            message += f", and calls {name} {name_in_edition}"
+    raise ConfigError(message)
 
 
-def resolve_device(asked: Any) -> Any:
+def resolve_device(device: Any) -> Any:
     """Replace ``auto`` by this machine's device; return other values for the field's type to validate."""
-    if asked == "auto":
+    if device == "auto":
         import torch  # imported lazily: Dask's workers also import this module, and start faster without it
 
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
+    return device
 
 
 # Bounds of numeric fields: larger than any machine can run, but small enough for the columns of tables.
@@ -99,7 +108,7 @@ Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
-# An unnamed size, as it is written.
+# An unnamed size, as run ids and tables format it.
 SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")
 MAX_SHOWN = 100  # maximum length of an invalid value in an error message
 
@@ -133,11 +142,12 @@ class RunConfig(BaseModel):
     @classmethod
     def tunable_fields(cls) -> list[str]:
         """Return the fields that allow more than one value, which are the parameters of the study's notebook."""
-        return [
-            name
-            for name, field in cls.model_fields.items()
-            if get_origin(field.annotation) is not Literal or len(get_args(field.annotation)) > 1
-        ]
+        names = []
+        for name, field in cls.model_fields.items():
+            is_literal = get_origin(field.annotation) is Literal
+            if not is_literal or len(get_args(field.annotation)) > 1:
+                names.append(name)
+        return names
 
     @classmethod
     def notebook_for(cls, fields: Mapping[str, Any]) -> str:
@@ -169,12 +179,12 @@ class RunConfig(BaseModel):
 
     def words_of_id(self) -> list[str]:
         """Return the words of the run id: shape, context length, and mode and precision if they can vary."""
-        free = [name for name in ("mode", "precision") if name in self.tunable_fields()]
-        return [
-            self.shape.replace(" ", "-"),
-            f"ctx{self.context_length}",
-            *(getattr(self, name) for name in free),
-        ]
+        words = [self.shape.replace(" ", "-"), f"ctx{self.context_length}"]
+        tunable = self.tunable_fields()
+        for name in ("mode", "precision"):
+            if name in tunable:
+                words.append(getattr(self, name))
+        return words
 
     @property
     def run_id(self) -> str:
@@ -184,23 +194,24 @@ class RunConfig(BaseModel):
     @property
     def label(self) -> str:
         """A description for readers: the run id's words, and all other fields that differ from their defaults."""
-        said = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
-        others = self.model_dump(exclude_defaults=True, exclude=said)
-        return ", ".join(
-            [
-                " ".join([self.study, *self.words_of_id()]),
-                *(f"{name} {_value(value)}" for name, value in others.items()),
-            ]
-        )
+        in_id = {"study", "device", "size", "mode", "precision", "context_length", *Dimensions._fields}
+        others = self.model_dump(exclude_defaults=True, exclude=in_id)
+        parts = [" ".join([self.study, *self.words_of_id()])]
+        for name, value in others.items():
+            parts.append(f"{name} {_format_value(value)}")
+        return ", ".join(parts)
 
 
 def digest_of(fields: Mapping[str, Any]) -> str:
     """Return a digest of a configuration's fields, as eight hexadecimal digits."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+    text = json.dumps(fields, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _value(value: Any) -> str:
-    return "/".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+def _format_value(value: Any) -> str:
+    if isinstance(value, list):
+        return "/".join(map(str, value)) or "none"
+    return str(value)
 
 
 class StepConfig(RunConfig):
@@ -222,7 +233,7 @@ class StepConfig(RunConfig):
     def fill_dimensions(cls, values: Any) -> Any:
         """Fill in the dimensions of a named size, or the name of a size with known dimensions.
 
-        ``size`` can also be an unnamed shape as tables write it, such as "d512 f2048 l8 h8". The optional
+        ``size`` can also be an unnamed size as tables format it, such as "d512 f2048 l8 h8". The optional
         ``edition``, which isn't a field, is the year of the handout that the size's name comes from.
 
         Raises:
@@ -232,31 +243,43 @@ class StepConfig(RunConfig):
         if not isinstance(values, dict):
             return values
         values = dict(values)
-        size, edition = values.get("size", "custom"), values.pop("edition", None)
+        size = values.get("size", "custom")
+        edition = values.pop("edition", None)
         if size == "custom" and edition is not None:
-            raise ValueError(f"edition: got {truncated_repr(edition)}, but no size whose name it would tell")
-        if unnamed := SHAPE.fullmatch(str(size)):
-            named = Dimensions(*map(int, unnamed.groups()))._asdict()
-        else:
-            named = SIZES[resolve_size(size, edition)]._asdict() if size != "custom" else {}
-        for field, number in named.items():
+            raise ValueError(
+                f"edition: got {truncated_repr(edition)}, but it only applies to a named size;"
+                " leave it out or add a size"
+            )
+        dimensions: dict[str, int] = {}
+        unnamed = SHAPE.fullmatch(str(size))
+        if unnamed:
+            numbers = map(int, unnamed.groups())
+            dimensions = Dimensions(*numbers)._asdict()
+        elif size != "custom":
+            name = resolve_size(size, edition)
+            dimensions = SIZES[name]._asdict()
+        for field, number in dimensions.items():
             if values.setdefault(field, number) != number:
                 raise ValueError(
                     f"{field}: got {truncated_repr(values[field])}, but size {size!r} has {number};"
                     " leave one of them out"
                 )
-        dimensions = tuple(values.get(field) for field in Dimensions._fields)
-        values["size"] = next((name for name, known in SIZES.items() if known == dimensions), "custom")
+        values["size"] = "custom"
+        final_dimensions = tuple(values.get(field) for field in Dimensions._fields)
+        for name, named_dimensions in SIZES.items():
+            if named_dimensions == final_dimensions:
+                values["size"] = name
         return values
 
     @model_validator(mode="after")
-    def heads_divide(self) -> Self:
+    def check_heads(self) -> Self:
         if self.d_model % self.num_heads:
             raise ValueError(f"num_heads: got {self.num_heads}, but it must divide d_model = {self.d_model}")
-        if (self.d_model // self.num_heads) % 2:
+        head_dim = self.d_model // self.num_heads
+        if head_dim % 2:
             raise ValueError(
-                f"num_heads: got {self.num_heads}, but RoPE turns pairs, so d_model / num_heads"
-                f" = {self.d_model // self.num_heads} must be even"
+                f"num_heads: got {self.num_heads}, but d_model / num_heads = {head_dim} must be even,"
+                " because RoPE rotates pairs of dimensions"
             )
         return self
 
@@ -280,8 +303,12 @@ def studies() -> dict[str, type[RunConfig]]:
     The classes are imported by name from the list in :mod:`stepscope.studies`, because that package is a
     layer above this module.
     """
-    listed = importlib.import_module("stepscope.studies").STUDIES
-    return {name: importlib.import_module(f"stepscope.studies.{name}.config").Config for name in listed}
+    names = importlib.import_module("stepscope.studies").STUDIES
+    configs = {}
+    for name in names:
+        module = importlib.import_module(f"stepscope.studies.{name}.config")
+        configs[name] = module.Config
+    return configs
 
 
 def configure(study: str, **values: Any) -> Any:
@@ -290,42 +317,52 @@ def configure(study: str, **values: Any) -> Any:
     Fields that are None count as omitted, and ``device`` defaults to ``auto``.
 
     Raises:
-        ConfigError: for each invalid field, the text has its name, its value and the expected values.
+        ConfigError: the message names each invalid field, its value and the expected values.
     """
     known = studies()
     if not isinstance(study, str) or study not in known:
         raise ConfigError(f"study: got {truncated_repr(study)}, but known studies are {', '.join(known)}")
-    values = {field: value for field, value in values.items() if value is not None}
+    fields: dict[str, Any] = {"device": "auto"}
+    for field, value in values.items():
+        if value is not None:
+            fields[field] = value
     try:
-        return known[study](**{"device": "auto"} | values)
+        return known[study](**fields)
     except ValidationError as error:
         raise ConfigError(format_errors(error, known[study])) from None
 
 
 def format_errors(error: ValidationError, model: type[BaseModel]) -> str:
     """Format a validation error: one sentence per invalid field, such as ``tables.samples.rows``."""
-    return "; ".join(_sentence(item, model) for item in error.errors())
+    sentences = [_format_error(item, model) for item in error.errors()]
+    return "; ".join(sentences)
 
 
-def _sentence(item: Any, model: type[BaseModel]) -> str:
-    plain = (
-        str(part) if re.fullmatch(r"[\w./-]{1,50}", str(part)) else truncated_repr(part)
-        for part in item["loc"]
-    )
-    field = ".".join(plain) or "all"
-    if item["type"] == "value_error":  # our validators raise complete error messages
-        return str(item["ctx"]["error"])
-    if item["type"] == "extra_forbidden":
-        return f"{field}: no such field; {_known(str(item['loc'][-1]), model.model_fields)}"
-    if item["type"] == "missing":
+def _format_error(error: Any, model: type[BaseModel]) -> str:
+    location = error["loc"]
+    field = ".".join(map(_format_location, location)) or "all"
+    if error["type"] == "value_error":  # our validators raise complete error messages
+        return str(error["ctx"]["error"])
+    if error["type"] == "extra_forbidden":
+        return f"{field}: no such field; {_suggest(str(location[-1]), model.model_fields)}"
+    if error["type"] == "missing":
         return f"{field}: not given, and it has no default"
-    return f"{field}: got {truncated_repr(item['input'])}, but {item['msg'][0].lower()}{item['msg'][1:]}"
+    message = error["msg"]
+    expected = message[0].lower() + message[1:]
+    return f"{field}: got {truncated_repr(error['input'])}, but {expected}"
 
 
-def _known(name: str, known: Iterable[str]) -> str:
+def _format_location(part: Any) -> str:
+    is_short = re.fullmatch(r"[\w./-]{1,50}", str(part))
+    return str(part) if is_short else truncated_repr(part)
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
     """Suggest the closest known name for an unknown one, and list all known names."""
-    close = difflib.get_close_matches(name[:MAX_SHOWN], known := list(known), 1)
-    return f"{f'{close[0]} may be meant; ' if close else ''}known are {', '.join(known)}"
+    names = list(known)
+    matches = difflib.get_close_matches(name[:MAX_SHOWN], names, 1)
+    all_names = f"known are {', '.join(names)}"
+    return f"{matches[0]} may be meant; {all_names}" if matches else all_names
 
 
 def from_notebook(study: str, names: dict[str, Any]) -> Any:
@@ -338,41 +375,44 @@ def from_notebook(study: str, names: dict[str, Any]) -> Any:
     Raises:
         ConfigError: a value is invalid, or papermill was given an unknown parameter.
     """
-    free = studies()[study].tunable_fields()
-    require_parameters(names, free)
-    return configure(study, **{field: names[field] for field in free if field in names})
+    tunable = studies()[study].tunable_fields()
+    require_parameters(names, tunable)
+    values = {field: names[field] for field in tunable if field in names}
+    return configure(study, **values)
 
 
-def require_parameters(names: Mapping[str, Any], free: Iterable[str] = ()) -> None:
+def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ()) -> None:
     """Reject unknown papermill parameters, for which papermill itself only prints a warning.
 
     Args:
         names: the notebook's ``globals()``, whose history ``In`` includes the cell that papermill injects.
-        free: names that are allowed in addition to those of the parameters cell.
+        more_names: names that are allowed in addition to those of the parameters cell.
 
     Raises:
-        ConfigError: a parameter is unknown; the text lists the known ones.
+        ConfigError: a parameter is unknown; the message lists the known ones.
     """
     history = names.get("In", [])
-    for at, cell in enumerate(history):
-        if not at or not cell.startswith("# Parameters\n"):
+    for defaults, cell in itertools.pairwise(history):
+        if not cell.startswith("# Parameters\n"):
             continue
-        own = [name for name in assigned_constants(history[at - 1]) if name != "run_folder"]
-        known = dict.fromkeys([*own, *free])
+        known = dict.fromkeys([*assigned_constants(defaults), *more_names])
+        known.pop("run_folder", None)  # for sweeps, so it isn't suggested
         for name in assigned_constants(cell):
             if name not in known and name != "run_folder":
-                raise ConfigError(f"{name:.100}: no such parameter; {_known(name, known)}")
+                raise ConfigError(f"{name:.100}: no such parameter; {_suggest(name, known)}")
 
 
 def assigned_constants(cell: str) -> list[str]:
     """Return the names that a cell assigns constants to; empty if it does anything else except importing."""
     names: list[str] = []
     try:
-        for line in ast.parse(cell).body:
-            if not isinstance(line, ast.Import | ast.ImportFrom):
-                targets = line.targets if isinstance(line, ast.Assign) else [line.target]  # type: ignore
-                ast.literal_eval(line.value)  # type: ignore
-                names += [target.id for target in targets]  # type: ignore
+        for statement in ast.parse(cell).body:
+            if isinstance(statement, ast.Import | ast.ImportFrom):
+                continue
+            is_plain_assignment = isinstance(statement, ast.Assign)
+            targets = statement.targets if is_plain_assignment else [statement.target]  # type: ignore
+            ast.literal_eval(statement.value)  # type: ignore
+            names += [target.id for target in targets]
     except (SyntaxError, ValueError, AttributeError):
         return []
     return names
@@ -392,11 +432,12 @@ def require_device(config: RunConfig) -> None:
                 f"device: got 'cuda', but torch {torch.__version__} sees no CUDA GPU here;"
                 " 'cpu' and 'auto' are possible"
             )
-        capability = torch.cuda.get_device_capability()
-        if config.precision in ("tf32", "bf16") and capability < (8, 0):
-            has = f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}"
+        major, minor = torch.cuda.get_device_capability()
+        if config.precision in ("tf32", "bf16") and major < 8:
+            name = torch.cuda.get_device_name()
             raise ConfigError(
-                f"precision: got {config.precision!r}, but {has} and it needs 8.0; fp32 and fp16 are possible"
+                f"precision: got {config.precision!r}, but {name} has compute capability {major}.{minor}"
+                " and it needs 8.0; fp32 and fp16 are possible"
             )
     elif config.precision == "tf32":
         raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")

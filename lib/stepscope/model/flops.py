@@ -15,24 +15,31 @@ def parameter_count(config: StepConfig) -> int:
 
     A block has four C x C matrices, three C x F matrices and two norms.
     """
-    block = 4 * config.d_model**2 + 3 * config.d_model * config.d_ff + 2 * config.d_model
-    return 2 * config.vocab_size * config.d_model + config.num_layers * block + config.d_model
+    width = config.d_model
+    attention = 4 * width**2
+    ffn = 3 * width * config.d_ff
+    norm = width
+    block = attention + ffn + 2 * norm
+    embedding_and_head = 2 * config.vocab_size * width
+    return embedding_and_head + config.num_layers * block + norm
 
 
 def forward_flops(config: StepConfig) -> dict[str, int]:
     """Return the FLOPs of one forward pass by region."""
+    width = config.d_model
     tokens = config.batch_size * config.context_length
-    projection = 2 * tokens * config.d_model**2
-    attention_matmul = 2 * tokens * config.context_length * config.d_model
+    projection = 2 * tokens * width**2
+    attention_matmul = 2 * tokens * config.context_length * width
+    ffn_matmul = 2 * tokens * width * config.d_ff
     per_layer = {
         "attention.qkv": 3 * projection,
         "attention.scores": attention_matmul,
         "attention.value": attention_matmul,
         "attention.output": projection,
-        "ffn": 3 * 2 * tokens * config.d_model * config.d_ff,
+        "ffn": 3 * ffn_matmul,
     }
     by_region = {region: config.num_layers * flops for region, flops in per_layer.items()}
-    by_region["head"] = 2 * tokens * config.d_model * config.vocab_size
+    by_region["head"] = 2 * tokens * width * config.vocab_size
     return by_region
 
 
@@ -42,12 +49,18 @@ def phase_flops(config: StepConfig) -> dict[str, int]:
     Backward runs two matmuls for each one in forward, one for the gradient of each factor. AdamW runs none.
     """
     forward = sum(forward_flops(config).values())
-    return {"forward": forward, "loss": 0, "backward": 2 * forward, "optimizer": 0}
+    return {
+        "forward": forward,
+        "loss": 0,
+        "backward": 2 * forward,
+        "optimizer": 0,
+    }
 
 
 def step_flops(config: StepConfig, mode: str = "step") -> int:
     """Return the FLOPs of all phases that ``mode`` runs."""
-    return sum(phase_flops(config)[phase] for phase in PHASES[mode])
+    by_phase = phase_flops(config)
+    return sum(by_phase[phase] for phase in PHASES[mode])
 
 
 def formula_mismatch(model: Any, config: StepConfig) -> str:
@@ -60,27 +73,40 @@ def formula_mismatch(model: Any, config: StepConfig) -> str:
     Args:
         model: an ``nn.Module``; only the names and shapes of its parameters are read.
     """
-    expected = dict(_parameter_shapes(config))
-    actual = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    for name in expected | actual:
-        if actual.get(name) != expected.get(name):
-            got, assumed = (
-                f"of shape {shapes[name]}" if name in shapes else "missing" for shapes in (actual, expected)
+    expected_shapes = dict(_parameter_shapes(config))
+    shapes = {}
+    for name, parameter in model.named_parameters():
+        shapes[name] = tuple(parameter.shape)
+    for name in expected_shapes | shapes:
+        shape = shapes.get(name)
+        expected = expected_shapes.get(name)
+        if shape != expected:
+            return (
+                f"parameter {name} is {_format_shape(shape)}, but in the model that the formulas describe it is"
+                f" {_format_shape(expected)}"
             )
-            return f"parameter {name} is {got}, but in the model that the formulas describe it is {assumed}"
     return ""
+
+
+def _format_shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else f"of shape {shape}"
 
 
 def _parameter_shapes(config: StepConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of each parameter that the formulas count."""
-    width, hidden, vocab = config.d_model, config.d_ff, config.vocab_size
+    width = config.d_model
+    hidden = config.d_ff
+    vocab = config.vocab_size
     yield "embedding.weight", (vocab, width)
     for index in range(config.num_layers):
         block = f"blocks.{index}"
+        attention = f"{block}.attention"
         yield f"{block}.attention_norm.weight", (width,)
         yield f"{block}.ffn_norm.weight", (width,)
-        for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            yield f"{block}.attention.{projection}.weight", (width, width)
+        yield f"{attention}.q_proj.weight", (width, width)
+        yield f"{attention}.k_proj.weight", (width, width)
+        yield f"{attention}.v_proj.weight", (width, width)
+        yield f"{attention}.o_proj.weight", (width, width)
         yield f"{block}.ffn.gate_proj.weight", (hidden, width)
         yield f"{block}.ffn.up_proj.weight", (hidden, width)
         yield f"{block}.ffn.down_proj.weight", (width, hidden)

@@ -12,7 +12,11 @@ from torch import Tensor
 from stepscope import StepscopeError
 
 
-def text_batches(steps: int, batch_size: int, context_length: int) -> Tensor:
+def text_batches(
+    steps: int,
+    batch_size: int,
+    context_length: int,
+) -> Tensor:
     """Return token ids below 256, (steps, B, T + 1) int64 on the CPU. They are the same in every call.
 
     Raises:
@@ -21,8 +25,10 @@ def text_batches(steps: int, batch_size: int, context_length: int) -> Tensor:
     spec = importlib.util.find_spec("pydoc_data.topics")
     if spec is None or spec.origin is None:
         raise StepscopeError("this Python has no pydoc_data, which contains the training text")
-    text = torch.frombuffer(bytearray(Path(spec.origin).read_bytes()), dtype=torch.uint8)
+    content = bytearray(Path(spec.origin).read_bytes())
+    text = torch.frombuffer(content, dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
-    starts = torch.randint(len(text) - context_length, (steps * batch_size,), generator=generator)
+    num_starts = len(text) - context_length
+    starts = torch.randint(num_starts, (steps * batch_size,), generator=generator)
     windows = text.unfold(0, context_length + 1, 1)
     return windows[starts].view(steps, batch_size, -1).long()

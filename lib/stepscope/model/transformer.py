@@ -31,8 +31,10 @@ def rope_tables(context_length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
     At position t, pair i is rotated by t * 10,000^(-2i/D).
     """
-    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angle = torch.outer(torch.arange(context_length, dtype=torch.float64), frequency).repeat(1, 2)
+    even = torch.arange(0, head_dim, 2, dtype=torch.float64)
+    frequency = 10_000.0 ** (-even / head_dim)
+    position = torch.arange(context_length, dtype=torch.float64)
+    angle = torch.outer(position, frequency).repeat(1, 2)
     dtype = torch.get_default_dtype()
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -42,13 +44,21 @@ class Attention(nn.Module):
 
     def __init__(self, d_model: int, num_heads: int, kind: str):
         super().__init__()
-        self.num_heads, self.kind = num_heads, kind
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(d_model, d_model, bias=False) for _ in range(4)
-        )
+        self.num_heads = num_heads
+        self.kind = kind
+        self.q_proj = nn.Linear(d_model, d_model, bias=False)
+        self.k_proj = nn.Linear(d_model, d_model, bias=False)
+        self.v_proj = nn.Linear(d_model, d_model, bias=False)
+        self.o_proj = nn.Linear(d_model, d_model, bias=False)
 
     @region("attention")
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, future: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        future: Tensor,
+    ) -> Tensor:
         # (B, T, C), two tables (T, D), mask (T, T) -> (B, T, C)
         q, k, v = self.qkv(x)
         q, k = self.rope(q, k, cos, sin)
@@ -64,9 +74,16 @@ class Attention(nn.Module):
         ]
 
     @region("attention.rope")
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    def rope(
+        self,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> list[Tensor]:
         # two of (B, H, T, D), tables (T, D) -> two of (B, H, T, D); pairs are (i, i + D/2)
-        cos, sin = cos.to(q.dtype), sin.to(q.dtype)
+        cos = cos.to(q.dtype)
+        sin = sin.to(q.dtype)
         rotated = []
         for x in (q, k):
             first, second = x.chunk(2, dim=-1)
@@ -120,7 +137,8 @@ class Block(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, num_heads: int, attention: str):
         super().__init__()
-        self.attention_norm, self.ffn_norm = RMSNorm(d_model), RMSNorm(d_model)
+        self.attention_norm = RMSNorm(d_model)
+        self.ffn_norm = RMSNorm(d_model)
         self.attention = Attention(d_model, num_heads, attention)
         self.ffn = SwiGLU(d_model, d_ff)
 
@@ -141,16 +159,24 @@ class TransformerLM(nn.Module):
     def __init__(self, config: StepConfig):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(
-            Block(config.d_model, config.d_ff, config.num_heads, config.attention)
-            for _ in range(config.num_layers)
-        )
+        self.blocks = nn.ModuleList()
+        for _ in range(config.num_layers):
+            block = Block(
+                config.d_model,
+                config.d_ff,
+                config.num_heads,
+                config.attention,
+            )
+            self.blocks.append(block)
         self.final_norm = RMSNorm(config.d_model)
         self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        cos, sin = rope_tables(config.context_length, config.d_model // config.num_heads)
-        future = torch.ones(config.context_length, config.context_length, dtype=torch.bool).triu(1)
-        for name, table in {"cos": cos, "sin": sin, "future": future}.items():
-            self.register_buffer(name, table, persistent=False)
+        context_length = config.context_length
+        head_dim = config.d_model // config.num_heads
+        cos, sin = rope_tables(context_length, head_dim)
+        future = torch.ones(context_length, context_length, dtype=torch.bool).triu(1)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("future", future, persistent=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)

@@ -44,7 +44,8 @@ def random_bits(index: Tensor, count: Tensor) -> Tensor:
         count: number of the step, ().
     """
     mask = 0xFFFFFFFF
-    h = (index & mask) ^ (count * GOLDEN & mask)
+    seed = count * GOLDEN & mask
+    h = (index & mask) ^ seed
     h = (h ^ (h >> 16)) * MIX1 & mask
     h = (h ^ (h >> 13)) * MIX2 & mask
     return (h ^ (h >> 16)) & 0xFFFF
@@ -52,12 +53,18 @@ def random_bits(index: Tensor, count: Tensor) -> Tensor:
 
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """Round fp32 stochastically to bf16: add 16 random ``bits`` below bf16's last bit, then truncate."""
-    truncated = (x.view(torch.int32) + bits.to(torch.int32)) & -(2**16)
+    raised = x.view(torch.int32) + bits.to(torch.int32)
+    truncated = raised & -(2**16)
     return truncated.view(torch.float32).bfloat16()
 
 
 def update_(
-    master: Tensor, m: Tensor, v: Tensor, gradient: Tensor, scalars: Tensor, bits: Tensor | None
+    master: Tensor,
+    m: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+    scalars: Tensor,
+    bits: Tensor | None,
 ) -> None:
     """Update one parameter with AdamW's formula (Loshchilov & Hutter 2019, algorithm 2).
 
@@ -86,17 +93,27 @@ if HAS_TRITON:
     import triton.language as tl
 
     # a kernel can read only globals that are tl.constexpr
-    FIELDS, HASH, MIXED1, MIXED2 = map(tl.constexpr, (COLUMNS, GOLDEN, MIX1, MIX2))
+    FIELDS = tl.constexpr(COLUMNS)
+    HASH = tl.constexpr(GOLDEN)
+    MIXED1 = tl.constexpr(MIX1)
+    MIXED2 = tl.constexpr(MIX2)
 
     @triton.jit
     def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
         """Apply :func:`update_` to the elements ``at`` these offsets of the buffers, and return the new weights.
 
         ``scalars`` and ``step`` point to those of the elements' parameter."""
-        old_m, old_v, old = tl.load(m + at), tl.load(v + at), tl.load(master + at)
-        kept, rate, correction = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-        beta1, rest1, beta2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
-        rest2, eps = tl.load(scalars + 6), tl.load(scalars + 7)
+        old_m = tl.load(m + at)
+        old_v = tl.load(v + at)
+        old = tl.load(master + at)
+        kept = tl.load(scalars)
+        rate = tl.load(scalars + 1)
+        correction = tl.load(scalars + 2)
+        beta1 = tl.load(scalars + 3)
+        rest1 = tl.load(scalars + 4)
+        beta2 = tl.load(scalars + 5)
+        rest2 = tl.load(scalars + 6)
+        eps = tl.load(scalars + 7)
         new_m = old_m.to(tl.float32) * beta1 + gradient * rest1
         new_v = old_v.to(tl.float32) * beta2 + gradient * gradient * rest2
         if exact:
@@ -182,11 +199,15 @@ if HAS_TRITON:
         """Update one tile of a matrix, and write its two FP8 layouts into the bytes of the bf16 weight."""
         program = tl.program_id(0)
         owner = tl.load(owners + program)
-        offset, width = tl.load(offsets + owner), tl.load(widths + owner).to(tl.int32)
-        offset, width = tl.multiple_of(offset, 64), tl.multiple_of(width, 64)
+        offset = tl.load(offsets + owner)
+        width = tl.load(widths + owner).to(tl.int32)
+        offset = tl.multiple_of(offset, 64)
+        width = tl.multiple_of(width, 64)
         start = tl.load(starts + program)
-        top, left = tl.multiple_of(start // width, rows), tl.multiple_of(start % width, columns)
-        down, along = top + tl.arange(0, rows), left + tl.arange(0, columns)
+        top = tl.multiple_of(start // width, rows)
+        left = tl.multiple_of(start % width, columns)
+        down = top + tl.arange(0, rows)
+        along = left + tl.arange(0, columns)
         within = down[:, None] * width + along[None, :]
         gradient = tl.load(
             tl.multiple_of(tl.load(gradients + owner).to(tl.pointer_type(tl.bfloat16)), 16) + within

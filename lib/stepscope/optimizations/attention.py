@@ -26,11 +26,17 @@ class Inputs:
         shape = (config.batch_size, 1, context_length, config.d_model)
         dtype = AUTOCAST_DTYPES.get(config.precision)
         self.context_length = context_length
-        self.q, self.k, self.v, self.gradient = (
-            torch.randn(shape, generator=generator, device=config.device, dtype=dtype) for _ in range(4)
-        )
-        for x in (self.q, self.k, self.v):
-            x.requires_grad_()
+
+        def random() -> Tensor:
+            return torch.randn(shape, generator=generator, device=config.device, dtype=dtype)
+
+        self.q = random()
+        self.k = random()
+        self.v = random()
+        self.gradient = random()
+        self.q.requires_grad_()
+        self.k.requires_grad_()
+        self.v.requires_grad_()
 
     def clear_gradients(self) -> None:
         for x in (self.q, self.k, self.v):
@@ -39,16 +45,15 @@ class Inputs:
     @cached_property
     def future(self) -> Tensor:
         """The model's causal mask, (T, T) bool: True where a query must not see a key."""
-        return torch.ones(
-            self.context_length, self.context_length, dtype=torch.bool, device=self.q.device
-        ).triu_(1)
+        length = self.context_length
+        ones = torch.ones(length, length, dtype=torch.bool, device=self.q.device)
+        return ones.triu_(1)
 
     @cached_property
     def blocks(self) -> BlockMask:
         """The causal mask for FlexAttention, in blocks of 128 x 128. Creating it takes a full (T, T) mask."""
-        return create_block_mask(
-            causal_mask_mod, None, None, self.context_length, self.context_length, device=self.q.device
-        )
+        length = self.context_length
+        return create_block_mask(causal_mask_mod, None, None, length, length, device=self.q.device)
 
     def held_bytes(self, name: str) -> int:
         """Return the bytes in use before forward: q, k, v, the output gradient and the implementation's mask."""
@@ -65,22 +70,32 @@ def causal_mask_mod(batch, head, query, key):
 
 def attention_in_float64(inputs: Inputs) -> list[Tensor]:
     """Return the output and the gradients of q, k and v in float64, computed with a textbook softmax."""
-    tensors = [x.detach().double() for x in (inputs.q, inputs.k, inputs.v, inputs.gradient)]
-    elements = [_attention_of_element(*element) for element in zip(*tensors)]
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.gradient)
+    exact = [tensor.detach().double() for tensor in tensors]
+    elements = [_attention_of_element(*element) for element in zip(*exact)]
     return [torch.stack(results) for results in zip(*elements)]
 
 
-def _attention_of_element(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+def _attention_of_element(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gradient: Tensor,
+) -> tuple[Tensor, ...]:
     """Return output, dq, dk and dv of one batch element, (1, T, d) each."""
     context_length = q.shape[-2]
     num_queries = max(1, MAX_SCORES // context_length)
-    outputs, dqs = [], []
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    outputs = []
+    dqs = []
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
     positions = torch.arange(context_length, device=q.device)
     for first in range(0, context_length, num_queries):
         rows = slice(first, first + num_queries)
-        leaves = [x.requires_grad_() for x in (q[:, rows].clone(), k.clone(), v.clone())]
-        queries, keys, values = leaves
+        queries = q[:, rows].clone().requires_grad_()
+        keys = k.clone().requires_grad_()
+        values = v.clone().requires_grad_()
+        leaves = [queries, keys, values]
         scores = queries @ keys.transpose(-1, -2) / q.shape[-1] ** 0.5
         scores.masked_fill_(positions > positions[rows, None], -inf)
         output = torch.softmax(scores, dim=-1) @ values

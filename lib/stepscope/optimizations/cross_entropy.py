@@ -17,33 +17,50 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of ``hidden @ weight.T``, with matmuls in ``dtype`` and everything else in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
         # (N, C), (V, C), (N,) -> ()
         low_weight = weight.to(dtype)
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = []
         d_weight: Any = None
-        chunk = max(MIN_CHUNK, -(-len(targets) // MAX_CHUNKS))
+        num_tokens = len(targets)
+        chunk = max(MIN_CHUNK, -(-num_tokens // MAX_CHUNKS))
         for x, target in zip(hidden.to(dtype).split(chunk), targets.split(chunk)):
             logits = (x @ low_weight.t()).float()
             logsumexp = logits.logsumexp(-1, keepdim=True)
             total = total + (logsumexp - logits.gather(-1, target[:, None])).sum()
             is_target = torch.arange(logits.shape[-1], device=logits.device) == target[:, None]
             softmax = (logits - logsumexp).exp()
-            d_logits = ((softmax - is_target.float()) / len(targets)).to(dtype)
+            d_logits = ((softmax - is_target.float()) / num_tokens).to(dtype)
             d_hidden.append(d_logits @ low_weight)
             part = (d_logits.t() @ x).float()
             d_weight = part if d_weight is None else d_weight + part
         ctx.save_for_backward(torch.cat(d_hidden).to(hidden.dtype), d_weight.to(weight.dtype))
-        return total / len(targets)
+        return total / num_tokens
 
     @staticmethod
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        return d_hidden * d_loss.to(d_hidden.dtype), d_weight * d_loss.to(d_weight.dtype), None, None
+        return (
+            d_hidden * d_loss.to(d_hidden.dtype),
+            d_weight * d_loss.to(d_weight.dtype),
+            None,
+            None,
+        )
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return the mean cross-entropy over all tokens, ().
 
     Args:

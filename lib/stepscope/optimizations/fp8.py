@@ -84,23 +84,32 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two FP8 layouts in the bytes of a bf16 weight (N, K), as writable views (N, K) and (K, N)."""
+    height, width = weight.shape
     rows, columns = weight.view(FP8).flatten().split(weight.numel())
-    return rows.view(weight.shape), columns.view(weight.shape[::-1])
+    return rows.view(height, width), columns.view(width, height)
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
     """Return the power of two by which the largest magnitude, (), is divided to be in [128, 256)."""
-    return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 8)
+    exponent = torch.frexp(largest).exponent - 8
+    return torch.ldexp(torch.ones_like(largest), exponent)
 
 
 def write_layouts(weight: Tensor, master: Tensor, scale: Tensor) -> None:
     """Write both FP8 layouts of fp32 ``master / scale``, (N, K) and (), into the bytes of bf16 ``weight``."""
     rounded = (master / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
-    for layout, values in zip(layouts(weight), (rounded, rounded.t())):
-        layout.copy_(values)
+    rows, columns = layouts(weight)
+    rows.copy_(rounded)
+    columns.copy_(rounded.t())
 
 
-def matmul(a: Tensor, b8: Tensor, b_scale: Tensor, ones: Tensor, fast: bool) -> Tensor:
+def matmul(
+    a: Tensor,
+    b8: Tensor,
+    b_scale: Tensor,
+    ones: Tensor,
+    fast: bool,
+) -> Tensor:
     """Return a @ b.T, (M, N). A CPU computes it in fp32 from the same 8-bit numbers.
 
     Args:
@@ -115,7 +124,12 @@ def matmul(a: Tensor, b8: Tensor, b_scale: Tensor, ones: Tensor, fast: bool) -> 
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
     return torch._scaled_mm(
-        a8, b8.t(), scale_a=scale, scale_b=ones[:, : len(b8)], out_dtype=a.dtype, use_fast_accum=fast
+        a8,
+        b8.t(),
+        scale_a=scale,
+        scale_b=ones[:, : len(b8)],
+        out_dtype=a.dtype,
+        use_fast_accum=fast,
     )
 
 
@@ -125,12 +139,14 @@ class Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, ones: Tensor) -> Tensor:  # -> (M, N)
         ctx.save_for_backward(x, weight, scale, ones)
-        return matmul(x, layouts(weight)[0], scale, ones, fast=True)
+        rows, _ = layouts(weight)
+        return matmul(x, rows, scale, ones, fast=True)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None, None]:  # (M, N) -> (M, K), (N, K)
         x, weight, scale, ones = ctx.saved_tensors
-        return matmul(d_out, layouts(weight)[1], scale, ones, fast=False), d_out.t() @ x, None, None
+        _, columns = layouts(weight)
+        return matmul(d_out, columns, scale, ones, fast=False), d_out.t() @ x, None, None
 
 
 class Fp8Linear(nn.Linear):
@@ -162,7 +178,10 @@ def use_fp8(blocks: nn.Module) -> None:
     for module in blocks.modules():
         if type(module) is nn.Linear:
             module.__class__ = Fp8Linear
-            device, longest = module.weight.device, max(module.weight.shape)
-            module.register_buffer("weight_scale", torch.tensor(torch.nan, device=device), persistent=False)
-            module.register_buffer("ones", torch.ones(1, longest, device=device), persistent=False)
+            device = module.weight.device
+            longest = max(module.weight.shape)
+            scale = torch.tensor(torch.nan, device=device)
+            ones = torch.ones(1, longest, device=device)
+            module.register_buffer("weight_scale", scale, persistent=False)
+            module.register_buffer("ones", ones, persistent=False)
             module.weight.fp8_scale = module.weight_scale  # where the optimizer finds and writes it

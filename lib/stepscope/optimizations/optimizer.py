@@ -92,6 +92,10 @@ def add_masters(optimizer: "MasterAdamW", state_dict: dict[str, Any]) -> None:
         state_dict["state"][index]["master"] = master
 
 
+def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
+    return key in state and state[key].shape == shape
+
+
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
@@ -134,17 +138,26 @@ class MasterAdamW(torch.optim.Optimizer):
             raise ValueError(f"moments: got {moments}, but expected torch.float32 or torch.bfloat16")
         self.moments = moments
         self.frozen: list[Tensor] = []  # parameters that didn't require a gradient
-        modules = params.modules() if isinstance(params, nn.Module) else ()
+        modules: Iterable[nn.Module] = ()
         if isinstance(params, nn.Module):
+            modules = params.modules()
             params = params.named_parameters()
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.parameters: list[nn.Parameter] = []
+        names: list[str] = []
         for group in self.param_groups:
             guards.check_group(group, moments)
-        self.parameters: list[nn.Parameter] = [
-            parameter for group in self.param_groups for parameter in group["params"]
-        ]
-        names = [name for group in self.param_groups for name in group.get("param_names", ())]
-        self.named = dict(zip(names or map(str, range(len(self.parameters))), self.parameters))
+            self.parameters += group["params"]
+            names += group.get("param_names", ())
+        if not names:
+            names = [str(index) for index in range(len(self.parameters))]
+        self.named = dict(zip(names, self.parameters))
         if len(self.named) < len(self.parameters):
             raise ValueError("two parameters have the same name, but names must be unique")
         if not self.parameters:
@@ -164,54 +177,65 @@ class MasterAdamW(torch.optim.Optimizer):
         """Create the flat buffers. The parameters, and the moments in ``state``, become views of them."""
         self.shapes = [parameter.shape for parameter in self.parameters]
         self.counts = [parameter.numel() for parameter in self.parameters]
-        self.in_fp8 = [
-            index for index, parameter in enumerate(self.parameters) if hasattr(parameter, "fp8_scale")
-        ]
-        order = sorted(
-            range(len(self.parameters)), key=lambda index: index in self.in_fp8
-        )  # FP8 weights last
-        padded = [-(-self.counts[index] // adamw.BLOCK) * adamw.BLOCK for index in order]
+        indices = range(len(self.parameters))
+        self.in_fp8 = [index for index in indices if hasattr(self.parameters[index], "fp8_scale")]
+        order = sorted(indices, key=lambda index: index in self.in_fp8)  # FP8 weights last
+        padded = [self._blocks(index) * adamw.BLOCK for index in order]
         *starts, total = accumulate(padded, initial=0)
-        self.offsets = [start for _, start in sorted(zip(order, starts))]
-        self.master = torch.zeros(total, device=self.device, dtype=torch.float32)
-        self.low = torch.zeros(total, device=self.device, dtype=torch.bfloat16)
-        self.m, self.v = (torch.zeros(total, device=self.device, dtype=self.moments) for _ in range(2))
-        parameters = len(self.parameters)
-        self.count = torch.zeros(parameters, device=self.device, dtype=torch.int64)  # steps so far
-        self.scales, self.largest = torch.ones(2, parameters, device=self.device, dtype=torch.float32)
+        start_of = dict(zip(order, starts))
+        self.offsets = [start_of[index] for index in indices]
+        device = self.device
+        self.master = torch.zeros(total, device=device, dtype=torch.float32)
+        self.low = torch.zeros(total, device=device, dtype=torch.bfloat16)
+        self.m = torch.zeros(total, device=device, dtype=self.moments)
+        self.v = torch.zeros(total, device=device, dtype=self.moments)
+        num_parameters = len(self.parameters)
+        self.count = torch.zeros(num_parameters, device=device, dtype=torch.int64)  # steps so far
+        self.scales, self.largest = torch.ones(2, num_parameters, device=device, dtype=torch.float32)
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
-            flat = self.view(self.low if parameter.dim() > 1 else self.master, index).flatten()
-            parameter.data = torch.from_dlpack(flat).view(parameter.shape)  # same memory, new storage
-            self.state[parameter] = {
+            buffer = self.low if parameter.dim() > 1 else self.master
+            flat = self.view(buffer, index).flatten()
+            new_storage = torch.from_dlpack(flat)  # of the same memory
+            parameter.data = new_storage.view(parameter.shape)
+            state = {
                 "step": self.count[index],
                 "exp_avg": self.view(self.m, index),
                 "exp_avg_sq": self.view(self.v, index),
             }
             if index in self.in_fp8:
-                parameter.fp8_scale.data = self.state[parameter]["scale"] = self.scales[index]
+                state["scale"] = self.scales[index]
+                parameter.fp8_scale.data = state["scale"]
+            self.state[parameter] = state
         self.addresses = [parameter.data_ptr() for parameter in self.parameters]
         self.versions = [parameter._version for parameter in self.parameters]
         self.replicas: Any = None  # a weak reference to the DDP whose ranks share the masters
 
+    def _blocks(self, index: int) -> int:
+        """Return the number of the kernel's blocks that a parameter fills."""
+        return -(-self.counts[index] // adamw.BLOCK)
+
     def _make_scalars(self) -> None:
         """Create the scalars that a step reads, on the device. Each group's ``lr`` becomes a view of ``rates``."""
-        groups, parameters = len(self.param_groups), len(self.parameters)
+        num_groups = len(self.param_groups)
+        num_parameters = len(self.parameters)
         sizes = [len(group["params"]) for group in self.param_groups]
-        self.group_of = torch.arange(groups, device="cpu").repeat_interleave(
-            torch.tensor(sizes, device="cpu")
-        )
-        self.groups = self.group_of.to(self.device)
-        self.rates = torch.zeros(groups, device=self.device, dtype=torch.float64)
-        self.decays, *betas = torch.zeros(3, parameters, device=self.device, dtype=torch.float64)
+        group_sizes = torch.tensor(sizes, device="cpu")
+        groups = torch.arange(num_groups, device="cpu")
+        self.group_of = groups.repeat_interleave(group_sizes)
+        device = self.device
+        self.groups = self.group_of.to(device)
+        self.rates = torch.zeros(num_groups, device=device, dtype=torch.float64)
+        self.decays, *betas = torch.zeros(3, num_parameters, device=device, dtype=torch.float64)
         self.betas = torch.stack(betas)
-        self.scalars = torch.zeros(parameters, adamw.COLUMNS, device=self.device, dtype=torch.float32)
+        self.scalars = torch.zeros(num_parameters, adamw.COLUMNS, device=device, dtype=torch.float32)
         self.fixed: list[Any] = []  # the groups' other options, as last read
         for rate, group in zip(self.rates.unbind(), self.param_groups):
-            if not isinstance(group["lr"], Tensor):
-                group["lr"] = rate.fill_(group["lr"])
-            elif group["lr"].device != self.device:
-                raise ValueError(f"lr: got a tensor on {group['lr'].device}, but expected {self.device}")
+            lr = group["lr"]
+            if not isinstance(lr, Tensor):
+                group["lr"] = rate.fill_(lr)
+            elif lr.device != self.device:
+                raise ValueError(f"lr: got a tensor on {lr.device}, but expected {self.device}")
         self.given = [group["lr"] for group in self.param_groups]
         self._read_groups()
 
@@ -219,22 +243,30 @@ class MasterAdamW(torch.optim.Optimizer):
         """Create the tables in which the kernels' programs look up their parameter, and its offset and size."""
         in_fp32 = [parameter.dtype == torch.float32 for parameter in self.parameters]
         widths = [shape[-1] if shape else 1 for shape in self.shapes]
-        numbers = in_fp32, widths, self.counts, self.offsets
-        self.in_fp32, self.widths, *self.places = (
-            torch.tensor(each, dtype=torch.int64, device=self.device) for each in numbers
-        )
-        flat = [index for index in range(len(self.counts)) if index not in self.in_fp8]
+
+        def tensor(numbers: Sequence[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+        self.in_fp32 = tensor(in_fp32)
+        self.widths = tensor(widths)
+        self.places = [tensor(self.counts), tensor(self.offsets)]
+        num_parameters = len(self.counts)
+        flat = [index for index in range(num_parameters) if index not in self.in_fp8]
+        blocks = [self._blocks(index) for index in flat]
         tiles = [self._tiles(index) for index in self.in_fp8]
-        self.owners = self._owners(flat, [-(-self.counts[index] // adamw.BLOCK) for index in flat])
-        self.tile_owners = self._owners(self.in_fp8, [len(starts) for starts in tiles])
-        self.tiles = torch.cat(tiles or [torch.zeros(0)]).to(self.device, torch.int32)
-        self.gradients_at = [0] * len(self.counts)  # addresses in the table
-        self.table = torch.zeros(len(self.counts), device=self.device, dtype=torch.int64)
+        num_tiles = [len(starts) for starts in tiles]
+        all_tiles = torch.cat(tiles) if tiles else torch.zeros(0)
+        self.owners = self._owners(flat, blocks)
+        self.tile_owners = self._owners(self.in_fp8, num_tiles)
+        self.tiles = all_tiles.to(self.device, torch.int32)
+        self.gradients_at = [0] * num_parameters  # addresses in the table
+        self.table = torch.zeros(num_parameters, device=self.device, dtype=torch.int64)
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
         """Return each program's parameter: the indices, int32, each repeated for its number of programs."""
         owners, times = torch.tensor([indices, programs], dtype=torch.int32, device="cpu")
-        return owners.repeat_interleave(times).to(self.device)
+        by_program = owners.repeat_interleave(times)
+        return by_program.to(self.device)
 
     def _tiles(self, index: int) -> Tensor:
         """Return the offsets in a matrix at which its tiles start.
@@ -245,10 +277,11 @@ class MasterAdamW(torch.optim.Optimizer):
         height, width = self.shapes[index]
         if height % 64 or width % 64:
             raise ValueError(f"got an FP8 weight of {height} x {width}, but expected multiples of 64")
-        tops, lefts = (
-            torch.arange(0, side, step, device="cpu") for side, step in zip((height, width), adamw.TILE)
-        )
-        return (tops[:, None] * width + lefts).flatten()
+        tile_height, tile_width = adamw.TILE
+        tops = torch.arange(0, height, tile_height, device="cpu")
+        lefts = torch.arange(0, width, tile_width, device="cpu")
+        starts = tops[:, None] * width + lefts
+        return starts.flatten()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, without its frozen parameters. This works only during construction."""
@@ -256,8 +289,9 @@ class MasterAdamW(torch.optim.Optimizer):
             raise RuntimeError("all weights share one buffer: give MasterAdamW all groups when it is made")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        trained = [parameter.requires_grad for parameter in group["params"]]
-        self.frozen += [parameter for parameter in group["params"] if not parameter.requires_grad]
+        parameters = group["params"]
+        trained = [parameter.requires_grad for parameter in parameters]
+        self.frozen += [parameter for parameter in parameters if not parameter.requires_grad]
         for key in ("params", "param_names"):
             if key in group:
                 group[key] = list(compress(group[key], trained))
@@ -265,16 +299,22 @@ class MasterAdamW(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self.in_fp8:
             raise TypeError("MasterAdamW with FP8 weights cannot be copied or pickled: save its state_dict()")
-        return {"groups": self.param_groups, "moments": self.moments, "saved": self.state_dict()}
+        return {
+            "groups": self.param_groups,
+            "moments": self.moments,
+            "saved": self.state_dict(),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Construct the copy from the pickled parameters, which are copies, too."""
-        type(self).__init__(self, [dict(group) for group in state["groups"]], moments=state["moments"])
+        groups = [dict(group) for group in state["groups"]]
+        type(self).__init__(self, groups, moments=state["moments"])
         self.load_state_dict(state["saved"])
 
     def view(self, flat: Tensor, index: int) -> Tensor:
-        start, count = self.offsets[index], self.counts[index]
-        return flat[start : start + count].view(self.shapes[index])
+        start = self.offsets[index]
+        end = start + self.counts[index]
+        return flat[start:end].view(self.shapes[index])
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 weights by parameter name: "0", "1" and so on if the parameters were not named."""
@@ -313,7 +353,8 @@ class MasterAdamW(torch.optim.Optimizer):
         """Update the master from a weight, but only where the weight differs from the rounded master."""
         master = self.view(self.master, index)
         if index not in self.in_fp8:
-            master.copy_(torch.where(weight == master.to(weight.dtype), master, weight.float()))
+            is_rounded_master = weight == master.to(weight.dtype)
+            master.copy_(torch.where(is_rounded_master, master, weight.float()))
             return
         rounded = torch.empty_like(weight)
         fp8.write_layouts(rounded, master, self.scales[index])
@@ -340,7 +381,8 @@ class MasterAdamW(torch.optim.Optimizer):
 
     def _round_fp8(self, index: int, rescale: bool = True) -> None:
         if rescale:
-            self.scales[index] = fp8.power_of_two_scale(self.view(self.master, index).abs().amax())
+            largest = self.view(self.master, index).abs().amax()
+            self.scales[index] = fp8.power_of_two_scale(largest)
         self._write_fp8(index)
 
     def _write_fp8(self, index: int) -> None:
@@ -363,17 +405,19 @@ class MasterAdamW(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        groups, state = state_dict["param_groups"], state_dict["state"]
+        groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in groups]
         expected = [len(group["params"]) for group in self.param_groups]
         if sizes != expected:
             raise ValueError(f"got a state dict with groups of {sizes} parameters, but expected {expected}")
         for group, saved_group in zip(self.param_groups, groups):
             guards.check_group({**group, **saved_group}, self.moments)
-        saved = [state.get(index, {}) for index in chain.from_iterable(group["params"] for group in groups)]
+        indices = chain.from_iterable(group["params"] for group in groups)
+        saved = [state_dict["state"].get(index, {}) for index in indices]
         self._check_state(saved)
         self.take_weights()
-        for master, parameter, saved_state in zip(self.masters().values(), self.parameters, saved):
+        masters = self.masters().values()
+        for master, parameter, saved_state in zip(masters, self.parameters, saved):
             master.copy_(saved_state.get("master", master))
             for key, tensor in self.state[parameter].items():
                 if key == "scale":  # missing if the saved weights were bf16
@@ -383,11 +427,13 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_rates(False)
         for group, saved_group in zip(self.param_groups, groups):
             for key in saved_group.keys() - {"params", "param_names"}:
+                saved_value = saved_group[key]
                 if isinstance(group.get(key), Tensor):
-                    group[key].fill_(float(saved_group[key]))
+                    group[key].fill_(float(saved_value))
                 else:
-                    group[key] = deepcopy(saved_group[key])
-        self._round(rescale=any("scale" not in saved[index] for index in self.in_fp8))
+                    group[key] = deepcopy(saved_value)
+        lacks_scales = any("scale" not in saved[index] for index in self.in_fp8)
+        self._round(rescale=lacks_scales)
         self._read_groups()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -399,7 +445,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for name, shape, state in zip(self.named, self.shapes, saved):
             if not (state or has_masters):
                 continue
-            is_complete = "step" in state and all(key in state and state[key].shape == shape for key in keys)
+            is_complete = "step" in state and all(_has_shape(state, key, shape) for key in keys)
             if not is_complete:
                 raise ValueError(
                     f"{name}: the state dict lacks step or {', '.join(keys)} of shape {tuple(shape)}"
@@ -409,30 +455,34 @@ class MasterAdamW(torch.optim.Optimizer):
         """Copy the groups' options to the device, if they have changed."""
         for group in self.param_groups:
             guards.check_group(group, self.moments)
-        fixed = [
-            (*map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]))
-            for group in self.param_groups
-        ]
+        fixed = []
+        for group in self.param_groups:
+            options = (*group["betas"], group["eps"], group["weight_decay"])
+            fixed.append(tuple(map(float, options)))
         if fixed == self.fixed:
             return
-        numbers = torch.tensor(fixed, dtype=torch.float64, device="cpu")[self.group_of]
-        beta1, beta2, eps, decay = numbers.unbind(1)
+        by_group = torch.tensor(fixed, dtype=torch.float64, device="cpu")
+        beta1, beta2, eps, decay = by_group[self.group_of].unbind(1)
+        scalars = torch.stack((beta1, 1 - beta1, beta2, 1 - beta2, eps), 1)
         self.betas.copy_(torch.stack((beta1, beta2)))
         self.decays.copy_(decay)
-        self.scalars[:, 3:].copy_(torch.stack((beta1, 1 - beta1, beta2, 1 - beta2, eps), 1))
+        self.scalars[:, 3:].copy_(scalars)
         self.fixed = fixed
 
     def _read_rates(self, capturing: bool) -> None:
         for index, group in enumerate(self.param_groups):
-            if not isinstance(group["lr"], Tensor):
+            lr = group["lr"]
+            if not isinstance(lr, Tensor):
                 if capturing:
                     raise TypeError(
-                        f'group["lr"] was replaced by {group["lr"]}, which a captured graph would ignore: '
+                        f'group["lr"] was replaced by {lr}, which a captured graph would ignore: '
                         'use group["lr"].fill_(...)'
                     )
-                group["lr"] = self.given[index].fill_(group["lr"])
-            if group["lr"].data_ptr() != self.rates[index].data_ptr():  # a tensor that the caller passed
-                self.rates[index].copy_(group["lr"].reshape(()))
+                lr = self.given[index].fill_(lr)
+                group["lr"] = lr
+            rate = self.rates[index]
+            if lr.data_ptr() != rate.data_ptr():  # a tensor that the caller passed
+                rate.copy_(lr.reshape(()))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -449,11 +499,14 @@ class MasterAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        on_gpu = self.device.type == "cuda"
+        capturing = on_gpu and torch.cuda.is_current_stream_capturing()
         gradients = self._gradients()
-        missing = [index for index, gradient in enumerate(gradients) if gradient is None]
+        indices = range(len(gradients))
+        missing = [index for index in indices if gradients[index] is None]
         if capturing and missing:
-            names = ", ".join(list(self.named)[index] for index in missing)
+            all_names = list(self.named)
+            names = ", ".join(all_names[index] for index in missing)
             raise RuntimeError(f"{names}: no gradient, but a captured graph updates all parameters")
         if not capturing:
             self._check_unchanged()
@@ -463,7 +516,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_groups()
         self._read_rates(capturing)
         table = None
-        if self.device.type == "cuda":
+        if on_gpu:
             for index in missing:  # zeros that live until the launch
                 gradients[index] = torch.zeros_like(self.parameters[index])
             table = self._table(gradients, capturing)
@@ -471,7 +524,7 @@ class MasterAdamW(torch.optim.Optimizer):
         if missing:
             self.count[missing] -= 1
         corrections = 1 - torch.pow(self.betas, self.count)
-        kept, rate, correction = self.scalars.unbind(1)[:3]
+        kept, rate, correction, *_ = self.scalars.unbind(1)
         rates = self.rates[self.groups]
         torch.sub(1, rates * self.decays, out=kept)
         torch.div(rates, corrections[0], out=rate)
@@ -491,7 +544,8 @@ class MasterAdamW(torch.optim.Optimizer):
         for (name, parameter), gradient in zip(self.named.items(), gradients):
             if gradient is None:
                 continue
-            if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
+            is_dense = gradient.layout == torch.strided
+            if not is_dense or gradient.dtype != parameter.dtype:
                 raise RuntimeError(
                     f"{name}: got a gradient that is {gradient.layout} and {gradient.dtype},"
                     f" but expected torch.strided and {parameter.dtype}: sparse gradients are not supported"
@@ -501,13 +555,15 @@ class MasterAdamW(torch.optim.Optimizer):
     def _check_unchanged(self) -> None:
         """Raise a RuntimeError if the parameters to update are no longer those in the buffers."""
         grouped = chain.from_iterable(group["params"] for group in self.param_groups)
-        if [id(parameter) for parameter in grouped] != [id(parameter) for parameter in self.parameters]:
+        grouped_ids = list(map(id, grouped))
+        if grouped_ids != list(map(id, self.parameters)):
             raise RuntimeError("the groups contain other parameters than when MasterAdamW was made")
         if len(self.state) < len(self.parameters):
             raise RuntimeError(
                 "the state was cleared, but its tensors are views of a buffer: call reset() instead"
             )
-        if any(parameter.requires_grad for parameter in self.frozen):
+        is_frozen_trained = any(parameter.requires_grad for parameter in self.frozen)
+        if is_frozen_trained:
             raise RuntimeError(
                 "a parameter requires a gradient now, but didn't when MasterAdamW was made: make a new MasterAdamW"
             )
@@ -515,10 +571,13 @@ class MasterAdamW(torch.optim.Optimizer):
     def _update(self) -> None:
         """Update all parameters on a CPU, with the formula that the kernel implements."""
         for index, parameter in enumerate(self.parameters):
-            master, m, v = (self.view(flat, index) for flat in (self.master, self.m, self.v))
+            master = self.view(self.master, index)
+            m = self.view(self.m, index)
+            v = self.view(self.v, index)
             bits = None
             if self.moments == torch.bfloat16:
-                elements = self.offsets[index] + torch.arange(self.counts[index], device=self.device)
+                numbers = torch.arange(self.counts[index], device=self.device)
+                elements = self.offsets[index] + numbers
                 bits = adamw.random_bits(elements, self.count[index]).view(self.shapes[index])
             if parameter.grad is not None:
                 adamw.update_(master, m, v, parameter.grad, self.scalars[index], bits)
@@ -528,7 +587,8 @@ class MasterAdamW(torch.optim.Optimizer):
                 self._write_fp8(index)
 
     def _launch(self, table: Tensor, missing: list[int]) -> None:
-        exact, scalars = self.moments == torch.float32, self.scalars
+        exact = self.moments == torch.float32
+        scalars = self.scalars
         if missing:
             scalars = scalars.clone()
             scalars[missing] = scalars.new_tensor(UNCHANGED)

@@ -1,4 +1,4 @@
-"""A training step that optimizations change one at a time: a subject, and what a transform of it is.
+"""A training step that optimizations change one at a time: the subject, and the transforms that change it.
 
 A transform is a function of a :class:`TrainedSubject`. It changes the subject, or returns the reason why it
 doesn't apply:
@@ -33,26 +33,26 @@ Step = Callable[[], Tensor]
 
 
 class Unsupported(StepscopeError, RuntimeError):
-    """This device, environment or model lacks what an optimization needs."""
+    """An optimization needs something that this device, environment or model doesn't have."""
 
 
 def launch_eagerly(subject: "TrainedSubject") -> Step:
-    """Return the step as Python runs it: one launch per kernel."""
+    """Return the eager step, whose kernels Python launches one by one."""
     return subject.eager_step
 
 
 @dataclass
 class TrainedSubject(Subject):
-    """A subject with everything that an optimization of its training step may change.
+    """A subject with all attributes that an optimization of its training step may change.
 
     make_batch: draws the batch on the device.
     make_optimizer: makes the optimizer of the loaded model.
-    launch: returns the step to measure, once the model has been called. A step that has no ``loss`` makes its
-        own optimizer here.
+    launch: returns the step to measure, after the model has been called once. If the subject has no ``loss``,
+        ``launch`` also makes its optimizer.
     autocast: the dtype of torch's autocast around forward and loss, or None.
     matmul_precision: of fp32 matmuls, as ``torch.set_float32_matmul_precision`` takes it.
     precision, moments: the number formats of matmuls and of AdamW's moments, for FLOP rates and bounds.
-    compiles: the first call compiles.
+    compiles: whether the first call compiles.
     """
 
     make_batch: Callable[[], tuple[Tensor, ...]] = field(kw_only=True)
@@ -68,17 +68,20 @@ class TrainedSubject(Subject):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Note the model's parameters and their shapes. A transform may have replaced some."""
+        """Update ``parameters`` and ``shapes``, because a transform may have replaced some."""
         self.parameters = dict(self.model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
 
     def share_program(self, other: "TrainedSubject") -> None:
-        """Take the model and the loss of an equal subject, and with them its compiled code."""
-        self.model, self.loss, self.parameters = other.model, other.loss, other.parameters
+        """Use the model and the loss of an equal subject, and with them its compiled code."""
+        self.model = other.model
+        self.loss = other.loss
+        self.parameters = other.parameters
 
     @property
     def device(self) -> str:
-        return next(iter(self.parameters.values())).device.type
+        first = next(iter(self.parameters.values()))
+        return first.device.type
 
     @torch.no_grad()
     def load(self, seed: int) -> None:
@@ -89,16 +92,20 @@ class TrainedSubject(Subject):
         """
         torch.set_float32_matmul_precision(self.matmul_precision)
         for name, parameter in self.parameters.items():
-            parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype, device=parameter.device)
+            shape = self.shapes[name]
+            parameter.data = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
         self.optimizer = self.make_optimizer(self.model)
         self.batch = self.make_batch()
         self.step: Step = self.eager_step
         self.draw_weights(seed)
 
     def unload(self) -> None:
-        """Free weights, gradients, optimizer and batch. Compiled code stays valid: it reads shapes when it
-        runs."""
-        self.optimizer, self.batch = None, ()
+        """Free weights, gradients, optimizer and batch.
+
+        Compiled code stays valid, because it reads shapes when it runs.
+        """
+        self.optimizer = None
+        self.batch = ()
         self.__dict__.pop("step", None)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -108,24 +115,27 @@ class TrainedSubject(Subject):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the fp32 weights, to read or write: the optimizer's masters, or the model's parameters."""
-        return self.optimizer.masters() if isinstance(self.optimizer, MasterAdamW) else self.parameters
+        if isinstance(self.optimizer, MasterAdamW):
+            return self.optimizer.masters()
+        return self.parameters
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Draw the weights from a seed, the same ones for every optimization, and start the optimizer over."""
+        """Draw the weights from a seed, the same for every optimization, and restart the optimizer."""
         weights = self.weights()
         generator = torch.Generator(self.device).manual_seed(seed)
         for name in sorted(weights):
             weight = weights[name]
             if weight.dim() == 2:
-                weight.copy_(torch.empty_like(weight).normal_(std=0.02, generator=generator))
+                drawn = torch.empty_like(weight).normal_(std=0.02, generator=generator)
+                weight.copy_(drawn)
             else:
                 weight.fill_(1)
         self.restart_optimizer()
 
     @torch.no_grad()
     def restart_optimizer(self) -> None:
-        """Continue from the current :meth:`weights` with an optimizer that hasn't stepped yet."""
+        """Reset the optimizer's state, and keep the current :meth:`weights`."""
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.reset()
             return
@@ -134,12 +144,14 @@ class TrainedSubject(Subject):
                 tensor.zero_()
 
     def reset(self) -> None:
-        """Free the gradients. ``model.zero_grad()`` walks all modules, which launch-bound steps would feel."""
+        """Free the gradients. ``model.zero_grad()`` walks all modules, which slows down launch-bound steps."""
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def autocasting(self) -> AbstractContextManager:
-        return torch.autocast(self.device, dtype=self.autocast) if self.autocast else nullcontext()
+        if self.autocast:
+            return torch.autocast(self.device, dtype=self.autocast)
+        return nullcontext()
 
     def gradients(self) -> Tensor:
         """Run forward, loss and backward; return the loss, ()."""
@@ -147,7 +159,7 @@ class TrainedSubject(Subject):
         self.reset()
         with self.autocasting():
             loss = self.loss(self.model, *self.batch)
-        loss.backward()  # outside of autocast: it repeats the types of forward
+        loss.backward()  # outside of autocast, because it repeats the types of forward
         return loss.detach()
 
     def eager_step(self) -> Tensor:
@@ -160,13 +172,19 @@ Transform = Callable[[TrainedSubject], str | None]
 
 
 def keeps_program(transform: Transform) -> Transform:
-    """Mark a transform that changes neither the model nor its loss, only the optimizer or the launch. Steps
-    that differ in such transforms alone share their compiled code."""
+    """Mark a transform that only changes the optimizer or the launch, but neither the model nor its loss.
+
+    Steps that only differ in such transforms share their compiled code.
+    """
     setattr(transform, "keeps_program", True)  # noqa: B010
     return transform
 
 
 def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
     """Apply transforms in order; return the reasons of those that don't apply, by name."""
-    reasons = {transform.__name__: transform(subject) for transform in transforms}
-    return {name: reason for name, reason in reasons.items() if reason}
+    reasons = {}
+    for transform in transforms:
+        reason = transform(subject)
+        if reason:
+            reasons[transform.__name__] = reason
+    return reasons

@@ -1,3 +1,10 @@
-"""The studies, in the report's order: a folder each, and a notebook of the same name."""
+"""The studies, in the report's order. Each has a folder and a notebook with its name."""
 
-STUDIES = ("benchmark", "nsys", "mixed_precision", "memory", "attention", "ladder")
+STUDIES = (
+    "benchmark",
+    "nsys",
+    "mixed_precision",
+    "memory",
+    "attention",
+    "ladder",
+)

@@ -14,7 +14,7 @@ from stepscope.data_sheets import data_sheet
 from stepscope.model.flops import step_flops
 from stepscope.report.tables import quartiles
 from stepscope.stats import MIN_GAIN, MIN_LAUNCH_BOUND_GAIN, launch_bound_rows, spread_ms
-from stepscope.studies.ladder.config import ABLATABLE, BEYOND, FAIR, LADDER_OPTIMIZATIONS, WITHOUT
+from stepscope.studies.ladder.config import ABLATABLE, BEYOND, LADDER_OPTIMIZATIONS, NO_MASK, WITHOUT
 from stepscope.views import Views, in_order, view
 
 SHAPE = ["size", "context_length", "vocab_size"]
@@ -407,7 +407,7 @@ def baselines(data: Views) -> pd.DataFrame:
     ours = _same_case(rows, timed(data, [LAST]))
     graph = timed(data, [GRAPH]).merge(attention, on=KEY, how="left", validate="one_to_one")
     graph = _same_case(rows, graph)
-    candidates = rows.wall_ms.where(rows.optimization.isin(FAIR))
+    candidates = rows.wall_ms.where(rows.optimization.isin(NO_MASK))
     fastest = candidates.groupby([rows[name] for name in CASE]).transform("min")
     substituted_ms = rows.gpu_ms - rows.attention_ms + graph.attention_ms
     same_kernels = rows.attention_kernels.notna() & (rows.attention_kernels == graph.attention_kernels)

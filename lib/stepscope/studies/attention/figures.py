@@ -1,4 +1,4 @@
-"""Figures of the attention study's notebook, and the colors of its implementations."""
+"""The attention notebook's figure: time and memory by sequence length."""
 
 import math
 
@@ -10,27 +10,27 @@ from stepscope.report import style
 from stepscope.report.tables import number
 from stepscope.studies.attention.tables import LABELS
 
-LINE_COLORS = dict(
-    zip(
-        LABELS.values(),
-        (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER),
-    )
-)
-MAX_DECADES = 2.5  # with labels at 1, 2 and 5; on a longer axis, the labels of whole decades suffice
-MIN_TICK_RATIO = 4  # between sequence lengths with a label: nearer labels would overlap
-CROSS_STEP = 0.06  # of the axes' height, between cases at the same sequence length
+COLORS = (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER)
+LINE_COLORS = dict(zip(LABELS.values(), COLORS))
+MAX_DECADES = 2.5  # of an axis with labels at 1, 2 and 5; longer axes only have labels at powers of 10
+MIN_TICK_RATIO = 4  # of two labeled sequence lengths: closer labels would overlap
+CROSS_STEP = 0.06  # of the height of the axes, between two crosses
 METRICS = {"gpu_ms": "GPU time, ms", "wall_ms": "wall time, ms"}
 
 
 @style.look()
-def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
-    """Draw time and saved memory over the sequence length, a line per implementation; None if nothing ran.
+def time_and_memory(
+    passes: pd.DataFrame,
+    metric: str,
+) -> style.Picture | None:
+    """Draw time and saved memory over the sequence length, one line per implementation; None if nothing ran.
 
     Args:
-        passes: a run's table of forward and backward together. Cases that ran out of memory are crosses.
+        passes: forward and backward together. Cases that ran out of memory become crosses.
         metric: gpu_ms or wall_ms.
     """
-    rows = passes.assign(name=passes["implementation"].map(LABELS)).sort_values("context_length")
+    names = passes["implementation"].map(LABELS)
+    rows = passes.assign(name=names).sort_values("context_length")
     timed = rows.dropna(subset=metric)
     if timed.empty:
         return None
@@ -39,12 +39,15 @@ def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
     limits = lengths[0] / 1.1, lengths[-1] * 1.1
     labels = {metric: METRICS[metric], "saved_mib": "saved for backward, MiB"}
     for panel, (column, label) in zip(axes, labels.items()):
-        ends = style.lines(panel, timed[timed[column] > 0], "context_length", column, "name", LINE_COLORS)
+        positive = timed[timed[column] > 0]
+        ends = style.lines(panel, positive, "context_length", column, "name", LINE_COLORS)
         panel.set(xscale="log", yscale="log", xlim=limits, ylabel=label)
         if column == metric:
-            _crosses(panel, rows[rows["status"] == "oom"])
+            out_of_memory = rows[rows["status"] == "oom"]
+            _crosses(panel, out_of_memory)
         label_log_axis(panel)
-        at_edge = {name: (limits[1], value) for name, (_, value) in ends.items()}
+        right_edge = limits[1]
+        at_edge = {name: (right_edge, value) for name, (_, value) in ends.items()}
         style.label_ends(panel, at_edge, LINE_COLORS)
     _label_lengths(axes[1], lengths)
     return drawn
@@ -52,28 +55,40 @@ def time_and_memory(passes: pd.DataFrame, metric: str) -> style.Picture | None:
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
     """Compare the slowest and the fastest implementation, at the longest sequence that several of them ran."""
-    counts = timed.groupby("context_length")["name"].nunique().clip(upper=2)
+    counts = timed.groupby("context_length")["name"].nunique()
+    counts = counts.clip(upper=2)
     length = counts.index[counts == counts.max()].max()
-    rows = timed[timed["context_length"] == length].sort_values(metric)
-    fastest, slowest = rows.iloc[0], rows.iloc[-1]
+    rows = timed[timed["context_length"] == length]
+    rows = rows.sort_values(metric)
+    fastest = rows.iloc[0]
+    slowest = rows.iloc[-1]
+    fastest_name = fastest["name"]
+    fastest_ms = fastest[metric]
     if len(rows) == 1:
-        return f"At {length:,} tokens, {fastest['name']} takes {number(fastest[metric], 'ms')}"
-    ratio = number(slowest[metric] / fastest[metric], "x")
-    return f"At {length:,} tokens, {slowest['name']} takes {ratio} as long as {fastest['name']}"
+        return f"At {length:,} tokens, {fastest_name} takes {number(fastest_ms, 'ms')}"
+    slowest_name = slowest["name"]
+    ratio = number(slowest[metric] / fastest_ms, "x")
+    return f"At {length:,} tokens, {slowest_name} takes {ratio} as long as {fastest_name}"
 
 
 def label_log_axis(axes: Axes) -> None:
     """Label a logarithmic vertical axis so that values can be read from it, even within one decade."""
     low, high = axes.get_ylim()
     is_short = math.log10(high / low) < MAX_DECADES
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_short else (1,)))
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
-    )
+    labeled_digits = (1, 2, 5) if is_short else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=labeled_digits))
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick_label))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
+def _tick_label(value: float, position: int) -> str:
+    if value >= 1:
+        return f"{value:,.0f}"
+    return f"{value:g}"
+
+
 def _label_lengths(axes: Axes, lengths: list[int]) -> None:
+    """Label the sequence lengths, except those too close to a longer labeled one."""
     labeled = [lengths[-1]]
     for length in reversed(lengths):
         if length * MIN_TICK_RATIO <= labeled[-1]:
@@ -88,7 +103,8 @@ def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
     if rows.empty:
         return
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.35)
+    room = (high / low) ** 0.35
+    axes.set_ylim(low, high * room)
     for place, (name, length) in enumerate(zip(rows["name"], rows["context_length"])):
         height = 1 - CROSS_STEP * place
         axes.plot(

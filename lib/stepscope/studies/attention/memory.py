@@ -1,43 +1,106 @@
-"""Memory of a pass of attention: as the allocator counts it, and by closed formula."""
+"""Memory of one forward and backward pass of attention, predicted by closed formulas.
 
-# T x T matrices a batch element in use at the peak, which is in backward. Naive: the scores' exponentials and
-# the weights, which forward saves, the weights' gradient and three more that softmax's backward makes of it.
-# SDPA's math computes in fp32 whatever it is given; what Inductor keeps of the compiled one was measured.
+Shapes: B is the batch size, T the context length, d the head dimension. All formulas count bytes in use at the
+peak, which is in backward.
+"""
+
+# Number of (B, T, T) matrices at the peak. Naive attention keeps the exponentials of the scores and the weights
+# from forward; backward adds the weights' gradient and three matrices that softmax's backward makes of it.
+# SDPA's math implementation always computes in fp32. The count of the compiled one was measured.
 SQUARES = {"naive": 6, "compiled": 3, "math": 4}
-MASKED = ("naive", "compiled")  # they hold a (T, T) mask of bool
-# (B, T, d) tensors then: q, k, v, the output's gradient, the gradients made so far and, but where only dv is
-# made, the output; math keeps q, k, v in fp32, too.
+MASKED = ("naive", "compiled")  # they keep a (T, T) mask of bool
+# Number of (B, T, d) tensors at the peak: q, k, v, the output's gradient, the gradients computed so far and, if
+# only dv has been computed, the output.
 HIDDEN = {"naive": 6, "compiled": 6}
-# Of fused kernels that add dq up in fp32 over blocks of keys: to how many dimensions they fill up d.
+FUSED_HIDDEN = 8
+MATH_HIDDEN_IN_16_BIT = 11  # math also keeps q, k and v in fp32
+# Fused kernels accumulate dq in fp32 over blocks of keys, with d padded to at least this many dimensions.
 PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
-# FlexAttention's mask: bytes for each pair of positions while it is made (bool, its sums in int64).
+# FlexAttention's mask has four int32 indices for each block of 128 x 128 pairs of positions.
+PAIRS_PER_FLEX_MASK_BYTE = 1024
+# Bytes for each pair of positions while FlexAttention's mask is made (a bool, and sums in int64).
 MAKING_MASK = 10
 
 
-def peak_parts(name: str, batch: int, d: int, context_length: int, precision: str) -> dict[str, int]:
-    """Bytes in use at the peak of a forward and its backward, by what they are.
+def element_bytes(precision: str) -> int:
+    """Return the bytes of one element of q, k and v."""
+    return 2 if precision in ("bf16", "fp16") else 4
 
-    Fused kernels save one number a row besides the output, its log-sum-exp (Dao et al. 2022, algorithm 1);
-    backward makes another (Dao 2023, algorithm 2).
+
+def peak_parts(
+    name: str,
+    batch: int,
+    d: int,
+    context_length: int,
+    precision: str,
+) -> dict[str, int]:
+    """Return the bytes in use at the peak of a forward and backward pass, by kind of tensor, without zeros.
+
+    Besides the output, fused kernels save one number per query, its logsumexp (Dao et al. 2022, algorithm 1).
+    Backward computes another one (Dao 2023, algorithm 2).
+
+    Args:
+        name: an implementation.
+        batch: B.
+        d: the head dimension.
+        context_length: T.
+        precision: of q, k and v.
     """
     batch, d, context_length = int(batch), int(d), int(context_length)  # a table's integers would overflow
-    item = 2 if precision in ("bf16", "fp16") else 4
-    rows, hidden = batch * context_length * 4, batch * context_length * d * item
-    square = batch * context_length**2 * (4 if name == "math" else item)
-    parts = {"T x T matrices": SQUARES.get(name, 0) * square}
-    parts["mask"] = (
-        context_length**2 if name in MASKED else context_length**2 // 1024 if name == "flex" else 0
-    )
-    count = HIDDEN.get(name, 11 if name == "math" and item == 2 else 8)
-    parts["T x d tensors"] = count * hidden
-    if name in PADDED:
-        parts["dq in fp32"] = batch * context_length * max(d, PADDED[name]) * 4
-    parts["rows"] = 0 if name == "math" else rows * item // 4 if name == "naive" else 2 * rows
+    element = element_bytes(precision)
+    queries = batch * context_length
+    square_elements = batch * context_length**2
+    square_element = 4 if name == "math" else element
+    padded_d = max(d, PADDED[name]) if name in PADDED else 0
+    parts = {
+        "T x T matrices": SQUARES.get(name, 0) * square_elements * square_element,
+        "mask": _mask_bytes(name, context_length),
+        "T x d tensors": _hidden_count(name, element) * queries * d * element,
+        "dq in fp32": queries * padded_d * 4,
+        "rows": queries * _query_bytes(name, element),
+    }
     return {part: size for part, size in parts.items() if size}
 
 
-def needed_bytes(name: str, batch: int, d: int, context_length: int, precision: str) -> int:
-    """The most in use at any time; for FlexAttention also while its mask is made."""
-    batch, d, item = int(batch), int(d), 2 if precision in ("bf16", "fp16") else 4
-    making = MAKING_MASK * context_length**2 + 4 * batch * context_length * d * item if name == "flex" else 0
-    return max(making, sum(peak_parts(name, batch, d, context_length, precision).values()))
+def _mask_bytes(name: str, context_length: int) -> int:
+    pairs = context_length**2
+    if name in MASKED:
+        return pairs
+    if name == "flex":
+        return pairs // PAIRS_PER_FLEX_MASK_BYTE
+    return 0
+
+
+def _hidden_count(name: str, element: int) -> int:
+    if name == "math" and element == 2:
+        return MATH_HIDDEN_IN_16_BIT
+    return HIDDEN.get(name, FUSED_HIDDEN)
+
+
+def _query_bytes(name: str, element: int) -> int:
+    """Return the bytes kept per query: one number of naive softmax, or two fp32 numbers of fused kernels."""
+    if name == "math":
+        return 0
+    if name == "naive":
+        return element
+    return 2 * 4
+
+
+def needed_bytes(
+    name: str,
+    batch: int,
+    d: int,
+    context_length: int,
+    precision: str,
+) -> int:
+    """Return the highest number of bytes in use at any time, including while FlexAttention's mask is made.
+
+    The arguments are those of :func:`peak_parts`.
+    """
+    batch, d, context_length = int(batch), int(d), int(context_length)
+    peak = sum(peak_parts(name, batch, d, context_length, precision).values())
+    if name != "flex":
+        return peak
+    inputs = 4 * batch * context_length * d * element_bytes(precision)
+    making_mask = MAKING_MASK * context_length**2 + inputs
+    return max(making_mask, peak)

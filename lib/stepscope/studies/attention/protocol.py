@@ -16,7 +16,7 @@ in a process:
 A case that is wrong, unsupported or out of memory has rows that say why, and the other cases continue.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import isfinite, nan
@@ -37,9 +37,11 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v to the output, (
 Prepare = Callable[[str, Inputs], Call]
 Check = Callable[[Call, Inputs, list[Tensor]], tuple[dict[str, float], str]]
 
-LONG_MS, SETTLING_S = 5.0, 0.3  # under a power limit, the clock needs a while to settle in longer passes
-WARMUP_SHARE = 0.25  # of a case's seconds
+LONG_MS = 5.0  # longer passes can be power-limited: their clock has to settle before they are measured
+SETTLING_S = 0.3
+MAX_WARMUP_SHARE = 0.25  # of a case's seconds
 MAX_KERNEL_NAME = 160  # characters
+MIB = 2**20
 
 
 @dataclass
@@ -58,13 +60,18 @@ class Results:
         return {"cases": self.cases, "checks": self.checks}
 
 
-def measure_passes(cases: Sequence[Case], prepare: Prepare, check: Check, config: Config) -> Results:
+def measure_passes(
+    cases: Sequence[Case],
+    prepare: Prepare,
+    check: Check,
+    config: Config,
+) -> Results:
     """Measure every case by the protocol above.
 
     Args:
         cases: pairs of implementation and sequence length, grouped by sequence length.
-        prepare: gets an implementation and the inputs, makes the mask, and returns the forward as a function
-            of q, k and v.
+        prepare: gets an implementation and the inputs, makes the mask, and returns the forward pass as a
+            function of q, k and v.
         check: gets that function, the inputs, and the output and gradients of q, k, v in float64. It returns
             the errors by quantity, and why the implementation is wrong ("" if it is right). A wrong
             implementation is never timed.
@@ -95,12 +102,13 @@ class Protocol:
     device_gib: float
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)
     errors: dict[Case, dict[str, float]] = field(default_factory=dict)
-    requests: dict[Case, dict[str, Any]] = field(default_factory=dict)  # of memory that was refused
+    requests: dict[Case, dict[str, Any]] = field(default_factory=dict)  # allocations that failed, in GiB
     memory: dict[Case, dict[str, float]] = field(default_factory=dict)
-    walls: dict[Case, pd.DataFrame] = field(default_factory=dict)  # ms, a column per phase
+    walls: dict[Case, pd.DataFrame] = field(default_factory=dict)  # ms, one column per phase
     clocks_mhz: dict[Case, float] = field(default_factory=dict)
     operations: dict[tuple[Case, str], pd.DataFrame] = field(default_factory=dict)  # profiled, by phase
-    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but short of memory later
+    # Cases that were timed, but ran out of memory under the profiler.
+    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)
     profiler_error: str = ""
 
     def measure_all(self) -> None:
@@ -118,36 +126,45 @@ class Protocol:
 
     def with_inputs(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Inputs]]:
         """Yield each case with the inputs of its sequence length; free gradients and cached memory after it."""
-        for context_length in dict.fromkeys(context_length for _, context_length in cases):
+        cases_by_length: dict[int, list[Case]] = {}
+        for case in cases:
+            cases_by_length.setdefault(case[1], []).append(case)
+        for context_length, same_length in cases_by_length.items():
             inputs = Inputs(self.config, context_length)
-            for case in cases:
-                if case[1] == context_length:
-                    yield case, inputs
-                    inputs.clear_gradients()
-                    measure.release(self.device)
+            for case in same_length:
+                yield case, inputs
+                inputs.clear_gradients()
+                measure.release(self.device)
             del inputs
 
     # Check
 
     def check_cases(self) -> None:
+        """Run every case once, and compare it with float64; set its status."""
         expected: list[Tensor] = []
-        expected_sequence = 0
+        expected_length = 0
         for case, inputs in self.with_inputs(self.cases):
             name, context_length = case
-            if context_length != expected_sequence:  # one reference for all implementations
-                expected, expected_sequence = attention_in_float64(inputs), context_length
+            if context_length != expected_length:  # one reference for all implementations
+                expected = attention_in_float64(inputs)
+                expected_length = context_length
                 measure.release(self.device)
             self.check_unless_too_large(case, inputs, expected)
-            print(f"{name}, {context_length:,} tokens:", *filter(None, self.status[case]), flush=True)
+            outcome, reason = self.status[case]
+            print(f"{name}, {context_length:,} tokens: {outcome} {reason}".rstrip(), flush=True)
 
-    def check_unless_too_large(self, case: Case, inputs: Inputs, expected: list[Tensor]) -> None:
+    def check_unless_too_large(
+        self,
+        case: Case,
+        inputs: Inputs,
+        expected: list[Tensor],
+    ) -> None:
         name, context_length = case
         config = self.config
-        needed = (
-            needed_bytes(name, config.batch_size, config.d_model, context_length, config.precision) / 2**30
-        )
-        if name in COMPILED and needed > self.device_gib:  # compiling takes seconds and would show no more
-            self.status[case] = "oom", f"needs {needed:.0f} GiB by formula: not compiled"
+        needed = needed_bytes(name, config.batch_size, config.d_model, context_length, config.precision)
+        needed_gib = needed / 2**30
+        if name in COMPILED and needed_gib > self.device_gib:  # compiling for seconds would only confirm it
+            self.status[case] = "oom", f"needs {needed_gib:.0f} GiB by formula: not compiled"
             return
         with measure.out_of_memory(self.status, case, f"running {name}", or_unsupported=True) as guard:
             self.check_case(case, inputs, expected)
@@ -170,36 +187,39 @@ class Protocol:
 
     def time_case(self, case: Case, inputs: Inputs) -> None:
         call = self.prepare(case[0], inputs)
-        held = inputs.held_bytes(case[0])  # q, k, v, the output's gradient and the mask
         qkv = inputs.q, inputs.k, inputs.v
-        self.memory[case] = measure.pass_memory(call, qkv, inputs.gradient, held, self.device)
+        held_bytes = inputs.held_bytes(case[0])
+        self.memory[case] = measure.pass_memory(call, qkv, inputs.gradient, held_bytes, self.device)
         self.walls[case] = self.time_passes(call, inputs)
         self.clocks_mhz[case] = measure.sm_clock_mhz()
 
     def time_passes(self, call: Call, inputs: Inputs) -> pd.DataFrame:
-        """Time as many passes as fit into the configured seconds; a column of ms for each phase."""
-        config, budget_ms = self.config, self.config.max_seconds_per_case * 1e3
-        phases = measure.Phases("cpu")  # the host's clock, since each phase ends with a wait for the device
+        """Time as many passes as fit into the configured seconds; return a column of ms for each phase."""
+        config = self.config
+        budget_ms = config.max_seconds_per_case * 1e3
+        phases = measure.Phases("cpu")  # the host's clock, because each phase ends with a synchronization
 
         def timed_pass() -> list[float]:
             self.run_pass(call, inputs, phases)
             return [ms for _, ms, _ in phases.ms()]
 
+        max_warmup_ms = MAX_WARMUP_SHARE * budget_ms
         warmups_ms = [sum(timed_pass())]
-        while len(warmups_ms) < config.warmup_steps and sum(warmups_ms) < WARMUP_SHARE * budget_ms:
+        while len(warmups_ms) < config.warmup_steps and sum(warmups_ms) < max_warmup_ms:
             warmups_ms.append(sum(timed_pass()))
         if self.device == "cuda" and warmups_ms[-1] > LONG_MS:
             measure.run_for(timed_pass, self.device, SETTLING_S)
         affordable = int(budget_ms / warmups_ms[-1])
-        passes = min(config.timed_steps, max(config.min_passes, affordable))
-        return pd.DataFrame([timed_pass() for _ in range(passes)], columns=list(PASSES))
+        num_passes = min(config.timed_steps, max(config.min_passes, affordable))
+        passes_ms = [timed_pass() for _ in range(num_passes)]
+        return pd.DataFrame(passes_ms, columns=list(PASSES))
 
     def run_pass(self, call: Call, inputs: Inputs, phase: Callable[[str], Any] = nullcontext) -> None:
         synchronize = measure.synchronizer(self.device)
         inputs.clear_gradients()
-        synchronize()  # the device has nothing left to do
+        synchronize()  # earlier work must not be timed as part of forward
         with phase("forward"):
-            output = call(inputs.q, inputs.k, inputs.v)  # on a GPU this only enqueues the work
+            output = call(inputs.q, inputs.k, inputs.v)  # on a GPU, this only enqueues the work
             synchronize()
         with phase("backward"):
             output.backward(inputs.gradient)
@@ -209,38 +229,40 @@ class Protocol:
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
         """Profile some cases; their operations replace earlier ones."""
-        with measure.capture(self.device) as captured:
+        with measure.capture(self.device) as capture:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):
-                    self.profile_case(case, inputs, captured)
-        self.operations |= dict(list(captured.operations.groupby(["case", "phase"])))
-        self.profiler_error = captured.reason or "its kernels are not in the capture"
+                    self.profile_case(case, inputs, capture)
+        self.operations |= dict(list(capture.operations.groupby(["case", "phase"])))
+        self.profiler_error = capture.reason or "its kernels are not in the capture"
 
-    def profile_case(self, case: Case, inputs: Inputs, captured: measure.capture) -> None:
+    def profile_case(self, case: Case, inputs: Inputs, capture: measure.capture) -> None:
         call = self.prepare(case[0], inputs)
-        if self.device == "cuda" and self.walls[case].sum(axis=1).median() > LONG_MS:
+        passes_ms = self.walls[case].sum(axis=1)
+        if self.device == "cuda" and passes_ms.median() > LONG_MS:
             measure.run_for(lambda: self.run_pass(call, inputs), self.device, SETTLING_S)
         for number in range(self.config.profiled_passes):
-            self.run_pass(call, inputs, captured.phases(case, number))
+            self.run_pass(call, inputs, capture.phases(case, number))
 
     # Check the readings
 
     def repeat_impossible(self) -> None:
         """Measure cases with impossible readings again. Whatever stays impossible is marked, not removed."""
         for _ in range(measure.TRIES - 1):
-            rows = [self.row(case, phase) for case in self.walls for phase in PASSES]
-            odd = {
-                (row["implementation"], row["context_length"]): row["inconsistent"]
-                for row in rows
-                if row["inconsistent"]
-            }
-            if not odd:
+            impossible: dict[Case, str] = {}
+            for row in self.rows(self.walls):
+                if row["inconsistent"]:
+                    impossible[row["implementation"], row["context_length"]] = row["inconsistent"]
+            if not impossible:
                 return
-            print("once more:", odd)
-            self.time_cases([*odd])
-            self.profile_cases([*odd])
+            print("once more:", impossible)
+            self.time_cases([*impossible])
+            self.profile_cases([*impossible])
 
     # Results
+
+    def rows(self, cases: Iterable[Case]) -> list[dict[str, Any]]:
+        return [self.row(case, phase) for case in cases for phase in PASSES]
 
     def row(self, case: Case, phase: str) -> dict[str, Any]:
         outcome, reason = self.status[case]
@@ -258,12 +280,14 @@ class Protocol:
         if case in self.walls:
             row |= self.times_and_memory(case, phase) | self.gpu_times(case, phase)
             if self.device == "cuda" and (case, phase) in self.operations:
-                profiled_ms = map(measure.gpu_time_ms, measure.complete_steps(self.operations[case, phase]))
-                row["inconsistent"] = measure.find_inconsistencies(row, [*profiled_ms])
+                profiled_passes = measure.complete_steps(self.operations[case, phase])
+                profiled_ms = [measure.gpu_time_ms(operations) for operations in profiled_passes]
+                row["inconsistent"] = measure.find_inconsistencies(row, profiled_ms)
         return row
 
     def times_and_memory(self, case: Case, phase: str) -> dict[str, Any]:
-        walls, memory = location(self.walls[case][phase]), self.memory[case]
+        walls = location(self.walls[case][phase])
+        memory = self.memory[case]
         return {
             "passes": len(self.walls[case]),
             "wall_ms": walls["median"],
@@ -272,35 +296,44 @@ class Protocol:
             "wall_q3_ms": walls["q3"],
             "wall_min_ms": walls["min"],
             "sm_clock_mhz": self.clocks_mhz[case],
-            "saved_mib": memory["saved"] / 2**20,
-            "in_use_mib": memory["in_use"] / 2**20,
-            "peak_mib": memory.get(phase, nan) / 2**20,
+            "saved_mib": memory["saved"] / MIB,
+            "in_use_mib": memory["in_use"] / MIB,
+            "peak_mib": memory.get(phase, nan) / MIB,
         }
 
     def gpu_times(self, case: Case, phase: str) -> dict[str, Any]:
-        """GPU time and operations of the fastest profiled pass, and the kernel that takes the most time."""
+        """Return the fastest profiled pass's GPU time and operations, and the kernel that takes most time."""
         if (case, phase) not in self.operations:
             return {"reason": self.profiler_error}
         operations = self.operations[case, phase]
-        by_kernel = (operations["end_ns"] - operations["start_ns"]).groupby(operations["name"]).sum()
+        durations_ns = operations["end_ns"] - operations["start_ns"]
+        kernel_ns = durations_ns.groupby(operations["name"]).sum()
         fastest = measure.gpu_time(measure.fastest_step(operations))
-        return fastest | {"kernel": by_kernel.idxmax()[:MAX_KERNEL_NAME]}
+        return fastest | {"kernel": kernel_ns.idxmax()[:MAX_KERNEL_NAME]}
 
     def end_early(self, reason: str) -> None:
         """Mark the cases that have not been timed."""
         for case in self.cases:
-            if case not in self.walls and self.status.get(case, ("ok",))[0] == "ok":
+            outcome, _ = self.status.get(case, ("ok", ""))
+            if case not in self.walls and outcome == "ok":
                 self.status[case] = "failed", f"not measured: {reason}"
 
     def results(self) -> Results:
-        rows = [self.row(case, phase) for case in self.status for phase in PASSES]
-        cases = pd.DataFrame(rows).reindex(columns=list(SCHEMAS["cases"].columns))
-        error_columns = {f"{quantity}_error": float for quantity in QUANTITIES}
-        allowed = TOLERANCE[self.config.precision]
-        checked = [
-            {"implementation": name, "context_length": context_length, "allowed_error": allowed}
-            | {f"{quantity}_error": error for quantity, error in errors.items()}
-            for (name, context_length), errors in self.errors.items()
-        ]
-        checks = pd.DataFrame(checked, columns=list(SCHEMAS["checks"].columns))
-        return Results(cases, checks.astype(error_columns | {"context_length": int, "allowed_error": float}))
+        cases = pd.DataFrame(self.rows(self.status))
+        return Results(cases.reindex(columns=list(SCHEMAS["cases"].columns)), self.checks())
+
+    def checks(self) -> pd.DataFrame:
+        types: dict[str, type] = {"context_length": int, "allowed_error": float}
+        rows = []
+        for (name, context_length), errors in self.errors.items():
+            row: dict[str, Any] = {
+                "implementation": name,
+                "context_length": context_length,
+                "allowed_error": TOLERANCE[self.config.precision],
+            }
+            for quantity, error in errors.items():
+                row[f"{quantity}_error"] = error
+            rows.append(row)
+        for quantity in QUANTITIES:
+            types[f"{quantity}_error"] = float
+        return pd.DataFrame(rows, columns=list(SCHEMAS["checks"].columns)).astype(types)

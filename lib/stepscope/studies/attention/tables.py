@@ -1,4 +1,4 @@
-"""The attention study's tables: what is in a run's files, what follows from it, and what is printed."""
+"""The attention study's tables: the schemas of a run's files, and the tables derived from them."""
 
 import pandas as pd
 import pandera.pandas as pa
@@ -61,25 +61,35 @@ LABELS = {
 
 
 def tables(frames: Tables) -> Tables:
-    """``passes``: forward and backward together, a row for each implementation and sequence: ``wall_ms``,
-    ``gpu_ms`` (missing where a GPU's exceeds wall time by more than :data:`MAX_BUSY` allows), memory, and
-    ``predicted_mib``, the peak by formula."""
+    """Return ``passes``: forward and backward together, one row per implementation and context length.
+
+    Besides memory, it has ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak by formula. ``gpu_ms`` is
+    missing if a GPU's exceeds wall time by more than :data:`MAX_BUSY` allows; both are missing if the case is
+    inconsistent.
+    """
     cases = frames["cases"]
     key = [*CONFIG, *CASE]
-    cannot_be = cases["device_gib"].notna() & (cases["gpu_ms"] > MAX_BUSY * cases["wall_ms"])
-    odd = cases.get("inconsistent", pd.Series("", cases.index)) != ""
-    clocks = cases.assign(gpu_ms=cases["gpu_ms"].mask(cannot_be | odd), wall_ms=cases["wall_ms"].mask(odd))
-    times = clocks.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
-    others = cases[cases["phase"] == "backward"].set_index(key)
-    passes = times.join(others[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
+    is_on_gpu = cases["device_gib"].notna()
+    is_impossible = is_on_gpu & (cases["gpu_ms"] > MAX_BUSY * cases["wall_ms"])
+    is_inconsistent = cases.get("inconsistent", pd.Series("", cases.index)) != ""
+    gpu_ms = cases["gpu_ms"].mask(is_impossible | is_inconsistent)
+    wall_ms = cases["wall_ms"].mask(is_inconsistent)
+    consistent = cases.assign(gpu_ms=gpu_ms, wall_ms=wall_ms)
+    times = consistent.groupby(key, sort=False)[["wall_ms", "gpu_ms"]].sum(min_count=len(PASSES))
+    backward = cases[cases["phase"] == "backward"].set_index(key)
+    passes = times.join(backward[["status", "reason", "saved_mib", "in_use_mib", "peak_mib", "device_gib"]])
     passes = passes.reset_index()
-    shapes = passes[["implementation", "batch_size", "d_model", "context_length", "precision"]]
-    predicted = [sum(peak_parts(*shape).values()) / 2**20 for shape in shapes.itertuples(index=False)]
-    return {"passes": passes.assign(predicted_mib=predicted)}
+    arguments = passes[["implementation", "batch_size", "d_model", "context_length", "precision"]]
+    predicted_mib = []
+    for case in arguments.itertuples(index=False):
+        peak_bytes = sum(peak_parts(*case).values())
+        predicted_mib.append(peak_bytes / 2**20)
+    return {"passes": passes.assign(predicted_mib=predicted_mib)}
 
 
-def of_run(config: Config, frames: Tables) -> Tables:
-    """One run's tables as those of all runs are, for its notebook."""
+def run_tables(config: Config, frames: Tables) -> Tables:
+    """Return one run's tables with the names and columns that they have in a report of all runs."""
     fields = {field: getattr(config, field) for field in CONFIG}
-    own = {name: frame.assign(**fields) for name, frame in frames.items()}
-    return {f"attention.{name}": frame for name, frame in (own | tables(own)).items()}
+    with_fields = {name: frame.assign(**fields) for name, frame in frames.items()}
+    all_tables = with_fields | tables(with_fields)
+    return {f"attention.{name}": frame for name, frame in all_tables.items()}

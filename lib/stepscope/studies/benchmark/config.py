@@ -1,4 +1,4 @@
-"""What a run of the benchmarking study has."""
+"""Configuration of the benchmarking study."""
 
 from typing import Literal
 
@@ -8,8 +8,8 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """One shape's forward, forward + backward and full step, end to end."""
+    """Forward, forward + backward and the full step of one configuration, end to end."""
 
     study: Literal["benchmark"] = "benchmark"
     mode: Literal["all"] = "all"
-    repeat: int = Field(0, ge=0, le=1000)  # another run of the same
+    repeat: int = Field(0, ge=0, le=1000)  # distinguishes repeated runs of one configuration

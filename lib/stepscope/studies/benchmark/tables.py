@@ -1,4 +1,4 @@
-"""The benchmarking study's tables: what is in a run's files, and what is printed of all runs."""
+"""The benchmarking study's tables: the schemas of a run's files."""
 
 import pandera.pandas as pa
 
@@ -28,10 +28,4 @@ SCHEMAS = {
     ),
     "operations": table_schema((*CASE, "name"), **OPERATIONS),
 }
-NUMBERS = ("parameters", "matmul_tflops", "copy_tb_s")  # results that are read as such
-
-
-# All runs
-
-
-# Printed
+NUMBERS = ("parameters", "matmul_tflops", "copy_tb_s")  # results with a numeric type

@@ -1,19 +1,20 @@
-"""The least time that the hardware needs for the step: what must be multiplied, plus what must be moved.
+"""Lower bound of a training step's time: the time of its matmuls, plus that of the optimizer's memory traffic.
 
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
 
-* multiplied: forward and both of backward's, attention's only below the diagonal (a causal model needs no
-  more); where the blocks' layers are FP8, their forward and their input's gradient at its matmul rate;
-* moved: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, in bf16 4),
-  and writes the latter and the bf16 weight (2): 28 bytes, with bf16 moments 20. In fp32 it is 28, too:
-  weight, gradient and two moments are read, all but the gradient written. Weights and activations that
-  matmuls read are within the matmuls' own rate.
+* Matmuls: forward, and two matmuls per forward matmul in backward. Attention counts only below the diagonal,
+  because a causal model doesn't need the rest. If the layers of the blocks are FP8, forward and the gradient of
+  their input count at the FP8 rate.
+* Memory traffic: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, or 4 in
+  bf16). It writes the fp32 weight, the moments and the bf16 weight (2). That makes 28 bytes, or 20 with bf16
+  moments. Without bf16 weights it is also 28: weight, gradient and two moments are read, and all but the gradient
+  are written. Reading weights and activations is part of the matmul rate.
 
-Both rates are measured in the same process, on matmuls and copies so large that launches and caches do not
-count (the roofline of Williams, Waterman & Patterson 2009, with its two terms added: the optimizer needs all
-gradients first). They last milliseconds, at the highest clock: bursts, whose rate no step beats. What one
-large matmul keeps up, once its power has reached the cap and the clock has fallen, is a reference and no
-bound: a step draws less, at a higher clock, and its own matmuls can beat it.
+The two times are added (the roofline model of Williams, Waterman & Patterson 2009 takes the maximum), because the
+optimizer needs all gradients first. Both rates are measured in the same process, with matmuls and copies so large
+that launches and caches don't matter. They last milliseconds, at the highest clock, and no step exceeds these
+burst rates. The sustained rate of a large matmul, once the GPU is power-limited, is a reference but no bound: a
+step draws less power and runs at a higher clock, so its matmuls can be faster.
 """
 
 import math
@@ -24,30 +25,36 @@ from stepscope.config import StepConfig
 from stepscope.measure.power import PowerMonitor
 from stepscope.measure.rates import MATRIX_SIZE, median_ms
 from stepscope.measure.timing import back_to_back
+from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import forward_flops, parameter_count
 from stepscope.optimizations import fp8
 
-MOVED_BYTES = {"fp32": 28, "bf16": 20}  # a parameter, by the moments' type
-KEPT_UP_S = 0.5  # twice: first until clocks have settled, then with its power read
+MOVED_BYTES = {"fp32": 28, "bf16": 20}  # per parameter, by the type of the moments
+MAX_MEMORY_SHARE = 0.92  # that the memory-filling batch may need by formula
+SUSTAINED_S = 0.5  # run twice: until the clock has settled, then with power readings
 
 
 def needed_flops(config: StepConfig) -> float:
-    """Of one training step's matmuls, the causal half of attention's square only."""
+    """Return the FLOPs of one training step's matmuls, with attention's scores below the diagonal only."""
     forward = forward_flops(config)
-    pairs = forward["attention.scores"] + forward["attention.value"]
-    unneeded = pairs * (config.context_length - 1) / (2 * config.context_length)
-    return 3 * (sum(forward.values()) - unneeded)
+    attention = forward["attention.scores"] + forward["attention.value"]
+    above_diagonal = (config.context_length - 1) / (2 * config.context_length)
+    needed = sum(forward.values()) - attention * above_diagonal
+    return 3 * needed
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Of these what FP8 layers multiply in 8 bits."""
+    """Return the FLOPs that FP8 layers run in 8 bits: forward, and the gradient of their input."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
 
 def fp8_ceiling(device: str) -> dict[str, float]:
-    """``matmul_fp8``: the burst rate of a large FP8 matmul with a scale a row, in TFLOP/s; empty where there
-    is none."""
+    """Measure ``matmul_fp8``, the burst rate of a large FP8 matmul with row-wise scales, in TFLOP/s.
+
+    Returns:
+        An empty dictionary if the device has no such matmul.
+    """
     if not fp8.has_fp8(device):
         return {}
     size = MATRIX_SIZE[device]
@@ -56,33 +63,51 @@ def fp8_ceiling(device: str) -> dict[str, float]:
 
     def multiply() -> torch.Tensor:
         return torch._scaled_mm(
-            a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+            a,
+            b.t(),
+            scale_a=a_scale,
+            scale_b=b_scale.t(),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
         )
 
-    return {"matmul_fp8": 2 * size**3 / median_ms(device, multiply) / 1e9}
+    flops = 2 * size**3
+    return {"matmul_fp8": flops / median_ms(device, multiply) / 1e9}
 
 
 def lower_bound(
-    config: StepConfig, precision: str, moments: str, ceilings: dict[str, float]
+    config: StepConfig,
+    precision: str,
+    moments: str,
+    ceilings: dict[str, float],
 ) -> dict[str, float]:
-    """``matmul_ms``, ``memory_traffic_ms`` and their sum ``lower_bound_ms``.
+    """Return ``matmul_ms``, ``memory_traffic_ms`` and their sum ``lower_bound_ms``.
 
     Args:
-        precision: "fp8" where the blocks' layers multiply that; any other is bound by bf16's rate.
+        precision: "fp8" if the layers of the blocks are FP8. Any other precision has the bound of bf16.
         moments: their type, "fp32" or "bf16".
         ceilings: ``matmul_bf16`` and ``matmul_fp8`` in TFLOP/s and ``copy`` in TB/s, as measured in this run.
     """
     in_fp8 = fp8_flops(config) if precision == "fp8" else 0
-    matmul = (needed_flops(config) - in_fp8) / ceilings["matmul_bf16"] / 1e9
+    matmul_ms = (needed_flops(config) - in_fp8) / ceilings["matmul_bf16"] / 1e9
     if in_fp8:
-        matmul += in_fp8 / ceilings["matmul_fp8"] / 1e9
-    moved = MOVED_BYTES[moments] * parameter_count(config) / ceilings["copy"] / 1e9
-    return {"matmul_ms": matmul, "memory_traffic_ms": moved, "lower_bound_ms": matmul + moved}
+        matmul_ms += in_fp8 / ceilings["matmul_fp8"] / 1e9
+    moved_bytes = MOVED_BYTES[moments] * parameter_count(config)
+    traffic_ms = moved_bytes / ceilings["copy"] / 1e9
+    return {
+        "matmul_ms": matmul_ms,
+        "memory_traffic_ms": traffic_ms,
+        "lower_bound_ms": matmul_ms + traffic_ms,
+    }
 
 
 def sustained_matmul_rate(device: str) -> dict[str, float]:
-    """A large bf16 matmul, one after another for a second: ``sustained_tflops``, ``sustained_clock_mhz`` and
-    ``sustained_power_w`` of the second half; empty on a CPU, whose clock and power are not read."""
+    """Run a large bf16 matmul repeatedly for a second; return rate, clock and power of the second half.
+
+    Returns:
+        ``sustained_tflops``, ``sustained_clock_mhz`` and ``sustained_power_w``; an empty dictionary on a CPU,
+        whose clock and power are not read.
+    """
     if device != "cuda":
         return {}
     size = MATRIX_SIZE[device]
@@ -92,12 +117,29 @@ def sustained_matmul_rate(device: str) -> dict[str, float]:
     def multiply() -> torch.Tensor:
         return torch.mm(a, b, out=out)
 
-    matmuls = math.ceil(KEPT_UP_S * 1e3 / back_to_back(multiply, device, 5)[-1])
+    matmul_ms = back_to_back(multiply, device, 5)[-1]
+    matmuls = math.ceil(SUSTAINED_S * 1e3 / matmul_ms)
     back_to_back(multiply, device, matmuls)
     with PowerMonitor() as monitor:
-        times = back_to_back(multiply, device, matmuls)
+        times_ms = back_to_back(multiply, device, matmuls)
+    flops = 2 * size**3 * matmuls
     return {
-        "sustained_tflops": 2 * size**3 * matmuls / sum(times) / 1e9,
+        "sustained_tflops": flops / sum(times_ms) / 1e9,
         "sustained_clock_mhz": monitor.sm_clock_mhz,
         "sustained_power_w": monitor.power_w,
     }
+
+
+def filling_batch(config: StepConfig, memory_bytes: float) -> int:
+    """Return the batch size that fills the memory, a multiple of four sequences.
+
+    It is the largest one whose fully optimized step needs at most :data:`MAX_MEMORY_SHARE` of the memory by
+    formula, but at least four.
+    """
+    max_bytes = MAX_MEMORY_SHARE * memory_bytes
+    batch = 4
+    while True:
+        next_batch = config.step(batch_size=batch + 4, device="cuda")
+        if fully_optimized_bytes(next_batch) > max_bytes:
+            return batch
+        batch += 4

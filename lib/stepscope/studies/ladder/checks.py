@@ -1,4 +1,4 @@
-"""Is our optimizer AdamW, and do bf16 moments move? Tried on the device that is measured, in the same run."""
+"""Check the optimizer in the same run and on the same device: is it AdamW, and do bf16 moments change?"""
 
 import math
 
@@ -9,127 +9,190 @@ from torch import Tensor, nn
 from stepscope.optimizations.adamw import GOLDEN, MIX1, MIX2, random_bits, stochastic_round
 from stepscope.optimizations.optimizer import BETAS, EPS, WEIGHT_DECAY, MasterAdamW
 
+# A bf16 matrix and an fp32 vector; neither fills the last block of the optimizer's kernel.
 SHAPES = {
     "matrix": (130, 70),
     "vector": (130,),
-}  # neither fills its last block; a matrix is bf16, a vector fp32
+}
 RATE = 1e-3
 FORMULA_STEPS = 5
-FALLING_STEPS, FALLING = 2000, 4096  # steps, numbers
-APPROXIMATE = 2.0**-21  # of a weight and all its changes: 4 to 8 ulp, the most that approximate divisions do
+DECAY_STEPS = 2000
+DECAYING_NUMBERS = 4096
+# Relative tolerance of a weight and all its changes: 4 to 8 ulp, the largest error of approximate divisions.
+APPROXIMATE = 2.0**-21
 
 
-def stochastic_bf16(x: np.ndarray, index: np.ndarray, step: int) -> np.ndarray:
-    """fp32 rounded to bf16 stochastically, as fp32: the optimizer's hash in 32 bits of numpy.
+def stochastic_bf16(
+    x: np.ndarray,
+    index: np.ndarray,
+    step: int,
+) -> np.ndarray:
+    """Round fp32 to bf16 stochastically, with the optimizer's hash in numpy's 32-bit integers; return fp32.
 
     Args:
         x: fp32, of any shape.
-        index: of each number among all the optimizer's; integers of the same shape.
-        step: the step's number, from 1 on.
+        index: of each number among all the optimizer's numbers; integers of the same shape.
+        step: the step's number, from 1.
     """
-    h = index.astype(np.uint32) ^ np.uint32(step * GOLDEN & 0xFFFFFFFF)
-    h = (h ^ (h >> 16)) * np.uint32(MIX1)
-    h = (h ^ (h >> 13)) * np.uint32(MIX2)
-    bits = x.view(np.uint32) + ((h ^ (h >> 16)) & 0xFFFF)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    seed = np.uint32(step * GOLDEN & 0xFFFFFFFF)
+    h = index.astype(np.uint32)
+    h ^= seed
+    h ^= h >> 16
+    h *= np.uint32(MIX1)
+    h ^= h >> 13
+    h *= np.uint32(MIX2)
+    h ^= h >> 16
+    random_low_bits = h & 0xFFFF
+    bits = x.view(np.uint32) + random_low_bits
+    high_bits = bits & np.uint32(0xFFFF0000)
+    return high_bits.view(np.float32)
+
+
+def nearest_bf16(x: np.ndarray) -> np.ndarray:
+    """Round fp32 to the nearest bf16; return fp32."""
+    return torch.from_numpy(x).bfloat16().float().numpy()
 
 
 def numpy_adamw(
-    weight: np.ndarray, gradients: list[np.ndarray], first: int | None = None
+    weight: np.ndarray,
+    gradients: list[np.ndarray],
+    first: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, each operation rounded to fp32 by itself: the
-    last weights and both moments.
+    """Compute AdamW (Loshchilov & Hutter 2019, algorithm 2) in numpy, with each operation rounded to fp32.
 
     Args:
-        weight: fp32, of any shape; the first step's.
+        weight: the weights before the first step; fp32, of any shape.
         gradients: of each step, fp32 of the same shape.
-        first: with bf16 moments: the index of the first number among all the optimizer's.
+        first: the index of the first weight among all the optimizer's numbers, for bf16 moments; None for fp32
+            moments.
+
+    Returns:
+        The weights and both moments after the last step.
     """
-    f, (beta1, beta2) = np.float32, BETAS
-    m, v = np.zeros_like(weight), np.zeros_like(weight)
+    f = np.float32
+    beta1, beta2 = BETAS
+    decay = f(1 - RATE * WEIGHT_DECAY)
+    m = np.zeros_like(weight)
+    v = np.zeros_like(weight)
     for t, gradient in enumerate(gradients, start=1):
-        rate, correction = f(RATE / (1 - beta1**t)), f(1 / math.sqrt(1 - beta2**t))
+        rate = f(RATE / (1 - beta1**t))
+        correction = f(1 / math.sqrt(1 - beta2**t))
+        squared = gradient * gradient
         m = m * f(beta1) + gradient * f(1 - beta1)
-        v = v * f(beta2) + gradient * gradient * f(1 - beta2)
-        weight = weight * f(1 - RATE * WEIGHT_DECAY) - rate * (m / (np.sqrt(v) * correction + f(EPS)))
+        v = v * f(beta2) + squared * f(1 - beta2)
+        root = np.sqrt(v) * correction
+        update = m / (root + f(EPS))
+        weight = weight * decay - rate * update
         if first is not None:
             index = first + np.arange(weight.size).reshape(weight.shape)
-            m, v = torch.from_numpy(m).bfloat16().float().numpy(), stochastic_bf16(v, index, t)
+            m = nearest_bf16(m)
+            v = stochastic_bf16(v, index, t)
     return weight, m, v
 
 
-def tried() -> nn.ParameterDict:
-    """A matrix and a vector, always the same."""
+def make_parameters() -> nn.ParameterDict:
+    """Return a matrix and a vector of random numbers, always the same."""
     generator = torch.Generator().manual_seed(0)
-    return nn.ParameterDict({name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
+    parameters = nn.ParameterDict()
+    for name, shape in SHAPES.items():
+        parameters[name] = torch.randn(shape, generator=generator)
+    return parameters
 
 
-def stepped(device: str, steps: int, moments: torch.dtype) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
-    """The optimizer after steps on random gradients, and these."""
-    model = tried().to(device)
-    own = MasterAdamW(model, RATE, moments)
+def run_steps(
+    device: str,
+    steps: int,
+    moments: torch.dtype,
+) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
+    """Run the optimizer's steps on random gradients; return the optimizer, and the gradients by parameter."""
+    model = make_parameters().to(device)
+    optimizer = MasterAdamW(model, RATE, moments)
     generator = torch.Generator().manual_seed(1)
-    drawn = {
-        name: [
-            torch.randn(SHAPES[name], generator=generator).to(device, parameter.dtype) for _ in range(steps)
-        ]
-        for name, parameter in own.named.items()
-    }
+    gradients: dict[str, list[Tensor]] = {}
+    for name, parameter in optimizer.named.items():
+        drawn = [torch.randn(SHAPES[name], generator=generator) for _ in range(steps)]
+        gradients[name] = [gradient.to(device, parameter.dtype) for gradient in drawn]
     for step in range(steps):
-        for name, parameter in own.named.items():
-            parameter.grad = drawn[name][step]
-        own.step()
-    return own, drawn
+        for name, parameter in optimizer.named.items():
+            parameter.grad = gradients[name][step]
+        optimizer.step()
+    return optimizer, gradients
 
 
 def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
-    """How many numbers were compared with numpy's after some steps, fp32 weights, their copies and moments;
-    how many differ. With bf16 moments, whose divisions are approximate, a weight differs where it is further
-    off than that explains."""
-    own, drawn = stepped(device, FORMULA_STEPS, moments)
-    exact, compared, unequal = moments == torch.float32, 0, 0
-    for index, (name, weight) in enumerate(tried().named_parameters()):
-        gradients = [gradient.float().cpu().numpy() for gradient in drawn[name]]
-        found = numpy_adamw(weight.detach().numpy(), gradients, None if exact else own.offsets[index])
-        there, m, v = (torch.from_numpy(numbers).to(device) for numbers in found)
-        parameter, master = own.named[name], own.masters()[name]
-        tolerance = (0 if exact else APPROXIMATE) * (there.abs() + FORMULA_STEPS * RATE)
-        pairs = [
-            (own.state[parameter]["exp_avg"], m),
-            (own.state[parameter]["exp_avg_sq"], v),
+    """Compare fp32 weights, their copies and both moments after some steps with :func:`numpy_adamw`.
+
+    With bf16 moments, the optimizer's divisions are approximate, so weights may differ by the error of a division.
+
+    Returns:
+        How many numbers were compared, and how many of them differ.
+    """
+    optimizer, gradients = run_steps(device, FORMULA_STEPS, moments)
+    masters = optimizer.masters()
+    is_exact = moments == torch.float32
+    relative_tolerance = 0 if is_exact else APPROXIMATE
+    compared = unequal = 0
+    for index, (name, weight) in enumerate(make_parameters().named_parameters()):
+        first = None if is_exact else optimizer.offsets[index]
+        gradient_arrays = [gradient.float().cpu().numpy() for gradient in gradients[name]]
+        initial_weight = weight.detach().numpy()
+        arrays = numpy_adamw(initial_weight, gradient_arrays, first)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        expected_weight, m, v = (tensor.to(device) for tensor in tensors)
+        parameter = optimizer.named[name]
+        state = optimizer.state[parameter]
+        master = masters[name]
+        scale = expected_weight.abs() + FORMULA_STEPS * RATE
+        error = (master - expected_weight).abs()
+        is_off = error > relative_tolerance * scale
+        unequal += int(is_off.sum())
+        for ours, theirs in (
+            (state["exp_avg"], m),
+            (state["exp_avg_sq"], v),
             (parameter.detach(), master.to(parameter.dtype)),
-        ]
-        unequal += int(((master - there).abs() > tolerance).sum())
-        unequal += sum(int((mine != other).sum()) for mine, other in pairs)
+        ):
+            unequal += int((ours != theirs).sum())
         compared += 4 * master.numel()
     return compared, unequal
 
 
 def falling_moment() -> dict[str, float]:
-    """A second moment of 1 after gradients of half the size, in fp32, in bf16 rounded stochastically and in
-    bf16 rounded to nearest: its mean, ``v_fp32``, ``v_stochastic`` and ``v_nearest``."""
+    """Let a second moment of 1 decay with gradients of standard deviation 0.5; return its mean by rounding.
+
+    ``v_fp32`` is not rounded, ``v_stochastic`` is rounded to bf16 stochastically, and ``v_nearest`` to the nearest
+    bf16.
+    """
     generator = torch.Generator().manual_seed(2)
-    exact, chance, nearest = (torch.ones(FALLING) for _ in range(3))
-    for step in range(1, FALLING_STEPS + 1):
-        squared = (1 - BETAS[1]) * (torch.randn(FALLING, generator=generator) / 2).square()
-        bits = random_bits(torch.arange(FALLING), torch.tensor(step))
-        exact = exact * BETAS[1] + squared
-        chance = stochastic_round(chance * BETAS[1] + squared, bits).float()
-        nearest = (nearest * BETAS[1] + squared).bfloat16().float()
+    index = torch.arange(DECAYING_NUMBERS)
+    beta2 = BETAS[1]
+    exact = torch.ones(DECAYING_NUMBERS)
+    stochastic = torch.ones(DECAYING_NUMBERS)
+    nearest = torch.ones(DECAYING_NUMBERS)
+    for step in range(1, DECAY_STEPS + 1):
+        gradient = torch.randn(DECAYING_NUMBERS, generator=generator) / 2
+        squared = (1 - beta2) * gradient.square()
+        bits = random_bits(index, torch.tensor(step))
+        exact = exact * beta2 + squared
+        stochastic = stochastic_round(stochastic * beta2 + squared, bits).float()
+        nearest = (nearest * beta2 + squared).bfloat16().float()
     return {
         "v_fp32": exact.mean().item(),
-        "v_stochastic": chance.mean().item(),
+        "v_stochastic": stochastic.mean().item(),
         "v_nearest": nearest.mean().item(),
     }
 
 
 def check_optimizer(device: str) -> dict[str, float]:
-    """All of the above: results of a run."""
+    """Run all checks; return their results for the record.
+
+    The prefix ``low_`` marks the comparison with bf16 moments.
+    """
     compared, unequal = against_formula(device, torch.float32)
     low_compared, low_unequal = against_formula(device, torch.bfloat16)
-    return {
+    results: dict[str, float] = {
         "compared": compared,
         "unequal": unequal,
         "low_compared": low_compared,
         "low_unequal": low_unequal,
-    } | falling_moment()
+    }
+    return results | falling_moment()

@@ -1,4 +1,4 @@
-"""What a run of the ladder has: which changes it measures, and what it measures beside them."""
+"""Configuration of the ladder: the optimizations, ablations and baselines that a run measures."""
 
 from typing import Annotated, Literal, get_args
 
@@ -33,7 +33,7 @@ ABLATABLE: tuple[Optimization, ...] = (
     "bf16_weights",
     "bf16_moments",
 )
-WITHOUT = tuple(f"without_{change}" for change in ABLATABLE)
+WITHOUT = tuple(f"without_{name}" for name in ABLATABLE)
 Baseline = Literal[
     "hugging_face",
     "hugging_face_reduce_overhead",
@@ -42,7 +42,7 @@ Baseline = Literal[
     "fast_step",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-FAIR = BASELINES[2:4]  # without a mask; the latter as one CUDA graph, as ours is
+NO_MASK = BASELINES[2:4]  # without a mask, like our step; the second is one CUDA graph
 
 # Columns of the table of steps, which has one row per optimization and batch size.
 MEASURES = (
@@ -69,12 +69,12 @@ MEASURES = (
     "memory_traffic_ms",
     "lower_bound_ms",
 )
-# The spread of the steps, the time to enqueue one, and the gradient error of a trained model.
+# More columns: the spread of the steps, the time to enqueue a step, and the gradient error of a trained model.
 ADDED = ("wall_q1_ms", "wall_q3_ms", "wall_min_ms", "enqueue_ms", "trained_gradient_error")
 
 
 class Config(StepConfig):
-    """One training step from plain fp32 to fully optimized, one optimization at a time, in one process."""
+    """A training step from the fp32 baseline to fully optimized, one optimization at a time, in one process."""
 
     study: Literal["ladder"] = "ladder"
     # Each optimization sets these for itself.
@@ -86,18 +86,19 @@ class Config(StepConfig):
     optimizations: list[Optimization] = Field([*LADDER_OPTIMIZATIONS], min_length=1)
     ablations: list[Optimization] = Field([])  # measure the fully optimized step without each of these
     baselines: list[Baseline] = Field([])
-    # measure at each of these; empty: at batch_size
+    # Batch sizes to measure; empty: only batch_size.
     batch_sizes: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
-    fill_memory: bool = False  # also at the batch size that fills the memory
-    # on text, for every optimization and three seeds of the first; 0: none
+    fill_memory: bool = False  # also measure the batch size that fills the memory
+    # Training steps on text, for every optimization and three seeds of the first; 0: none.
     training_steps: int = Field(0, ge=0, le=10**6)
 
     @field_validator("ablations")
     @classmethod
-    def can_be_left_out(cls, asked: list[Optimization]) -> list[Optimization]:
-        if wrong := [change for change in asked if change not in ABLATABLE]:
+    def check_ablations(cls, ablations: list[Optimization]) -> list[Optimization]:
+        invalid = [name for name in ablations if name not in ABLATABLE]
+        if invalid:
             raise ValueError(
-                f"ablations: got {', '.join(wrong)}, but the fully optimized step can only be measured without"
+                f"ablations: got {', '.join(invalid)}, but the fully optimized step can only be measured without"
                 f" {', '.join(ABLATABLE)}"
             )
-        return asked
+        return ablations

@@ -2,23 +2,23 @@
 
     ladder = Ladder(config, transformer, [tf32, bf16, ...], beyond=[chunked, fp8], baselines={...})
     ladder.measure()
-    ladder.tables      steps, kernels and curves, as the record holds them
+    ladder.tables      steps, kernels and curves, for the record
     ladder.results     the device's rates and limits
 
 For each optimization and batch size, :meth:`Ladder.measure`
 
-1. builds the subject, applies the transforms, compiles, and compares loss and gradients with fp32's;
-2. times steps back to back, and reads power, energy and clock over the very same steps;
+1. builds the subject, applies the transforms, compiles, and compares loss and gradients with those of fp32;
+2. times steps back to back, and measures power, energy and clock during these steps;
 3. trains on text, if the configuration asks for it.
 
-Only after everything has been timed are the steps profiled, because launches stay slower once a profiler has
-run in a process. Impossible readings are measured again, at most twice. A transform after which neither
-operations nor numbers differ is refused: a wrong attribute name would otherwise give a plausible row.
+The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
+process. Impossible readings are measured again, at most twice. A transform that changes neither operations nor
+numbers is rejected: without this check, a wrong attribute name would give a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
-An optimization that doesn't apply, fails or doesn't fit keeps its row, which says why. Its memory is freed,
-and the next one goes on. Weights are on the device only while their optimization is measured.
+If an optimization doesn't apply, fails or runs out of memory, its row has the reason. Its memory is freed, and the
+next one continues. Weights are on the device only while their optimization is measured.
 """
 
 import gc
@@ -35,7 +35,6 @@ from torch import Tensor
 
 from stepscope import measure
 from stepscope.measure.timing import LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S, LONG_MS, MIN_STEPS
-from stepscope.model.fit import fully_optimized_bytes
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
@@ -47,27 +46,28 @@ from stepscope.studies.ladder import bounds, numerics, training
 from stepscope.studies.ladder.config import ADDED, FILLED, MEASURES, Config
 from stepscope.traces.attribution import TraceError
 
-WARMUPS = 3  # steps before a CUDA graph is captured, and of other people's steps
-SETTLES_S = 0.4  # the clock settles under the power limit
-STRETCH_S = 2.0  # steps are timed this long
-PROFILED_S = 1.0  # steps at the power limit are profiled this long
-RESETTLES_S = 1.0  # after a rest the power limit first lets the clock rise, then overshoots
+WARMUPS = 3  # steps before a CUDA graph is captured, and before a baseline is timed
+SETTLING_S = 0.4  # until the clock of a power-limited step has settled
+TIMED_S = 2.0  # duration of the timed steps
+PROFILED_S = 1.0  # duration of the profiled steps, if they are power-limited
+# The same after a pause, when the clock of a power-limited step first rises and then overshoots.
+SETTLING_AFTER_PAUSE_S = 1.0
 MAX_STEPS = 2000
-RECOMPILES = 256  # shapes for which one function may be compiled
-TRAINED_STEPS = 100  # before the gradient of trained weights is compared
-FILLING = 0.92  # share of the memory that the filling batch may need by formula
-EAGER_REPLAYED = "fused_adamw"  # the last eager step, which is also timed as a CUDA graph
-KEEPS_MEMORY = "hugging_face_reduce_overhead"  # frees no memory afterwards, so it comes last
+MAX_RECOMPILES = 256  # shapes for which one function may be compiled
+TRAINED_STEPS = 100  # before the gradients of trained weights are compared
+LAST_EAGER = "fused_adamw"  # the last eager step, which is also timed as a CUDA graph
+KEEPS_MEMORY = "hugging_face_reduce_overhead"  # measured last, because it never frees its memory
 
 Build = Callable[[int], TrainedSubject]  # makes a subject with this batch size
+Baselines = Mapping[str, tuple[Build, Sequence[Transform]]]
 
 
 @dataclass
 class Case:
     """One row: a subject with some transforms at a batch size.
 
-    needed: transforms that must apply; the others are left out where they don't.
-    left_out: the transform that this case lacks, if it is one of ``ablations``.
+    needed: transforms that must apply; others are skipped if they don't.
+    left_out: the transform that this case is measured without, if it is one of ``ablations``.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Case:
     subject: TrainedSubject | None = None  # without weights, until it is loaded
     program: Any = None  # the key of its compiled code
     applied: tuple[str, ...] = ()  # the transforms that applied
-    numbers: tuple[Any, ...] = ()  # of the first step, to see whether a transform changed any
+    numbers: tuple[Any, ...] = ()  # of the first step, to check that a transform changes something
     precision: str = "fp32"
     moments: str = "fp32"
     compiles: bool = False
@@ -99,11 +99,11 @@ class Ladder:
     """Measure optimizations one on top of another.
 
     Args:
-        config: which of them to measure, and at which batch sizes.
-        build: makes the subject before any optimization, which is the row ``fp32``.
-        optimizations: transforms in their order.
+        config: selects the optimizations, ablations, baselines and batch sizes to measure.
+        build: makes the subject without any optimization, for the row ``fp32``.
+        optimizations: transforms, in the order in which they are applied.
         beyond: transforms that are each applied to the fully optimized step.
-        baselines: other people's steps by name: how to build one, and the transforms that it needs.
+        baselines: how to build a third-party step, and the transforms that it needs, by name.
     """
 
     def __init__(
@@ -112,13 +112,15 @@ class Ladder:
         build: Build,
         optimizations: Sequence[Transform],
         beyond: Sequence[Transform] = (),
-        baselines: Mapping[str, tuple[Build, Sequence[Transform]]] | None = None,
+        baselines: Baselines | None = None,
     ):
-        self.config, self.device, self.on_gpu = config, config.device, config.device == "cuda"
+        self.config = config
+        self.device = config.device
+        self.on_gpu = config.device == "cuda"
         self.batch_sizes: list[int] = config.batch_sizes or [config.batch_size]
         self.programs: dict[Any, TrainedSubject] = {}  # compiled code, which cases share
         self.compile_s: dict[Any, float] = {}  # by program
-        self.true_gradients: dict[int, tuple[float, numerics.Gradients]] = {}  # fp32's, by batch size
+        self.fp32_gradients: dict[int, tuple[float, numerics.Gradients]] = {}  # and loss, by batch size
         self.curves: dict[str, pd.DataFrame] = {}
         self.kernels: dict[tuple[str, int], pd.DataFrame] = {}
         self.ceilings: dict[str, float] = {}
@@ -129,104 +131,123 @@ class Ladder:
         self.cases += self._without(build, optimizations)
         self.cases += self._baselines(baselines or {})
 
-    # What is measured
+    # The cases
 
     def _ladder(
-        self, build: Build, optimizations: Sequence[Transform], beyond: Sequence[Transform]
+        self,
+        build: Build,
+        optimizations: Sequence[Transform],
+        beyond: Sequence[Transform],
     ) -> list[Case]:
-        stacks = [list(optimizations[:count]) for count in range(len(optimizations) + 1)]
-        stacks += [[*optimizations, transform] for transform in beyond]
+        stacks: list[list[Transform]] = [[]]
+        for transform in optimizations:
+            stacks.append([*stacks[-1], transform])
+        for transform in beyond:
+            stacks.append([*optimizations, transform])
         cases = []
         for stack in stacks:
             name = stack[-1].__name__ if stack else "fp32"
-            if name in self.config.optimizations:
-                cases += [Case(name, batch, build, stack, stack[-1:]) for batch in self.batch_sizes]
+            if name not in self.config.optimizations:
+                continue
+            for batch in self.batch_sizes:
+                cases.append(Case(name, batch, build, stack, needed=stack[-1:]))
         return cases
 
     def _filled(
-        self, build: Build, optimizations: Sequence[Transform], beyond: Sequence[Transform]
+        self,
+        build: Build,
+        optimizations: Sequence[Transform],
+        beyond: Sequence[Transform],
     ) -> list[Case]:
-        """The fully optimized step with the chunked loss, at the batch size that fills the memory."""
+        """Return the fully optimized step with the chunked loss, at the batch size that fills the memory."""
         if not self.config.fill_memory:
             return []
         memory = torch.cuda.get_device_properties(0).total_memory if self.on_gpu else 0
+        batch = bounds.filling_batch(self.config, memory)
         chunked = [transform for transform in beyond if transform.__name__ == "chunked_loss"]
         stack = [*optimizations, *chunked]
-        return [Case(FILLED, filling_batch(self.config, memory), build, stack, chunked)]
+        return [Case(FILLED, batch, build, stack, needed=chunked)]
 
     def _without(self, build: Build, optimizations: Sequence[Transform]) -> list[Case]:
         cases = []
         for left_out in optimizations:
-            if left_out.__name__ in self.config.ablations:
-                name = f"without_{left_out.__name__}"
-                stack = [transform for transform in optimizations if transform is not left_out]
-                cases += [Case(name, batch, build, stack, (), left_out) for batch in self.batch_sizes]
+            if left_out.__name__ not in self.config.ablations:
+                continue
+            name = f"without_{left_out.__name__}"
+            stack = [transform for transform in optimizations if transform is not left_out]
+            for batch in self.batch_sizes:
+                cases.append(Case(name, batch, build, stack, left_out=left_out))
         return cases
 
-    def _baselines(self, baselines: Mapping[str, tuple[Build, Sequence[Transform]]]) -> list[Case]:
+    def _baselines(self, baselines: Baselines) -> list[Case]:
         cases = []
         for name, (build, stack) in baselines.items():
-            if name in self.config.baselines:
-                for batch in self.batch_sizes:
-                    cases.append(Case(name, batch, build, stack, stack, is_baseline=True))
+            if name not in self.config.baselines:
+                continue
+            for batch in self.batch_sizes:
+                cases.append(Case(name, batch, build, stack, needed=stack, is_baseline=True))
         return sorted(cases, key=lambda case: case.name == KEEPS_MEMORY)
 
     # The loop
 
     def measure(self) -> None:
-        """Measure everything. If it is interrupted, :attr:`tables` hold what was measured until then."""
+        """Measure everything. If it is interrupted, :attr:`tables` hold the measurements until then."""
         first = [case for case in self.cases if case.name != KEEPS_MEMORY]
         last = [case for case in self.cases if case.name == KEEPS_MEMORY]
-        of_trained_weights = any(case.name == "fp8" for case in first)
+        compares_trained = any(case.name == "fp8" for case in first)
         for case in first:
-            if of_trained_weights and case.name not in self.config.optimizations:
+            if compares_trained and case.name not in self.config.optimizations:
                 self.compare_trained_gradients()
-                of_trained_weights = False
+                compares_trained = False
             self.time(case)
-        if of_trained_weights:
+        if compares_trained:
             self.compare_trained_gradients()
         for case in first:
             self.visit(case, self.profile_steps)
         for case in last:
             self.visit(case, self.first_step, self.time_steps, self.profile_steps)
             show(case)
-        self.refuse_unchanged()
+        self.reject_unchanged()
         self.repeat_impossible()
         self.measure_limits()
 
     def time(self, case: Case) -> None:
         self.visit(case, self.first_step, self.time_eager)
         if "wall_ms" not in case.row:
-            self.visit(case, self.time_steps)  # loaded again, because compiling leaves memory in pieces
+            self.visit(case, self.time_steps)  # loaded again, because compiling fragments the memory
         show(case)
 
     def time_eager(self, case: Case, subject: TrainedSubject) -> None:
-        makes_own_step = subject.loss is None  # it compiles, and holds the graph of its first step
-        if not subject.compiles and not makes_own_step:
+        has_loss = subject.loss is not None  # otherwise it compiles its step, and keeps the first one's graph
+        if has_loss and not subject.compiles:
             self.time_steps(case, subject)
 
     def visit(self, case: Case, *parts: Callable[[Case, TrainedSubject], None]) -> None:
-        """Load a case's weights, do these parts, and free them. If that fails, the row says why."""
+        """Load a case's weights, run these parts, and free the weights. If that fails, the row has the reason."""
         if case.row["status"] != "ok":
             return
         failed: dict[Any, tuple[str, str]] = {}
         try:
             with measure.out_of_memory(failed, "case", f"measuring {case.name}"):
-                self.do_loaded(case, parts)
+                self.run_loaded(case, parts)
         except (Unsupported, torch._dynamo.exc.BackendCompilerFailed) as error:
             failed["case"] = "unsupported", measure.error_text(error)
-        except (RuntimeError, TraceError, torch._dynamo.exc.Unsupported) as error:  # a kernel, a graph
+        except (RuntimeError, TraceError, torch._dynamo.exc.Unsupported) as error:
             failed["case"] = "failed", measure.error_text(error)
         if not failed:
             return
         status, reason = failed["case"]
         if "wall_ms" in case.row:
-            status, reason = "ok", f"not profiled: {reason}"
+            status, reason = "ok", f"not profiled: {reason}"  # timed, but not profiled
         case.row |= {"status": status, "reason": reason}
         measure.release(self.device, after_error=True)
-        measure.synchronizer(self.device)()  # an error that has lost the GPU ends the run here
+        measure.synchronizer(self.device)()  # raises if the error made the GPU unusable
 
-    def do_loaded(self, case: Case, parts: Sequence[Callable[[Case, TrainedSubject], None]]) -> None:
+    def run_loaded(
+        self,
+        case: Case,
+        parts: Sequence[Callable[[Case, TrainedSubject], None]],
+    ) -> None:
         subject = case.subject or self.prepare(case)
         try:
             subject.load(self.config.seed)
@@ -241,29 +262,34 @@ class Ladder:
         Raises:
             Unsupported: a transform that the case needs doesn't apply.
         """
-        measure.allow_recompiling(RECOMPILES)
-        if case.left_out:  # which must apply to the step that it is missing from
-            self.built(case, [*case.transforms, case.left_out], [case.left_out])
-        subject, applied = self.built(case, case.transforms, case.needed)
-        changing = tuple(each for each in applied if not hasattr(each, "keeps_program"))
+        measure.allow_recompiling(MAX_RECOMPILES)
+        if case.left_out:  # without it, the row only makes sense if it applies
+            self.build(case, [*case.transforms, case.left_out], [case.left_out])
+        subject, applied = self.build(case, case.transforms, case.needed)
         case.applied = tuple(transform.__name__ for transform in applied)
-        case.program = case.build, case.batch_size, changing
+        changing_program = [transform for transform in applied if not hasattr(transform, "keeps_program")]
+        case.program = case.build, case.batch_size, tuple(changing_program)
         program = self.programs.setdefault(case.program, subject)
         if program is not subject:
             subject.share_program(program)
         if program is not subject or case.left_out:
             gc.collect()  # frees the buffers of a model that was built twice
-        case.subject, case.compiles = subject, subject.compiles
-        case.precision, case.moments = subject.precision, subject.moments
+        case.subject = subject
+        case.compiles = subject.compiles
+        case.precision = subject.precision
+        case.moments = subject.moments
         return subject
 
-    def built(
-        self, case: Case, transforms: Sequence[Transform], needed: Sequence[Transform]
+    def build(
+        self,
+        case: Case,
+        transforms: Sequence[Transform],
+        needed: Sequence[Transform],
     ) -> tuple[TrainedSubject, list[Transform]]:
-        """Return the subject without weights, and the transforms that apply.
+        """Build a subject without weights; return it, and the transforms that apply.
 
         Raises:
-            Unsupported: one of those needed doesn't apply.
+            Unsupported: a needed transform doesn't apply.
         """
         with torch.device(self.device):
             subject = case.build(case.batch_size)
@@ -278,7 +304,7 @@ class Ladder:
     # The first step: compile, and compare with fp32
 
     def first_step(self, case: Case, subject: TrainedSubject) -> None:
-        began = default_timer()
+        start = default_timer()
         if subject.loss is None:
             subject.step = subject.launch(subject)
             loss_tensor = subject.step()
@@ -286,48 +312,52 @@ class Ladder:
             loss_tensor = subject.gradients()
         if case.program not in self.compile_s:
             measure.synchronizer(self.device)()
-            self.compile_s[case.program] = default_timer() - began
+            self.compile_s[case.program] = default_timer() - start
         loss = loss_tensor.item()
         if subject.compiles:
             case.row["compile_s"] = self.compile_s[case.program]
         if not case.is_baseline:
             self.compare(case, subject, loss)
         with measure.negligible_learning_rate(subject.optimizer):
-            subject.optimizer.step()  # compiles its kernel, and makes the moments
+            subject.optimizer.step()  # compiles its kernel, and creates the moments
         subject.reset()
         moments = measure.storage_bytes([*subject.optimizer.state.values()])
         case.numbers = loss, type(subject.optimizer), moments, subject.launch
 
     def compare(self, case: Case, subject: TrainedSubject, loss: float) -> None:
         if not case.transforms:
-            self.true_gradients[case.batch_size] = loss, numerics.gradients_of(subject)
-        truth = self.true_gradients.get(case.batch_size)
-        if truth and case.batch_size == self.config.batch_size:
-            case.row |= numerics.relative_errors(subject, loss, *truth)
+            self.fp32_gradients[case.batch_size] = loss, numerics.gradients_of(subject)
+        fp32 = self.fp32_gradients.get(case.batch_size)
+        if fp32 and case.batch_size == self.config.batch_size:
+            case.row |= numerics.relative_errors(subject, loss, *fp32)
 
     def compare_trained_gradients(self) -> None:
-        """Compare gradients once more after a hundred steps of training, for FP8: freshly drawn weights
-        amplify the first block's rounding in any format."""
+        """Compare gradients again after a hundred training steps, for FP8.
+
+        Freshly drawn weights amplify the rounding of the first block, in any format.
+        """
         batch = self.batch_sizes[0]
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}
         compared = ["fp32", "bf16_moments", "fp8"]
-        is_text = self.config.vocab_size >= 256  # the text is bytes
-        if not (fp8.has_fp8(self.device) and is_text and {*compared} <= by_name.keys()):
+        has_cases = {*compared} <= by_name.keys()
+        has_room_for_bytes = self.config.vocab_size >= 256  # the text is bytes
+        if not (has_cases and has_room_for_bytes and fp8.has_fp8(self.device)):
             return
         text = text_batches(TRAINED_STEPS + 1, batch, self.config.context_length)
         weights: dict[str, torch.Tensor] = {}
-        truth: list[Any] = []
+        fp32: list[Any] = []  # loss and gradients
 
         def train(case: Case, subject: TrainedSubject) -> None:
             training.losses(subject, text[:-1], self.config.seed)
-            weights.update({name: weight.cpu() for name, weight in subject.weights().items()})
+            for name, weight in subject.weights().items():
+                weights[name] = weight.cpu()
 
         def compare(case: Case, subject: TrainedSubject) -> None:
             loss, gradients = numerics.gradient_at(subject, weights, text[-1])
             if case.name == "fp32":
-                truth.extend((loss, gradients))
-            elif truth:
-                errors = numerics.relative_errors(subject, loss, *truth)
+                fp32.extend((loss, gradients))
+            elif fp32:
+                errors = numerics.relative_errors(subject, loss, *fp32)
                 case.row["trained_gradient_error"] = errors["gradient_error"]
 
         self.visit(by_name["bf16_moments"], train)
@@ -338,34 +368,36 @@ class Ladder:
 
     @contextmanager
     def launched(self, subject: TrainedSubject) -> Iterator[None]:
-        """Launch the step, for example as a CUDA graph, with a negligible learning rate meanwhile.
+        """Make the step, for example a CUDA graph, with a negligible learning rate for the block.
 
         Raises:
-            RuntimeError: the step is a CUDA graph whose learning rate is a number. The graph would keep it.
+            RuntimeError: the step is a CUDA graph, but its learning rate is a number, which replays would repeat.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
-        with measure.negligible_learning_rate(subject.optimizer):  # recording a graph starts with a few steps
+        with measure.negligible_learning_rate(subject.optimizer):  # capturing a graph starts with a few steps
             subject.step = subject.launch(subject)
         rates = [group["lr"] for group in subject.optimizer.param_groups]
-        if is_launched(subject) and not all(isinstance(rate, Tensor) for rate in rates):
+        has_tensor_rates = all(isinstance(rate, Tensor) for rate in rates)
+        if is_launched(subject) and not has_tensor_rates:
             raise RuntimeError("a CUDA graph needs a learning rate that is a tensor: lr=torch.tensor(...)")
-        # the launch may have made another optimizer
+        # Again, because the launch may have made another optimizer.
         with measure.negligible_learning_rate(subject.optimizer):
             self.learning_rate = measure.learning_rate(subject.optimizer)
             yield
 
     def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up, on a GPU until the clock has settled; return the milliseconds of one step then."""
-        needed = WARMUPS if is_launched(subject) or case.is_baseline else 1
-        warmups = max(self.config.warmup_steps, needed)
+        """Warm up, on a GPU until the clock has settled; return the duration of one step after that, in ms."""
+        min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
+        warmups = max(self.config.warmup_steps, min_warmups)
         step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
         if self.on_gpu:
-            settling = measure.back_to_back(subject.step, self.device, steps_in(SETTLES_S, step_ms))
-            step_ms = location(settling)["median"]
+            settling_steps = steps_in(SETTLING_S, step_ms)
+            settling_ms = measure.back_to_back(subject.step, self.device, settling_steps)
+            step_ms = location(settling_ms)["median"]
         return step_ms
 
     def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back: the host waits only for the last, as in training. Then train on text."""
+        """Time steps back to back (the CPU waits only for the last one, as in training), then train on text."""
         measure.reset_peak_memory(self.device)
         with self.launched(subject):
             self.time_launched(case, subject)
@@ -375,57 +407,74 @@ class Ladder:
             self.curves[case.name] = training.train(self.config, subject, case.name)
 
     def time_launched(self, case: Case, subject: TrainedSubject) -> None:
-        step_ms, steps, row = self.settle(case, subject), self.config.timed_steps, case.row
+        row = case.row
+        step_ms = self.settle(case, subject)
+        steps = self.config.timed_steps
         if self.on_gpu:
-            row["enqueue_ms"], wall_ms = enqueued(subject.step, self.device)
+            enqueue_ms, wall_ms = time_enqueue(subject.step, self.device)
+            row["enqueue_ms"] = enqueue_ms
             if step_ms < LONG_MS:
-                steps = max(steps, MIN_STEPS, steps_in(STRETCH_S, step_ms))
-                if measure.looks_launch_bound(row["enqueue_ms"], wall_ms):  # only their fastest step repeats
-                    needed = steps_in(LAUNCH_BOUND_STEPS_S, step_ms)
-                    steps = max(steps, min(LAUNCH_BOUND_STEPS, needed))
-        row |= stretch(subject.step, self.device, steps) | measure.peak_memory(self.device)
-        if self.on_gpu and is_launched(subject):  # it is one CUDA graph already
+                steps = max(steps, MIN_STEPS, steps_in(TIMED_S, step_ms))
+                if measure.looks_launch_bound(enqueue_ms, wall_ms):  # only the fastest of many steps repeats
+                    launch_bound_steps = min(LAUNCH_BOUND_STEPS, steps_in(LAUNCH_BOUND_STEPS_S, step_ms))
+                    steps = max(steps, launch_bound_steps)
+        row |= time_back_to_back(subject.step, self.device, steps)
+        row |= measure.peak_memory(self.device)
+        if self.on_gpu and is_launched(subject):  # the step is a CUDA graph already
             row["replayed_ms"] = row["wall_ms"]
-        elif self.on_gpu and case.name == EAGER_REPLAYED:
+        elif self.on_gpu and case.name == LAST_EAGER:
             self.replay(case, subject)
 
     def replay(self, case: Case, subject: TrainedSubject) -> None:
-        """Time an eager step as a CUDA graph, too, to see what its launches cost."""
+        """Time an eager step as a CUDA graph, which shows the cost of its launches."""
         with measure.out_of_memory({}, "graph"):
             graph = measure.graph_of(subject.eager_step, subject.reset, WARMUPS)
-            settling = steps_in(SETTLES_S, case.row["wall_ms"])
-            measure.back_to_back(graph, self.device, settling)
-            replays = measure.back_to_back(graph, self.device, MIN_STEPS)
-            case.row["replayed_ms"] = location(replays)["median"]
+            settling_steps = steps_in(SETTLING_S, case.row["wall_ms"])
+            measure.back_to_back(graph, self.device, settling_steps)
+            replays_ms = measure.back_to_back(graph, self.device, MIN_STEPS)
+            case.row["replayed_ms"] = location(replays_ms)["median"]
 
     # Profile
 
     def profile_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Profile steps back to back. GPU time is of the fastest step; at the power limit, where the clock
-        swings, of the median step of a second.
+        """Profile steps back to back. GPU time is that of the fastest step.
+
+        The clock of a power-limited step fluctuates. Such steps are profiled for a second, and GPU time is that
+        of the median step.
 
         Raises:
-            RuntimeError: the profiler gave nothing.
+            RuntimeError: the profiler recorded nothing.
         """
-        row, is_limited = case.row, measure.is_power_limited(case.row)
+        row = case.row
+        is_limited = measure.is_power_limited(row)
         with self.launched(subject):
             operations = self.profiled_operations(case, subject, is_limited)
         profiled = measure.median_step(operations) if is_limited else measure.fastest_step(operations)
         row |= measure.gpu_time(profiled)
         row["busy"] = row["gpu_ms"] / row["wall_ms"]
         if self.on_gpu:
-            all_ms = [measure.gpu_time_ms(step) for step in measure.complete_steps(operations)]
-            row["inconsistent"] = measure.find_inconsistencies(row, all_ms)
+            steps_ms = [measure.gpu_time_ms(step) for step in measure.complete_steps(operations)]
+            row["inconsistent"] = measure.find_inconsistencies(row, steps_ms)
         by_kernel = measure.by_name(profiled).assign(optimization=case.name, batch_size=case.batch_size)
         columns = ["optimization", "batch_size", "name", "kernel_category", "count", "gpu_ms"]
         self.kernels[case.name, case.batch_size] = by_kernel[columns]
 
-    def profiled_operations(self, case: Case, subject: TrainedSubject, is_limited: bool) -> pd.DataFrame:
+    def profiled_operations(
+        self,
+        case: Case,
+        subject: TrainedSubject,
+        is_limited: bool,
+    ) -> pd.DataFrame:
         step_ms = self.settle(case, subject)
-        steps = 2 if step_ms > 500 else max(4, steps_in(PROFILED_S, step_ms)) if is_limited else 3
+        steps = 3
+        if step_ms > 500:
+            steps = 2
+        elif is_limited:
+            steps = max(4, steps_in(PROFILED_S, step_ms))
         with measure.capture(self.device) as capture:
-            if is_limited:  # starting the profiler was a rest
-                measure.back_to_back(subject.step, self.device, steps_in(RESETTLES_S, step_ms))
+            if is_limited:  # the GPU was idle while the profiler started
+                settling_steps = steps_in(SETTLING_AFTER_PAUSE_S, step_ms)
+                measure.back_to_back(subject.step, self.device, settling_steps)
             for index in range(steps):
                 with capture.phases("step", index)("total"):
                     subject.step()
@@ -434,29 +483,40 @@ class Ladder:
             raise RuntimeError(capture.reason)
         return capture.operations
 
-    def refuse_unchanged(self) -> None:
-        """Refuse a transform after which the step has the same operations, the same first loss, an optimizer
-        with as much memory, and the same launch as before it."""
+    def reject_unchanged(self) -> None:
+        """Reject transforms that change nothing.
+
+        After such a transform, the step has the same operations, first loss, optimizer, optimizer memory and
+        launch as before.
+        """
         ladder = [case for case in self.cases if case.name in self.config.optimizations]
         for case in ladder:
             for before in ladder:
-                is_before = before.applied == case.applied[:-1] and before.batch_size == case.batch_size
-                if case.applied and is_before and self.is_equal(case, before):
-                    reason = f"it changes nothing: operations, loss, optimizer and launch are {before.name}'s"
-                    case.row = {name: case.row[name] for name in ("optimization", "batch_size")}
-                    case.row |= {"status": "failed", "reason": reason}
-                    del self.kernels[case.name, case.batch_size]
-                    self.curves.pop(case.name, None)
-                    print(f"{case.name}, batch {case.batch_size}: {reason}")
+                is_same_batch = before.batch_size == case.batch_size
+                is_before = bool(case.applied) and before.applied == case.applied[:-1]
+                if is_same_batch and is_before and self.is_equal(case, before):
+                    self.reject(case, before)
+
+    def reject(self, case: Case, before: Case) -> None:
+        reason = f"it changes nothing: operations, loss, optimizer and launch are {before.name}'s"
+        case.row = {
+            "optimization": case.name,
+            "batch_size": case.batch_size,
+            "status": "failed",
+            "reason": reason,
+        }
+        del self.kernels[case.name, case.batch_size]
+        self.curves.pop(case.name, None)
+        print(f"{case.name}, batch {case.batch_size}: {reason}")
 
     def is_equal(self, case: Case, before: Case) -> bool:
-        keys = [(each.name, each.batch_size) for each in (case, before)]
-        if any(key not in self.kernels for key in keys):  # one of them wasn't profiled
+        kernels = self.kernels.get((case.name, case.batch_size))
+        kernels_before = self.kernels.get((before.name, before.batch_size))
+        if kernels is None or kernels_before is None:  # one of them wasn't profiled
             return False
         if case.compiles and not self.on_gpu:  # a CPU's profile shows no compiled code
             return False
-        counts = [self.kernels[key].set_index("name")["count"].to_dict() for key in keys]
-        return counts[0] == counts[1] and case.numbers == before.numbers
+        return case.numbers == before.numbers and _counts(kernels) == _counts(kernels_before)
 
     def repeat_impossible(self) -> None:
         for _ in range(measure.TRIES - 1):
@@ -469,28 +529,32 @@ class Ladder:
     # The record
 
     def measure_limits(self) -> None:
-        """Measure the device's rates, with nothing else in its memory."""
+        """Measure the device's peak and sustained rates, with nothing else in its memory."""
         for case in self.cases:
             case.subject = None
         self.programs.clear()
         gc.collect()
         measure.release(self.device)
-        self.ceilings = measure.ceilings(self.device) | bounds.fp8_ceiling(self.device)
+        self.ceilings = measure.ceilings(self.device)
+        self.ceilings |= bounds.fp8_ceiling(self.device)
         self.sustained = bounds.sustained_matmul_rate(self.device)
 
     def rates(self, case: Case) -> dict[str, float]:
         """Return the throughput, utilization and lower bound of a timed case."""
-        row, precision = case.row, case.precision
-        shape = self.config.step(batch_size=case.batch_size)
-        tflops = step_flops(shape) / row["wall_ms"] / 1e9
+        row = case.row
+        precision = case.precision
+        step = self.config.step(batch_size=case.batch_size)
+        tokens = case.batch_size * self.config.context_length
+        tflops = step_flops(step) / row["wall_ms"] / 1e9
         mfu = tflops / measure.sheet_tflops(precision, self.device)
         sheet_mhz = measure.sheet_clock_mhz(precision, self.device)
-        return {
-            "tokens_per_s": case.batch_size * self.config.context_length / row["wall_ms"] * 1e3,
+        rates = {
+            "tokens_per_s": tokens / row["wall_ms"] * 1e3,
             "mfu": mfu,
             "mfu_vs_measured_peak": tflops / self.ceilings.get(f"matmul_{precision}", math.nan),
             "mfu_clock_adjusted": mfu * sheet_mhz / row.get("sm_clock_mhz", math.nan),
-        } | bounds.lower_bound(shape, precision, case.moments, self.ceilings)
+        }
+        return rates | bounds.lower_bound(step, precision, case.moments, self.ceilings)
 
     @property
     def steps(self) -> pd.DataFrame:
@@ -501,13 +565,14 @@ class Ladder:
         by_key = {(case.name, case.batch_size): case for case in self.cases}
         order += [key for key in by_key if key[0] == FILLED]
         rows = []
-        for key in order:
-            row = dict(by_key[key].row)
-            graph = by_key.get(("cuda_graph", key[1]))
-            if key[0] == "compiled_blocks" and graph and "wall_ms" in graph.row:
+        for name, batch in order:
+            case = by_key[name, batch]
+            row = dict(case.row)
+            graph = by_key.get(("cuda_graph", batch))
+            if name == "compiled_blocks" and graph and "wall_ms" in graph.row:
                 row["replayed_ms"] = graph.row["wall_ms"]
             if "wall_ms" in row and self.ceilings:
-                row |= self.rates(by_key[key])
+                row |= self.rates(case)
             rows.append(row)
         columns = [
             "optimization",
@@ -520,7 +585,8 @@ class Ladder:
             "inconsistent",
         ]
         steps = pd.DataFrame(rows, columns=columns)
-        steps["inconsistent"] = steps["inconsistent"].astype(object).fillna("").astype(str)
+        inconsistent = steps["inconsistent"].astype(object).fillna("")
+        steps["inconsistent"] = inconsistent.astype(str)
         return steps
 
     @property
@@ -534,7 +600,7 @@ class Ladder:
 
     @property
     def results(self) -> dict[str, float]:
-        """The device's rates and limits as far as they are known, and the learning rate of measured steps."""
+        """The device's known rates and limits, and the learning rate of measured steps."""
         known: dict[str, float | None] = {**self.ceilings, **self.sustained}
         known |= {
             "parameters": parameter_count(self.config),
@@ -542,29 +608,30 @@ class Ladder:
             "learning_rate": self.learning_rate,
             "sheet_bf16": measure.sheet_tflops("bf16", self.device),
         }
-        return {name: value for name, value in known.items() if value is not None and not math.isnan(value)}
+        results = {}
+        for name, value in known.items():
+            if value is not None and not math.isnan(value):
+                results[name] = value
+        return results
 
 
-def filling_batch(config: Config, memory_bytes: float) -> int:
-    """Return the largest multiple of four sequences whose fully optimized step needs at most
-    :data:`FILLING` of the memory by formula, and at least four."""
-    batch = 4
-    while fully_optimized_bytes(config.step(batch_size=batch + 4, device="cuda")) <= FILLING * memory_bytes:
-        batch += 4
-    return batch
+def _counts(kernels: pd.DataFrame) -> dict[str, int]:
+    """Return the number of operations by name."""
+    return kernels.set_index("name")["count"].to_dict()
 
 
 def is_launched(subject: TrainedSubject) -> bool:
-    """Whether the step isn't run kernel by kernel from Python."""
+    """Return whether the step was made by ``launch``, and isn't run kernel by kernel from Python."""
     return subject.step != subject.eager_step
 
 
 def steps_in(seconds: float, step_ms: float) -> int:
+    """Return how many steps take this long, at most :data:`MAX_STEPS`."""
     return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
 
 
-def enqueued(step: Step, device: str) -> tuple[float, float]:
-    """Return how long the host takes to enqueue a step, and the step's wall time, each alone, in ms."""
+def time_enqueue(step: Step, device: str) -> tuple[float, float]:
+    """Return the CPU time to enqueue a step, and its wall time if it runs alone, in ms."""
 
     def total(phases: Any) -> None:
         with phases("step"):
@@ -574,13 +641,14 @@ def enqueued(step: Step, device: str) -> tuple[float, float]:
     return samples["enqueue_ms"].median(), samples["wall_ms"].median()
 
 
-def stretch(step: Step, device: str, steps: int) -> dict[str, Any]:
-    """Run steps one after another; return their wall time, and on a GPU the power, energy and clock of the
-    very same steps."""
-    with measure.PowerMonitor() as monitor:  # reads between naps, in a thread
-        times = location(measure.back_to_back(step, device, steps))
-    row: dict[str, Any] = {"steps": steps, "wall_ms": times["median"]}
-    row |= {f"wall_{name}_ms": times[name] for name in ("mean", "std", "q1", "q3", "min")}
+def time_back_to_back(step: Step, device: str, steps: int) -> dict[str, Any]:
+    """Run steps one after another; return their wall time, and on a GPU their power, energy and clock."""
+    with measure.PowerMonitor() as monitor:
+        wall_times_ms = measure.back_to_back(step, device, steps)
+    statistics = location(wall_times_ms)
+    row: dict[str, Any] = {"steps": steps, "wall_ms": statistics["median"]}
+    for name in ("mean", "std", "q1", "q3", "min"):
+        row[f"wall_{name}_ms"] = statistics[name]
     if device == "cuda":
         row |= {
             "sm_clock_mhz": monitor.sm_clock_mhz,
@@ -592,5 +660,7 @@ def stretch(step: Step, device: str, steps: int) -> dict[str, Any]:
 
 
 def show(case: Case) -> None:
+    """Print a case's wall time, or the reason why it has none."""
     wall = number(case.row.get("wall_ms", math.nan), "ms")
-    print(f"{case.name}, batch {case.batch_size}: {wall} {case.row['reason']}")
+    reason = case.row["reason"]
+    print(f"{case.name}, batch {case.batch_size}: {wall} {reason}")

@@ -1,4 +1,4 @@
-"""How far an optimization's loss and gradients are from fp32's."""
+"""Compare an optimization's loss and gradients with those of fp32."""
 
 import math
 from collections.abc import Mapping
@@ -8,38 +8,48 @@ from torch import Tensor
 
 from stepscope.optimizations.transforms import TrainedSubject
 
-COMPARED = 2**18  # elements of a gradient that represent all of it
+MAX_SAMPLED = 2**18  # elements of a gradient that are compared, as a sample
 
 Gradients = Mapping[str, Tensor]
 
 
 def sampled(gradient: Tensor) -> Tensor:
-    """Return at most :data:`COMPARED` elements of a gradient, spread evenly over it, in host memory."""
+    """Return at most :data:`MAX_SAMPLED` elements of a gradient, spread evenly over it, in host memory."""
     flat = gradient.detach().flatten()
-    return flat[:: -(-flat.numel() // COMPARED)].float().cpu()
+    stride = -(-flat.numel() // MAX_SAMPLED)
+    return flat[::stride].float().cpu()
 
 
 def gradients_of(subject: TrainedSubject) -> Gradients:
     """Return the sampled gradients by parameter."""
-    gradients = {name: parameter.grad for name, parameter in subject.parameters.items()}
-    return {name: sampled(gradient) for name, gradient in gradients.items() if gradient is not None}
+    gradients = {}
+    for name, parameter in subject.parameters.items():
+        if parameter.grad is not None:
+            gradients[name] = sampled(parameter.grad)
+    return gradients
 
 
 def relative_errors(
-    subject: TrainedSubject, loss: float, true_loss: float, true_gradients: Gradients
+    subject: TrainedSubject,
+    loss: float,
+    true_loss: float,
+    true_gradients: Gradients,
 ) -> dict[str, float]:
-    """Return ``loss_error`` and ``gradient_error`` (of the norm), relative to fp32's.
+    """Return ``loss_error`` and ``gradient_error`` (of the norm), relative to fp32.
 
     Args:
         subject: after its backward pass.
-        true_loss, true_gradients: fp32's, from the same weights and batch.
+        loss: of the subject.
+        true_loss, true_gradients: of fp32, from the same weights and batch.
     """
     squared_error = squared_norm = 0.0
     for name, gradient in gradients_of(subject).items():
-        weight = subject.shapes[name].numel() / gradient.numel()
+        elements_per_sample = subject.shapes[name].numel() / gradient.numel()
         true_gradient = true_gradients[name]
-        squared_error += weight * (gradient - true_gradient).square().sum().item()
-        squared_norm += weight * true_gradient.square().sum().item()
+        error = (gradient - true_gradient).square().sum()
+        norm = true_gradient.square().sum()
+        squared_error += elements_per_sample * error.item()
+        squared_norm += elements_per_sample * norm.item()
     return {
         "loss_error": abs(loss / true_loss - 1),
         "gradient_error": math.sqrt(squared_error / squared_norm),
@@ -47,9 +57,11 @@ def relative_errors(
 
 
 def gradient_at(
-    subject: TrainedSubject, weights: Mapping[str, Tensor], text: Tensor
+    subject: TrainedSubject,
+    weights: Mapping[str, Tensor],
+    text: Tensor,
 ) -> tuple[float, Gradients]:
-    """Return the loss and the sampled gradients at given weights.
+    """Set a subject's weights, run forward and backward, and return the loss and the sampled gradients.
 
     Args:
         weights: fp32, by parameter.

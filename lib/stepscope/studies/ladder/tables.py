@@ -1,4 +1,4 @@
-"""The ladder's tables: what is in a run's files, and what is printed of all runs."""
+"""The ladder's tables: the schemas of a run's files."""
 
 import pandera.pandas as pa
 
@@ -40,6 +40,7 @@ SCHEMAS = {
     ),
     "curves": table_schema((*CASE, "seed", "step"), **KEY, seed=COUNT, step=COUNT, loss=number_column()),
 }
+# Results with a numeric type.
 NUMBERS = (
     "parameters",
     "power_limit_w",
@@ -58,7 +59,4 @@ NUMBERS = (
     "unequal",
     "low_compared",
     "low_unequal",
-)  # results that are read as such
-
-
-# -- printed ------------------------------------------------------------------------------------------------
+)

@@ -1,5 +1,8 @@
-"""Is it still the same training? Every optimization from the same weights over the same text
-(:mod:`stepscope.model.text`), beside three seeds of the first."""
+"""Train on text after each optimization, from the same weights, to check that the loss curves agree.
+
+The first optimization trains from three seeds, whose curves show how much the weights' random numbers matter. The
+text is that of :mod:`stepscope.model.text`.
+"""
 
 import pandas as pd
 import torch
@@ -10,7 +13,7 @@ from stepscope.model.text import text_batches
 from stepscope.optimizations.transforms import TrainedSubject
 from stepscope.studies.ladder.config import Config
 
-SEEDS = 3  # of the first change: what another draw of the weights alone does
+SEEDS = 3  # of the first optimization
 
 
 def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
@@ -30,15 +33,16 @@ def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
 
 
 def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
-    """Return loss curves (optimization, batch_size, seed, step, loss): the run's first optimization from
-    three seeds, any other from the first of them.
+    """Train one optimization; return its loss curves (optimization, batch_size, seed, step, loss).
+
+    The run's first optimization trains from three seeds, any other one from the first of them.
 
     Raises:
-        ConfigError: the vocabulary has no room for bytes.
+        ConfigError: the vocabulary is smaller than the 256 bytes of the text.
     """
     if config.vocab_size < 256:
         raise ConfigError(
-            f"vocab_size: got {config.vocab_size}, but the text is bytes: training needs 256 at least"
+            f"vocab_size: got {config.vocab_size}, but training needs at least 256, because the text is bytes"
         )
     batch_size = len(subject.batch[0])
     text = text_batches(config.training_steps, batch_size, config.context_length)
@@ -46,7 +50,14 @@ def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
     frames = []
     for seed in range(config.seed, config.seed + seeds):
         curve = losses(subject, text, seed)
-        frame = pd.DataFrame({"seed": seed, "step": range(len(curve)), "loss": curve})
-        frames.append(frame.assign(optimization=name, batch_size=batch_size))
-    columns = ["optimization", "batch_size", "seed", "step", "loss"]
-    return pd.concat(frames, ignore_index=True)[columns]
+        frame = pd.DataFrame(
+            {
+                "optimization": name,
+                "batch_size": batch_size,
+                "seed": seed,
+                "step": range(len(curve)),
+                "loss": curve,
+            }
+        )
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)

@@ -1,11 +1,15 @@
-"""From an allocation history to what each allocation was for, and to the bytes of each kind at each phase's
-peak."""
+"""From a recorded allocation history to the purpose of each allocation, and the bytes of each kind at each peak.
+
+The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment with most requested
+bytes. Events are allocations and frees, numbered together from the beginning of the history.
+"""
 
 import linecache
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import walk_stack
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -18,240 +22,330 @@ from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.tables import LIVE, column, typed
 from stepscope.traces.memory_snapshot import allocations, portable
 
-POINTS = 2000  # of a timeline, at most
-LARGEST = 12  # groups of allocations that are kept
+MAX_POINTS = 2000  # of a timeline
+MAX_GROUPS = 12  # of allocations in forward
 TENSOR = ["line", "region", "tensor", "size"]
+NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
 
 
-def predicted(config: Config, mode: str) -> dict:
-    """What stands in a mode's row before anything is measured: the prediction."""
-    top = peak(config, mode)
+def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
+    """Return the columns of a mode's total row that are known without a measurement."""
+    predicted = peak(config, mode)
     return {
         "mode": mode,
         "phase": "total",
-        "predicted_gib": top.allocated / GIB,
-        "predicted_requested_gib": top.requested / GIB,
+        "predicted_gib": predicted.allocated / GIB,
+        "predicted_requested_gib": predicted.requested / GIB,
     }
 
 
-def classified(recording: MemoryHistory, config: Config) -> pd.DataFrame:
-    """The recorded step's allocations with what each was for: ``size`` (bytes asked for), ``allocated_at``,
-    ``freed_at`` (events from the history's begin), ``line``, ``phase``, ``region``, ``layer`` (missing
-    outside the blocks), ``kind``.
+def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
+    """Return the recorded step's allocations, with the kind of each.
 
-    Gradients are the tensors of that name. What is saved for backward is made in forward or loss and freed in
-    backward; what those leave behind (logits, loss: the step's frame holds them) is other; an autocast copy
-    has a weight's bytes, is made by that weight's region and outlives the matmul. (Where batch times context
-    is one of the weight's sides, the copy of an input has the same bytes and is taken for one.)
+    The columns are ``size`` (requested bytes), ``allocated_at`` and ``freed_at`` (events), ``line``, ``phase``,
+    ``region``, ``layer`` (missing outside the blocks) and ``kind``.
+
+    Gradients are the tensors with their addresses. Saved for backward is whatever forward or the loss allocates
+    and backward frees. Memory that they allocate and that outlives backward (logits and loss, which the step's
+    frame references) is "other".
 
     Raises:
-        StepscopeError: live bytes differ from the allocator's own number at the end or peak of a phase.
+        StepscopeError: live bytes differ from the allocator's own count at the end or peak of a phase.
     """
     table = allocations(recording.snapshot)
     table["phase"] = _phase_of(table["allocated_at"], recording)
     order = recording.start.allocations + np.arange(len(table))
-    table["region"], table["layer"] = _regions(order, table["phase"], recording.regions, config.num_layers)
-    freed, ends = table["freed_at"], _ends(recording)
-    end_of = {name: end for (name, *_), end in zip(recording.phases, ends, strict=True)}
+    regions, layers = _regions(order, table["phase"], recording.regions, config.num_layers)
+    table["region"] = regions
+    table["layer"] = layers
+    freed = table["freed_at"]
+    ends = _ends(recording)
+    end_of = dict(zip(_phase_names(recording), ends, strict=True))
     table["kind"] = "temporaries"
     table.loc[freed >= ends[-1], "kind"] = "other"
     if "backward" in end_of:
-        waits = table["phase"].isin(["forward", "loss"]) & (freed >= end_of["loss"])
-        table.loc[waits, "kind"] = "saved for backward"
-        table.loc[waits & (freed >= end_of["backward"]), "kind"] = "other"
-        alive = (table["allocated_at"] < end_of["backward"]) & (freed >= end_of["backward"])
-        table.loc[alive & table["address"].isin(recording.gradients), "kind"] = "gradients"
+        is_in_forward_or_loss = table["phase"].isin(["forward", "loss"])
+        outlives_loss = is_in_forward_or_loss & (freed >= end_of["loss"])
+        outlives_backward = freed >= end_of["backward"]
+        table.loc[outlives_loss, "kind"] = "saved for backward"
+        table.loc[outlives_loss & outlives_backward, "kind"] = "other"
+        exists_before_end = table["allocated_at"] < end_of["backward"]
+        has_gradient_address = table["address"].isin(recording.gradients)
+        is_gradient = exists_before_end & outlives_backward & has_gradient_address
+        table.loc[is_gradient, "kind"] = "gradients"
     if recording.precision in ("bf16", "fp16"):
-        _name_copies(table, config, recording.mode)
+        _classify_weight_copies(table, config, recording.mode)
     _check(table, recording)
     return table.drop(columns="address")
 
 
+def _phase_names(recording: MemoryHistory) -> list[str]:
+    return [name for name, _, _ in recording.phases]
+
+
 def _ends(recording: MemoryHistory) -> list[int]:
-    """Events up to the end of each phase."""
+    """Return the number of events up to the end of each phase."""
     return [end.events - recording.start.events for _, _, end in recording.phases]
 
 
 def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
-    """The phase in which each event is."""
-    names = np.array([name for name, *_ in recording.phases])
-    return names[np.searchsorted(_ends(recording), events, side="right").clip(max=len(names) - 1)]
+    """Return the name of the phase that contains each event."""
+    names = np.array(_phase_names(recording))
+    index = np.searchsorted(_ends(recording), events, side="right")
+    return names[index.clip(max=len(names) - 1)]
 
 
-def _name_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
-    """Name autocast's copies of weights."""
+def _classify_weight_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
+    """Set the kind of autocast's cached copies of weights.
+
+    A copy has the bytes of a weight, is allocated in that weight's region and outlives the matmul. If batch size
+    times context length equals a side of the weight, the copy of an input has the same bytes, and is counted
+    as a weight's.
+    """
     weight_copy_bytes = {
         "attention.qkv": 2 * config.d_model**2,
         "attention.output": 2 * config.d_model**2,
         "ffn": 2 * config.d_model * config.d_ff,
         "head": 2 * config.d_model * config.vocab_size,
     }
-    forward = table["phase"] == "forward"
-    # without a backward they live until autocast ends, after the last allocation of forward
-    lasting = (
-        table["freed_at"] > table.loc[forward, "allocated_at"].max()
-        if mode == "forward"
-        else table["kind"] == "saved for backward"
-    )
-    cached = forward & (table["size"] == table["region"].map(weight_copy_bytes)) & lasting
-    table.loc[cached, "kind"] = "autocast weight cache"
+    is_in_forward = table["phase"] == "forward"
+    if mode == "forward":  # without a backward, copies live until autocast ends, after the last allocation
+        last_allocation = table.loc[is_in_forward, "allocated_at"].max()
+        outlives_matmul = table["freed_at"] > last_allocation
+    else:
+        outlives_matmul = table["kind"] == "saved for backward"
+    has_weight_bytes = table["size"] == table["region"].map(weight_copy_bytes)
+    table.loc[is_in_forward & has_weight_bytes & outlives_matmul, "kind"] = "autocast weight cache"
 
 
 def _regions(
-    order: Iterable[int], phases: Iterable[str], regions: list[tuple[int, str | None]], layers: int
+    order: Iterable[int],
+    phases: Iterable[str],
+    regions: list[tuple[int, str | None]],
+    num_layers: int,
 ) -> tuple[list[str], list[float]]:
-    """Region and layer of each allocation. Blocks are counted as they open, in backward by the two sums that
-    each ends in."""
+    """Return region and layer of each allocation.
+
+    In forward, the layer is the number of blocks opened so far. In backward, where no block opens, it is counted
+    by the residual additions: two per block, last layer first.
+
+    Args:
+        order: numbers of the allocations, counted like those of ``regions``.
+        phases: of the allocations.
+        regions: number of allocations so far, and the region that opens then (None: one closes).
+        num_layers: of the model.
+    """
     names: list[str] = []
-    numbers: list[float] = []
-    stack: list[str] = []
-    at, blocks, sums, last = 0, -1, -1, None
+    layers: list[float] = []
+    open_regions: list[str] = []
+    next_region = 0
+    current_phase = None
+    block = residual = -1
     for number, phase in zip(order, phases):
-        if phase != last:
-            blocks, sums, last = -1, -1, phase
-        while at < len(regions) and regions[at][0] <= number:
-            name = regions[at][1]
-            at += 1
-            if name is None:
-                stack.pop()
+        if phase != current_phase:
+            block = residual = -1
+            current_phase = phase
+        while next_region < len(regions) and regions[next_region][0] <= number:
+            opened = regions[next_region][1]
+            next_region += 1
+            if opened is None:
+                open_regions.pop()
                 continue
-            stack.append(name)
-            blocks += name == "block"
-            sums += name == "residual"
-        inside = phase == "forward" and "block" in stack
-        names.append(stack[-1] if stack else "")
-        behind = phase == "backward" and sums >= 0 and names[-1] != "embedding"
-        numbers.append(blocks if inside else layers - 1 - sums // 2 if behind else float("nan"))
-    return names, numbers
+            open_regions.append(opened)
+            block += opened == "block"
+            residual += opened == "residual"
+        name = open_regions[-1] if open_regions else ""
+        layer = float("nan")
+        if phase == "forward" and "block" in open_regions:
+            layer = block
+        elif phase == "backward" and residual >= 0 and name != "embedding":
+            layer = num_layers - 1 - residual // 2
+        names.append(name)
+        layers.append(layer)
+    return names, layers
 
 
 def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
-    """That the history is whole: what it says at each phase's end and peak is what the allocator counted."""
-    known, live = sum(recording.before.values()), live_bytes(table, _ends(recording)[-1]).sum(axis=0)
-    if known != recording.start.requested:
+    """Check that the history is complete: compare it with the allocator's counts at each phase's end and peak."""
+    start = recording.start
+    known_bytes = sum(recording.before.values())
+    if known_bytes != start.requested:
         raise StepscopeError(
-            f"{recording.mode}: weights, optimizer state, batch and workspaces are {known:,}"
-            f" bytes, but the allocator says {recording.start.requested:,}"
+            f"{recording.mode}: weights, optimizer state, batch and workspaces are {known_bytes:,}"
+            f" bytes, but the allocator says {start.requested:,}"
         )
-    for (phase, begin, end), at in zip(recording.phases, _ends(recording), strict=True):
-        first = begin.events - recording.start.events
-        compared = {
-            "ends with {:,} bytes": (known + live[at], end.requested),
-            "peaks at {:,} bytes": (known + live[first : at + 1].max(), end.peak_requested),
-            "has {:,} allocations": (
-                (table["allocated_at"] < at).sum(),
-                end.allocations - recording.start.allocations,
-            ),
-        }
-        for what, (ours, theirs) in compared.items():
+    ends = _ends(recording)
+    live = known_bytes + live_bytes(table, ends[-1]).sum(axis=0)
+    for (phase, begin, end), last in zip(recording.phases, ends, strict=True):
+        first = begin.events - start.events
+        peak_bytes = live[first : last + 1].max()
+        num_allocations = (table["allocated_at"] < last).sum()
+        expected_allocations = end.allocations - start.allocations
+        for claim, ours, theirs in (
+            (f"ends with {live[last]:,} bytes", live[last], end.requested),
+            (f"peaks at {peak_bytes:,} bytes", peak_bytes, end.peak_requested),
+            (f"has {num_allocations:,} allocations", num_allocations, expected_allocations),
+        ):
             if ours != theirs:
                 raise StepscopeError(
-                    f"{recording.mode}, by the end of {phase}: the history"
-                    f" {what.format(ours)}, but the allocator says {theirs:,}"
+                    f"{recording.mode}, by the end of {phase}: the history {claim},"
+                    f" but the allocator says {theirs:,}"
                 )
 
 
-def live_bytes(table: pd.DataFrame, end: int = 0) -> np.ndarray:
-    """Live bytes of what the step made, by kind (rows of :data:`LIVE`) after each event, up to ``end`` at
-    least."""
+def live_bytes(table: pd.DataFrame, min_events: int = 0) -> np.ndarray:
+    """Return the step's live bytes by kind (rows of :data:`LIVE`) after each event, as int64.
+
+    The columns are all events of the table, and at least ``min_events``; column 0 is before the first event.
+    """
     freed = table[np.isfinite(table["freed_at"])]
-    last = max(table["allocated_at"].max(), freed["freed_at"].max() if len(freed) else 0)
-    live = np.zeros((len(LIVE), max(int(last) + 1, end) + 1), dtype=np.int64)
-    row = {kind: number for number, kind in enumerate(LIVE)}
-    for sign, rows, event in ((1, table, "allocated_at"), (-1, freed, "freed_at")):
-        at = rows["kind"].map(row).to_numpy(int), rows[event].to_numpy(int) + 1
-        np.add.at(live, at, sign * rows["size"].to_numpy())
-    return live.cumsum(axis=1)
+    last = table["allocated_at"].max()
+    if len(freed):
+        last = max(last, freed["freed_at"].max())
+    num_events = max(int(last) + 1, min_events)
+    changes = np.zeros((len(LIVE), num_events + 1), dtype=np.int64)
+    _add_sizes(changes, table, "allocated_at", 1)
+    _add_sizes(changes, freed, "freed_at", -1)
+    return changes.cumsum(axis=1)
 
 
-# What stands for the allocation that made a peak where none did: the phase began at its peak.
-NOTHING = pd.Series({"layer": float("nan"), "region": "", "line": "", "size": 0})
+def _add_sizes(changes: np.ndarray, table: pd.DataFrame, event: str, sign: int) -> None:
+    row_of_kind = {kind: row for row, kind in enumerate(LIVE)}
+    rows = table["kind"].map(row_of_kind).to_numpy(int)
+    columns = table[event].to_numpy(int) + 1
+    sizes = table["size"].to_numpy()
+    np.add.at(changes, (rows, columns), sign * sizes)
+
+
+def _bytes_before(recording: MemoryHistory) -> np.ndarray:
+    """Return the bytes by kind (in the order of :data:`LIVE`) that were allocated before the step."""
+    return np.array([recording.before.get(kind, 0) for kind in LIVE])
 
 
 def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> list[dict]:
-    """When each phase peaks, and the mode as a whole: what is held then by kind, where the peak is reached
-    and the allocation that makes it, all in GiB."""
+    """Return a row for the peak of each phase, and one for the mode in total.
+
+    A row has the memory by kind at the peak, and the allocation that reaches it. All sizes are in GiB. If a phase
+    begins at its peak, no allocation reaches it: its size is 0, its layer nan.
+    """
     live = live_bytes(table)
-    base = np.array([recording.before.get(kind, 0) for kind in LIVE])
-    reserved, rows = max(end.peak_reserved for _, _, end in recording.phases) / GIB, []
-    for (phase, begin, _), (_, _, end), last in zip(recording.phases, recording.phases, _ends(recording)):
-        first = begin.events - recording.start.events
-        event = first + int(live[:, first : last + 1].sum(axis=0).argmax())
-        by_kind = dict(zip(map(column, LIVE), (base + live[:, event]) / GIB))
-        made = table[table["allocated_at"] == event - 1]
-        what = made.iloc[0] if len(made) else NOTHING
-        rows.append(
-            {
-                "mode": recording.mode,
-                "phase": phase,
-                "peak_gib": end.peak_allocated / GIB,
-                "requested_gib": end.peak_requested / GIB,
-                "reserved_gib": end.peak_reserved / GIB,
-                **by_kind,
-                column("rounding"): (end.peak_allocated - end.peak_requested) / GIB,
-                "peak_in": phase,
-                "layer": what["layer"],
-                "region": what["region"],
-                "line": what["line"],
-                "allocation_gib": what["size"] / GIB,
-            }
-        )
-    top = max(rows, key=lambda row: row["peak_gib"])
-    return [*rows, top | predicted(config, recording.mode) | {"reserved_gib": reserved}]
+    start = recording.start.events
+    rows: list[dict[str, Any]] = []
+    for phase, begin, end in recording.phases:
+        first = begin.events - start
+        last = end.events - start
+        phase_live = live[:, first : last + 1].sum(axis=0)
+        event = first + int(phase_live.argmax())
+        row: dict[str, Any] = {
+            "mode": recording.mode,
+            "phase": phase,
+            "peak_gib": end.peak_allocated / GIB,
+            "requested_gib": end.peak_requested / GIB,
+            "reserved_gib": end.peak_reserved / GIB,
+        }
+        kinds_gib = (_bytes_before(recording) + live[:, event]) / GIB
+        row |= dict(zip(map(column, LIVE), kinds_gib))
+        row[column("rounding")] = (end.peak_allocated - end.peak_requested) / GIB
+        row["peak_in"] = phase
+        rows.append(row | _allocation_at(table, event))
+    highest = max(rows, key=lambda row: row["peak_gib"])
+    reserved = max(row["reserved_gib"] for row in rows)
+    total = highest | predicted_peak(config, recording.mode)
+    total["reserved_gib"] = reserved
+    return [*rows, total]
+
+
+def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
+    """Return the columns of the allocation that leads to an event's memory; empty values if it is none."""
+    allocated = table[table["allocated_at"] == event - 1]
+    if allocated.empty:
+        return {"layer": float("nan"), "region": "", "line": "", "allocation_gib": 0.0}
+    allocation = allocated.iloc[0]
+    return {
+        "layer": allocation["layer"],
+        "region": allocation["region"],
+        "line": allocation["line"],
+        "allocation_gib": allocation["size"] / GIB,
+    }
 
 
 def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
-    """Live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase`` and a column a kind;
-    at most :data:`POINTS` rows, each stretch's highest and lowest moment among them."""
-    base = np.array([[recording.before.get(kind, 0)] for kind in LIVE])
-    live = (live_bytes(table)[:, : _ends(recording)[-1] + 1] + base) / GIB
-    total, stretch = live.sum(axis=0), -(-live.shape[1] // (POINTS // 2))
-    events = sorted(
-        {
-            first + int(pick(total[first : first + stretch]))
-            for first in range(0, len(total), stretch)
-            for pick in (np.argmin, np.argmax)
-        }
-    )
-    phases = _phase_of(np.array(events) - 1, recording)
-    return pd.DataFrame(
+    """Return live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase``, and the kinds.
+
+    Longer steps are reduced to :data:`MAX_POINTS` rows, with the lowest and the highest event of each stretch.
+    """
+    last = _ends(recording)[-1]
+    live = live_bytes(table)[:, : last + 1]
+    before = _bytes_before(recording)
+    live_gib = (live + before[:, None]) / GIB
+    total = live_gib.sum(axis=0)
+    num_events = len(total)
+    stretch = -(-num_events // (MAX_POINTS // 2))
+    events = set()
+    for first in range(0, num_events, stretch):
+        part = total[first : first + stretch]
+        events.add(first + int(part.argmin()))
+        events.add(first + int(part.argmax()))
+    shown = sorted(events)
+    rows = pd.DataFrame(
         {
             "mode": recording.mode,
-            "event": events,
-            "phase": phases,
-            **{column(kind): live[row, events] for row, kind in enumerate(LIVE)},
+            "event": shown,
+            "phase": _phase_of(np.array(shown) - 1, recording),
         }
     )
+    for row, kind in enumerate(LIVE):
+        rows[column(kind)] = live_gib[row, shown]
+    return rows
 
 
-def grouped(what: str, table: pd.DataFrame, order: list[str]) -> pd.DataFrame:
-    """Tensors of one ``line``, ``region``, ``tensor`` and ``size`` (bytes) as one row of a run's
-    ``allocations``, with their ``count``; the first has most of ``order`` (of these, or their ``sum``)."""
-    rows = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
-    rows = rows.assign(sum=rows["size"] * rows["count"]).sort_values(order, ascending=False, kind="stable")
-    return typed(
-        "allocations",
-        rows.assign(
-            what=what, rank=range(1, len(rows) + 1), mib=rows["size"] / MIB, source=rows["line"].map(source)
-        ),
+def group_tensors(
+    what: str,
+    table: pd.DataFrame,
+    order: list[str],
+) -> pd.DataFrame:
+    """Group tensors with the same :data:`TENSOR` columns; return rows of a run's ``allocations``, largest first.
+
+    Args:
+        what: the value of the column of that name.
+        table: one tensor per row: ``line``, ``region``, ``tensor`` and ``size`` (bytes).
+        order: the columns to sort by; besides those of the table, ``count`` and ``sum`` (size times count).
+    """
+    groups = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
+    groups["sum"] = groups["size"] * groups["count"]
+    rows = groups.sort_values(order, ascending=False, kind="stable")
+    rows = rows.assign(
+        what=what,
+        rank=range(1, len(rows) + 1),
+        mib=rows["size"] / MIB,
+        source=rows["line"].map(source_line),
     )
+    return typed("allocations", rows)
 
 
-def source(line: str) -> str:
-    """The text of a line of this package, such as "stepscope/model/transformer.py:103"; empty for others."""
+def source_line(line: str) -> str:
+    """Return the text of a line of this package, such as "stepscope/model/transformer.py:103"; "" for others."""
     path, _, number = line.rpartition(":")
     if not path.startswith(f"{PACKAGE.name}/"):
         return ""
-    return linecache.getline(str(Path(PACKAGE.parent) / path), int(number)).strip()
+    file = Path(PACKAGE.parent) / path
+    return linecache.getline(str(file), int(number)).strip()
 
 
-def place_here() -> tuple[str, str]:
-    """The innermost line of the model that runs now, "path:line", and the region that it belongs to: that of
-    the nearest ``@region`` above it."""
+def model_line() -> tuple[str, str]:
+    """Return the innermost running line of the model as "path:line", and its region.
+
+    The region is that of the nearest ``@region`` above the line; "" if there is none.
+    """
     model = str(transformer.__file__)
-    number = next(line for frame, line in walk_stack(sys._getframe()) if frame.f_code.co_filename == model)
-    above = (line.strip() for line in reversed(Path(model).read_text(encoding="utf-8").splitlines()[:number]))
-    region = next((line.split('"')[1] for line in above if line.startswith("@region(")), "")
+    stack = walk_stack(sys._getframe())
+    number = next(line for frame, line in stack if frame.f_code.co_filename == model)
+    lines = Path(model).read_text(encoding="utf-8").splitlines()
+    region = ""
+    for line in reversed(lines[:number]):
+        if line.strip().startswith("@region("):
+            region = line.split('"')[1]
+            break
     return f"stepscope/model/transformer.py:{number}", region
 
 
@@ -261,41 +355,52 @@ def tables(
     saved: Sequence[tuple[str, str, str, int]] = (),
     gradients: Sequence[int] = (),
 ) -> dict[str, pd.DataFrame]:
-    """Return ``peaks``, ``allocations`` and ``timeline`` of all modes. A mode that ran out of memory has one row
-    in ``peaks``, which says why; so has every mode if nothing was recorded.
+    """Return ``peaks``, ``allocations`` and ``timeline`` of all modes.
+
+    A mode that ran out of memory has one row in ``peaks`` with the reason. If there are no recordings, every mode
+    has such a row.
 
     Args:
         saved: line, region, name and bytes of each tensor that one block saves for backward.
         gradients: bytes of each gradient of that block.
     """
-    nothing = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
-    rows = [] if recordings else [predicted(config, mode) | nothing for mode in config.modes]
-    lines, times = [], []
+    peaks = []
+    groups = []
+    timelines = []
+    if not recordings:
+        peaks = [predicted_peak(config, mode) | NO_HISTORY for mode in config.modes]
     for recording in recordings:
         if recording.reason:
-            rows.append(predicted(config, recording.mode) | {"status": "oom", "reason": recording.reason})
+            outcome = {"status": "oom", "reason": recording.reason}
+            peaks.append(predicted_peak(config, recording.mode) | outcome)
             continue
-        table = classified(recording, config)
-        rows += [row | {"status": "ok", "reason": ""} for row in peak_rows(recording, table, config)]
-        times.append(timeline(recording, table))
+        table = classify(recording, config)
+        for row in peak_rows(recording, table, config):
+            peaks.append(row | {"status": "ok", "reason": ""})
+        timelines.append(timeline(recording, table))
         if recording.mode == "forward":
-            made = grouped("allocated in forward", table.assign(tensor=""), ["size", "count"])
-            lines.append(made.head(LARGEST))
-    block = {
-        "saved by a block": saved,
-        "gradients of a block": [("", "", "gradient", size) for size in gradients],
-    }
-    for what, tensors in block.items():
-        if tensors:
-            lines.append(grouped(what, pd.DataFrame(tensors, columns=TENSOR), ["sum"]))
+            tensors = table.assign(tensor="")
+            by_size = group_tensors("allocated in forward", tensors, ["size", "count"])
+            groups.append(by_size.head(MAX_GROUPS))
+    if saved:
+        tensors = pd.DataFrame(saved, columns=TENSOR)
+        groups.append(group_tensors("saved by a block", tensors, ["sum"]))
+    if gradients:
+        tensors = pd.DataFrame({"line": "", "region": "", "tensor": "gradient", "size": gradients})
+        groups.append(group_tensors("gradients of a block", tensors, ["sum"]))
+    peak_table = pd.DataFrame(peaks)
     return {
-        "peaks": typed("peaks", pd.DataFrame(rows)),
-        "allocations": typed("allocations", *lines),
-        "timeline": typed("timeline", *times),
+        "peaks": typed("peaks", peak_table),
+        "allocations": typed("allocations", *groups),
+        "timeline": typed("timeline", *timelines),
     }
 
 
-def kept_files(config: Config, recordings: Sequence[MemoryHistory], folder: Path) -> list[Path]:
+def kept_files(
+    config: Config,
+    recordings: Sequence[MemoryHistory],
+    folder: Path,
+) -> list[Path]:
     """Write the last recorded mode's snapshot to a folder if the configuration asks for it; return its path."""
     if not (config.save_snapshot and recordings and recordings[-1].snapshot):
         return []

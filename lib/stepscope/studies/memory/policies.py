@@ -1,9 +1,9 @@
-"""Activation checkpoints inside one another: policies of N blocks, what they keep, how often blocks run.
+"""Nested activation checkpoints: policies of N blocks, the memory that they keep, and how often blocks run.
 
-A policy is a list of parts: a number is a block that runs and saves what its backward needs; a list is
-a policy under a checkpoint, of which forward keeps the input only. ``[[0, 1], [2, 3]]`` are two
-checkpoints of two blocks, ``[[[0], [1]], [[2], [3]]]`` four blocks halved twice. Backward runs a checkpoint's
-parts again, and keeps the checkpoints among them until their turn.
+A policy is a list of parts. A number is a block that runs and saves what its backward needs. A list is a policy
+under a checkpoint, of which forward keeps only the input. ``[[0, 1], [2, 3]]`` has two checkpoints of two
+blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice. Backward runs the parts of a checkpoint again,
+and keeps the checkpoints among them until it reaches them.
 
 With one level, √N checkpoints of √N blocks keep O(√N) and cost one more forward pass. Recursive halving keeps
 O(log N) and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free, the optimum
@@ -19,67 +19,93 @@ Policy = list[Any]  # of int and Policy
 
 
 def no_checkpoints(blocks: int) -> Policy:
-    """No checkpoint."""
     return list(range(blocks))
 
 
 def uniform(blocks: int, number: int) -> Policy:
-    """One level: a checkpoint for each ``number`` blocks."""
-    return [list(range(first, min(first + number, blocks))) for first in range(0, blocks, number)]
+    """Return one level of checkpoints, one for every ``number`` blocks."""
+    policy: Policy = []
+    for first in range(0, blocks, number):
+        end = min(first + number, blocks)
+        policy.append(list(range(first, end)))
+    return policy
 
 
-def halved(blocks: int, first: int = 0) -> Policy:
-    """Halves of halves, down to a checkpoint for each block."""
+def halve(blocks: int, first: int = 0) -> Policy:
+    """Halve the blocks recursively, down to a checkpoint for each block; ``first`` is the first block."""
     if blocks == 1:
         return [first]
     left = blocks // 2
-    return [halved(left, first), halved(blocks - left, first + left)]
+    right = blocks - left
+    return [
+        halve(left, first),
+        halve(right, first + left),
+    ]
 
 
 def from_the_input(blocks: int) -> Policy:
-    """Nothing but the first block's input: each block is reached from there."""
-    inside: Policy = []
+    """Keep nothing but the first block's input: each block is recomputed from there."""
+    policy: Policy = []
     for block in range(blocks):
-        inside = [inside, block] if inside else [block]
-    return [inside]
+        policy = [policy, block] if policy else [block]
+    return [policy]
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
     "none": no_checkpoints,
     "square root": lambda blocks: uniform(blocks, ceil(sqrt(blocks))),
     "every block": lambda blocks: uniform(blocks, 1),
-    "recursive": halved,
+    "recursive": halve,
     "from the input": from_the_input,
 }
 
 
 def length(part: int | Policy) -> int:
-    """How many blocks are in it."""
-    return 1 if isinstance(part, int) else sum(map(length, part))
+    """Return the number of blocks in a part."""
+    if isinstance(part, int):
+        return 1
+    return sum(map(length, part))
 
 
 def block_runs(policy: Policy) -> int:
-    """How often blocks run forward in one step."""
-    return length(policy) + sum(_again(part) for part in policy if not isinstance(part, int))
+    """Return how often blocks run forward in one step."""
+    return length(policy) + _reruns(policy)
 
 
-def _again(part: Policy) -> int:
-    """Runs that one checkpoint takes in backward. Running again ends where all that is needed is there: a
-    checkpoint that comes last needs its input only."""
-    needless = 0 if isinstance(part[-1], int) else length(part[-1])
-    return length(part) - needless + sum(_again(inner) for inner in part if not isinstance(inner, int))
+def _reruns(policy: Policy) -> int:
+    """Return how often backward runs blocks again."""
+    runs = 0
+    for part in policy:
+        if isinstance(part, int):
+            continue
+        runs += length(part) + _reruns(part)
+        last = part[-1]
+        if not isinstance(last, int):  # a checkpoint at the end only needs its input
+            runs -= length(last)
+    return runs
 
 
-def saved_bytes(policy: Policy, stream: int, saved: int, below: int | None = None) -> int:
-    """The most that is kept at once: ``stream`` for each input of a checkpoint, and ``saved`` for each block
-    that has what its backward needs; beside what is kept ``below``, which is the policy's own input
-    where it is in no other."""
-    below = stream if below is None else below
-    # The first part's input is the policy's own, which is kept already.
-    sizes = [saved if isinstance(part, int) else stream * (place > 0) for place, part in enumerate(policy)]
-    inside = [
-        saved_bytes(part, stream, saved, below + sum(sizes[: place + 1]))
-        for place, part in enumerate(policy)
-        if not isinstance(part, int)
-    ]
-    return max(below + sum(sizes), *inside, 0)
+def saved_bytes(
+    policy: Policy,
+    input_bytes: int,
+    block_bytes: int,
+    held_bytes: int | None = None,
+) -> int:
+    """Return the highest number of bytes that are kept at once.
+
+    Args:
+        input_bytes: of a checkpoint's input.
+        block_bytes: that a block saves for its backward.
+        held_bytes: kept already, including the policy's input; by default, only that input.
+    """
+    total = input_bytes if held_bytes is None else held_bytes
+    highest = 0
+    for place, part in enumerate(policy):
+        if isinstance(part, int):
+            total += block_bytes
+            continue
+        if place > 0:  # the first part's input is the policy's input, which is kept already
+            total += input_bytes
+        nested = saved_bytes(part, input_bytes, block_bytes, total)
+        highest = max(highest, nested)
+    return max(total, highest)

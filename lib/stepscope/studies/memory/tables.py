@@ -1,4 +1,4 @@
-"""The memory study's tables, and those that its notebooks print."""
+"""The memory study's tables: the schemas of a run's files, and the tables that its notebooks print."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -32,14 +32,14 @@ CONFIG = (
     "optimizer",
     "expandable_segments",
 )
-WHAT = ("allocated in forward", "saved by a block", "gradients of a block")
+TENSOR_GROUPS = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": text_column(*STATUSES), "reason": text_column()}
-# What has a history of its own; what the allocator's rounding adds is known at peaks only.
+# Kinds that are known at every event; the memory lost to the allocator's rounding is known at peaks only.
 LIVE = [kind for kind in KINDS if kind != "rounding"]
 
 
 def column(kind: str) -> str:
-    """A kind's column, in GiB."""
+    """Return the name of a kind's column, in GiB."""
     return f"{kind.replace(' ', '_')}_gib"
 
 
@@ -68,7 +68,7 @@ SCHEMAS = {
     ),
     "allocations": table_schema(
         ("what", "rank"),
-        what=text_column(*WHAT),
+        what=text_column(*TENSOR_GROUPS),
         rank=COUNT,
         line=text_column(),
         source=text_column(),
@@ -114,13 +114,15 @@ SCHEMAS = {
 
 
 def typed(name: str, *frames: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a run's table, in the columns and types of its schema; a text that is missing is empty."""
+    """Concatenate rows of a run's table, with the columns and types of its schema; missing text becomes ""."""
+    schema = SCHEMAS[name]
     rows = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
-    rows = rows.reindex(columns=list(SCHEMAS[name].columns))
-    types = {column: str(kind) for column, kind in SCHEMAS[name].dtypes.items()}
+    rows = rows.reindex(columns=list(schema.columns))
+    types = {column: str(kind) for column, kind in schema.dtypes.items()}
     texts = [column for column, kind in types.items() if kind.startswith("str")]
+    types |= dict.fromkeys(texts, "str")
     rows[texts] = rows[texts].astype(object).fillna("")
-    return rows.astype(types | dict.fromkeys(texts, "str"))
+    return rows.astype(types)
 
 
 def checkpoint_rows(
@@ -133,83 +135,105 @@ def checkpoint_rows(
     """Return the rows of ``checkpoints`` for one model, one per case (checkpoint policy, mode).
 
     Args:
-        times, readings: of :class:`stepscope.measure.Results`.
-        expected: further columns by case, such as the predicted peak.
-        block_runs: how often blocks ran forward in one step, by case; a case without a complete step has none.
-        blocks: of the model.
+        times, readings: as in :class:`stepscope.measure.Results`.
+        expected: more columns by case, such as the predicted peak.
+        block_runs: how often blocks ran forward in one step, by case, for the cases with a complete step.
+        blocks: number of blocks of the model.
     """
     rows = times[times["phase"] == TOTAL].copy()
     cases = [*zip(rows["checkpoint_policy"], rows["mode"])]
     rows["state_gib"] = [readings.get(case, {}).get("state_gib") for case in cases]
     rows["block_runs"] = [block_runs.get(case) for case in cases]
-    further = pd.DataFrame([expected[case] for case in cases], index=rows.index)
-    return typed("checkpoints", rows.assign(blocks=blocks, **further))
+    more_columns = pd.DataFrame([expected[case] for case in cases], index=rows.index)
+    return typed("checkpoints", rows.assign(blocks=blocks, **more_columns))
 
 
 def predicted(size: str = "", **fields: str) -> StepConfig:
-    """A step on a GPU, to be computed and not run: of a size, if not another the handout's largest, at the
-    context at which sizes are compared."""
+    """Return the configuration of a baseline step at context length 512, for predictions.
+
+    Args:
+        size: by default, the largest size of the 2025 handout.
+        fields: changes to the baseline's fields.
+    """
     size = size or [*EDITIONS[2025]][-1]
     config = configure("benchmark", size=size, context_length=512, device="cpu").step(mode="step")
     return config.model_copy(update=BASELINE_FIELDS | fields)
 
 
-def of_run(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """One run's tables as the report has them, for its notebook's pictures."""
+def run_tables(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Return one run's tables with the names and columns that they have in a report of all runs."""
     fields = {name: getattr(config, name) for name in CONFIG}
     return {f"memory.{name}": frame.assign(**fields) for name, frame in frames.items()}
 
 
-def largest_plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the largest size's plain step at context length 512: fp32, naive attention, PyTorch's
-    default AdamW. A folder without it, such as a notebook's own run, keeps all its rows."""
-    is_plain = (
-        (frame["precision"] == "fp32") & (frame["attention"] == "naive") & (frame["optimizer"] == "foreach")
+def largest_baseline(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the largest size's fp32 baseline at context length 512.
+
+    The baseline has naive attention and PyTorch's default AdamW. A frame without it, such as that of a notebook's
+    only run, is returned unchanged.
+    """
+    is_baseline = (
+        (frame["precision"] == "fp32")
+        & (frame["attention"] == "naive")
+        & (frame["optimizer"] == "foreach")
+        & (frame["context_length"] == 512)
+        & ~frame["expandable_segments"].astype(bool)
     )
-    plain = frame[is_plain & (frame["context_length"] == 512) & ~frame["expandable_segments"].astype(bool)]
-    if plain.empty:
+    baseline = frame[is_baseline]
+    if baseline.empty:
         return frame
-    ranks = plain["size"].map(SIZE_RANKS).fillna(0)
-    return plain[ranks == ranks.max()]
+    ranks = baseline["size"].map(SIZE_RANKS).fillna(0)
+    return baseline[ranks == ranks.max()]
 
 
-def begins_backward(whole: pd.Series) -> bool:
-    """Whether a step peaks where its backward begins: in the loss's or the last block's."""
-    known = SIZES.get(whole["size"])
-    last = known is None or whole["layer"] == known.num_layers - 1
-    return whole["peak_in"] == "backward" and (bool(pd.isna(whole["layer"])) or last)
+def peaks_at_backward_start(total: pd.Series) -> bool:
+    """Return whether a step peaks where backward begins: in that of the loss, or of the last block.
+
+    Args:
+        total: the step's row of ``peaks`` with the phase "total".
+    """
+    if total["peak_in"] != "backward":
+        return False
+    if pd.isna(total["layer"]):  # outside the blocks
+        return True
+    dimensions = SIZES.get(total["size"])
+    return dimensions is None or bool(total["layer"] == dimensions.num_layers - 1)
 
 
 def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
-    """Return what :func:`stepscope.figures.memory.memory_timeline` draws: a title, one configuration's timeline,
-    and the peaks of its modes.
+    """Return the arguments of :func:`stepscope.figures.memory.memory_timeline`.
+
+    They are a title, one configuration's timeline, and the peaks of its modes.
 
     Raises:
         LookupError: no mode was recorded.
     """
     if tables["memory.timeline"].empty:
         raise LookupError("no mode was recorded")
-    rows = largest_plain(tables["memory.timeline"])
-    one = rows.iloc[0]
-    rows, peaks = (
-        frame[(frame[[*CONFIG]] == one[[*CONFIG]]).all(axis=1)] for frame in (rows, tables["memory.peaks"])
-    )
+    rows = largest_baseline(tables["memory.timeline"])
+    config = rows.iloc[0][[*CONFIG]]
+    rows = rows[(rows[[*CONFIG]] == config).all(axis=1)]
+    peaks = tables["memory.peaks"]
+    peaks = peaks[(peaks[[*CONFIG]] == config).all(axis=1)]
     peaks = peaks[peaks["phase"] == TOTAL].set_index("mode", drop=False)
-    last = peaks.loc[[mode for mode in PHASES if (rows["mode"] == mode).any()][-1]]
-    place = "where backward begins" if begins_backward(last) else f"in {last['peak_in']}"
+    recorded_modes = [mode for mode in PHASES if (rows["mode"] == mode).any()]
+    total = peaks.loc[recorded_modes[-1]]
+    place = "where backward begins" if peaks_at_backward_start(total) else f"in {total['peak_in']}"
+    precision = PRECISION_NAMES[config["precision"]]
     title = (
-        f"{one['size']} at context length {one['context_length']:,} in {PRECISION_NAMES[one['precision']]}:"
-        f" the peak is {place}, {number(last['peak_gib'], 'GiB')}"
+        f"{config['size']} at context length {config['context_length']:,} in {precision}:"
+        f" the peak is {place}, {number(total['peak_gib'], 'GiB')}"
     )
     return title, rows, peaks
 
 
 def one_level(tables: Tables) -> pd.DataFrame:
-    """Return forward and backward under one level of checkpoints, of the largest size with several settings: the
-    settings of each context length by blocks per checkpoint, none at the end.
+    """Return forward and backward with one level of checkpoints, for the largest size with most settings.
+
+    The rows are ordered by context length, then by blocks per checkpoint; no checkpoints come last.
 
     Raises:
-        LookupError: it was not measured.
+        LookupError: no run measured one level of checkpoints.
     """
     rows = tables["memory.checkpoints"]
     rows = rows[(rows["mode"] == "forward_backward") & rows["blocks_per_checkpoint"].notna()]
@@ -219,16 +243,15 @@ def one_level(tables: Tables) -> pd.DataFrame:
     rows = rows[settings == settings.max()]
     ranks = rows["size"].map(SIZE_RANKS).fillna(0)
     order = rows["blocks_per_checkpoint"].replace(0, 1e9)
-    return (
-        rows[ranks == ranks.max()].assign(order=order).sort_values(["context_length", "order"], kind="stable")
-    )
+    largest = rows[ranks == ranks.max()].assign(order=order)
+    return largest.sort_values(["context_length", "order"], kind="stable")
 
 
 def nested(tables: Tables) -> pd.DataFrame:
-    """Return nested checkpoints, with what each takes beyond weights and gradients.
+    """Return nested checkpoints, with the memory that each needs beyond weights and gradients.
 
     Raises:
-        LookupError: none was measured.
+        LookupError: no run measured nested checkpoints.
     """
     rows = tables["memory.checkpoints"]
     is_nested = rows["expected_saved_gib"].notna() & (rows["status"] == "ok")
@@ -238,7 +261,7 @@ def nested(tables: Tables) -> pd.DataFrame:
     return rows.assign(beyond_gib=rows["peak_gib"] - rows["state_gib"])
 
 
-# -- what notebooks print -------------------------------------------------------------------------------------
+# -- tables that notebooks print -----------------------------------------------------------------------------
 
 HEADINGS = {
     "context_length": "context length",
@@ -256,24 +279,31 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
-    """Return what is held at the peak of each phase of a full step, and of forward alone."""
-    rows = largest_plain(tables["memory.peaks"])
+    """Return the memory by kind at the peak of each phase of a full step, and of forward alone."""
+    rows = largest_baseline(tables["memory.peaks"])
     rows = rows[(rows["status"] == "ok") & rows["phase"].isin(["forward", "backward", "optimizer"])]
     names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
-    pivoted = rows[[*map(column, KINDS), "peak_gib"]].set_axis([*KINDS, "total"], axis=1).set_axis(names).T
-    return pivoted[pivoted.gt(0.005).any(axis=1)].rename_axis("held at the peak, GiB")
+    kinds = rows[[*map(column, KINDS), "peak_gib"]]
+    by_kind = kinds.set_axis([*KINDS, "total"], axis=1).set_axis(names).T
+    is_shown = by_kind.gt(0.005).any(axis=1)
+    return by_kind[is_shown].rename_axis("held at the peak, GiB")
 
 
 def recorded_peaks(peaks: pd.DataFrame, unit: str, scale: float) -> pd.DataFrame:
-    """Return one run's peaks of each phase next to the prediction, with the allocation that reached each, in
-    ``scale`` bytes."""
+    """Return one run's peaks by phase, the prediction, and the allocation that reached each peak.
+
+    Args:
+        peaks: the run's table.
+        unit: of the sizes, for the headings.
+        scale: bytes per unit.
+    """
     names = {
         "peak_gib": "peak",
         "predicted_gib": "predicted",
         "reserved_gib": "reserved",
         "allocation_gib": "last allocation",
     }
-    sizes = {f"{words}, {unit}": peaks[name] * GIB / scale for name, words in names.items()}
+    sizes = {f"{heading}, {unit}": peaks[name] * GIB / scale for name, heading in names.items()}
     reason = ["reason"] if peaks["reason"].any() else []
     return peaks.assign(**sizes)[["mode", "phase", "status", *reason, *sizes, "layer", "region", "line"]]
 

@@ -1,4 +1,4 @@
-"""What a run of the mixed-precision study has."""
+"""Configuration of the mixed-precision study."""
 
 from typing import Literal
 
@@ -8,11 +8,11 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """Every precision and mode of one size and context in one process."""
+    """Every precision and mode of one model at one context length, in one process."""
 
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
     compile: Literal["none"] = "none"
     warmup_steps: int = Field(2, ge=0, le=10**6)  # of each mode
-    numerics: bool = False  # the experiments on number formats, too
+    numerics: bool = False  # also run the experiments on number formats

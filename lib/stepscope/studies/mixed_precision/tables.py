@@ -1,4 +1,4 @@
-"""The mixed-precision study's tables: what is in a run's files, fp32 beside it, and what is printed."""
+"""The mixed-precision study's tables: the schemas of a run's files, and the tables that its notebook prints."""
 
 import pandas as pd
 
@@ -33,14 +33,11 @@ SCHEMAS = {
 }
 
 
-# fp32 beside the others
-
-
 def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
-    """One experiment's rows (see ``numerics``), of the first shape that has it.
+    """Return one experiment's rows (see ``numerics``), from the first configuration that has them.
 
     Raises:
-        LookupError: no run had it.
+        LookupError: no run did the experiment.
     """
     numerics = tables["mixed_precision.numerics"]
     rows = numerics[numerics["experiment"] == experiment].drop_duplicates(list(NUMBER))
@@ -50,86 +47,94 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
 
 
 def pivoted(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
-    """One experiment: a row a case, and a place where it has any, a column a quantity, as they were found."""
+    """Return one experiment with a row per case (and position, if it has any) and a column per quantity."""
     rows = numbers(tables, experiment)
     places = ["case", "at"] if rows["at"].any() else ["case"]
     return rows.pivot_table(column, places, "quantity", aggfunc="first", sort=False)
 
 
 def loss_shift(tables: Tables) -> pd.Series:
-    """Mean distance of each curve's loss from fp32's first seed's, over the last quarter of its steps."""
+    """Return each curve's mean distance from the loss of fp32's first seed, over the last quarter of the steps."""
     curves = numbers(tables, "training").pivot(index="at", columns="case", values="value")
     curves = curves.tail(len(curves) // 4)
-    first = curves.pop("fp32, seed 0")
-    return curves.sub(first, axis=0).abs().mean()
+    fp32 = curves.pop("fp32, seed 0")
+    distances = curves.sub(fp32, axis=0).abs()
+    return distances.mean()
 
 
-# What the notebook prints
+# -- tables that the notebook prints --------------------------------------------------------------------------
 
 
 def sums(tables: Tables) -> pd.DataFrame:
-    found = pivoted(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
+    results = pivoted(tables, "sums").rename_axis(index="0.01 a thousand times", columns=None)
     return pd.DataFrame(
         {
-            "sum": found["result"].map("{:.4f}".format),
-            "off by storing 0.01": found["storing"].map("{:.2g}".format),
-            "off by adding": found["adding"].map("{:.2g}".format),
+            "sum": results["result"].map("{:.4f}".format),
+            "off by storing 0.01": results["storing"].map("{:.2g}".format),
+            "off by adding": results["adding"].map("{:.2g}".format),
         }
     )
 
 
 def toy(tables: Tables) -> pd.DataFrame:
-    found = pivoted(tables, "toy", "dtype").T
-    return found.rename_axis(index="tensor", columns=None).add_prefix("under ").reset_index()
+    types = pivoted(tables, "toy", "dtype").T
+    types = types.rename_axis(index="tensor", columns=None)
+    return types.add_prefix("under ").reset_index()
 
 
 def norm_parts(tables: Tables) -> pd.DataFrame:
-    """Of each part of LayerNorm the scales of inputs at which it loses values, and its error at scale 1."""
-    error, lost = pivoted(tables, "norm error"), pivoted(tables, "norm lost")
+    """Return, for each part of LayerNorm, the input scales at which it loses values, and its error at scale 1."""
+    errors = pivoted(tables, "norm error")
+    lost = pivoted(tables, "norm lost")
     columns = {"part": lost.columns}
-    for low in ("fp16", "bf16"):
-        bad = lost.loc[low] > MAX_LOST_SHARE
-        columns[f"{low} loses values at"] = [_ends(bad.index[bad[part]]) for part in bad]
-        columns[f"{low} off by, %"] = error.loc[(low, 1.0)].to_numpy()
+    for precision in ("fp16", "bf16"):
+        is_bad = lost.loc[precision] > MAX_LOST_SHARE
+        columns[f"{precision} loses values at"] = [
+            _format_scales(is_bad.index[is_bad[part]]) for part in is_bad
+        ]
+        columns[f"{precision} off by, %"] = errors.loc[(precision, 1.0)].to_numpy()
     return pd.DataFrame(columns)
 
 
-def _ends(scales: pd.Index) -> str:
-    """Where a part fails: "0.1 and less, 100 and more"."""
+def _format_scales(scales: pd.Index) -> str:
+    """Format the scales at which a part loses values, such as "0.1 and less, 100 and more"."""
     low = [f"{scale:g} and less" for scale in scales if scale < 1]
     high = [f"{scale:g} and more" for scale in scales if scale >= 1]
-    return ", ".join(low[-1:] + high[:1]) or "none"
+    ends = low[-1:] + high[:1]
+    return ", ".join(ends) or "none"
 
 
 def gradients(tables: Tables) -> pd.DataFrame:
-    found = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
+    results = pivoted(tables, "gradients").rename_axis(index="gradients in", columns=None)
     headings = {
         "zero": "share that becomes 0, %",
         "norm off": "norm off by, %",
         "loss off": "loss off by, %",
     }
-    return found.rename(index=PRECISION_NAMES, columns=headings)
+    return results.rename(index=PRECISION_NAMES, columns=headings)
 
 
 def training(tables: Tables) -> pd.DataFrame:
-    shift = loss_shift(tables).sort_values().rename(index=PRECISION_NAMES).rename_axis("trained in")
-    return shift.to_frame("loss off from fp32's, mean")
+    shift = loss_shift(tables).sort_values()
+    named = shift.rename(index=PRECISION_NAMES).rename_axis("trained in")
+    return named.to_frame("loss off from fp32's, mean")
 
 
 def reading(times: pd.DataFrame, device: str) -> str:
-    """What a run found, in a sentence: bf16's full step by both clocks, and beside fp32's."""
-    steps = times[(times["mode"] == "step") & (times["phase"] == TOTAL)].set_index("precision")
-    step = steps.loc["bf16"]
-    if step["status"] != "ok":
-        return f"In bf16 a full step does not run here: {step['reason']}."
-    kernels = ""
-    if device == "cuda" and pd.notna(step["gpu_ms"]):
-        waits = launch_bound(step["busy"], step["enqueue_ms"], step["gpu_ms"])
-        bound = "launch" if waits else "GPU"
-        kernels = f" and its kernels need {number(step['gpu_ms'], 'ms')}: it is {bound}-bound"
-    said = f"In bf16 a full step takes {number(step['wall_ms'], 'ms')}{kernels}."
+    """Summarize a run: wall and GPU time of the full step in bf16, and its speed relative to fp32."""
+    is_total = (times["mode"] == "step") & (times["phase"] == TOTAL)
+    steps = times[is_total].set_index("precision")
+    bf16 = steps.loc["bf16"]
+    if bf16["status"] != "ok":
+        return f"In bf16 a full step does not run here: {bf16['reason']}."
+    summary = f"In bf16 a full step takes {number(bf16['wall_ms'], 'ms')}"
+    if device == "cuda" and pd.notna(bf16["gpu_ms"]):
+        is_launch_bound = launch_bound(bf16["busy"], bf16["enqueue_ms"], bf16["gpu_ms"])
+        bound = "launch" if is_launch_bound else "GPU"
+        summary += f" and its kernels need {number(bf16['gpu_ms'], 'ms')}: it is {bound}-bound"
+    summary += "."
     if "fp32" not in steps.index or steps.loc["fp32", "status"] != "ok":
-        return said
-    exact = steps.loc["fp32"]
-    ratio = number(exact["wall_ms"] / step["wall_ms"], "x")
-    return f"{said} In fp32 it takes {number(exact['wall_ms'], 'ms')}: bf16 has {ratio} its speed."
+        return summary
+    fp32 = steps.loc["fp32"]
+    speedup = number(fp32["wall_ms"] / bf16["wall_ms"], "x")
+    return f"{summary} In fp32 it takes {number(fp32['wall_ms'], 'ms')}: bf16 has {speedup} its speed."

@@ -1,4 +1,4 @@
-"""What a run of the profiling study has."""
+"""Configuration of the profiling study."""
 
 from typing import Literal
 
@@ -6,11 +6,11 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """Profiles of one size and context: every mode in one capture, from one process."""
+    """A profile of one model at one context length: every mode, in one capture of one process."""
 
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"
-    compile: Literal["none"] = "none"  # ranges within what is compiled would change it
-    # The profiled process takes as many steps as their length asks for.
+    compile: Literal["none"] = "none"  # module ranges would change what is compiled
+    # Fixed, because the profiled process chooses its number of steps by their duration.
     warmup_steps: Literal[5] = 5
     timed_steps: Literal[10] = 10

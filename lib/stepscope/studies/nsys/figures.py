@@ -1,4 +1,4 @@
-"""Figures of the profiling study's notebook; None where there is nothing to draw."""
+"""Figures of the profiling study: kernel categories by phase, and a timeline of launches and kernels."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,87 +20,139 @@ COLORS = {
     "copy and cast": style.ORANGE,
     "reduction and norm": style.RED,
 }
-ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # lanes by mode
+ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # names of lanes by mode
 
 
 def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
     """Draw a bar per row, and print the share of each part that is at least ``least`` wide."""
-    style.stacked_bars(axes, shares, COLORS, lambda name, place: number(shares[name].iloc[place], "%"), least)
+
+    def label(name: str, row: int) -> str:
+        return number(shares[name].iloc[row], "%")
+
+    style.stacked_bars(axes, shares, COLORS, label, least)
     style.without_axis(axes)
 
 
 @style.look()
-def categories_of(operations: pd.DataFrame, of: str) -> Figure | None:
-    """Of one run each phase's GPU time by family, in shares."""
-    rows = operations[(operations["mode"] == "step") & operations["phase"].isin(PHASE_NAMES)]
+def categories_of(operations: pd.DataFrame, label: str) -> Figure | None:
+    """Draw the GPU time of each phase of a run's full step by kernel category, in shares; None without a step.
+
+    Args:
+        operations: one run's table.
+        label: names the run in the title.
+    """
+    is_drawn = (operations["mode"] == "step") & operations["phase"].isin(PHASE_NAMES)
+    rows = operations[is_drawn]
     if rows.empty:
         return None
-    shares = by_category(rows).reindex([name for name in PHASE_NAMES if name in set(rows["phase"])])
-    share = shares.get(MATMUL, pd.Series(0.0, shares.index)).sum() / shares.to_numpy().sum()
-    drawn, axes = style.figure(f"{of}: matmuls are {number(share, '%')} of a full step's operations", 2.8)
-    draw_shares(axes, shares.div(shares.sum(axis=1), axis=0), least=0.09)
+    phases = [name for name in PHASE_NAMES if (rows["phase"] == name).any()]
+    times_ms = by_category(rows).reindex(phases)
+    total_ms = times_ms.to_numpy().sum()
+    matmul_ms = times_ms[MATMUL].sum() if MATMUL in times_ms else 0.0
+    share = number(matmul_ms / total_ms, "%")
+    drawn, axes = style.figure(f"{label}: matmuls are {share} of a full step's operations", 2.8)
+    shares = times_ms.div(times_ms.sum(axis=1), axis=0)
+    draw_shares(axes, shares, least=0.09)
     drawn.legend(loc="outside lower center", ncols=3)
     return drawn
 
 
 @style.look()
-def lanes(timeline: pd.DataFrame, of: str = "Forward", on_cpu: bool = False) -> Figure | None:
-    """A millisecond of forward: what the host launches, what the GPU runs, and what it runs as a CUDA graph
-    where that was captured."""
-    modes = [mode for mode in ON_GPU if mode in set(_ran(timeline)["mode"])]
-    if "forward" not in modes:
+def lanes(
+    timeline: pd.DataFrame,
+    label: str = "Forward",
+    on_cpu: bool = False,
+) -> Figure | None:
+    """Draw a millisecond of forward: CPU launches, GPU kernels, and the GPU kernels when run as a CUDA graph.
+
+    Args:
+        timeline: one run's table; without forward, nothing is drawn.
+        label: names the run in the title.
+        on_cpu: the operations are a CPU's operators.
+    """
+    runs = {}
+    for mode in ON_GPU:
+        rows = _in_window(timeline[timeline["mode"] == mode])
+        if len(rows):
+            runs[mode] = rows
+    if "forward" not in runs:
         return None
-    runs = {mode: _ran(timeline[timeline["mode"] == mode]) for mode in modes}
     busy = {mode: number(busy_share(rows), "%") for mode, rows in runs.items()}
     if on_cpu:
-        message = f"{of}: operators run {busy['forward']} of this millisecond"
+        message = f"{label}: operators run {busy['forward']} of this millisecond"
         return draw_lanes(message, timeline, {"forward": "operators"}, "host")
-    message = f"{of}: the GPU is busy {busy['forward']} of this millisecond"
-    if REPLAYED in busy:
+    message = f"{label}: the GPU is busy {busy['forward']} of this millisecond"
+    if REPLAYED in runs:
         message += f", as a CUDA graph {busy[REPLAYED]}"
-    elif launch_bound(busy_share(runs["forward"]), *_who_waits_ms(runs["forward"])):
+    elif _is_launch_bound(runs["forward"]):
         message += ", and waits for launches"
-    return draw_lanes(message, timeline, {mode: ON_GPU[mode] for mode in modes}, "CPU launches")
+    names = {mode: ON_GPU[mode] for mode in runs}
+    return draw_lanes(message, timeline, names, "CPU launches")
 
 
-def draw_lanes(title: str, timeline: pd.DataFrame, names: dict[str, str], launcher: str) -> style.Picture:
-    """Draw a millisecond of forward: what is launched, and below it what runs, a lane per mode.
+def draw_lanes(
+    title: str,
+    timeline: pd.DataFrame,
+    names: dict[str, str],
+    launcher: str,
+) -> style.Picture:
+    """Draw a millisecond of forward: a lane of launches, and below it one lane of operations per mode.
 
     Args:
         names: of the lanes by mode.
         launcher: the name of the lane of launches.
     """
-    drawn, axes = style.figure(title, 1.7 + 0.35 * len(names))
-    launches = _spans_us(timeline[timeline["mode"] == "forward"], "launch_ns", "launch_duration_ns")
+    height = 1.7 + 0.35 * len(names)
+    drawn, axes = style.figure(title, height)
+    forward = timeline[timeline["mode"] == "forward"]
+    launches = _spans_us(forward, "launch_ns", "launch_duration_ns")
     axes.broken_barh(launches, (-0.35, 0.7), color=style.MUTED)
     for place, mode in enumerate(names, start=1):
-        rows = _ran(timeline[timeline["mode"] == mode])
-        for family, members in rows.groupby(
-            rows["kernel_category"].where(rows["kernel_category"].isin([*COLORS]), "all else")
-        ):
+        rows = _in_window(timeline[timeline["mode"] == mode])
+        categories = rows["kernel_category"]
+        shown = categories.where(categories.isin([*COLORS]), "all else")
+        for category, members in rows.groupby(shown):
             spans = _spans_us(members, "start_ns", "duration_ns")
-            axes.broken_barh(spans, (place - 0.35, 0.7), color=COLORS.get(family, style.FILL), label=family)
-    axes.set(xlim=(0, DRAWN_NS / 1e3), ylim=(len(names) + 0.5, -0.5), xlabel="µs")
-    axes.set_yticks(range(1 + len(names)), [launcher, *names.values()])
+            color = COLORS.get(category, style.FILL)
+            axes.broken_barh(spans, (place - 0.35, 0.7), color=color, label=category)
+    axes.set(
+        xlim=(0, DRAWN_NS / 1e3),
+        ylim=(len(names) + 0.5, -0.5),
+        xlabel="µs",
+    )
+    labels = [launcher, *names.values()]
+    axes.set_yticks(range(len(labels)), labels)
     axes.grid(False)
-    once = dict(zip(*reversed(axes.get_legend_handles_labels())))
-    drawn.legend(once.values(), once, loc="outside lower center", ncols=3)
+    handles, categories = axes.get_legend_handles_labels()
+    handle_of = dict(zip(categories, handles))  # one of each category
+    drawn.legend(handle_of.values(), handle_of, loc="outside lower center", ncols=3)
     return drawn
 
 
-def _ran(timeline: pd.DataFrame, start: str = "start_ns", duration: str = "duration_ns") -> pd.DataFrame:
-    """The rows that are in the window that is drawn."""
-    return timeline[(timeline[start] < DRAWN_NS) & (timeline[start] + timeline[duration] > 0)]
+def _in_window(
+    timeline: pd.DataFrame,
+    start: str = "start_ns",
+    duration: str = "duration_ns",
+) -> pd.DataFrame:
+    """Return the rows that overlap the first millisecond, which is drawn."""
+    starts = timeline[start]
+    ends = starts + timeline[duration]
+    return timeline[(starts < DRAWN_NS) & (ends > 0)]
 
 
 def _spans_us(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float, float]]:
-    """Begin and length of what is in the window that is drawn."""
-    inside = _ran(rows, start, duration)
-    return list(zip(inside[start] / 1e3, inside[duration] / 1e3))
+    """Return start and duration (µs) of the rows that are drawn."""
+    drawn = _in_window(rows, start, duration)
+    starts_us = drawn[start] / 1e3
+    durations_us = drawn[duration] / 1e3
+    return list(zip(starts_us, durations_us))
 
 
-def _who_waits_ms(ran: pd.DataFrame) -> tuple[float, float]:
-    """How long the host took to launch what ran, and how long that ran."""
-    launched = (ran["launch_ns"] + ran["launch_duration_ns"]).max() - ran["launch_ns"].min()
-    ends = (ran["start_ns"] + ran["duration_ns"]).to_numpy()
-    return launched / 1e6, union(ran["start_ns"].to_numpy(), ends) / 1e6
+def _is_launch_bound(operations: pd.DataFrame) -> bool:
+    """Return whether operations took the CPU longer to launch than the GPU to run, and the GPU was idle."""
+    launch_ends = operations["launch_ns"] + operations["launch_duration_ns"]
+    launch_ns = launch_ends.max() - operations["launch_ns"].min()
+    starts = operations["start_ns"].to_numpy()
+    ends = starts + operations["duration_ns"].to_numpy()
+    gpu_ns = union(starts, ends)
+    return launch_bound(busy_share(operations), launch_ns / 1e6, gpu_ns / 1e6)

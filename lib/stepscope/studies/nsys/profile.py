@@ -1,12 +1,13 @@
-"""Profile the modes of a training step: with Nsight Systems, or with torch.profiler where nsys is missing.
+"""Profile the modes of a training step with Nsight Systems, or with torch.profiler if nsys is missing.
 
     profile = profile_with_nsys(ranged, config)
     profile.operations   one step of each mode: count and time by phase, region, kernel category and kernel
-    profile.clocks       every other step: wall time, enqueue time, GPU time
+    profile.clocks       all other steps: wall time, enqueue time, GPU time
     profile.timeline     two milliseconds from the middle of forward, also replayed as a CUDA graph
-    profile.events       one step of forward and of the full step, operation by operation
+    profile.events       every operation of one step of forward and of the full step
 
-Every sum is checked to the nanosecond. If one doesn't add up, the call raises a ConservationError.
+The first profiled step of each mode is its named step, which has a range for each region of the model. Every sum
+is checked to the nanosecond; the call raises a ConservationError if operations are missing or counted twice.
 """
 
 import inspect
@@ -44,13 +45,14 @@ NSYS_OPTIONS = [
     "--capture-range-end=repeat:1",
 ]
 IMPORTS = "import torch\n\nfrom stepscope.model.ranges import nvtx_range\n\n\n"
-# nsys's own sums by report, and the kinds of operations in them
+# Reports with nsys's own sums, and the kinds of operations that each sums up.
 NSYS_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
 REPORTS = (*NSYS_SUMS, "cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_kern_sum")
-# Names for operations outside every region: in backward autograd itself sums the gradients of a tensor that
-# was used twice.
-UNNAMED = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
-OPERATIONS = ["mode", "phase", "region", "kernel_category", "name", "count", "total_ns"]
+# Region names for operations outside every region, by phase. In backward, autograd itself sums the gradients of
+# a tensor that is used twice.
+DEFAULT_REGIONS = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
+OPERATION = ["mode", "phase", "region", "kernel_category", "name"]
+OPERATIONS = [*OPERATION, "count", "total_ns"]
 CLOCKS = [
     "mode",
     "phase",
@@ -70,13 +72,13 @@ WINDOW_NS = 2_000_000
 
 
 def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profile":
-    """Run ``ranged`` for every mode in a process of its own, under the profiler, and read the profile.
+    """Run ``ranged`` for every mode in a separate process, under the profiler, and read the profile.
 
-    Profiled steps that take more GPU time than unprofiled ones, or that differ from each other, are profiled
-    again, at most twice; what stays impossible is marked.
+    If profiled steps take more GPU time than the wall time of unprofiled ones, or differ from each other,
+    everything is profiled again, at most twice. Readings that stay impossible are marked.
 
     Args:
-        ranged: runs one step in NVTX ranges; it gets the step, the annotation and ``synchronize``.
+        ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
 
     Raises:
         NsysError: the process failed, or the profiler left no file.
@@ -88,7 +90,7 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
         if not profile.impossible:
             break
         print("once more:", profile.impossible)
-    print("profiled by", profile.tool, "- steps profiled:", *profile.modes.step_modes)
+    print("profiled by", profile.tool, "- profiled steps:", *profile.modes.step_modes)
     profile.check()
     return profile
 
@@ -96,7 +98,8 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
 def profile_once(ranged: Callable[..., None], config: StepConfig, folder: Path) -> "Profile":
     tool, nsys = profiler_here(config.device)
     (folder / "ranged.py").write_text(IMPORTS + inspect.getsource(ranged))
-    fields = config.model_dump(include={*StepConfig.model_fields} - {"study", "size", "mode"}, mode="json")
+    names = {*StepConfig.model_fields} - {"study", "size", "mode"}
+    fields = config.model_dump(include=names, mode="json")
     program = [
         sys.executable,
         "-m",
@@ -106,17 +109,21 @@ def profile_once(ranged: Callable[..., None], config: StepConfig, folder: Path) 
         json.dumps(fields),
     ]
     if nsys:
-        program = [str(nsys), "profile", *NSYS_OPTIONS, "--output", str(folder / "capture"), *program]
-    ended = subprocess.run(
-        program, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        output = str(folder / "capture")
+        program = [str(nsys), "profile", *NSYS_OPTIONS, "--output", output, *program]
+    process = subprocess.run(
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
-    modes = read_profiled_modes(folder, nsys is not None, ended.stdout)
+    modes = read_profiled_modes(folder, nsys is not None, process.stdout)
     profile = Profile(config, tool, modes)
     if modes.file and nsys:
         export = export_capture(nsys, modes.file, folder / "capture.sqlite")
-        profile.reports = {
-            name: read_nsys_csv(path) for name, path in make_reports(nsys, export, REPORTS).items()
-        }
+        report_paths = make_reports(nsys, export, REPORTS)
+        profile.reports = {name: read_nsys_csv(path) for name, path in report_paths.items()}
         profile.trace, profile.ranges = load_trace(export)
         profile.totals = activity_totals(export)
     elif modes.file:
@@ -128,8 +135,12 @@ def profile_once(ranged: Callable[..., None], config: StepConfig, folder: Path) 
 class Profile:
     """One configuration's profile.
 
-    trace: every operation of the capture. ranges: the NVTX ranges. totals: number and time of the operations
-    by kind. reports: nsys's CSV reports by name; empty without nsys.
+    tool: the profiler and its version.
+    modes: outcomes and unprofiled times of the modes.
+    trace: every operation of the capture.
+    ranges: the NVTX ranges.
+    totals: number and time of the operations by kind.
+    reports: nsys's CSV reports by name; empty without nsys.
     """
 
     config: StepConfig
@@ -150,68 +161,78 @@ class Profile:
 
     @cached_property
     def named_step(self) -> dict[str, int]:
-        """By mode the first step, which has a range for each region of the model."""
-        return {
-            mode: self.modes.step_modes.index(mode)
-            for mode in self.modes.step_modes
-            if self.modes.modes[mode]["status"] == "ok"
-        }
+        """The index of each mode's named step; modes that ran out of memory have none."""
+        steps: dict[str, int] = {}
+        for step, mode in enumerate(self.modes.step_modes):
+            outcome = self.modes.modes[mode]
+            if mode not in steps and outcome["status"] == "ok":
+                steps[mode] = step
+        return steps
 
     @cached_property
     def impossible(self) -> dict[str, str]:
-        """By mode the readings that can't be true; a CPU's operators don't show any."""
+        """The impossible readings of each mode; none on a CPU, whose operators are not checked."""
         if self.config.device == "cpu" or not self.has_capture:
             return {}
-        steps = phase_clocks(self.trace[self.trace["step"] >= 0], self.ranges).query("phase == 'total'")
-        gpu_ms, impossible = steps.set_index("step")["busy_ns"] / 1e6, {}
+        in_steps = self.trace[self.trace["step"] >= 0]
+        totals = phase_clocks(in_steps, self.ranges).query("phase == 'total'")
+        gpu_ms = totals.set_index("step")["busy_ns"] / 1e6
+        impossible = {}
         for mode, outcome in self.modes.modes.items():
-            mode_steps = [step for step, name in self.mode_of_step.items() if name == mode][1:]
-            row = outcome["clock"] | {
-                "wall_ms": pd.Series(outcome["unprofiled_ms"]).median(),
-                "gpu_ms": gpu_ms.reindex(mode_steps).median(),
-            }
-            if words := find_inconsistencies(row, gpu_ms.reindex(mode_steps).dropna().tolist()):
-                impossible[mode] = words
+            mode_steps = [step for step, name in self.mode_of_step.items() if name == mode]
+            mode_gpu_ms = gpu_ms.reindex(mode_steps[1:])  # without the named step
+            row = dict(outcome["clock"])
+            row["wall_ms"] = pd.Series(outcome["unprofiled_ms"]).median()
+            row["gpu_ms"] = mode_gpu_ms.median()
+            inconsistency = find_inconsistencies(row, mode_gpu_ms.dropna().tolist())
+            if inconsistency:
+                impossible[mode] = inconsistency
         return impossible
 
     # Conservation
 
     def check(self) -> None:
-        """Check that nothing was lost or counted twice, on the way from the capture to the tables."""
+        """Check that no operation was lost or counted twice between the capture and the tables.
+
+        Raises:
+            ConservationError: the operations, nsys's own sums, the steps or the tables don't add up.
+        """
         if not self.has_capture:
             return
         check_conservation(self.trace, self.totals)
         for report, kinds in NSYS_SUMS.items():
-            if report in self.reports:
-                ours = int(self.totals.loc[kinds, "duration_ns"].sum())
-                theirs = int(self.reports[report]["total_time_ns"].sum())
-                if ours != theirs:
-                    raise ConservationError(
-                        f"operations sum to {ours} ns, and nsys's own {report} to {theirs} ns"
-                    )
-        steps = int((self.ranges["role"] == "step").sum())
-        if steps != len(self.modes.step_modes):
+            if report not in self.reports:
+                continue
+            ours = int(self.totals.loc[kinds, "duration_ns"].sum())
+            theirs = int(self.reports[report]["total_time_ns"].sum())
+            if ours != theirs:
+                raise ConservationError(
+                    f"operations sum to {ours} ns, but nsys's own {report} sums to {theirs} ns"
+                )
+        num_steps = int((self.ranges["role"] == "step").sum())
+        expected_steps = len(self.modes.step_modes)
+        if num_steps != expected_steps:
             raise ConservationError(
-                f"the capture holds {steps} steps, expected the {len(self.modes.step_modes)} that were run"
+                f"the capture holds {num_steps} steps, but expected the {expected_steps} that were run"
             )
-        named_ns = self.named["duration_ns"].sum()
-        lost_ns = named_ns - self.operations["total_ns"].sum()
-        if lost_ns or self.operations["count"].sum() != len(self.named):
-            raise ConservationError(f"the table of operations lost {lost_ns} ns")
+        named = self.named_operations
+        lost_ns = named["duration_ns"].sum() - self.operations["total_ns"].sum()
+        lost_count = len(named) - self.operations["count"].sum()
+        if lost_ns or lost_count:
+            raise ConservationError(f"the table of operations lost {lost_count} operations, {lost_ns} ns")
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """What the record keeps besides the tables."""
+        """The run's results besides its tables, for the record."""
         results: dict[str, Any] = {"tool": self.tool, "learning_rate": self.modes.learning_rate}
         if self.impossible:
             results["inconsistent"] = str(self.impossible)
         for mode, outcome in self.modes.modes.items():
-            results |= {f"{mode}_status": outcome["status"], f"{mode}_reason": outcome["reason"]}
+            results[f"{mode}_status"] = outcome["status"]
+            results[f"{mode}_reason"] = outcome["reason"]
         if self.has_capture:
-            results |= {
-                "operations": int(self.totals["operations"].sum()),
-                "operations_ns": int(self.totals["duration_ns"].sum()),
-            }
+            results["operations"] = int(self.totals["operations"].sum())
+            results["operations_ns"] = int(self.totals["duration_ns"].sum())
         if {*NSYS_SUMS} <= {*self.reports}:
             results["nsys_ns"] = results["operations_ns"]
         return results
@@ -219,39 +240,68 @@ class Profile:
     # The tables
 
     @cached_property
-    def complete(self) -> pd.DataFrame:
-        """The operations of every step of a mode that ended well, with mode, and a name for each region."""
+    def complete_operations(self) -> pd.DataFrame:
+        """The operations of every step, with mode and region; without modes that ran out of memory."""
         mode_of_step = {step: mode for step, mode in self.mode_of_step.items() if mode in self.named_step}
         operations = self.trace[self.trace["step"].isin(mode_of_step)].copy()
         operations["mode"] = operations["step"].map(mode_of_step)
         region = operations["region"].astype(str)
-        for phase, name in UNNAMED.items():
-            region = region.mask((operations["phase"] == phase) & (region == UNATTRIBUTED), name)
+        for phase, name in DEFAULT_REGIONS.items():
+            is_unattributed = (operations["phase"] == phase) & (region == UNATTRIBUTED)
+            region = region.mask(is_unattributed, name)
         return operations.assign(region=region)
 
     @property
-    def named(self) -> pd.DataFrame:
-        return self.complete[self.complete["step"].isin(self.named_step.values())]
+    def named_operations(self) -> pd.DataFrame:
+        """The operations of the named steps."""
+        is_named = self.complete_operations["step"].isin(self.named_step.values())
+        return self.complete_operations[is_named]
 
     @property
-    def unnamed(self) -> pd.DataFrame:
-        return self.complete[~self.complete["step"].isin(self.named_step.values())]
+    def unnamed_operations(self) -> pd.DataFrame:
+        """The operations of all other steps."""
+        is_named = self.complete_operations["step"].isin(self.named_step.values())
+        return self.complete_operations[~is_named]
 
     @cached_property
     def operations(self) -> pd.DataFrame:
         """Count and time in one step of each mode, by phase, region, kernel category and kernel."""
         if not self.has_capture:
             return pd.DataFrame(columns=OPERATIONS)
-        keys = OPERATIONS[:5]
-        rows = self.named.astype(dict.fromkeys(keys, str))
-        return rows.groupby(keys)["duration_ns"].agg(count="size", total_ns="sum").reset_index()
+        rows = self.named_operations.astype(dict.fromkeys(OPERATION, str))
+        durations = rows.groupby(OPERATION)["duration_ns"]
+        return durations.agg(count="size", total_ns="sum").reset_index()
 
     @cached_property
     def clocks(self) -> pd.DataFrame:
-        """Each profiled step but the named ones, by phase, and each unprofiled step."""
-        plain = pd.DataFrame(
-            [
-                {
+        """Every profiled step except the named ones, by phase, and every unprofiled step."""
+        unprofiled = self._unprofiled_clocks()
+        if not self.has_capture:
+            return unprofiled
+        named_steps = {*self.named_step.values()}
+        steps = []
+        number_in_mode = {}
+        for step, mode in self.mode_of_step.items():
+            number_in_mode[step] = self.modes.step_modes[:step].count(mode)
+            if mode in self.named_step and step not in named_steps:
+                steps.append(step)
+        ranges = self.ranges[self.ranges["step"].isin(steps)]
+        rows = phase_clocks(self.unnamed_operations, ranges).astype({"phase": str})
+        rows["mode"] = rows["step"].map(self.mode_of_step)
+        numbers = rows["step"].map(number_in_mode)
+        wall_times_ms = []
+        for mode, number, phase in zip(rows["mode"], numbers, rows["phase"]):
+            profiled_ms = self.modes.modes[mode]["profiled_ms"]
+            wall_times_ms.append(profiled_ms[number] if phase == TOTAL else np.nan)
+        rows = rows.assign(wall_ms=wall_times_ms, enqueue_ms=np.nan, profiled=True, step=numbers - 1)
+        return pd.concat([rows, unprofiled], ignore_index=True)[CLOCKS]
+
+    def _unprofiled_clocks(self) -> pd.DataFrame:
+        rows = []
+        for mode, outcome in self.modes.modes.items():
+            times_ms = zip(outcome["unprofiled_ms"], outcome["enqueue_ms"])
+            for number, (wall_ms, enqueue_ms) in enumerate(times_ms):
+                row = {
                     "mode": mode,
                     "phase": TOTAL,
                     "step": number,
@@ -259,119 +309,130 @@ class Profile:
                     "wall_ms": wall_ms,
                     "enqueue_ms": enqueue_ms,
                 }
-                for mode, outcome in self.modes.modes.items()
-                for number, (wall_ms, enqueue_ms) in enumerate(
-                    zip(outcome["unprofiled_ms"], outcome["enqueue_ms"])
-                )
-            ],
-            columns=CLOCKS,
-        )
-        if not self.has_capture:
-            return plain
-        named_steps = {*self.named_step.values()}
-        steps = {step for step, mode in self.mode_of_step.items() if mode in self.named_step} - named_steps
-        rows = phase_clocks(self.unnamed, self.ranges[self.ranges["step"].isin(steps)])
-        rows = rows.astype({"phase": str})
-        rows["mode"] = rows["step"].map(self.mode_of_step)
-        place = rows["step"].map(
-            {step: self.modes.step_modes[:step].count(mode) for step, mode in self.mode_of_step.items()}
-        )
-        wall_times_ms = [
-            self.modes.modes[mode]["profiled_ms"][number] if phase == TOTAL else np.nan
-            for mode, number, phase in zip(rows["mode"], place, rows["phase"])
-        ]
-        rows = rows.assign(wall_ms=wall_times_ms, enqueue_ms=np.nan, profiled=True, step=place - 1)
-        return pd.concat([rows, plain], ignore_index=True)[CLOCKS]
+                rows.append(row)
+        return pd.DataFrame(rows, columns=CLOCKS)
 
     @cached_property
     def timeline(self) -> pd.DataFrame:
-        """Two milliseconds from the middle of forward, and of forward replayed as a CUDA graph; times count
-        from the start of the window."""
+        """Two milliseconds from the middle of forward, and of forward replayed as a CUDA graph.
+
+        Times are relative to the start of each window.
+        """
         empty = pd.DataFrame(columns=TIMELINE)
         if not self.has_capture:
             return empty
-        replayed = self.trace[self.trace["region"] == REPLAY]  # a graph's operations share the last launch
-        replayed = replayed[replayed["launch_start_ns"] == replayed["launch_start_ns"].max()]
-        forward = self.unnamed[self.unnamed["mode"] == "forward"]
-        lanes = [forward, replayed.assign(mode=REPLAYED)]
-        windows = [window(lane) for lane in lanes if len(lane) > 1]  # a launch of one operation is no graph
+        replayed = self.trace[self.trace["region"] == REPLAY]
+        last_launch = replayed["launch_start_ns"].max()  # shared by all operations of the graph
+        graph = replayed[replayed["launch_start_ns"] == last_launch]
+        unnamed = self.unnamed_operations
+        forward = unnamed[unnamed["mode"] == "forward"]
+        lanes = [forward, graph.assign(mode=REPLAYED)]
+        windows = [cut_window(lane) for lane in lanes if len(lane) > 1]  # one operation is no graph
         return pd.concat(windows or [empty], ignore_index=True)
 
-    # The same from nsys's CSV reports
+    # The same operations from nsys's CSV reports
 
     @cached_property
     def events(self) -> pd.DataFrame:
-        """The operations of one step of forward and of the full step: from nsys's CSV reports, or without
-        nsys from the capture itself."""
+        """The operations of one step of forward and of the full step.
+
+        They come from nsys's CSV reports, or from the capture itself if there are no reports.
+        """
         trace = self.reports.get("cuda_gpu_trace", pd.DataFrame())
         projected = self.reports.get("nvtx_gpu_proj_trace", pd.DataFrame())
-        modes = [mode for mode in ("forward", "step") if mode in self.named_step]
-        if modes and not trace.empty and not projected.empty:
-            return pd.concat([cut(trace, projected, mode, self.named_step[mode]) for mode in modes])
-        return self.named if self.has_capture else pd.DataFrame(columns=EVENTS)
+        steps = self._reported_steps()
+        if steps and not trace.empty and not projected.empty:
+            parts = [cut_step(trace, projected, mode, step) for mode, step in steps.items()]
+            return pd.concat(parts)
+        return self.named_operations if self.has_capture else pd.DataFrame(columns=EVENTS)
+
+    def _reported_steps(self) -> dict[str, int]:
+        return {mode: self.named_step[mode] for mode in ("forward", "step") if mode in self.named_step}
 
     @cached_property
     def report_check(self) -> pd.DataFrame:
-        """Number and time of the operations by the CSV reports, next to :attr:`operations`.
+        """Number and time of the operations by the CSV reports, and by :attr:`operations`.
 
         Raises:
-            ConservationError: the times differ. (The tables are kept by then.)
+            ConservationError: the times differ.
         """
         unit = "operators" if self.config.device == "cpu" else "operations"
-        rows = []
-        for mode in (mode for mode in ("forward", "step") if mode in self.named_step):
+        rows: list[dict[str, Any]] = []
+        for mode in self._reported_steps():
             events = self.events[self.events["mode"] == mode]
             table = self.operations[self.operations["mode"] == mode]
-            rows.append(
-                {
-                    "mode": mode,
-                    f"{unit} in the reports": len(events),
-                    "time in the reports, ms": events["duration_ns"].sum() / 1e6,
-                    f"{unit} in the table": table["count"].sum(),
-                    "differs by, ns": events["duration_ns"].sum() - table["total_ns"].sum(),
-                }
-            )
+            events_ns = events["duration_ns"].sum()
+            row = {
+                "mode": mode,
+                f"{unit} in the reports": len(events),
+                "time in the reports, ms": events_ns / 1e6,
+                f"{unit} in the table": table["count"].sum(),
+                "differs by, ns": events_ns - table["total_ns"].sum(),
+            }
+            rows.append(row)
         if any(row["differs by, ns"] for row in rows):
             raise ConservationError(f"the CSV reports and the table of operations differ: {rows}")
         return pd.DataFrame(rows)
 
 
-def window(lane: pd.DataFrame) -> pd.DataFrame:
-    """The last step's window, from its middle on, or earlier if the step ends too soon for that."""
+def cut_window(lane: pd.DataFrame) -> pd.DataFrame:
+    """Return the operations of the last step that run or are launched within a window of :data:`WINDOW_NS`.
+
+    The window begins at the middle operation, or earlier if less than a window would remain of the step.
+    """
     rows = lane[lane["step"] == lane["step"].max()].sort_values("start_ns")
-    latest = rows["start_ns"].iloc[-1] + rows["duration_ns"].iloc[-1] - WINDOW_NS
-    begin = int(max(rows["start_ns"].iloc[0], min(rows["start_ns"].iloc[len(rows) // 2], latest)))
-    launch = rows["launch_start_ns"].astype("int64") - begin
+    starts = rows["start_ns"]
+    latest_begin = starts.iloc[-1] + rows["duration_ns"].iloc[-1] - WINDOW_NS
+    middle = starts.iloc[len(rows) // 2]
+    begin = int(max(starts.iloc[0], min(middle, latest_begin)))
+    start_ns = starts - begin
+    launch_ns = rows["launch_start_ns"].astype("int64") - begin
     rows = rows.assign(
-        start_ns=rows["start_ns"] - begin,
-        launch_ns=launch,
+        start_ns=start_ns,
+        launch_ns=launch_ns,
         kernel_category=rows["kernel_category"].astype(str),
         launch_duration_ns=rows["launch_duration_ns"].astype("int64"),
     )
-    ends = rows["start_ns"] + rows["duration_ns"]
-    inside = (rows["start_ns"] < WINDOW_NS) & (ends > 0) | launch.between(0, WINDOW_NS)
-    return rows.loc[inside, TIMELINE].reset_index(drop=True)
+    end_ns = start_ns + rows["duration_ns"]
+    runs_inside = (start_ns < WINDOW_NS) & (end_ns > 0)
+    is_launched_inside = launch_ns.between(0, WINDOW_NS)
+    return rows.loc[runs_inside | is_launched_inside, TIMELINE].reset_index(drop=True)
 
 
-def cut(trace: pd.DataFrame, projected: pd.DataFrame, mode: str, number: int) -> pd.DataFrame:
-    """The operations of one step by nsys's reports: those that start within the step's projection.
+def cut_step(
+    trace: pd.DataFrame,
+    projected: pd.DataFrame,
+    mode: str,
+    number: int,
+) -> pd.DataFrame:
+    """Return the operations of one step, by nsys's reports: those that start within the step's projection.
 
-    Backward has nearly no operations of its own there, because another thread launches its kernels; so
-    whatever runs between the loss and the optimizer is backward.
+    The projection of backward has hardly any operations, because another thread launches its kernels. Therefore
+    everything that runs between the loss and the optimizer counts as backward.
+
+    Args:
+        trace: the report ``cuda_gpu_trace``.
+        projected: the report ``nvtx_gpu_proj_trace``.
+        mode: the step's mode, for the column.
+        number: the step's index in the capture.
     """
     spans = projected.assign(range=projected["name"].str.rpartition(":")[2])
     spans["end_ns"] = spans["projected_start_ns"] + spans["projected_duration_ns"]
     spans = spans.sort_values("projected_start_ns", kind="stable")
     step = spans[spans["range"] == "step"].iloc[number]
-    rows = trace[trace["start_ns"].between(step["projected_start_ns"], step["end_ns"] - 1)]
+    step_start, step_end = step["projected_start_ns"], step["end_ns"]
+    rows = trace[trace["start_ns"].between(step_start, step_end - 1)]
     rows = rows.assign(
-        mode=mode, phase="backward", region="", kernel_category=kernel_categories(rows["name"]).astype(str)
+        mode=mode,
+        phase="backward",
+        region="",
+        kernel_category=kernel_categories(rows["name"]).astype(str),
     )
-    spans = spans[spans["projected_start_ns"].between(step["projected_start_ns"], step["end_ns"])]
-    for span in spans.itertuples():
-        within = rows["start_ns"].between(span.projected_start_ns, span.end_ns - 1)
+    is_in_step = spans["projected_start_ns"].between(step_start, step_end)
+    for span in spans[is_in_step].itertuples():
+        starts_inside = rows["start_ns"].between(span.projected_start_ns, span.end_ns - 1)
         if span.range in ("forward", "loss", "optimizer"):
-            rows.loc[within, "phase"] = span.range
+            rows.loc[starts_inside, "phase"] = span.range
         elif span.range.startswith("attention."):
-            rows.loc[within, "region"] = span.range
+            rows.loc[starts_inside, "region"] = span.range
     return rows

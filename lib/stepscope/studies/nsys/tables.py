@@ -1,4 +1,4 @@
-"""The profiling study's tables: what is in a run's files, and what is printed of all runs."""
+"""The profiling study's tables: the schemas of a run's files, and summaries by category and by phase."""
 
 import pandas as pd
 import pandera.pandas as pa
@@ -12,11 +12,11 @@ CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "at
 OPERATION = ("mode", "phase", "region", "kernel_category", "name")
 CLOCK = ("mode", "phase", "step", "profiled")
 LANE = ("mode", "launch_ns", "start_ns")
-_MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 DRAWN_NS = 1_000_000  # of the timeline
-REPLAYED = "replayed"  # forward as a CUDA graph, a mode of the timeline alone
+REPLAYED = "replayed"  # forward as a CUDA graph: a mode that only the timeline has
+_MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
-_ANY_NS = pa.Column("int64", coerce=True)  # from a window's begin
+_SIGNED_NS = pa.Column("int64", coerce=True)  # relative to the start of a window
 SCHEMAS = {
     "operations": table_schema(
         OPERATION,
@@ -51,50 +51,61 @@ SCHEMAS = {
         LANE,
         mode=text_column(*PHASES, REPLAYED),
         kernel_category=text_column(),
-        launch_ns=_ANY_NS,
+        launch_ns=_SIGNED_NS,
         launch_duration_ns=_NS,
-        start_ns=_ANY_NS,
+        start_ns=_SIGNED_NS,
         duration_ns=_NS,
     ),
 }
 
 
 def tables(frames: Tables) -> Tables:
-    """The operations with their families by today's rules, so that one set of rules makes all shares."""
+    """Classify operations again, so that runs of older versions have the current kernel categories."""
     operations = frames["operations"]
-    return frames | {
-        "operations": operations.assign(kernel_category=kernel_categories(operations["name"]).astype(str))
-    }
+    categories = kernel_categories(operations["name"]).astype(str)
+    return frames | {"operations": operations.assign(kernel_category=categories)}
 
 
 def by_category(operations: pd.DataFrame) -> pd.DataFrame:
-    """Time of operations in ms by phase and family, a column each, the largest first; attention's softmax is
-    a family of its own (see ``families.detailed_category``)."""
+    """Return the time of operations in ms: one row per phase, and one column per category, the largest first.
+
+    The softmax of attention is a separate category (see :func:`detailed_category`).
+    """
     rows = operations.assign(
-        kernel_category=detailed_category(operations), time_ms=operations["total_ns"] / 1e6
+        kernel_category=detailed_category(operations),
+        time_ms=operations["total_ns"] / 1e6,
     )
-    pivoted = rows.pivot_table(
-        index="phase", columns="kernel_category", values="time_ms", aggfunc="sum", sort=False
-    ).fillna(0.0)
-    return pivoted[pivoted.sum().sort_values(ascending=False).index]
+    times = rows.pivot_table(
+        index="phase",
+        columns="kernel_category",
+        values="time_ms",
+        aggfunc="sum",
+        sort=False,
+    )
+    times = times.fillna(0.0)
+    by_total = times.sum().sort_values(ascending=False)
+    return times[by_total.index]
 
 
 def busy_share(timeline: pd.DataFrame) -> float:
-    """The share of the drawn part of a timeline in which an operation runs."""
+    """Return the share of a timeline's first millisecond in which at least one operation runs."""
     begins = timeline["start_ns"].clip(0, DRAWN_NS)
     ends = (timeline["start_ns"] + timeline["duration_ns"]).clip(0, DRAWN_NS)
     return union(begins.to_numpy(), ends.to_numpy()) / DRAWN_NS
 
 
 def step_metrics(clocks: pd.DataFrame) -> pd.DataFrame:
-    """By mode and phase in ms, medians: plain_ms (wall time without a profiler; of whole modes) and its
-    enqueue_ms, and of captured steps host_ms (between push and pop), projected_ms (first operation to last),
-    gpu_ms, and the number of operations."""
-    captured = clocks["profiled"].astype(bool)
+    """Return medians by mode and phase, in ms.
+
+    Unprofiled steps have ``plain_ms`` (wall time) and ``enqueue_ms``, in total only. Profiled steps have
+    ``host_ms`` (between push and pop of a range), ``projected_ms`` (from the first operation to the last),
+    ``gpu_ms``, and the number of ``operations``.
+    """
+    is_profiled = clocks["profiled"].astype(bool)
     names = {"host_ns": "host_ms", "projected_ns": "projected_ms", "busy_ns": "gpu_ms"}
-    groups = clocks[captured].groupby(["mode", "phase"], sort=False)
-    table = groups[list(names)].median().div(1e6).rename(columns=names)
-    plain = clocks[~captured].groupby(["mode", "phase"])
-    table.insert(0, "plain_ms", plain["wall_ms"].median())
-    table.insert(1, "enqueue_ms", plain["enqueue_ms"].median())
-    return table.assign(operations=groups["operations"].median()).reset_index()
+    profiled = clocks[is_profiled].groupby(["mode", "phase"], sort=False)
+    table = profiled[list(names)].median().div(1e6).rename(columns=names)
+    unprofiled = clocks[~is_profiled].groupby(["mode", "phase"])
+    table.insert(0, "plain_ms", unprofiled["wall_ms"].median())
+    table.insert(1, "enqueue_ms", unprofiled["enqueue_ms"].median())
+    return table.assign(operations=profiled["operations"].median()).reset_index()
