@@ -825,7 +825,7 @@ def test_power_limited_steps_are_profiled_for_a_second_and_the_median_counts(
         return lambda phase: nullcontext()
 
     capture = SimpleNamespace(reason="", operations=profiled, phases=phases)
-    monkeypatch.setattr("stepscope.measure.capture", lambda device: nullcontext(capture))
+    monkeypatch.setattr("stepscope.measure.StepProfiler", lambda device: nullcontext(capture))
     monkeypatch.setattr("stepscope.measure.is_power_limited", lambda row: is_limited)
     monkeypatch.setattr(
         "stepscope.measure.find_inconsistencies", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}"

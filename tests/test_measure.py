@@ -97,7 +97,7 @@ def test_other_errors_are_let_on_unless_they_are_asked_for():
 
 def test_a_capture_has_each_operation_with_its_case_step_and_phase():
     x = torch.ones(8, 8)
-    with measure.capture("cpu") as captured:
+    with measure.StepProfiler("cpu") as captured:
         for case, number in (("mm", 0), (("add", 64), 0), ("mm", 1)):
             phase = captured.phases(case, number)
             with phase("forward"):
@@ -121,7 +121,7 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
         mode: measure.time_steps(step.of(mode), 2, 1, "cpu", before=step.clear_gradients)
         for mode in ("step", "forward")
     }
-    with measure.capture("cpu") as captured:
+    with measure.StepProfiler("cpu") as captured:
         for number in range(2):
             step.clear_gradients()
             step(captured.phases("step", number))
@@ -163,19 +163,21 @@ def test_steps_give_tables_of_times_and_operations_a_row_a_phase():
 
 
 def test_an_error_in_a_capture_is_not_the_profilers():
-    with pytest.raises(RuntimeError, match="mine"), measure.capture("cpu"):
+    with pytest.raises(RuntimeError, match="mine"), measure.StepProfiler("cpu"):
         raise RuntimeError("mine")
-    with measure.capture("cpu") as captured:
+    with measure.StepProfiler("cpu") as captured:
         pass
     assert captured.operations.empty and captured.reason
 
 
 def test_a_capture_is_of_its_device_and_one_of_the_host_alone_is_none_of_a_gpu(monkeypatch):
-    kinds = {device: {kind.name for kind in measure.capture(device).activities} for device in ("cpu", "cuda")}
+    kinds = {
+        device: {kind.name for kind in measure.StepProfiler(device).activities} for device in ("cpu", "cuda")
+    }
     assert kinds == {"cpu": {"CPU"}, "cuda": {"CPU", "CUDA"}}
 
     def capture():
-        with measure.capture("cpu") as captured, captured.phases("mm", 0)("forward"):
+        with measure.StepProfiler("cpu") as captured, captured.phases("mm", 0)("forward"):
             torch.mm(torch.ones(8, 8), torch.ones(8, 8))
             warnings.warn("mine", stacklevel=1)
         return captured

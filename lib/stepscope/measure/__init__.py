@@ -15,7 +15,7 @@
     synchronizer(device)                    a function that waits until the device is idle
     seconds_with_compiling(step, device)    duration of a first step, which compiles
 
-    capture(device)                         profile: call steps with .phases(case, number), then read .operations
+    StepProfiler(device)                    profile: call steps with .phases(case, number), then read .operations
     fastest_step, median_step, complete_steps(operations)  one profiled step, or all complete ones
     gpu_time_ms, gpu_time, by_name(operations)             statistics of a profiled step
     find_inconsistencies(row, profiled_ms), is_power_limited(row), TRIES   sanity checks of a row
@@ -48,7 +48,7 @@ from stepscope.measure.power import (
     power_limit_w,
     sm_clock_mhz,
 )
-from stepscope.measure.profiler import capture
+from stepscope.measure.profiler import StepProfiler
 from stepscope.measure.protocol import Results, steps, supported_precisions
 from stepscope.measure.rates import ceilings, sheet_clock_mhz, sheet_tflops
 from stepscope.measure.sanity_checks import TRIES, find_inconsistencies, is_power_limited

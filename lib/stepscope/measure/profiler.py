@@ -36,10 +36,10 @@ def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[t
             yield profiler
 
 
-class capture:
+class StepProfiler:
     """A context manager that profiles its block: the kernels of a GPU, or the operators of a CPU.
 
-        with capture("cuda") as profile:
+        with StepProfiler("cuda") as profile:
             for number in range(3):
                 step(profile.phases("step", number))
                 synchronize()

@@ -33,7 +33,7 @@ from stepscope.measure.graph import replay
 from stepscope.measure.memory import allocated_memory, peak_memory, reset_peak_memory
 from stepscope.measure.oom import error_text, out_of_memory
 from stepscope.measure.power import Power, highest_clock_mhz, sustained_power
-from stepscope.measure.profiler import capture
+from stepscope.measure.profiler import StepProfiler
 from stepscope.measure.rates import FROM_FLOPS, ceilings, sheet_tflops, with_rates
 from stepscope.measure.sanity_checks import TRIES, is_power_limited
 from stepscope.measure.subject import Subject, learning_rate, negligible_learning_rate
@@ -278,7 +278,7 @@ class Protocol:
     def profile_cases(self, cases: Sequence[Case]) -> None:
         """Profile some cases; their operations replace earlier ones."""
         self.completed.update(dict.fromkeys(cases, 0))
-        with capture(self.device) as profile:
+        with StepProfiler(self.device) as profile:
             for case in cases:
                 with out_of_memory(self.unprofiled, case, "profiling"):
                     self.profile_case(case, profile)
@@ -291,7 +291,7 @@ class Protocol:
         kept = [table for table in tables if len(table)]
         self.profiled = pd.concat(kept, ignore_index=True) if kept else operations.loc[[]]
 
-    def profile_case(self, case: Case, profile: capture) -> None:
+    def profile_case(self, case: Case, profile: StepProfiler) -> None:
         step, synchronize = self.cases[case], synchronizer(self.device)
         self.subject.reset()
         release(self.device)

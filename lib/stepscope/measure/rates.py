@@ -11,7 +11,7 @@ import torch
 from stepscope.config import TOTAL, StepConfig
 from stepscope.data_sheets import data_sheet
 from stepscope.measure import power
-from stepscope.measure.profiler import capture
+from stepscope.measure.profiler import StepProfiler
 from stepscope.measure.timing import Phases, synchronizer, time_steps
 from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
@@ -155,7 +155,7 @@ def kernel_launch_us(device: str) -> tuple[float, float] | None:
     step = build_step(StepConfig(device="cuda", **tiny))
     synchronize = synchronizer(device)
     samples = time_steps(step, 10, 2, device, before=step.clear_gradients)
-    with capture(device) as profile:
+    with StepProfiler(device) as profile:
         for number in range(3):
             step.clear_gradients()
             synchronize()

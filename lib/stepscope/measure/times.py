@@ -66,7 +66,7 @@ def step_times(
     Args:
         cases: ``mode`` and ``precision`` by case, in order; other keys become further columns.
         samples: the rows of :func:`stepscope.measure.timing.time_steps` by case.
-        operations: of :class:`stepscope.measure.profiler.capture`.
+        operations: of :class:`stepscope.measure.profiler.StepProfiler`.
         readings: values of the total row by case, such as peak_gib, power_w and replayed_ms.
         status: ("oom", reason), as :class:`stepscope.measure.oom.out_of_memory` notes it, by failed case; and
             ("ok", reason) for a case that could not be profiled.

@@ -229,20 +229,20 @@ class Protocol:
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
         """Profile some cases; their operations replace earlier ones."""
-        with measure.capture(self.device) as capture:
+        with measure.StepProfiler(self.device) as profile:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):
-                    self.profile_case(case, inputs, capture)
-        self.operations |= dict(list(capture.operations.groupby(["case", "phase"])))
-        self.profiler_error = capture.reason or "its kernels are not in the capture"
+                    self.profile_case(case, inputs, profile)
+        self.operations |= dict(list(profile.operations.groupby(["case", "phase"])))
+        self.profiler_error = profile.reason or "the profile lacks its kernels"
 
-    def profile_case(self, case: Case, inputs: Inputs, capture: measure.capture) -> None:
+    def profile_case(self, case: Case, inputs: Inputs, profile: measure.StepProfiler) -> None:
         call = self.prepare(case[0], inputs)
         passes_ms = self.walls[case].sum(axis=1)
         if self.device == "cuda" and passes_ms.median() > LONG_MS:
             measure.run_for(lambda: self.run_pass(call, inputs), self.device, SETTLING_S)
         for number in range(self.config.profiled_passes):
-            self.run_pass(call, inputs, capture.phases(case, number))
+            self.run_pass(call, inputs, profile.phases(case, number))
 
     # Check the readings
 
@@ -255,7 +255,7 @@ class Protocol:
                     impossible[row["implementation"], row["context_length"]] = row["inconsistent"]
             if not impossible:
                 return
-            print("once more:", impossible)
+            print("measuring again:", impossible)
             self.time_cases([*impossible])
             self.profile_cases([*impossible])
 

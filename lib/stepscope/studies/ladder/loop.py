@@ -471,17 +471,17 @@ class Ladder:
             steps = 2
         elif is_limited:
             steps = max(4, steps_in(PROFILED_S, step_ms))
-        with measure.capture(self.device) as capture:
+        with measure.StepProfiler(self.device) as profile:
             if is_limited:  # the GPU was idle while the profiler started
                 settling_steps = steps_in(SETTLING_AFTER_PAUSE_S, step_ms)
                 measure.back_to_back(subject.step, self.device, settling_steps)
             for index in range(steps):
-                with capture.phases("step", index)("total"):
+                with profile.phases("step", index)("total"):
                     subject.step()
             measure.synchronizer(self.device)()
-        if capture.reason:
-            raise RuntimeError(capture.reason)
-        return capture.operations
+        if profile.reason:
+            raise RuntimeError(profile.reason)
+        return profile.operations
 
     def reject_unchanged(self) -> None:
         """Reject transforms that change nothing.
@@ -522,7 +522,7 @@ class Ladder:
         for _ in range(measure.TRIES - 1):
             for case in self.cases:
                 if case.row.get("inconsistent"):
-                    print("once more:", case.name, case.batch_size, case.row["inconsistent"])
+                    print("measuring again:", case.name, case.batch_size, case.row["inconsistent"])
                     self.visit(case, self.time_steps, self.profile_steps)
                     show(case)
 

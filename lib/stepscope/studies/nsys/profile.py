@@ -89,7 +89,7 @@ def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profi
             profile = profile_once(ranged, config, Path(folder))
         if not profile.impossible:
             break
-        print("once more:", profile.impossible)
+        print("measuring again:", profile.impossible)
     print("profiled by", profile.tool, "- profiled steps:", *profile.modes.step_modes)
     profile.check()
     return profile
