@@ -296,9 +296,12 @@ def test_predicted_memory_is_of_the_longest_sequence_that_ran(left):
     rows = [
         ("naive", 8, 3.0),
         ("naive", 16, 12.0),
+        ("efficient", 4, 0.125),
         ("efficient", 16, 0.5),
         ("cudnn", 32, None),
         ("math", 16, 9.0),
+        ("flex", 4, 1.0),
+        ("flex", 8, 2.0),
     ]
     passes = pd.DataFrame(rows, columns=["implementation", "context_length", "saved_mib"])
     answers = executed("attention", "answers = [", left[0] | {"passes": passes})["answers"]
