@@ -64,12 +64,16 @@ def run_cells(
     return names
 
 
-def edited(notebook: str, folder: Path, before: str, after: str) -> Path:
-    """Copy one of the package's notebooks into a folder, with a piece of one cell's code replaced."""
-    content = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())
-    (cell,) = (cell for cell in content["cells"] if before in "".join(cell["source"]))
+def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
+    """Copy a notebook, given by its path or its name in the package, into a folder, with a piece of one cell's
+    code replaced."""
+    source = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
+    content = json.loads(source.read_text())
+    (cell,) = (
+        cell for cell in content["cells"] if cell["cell_type"] == "code" and before in "".join(cell["source"])
+    )
     cell["source"] = "".join(cell["source"]).replace(before, after)
-    path = folder / f"{notebook}.ipynb"
+    path = folder / source.name
     path.write_text(json.dumps(content))
     return path
 

@@ -271,6 +271,25 @@ def test_number_of_passes_is_limited_by_time_and_by_configuration(fields, passes
     assert (names["results"].cases["passes"] == passes).all()
 
 
+def test_predicted_memory_is_of_the_longest_sequence_that_ran(left):
+    rows = [
+        ("naive", 8, 3.0),
+        ("naive", 16, 12.0),
+        ("efficient", 4, 0.125),
+        ("efficient", 16, 0.5),
+        ("cudnn", 32, None),
+        ("math", 16, 9.0),
+        ("flex", 4, 1.0),
+        ("flex", 8, 2.0),
+    ]
+    passes = pd.DataFrame(rows, columns=["implementation", "context_length", "saved_mib"])
+    answers = executed("attention", "answers = [", left[0] | {"passes": passes})["answers"]
+    assert len(answers) == 2
+    for answer, (name, now, then) in zip(answers, (("naive", 12, 48), ("efficient", 0.5, 1))):
+        for part in (attention.LABELS[name], number(now, "MiB"), number(then, "MiB")):
+            assert part in answer
+
+
 def test_compiled_loops_on_a_cpu_count_as_operations(calls):
     """Without them, compiled attention would seem several times faster than it is."""
     measurement = protocol_of(calls, [("compiled", 16)])

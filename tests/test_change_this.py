@@ -9,15 +9,19 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import pytest
 
-from cells import edited, run_cells
+from cells import edited, executed, reference, run_cells
 from conftest import TINY
 from stepscope import PACKAGE, PROJECT
 from stepscope.config import TOTAL
 from stepscope.report.load import load
+from stepscope.report.tables import number
+from stepscope.traces.kernel_categories import MATMUL
 
 QUICK = TINY | {"warmup_steps": 1}
 PROFILE = {"context_length": 16, "vocab_size": 100, "device": "cpu"}
@@ -46,7 +50,13 @@ HINTS = {
         "synchronize()": "test_wait_after_forward_changes_no_operation",
     },
 }
-NAMES = {"step", "timed", "ranged", "low"}  # functions and lists that a hint says where to look for
+NAMES = {
+    "step",
+    "timed",
+    "ranged",
+    "low",
+    "compare_gradients",
+}  # functions and lists that a hint says where to look for
 
 
 def hints(notebook: str) -> str:
@@ -91,6 +101,20 @@ def test_longer_context_adds_tokens_and_leaves_adamw_as_it_is(plain, field):
     step = times.query("mode == 'step' and phase == 'total'").iloc[0]
     tokens = (QUICK | field)["context_length"] * (QUICK | field)["batch_size"]
     assert step["tokens_per_s"] * step["wall_ms"] / 1e3 == pytest.approx(tokens)
+
+
+def test_longer_context_on_a_gpu_raises_tokens_per_second_and_leaves_adamw_as_it_is():
+    """The hint promises this of GPUs only: a CPU has no idle units that more tokens could use."""
+    times = reference(quiet=True)["benchmark.times"]
+    baseline = (
+        "mode == 'step' and size == 'small' and precision == 'fp32' and attention == 'naive'"
+        " and compile == 'none' and optimizer == 'foreach' and batch_size == 4 and repeat == 0"
+    )
+    rows = times.query(baseline).sort_values("context_length").set_index("phase")
+    assert rows.loc[TOTAL, "tokens_per_s"].iloc[:2].is_monotonic_increasing
+    assert rows.loc["optimizer", "gpu_ms"].max() < 1.1 * rows.loc["optimizer", "gpu_ms"].min()
+    (hint,) = [line for line in hints("benchmark").splitlines() if "tokens/s" in line]
+    assert "On a GPU tokens/s rise" in hint
 
 
 def test_fused_adamw_has_fewer_operations(plain):
@@ -167,6 +191,29 @@ def test_loss_without_autocast_has_fewer_operations(tmp_path):
     assert after["bf16"] < before["bf16"] and after["fp32"] == before["fp32"]
 
 
+# -- ladder ---------------------------------------------------------------------------------------------------
+
+
+def test_transform_of_the_reader_reaches_the_rows_from_where_it_stands(tmp_path):
+    """With the code that the notebook suggests."""
+    (block,) = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
+    transform = textwrap.dedent(block)
+    assert 2 <= len(transform.strip().splitlines()) <= 5
+    path = edited("ladder", tmp_path, "OPTIMIZATIONS = [", f"{transform}\n\nOPTIMIZATIONS = [")
+    path = edited(path, tmp_path, "sdpa, fused_adamw,", "sdpa, no_rope, fused_adamw,")
+    fields = QUICK | {"vocab_size": 300, "training_steps": 0}
+    optimizations = ["fp32", "bf16", "sdpa", "fused_adamw"]
+    before, after = (
+        run_cells(notebook, optimizations=optimizations, **fields)["steps"].set_index("optimization")
+        for notebook in ("ladder", path)
+    )
+    assert list(after.index) == optimizations and (after["status"] == "ok").all()
+    for column in ("operations", "gradient_error"):
+        above, below = after[column].iloc[:3], after[column].iloc[3]
+        assert above.tolist() == before[column].iloc[:3].tolist()
+        assert below < before[column].iloc[3] if column == "operations" else below > before[column].iloc[3]
+
+
 # -- nsys -----------------------------------------------------------------------------------------------------
 
 
@@ -187,3 +234,28 @@ def test_wait_after_forward_changes_no_operation(tmp_path):
         profile = run_cells(notebook, "shares =", **PROFILE)["profile"]
         counts.append(profile.operations.groupby(["mode", "phase", "name"])["count"].sum())
     assert counts[0].equals(counts[1])
+
+
+def test_answer_of_the_nsys_notebook_follows_from_the_measured_phases():
+    """The loss, not AdamW, lowers the share of these times most."""
+    rows = [
+        ("forward", "forward", "matrix multiply", 50),
+        ("forward", "forward", "other", 50),
+        ("step", "forward", "matrix multiply", 60),
+        ("step", "forward", "other", 40),
+        ("step", "loss", "softmax", 400),
+        ("step", "backward", "matrix multiply", 154),
+        ("step", "backward", "other", 66),
+        ("step", "optimizer", "other", 80),
+    ]
+    table = pd.DataFrame(rows, columns=["mode", "phase", "kernel_category", "total_ns"])
+    shown = []
+    names = {"profile": SimpleNamespace(operations=table), "unit": "operators", "number": number}
+    executed("nsys", "The answer of this run", names | {"MATMUL": MATMUL, "Markdown": shown.append})
+    (answer,) = shown
+    for words in (
+        "take 50% of the time of a forward pass's operators, and 27% of a full step's",
+        "60% of its forward and 70% of its backward",
+        "loss (50% of the step) and the optimizer (10%)",
+    ):
+        assert words in answer

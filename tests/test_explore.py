@@ -6,11 +6,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from cells import covered_ms, edited, executed, quickest, run_cells
 from conftest import TINY
 from stepscope import PACKAGE
+from stepscope.model.training_step import build_step
 from stepscope.report.tables import number
+from stepscope.traces.kernel_names import short_name
 
 
 @pytest.fixture
@@ -188,6 +191,9 @@ def test_fused_optimizer_has_fewer_operations_and_a_row_for_each_phase(tmp_path,
     names = compared(tmp_path, FIELDS, '[{"optimizer": "foreach"}, {"optimizer": "fused"}]')
     operations = names["both"].set_index("configuration")["operations"]
     assert operations["optimizer fused"] < operations["optimizer foreach"]
+    counts = [names["counts"][name] for name in ("optimizer foreach", "optimizer fused")]
+    difference = counts[0].sub(counts[1], fill_value=0)
+    assert f"{difference.max():+,.0f} {short_name(difference.idxmax())}" in names["answer"]
     for samples in names["samples"].values():
         assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "total"}
 
@@ -196,6 +202,22 @@ def test_batch_sizes_are_compared(tmp_path, no_tables):
     names = compared(tmp_path, FIELDS, '[{"batch_size": 4}, {"batch_size": 8}]')
     assert names["both"]["configuration"].tolist() == ["batch_size 4", "batch_size 8"]
     assert [config.batch_size for config in names["configs"]] == [4, 8]
+    assert "Both run the same operations" in names["answer"]
+
+
+def test_compared_steps_leave_the_weights_as_they_are(no_tables, monkeypatch):
+    """A step of AdamW with its usual learning rate changes every weight."""
+    built = []
+
+    def build(config):
+        step = build_step(config)
+        built.append((step.model, [weight.clone() for weight in step.model.parameters()]))
+        return step
+
+    run_cells("explore", until="every_step =", replaced={"build_step": build}, device="cpu")
+    assert len(built) == 4
+    for model, weights in built:
+        assert all(map(torch.equal, model.parameters(), weights))
 
 
 def test_context_length_of_the_comparison_can_be_changed(tmp_path, no_tables):

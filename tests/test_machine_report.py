@@ -246,3 +246,14 @@ def test_second_report_removes_the_figures_of_the_first(reports, tmp_path):
     (tmp_path / "figures" / "mine.svg").write_text("")
     write(reports("one run of memory")[0], tmp_path)
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["mine.svg"]
+
+
+@pytest.mark.parametrize("study", SECTIONS)
+def test_paragraphs_of_one_study_refer_to_nothing_that_was_left_out(tmp_path, study):
+    """A sentence such as "On the H200 it is 2.0%" needs the sentence before it, which a CPU's report omits."""
+    runs = [path.parent for path in (CPU / study).glob("*/record.json")]
+    _, text = composed(copy_runs(tmp_path / "runs", *runs))
+    for paragraph in re.split(r"\n{2,}", text):
+        assert not re.match(r"(On the H200 )?(it|its|they|their|those)\b", paragraph, re.I), paragraph
+    assert not re.search(r"\b(did so|is, too|the same holds)\b", text)
+    assert [line for line in text.splitlines() if "On the H200" in line] == []

@@ -1,7 +1,13 @@
 """Notebooks: what their tags promise, how they are run by papermill alone and by a sweep, and what is kept."""
 
+import ast
+import functools
+import importlib
+import inspect
 import json
+import operator
 import os
+import pydoc
 import re
 import subprocess
 import sys
@@ -16,8 +22,9 @@ from rich.console import Console
 
 from cells import NOTEBOOKS, leaks, run_cells
 from conftest import TINY, put, record_of
-from stepscope import StepscopeError
+from stepscope import PACKAGE, StepscopeError
 from stepscope.config import ConfigError, configure, from_notebook, studies
+from stepscope.model import transformer
 from stepscope.report.load import read
 from stepscope.runs.notebook import Run
 from stepscope.runs.record import Record, RecordError, mixed_notebook_warnings
@@ -116,6 +123,102 @@ def test_a_name_that_leaks_out_of_a_cell_that_shows_is_found():
     assert leaks([shows, cell("def f(picture):\n    return picture\nfor mode in ():\n    mode")]) == []
     assert leaks([shows, cell("def f():\n    return picture")]) == ["picture of cell 1, read by cell 2"]
     assert leaks([cell("mode = 1"), shows, cell("print(mode)")]) == ["mode of cell 2, read by cell 3"]
+
+
+# Names in backticks that are neither in a notebook's code nor in the library.
+OTHER_NAMES = {
+    "nsys": "a program",
+    "cuda_gpu_trace": "a report of nsys",
+    "nvtx_gpu_proj_trace": "a report of nsys",
+    "nvtx_kern_sum": "a report of nsys",
+    "snapshot.pickle": "a file",
+    "sys.last_value.results": "set by Python after an error",
+    "attention.implementation": "an attribute that nobody reads",
+    "sync": "a value of the column cause",
+    "host": "a value of the column cause",
+    "call": "a value of the column cause",
+    "launch": "a value of the column cause",
+    "unnamed": "a value of the column cause",
+    "unknown": "a value of the column cause",
+}
+NAME_IN_BACKTICKS = re.compile(r"@?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\)| ?= ?[^=].*)?")
+
+
+def names_in_code(source):
+    """Return every name that some code binds, reads, or passes an argument by."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "arg", "attr", "name", "asname"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                names.add(value)
+    return names
+
+
+@functools.cache
+def names_in_library():
+    """Return the library's names, the columns of its tables, their allowed values, and the model's regions."""
+    names = set(re.findall(r'@region\("([\w.]+)"\)', inspect.getsource(transformer)))
+    for path in PACKAGE.rglob("*.py"):
+        names |= names_in_code(path.read_text())
+    for study in studies():
+        schemas = importlib.import_module(f"stepscope.studies.{study}.tables").SCHEMAS
+        for schema in schemas.values():
+            names |= {*schema.columns}
+            for column in schema.columns.values():
+                for check in column.checks:
+                    names |= {*check.statistics.get("allowed_values", ())}
+    return names
+
+
+def resolves(dotted, imports):
+    """Whether a dotted name can be imported, or is an attribute of something that the notebook imports."""
+    first, *rest = dotted.split(".")
+    try:
+        return bool(pydoc.locate(dotted)) or bool(operator.attrgetter(".".join(rest))(imports[first]))
+    except (KeyError, AttributeError):
+        return False
+
+
+def unknown_names(markdown, code):
+    """Return the names in a notebook's backticks that don't exist."""
+    imports = {}
+    tree = ast.parse(code)
+    tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(tree, "imports", "exec"), imports)
+    in_code = names_in_code(code)
+    unknown = []
+    for text in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", markdown, flags=re.S)):
+        match = NAME_IN_BACKTICKS.fullmatch(text)
+        if match is None or match[1] in in_code | names_in_library() | OTHER_NAMES.keys():
+            continue
+        first, *attributes = match[1].split(".")
+        is_variable = first in in_code and first not in imports
+        is_attribute = is_variable and attributes and {*attributes} <= in_code | names_in_library()
+        if not is_attribute and not resolves(match[1], imports):
+            unknown.append(match[1])
+    return unknown
+
+
+def texts_of(path):
+    """Return a notebook's markdown and its code."""
+    cells = json.loads(path.read_text())["cells"]
+    markdown = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+    return "\n".join(markdown), "\n".join(cell.source for cell in code_cells(path))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_name_in_backticks_exists(path):
+    assert unknown_names(*texts_of(path)) == []
+
+
+def test_invented_name_in_backticks_is_reported():
+    code = "import torch\nfrom stepscope import measure\nsize = 'nano'\ntimes = measure.steps(size)"
+    known = '`size`, `size = "tiny"`, `measure.steps`, `times(size)`, `torch.compile`, `wall_ms`, `fp32`'
+    invented = ["measure.stepping", "contxt_length", "torch.compiled", "wall_mss", "times.wall_mss"]
+    text = " ".join(f"`{name}`" for name in invented)
+    assert unknown_names(known, code) == []
+    assert unknown_names(f"{known} {text}", code) == invented
 
 
 # The digest of what measured.

@@ -99,7 +99,7 @@ class Capture:
 
 @pytest.fixture
 def toy(monkeypatch):
-    monkeypatch.setattr(protocol, "capture", Capture)
+    monkeypatch.setattr(protocol, "StepProfiler", Capture)
     monkeypatch.setattr(protocol, "ceilings", lambda device, names: {f"matmul_{name}": 2.0 for name in names})
     return Toy()
 
