@@ -28,7 +28,7 @@ def test_exploring_measures_two_by_their_own_steps(no_tables):
         name: own.loc[(own["phase"] == "total") & ~own["warmup"], "wall_ms"]
         for name, own in explored["samples"].items()
     }
-    operations = explored["captured"].operations
+    operations = explored["profile"].operations
     for row in explored["both"].to_dict("records"):
         own, one = (
             walls[row["configuration"]],
