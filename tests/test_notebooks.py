@@ -258,7 +258,7 @@ def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
     )
     assert before.matches_notebook("a") and first.matches_notebook("a") and not second.matches_notebook("a")
     assert not mixed_notebook_warnings([before, first, first]) and not mixed_notebook_warnings([before])
-    assert "2 different notebooks (a, b)" in mixed_notebook_warnings([before, first, second])[0]
+    assert "2 notebook versions (a, b)" in mixed_notebook_warnings([before, first, second])[0]
 
 
 # Runs of a sweep.
@@ -272,7 +272,7 @@ def test_error_in_a_cell_that_only_shows_costs_no_measurement(run):
         cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"kept": True})'),
         cell(SAY),
     )
-    assert record.status == "ok" and "only shows failed: KeyError: 'the picture'" in record.cause, (
+    assert record.status == "ok" and "only displays results failed: KeyError: 'the picture'" in record.cause, (
         record.cause
     )
     assert record.results == {"kept": True, "finding": "It is **42**."}
@@ -293,7 +293,7 @@ def test_changed_notebook_replaces_a_record_only_when_asked(tmp_path, store, wri
     first = sweep(1)
     assert first.results == {"ms": 1.0}
     assert sweep(1, "the clock") == first, "a comment is no other measurement"
-    with pytest.raises(SweepError, match="another version of its notebook measured benchmark/"):
+    with pytest.raises(SweepError, match="another version of the notebook measured benchmark/"):
         sweep(2)
     assert store.records(check_files=True)[0] == [first]
     doubled = sweep(2, replace=True)
