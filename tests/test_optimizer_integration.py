@@ -55,7 +55,7 @@ def train(model, optimizer, numbers):
     return losses
 
 
-def test_accelerate_saves_all_weights_and_continues_to_the_bit(tmp_path):
+def test_accelerate_saves_all_weights_and_resumes_bit_identically(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import load_file
 
@@ -73,15 +73,7 @@ def test_accelerate_saves_all_weights_and_continues_to_the_bit(tmp_path):
         ends.append(optimizer.optimizer.master)
     assert torch.equal(*ends)
     for folder in ("state", "model"):
-        assert set(load_file(tmp_path / folder / "model.safetensors")) == set(Tiny().state_dict())
-
-
-def test_safetensors_saves_all_weights(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, _ = made()
-    safetensors.save_model(model, tmp_path / "model.safetensors")
-    loaded = safetensors.load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+        assert load_file(tmp_path / folder / "model.safetensors").keys() == Tiny().state_dict().keys()
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -93,9 +85,8 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def test_hugging_faces_trainer_trains_and_resumes_to_the_bit(tmp_path, monkeypatch):
-    """A Llama, whose norms cast back to fp32, and GPT-2, which has biases: with bf16=True both train like with
-    torch's AdamW."""
+def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch):
+    """In bf16, a Llama (whose norms cast back to fp32) and GPT-2 (which has biases) train as with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -165,8 +156,8 @@ def test_hugging_faces_trainer_trains_and_resumes_to_the_bit(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("given", ["model", "parameters"])
-def test_a_distributed_checkpoint_continues_to_the_bit(given, tmp_path):
-    """In the documented order: state dicts of the new model and optimizer, load, set."""
+def test_distributed_checkpoint_resumes_bit_identically(given, tmp_path):
+    """In the documented order: get the new state dicts, load into them, set them."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
@@ -197,19 +188,19 @@ def refusal(function):
 
 
 def run_rank(rank, folder):
-    """Train under DDP as one of two ranks with weights of their own; write what the test reads."""
+    """Train under DDP as one of two ranks with different weights; write the results for the tests."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     results = {}
     for case in ("made first", "trained first"):
         model, optimizer = made(seed=rank)
         start = {name: master.clone() for name, master in optimizer.masters().items()}
-        if case == "trained first":  # apart, with moments of their own
+        if case == "trained first":  # with different moments
             train(model, optimizer, [rank])
         wrapped = DistributedDataParallel(model)
         losses = train(wrapped, optimizer, range(rank, 20, 2))
         results[case] = {"start": start, "end": optimizer.masters(), "losses": losses}
-    with torch.no_grad():  # a later write of one rank, which waits for no other
+    with torch.no_grad():  # a later write of one rank must not wait for the other
         if rank == 0:
             model.head.weight.mul_(2)
             model.head.weight.div_(2)
@@ -242,7 +233,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["made first", "trained first"])
-def test_ranks_of_ddp_that_start_apart_train_alike(ranks, case):
+def test_ddp_ranks_with_different_weights_train_equally(ranks, case):
     one, other = (rank[case] for rank in ranks)
     assert not torch.equal(one["start"]["up.weight"], other["start"]["up.weight"]), "seeds differ"
     for name, master in one["end"].items():
@@ -251,13 +242,13 @@ def test_ranks_of_ddp_that_start_apart_train_alike(ranks, case):
         assert rank["losses"][-1] < 0.9 * rank["losses"][0]
 
 
-def test_an_optimizer_of_a_model_that_ddp_has_wrapped_is_refused(ranks):
+def test_model_wrapped_by_ddp_is_rejected(ranks):
     for rank in ranks:
         for message in rank["wrapped first"]:
             assert re.match("make MasterAdamW before DistributedDataParallel", message)
 
 
-def test_sharded_parameters_are_refused(ranks):
+def test_sharded_parameters_are_rejected(ranks):
     for rank in ranks:
         assert "ZeroRedundancyOptimizer shards" in rank["zero"]
         assert "got a DTensor, but expected a plain tensor" in rank["sharded"]
