@@ -126,21 +126,16 @@ def test_naive_attention_equals_the_models(calls):
     assert torch.equal(calls["naive"](q, k, v, inputs.future), expected)
 
 
-def test_float64_attention_follows_the_definition():
+def test_float64_attention_equals_autograd_of_the_definition():
     inputs = Inputs(small(), 8)
-    output, dq, *_ = attention_in_float64(inputs)
-    q, k, v = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v))
-    for b in range(2):
-        for i in range(8):
-            weights = torch.exp(k[b, 0, : i + 1] @ q[b, 0, i] / 8**0.5)
-            assert torch.allclose(output[b, 0, i], weights / weights.sum() @ v[b, 0, : i + 1])
-    step, moved = 1e-6, Inputs(small(), 8)  # dq against the difference quotient of one number
-    with torch.no_grad():
-        for x in (moved.q, moved.k, moved.v, moved.gradient):
-            x.data = x.data.double()
-        moved.q[0, 0, 5, 3] += step
-    change = ((attention_in_float64(moved)[0] - output) * inputs.gradient.double()).sum() / step
-    assert float(dq[0, 0, 5, 3]) == pytest.approx(float(change), rel=1e-4)
+    q, k, v = leaves = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    future = torch.full((8, 8), -torch.inf).triu(1)
+    weights = torch.exp(torch.einsum("bhid,bhjd->bhij", q, k) / 8**0.5 + future)
+    output = weights / weights.sum(-1, keepdim=True) @ v
+    output.backward(inputs.gradient.double())
+    expected = (output, *(leaf.grad for leaf in leaves))
+    for ours, theirs in zip(attention_in_float64(inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_float64_attention_of_a_long_sequence_is_the_same_in_chunks(monkeypatch):
@@ -202,20 +197,6 @@ def test_unsupported_implementation_has_torchs_reason(measured):
     assert "FlexAttention does not support backward on CPU" in reasons["flex"]
     assert "No viable backend" in reasons["cudnn"]
     assert not reasons.str.contains("/").any() and (cells["reason"] == "")[cells["status"] == "ok"].all()
-
-
-def test_case_has_gpu_time_and_its_slowest_kernel_only_if_it_ran(measured):
-    config, tables = measured
-    cases = tables["cases"]
-    ran = cases["status"] == "ok"
-    assert cases["gpu_ms"].notna().equals(ran)
-    assert cases.loc[ran, "passes"].between(config.min_passes, config.timed_steps).all()
-    rows = cases[cases["context_length"] == 16].set_index(["implementation", "phase"])
-    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert rows["kernel"]["flash", "forward"] == kernel
-    assert rows["kernel"]["flash", "backward"] == f"{kernel}_backward"
-    naive = rows["operations"]["naive"]
-    assert naive["backward"] > naive["forward"] >= 8  # two matmuls, scale, mask, five of softmax
 
 
 def test_row_follows_from_passes_kernels_and_bytes(calls):
@@ -448,17 +429,6 @@ def test_gradient_of_the_maximum_saves_another_matrix(tmp_path, calls):
     assert (after.cases["status"] == "ok").all()
     matrix_mib = 2 * 64 * 64 * 4 / 2**20
     assert (after.cases["saved_mib"] - before.cases["saved_mib"] >= 0.99 * matrix_mib).all()
-
-
-def test_saved_memory_grows_linearly_with_flash_and_quadratically_with_naive_attention():
-    fields = {"context_lengths": [64, 256, 1024], "implementations": ["naive", "flash"], "batch_size": 1}
-    names = run_cells("attention", **SMALL | fields)
-    saved = names["passes"].pivot(index="context_length", columns="implementation", values="saved_mib")
-    assert (saved["naive"] / saved["naive"].shift()).dropna().tolist() == pytest.approx([16, 16], rel=0.05)
-    assert (saved["flash"] / saved["flash"].shift()).dropna().tolist() == [4, 4]
-    lines = names["picture"].axes[1].lines
-    lengths = {tuple(round(length) for length in line.get_xdata()) for line in lines}
-    assert lengths == {(64, 256, 1024)}
 
 
 # -- the notebook's picture ------------------------------------------------------------------------------------

@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from cells import edited, run_cells, step_flops
 from stepscope import measure
-from stepscope.config import TOTAL, ConfigError
-from stepscope.measure import protocol
+from stepscope.config import TOTAL
 from stepscope.model.text import text_batches
 from stepscope.model.training_step import build_step
 from stepscope.studies.mixed_precision import numerics, tables
@@ -267,19 +266,6 @@ def test_notebooks_step_trains_like_the_librarys(precision, optimizer, seed):
         theirs.of(mode)()
     assert all(map(torch.equal, names["model"].parameters(), theirs.model.parameters()))
     assert differentiable == ["highest", "highest", ""] * 3
-
-
-def test_unsupported_precision_has_rows_with_a_reason(monkeypatch):
-    def require(config):
-        if config.precision == "bf16":
-            raise ConfigError("no bf16 here")
-
-    monkeypatch.setattr(protocol, "require_device", require)
-    times = kept()[0]["times"].set_index("precision")
-    bf16 = times.loc["bf16"]
-    assert len(bf16) == 3 and bf16["wall_ms"].isna().all()
-    assert {*bf16["status"]} == {"unsupported"} and {*bf16["reason"]} == {"no bf16 here"}
-    assert {*times.loc["fp32", "status"]} == {"ok"}
 
 
 @pytest.mark.parametrize(

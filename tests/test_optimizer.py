@@ -229,17 +229,6 @@ def test_missing_fp8_scales_are_computed_from_loaded_masters(before):
         assert error < master.abs().max() / 16, name
 
 
-@MOMENTS
-def test_state_dict_has_fp32_masters_and_moments_of_their_dtype(moments):
-    optimizer, _, train = trained(moments, 0)
-    train(0, 3)
-    for state, parameter in zip(optimizer.state_dict()["state"].values(), optimizer.parameters):
-        assert state["master"].dtype == torch.float32
-        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == moments
-        assert torch.equal(state["master"].to(parameter.dtype), parameter)
-        assert state["step"] == 3 and state["step"].shape == ()
-
-
 INVALID_GROUPS = ([[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1, 2]], [[0], [1, 2, 3]])
 
 
@@ -509,17 +498,6 @@ def test_model_that_is_cast_later_is_rejected(move):
     with pytest.raises(RuntimeError, match=r"0\.weight was moved or cast after MasterAdamW was made"):
         optimizer.step()
     assert not optimizer.count.any()
-
-
-def test_convolution_becomes_bf16_but_its_memory_format_cannot_change():
-    model = nn.Conv2d(4, 8, 3, bias=False)
-    optimizer = MasterAdamW(model)
-    before = model.weight.detach().clone()
-    step_once(model, optimizer)
-    assert model.weight.dtype == torch.bfloat16 and not torch.equal(model.weight, before)
-    model.to(memory_format=torch.channels_last)
-    with pytest.raises(RuntimeError, match="moved or cast"):
-        optimizer.step()
 
 
 # -- options, and parameters without a gradient ---------------------------------------------------------------
