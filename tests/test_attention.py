@@ -182,21 +182,14 @@ def test_every_case_has_a_row_per_phase_and_duplicate_rows_are_invalid(measured)
 
 
 def test_unsupported_implementation_has_torchs_reason(measured):
-    cells = measured[1]["cases"]
-    status = cells.groupby("implementation")["status"].unique().map(list).to_dict()
-    assert status == {
-        "naive": ["ok"],
-        "compiled": ["ok"],
-        "flash": ["ok"],
-        "math": ["ok"],
-        "efficient": ["unsupported"],
-        "cudnn": ["unsupported"],
-        "flex": ["unsupported"],
-    }
-    reasons = cells[cells["status"] == "unsupported"].groupby("implementation")["reason"].first()
+    cases = measured[1]["cases"]
+    unsupported = cases[cases["status"] == "unsupported"]
+    reasons = unsupported.groupby("implementation")["reason"].first()
+    assert {*reasons.index} == {"efficient", "cudnn", "flex"}
     assert "FlexAttention does not support backward on CPU" in reasons["flex"]
-    assert "No viable backend" in reasons["cudnn"]
-    assert not reasons.str.contains("/").any() and (cells["reason"] == "")[cells["status"] == "ok"].all()
+    assert "No viable backend" in reasons["cudnn"] and not reasons.str.contains("/").any()
+    others = cases.drop(index=unsupported.index)
+    assert {*others["status"]} == {"ok"} and {*others["reason"]} == {""}
 
 
 def test_row_follows_from_passes_kernels_and_bytes(calls):
@@ -225,18 +218,15 @@ def test_row_follows_from_passes_kernels_and_bytes(calls):
 
 def test_finding_lists_times_at_the_longest_context_from_the_fastest(complete_run):
     names = complete_run[0]
-    cells = names["results"].cases.query("status == 'ok'")
-    both = cells.groupby(["implementation", "context_length"])[["wall_ms", "gpu_ms"]].sum()
-    passes = names["passes"].query("status == 'ok'").set_index(["implementation", "context_length"])
-    assert passes.loc[both.index, [*both]].to_numpy() == pytest.approx(both.to_numpy())
-    order = both["wall_ms"].xs(16, level="context_length").sort_values()
-    expected = [f"{attention.LABELS[name]} {number(ms, 'ms')}" for name, ms in order.items()]
+    cases = names["results"].cases.query("status == 'ok' and context_length == 16")
+    times = cases.groupby("implementation")["wall_ms"].sum().sort_values()
+    expected = [f"{attention.LABELS[name]} {number(ms, 'ms')}" for name, ms in times.items()]
     assert f": {', '.join(expected)}." in names["run"].outcome["results"]["finding"]
-    saved = passes["saved_mib"].xs(16, level="context_length")
-    (naive_answer,) = [answer for answer in names["answers"] if attention.LABELS["naive"] in answer]
-    assert number(4 * saved["naive"], "MiB") in naive_answer, (
-        "twice the context length, four times the scores"
+    saved_mib = cases.set_index("implementation")["saved_mib"]["naive"].iloc[0]
+    answer = (
+        f"{attention.LABELS['naive']}: {number(saved_mib, 'MiB')} now, {number(4 * saved_mib, 'MiB')} then"
     )
+    assert any(answer in text for text in names["answers"]), "twice the context, four times the scores"
 
 
 def test_nothing_compiles_while_passes_are_timed(complete_run):
@@ -489,22 +479,6 @@ def test_formula_predicts_the_peak_on_a_gpu(cell):
     name, precision, d, context_length = cell
     parts = memory.peak_parts(name, 8, d, context_length, precision)
     assert sum(parts.values()) == pytest.approx(PEAKS[cell], rel=1e-4)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_naive_attention_has_six_matrices_at_its_peak_on_a_cpu(precision, calls):
-    config = small(precision=precision)
-    inputs = Inputs(config, 256)
-    call = calls["prepare"]("naive", inputs)
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        call(inputs.q, inputs.k, inputs.v).backward(inputs.gradient)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    square = 2 * 256**2 * (4 if precision == "fp32" else 2)
-    assert peak / square == pytest.approx(6, rel=0.1)
 
 
 @pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])

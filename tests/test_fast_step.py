@@ -3,8 +3,11 @@
 import copy
 import importlib.util
 import io
+import os
 import re
 from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
 
 import pytest
 import torch
@@ -25,13 +28,8 @@ TINY = [
     "--batch=2",
     "--steps=2",
 ]
-OPTIMIZATIONS = (
-    "TF32",
-    "fused attention",
-    "fused AdamW",
-    "compiled blocks",
-    "bf16 autocast",
-    "CUDA graph of the step",
+ON_GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 )
 
 
@@ -45,10 +43,18 @@ def script():
     torch.set_float32_matmul_precision(before)
 
 
-@pytest.fixture
-def uncompiled(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+@pytest.fixture(params=["cpu", ON_GPU])
+def device(request, monkeypatch):
+    """The device of a step. On a CPU, nothing is compiled; on a GPU, algorithms are deterministic."""
+    if request.param == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+        yield request.param
+        return
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
 
 
 def tokens_of(seed):
@@ -57,15 +63,15 @@ def tokens_of(seed):
 
 
 @pytest.fixture
-def make(script, uncompiled):
-    """Make a model, its learning rate, its step on a batch, and its optimizer; nothing is compiled."""
+def make(script, device):
+    """Make a model, its learning rate, its step on a batch, and its optimizer."""
 
     def made(seed=0, clip=None, weights=None):
         torch.manual_seed(seed)
-        model, rate = script.Model(32, 64, 1, 2, 50, 16), torch.tensor(3e-4)
+        model, rate = script.Model(32, 64, 1, 2, 50, 16).to(device), torch.tensor(3e-4, device=device)
         if weights:
             model.load_state_dict(weights)
-        return model, rate, *script.make_step(model, *tokens_of(0), rate, clip)
+        return model, rate, *script.make_step(model, *tokens_of(0).to(device), rate, clip)
 
     return made
 
@@ -110,7 +116,7 @@ def test_model_equals_the_librarys(script):
     assert len([*model.parameters()]) == len([*expected.parameters()]) and logits.std() > 1
 
 
-def test_step_compiles_blocks_and_logits(make, monkeypatch):
+def test_step_compiles_blocks_and_logits(script, monkeypatch):
     compiled = []
 
     def compile(function, **options):
@@ -119,18 +125,28 @@ def test_step_compiles_blocks_and_logits(make, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
-    model, _, _, _ = make()
+    model = script.Model(32, 64, 1, 2, 50, 16)
+    script.make_step(model, *tokens_of(0), torch.tensor(3e-4))
     assert compiled == [*model.blocks, "to_logits"]
 
 
-def test_step_multiplies_in_bf16(make):
+def test_first_step_is_an_eager_step_in_bf16(make, device):
+    """On a GPU, kernels round in another order, and AdamW's first step moves a weight by the rate, in the
+    direction of its gradient: some weights move the other way."""
     model, _, step, _ = make()
-    tokens, targets = tokens_of(0)
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(tokens)
+    eager = copy.deepcopy(model)
+    tokens, targets = tokens_of(0).to(device)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=3e-4)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        logits = eager(tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
     assert logits.dtype == torch.bfloat16
-    expected = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-    assert step().item() == expected.item()
+    assert step().item() == pytest.approx(loss.item(), rel=0 if device == "cpu" else 5e-3)
+    for weight, expected in zip(model.parameters(), eager.parameters()):
+        differs = (weight - expected).abs() > (1e-8 if device == "cpu" else 3e-5)
+        assert differs.float().mean() <= (0 if device == "cpu" else 0.25)
 
 
 def test_script_prints_the_mean_time_of_steps_after_the_first(script, monkeypatch, capsys):
@@ -175,32 +191,21 @@ def test_step_trains(make, monkeypatch, ours):
     assert model.head.weight.dtype == (torch.bfloat16 if ours else torch.float32)
 
 
-def test_new_step_has_not_changed_anything(make):
-    model, rate, step, optimizer = make()
+def test_new_step_has_not_changed_anything(script, make):
+    model, rate, _, optimizer = make()
     assert rate == 3e-4
     assert all(not tensor.any() for state in optimizer.state.values() for tensor in state.values())
-    fresh, _, _, _ = make()
-    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
-    step()
-    expected = torch.optim.AdamW(fresh.parameters(), lr=3e-4)
-    for weight, fresh_weight in zip(model.parameters(), fresh.parameters()):
-        fresh_weight.grad = weight.grad
-    expected.step()
-    for weight, fresh_weight in zip(model.parameters(), fresh.parameters()):
-        torch.testing.assert_close(weight, fresh_weight, rtol=0, atol=1e-8)
+    torch.manual_seed(0)
+    for weight, expected in zip(model.parameters(), script.Model(32, 64, 1, 2, 50, 16).parameters()):
+        assert torch.equal(weight.cpu(), expected)
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
 def test_gradients_are_clipped_if_configured(make, clip):
-    model, _, step, optimizer = make(clip=clip)
-    norms = []
-
-    def record(*_):
-        norms.append(torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
-
-    optimizer.register_step_pre_hook(record)
+    model, _, step, _ = make(clip=clip)
     step()
-    assert norms[0] > 0.1 if clip is None else norms == pytest.approx([0.01], rel=1e-4)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3)
 
 
 def test_resumed_training_is_bit_identical(script, make):
@@ -238,9 +243,9 @@ def test_invalid_state_dict_is_rejected_and_changes_nothing(script, make):
         assert not any(tensor.any() for each in optimizer.state.values() for tensor in each.values())
 
 
-def test_step_copies_its_batch_and_rejects_other_shapes(make):
+def test_step_copies_its_batch_and_rejects_other_shapes(make, device):
     *_, step, _ = make()
-    first, second = tokens_of(0), tokens_of(1)
+    first, second = tokens_of(0).to(device), tokens_of(1).to(device)
     losses = [step().item(), step(*second).item(), step().item()]
     *_, step, _ = make()
     assert [step(*batch).item() for batch in (first, second, second)] == losses
@@ -267,8 +272,7 @@ class Images(torch.nn.Module):
         return self.to_logits(x)
 
 
-def check_statistics_and_copies(script, device):
-    """Check that making a step changes no statistics and no random state; return a copy with a separate head."""
+def test_new_step_keeps_statistics_and_random_state_and_copies_have_separate_heads(script, device):
     torch.manual_seed(0)
     with torch.device(device):
         model, images = Images(), torch.randn(4, 8)
@@ -277,34 +281,19 @@ def check_statistics_and_copies(script, device):
     random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     step, _ = script.make_step(model, images, classes, rate)
     assert all(map(torch.equal, random, [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
     losses = [step().item() for _ in range(50)]
     assert losses[-1] < losses[0] and len({*losses[:5]}) == 5, "each step draws a new dropout mask"
     assert model.norm.num_batches_tracked == 50
     model.eval()
     copied = copy.deepcopy(model)
     expected = model(images)
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.head.bias.zero_()
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.zeros_(model.head.bias)
     torch.testing.assert_close(copied(images), expected)
     assert not model(images).any()
-    return copied, images, expected
-
-
-def test_new_step_keeps_statistics_and_copies_have_separate_heads(script, uncompiled):
-    copied, images, expected = check_statistics_and_copies(script, "cpu")
-    file = io.BytesIO()
-    torch.save(copied, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(images), expected)
-
-
-def test_quoted_part_is_short_and_names_every_optimization():
-    quoted = SCRIPT.read_text(encoding="utf-8").split("# <fast step>\n")[1].split("# </fast step>")[0]
-    lines = quoted.rstrip().splitlines()
-    assert 50 <= len(lines) <= 82 and max(map(len, lines)) <= 110
-    for name in OPTIMIZATIONS:
-        assert sum(line.endswith(f"  # {name}") for line in lines) == 1, name
-    assert "stepscope" not in quoted
+    if device == "cpu":  # compiled code can't be pickled
+        file = io.BytesIO()
+        torch.save(copied, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(images), expected)

@@ -1,4 +1,4 @@
-"""MasterAdamW's kernels, its steps in CUDA graphs, and the two scripts in docs/, all of which need a GPU.
+"""MasterAdamW's kernels, its steps in CUDA graphs, and docs/master_adamw.py, all of which need a GPU.
 
 No times are asserted. Bit-identical training needs deterministic algorithms.
 """
@@ -8,7 +8,6 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA begins
 
@@ -18,20 +17,18 @@ from torch import nn
 
 from stepscope.optimizations import MasterAdamW, fp8
 from stepscope.studies.ladder import checks
-from test_fast_step import check_statistics_and_copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DOCS = Path(__file__).parents[1] / "docs"
 MOMENTS = pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-OURS = pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
 RATE, STEPS = 1e-3, 20
 
 
 @pytest.fixture(scope="module")
-def scripts():
+def script():
     before = torch.get_float32_matmul_precision()
     sys.path.insert(0, str(DOCS))
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in ("fast_step", "master_adamw")})
+    yield importlib.import_module("master_adamw")
     sys.path.remove(str(DOCS))
     torch.set_float32_matmul_precision(before)
 
@@ -165,7 +162,7 @@ def test_parameters_are_aligned_views_of_the_buffers_with_separate_storages():
     assert_same(drawn[0].detach(), before[0].bfloat16(), "weights without their optimizer")
 
 
-def test_weights_written_between_replays_are_kept(scripts):
+def test_weights_written_between_replays_are_kept(script):
     model = checks.make_parameters().cuda()
     optimizer = MasterAdamW(model, 0.0)
 
@@ -176,7 +173,7 @@ def test_weights_written_between_replays_are_kept(scripts):
         optimizer.step()
         return loss.detach()
 
-    replay = scripts.master_adamw.captured(step, optimizer)
+    replay = script.captured(step, optimizer)
     replay()
     model.load_state_dict({"matrix": torch.full_like(model["matrix"], 7)}, strict=False)
     with torch.no_grad():
@@ -198,9 +195,9 @@ def test_graph_needs_a_gradient_of_every_parameter():
         own.step()
 
 
-def test_assigned_learning_rate_reaches_replays_but_is_rejected_in_a_capture(scripts):
+def test_assigned_learning_rate_reaches_replays_but_is_rejected_in_a_capture(script):
     own, step, _ = stepping(torch.float32)
-    replay = scripts.master_adamw.captured(step, own)
+    replay = script.captured(step, own)
     rates = [group["lr"] for group in own.param_groups]
     for group in own.param_groups:
         group["lr"] = 0.0
@@ -253,12 +250,12 @@ def scheduled(own, feed, *launches):
 
 
 @MOMENTS
-def test_graph_with_clipping_and_a_schedule_equals_eager_steps(scripts, moments):
+def test_graph_with_clipping_and_a_schedule_equals_eager_steps(script, moments):
     eager, step, feed = stepping(moments)
     eager_norms = scheduled(eager, feed, step)
     graphed, step, feed = stepping(moments)
     before = graphed.master.clone()
-    replay = scripts.master_adamw.captured(step, graphed)
+    replay = script.captured(step, graphed)
     assert_same(graphed.master, before, "masters after warm-up and capture, which are undone")
     assert not (graphed.count.any() or graphed.m.any() or graphed.v.any())
     norms = scheduled(graphed, feed, replay)
@@ -268,19 +265,19 @@ def test_graph_with_clipping_and_a_schedule_equals_eager_steps(scripts, moments)
 
 
 @MOMENTS
-def test_eager_steps_and_two_graphs_can_alternate(scripts, moments):
+def test_eager_steps_and_two_graphs_can_alternate(script, moments):
     eager, step, feed = stepping(moments)
     scheduled(eager, feed, step)
     mixed, step, feed = stepping(moments)
-    first, second = scripts.master_adamw.captured(step, mixed), scripts.master_adamw.captured(step, mixed)
+    first, second = script.captured(step, mixed), script.captured(step, mixed)
     scheduled(mixed, feed, first, step, second, step)
     assert_same_state(mixed, eager)
 
 
-def test_graph_follows_a_learning_rate_of_the_caller(scripts):
+def test_graph_follows_a_learning_rate_of_the_caller(script):
     rate = torch.tensor(RATE, device="cuda")
     optimizer, step, _ = stepping(torch.float32, rate)
-    replay = scripts.master_adamw.captured(step, optimizer)
+    replay = script.captured(step, optimizer)
     for wanted in (0.0, RATE, 0.0):
         rate.fill_(wanted)
         before = optimizer.masters()["matrix"].clone()
@@ -289,16 +286,16 @@ def test_graph_follows_a_learning_rate_of_the_caller(scripts):
 
 
 @MOMENTS
-def test_graph_continues_from_a_loaded_state_bit_identically(scripts, moments):
+def test_graph_continues_from_a_loaded_state_bit_identically(script, moments):
     own, step, feed = stepping(moments)
-    replay = scripts.master_adamw.captured(step, own)
+    replay = script.captured(step, own)
     scheduled(own, feed, replay)
     saved = copy.deepcopy(own.state_dict())
     scheduled(own, feed, replay)
     other, step, feed = stepping(moments)
     for master in other.masters().values():
         master.fill_(5)
-    replay = scripts.master_adamw.captured(step, other)
+    replay = script.captured(step, other)
     replay()
     other.load_state_dict(saved)
     scheduled(other, feed, replay)
@@ -306,123 +303,9 @@ def test_graph_continues_from_a_loaded_state_bit_identically(scripts, moments):
 
 
 @MOMENTS
-def test_second_script_trains_and_resumes_bit_identically(scripts, deterministic, capsys, moments):
-    is_same = scripts.master_adamw.main([f"--moments={str(moments).removeprefix('torch.')}"])
+def test_second_script_trains_and_resumes_bit_identically(script, deterministic, capsys, moments):
+    is_same = script.main([f"--moments={str(moments).removeprefix('torch.')}"])
     printed = capsys.readouterr().out
     assert "steps on cuda" in printed and is_same, printed
     first, last = map(float, printed.split("loss ")[1].split(" in ")[0].split(" to "))
     assert last < 0.9 * first, printed
-
-
-# -- docs/fast_step.py ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def make(scripts, monkeypatch):
-    """Make a model, its step as a CUDA graph, learning rate, optimizer and batch, and a copy of the model before."""
-
-    def made(ours=False, clip=None):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            model = scripts.fast_step.Model(128, 512, 2, 4, 256, 64)
-            batch, rate = torch.randint(256, (2, 4, 64)), torch.tensor(RATE)
-        before = copy.deepcopy(model)
-        with monkeypatch.context() as patch:
-            if ours:
-                patch.setattr(
-                    torch.optim,
-                    "AdamW",
-                    lambda parameters, lr, **options: MasterAdamW(parameters, lr, torch.bfloat16),
-                )
-            step, optimizer = scripts.fast_step.make_step(model, *batch, rate, clip)
-        return SimpleNamespace(
-            model=model, rate=rate, step=step, optimizer=optimizer, before=before, batch=batch
-        )
-
-    return made
-
-
-def weights(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-@OURS
-def test_new_fast_step_has_not_changed_anything(make, ours):
-    made = make(ours)
-    assert made.rate.item() == pytest.approx(RATE)
-    expected = weights(made.before)
-    for name, weight in weights(made.model).items():
-        assert_same(weight, expected[name].to(weight.dtype), name)
-    assert not any(tensor.any() for state in made.optimizer.state.values() for tensor in state.values())
-
-
-def test_first_fast_step_equals_an_eager_step(make):
-    """Kernels round in other orders, and AdamW's first step moves each weight by the rate, in the gradient's
-    direction. So a few weights may move the other way."""
-    made = make()
-    loss = made.step().item()
-    optimizer = torch.optim.AdamW(made.before.parameters(), lr=RATE, fused=True)
-    tokens, targets = made.batch
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        eager = nn.functional.cross_entropy(made.before(tokens).flatten(0, 1), targets.flatten())
-    eager.backward()
-    optimizer.step()
-    assert loss == pytest.approx(eager.item(), rel=5e-3)
-    expected = weights(made.before)
-    for name, weight in weights(made.model).items():
-        differs = (weight - expected[name]).abs() > 0.1 * RATE
-        assert differs.float().mean() < 0.25, name
-
-
-@OURS
-def test_fast_step_trains_and_follows_its_learning_rate(make, ours):
-    """On changing batches, which are learnable: each token is 3 more than the one before."""
-    made = make(ours)
-    before = weights(made.model)
-    made.rate.zero_()
-    made.step()
-    for name, weight in weights(made.model).items():
-        assert_same(weight, before[name], f"{name} after a step at rate 0")
-    made.rate.fill_(RATE)
-    scheduler = torch.optim.lr_scheduler.LinearLR(made.optimizer, 1.0, 0.5, total_iters=200)
-    generator = torch.Generator("cuda").manual_seed(0)
-    losses = []
-    for _ in range(200):
-        first = torch.randint(256, (4, 1), generator=generator, device="cuda")
-        tokens = (first + 3 * torch.arange(65, device="cuda")) % 256
-        losses.append(made.step(tokens[:, :-1], tokens[:, 1:]).clone())
-        scheduler.step()
-    assert torch.stack(losses[-20:]).mean() < 0.2 * losses[0]
-    assert not any(torch.equal(weight, before[name]) for name, weight in weights(made.model).items())
-
-
-def test_fast_step_keeps_statistics_and_random_state_and_copies_have_separate_heads(scripts):
-    torch._dynamo.reset()
-    check_statistics_and_copies(scripts.fast_step, "cuda")
-
-
-@pytest.mark.parametrize("clip", [None, 0.01])
-def test_fast_step_clips_if_configured(make, clip):
-    made = make(clip=clip)
-    made.step()
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in made.model.parameters()]).item()
-    assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3)
-
-
-def test_fast_step_resumes_bit_identically(scripts, deterministic, make):
-    made = make(clip=1.0)
-    for _ in range(4):
-        made.step()
-    saved, kept = copy.deepcopy((made.optimizer.state_dict(), made.model.state_dict()))
-    losses = [made.step().item() for _ in range(4)]
-    expected = weights(made.model)
-    made.rate.zero_()
-    with torch.no_grad():
-        for name, parameter in made.model.named_parameters():
-            parameter.copy_(kept[name])
-    scripts.fast_step.resume(made.optimizer, saved)
-    assert made.rate.item() == pytest.approx(RATE)
-    assert [made.step().item() for _ in range(4)] == losses
-    for name, weight in weights(made.model).items():
-        assert_same(weight, expected[name], name)
