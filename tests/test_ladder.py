@@ -271,12 +271,6 @@ def test_fp8_matmuls_accumulate_fast_only_in_forward(monkeypatch):
     assert backward == (False, (32, 160), (160, 96), (32, 1), (1, 96))
 
 
-@pytest.mark.parametrize("capability, has_fp8", [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_fp8_needs_compute_capability_9(monkeypatch, capability, has_fp8):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert fp8.has_fp8("cuda") == has_fp8 and not fp8.has_fp8("cpu")
-
-
 def test_fp8_layer_without_master_adamw_is_an_error_or_nan():
     layer = nn.Sequential(nn.Linear(32, 32, bias=False))
     fp8.use_fp8(layer)
@@ -348,19 +342,9 @@ def test_bf16_moments_have_a_reason_when_there_is_no_master_adamw(notebook):
     assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
 
 
-def test_transforms_for_a_gpu_apply_when_there_is_one(notebook, monkeypatch):
-    monkeypatch.setitem(notebook.tf32.__globals__, "on_gpu", True)
-    subject = notebook.transformer(2)
-    assert apply([notebook.tf32, notebook.cuda_graph], subject) == {}
-    assert subject.matmul_precision == "high" and subject.launch is notebook.as_graph
-    adamw = notebook.capturable_adamw(subject.model)
-    assert adamw.defaults["capturable"] and isinstance(adamw.defaults["lr"], torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    "names", [LADDER[:2], LADDER[:3], LADDER[:4], LADDER[:7], LADDER, (*LADDER, "chunked_loss")]
-)
-def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, uncompiled, names):
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9])
+def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, uncompiled, count):
+    names = (*LADDER, "chunked_loss")[:count]
     baseline = loaded(notebook, [])
     true_loss = baseline.gradients().item()
     subject = loaded(notebook, names)
@@ -822,13 +806,9 @@ def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
 
 
 def test_ablation_of_an_unused_optimization_is_invalid(config):
-    assert config(ablations=[*ABLATABLE]).run_id != config().run_id == config(ablations=[]).run_id
-    for change in {*LADDER_OPTIMIZATIONS} - {*ABLATABLE}:
-        with pytest.raises(
-            ConfigError,
-            match=f"ablations: got {change}, but the fully optimized step can only .* sdpa, compiled_blocks",
-        ):
-            config(ablations=["sdpa", change])
+    assert config(ablations=[*ABLATABLE]).run_id != config().run_id
+    with pytest.raises(ConfigError, match="ablations: got tf32, but .* sdpa, compiled_blocks"):
+        config(ablations=["sdpa", "tf32"])
 
 
 @pytest.mark.parametrize("context", [128, 512])

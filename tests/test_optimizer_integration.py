@@ -13,24 +13,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from stepscope.config import StepConfig
+from stepscope.model.transformer import TransformerLM
 from stepscope.optimizations import MasterAdamW
 
 # -- programs that save, load and train ------------------------------------------------------------------------
 
 
-class Tiny(nn.Module):
-    """A language model without biases."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(32, 32), nn.RMSNorm(32)
-        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.head = nn.Linear(32, 32, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        y = self.norm(x.float()).to(x.dtype)
-        return self.head(x + self.down(F.gelu(self.up(y))))
+CONFIG = StepConfig(size="nano", vocab_size=32, context_length=8, device="cpu")
 
 
 def loss_of(model, number):
@@ -40,7 +30,7 @@ def loss_of(model, number):
 
 def made(seed=0, rate=3e-3):
     torch.manual_seed(seed)
-    model = Tiny()
+    model = TransformerLM(CONFIG)
     return model, MasterAdamW(model, rate)
 
 
@@ -73,7 +63,10 @@ def test_accelerate_saves_all_weights_and_resumes_bit_identically(tmp_path):
         ends.append(optimizer.optimizer.master)
     assert torch.equal(*ends)
     for folder in ("state", "model"):
-        assert load_file(tmp_path / folder / "model.safetensors").keys() == Tiny().state_dict().keys()
+        assert (
+            load_file(tmp_path / folder / "model.safetensors").keys()
+            == TransformerLM(CONFIG).state_dict().keys()
+        )
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -85,50 +78,28 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
     """In bf16, a Llama (whose norms cast back to fp32) and GPT-2 (which has biases) train as with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configs = {
+        "Llama": transformers.LlamaConfig(**sizes, intermediate_size=64),
+        "GPT2": transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    }
 
-    def llama():
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            pad_token_id=0,
-        )
-        return transformers.LlamaForCausalLM(config)
-
-    def gpt2():
-        config = transformers.GPT2Config(
-            vocab_size=64,
-            n_positions=32,
-            n_embd=32,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-        )
-        return transformers.GPT2LMHeadModel(config)
-
-    def run(make_model, kind, folder, resume=None):
+    def run(folder, resume=None):
         torch.manual_seed(0)
-        model = make_model()
-        if kind == "torch":
+        model = transformers.AutoModelForCausalLM.from_config(configs[kind])
+        if folder == "torch":
             optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
         else:
             optimizer = MasterAdamW(model, 3e-3)
         schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 12)
         arguments = transformers.TrainingArguments(
-            str(folder),
+            str(tmp_path / folder),
             max_steps=12,
             per_device_train_batch_size=8,
             logging_steps=4,
@@ -145,14 +116,11 @@ def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monk
         trainer.train(resume_from_checkpoint=resume)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
 
-    for make_model in (llama, gpt2):
-        folder = tmp_path / make_model.__name__
-        theirs, _ = run(make_model, "torch", folder / "torch")
-        mine, model = run(make_model, "masters", folder / "masters")
-        assert mine == pytest.approx(theirs, rel=5e-3) and mine[-1] < mine[0]
-        _, resumed = run(make_model, "masters", folder / "resumed", str(folder / "masters" / "checkpoint-6"))
-        for name, weight in model.state_dict().items():
-            assert torch.equal(weight, resumed.state_dict()[name]), name
+    expected, _ = run("torch")
+    losses, model = run("masters")
+    assert losses == pytest.approx(expected, rel=5e-3) and losses[-1] < losses[0]
+    _, resumed = run("resumed", str(tmp_path / "masters" / "checkpoint-6"))
+    assert all(map(torch.equal, model.state_dict().values(), resumed.state_dict().values()))
 
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
@@ -161,7 +129,7 @@ def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
 
     def make(seed, rate):
         torch.manual_seed(seed)
-        model = Tiny()
+        model = TransformerLM(CONFIG)
         optimizer = MasterAdamW(model if kind == "model" else list(model.named_parameters()), rate)
         return model, optimizer
 
@@ -206,7 +174,7 @@ def run_rank(rank, folder):
             model.head.weight.mul_(2)
             model.head.weight.div_(2)
             optimizer.take_weights()
-    wrapped = DistributedDataParallel(Tiny())
+    wrapped = DistributedDataParallel(TransformerLM(CONFIG))
     results["wrapped first"] = [
         refusal(lambda: MasterAdamW(wrapped)),
         refusal(lambda: MasterAdamW(wrapped.module.parameters())),
@@ -214,7 +182,7 @@ def run_rank(rank, folder):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     results["zero"] = refusal(
-        lambda: ZeroRedundancyOptimizer(Tiny().parameters(), optimizer_class=MasterAdamW)
+        lambda: ZeroRedundancyOptimizer(TransformerLM(CONFIG).parameters(), optimizer_class=MasterAdamW)
     )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -236,7 +204,7 @@ def ranks(tmp_path_factory):
 @pytest.mark.parametrize("case", ["made first", "trained first"])
 def test_ddp_ranks_with_different_weights_train_equally(ranks, case):
     one, other = (rank[case] for rank in ranks)
-    assert not torch.equal(one["start"]["up.weight"], other["start"]["up.weight"]), "seeds differ"
+    assert not torch.equal(one["start"]["head.weight"], other["start"]["head.weight"]), "seeds differ"
     for name, master in one["end"].items():
         assert torch.equal(master, other["end"][name]), name
     for rank in (one, other):
