@@ -1,15 +1,11 @@
-"""MasterAdamW's kernels, its steps in CUDA graphs, and docs/master_adamw.py, all of which need a GPU.
+"""MasterAdamW's kernels, and its steps in CUDA graphs that docs/master_adamw.py captures, all of which need a GPU.
 
-No times are asserted. Bit-identical training needs deterministic algorithms.
+No times are asserted.
 """
 
-import copy
 import importlib
-import os
 import sys
 from pathlib import Path
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA begins
 
 import pytest
 import torch
@@ -31,13 +27,6 @@ def script():
     yield importlib.import_module("master_adamw")
     sys.path.remove(str(DOCS))
     torch.set_float32_matmul_precision(before)
-
-
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def assert_same(tensor, expected, description):
@@ -141,25 +130,6 @@ def test_eager_step_does_not_synchronize():
         own.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# -- memory of the parameters ---------------------------------------------------------------------------------
-
-
-def test_parameters_are_aligned_views_of_the_buffers_with_separate_storages():
-    shapes = (64, 128), (1, 7), (7, 1), (130,), (3, 5, 7), (), (9, 70)
-    drawn = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
-    before = [parameter.detach().clone() for parameter in drawn]
-    optimizer = MasterAdamW(drawn)
-    for index, (parameter, old) in enumerate(zip(drawn, before)):
-        buffer = optimizer.low if parameter.dim() > 1 else optimizer.master
-        assert parameter.data_ptr() == optimizer.view(buffer, index).data_ptr()
-        assert parameter.data_ptr() % 16 == 0 and parameter.stride() == old.stride()
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes and parameter.storage_offset() == 0
-        assert_same(parameter.detach(), old.to(parameter.dtype), "weights")
-    del optimizer
-    torch.cuda.empty_cache()
-    assert_same(drawn[0].detach(), before[0].bfloat16(), "weights without their optimizer")
 
 
 def test_weights_written_between_replays_are_kept(script):
@@ -279,29 +249,3 @@ def test_graph_follows_a_learning_rate_of_the_caller(script):
         before = optimizer.masters()["matrix"].clone()
         replay()
         assert torch.equal(optimizer.masters()["matrix"], before) == (wanted == 0), wanted
-
-
-@MOMENTS
-def test_graph_continues_from_a_loaded_state_bit_identically(script, moments):
-    own, step, feed = stepping(moments)
-    replay = script.captured(step, own)
-    scheduled(own, feed, replay)
-    saved = copy.deepcopy(own.state_dict())
-    scheduled(own, feed, replay)
-    other, step, feed = stepping(moments)
-    for master in other.masters().values():
-        master.fill_(5)
-    replay = script.captured(step, other)
-    replay()
-    other.load_state_dict(saved)
-    scheduled(other, feed, replay)
-    assert_same_state(other, own)
-
-
-@MOMENTS
-def test_second_script_trains_and_resumes_bit_identically(script, deterministic, capsys, moments):
-    is_same = script.main([f"--moments={str(moments).removeprefix('torch.')}"])
-    printed = capsys.readouterr().out
-    assert "steps on cuda" in printed and is_same, printed
-    first, last = map(float, printed.split("loss ")[1].split(" in ")[0].split(" to "))
-    assert last < 0.9 * first, printed

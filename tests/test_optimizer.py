@@ -4,9 +4,12 @@ import copy
 import gc
 import importlib.util
 import io
+import os
 import pickle
 import weakref
 from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
 
 import pytest
 import torch
@@ -17,6 +20,9 @@ from stepscope.optimizations import MasterAdamW, fp8
 from stepscope.studies.ladder import checks
 
 DOCS = Path(__file__).parents[1] / "docs"
+ON_GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+)
 MOMENTS = pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SCHEDULERS = {
     "cycle": lambda own: lr_scheduler.OneCycleLR(own, 3e-3, total_steps=20),
@@ -364,14 +370,20 @@ def test_pickled_model_has_its_weights_and_no_optimizer():
     loaded.load_state_dict(model.state_dict())
 
 
-def test_weights_are_views_of_the_buffers_with_separate_storages():
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_weights_are_aligned_views_of_the_buffers_with_separate_storages(device):
     """A saved model takes only the bytes of its weights."""
-    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.LayerNorm(256))
-    optimizer = MasterAdamW(model)
-    buffers = optimizer.low, optimizer.master, optimizer.master
-    for index, (parameter, buffer) in enumerate(zip(model.parameters(), buffers)):
-        assert parameter.data_ptr() == optimizer.view(buffer, index).data_ptr()
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    shapes = (64, 128), (1, 7), (7, 1), (130,), (3, 5, 7), (), (9, 70)
+    weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    before = [weight.detach().clone() for weight in weights]
+    optimizer = MasterAdamW(weights)
+    for index, (weight, old) in enumerate(zip(weights, before)):
+        buffer = optimizer.low if weight.dim() > 1 else optimizer.master
+        assert weight.data_ptr() == optimizer.view(buffer, index).data_ptr() and weight.data_ptr() % 16 == 0
+        assert weight.untyped_storage().nbytes() == weight.nbytes and weight.stride() == old.stride()
+    del optimizer, buffer
+    for weight, old in zip(weights, before):
+        assert torch.equal(weight, old.to(weight.dtype))
 
 
 def test_hooks_of_state_dicts_are_called():
@@ -658,6 +670,7 @@ def test_step_rejects_changed_parameters_and_states(change, message):
 
 @MOMENTS
 def test_script_trains_and_resumes_bit_identically(moments, monkeypatch, capsys):
+    """On a GPU, it loads the state dict into a captured graph."""
     monkeypatch.syspath_prepend(DOCS)
     spec = importlib.util.spec_from_file_location("master_adamw", DOCS / "master_adamw.py")
     script = importlib.util.module_from_spec(spec)
