@@ -197,7 +197,7 @@ def allocate(size, number):
     small = size <= 2**20
     for _ in range(number):
         block = max(512, -(-size // 512) * 512)
-        fitting = [one for one in free if one >= block]
+        fitting = [left for left in free if left >= block]
         if fitting:
             segment = min(fitting)
             free.remove(segment)

@@ -348,7 +348,7 @@ def test_case_out_of_memory_has_a_row_and_others_continue():
 def test_case_too_large_for_the_device_is_not_compiled(monkeypatch):
     monkeypatch.setattr(measure, "device_bytes", lambda device: 6.5 * GIB)
     needed_gib = {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}
-    monkeypatch.setattr(protocol, "needed_bytes", lambda *given: needed_gib[given] * GIB)
+    monkeypatch.setattr(protocol, "needed_bytes", lambda *arguments: needed_gib[arguments] * GIB)
     fields = {"context_lengths": [16], "implementations": ["compiled", "flash"], "precision": "bf16"}
     tables = run_notebook(**fields)["results"].tables
     cells = tables["cases"].set_index(["implementation", "phase"])

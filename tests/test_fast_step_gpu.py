@@ -120,14 +120,14 @@ def test_kernel_reads_groups_and_skips_missing_gradients_like_the_formula(moment
 
 
 def test_eager_step_does_not_synchronize():
-    own, step, _ = stepping(torch.bfloat16)
+    optimizer, step, _ = stepping(torch.bfloat16)
     step()
-    gradients = [parameter.grad for parameter in own.parameters]
+    gradients = [parameter.grad for parameter in optimizer.parameters]
     assert all(gradient is not None for gradient in gradients)
-    own.step()
+    optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        own.step()
+        optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -157,12 +157,12 @@ def test_weights_written_between_replays_are_kept(script):
 
 
 def test_graph_needs_a_gradient_of_every_parameter():
-    own, step, _ = stepping(torch.float32)
+    optimizer, step, _ = stepping(torch.float32)
     step()
     graph = torch.cuda.CUDAGraph()
-    own.parameters[1].grad = None
+    optimizer.parameters[1].grad = None
     with pytest.raises(RuntimeError, match="1: no gradient, but a captured graph"), torch.cuda.graph(graph):
-        own.step()
+        optimizer.step()
 
 
 def test_assigned_learning_rate_reaches_replays_but_is_rejected_in_a_capture(script):
@@ -185,7 +185,7 @@ def stepping(moments, rate=RATE):
     The gradients don't depend on other kernels, whose rounding would be compared, too.
     """
     model = checks.make_parameters().cuda()
-    own = MasterAdamW(groups_of(model), rate, moments)
+    optimizer = MasterAdamW(groups_of(model), rate, moments)
     numbers = {name: torch.zeros_like(parameter) for name, parameter in model.items()}
 
     def feed(number):
@@ -194,19 +194,19 @@ def stepping(moments, rate=RATE):
             gradient.copy_(torch.randn(gradient.shape, generator=generator, device="cuda"))
 
     def step():
-        own.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         sum((parameter * numbers[name]).float().sum() for name, parameter in model.items()).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        own.step()
+        optimizer.step()
         return norm
 
     feed(0)
-    return own, step, feed
+    return optimizer, step, feed
 
 
-def scheduled(own, feed, *launches):
+def scheduled(optimizer, feed, *launches):
     """Run steps under a schedule, launched in these ways in turn; return the norms before clipping."""
-    scheduler = torch.optim.lr_scheduler.LambdaLR(own, lambda t: 1 - t / 2 / STEPS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
     for number in range(STEPS):  # without synchronization
         feed(number)

@@ -253,7 +253,7 @@ def test_notebooks_step_trains_like_the_librarys(precision, optimizer, seed):
     )
     theirs, differentiable = build_step(Config(**fields).step(mode="step", precision=precision)), []
     names["model"].register_forward_hook(
-        lambda model, given, logits: differentiable.append(
+        lambda model, arguments, logits: differentiable.append(
             logits.requires_grad * torch.get_float32_matmul_precision()
         )
     )

@@ -25,10 +25,12 @@ ON_GPU = pytest.param(
 )
 MOMENTS = pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 SCHEDULERS = {
-    "cycle": lambda own: lr_scheduler.OneCycleLR(own, 3e-3, total_steps=20),
-    "plateau": lambda own: lr_scheduler.ReduceLROnPlateau(own, patience=1),
-    "sequence": lambda own: lr_scheduler.SequentialLR(
-        own, [lr_scheduler.LinearLR(own, 0.1, total_iters=5), lr_scheduler.ExponentialLR(own, 0.9)], [5]
+    "cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20),
+    "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1),
+    "sequence": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5), lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [5],
     ),
 }
 
@@ -84,15 +86,15 @@ def test_parameters_can_be_a_model_a_list_or_named():
 
 def test_closure_computes_gradients_and_its_loss_is_returned():
     model = checks.make_parameters()
-    own = MasterAdamW(model, 1e-2)
+    optimizer = MasterAdamW(model, 1e-2)
 
     def closure():
-        own.zero_grad()
+        optimizer.zero_grad()
         loss = sum(parameter.float().square().sum() for parameter in model.values())
         loss.backward()
         return loss
 
-    assert own.step(closure) > own.step(closure) > 0
+    assert optimizer.step(closure) > optimizer.step(closure) > 0
 
 
 def invalid_parameters():
@@ -133,9 +135,9 @@ def tabled():
         nn.Conv1d(3, 5, 2, bias=False),
     )
     fp8.use_fp8(nn.ModuleList([model[0], model[3]]))
-    own = MasterAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}])
-    own._make_tables()
-    return own
+    optimizer = MasterAdamW([{"params": model[:2].parameters()}, {"params": model[2:].parameters()}])
+    optimizer._make_tables()
+    return optimizer
 
 
 def test_table_has_the_gradients_addresses_and_rejects_those_that_kernels_cannot_read(tabled):
@@ -175,36 +177,36 @@ def trained(moments, seed, saved=None, eight_bits=False):
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
     if eight_bits:
         fp8.use_fp8(model[1:])
-    own = MasterAdamW(model, 1e-2, moments, betas=(0.9, 0.95))
-    scheduler = lr_scheduler.CosineAnnealingLR(own, 40)
+    optimizer = MasterAdamW(model, 1e-2, moments, betas=(0.9, 0.95))
+    scheduler = lr_scheduler.CosineAnnealingLR(optimizer, 40)
     if saved:
         scheduler.load_state_dict(saved["scheduler"])
-        own.load_state_dict(saved["optimizer"])
+        optimizer.load_state_dict(saved["optimizer"])
 
     def train(first, last):
         for number in range(first, last):
             x = torch.randn(16, 24, generator=torch.Generator().manual_seed(number))
-            own.zero_grad()
+            optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = (model(x) - x.flip(1)).float().square().mean()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            own.step()
+            optimizer.step()
             scheduler.step()
         return [loss.item(), *(parameter.detach().clone() for parameter in model.parameters())]
 
-    return own, scheduler, train
+    return optimizer, scheduler, train
 
 
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["bf16", "fp8"])
 @MOMENTS
 def test_resumed_training_is_bit_identical(moments, eight_bits):
-    own, scheduler, train = trained(moments, 0, eight_bits=eight_bits)
+    optimizer, scheduler, train = trained(moments, 0, eight_bits=eight_bits)
     train(0, 14)
-    own.masters()["2.weight"].mul_(100)  # the scale of an FP8 weight follows one step later
+    optimizer.masters()["2.weight"].mul_(100)  # the scale of an FP8 weight follows one step later
     train(14, 15)
     file = io.BytesIO()
-    torch.save({"optimizer": own.state_dict(), "scheduler": scheduler.state_dict()}, file)
+    torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
     first = train(15, 30)
     file.seek(0)
     resumed, _, train = trained(moments, 1, torch.load(file), eight_bits)
@@ -212,7 +214,7 @@ def test_resumed_training_is_bit_identical(moments, eight_bits):
     assert again[0] == first[0]
     assert all(map(torch.equal, first[1:], again[1:]))
     for name in ("master", "m", "v", "count", "rates", "scales"):
-        assert torch.equal(getattr(own, name), getattr(resumed, name)), name
+        assert torch.equal(getattr(optimizer, name), getattr(resumed, name)), name
 
 
 @pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
@@ -223,11 +225,11 @@ def test_missing_fp8_scales_are_computed_from_loaded_masters(before):
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
         fp8.use_fp8(nn.ModuleList(model[index] for index in eight_bits))
         pair.append(MasterAdamW(model))
-    own, other = pair
-    own.master.mul_(100)
-    own.reset()
-    other.load_state_dict(own.state_dict())
-    for name, master in own.masters().items():
+    optimizer, other = pair
+    optimizer.master.mul_(100)
+    optimizer.reset()
+    other.load_state_dict(optimizer.state_dict())
+    for name, master in optimizer.masters().items():
         error = (restored_fp8(other.named[name]) - master).abs().max()
         assert error < master.abs().max() / 16, name
 
@@ -279,11 +281,11 @@ def test_state_dict_is_loaded_in_place():
 
 
 def test_fp32_moments_are_rounded_when_loaded_as_bf16():
-    own, _, train = trained(torch.float32, 0)
+    optimizer, _, train = trained(torch.float32, 0)
     train(0, 3)
     other, _, _ = trained(torch.bfloat16, 1)
-    other.load_state_dict(own.state_dict())
-    assert torch.equal(other.master, own.master) and torch.equal(other.v, own.v.bfloat16())
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.master, optimizer.master) and torch.equal(other.v, optimizer.v.bfloat16())
 
 
 # -- torch's AdamW, copies and hooks ---------------------------------------------------------------------------
@@ -419,8 +421,8 @@ def swap_average(model, _):
     average = torch.optim.swa_utils.AveragedModel(model)
     fill_in_place(average.module, _)
     with torch.no_grad():
-        for one, other in zip(model.parameters(), average.module.parameters()):
-            one.copy_(other)
+        for weight, averaged in zip(model.parameters(), average.module.parameters()):
+            weight.copy_(averaged)
 
 
 @pytest.mark.parametrize("write", [load_submodule, fill_in_place, swap_average])
@@ -622,8 +624,8 @@ def test_parameters_without_a_gradient_are_skipped_as_in_torch(moments):
             optimizer.step()
     assert mine.count.tolist() == [17, 3, 0]
     tolerance = 1e-6 if moments == torch.float32 else 1e-3
-    for one, other in zip(*pair):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+    for weight, expected in zip(*pair):
+        torch.testing.assert_close(weight, expected, rtol=0, atol=tolerance)
     assert torch.equal(pair[0][2].detach(), torch.linspace(-1, 1, 40))
 
 
