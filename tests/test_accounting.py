@@ -122,13 +122,6 @@ def test_peak_equals_that_of_live_storages(fields, mode, blocks, monkeypatch):
     assert peak_of_step(config, mode, monkeypatch, blocks) == accounting.peak(config, mode, blocks).requested
 
 
-def test_no_copied_weight_outlives_forward_with_checkpoints():
-    config = config_of(SHAPES[0], precision="bf16")
-    for blocks, has_copies in ((0, True), (1, False)):
-        losses = [each for each in accounting.instants(config, "step", blocks) if each.phase == "loss"]
-        assert {each.weight_cache > 0 for each in losses} == {has_copies}
-
-
 # -- an H200's allocator -------------------------------------------------------------------------------------
 
 
@@ -250,15 +243,6 @@ def test_rounding_of_a_model_is_that_of_its_parameters(shape):
     assert accounting.parameter_rounding(config) == sum(
         accounting.rounding(4 * size, number) for size, number in counts.items()
     )
-
-
-def test_only_a_gpu_has_rounding_and_workspaces():
-    config = config_of(SHAPES[0], attention="sdpa")
-    gpu = config.model_copy(update={"device": "cuda"})
-    on_cpu = accounting.peak(config).kinds
-    forward, step = accounting.peak(gpu, "forward").kinds, accounting.peak(gpu).kinds
-    assert on_cpu["rounding"] == on_cpu["workspaces"] == 0 < forward["rounding"]
-    assert step["workspaces"] == 2 * forward["workspaces"] == 2 * accounting.WORKSPACE
 
 
 def test_step_counts_of_fused_adamw_take_512_bytes_each():
