@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -20,7 +21,7 @@ from stepscope.model.transformer import TransformerLM
 from stepscope.report.fit_table import fit_table
 from stepscope.studies.memory.policies import uniform
 
-SHAPES = [
+SHAPES: list[dict[str, Any]] = [
     {
         "d_model": 16,
         "d_ff": 64,
@@ -91,29 +92,18 @@ def peak_of_step(config, mode, monkeypatch, blocks=0):
     return storages.bytes["requested_bytes"]["peak"]
 
 
-CASES = [
-    *(
-        (shape | {"attention": attention, "precision": precision}, mode, 0)
-        for shape, attention, precision, mode in product(
-            SHAPES, ("naive", "sdpa"), ("fp32", "bf16"), ("forward", "forward_backward")
-        )
-    ),
-    *(
-        (shape | {"attention": attention, "optimizer": "fused"}, "step", 0)
-        for shape, attention in product(SHAPES, ("naive", "sdpa"))
-    ),
-    *(
-        (SHAPES[0] | {"num_layers": 5} | fields, mode, blocks)
-        for blocks, (mode, fields) in product(
-            (1, 2, 3),
-            [
-                ("forward_backward", {}),
-                ("forward_backward", {"vocab_size": 1000}),  # peaks at the head
-                ("step", {"attention": "sdpa", "optimizer": "fused"}),
-            ],
-        )
-    ),
+WITH_CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("forward_backward", {}),
+    ("forward_backward", {"vocab_size": 1000}),  # peaks at the head
+    ("step", {"attention": "sdpa", "optimizer": "fused"}),
 ]
+CASES: list[tuple[dict[str, Any], str, int]] = []
+for shape, attention in product(SHAPES, ("naive", "sdpa")):
+    CASES.append((shape | {"attention": attention, "optimizer": "fused"}, "step", 0))
+    for precision, mode in product(("fp32", "bf16"), ("forward", "forward_backward")):
+        CASES.append((shape | {"attention": attention, "precision": precision}, mode, 0))
+for blocks, (mode, fields) in product((1, 2, 3), WITH_CHECKPOINTS):
+    CASES.append((SHAPES[0] | {"num_layers": 5} | fields, mode, blocks))
 
 
 @pytest.mark.parametrize("fields, mode, blocks", CASES)

@@ -7,7 +7,6 @@ from timeit import default_timer
 import pandas as pd
 import pytest
 import torch
-from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
 from cells import by_name, covered_ms, edited, quickest, run_cells, spread
@@ -169,16 +168,6 @@ def test_wrong_implementation_fails_and_is_not_timed(factor):
 
 
 # -- what a run leaves -----------------------------------------------------------------------------------------
-
-
-def test_every_case_has_a_row_per_phase_and_duplicate_rows_are_invalid(measured):
-    config, tables = measured
-    cells = tables["cases"]
-    assert len(cells) == len(config.context_lengths) * len(config.implementations) * 2
-    for name, schema in attention.SCHEMAS.items():
-        schema.validate(tables[name])
-        with pytest.raises(SchemaError):
-            schema.validate(pd.concat([tables[name], tables[name].tail(1)], ignore_index=True))
 
 
 def test_unsupported_implementation_has_torchs_reason(measured):

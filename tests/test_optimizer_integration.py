@@ -3,6 +3,7 @@ distributed checkpoints, DDP, FSDP and ZeRO."""
 
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from stepscope.optimizations import MasterAdamW
 # -- programs that save, load and train ------------------------------------------------------------------------
 
 
-CONFIG = StepConfig(size="nano", vocab_size=32, context_length=8, device="cpu")
+FIELDS: dict[str, Any] = {"size": "nano", "vocab_size": 32, "context_length": 8, "device": "cpu"}
+CONFIG = StepConfig(**FIELDS)
 
 
 def loss_of(model, number):
