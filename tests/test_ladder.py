@@ -30,7 +30,7 @@ from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.transforms import TrainedSubject, Unsupported, apply, launch_eagerly
 from stepscope.report.tables import number
 from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
-from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS, WITHOUT
+from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS
 from stepscope.studies.ladder.loop import Case, Ladder
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.profiled_steps import PROFILED_COLUMNS
@@ -319,21 +319,19 @@ def loaded(notebook, names):
     return subject
 
 
-@pytest.mark.parametrize("name", ["sdpa", "compiled_blocks", "bf16_weights", "bf16_moments", "chunked_loss"])
-def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_fit_the_model(notebook, name):
-    subject = other_model(2)
+UNFIT = [
+    ("other", name) for name in ("sdpa", "compiled_blocks", "bf16_weights", "bf16_moments", "chunked_loss")
+]
+UNFIT += [("ours", name) for name in ("tf32", "cuda_graph", "reduce_overhead", "fp8")]  # need a GPU
+
+
+@pytest.mark.parametrize("model, name", UNFIT)
+def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_apply(notebook, model, name):
+    subject = (notebook.transformer if model == "ours" else other_model)(2)
     before = state_of(subject)
     reason = getattr(notebook, name)(subject)
-    assert isinstance(reason, str) and " " in reason
     assert state_of(subject) == before
-
-
-@pytest.mark.parametrize("name", ["tf32", "cuda_graph", "reduce_overhead", "fp8"])
-def test_transform_changes_nothing_and_has_a_reason_when_it_needs_a_gpu(notebook, name):
-    subject = notebook.transformer(2)
-    before = state_of(subject)
-    assert re.search("CPU|GPU", getattr(notebook, name)(subject))
-    assert state_of(subject) == before
+    assert re.search("CPU|GPU" if model == "ours" else " ", reason)
 
 
 def test_bf16_moments_have_a_reason_when_there_is_no_master_adamw(notebook):
@@ -434,13 +432,10 @@ def test_compiled_step_is_rejected_only_if_profiles_show_compiled_code(config):
 
 def test_failed_optimization_has_a_reason_and_the_next_is_measured(config, monkeypatch):
     def fail(error):
-        def change(subject):
-            def loss(model, x, y):
-                raise error
+        def loss(model, x, y):
+            raise error
 
-            subject.loss = loss
-
-        return change
+        return lambda subject: setattr(subject, "loss", loss)
 
     def profile_only(subject):
         def launch(subject):
@@ -503,26 +498,20 @@ def test_case_that_fails_frees_its_weights(config, error):
     assert subjects and not any(map(has_weights, subjects))
 
 
-def prepared(notebook, config, **fields):
-    """Prepare all cases that this device supports; return the ladder, and the cases by name."""
-    everything = config(
-        optimizations=[*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"], ablations=[*ABLATABLE], **fields
-    )
+def test_cases_share_compiled_code_if_model_and_loss_are_equal(config, notebook):
+    beyond = [notebook.chunked_loss, notebook.fp8]
+    names = [*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"]
     ladder = Ladder(
-        everything, notebook.transformer, notebook.OPTIMIZATIONS, [notebook.chunked_loss, notebook.fp8]
+        config(optimizations=names, ablations=[*ABLATABLE]),
+        notebook.transformer,
+        notebook.OPTIMIZATIONS,
+        beyond,
     )
+    groups: dict = {}
     for case in ladder.cases:
         with suppress(Unsupported):
-            ladder.prepare(case)
-    return ladder, {case.name: case for case in ladder.cases}
-
-
-def test_steps_share_compiled_code_if_model_and_loss_are_equal(config, notebook):
-    ladder, cases = prepared(notebook, config)
-    groups: dict = {}
-    for name, case in cases.items():
-        if case.subject is not None:
-            groups.setdefault(id(case.subject.model), set()).add(name)
+            subject = ladder.prepare(case)
+            groups.setdefault(id(subject.model), set()).add(case.name)
     assert sorted(groups.values(), key=sorted) == [
         {"bf16"},
         {"bf16_weights", "bf16_moments", "without_bf16_moments"},
@@ -534,15 +523,10 @@ def test_steps_share_compiled_code_if_model_and_loss_are_equal(config, notebook)
         {"without_sdpa"},
     ]
     assert len(ladder.programs) == len(groups)
-
-
-@pytest.mark.parametrize("left_out", ["sdpa", "compiled_blocks", "bf16_moments"])
-def test_ablation_applies_all_other_transforms(config, notebook, left_out):
-    _, cases = prepared(notebook, config)
-    assert [name for name in cases if name.startswith("without")] == [*WITHOUT]
-    unavailable = ("tf32", "cuda_graph")  # on a CPU
-    expected = [name for name in LADDER if name not in (left_out, *unavailable)]
-    assert cases[f"without_{left_out}"].applied == tuple(expected)
+    on_cpu = [name for name in LADDER if name not in ("tf32", "cuda_graph")]
+    for left_out in ("sdpa", "compiled_blocks", "bf16_moments"):
+        (case,) = [case for case in ladder.cases if case.name == f"without_{left_out}"]
+        assert case.applied == tuple(name for name in on_cpu if name != left_out)
 
 
 def test_filling_batch_is_the_largest_that_fits_by_formula(config):
