@@ -51,10 +51,8 @@ def sums(experiments):
 
 def rounded(value: Fraction, bits: int) -> Fraction:
     """Round a positive number to so many significant bits, ties to even, as a binary type does."""
-    exponent = 0
-    while value >= 2 ** (exponent + 1):
-        exponent += 1
-    while value < Fraction(2) ** exponent:
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    if value < Fraction(2) ** exponent:
         exponent -= 1
     step = Fraction(2) ** (exponent - bits + 1)
     return Fraction(round(value / step)) * step
