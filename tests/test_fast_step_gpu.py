@@ -132,27 +132,6 @@ def test_eager_step_does_not_synchronize():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_weights_written_between_replays_are_kept(script):
-    model = checks.make_parameters().cuda()
-    optimizer = MasterAdamW(model, 0.0)
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        loss = sum(parameter.float().sum() for parameter in model.values())
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    replay = script.captured(step, optimizer)
-    replay()
-    model.load_state_dict({"matrix": torch.full_like(model["matrix"], 7)}, strict=False)
-    with torch.no_grad():
-        model["vector"].fill_(7)
-    optimizer.take_weights()
-    replay()
-    assert all((weight == 7).all() for weight in (*model.values(), *optimizer.masters().values()))
-
-
 # -- in a CUDA graph ------------------------------------------------------------------------------------------
 
 

@@ -63,17 +63,6 @@ def test_groups_schedules_and_clipping_work_as_in_torchs_adamw():
         assert (master - weight).abs().max() < 1e-5 * weight.abs().max()
 
 
-def test_parameters_can_be_a_model_a_list_or_named():
-    model = checks.make_parameters()
-    model["frozen"] = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    assert list(MasterAdamW(model).masters()) == ["matrix", "vector"]
-    assert model["frozen"].dtype == torch.float32 and model["matrix"].dtype == torch.bfloat16
-    assert list(MasterAdamW(checks.make_parameters().values()).masters()) == ["0", "1"]
-    named = list(checks.make_parameters().named_parameters())
-    for parameters in (named, [{"params": [each]} for each in named]):
-        assert list(MasterAdamW(parameters).masters()) == ["matrix", "vector"]
-
-
 def invalid_parameters():
     model = checks.make_parameters()
     yield "same name", [{"params": [("a", weight)]} for weight in model.values()]
@@ -365,17 +354,15 @@ def test_weights_are_aligned_views_of_the_buffers_with_separate_storages(device)
         assert torch.equal(weight, old.to(weight.dtype))
 
 
-def test_hooks_of_state_dicts_are_called():
+def test_hooks_can_change_state_dicts_with_masters():
     optimizer = MasterAdamW(small(), 1e-2)
-    calls = []
 
     def set_eps(_, saved):
         return {**saved, "param_groups": [{**saved["param_groups"][0], "eps": 1e-3}]}
 
     optimizer.register_load_state_dict_pre_hook(set_eps)
-    optimizer.register_load_state_dict_post_hook(calls.append)
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer.param_groups[0]["eps"] == 1e-3 and calls == [optimizer]
+    assert optimizer.param_groups[0]["eps"] == 1e-3
     optimizer.register_state_dict_post_hook(lambda _, saved: {"masters": "master" in saved["state"][0]})
     assert optimizer.state_dict() == {"masters": True}
 

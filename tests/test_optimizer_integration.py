@@ -1,5 +1,4 @@
-"""MasterAdamW under programs written for torch's optimizers: Hugging Face's Trainer, accelerate, safetensors,
-distributed checkpoints, DDP, FSDP and ZeRO."""
+"""MasterAdamW in programs for torch's optimizers: Hugging Face's Trainer, accelerate, distributed checkpoints, DDP, FSDP, ZeRO."""
 
 import os
 import re
