@@ -1,4 +1,4 @@
-"""MasterAdamW in programs for torch's optimizers: Hugging Face's Trainer, accelerate, distributed checkpoints, DDP, FSDP, ZeRO."""
+"""MasterAdamW in programs for torch's optimizers: Trainer, accelerate, distributed checkpoints, DDP, FSDP and ZeRO."""
 
 import os
 import re
