@@ -7,7 +7,6 @@ from timeit import default_timer
 import pandas as pd
 import pytest
 import torch
-from pandera.errors import SchemaError
 from torch._dynamo.utils import counters
 
 from cells import by_name, covered_ms, edited, quickest, run_cells, spread
@@ -126,21 +125,16 @@ def test_naive_attention_equals_the_models(calls):
     assert torch.equal(calls["naive"](q, k, v, inputs.future), expected)
 
 
-def test_float64_attention_follows_the_definition():
+def test_float64_attention_equals_autograd_of_the_definition():
     inputs = Inputs(small(), 8)
-    output, dq, *_ = attention_in_float64(inputs)
-    q, k, v = (x.detach().double() for x in (inputs.q, inputs.k, inputs.v))
-    for b in range(2):
-        for i in range(8):
-            weights = torch.exp(k[b, 0, : i + 1] @ q[b, 0, i] / 8**0.5)
-            assert torch.allclose(output[b, 0, i], weights / weights.sum() @ v[b, 0, : i + 1])
-    step, moved = 1e-6, Inputs(small(), 8)  # dq against the difference quotient of one number
-    with torch.no_grad():
-        for x in (moved.q, moved.k, moved.v, moved.gradient):
-            x.data = x.data.double()
-        moved.q[0, 0, 5, 3] += step
-    change = ((attention_in_float64(moved)[0] - output) * inputs.gradient.double()).sum() / step
-    assert float(dq[0, 0, 5, 3]) == pytest.approx(float(change), rel=1e-4)
+    q, k, v = leaves = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    future = torch.full((8, 8), -torch.inf).triu(1)
+    weights = torch.exp(torch.einsum("bhid,bhjd->bhij", q, k) / 8**0.5 + future)
+    output = weights / weights.sum(-1, keepdim=True) @ v
+    output.backward(inputs.gradient.double())
+    expected = (output, *(leaf.grad for leaf in leaves))
+    for ours, theirs in zip(attention_in_float64(inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_float64_attention_of_a_long_sequence_is_the_same_in_chunks(monkeypatch):
@@ -176,52 +170,24 @@ def test_wrong_implementation_fails_and_is_not_timed(factor):
 # -- what a run leaves -----------------------------------------------------------------------------------------
 
 
-def test_every_case_has_a_row_per_phase_and_duplicate_rows_are_invalid(measured):
-    config, tables = measured
-    cells = tables["cases"]
-    assert len(cells) == len(config.context_lengths) * len(config.implementations) * 2
-    for name, schema in attention.SCHEMAS.items():
-        schema.validate(tables[name])
-        with pytest.raises(SchemaError):
-            schema.validate(pd.concat([tables[name], tables[name].tail(1)], ignore_index=True))
-
-
 def test_unsupported_implementation_has_torchs_reason(measured):
-    cells = measured[1]["cases"]
-    status = cells.groupby("implementation")["status"].unique().map(list).to_dict()
-    assert status == {
-        "naive": ["ok"],
-        "compiled": ["ok"],
-        "flash": ["ok"],
-        "math": ["ok"],
-        "efficient": ["unsupported"],
-        "cudnn": ["unsupported"],
-        "flex": ["unsupported"],
-    }
-    reasons = cells[cells["status"] == "unsupported"].groupby("implementation")["reason"].first()
+    cases = measured[1]["cases"]
+    unsupported = cases[cases["status"] == "unsupported"]
+    reasons = unsupported.groupby("implementation")["reason"].first()
+    assert {*reasons.index} == {"efficient", "cudnn", "flex"}
     assert "FlexAttention does not support backward on CPU" in reasons["flex"]
-    assert "No viable backend" in reasons["cudnn"]
-    assert not reasons.str.contains("/").any() and (cells["reason"] == "")[cells["status"] == "ok"].all()
-
-
-def test_case_has_gpu_time_and_its_slowest_kernel_only_if_it_ran(measured):
-    config, tables = measured
-    cases = tables["cases"]
-    ran = cases["status"] == "ok"
-    assert cases["gpu_ms"].notna().equals(ran)
-    assert cases.loc[ran, "passes"].between(config.min_passes, config.timed_steps).all()
-    rows = cases[cases["context_length"] == 16].set_index(["implementation", "phase"])
-    kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert rows["kernel"]["flash", "forward"] == kernel
-    assert rows["kernel"]["flash", "backward"] == f"{kernel}_backward"
-    naive = rows["operations"]["naive"]
-    assert naive["backward"] > naive["forward"] >= 8  # two matmuls, scale, mask, five of softmax
+    assert "No viable backend" in reasons["cudnn"] and not reasons.str.contains("/").any()
+    others = cases.drop(index=unsupported.index)
+    assert {*others["status"]} == {"ok"} and {*others["reason"]} == {""}
 
 
 def test_row_follows_from_passes_kernels_and_bytes(calls):
     cases = [("naive", 8), ("flash", 16)]
     measurement = protocol_of(calls, cases)
     measurement.measure_all()
+    for case in cases:  # as on a GPU
+        measurement.memory[case] |= {"forward": 13 * MIB, "backward": 17 * MIB}
+        measurement.clocks_mhz[case] = 1700.0
     rows = measurement.results().cases
     assert [*zip(rows["implementation"], rows["context_length"])] == [case for case in cases for _ in PASSES]
     for row in rows.to_dict("records"):
@@ -229,29 +195,28 @@ def test_row_follows_from_passes_kernels_and_bytes(calls):
         walls, sizes = measurement.walls[case][phase].tolist(), measurement.memory[case]
         operations = measurement.operations[case, phase]
         fastest, lasting = quickest(operations), by_name(operations, "name")
-        times = spread(walls)
-        del times["wall_mean_ms"]  # only training steps have a cost that follows from the mean
-        expected = times | {
+        expected = spread(walls) | {
             "passes": len(walls),
             "gpu_ms": covered_ms(fastest),
             "operations": len(fastest),
-            "saved_mib": sizes["saved"] / 2**20,
-            "in_use_mib": sizes["in_use"] / 2**20,
+            "saved_mib": sizes["saved"] / MIB,
+            "in_use_mib": sizes["in_use"] / MIB,
+            "peak_mib": sizes[phase] / MIB,
+            "sm_clock_mhz": 1700,
         }
+        del expected["wall_mean_ms"]  # which attention's table doesn't have
         assert {name: row[name] for name in expected} == pytest.approx(expected)
         assert row["kernel"] == max(lasting, key=lasting.get)
 
 
 def test_finding_lists_times_at_the_longest_context_from_the_fastest(complete_run):
     names = complete_run[0]
-    cells = names["results"].cases.query("status == 'ok'")
-    both = cells.groupby(["implementation", "context_length"])[["wall_ms", "gpu_ms"]].sum()
-    passes = names["passes"].query("status == 'ok'").set_index(["implementation", "context_length"])
-    assert passes.loc[both.index, [*both]].to_numpy() == pytest.approx(both.to_numpy())
-    order = both["wall_ms"].xs(16, level="context_length").sort_values()
-    expected = [f"{attention.LABELS[name]} {number(ms, 'ms')}" for name, ms in order.items()]
+    cases = names["results"].cases.query("status == 'ok' and context_length == 16")
+    times = cases.groupby("implementation")["wall_ms"].sum().sort_values()
+    expected = [f"{attention.LABELS[name]} {number(ms, 'ms')}" for name, ms in times.items()]
     assert f": {', '.join(expected)}." in names["run"].outcome["results"]["finding"]
-    saved_mib = passes["saved_mib"].xs("naive")
+    passes = names["passes"].query("status == 'ok' and implementation == 'naive'")
+    saved_mib = passes.set_index("context_length")["saved_mib"]
     predicted_mib = saved_mib[16] * saved_mib[16] / saved_mib[8]
     (naive_answer,) = [answer for answer in names["answers"] if attention.LABELS["naive"] in answer]
     assert number(saved_mib[16], "MiB") in naive_answer and number(predicted_mib, "MiB") in naive_answer
@@ -259,15 +224,6 @@ def test_finding_lists_times_at_the_longest_context_from_the_fastest(complete_ru
 
 def test_nothing_compiles_while_passes_are_timed(complete_run):
     assert len(set(complete_run[1])) == 1
-
-
-@pytest.mark.parametrize(
-    "fields, passes",
-    [({"max_seconds_per_case": 10.0}, 30), ({"max_seconds_per_case": 1e-9, "min_passes": 4}, 4)],
-)
-def test_number_of_passes_is_limited_by_time_and_by_configuration(fields, passes):
-    names = run_notebook(context_lengths=[8], implementations=["flash"], timed_steps=30, **fields)
-    assert (names["results"].cases["passes"] == passes).all()
 
 
 def test_compiled_loops_on_a_cpu_count_as_operations(calls):
@@ -278,55 +234,23 @@ def test_compiled_loops_on_a_cpu_count_as_operations(calls):
     assert {name.startswith("graph_") for name in forward["name"]} == {True, False}
 
 
-def profiled_passes(case, phase, slowdown=1.02, more_ms=0):
-    """Return two profiled passes of three kernels, 10 ms in total; the second pass is slower."""
-    rows = []
-    for index, factor in enumerate((1, slowdown)):
-        for name, start_ms, duration_ms in (("two", 0, 3), ("one", 20, 4), ("two", 40, 3)):
-            end_ms = start_ms + (duration_ms + more_ms) * factor
-            rows.append((index, name, start_ms * 10**6, round(end_ms * 10**6)))
-    return {(case, phase): pd.DataFrame(rows, columns=["number", "name", "start_ns", "end_ns"])}
-
-
 @pytest.mark.parametrize("is_fixed", [True, False])
-def test_inconsistent_case_on_a_gpu_is_measured_again_at_most_twice(is_fixed):
-    """The second profiled backward pass of naive attention is 30% slower than the first."""
-    odd, other = ("naive", 16), ("flash", 64)
-    measured_again = []
-    config = small().model_copy(update={"device": "cuda"})
-    measurement = protocol.Protocol([odd, other], None, None, config, 80.0)
-    measurement.status = dict.fromkeys((odd, other), ("ok", ""))
-    measurement.walls = {
-        odd: pd.DataFrame({"forward": [15.0, 14.0, 19.0], "backward": [20.0, 21.0, 40.0]}),
-        other: pd.DataFrame({"forward": [11.0, 30.0, 12.0], "backward": [31.0, 13.0, 14.0]}),
-    }
-    sizes = {"saved": 7 * MIB, "in_use": 11 * MIB, "forward": 13 * MIB, "backward": 17 * MIB}
-    measurement.memory = dict.fromkeys((odd, other), sizes)
-    measurement.clocks_mhz = {odd: 1700.0, other: 1980.0}
-    for case in (odd, other):
-        measurement.operations |= profiled_passes(case, "forward")
-        measurement.operations |= profiled_passes(case, "backward", 1.3 if case == odd else 1.02)
+def test_inconsistent_case_is_measured_again_at_most_twice(calls, monkeypatch, is_fixed):
+    measurement = protocol_of(calls, [("naive", 8), ("flash", 8)])
+    measurement.measure_all()
+    measurement.config = measurement.config.model_copy(update={"device": "cuda"})
+    again = []
 
-    def time_cases(cases):
-        measured_again.append(cases)
-        measurement.walls[odd]["forward"] = [50.0, 12.0, 14.0]
+    def find_inconsistencies(row, profiled_ms):
+        assert min(profiled_ms) == row["gpu_ms"]
+        is_odd = (row["implementation"], row["phase"]) == ("naive", "backward")
+        return "impossible" if is_odd and not (is_fixed and again) else ""
 
-    def profile_cases(cases):
-        measured_again.append(cases)
-        measurement.operations |= profiled_passes(odd, "forward", more_ms=1)
-        measurement.operations |= profiled_passes(odd, "backward", 1.02 if is_fixed else 1.3, more_ms=1)
-
-    measurement.time_cases = time_cases
-    measurement.profile_cases = profile_cases
+    monkeypatch.setattr("stepscope.measure.find_inconsistencies", find_inconsistencies)
+    measurement.time_cases = measurement.profile_cases = again.append
     measurement.repeat_impossible()
-    assert measured_again == [[odd]] * (2 if is_fixed else 4)
-    rows = measurement.results().cases.set_index(["implementation", "phase"])
-    inconsistent = rows.index[rows["inconsistent"] != ""].tolist()
-    assert inconsistent == ([] if is_fixed else [("naive", "backward")])
-    assert rows["gpu_ms"].tolist() == [13, 13, 10, 10] and {*rows["kernel"]} == {"two"}
-    assert rows["wall_ms"].tolist() == [14, 21, 12, 14]
-    assert rows["sm_clock_mhz"].tolist() == [1700, 1700, 1980, 1980]
-    assert rows[["saved_mib", "in_use_mib", "peak_mib"]].values.tolist() == [[7, 11, 13], [7, 11, 17]] * 2
+    assert again == [[("naive", 8)]] * (2 if is_fixed else 4)
+    assert measurement.results().cases["inconsistent"].tolist().count("impossible") == (not is_fixed)
 
 
 def test_failed_profiler_leaves_wall_times_and_a_reason(monkeypatch):
@@ -404,7 +328,7 @@ def test_case_out_of_memory_has_a_row_and_others_continue():
 def test_case_too_large_for_the_device_is_not_compiled(monkeypatch):
     monkeypatch.setattr(measure, "device_bytes", lambda device: 6.5 * GIB)
     needed_gib = {("compiled", 2, 8, 16, "bf16"): 7, ("flash", 2, 8, 16, "bf16"): 9}
-    monkeypatch.setattr(protocol, "needed_bytes", lambda *given: needed_gib[given] * GIB)
+    monkeypatch.setattr(protocol, "needed_bytes", lambda *arguments: needed_gib[arguments] * GIB)
     fields = {"context_lengths": [16], "implementations": ["compiled", "flash"], "precision": "bf16"}
     tables = run_notebook(**fields)["results"].tables
     cells = tables["cases"].set_index(["implementation", "phase"])
@@ -447,17 +371,6 @@ def test_gradient_of_the_maximum_saves_another_matrix(tmp_path, calls):
     assert (after.cases["status"] == "ok").all()
     matrix_mib = 2 * 64 * 64 * 4 / 2**20
     assert (after.cases["saved_mib"] - before.cases["saved_mib"] >= 0.99 * matrix_mib).all()
-
-
-def test_saved_memory_grows_linearly_with_flash_and_quadratically_with_naive_attention():
-    fields = {"context_lengths": [64, 256, 1024], "implementations": ["naive", "flash"], "batch_size": 1}
-    names = run_cells("attention", **SMALL | fields)
-    saved = names["passes"].pivot(index="context_length", columns="implementation", values="saved_mib")
-    assert (saved["naive"] / saved["naive"].shift()).dropna().tolist() == pytest.approx([16, 16], rel=0.05)
-    assert (saved["flash"] / saved["flash"].shift()).dropna().tolist() == [4, 4]
-    lines = names["picture"].axes[1].lines
-    lengths = {tuple(round(length) for length in line.get_xdata()) for line in lines}
-    assert lengths == {(64, 256, 1024)}
 
 
 # -- the notebook's picture ------------------------------------------------------------------------------------
@@ -520,22 +433,6 @@ def test_formula_predicts_the_peak_on_a_gpu(cell):
     assert sum(parts.values()) == pytest.approx(PEAKS[cell], rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_naive_attention_has_six_matrices_at_its_peak_on_a_cpu(precision, calls):
-    config = small(precision=precision)
-    inputs = Inputs(config, 256)
-    call = calls["prepare"]("naive", inputs)
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        call(inputs.q, inputs.k, inputs.v).backward(inputs.gradient)
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    square = 2 * 256**2 * (4 if precision == "fp32" else 2)
-    assert peak / square == pytest.approx(6, rel=0.1)
-
-
 @pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])
 def test_forward_saves_one_number_per_query_or_two_matrices(name, squares, calls):
     inputs = Inputs(small(), 256)
@@ -559,21 +456,10 @@ def test_held_bytes_are_inputs_output_gradient_and_mask(name, masks):
 
 def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
     """Return forward and backward of one case, with wall times of 1 and 2 ms."""
-    rows = pd.DataFrame(
-        {"phase": PASSES, "wall_ms": [1.0, 2.0], "gpu_ms": gpu_ms, "inconsistent": inconsistent}
-    )
-    memory_columns = dict.fromkeys(("saved_mib", "in_use_mib", "peak_mib"), 5.0)
-    return rows.assign(
-        implementation=name,
-        context_length=16,
-        d_model=8,
-        precision="fp32",
-        batch_size=2,
-        device_gib=device_gib,
-        status="ok",
-        reason="",
-        **memory_columns,
-    )
+    columns = {"phase": PASSES, "wall_ms": [1.0, 2.0], "gpu_ms": gpu_ms, "inconsistent": inconsistent}
+    columns |= {"implementation": name, "context_length": 16, "d_model": 8, "precision": "fp32"}
+    columns |= {"batch_size": 2, "device_gib": device_gib, "status": "ok", "reason": ""}
+    return pd.DataFrame(columns | dict.fromkeys(("saved_mib", "in_use_mib", "peak_mib"), 5.0))
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():

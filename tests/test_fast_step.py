@@ -1,10 +1,13 @@
-"""docs/fast_step.py: the script that the report copies runs, and trains."""
+"""docs/fast_step.py, part of which the report quotes."""
 
 import copy
 import importlib.util
 import io
+import os
 import re
 from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
 
 import pytest
 import torch
@@ -15,25 +18,19 @@ from stepscope.model.transformer import TransformerLM
 
 SCRIPT = PACKAGE / "optimizations" / "fast_step.py"
 CHAPTER = Path(__file__).parents[1] / "writeup" / "01-which-optimization.md.j2"
-SHAPE = {
-    "width": 32,
-    "hidden": 64,
-    "layers": 1,
-    "heads": 2,
-    "vocabulary": 50,
-    "context": 16,
-    "batch": 2,
-    "steps": 2,
-}
-TINY = [f"--{name}={value}" for name, value in SHAPE.items()]
-LADDER_OPTIMIZATIONS = [
-    "TF32",
-    "fused attention",
-    "fused AdamW",
-    "compiled blocks",
-    "bf16 autocast",
-    "CUDA graph of the step",
+TINY = [
+    "--width=32",
+    "--hidden=64",
+    "--layers=1",
+    "--heads=2",
+    "--vocabulary=50",
+    "--context=16",
+    "--batch=2",
+    "--steps=2",
 ]
+ON_GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,35 +43,45 @@ def script():
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.fixture(params=["cpu", ON_GPU])
+def device(request, monkeypatch):
+    """The device of a step. On a CPU, nothing is compiled; on a GPU, algorithms are deterministic."""
+    if request.param == "cpu":
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+        monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+        yield request.param
+        return
+    torch._dynamo.reset()
+    torch.use_deterministic_algorithms(True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+def tokens_of(seed):
+    """Return a batch of tokens and targets."""
+    return torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(seed))
+
+
 @pytest.fixture
-def make(script, monkeypatch):
-    """A model of a seed, and its step, optimizer and rate on a batch of its own; nothing is compiled."""
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
+def make(script, device):
+    """Make a model, its learning rate, its step on a batch, and its optimizer."""
 
     def made(seed=0, clip=None, weights=None):
         torch.manual_seed(seed)
-        model, rate = script.Model(32, 64, 1, 2, 50, 16), torch.tensor(3e-4)
+        model, rate = script.Model(32, 64, 1, 2, 50, 16).to(device), torch.tensor(3e-4, device=device)
         if weights:
             model.load_state_dict(weights)
-        tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
-        return model, rate, *script.make_step(model, tokens, targets, rate, clip)
+        return model, rate, *script.make_step(model, *tokens_of(0).to(device), rate, clip)
 
     return made
 
 
-def block():
-    """What the report copies."""
-    text = SCRIPT.read_text(encoding="utf-8")
-    return text.split("# <fast step>\n")[1].split("# </fast step>")[0]
-
-
-def test_the_script_runs_and_says_milliseconds(script, capsys):
+def test_script_runs(script, capsys):
     assert script.main(TINY) > 0
     assert "ms per step on" in capsys.readouterr().out
 
 
-NAMES = {
+NAMES_IN_LIBRARY = {
     "norm1": "attention_norm",
     "norm2": "ffn_norm",
     "norm": "final_norm",
@@ -85,179 +92,169 @@ NAMES = {
 }
 
 
-def test_its_model_is_the_librarys(script):
+def test_model_equals_the_librarys(script):
     torch.manual_seed(0)
     model = script.Model(32, 64, 2, 2, 50, 16)
-    other = TransformerLM(
-        StepConfig(
-            device="cpu", d_model=32, d_ff=64, num_layers=2, num_heads=2, vocab_size=50, context_length=16
-        )
-    )
-    with torch.no_grad():
-        for name, weight in model.named_parameters():  # large, so that the norms' eps is nothing
-            weight.copy_(torch.randn_like(weight) * (0.3 if "blocks" in name else 1))
-            other.get_parameter(".".join(NAMES.get(part, part) for part in name.split("."))).copy_(weight)
+    sizes = {
+        "d_model": 32,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "vocab_size": 50,
+        "context_length": 16,
+    }
+    expected = TransformerLM(StepConfig(device="cpu", **sizes))
+    for name, weight in model.named_parameters():  # large, so that the norms' eps doesn't matter
+        torch.nn.init.normal_(weight, std=0.3 if "blocks" in name else 1)
+        parts = [NAMES_IN_LIBRARY.get(part, part) for part in name.split(".")]
+        expected.get_parameter(".".join(parts)).data = weight.data
     tokens = torch.randint(50, (3, 16))
-    torch.testing.assert_close(model(tokens), other(tokens), rtol=1e-4, atol=1e-4)
-    assert len([*model.parameters()]) == len([*other.parameters()]) and model(tokens).std() > 1
+    logits = model(tokens)
+    torch.testing.assert_close(logits, expected(tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[:, :5], model(tokens[:, :5]), rtol=1e-4, atol=1e-4)  # fewer tokens
+    assert len([*model.parameters()]) == len([*expected.parameters()]) and logits.std() > 1
 
 
-def test_its_step_is_compiled_where_it_says_and_multiplies_in_bf16(script, make, monkeypatch):
+def test_step_compiles_blocks_and_logits(script, monkeypatch):
     compiled = []
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **_: compiled.append(function.__name__) or function
-    )
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **_: compiled.append(module))
-    model, _, step, _ = make()
+
+    def compile(function, **options):
+        compiled.append(function.__name__)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: compiled.append(module))
+    model = script.Model(32, 64, 1, 2, 50, 16)
+    script.make_step(model, *tokens_of(0), torch.tensor(3e-4))
     assert compiled == [*model.blocks, "to_logits"]
-    script.make_step(model, *torch.zeros(2, 2, 16, dtype=torch.int64), rate := torch.tensor(0.5))
-    assert rate == 0.5, "the caller's is put back"
-    tokens, targets = torch.randint(50, (2, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(tokens)
+
+
+def test_first_step_is_an_eager_step_in_bf16(make, device):
+    """On a GPU, kernels round in another order, and AdamW's first step moves a weight by the rate, in the
+    direction of its gradient: some weights move the other way."""
+    model, _, step, _ = make()
+    eager = copy.deepcopy(model)
+    tokens, targets = tokens_of(0).to(device)
+    optimizer = torch.optim.AdamW(eager.parameters(), lr=3e-4)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        logits = eager(tokens)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
     assert logits.dtype == torch.bfloat16
-    assert (
-        step().item()
-        == torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
-    )
+    assert step().item() == pytest.approx(loss.item(), rel=0 if device == "cpu" else 5e-3)
+    for weight, expected in zip(model.parameters(), eager.parameters()):
+        differs = (weight - expected).abs() > (1e-8 if device == "cpu" else 3e-5)
+        assert differs.float().mean() <= (0 if device == "cpu" else 0.25)
 
 
-def test_the_script_times_the_steps_after_the_first(script, monkeypatch, capsys):
-    now, made = [100.0], []
+def test_script_prints_the_mean_time_of_steps_after_the_first(script, monkeypatch, capsys):
+    now = [100.0]
 
-    def make_step(*of):
+    def make_step(model, tokens, targets, rate, clip):
+        assert tokens.shape == targets.shape == (2, 16) and clip == 0.5
+
         def step():
             now[0] += 7.0 if now[0] == 100 else 0.5
             return torch.tensor(now[0])
 
-        return made.append(of) or step, None
+        return step, None
 
     monkeypatch.setattr(script, "make_step", make_step)
     monkeypatch.setattr(script, "default_timer", lambda: now[0])
     assert script.main([*TINY, "--clip=0.5"]) == 500
-    ((model, tokens, targets, rate, clip),) = made
-    assert (
-        tokens.shape == targets.shape == (2, 16)
-        and not torch.equal(tokens, targets)
-        and (rate.item(), clip) == (pytest.approx(3e-4), 0.5)
-    )
-    assert model.embedding.weight.shape == model.head.weight.shape == (50, 32) and model.blocks[
-        0
-    ].cos.shape == (16, 16)
-    assert "loss 107.0000 to 108.0000" in capsys.readouterr().out
+    assert "500 ms per step on cpu; loss 107.0000 to 108.0000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
-def test_its_step_trains(script, make, monkeypatch, ours):
-    """With torch's AdamW, and with what the chapter shows in its place: weights are bf16 then."""
+def test_step_trains(make, monkeypatch, ours):
+    """With torch's AdamW, and with the optimizer that the report shows instead."""
     if ours:
-        shown = re.findall(
+        quoted = re.search(
             r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL
-        )[0]
+        )
 
-        def shown_optimizer(parameters, lr, **options):
+        def quoted_optimizer(parameters, lr, **options):
             names = {"model": list(parameters), "rate": lr, "torch": torch}
-            exec(shown, names)
+            exec(quoted[1], names)
             return names["optimizer"]
 
-        monkeypatch.setattr(torch.optim, "AdamW", shown_optimizer)
+        monkeypatch.setattr(torch.optim, "AdamW", quoted_optimizer)
     model, rate, step, _ = make()
     weight = model.head.weight.detach().clone()
     rate.zero_()
     first = step().item()
-    assert torch.equal(model.head.weight, weight), "the rate is read from its tensor: at 0 nothing moves"
+    assert torch.equal(model.head.weight, weight), "the rate is read from its tensor"
     rate.fill_(3e-4)
     assert [step().item() for _ in range(50)][-1] < 0.9 * first
     assert model.head.weight.dtype == (torch.bfloat16 if ours else torch.float32)
 
 
-def test_making_the_step_changes_nothing(make):
-    torch.manual_seed(0)
-    model, rate, step, optimizer = make()
+def test_new_step_has_not_changed_anything(script, make):
+    model, rate, _, optimizer = make()
     assert rate == 3e-4
     assert all(not tensor.any() for state in optimizer.state.values() for tensor in state.values())
-    fresh, _, _, _ = make()
-    for own, other in zip(model.parameters(), fresh.parameters()):
-        assert torch.equal(own, other)
+    torch.manual_seed(0)
+    for weight, expected in zip(model.parameters(), script.Model(32, 64, 1, 2, 50, 16).parameters()):
+        assert torch.equal(weight.cpu(), expected)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_gradients_are_clipped_if_configured(make, clip):
+    model, _, step, _ = make(clip=clip)
     step()
-    plain = torch.optim.AdamW(fresh.parameters(), lr=3e-4)
-    for own, other in zip(model.parameters(), fresh.parameters()):
-        other.grad = own.grad
-    plain.step()
-    for own, other in zip(model.parameters(), fresh.parameters()):
-        torch.testing.assert_close(own, other, rtol=0, atol=1e-8)
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
+    assert norm > 0.1 if clip is None else norm == pytest.approx(clip, rel=1e-3)
 
 
-def test_gradients_are_clipped_where_it_is_asked_for(make):
-    for clip in (None, 0.01):
-        model, _, step, optimizer = make(clip=clip)
-        norms = []
-        optimizer.register_step_pre_hook(
-            lambda *_, model=model, norms=norms: norms.append(
-                torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
-            )
-        )
-        step()
-        assert norms[0] > 0.1 if clip is None else norms == pytest.approx([0.01], rel=1e-4)
-
-
-def test_a_resume_equals_no_interruption_to_the_bit(script, make):
+def test_resumed_training_is_bit_identical(script, make):
     model, rate, step, optimizer = make()
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
     for _ in range(4):
         step()
         schedule.step()
-    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    first = [step().item() for _ in range(4)]
+    saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    losses = [step().item() for _ in range(4)]
     other, other_rate, step, optimizer = make(seed=1, weights=weights)
-    places = [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()]
+    tensors = [tensor for state in optimizer.state.values() for tensor in state.values()]
     script.resume(optimizer, saved)
-    assert [step().item() for _ in range(4)] == first
+    assert [step().item() for _ in range(4)] == losses
     assert other_rate == rate != 3e-4
-    assert places == [tensor.data_ptr() for state in optimizer.state.values() for tensor in state.values()]
-    for own, one in zip(model.parameters(), other.parameters()):
-        assert torch.equal(own, one)
+    resumed = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert all(tensor is before for tensor, before in zip(resumed, tensors, strict=True))
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_what_is_not_this_optimizers_state_is_refused_before_anything_is_written(script, make):
-    *_, optimizer = make()
+def test_invalid_state_dict_is_rejected_and_changes_nothing(script, make):
+    *_, step, optimizer = make()
+    step()
     saved = copy.deepcopy(optimizer.state_dict())
-    for name in saved["state"][0]:
-        saved["state"][0][name].fill_(5)
     state, groups = saved["state"], saved["param_groups"]
-    last = max(state)
-    longer = {key: torch.cat([one, one]) if one.dim() else one for key, one in state[last].items()}
-    assert longer["exp_avg"].shape != state[last]["exp_avg"].shape
-    for wrong in ({"state": {0: state[0]}}, {"param_groups": 2 * groups}, {"state": state | {last: longer}}):
+    last = {key: torch.cat([tensor, tensor]) if tensor.dim() else tensor for key, tensor in state[0].items()}
+    *_, optimizer = make()
+    for wrong in (
+        {"state": {0: state[0]}},
+        {"param_groups": 2 * groups},
+        {"state": state | {max(state): last}},
+    ):
         with pytest.raises(ValueError):
             script.resume(optimizer, saved | wrong)
-        assert not any(tensor.any() for one in optimizer.state.values() for tensor in one.values())
-    script.resume(optimizer, saved)
-    assert next(iter(optimizer.state.values()))["step"] == 5
+        assert not any(tensor.any() for each in optimizer.state.values() for tensor in each.values())
 
 
-def test_a_batch_is_copied_in_and_one_of_another_size_is_refused(script, make):
-    torch.manual_seed(0)
-    batches = [torch.randint(50, (2, 2, 16)) for _ in range(2)]
+def test_step_copies_its_batch_and_rejects_other_shapes(make, device):
     *_, step, _ = make()
-    losses = [step(*batch).item() for batch in batches]
-    torch.manual_seed(0)
-    model, rate = script.Model(32, 64, 1, 2, 50, 16), torch.tensor(3e-4)
-    tokens, targets = batches[0].unbind()
-    step, _ = script.make_step(model, tokens := tokens.clone(), targets := targets.clone(), rate)
-    again = []
-    for batch in batches:
-        tokens.copy_(batch[0])
-        targets.copy_(batch[1])
-        again.append(step().item())
-    assert again == losses
-    for wrong in (batches[0][:, :1], batches[0][:, :, :5]):
+    first, second = tokens_of(0).to(device), tokens_of(1).to(device)
+    losses = [step().item(), step(*second).item(), step().item()]
+    *_, step, _ = make()
+    assert [step(*batch).item() for batch in (first, second, second)] == losses
+    for wrong in (first[:, :1], first[:, :, :5]):
         with pytest.raises(ValueError, match="but the step was made for"):
             step(*wrong)
 
 
 class Images(torch.nn.Module):
-    """What the step needs of a model and no more, with a statistic and random numbers of its own."""
+    """The smallest model that the step accepts, with batch statistics and dropout."""
 
     def __init__(self):
         super().__init__()
@@ -274,53 +271,28 @@ class Images(torch.nn.Module):
         return self.to_logits(x)
 
 
-def check_statistics_and_copies(script, device):
-    """Check that making a step changes no statistic and no random state; return a copy with its own head."""
+def test_new_step_keeps_statistics_and_random_state_and_copies_have_separate_heads(script, device):
     torch.manual_seed(0)
     with torch.device(device):
         model, images = Images(), torch.randn(4, 8)
         classes, rate = torch.randint(10, (4,)), torch.tensor(1e-2)
-    before = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
     random = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
     step, _ = script.make_step(model, images, classes, rate)
     assert all(map(torch.equal, random, [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before.state_dict()[name]), name
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
     losses = [step().item() for _ in range(50)]
-    assert losses[-1] < losses[0] and len({*losses[:5]}) == 5, "each step draws a dropout of its own"
+    assert losses[-1] < losses[0] and len({*losses[:5]}) == 5, "each step draws a new dropout mask"
     assert model.norm.num_batches_tracked == 50
-    with pytest.raises(ValueError, match="but the step was made for"):
-        step(images[:1], classes[:1])
     model.eval()
     copied = copy.deepcopy(model)
     expected = model(images)
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.head.bias.zero_()
+    torch.nn.init.zeros_(model.head.weight)
+    torch.nn.init.zeros_(model.head.bias)
     torch.testing.assert_close(copied(images), expected)
     assert not model(images).any()
-    return copied, images, expected
-
-
-def test_making_the_step_leaves_statistics_and_copies_have_their_heads(script, monkeypatch):
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    copied, images, expected = check_statistics_and_copies(script, "cpu")
-    file = io.BytesIO()
-    torch.save(copied, file)
-    file.seek(0)
-    assert torch.equal(torch.load(file, weights_only=False)(images), expected)
-
-
-def test_its_model_takes_fewer_tokens_than_it_was_made_for(script):
-    model = script.Model(32, 64, 1, 2, 50, 16)
-    tokens = torch.randint(50, (2, 16))
-    torch.testing.assert_close(model(tokens)[:, :5], model(tokens[:, :5]), rtol=1e-4, atol=1e-5)
-
-
-def test_the_copied_block_is_short_and_names_every_change():
-    lines = block().rstrip().splitlines()
-    assert 50 <= len(lines) <= 82 and max(map(len, lines)) <= 110
-    for change in LADDER_OPTIMIZATIONS:
-        assert sum(line.endswith(f"  # {change}") for line in lines) == 1, change
-    assert "stepscope" not in block()
+    if device == "cpu":  # compiled code can't be pickled
+        file = io.BytesIO()
+        torch.save(copied, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(images), expected)

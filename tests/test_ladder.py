@@ -30,7 +30,7 @@ from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.transforms import TrainedSubject, Unsupported, apply, launch_eagerly
 from stepscope.report.tables import number
 from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
-from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS, WITHOUT
+from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS
 from stepscope.studies.ladder.loop import Case, Ladder
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.profiled_steps import PROFILED_COLUMNS
@@ -94,23 +94,6 @@ def test_check_against_the_formula_detects_a_change(monkeypatch, changed):
     assert checks.against_formula("cpu", torch.float32)[1] > 0.99 * (130 * 70 + 130)
 
 
-def test_masters_keep_updates_that_bf16_weights_cannot_hold():
-    model, before = checks.make_parameters(), checks.make_parameters()
-    optimizer = MasterAdamW(model, 1e-2, torch.bfloat16)
-    masters = optimizer.masters()
-    assert torch.equal(masters["matrix"], before["matrix"])
-    assert model["matrix"].dtype == torch.bfloat16 and model["vector"].dtype == torch.float32
-    for parameter in model.values():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert (masters["matrix"] < before["matrix"]).all() and (model["vector"] < before["vector"]).all()
-    rounded = model["matrix"].detach().clone()
-    masters["matrix"].add_(2e-5)
-    optimizer.reset()
-    assert (model["matrix"] == rounded).float().mean() > 0.9
-    assert not torch.equal(masters["matrix"], rounded.float())
-
-
 def test_bytes_per_parameter_are_those_of_the_bounds():
     """A step reads and writes each buffer, but only writes the bf16 weight, and reads a bf16 gradient."""
     moved = {}
@@ -140,11 +123,8 @@ def test_stochastic_rounding_is_exact_in_the_mean_and_rounds_to_neighbors(value)
 def test_random_bits_equal_numpys_and_are_uncorrelated():
     index = torch.arange(100_000) + 2**31 - 50_000  # across the largest signed 32-bit integer
     bits = random_bits(index, torch.tensor(7))
-    assert bits.min() >= 0 and bits.max() < 2**16
-    for place in range(16):
-        assert (bits >> place & 1).double().mean().item() == pytest.approx(0.5, abs=0.01)
-    for first, second in ((bits, random_bits(index, torch.tensor(8))), (bits[1:], bits[:-1])):
-        assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
+    other_step = random_bits(index, torch.tensor(8))
+    assert abs(np.corrcoef([bits, other_step, bits.roll(1)]) - np.eye(3)).max() < 0.02
     v = torch.rand(100_000) + 0.5
     rounded = stochastic_round(v, bits).float().numpy()
     assert np.array_equal(rounded, checks.stochastic_bf16(v.numpy(), index.numpy(), 7))
@@ -179,20 +159,18 @@ def test_chunked_cross_entropy_equals_torchs(dtype, rtol, atol):
 @pytest.mark.parametrize(
     "tokens, chunks",
     [
-        (MIN_CHUNK, [MIN_CHUNK]),
         (2 * MIN_CHUNK + 9, [MIN_CHUNK, MIN_CHUNK, 9]),
-        (16 * MIN_CHUNK, [2 * MIN_CHUNK] * 8),
         (16 * MIN_CHUNK + 1, [*[2 * MIN_CHUNK + 1] * 7, 2 * MIN_CHUNK - 6]),
     ],
 )
 def test_chunks_are_at_most_eight_and_not_short(monkeypatch, tokens, chunks):
-    lengths, logsumexp = [], torch.Tensor.logsumexp
+    lengths = []
 
-    def recorded(x, *dims, **options):
+    def logsumexp(x, *dims, **options):
         lengths.append(len(x))
-        return logsumexp(x, *dims, **options)
+        return torch.logsumexp(x, *dims, **options)
 
-    monkeypatch.setattr(torch.Tensor, "logsumexp", recorded)
+    monkeypatch.setattr(torch.Tensor, "logsumexp", logsumexp)
     targets = torch.zeros(1, tokens, dtype=torch.int64)
     chunked_cross_entropy(torch.ones(1, tokens, 2), torch.ones(3, 2), targets, torch.float32)
     assert lengths == chunks
@@ -292,12 +270,6 @@ def test_fp8_matmuls_accumulate_fast_only_in_forward(monkeypatch):
     assert backward == (False, (32, 160), (160, 96), (32, 1), (1, 96))
 
 
-@pytest.mark.parametrize("capability, has_fp8", [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_fp8_needs_compute_capability_9(monkeypatch, capability, has_fp8):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert fp8.has_fp8("cuda") == has_fp8 and not fp8.has_fp8("cpu")
-
-
 def test_fp8_layer_without_master_adamw_is_an_error_or_nan():
     layer = nn.Sequential(nn.Linear(32, 32, bias=False))
     fp8.use_fp8(layer)
@@ -328,6 +300,10 @@ def other_model(batch_size):
     return TrainedSubject(model, (), loss, make_batch=batch, make_optimizer=adamw)
 
 
+def has_weights(subject):
+    return any(parameter.numel() for parameter in subject.model.parameters())
+
+
 def state_of(subject):
     """Return everything that a transform may change."""
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
@@ -342,21 +318,19 @@ def loaded(notebook, names):
     return subject
 
 
-@pytest.mark.parametrize("name", ["sdpa", "compiled_blocks", "bf16_weights", "bf16_moments", "chunked_loss"])
-def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_fit_the_model(notebook, name):
-    subject = other_model(2)
+UNFIT = [
+    ("other", name) for name in ("sdpa", "compiled_blocks", "bf16_weights", "bf16_moments", "chunked_loss")
+]
+UNFIT += [("ours", name) for name in ("tf32", "cuda_graph", "reduce_overhead", "fp8")]  # need a GPU
+
+
+@pytest.mark.parametrize("model, name", UNFIT)
+def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_apply(notebook, model, name):
+    subject = (notebook.transformer if model == "ours" else other_model)(2)
     before = state_of(subject)
     reason = getattr(notebook, name)(subject)
-    assert isinstance(reason, str) and " " in reason
     assert state_of(subject) == before
-
-
-@pytest.mark.parametrize("name", ["tf32", "cuda_graph", "reduce_overhead", "fp8"])
-def test_transform_changes_nothing_and_has_a_reason_when_it_needs_a_gpu(notebook, name):
-    subject = notebook.transformer(2)
-    before = state_of(subject)
-    assert re.search("CPU|GPU", getattr(notebook, name)(subject))
-    assert state_of(subject) == before
+    assert re.search("CPU|GPU" if model == "ours" else " ", reason)
 
 
 def test_bf16_moments_have_a_reason_when_there_is_no_master_adamw(notebook):
@@ -365,29 +339,9 @@ def test_bf16_moments_have_a_reason_when_there_is_no_master_adamw(notebook):
     assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
 
 
-def test_transforms_for_a_gpu_apply_when_there_is_one(notebook, monkeypatch):
-    monkeypatch.setitem(notebook.tf32.__globals__, "on_gpu", True)
-    subject = notebook.transformer(2)
-    assert apply([notebook.tf32, notebook.cuda_graph], subject) == {}
-    assert subject.matmul_precision == "high" and subject.launch is notebook.as_graph
-    adamw = notebook.capturable_adamw(subject.model)
-    assert adamw.defaults["capturable"] and isinstance(adamw.defaults["lr"], torch.Tensor)
-
-
-def test_compiled_blocks_compile_embedding_blocks_and_loss(notebook, monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function))
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compiled.append(module))
-    subject = notebook.transformer(2)
-    head_loss = subject.model.head_loss
-    assert notebook.compiled_blocks(subject) is None and subject.compiles
-    assert compiled == [subject.model.embedding, *subject.model.blocks, head_loss]
-
-
-@pytest.mark.parametrize(
-    "names", [LADDER[:2], LADDER[:3], LADDER[:4], LADDER[:7], LADDER, (*LADDER, "chunked_loss")]
-)
-def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, uncompiled, names):
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9])
+def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, uncompiled, count):
+    names = (*LADDER, "chunked_loss")[:count]
     baseline = loaded(notebook, [])
     true_loss = baseline.gradients().item()
     subject = loaded(notebook, names)
@@ -442,21 +396,6 @@ def bf16_autocast(subject):
     subject.autocast = torch.bfloat16
 
 
-def test_ladder_measures_another_model_with_reasons_for_transforms_that_do_not_apply(config, notebook):
-    ladder = ladder_of(config, other_model, named("bf16", bf16_autocast), notebook.sdpa, notebook.fused_adamw)
-    ladder.measure()
-    steps = steps_of(ladder)
-    assert steps["status"].to_dict() == {
-        "fp32": "ok",
-        "bf16": "ok",
-        "sdpa": "unsupported",
-        "fused_adamw": "ok",
-    }
-    assert steps.loc["sdpa", "reason"] == notebook.sdpa(other_model(2))
-    assert steps.loc["fp32", "gradient_error"] == 0 < steps.loc["bf16", "gradient_error"] < 0.1
-    assert (steps["wall_ms"].dropna() > 0).all() and (steps["operations"].dropna() > 0).all()
-
-
 def wrong_attribute(subject):
     for block in subject.model.blocks:
         block.attention.implementation = "sdpa"
@@ -492,13 +431,10 @@ def test_compiled_step_is_rejected_only_if_profiles_show_compiled_code(config):
 
 def test_failed_optimization_has_a_reason_and_the_next_is_measured(config, monkeypatch):
     def fail(error):
-        def change(subject):
-            def loss(model, x, y):
-                raise error
+        def loss(model, x, y):
+            raise error
 
-            subject.loss = loss
-
-        return change
+        return lambda subject: setattr(subject, "loss", loss)
 
     def profile_only(subject):
         def launch(subject):
@@ -531,10 +467,6 @@ def test_failed_optimization_has_a_reason_and_the_next_is_measured(config, monke
     assert steps.loc["fused_adamw", "wall_ms"] > 0 and math.isnan(steps.loc["fused_adamw", "gpu_ms"])
 
 
-def has_weights(subject):
-    return any(parameter.numel() for parameter in subject.model.parameters())
-
-
 def test_transform_may_replace_a_part_of_the_model(config):
     def wider(subject):
         subject.model[0], subject.model[2] = nn.Linear(16, 64), nn.Linear(64, 16)
@@ -543,7 +475,6 @@ def test_transform_may_replace_a_part_of_the_model(config):
     case = ladder.cases[1]
     ladder.visit(case, lambda case, subject: subject.gradients())
     assert case.row["status"] == "ok" and case.subject.shapes["0.weight"] == (64, 16)
-    assert not has_weights(case.subject)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
@@ -566,26 +497,20 @@ def test_case_that_fails_frees_its_weights(config, error):
     assert subjects and not any(map(has_weights, subjects))
 
 
-def prepared(notebook, config, **fields):
-    """Prepare all cases that this device supports; return the ladder, and the cases by name."""
-    everything = config(
-        optimizations=[*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"], ablations=[*ABLATABLE], **fields
-    )
+def test_cases_share_compiled_code_if_model_and_loss_are_equal(config, notebook):
+    beyond = [notebook.chunked_loss, notebook.fp8]
+    names = [*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"]
     ladder = Ladder(
-        everything, notebook.transformer, notebook.OPTIMIZATIONS, [notebook.chunked_loss, notebook.fp8]
+        config(optimizations=names, ablations=[*ABLATABLE]),
+        notebook.transformer,
+        notebook.OPTIMIZATIONS,
+        beyond,
     )
+    groups: dict = {}
     for case in ladder.cases:
         with suppress(Unsupported):
-            ladder.prepare(case)
-    return ladder, {case.name: case for case in ladder.cases}
-
-
-def test_steps_share_compiled_code_if_model_and_loss_are_equal(config, notebook):
-    ladder, cases = prepared(notebook, config)
-    groups: dict = {}
-    for name, case in cases.items():
-        if case.subject is not None:
-            groups.setdefault(id(case.subject.model), set()).add(name)
+            subject = ladder.prepare(case)
+            groups.setdefault(id(subject.model), set()).add(case.name)
     assert sorted(groups.values(), key=sorted) == [
         {"bf16"},
         {"bf16_weights", "bf16_moments", "without_bf16_moments"},
@@ -597,19 +522,10 @@ def test_steps_share_compiled_code_if_model_and_loss_are_equal(config, notebook)
         {"without_sdpa"},
     ]
     assert len(ladder.programs) == len(groups)
-
-
-def test_ablation_applies_all_other_transforms(config, notebook):
-    _, cases = prepared(notebook, config)
-    assert [name for name in cases if name.startswith("without")] == [*WITHOUT]
-    optimized = [name for name in LADDER if name not in ("tf32", "cuda_graph")]  # on a CPU
-    for name in ("sdpa", "compiled_blocks", "bf16_moments"):
-        expected = tuple(each for each in optimized if each != name)
-        assert cases[f"without_{name}"].applied == expected
-    assert cases["without_bf16_weights"].applied == cases["compiled_blocks"].applied
-    ladder = Ladder(config(ablations=["cuda_graph"]), notebook.transformer, notebook.OPTIMIZATIONS)
-    with pytest.raises(Unsupported, match="a CPU has no CUDA graphs"):
-        ladder.prepare(ladder.cases[-1])
+    on_cpu = [name for name in LADDER if name not in ("tf32", "cuda_graph")]
+    for left_out in ("sdpa", "compiled_blocks", "bf16_moments"):
+        (case,) = [case for case in ladder.cases if case.name == f"without_{left_out}"]
+        assert case.applied == tuple(name for name in on_cpu if name != left_out)
 
 
 def test_filling_batch_is_the_largest_that_fits_by_formula(config):
@@ -622,17 +538,16 @@ def test_filling_batch_is_the_largest_that_fits_by_formula(config):
     assert batch % 4 == 0 and needed <= 0.92 * memory < more
 
 
-def test_sample_represents_a_large_gradient(monkeypatch):
+def test_gradient_error_weights_sampled_gradients_by_their_size(monkeypatch):
+    """Of the error of 100 elements, ten are sampled."""
     monkeypatch.setattr(numerics, "MAX_SAMPLED", 10)
-    assert numerics.sampled(torch.arange(95.0)).tolist() == [*range(0, 95, 10)]
-    assert len(numerics.sampled(torch.arange(9.0))) == 9
     gradients = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
     subject: Any = SimpleNamespace(
         parameters={name: SimpleNamespace(grad=gradient) for name, gradient in gradients.items()},
         shapes={name: gradient.shape for name, gradient in gradients.items()},
     )
-    truth = {"large": torch.ones(10), "small": gradients["small"]}
-    errors = numerics.relative_errors(subject, 1.0, 2.0, truth)
+    expected = {"large": torch.ones(10), "small": gradients["small"]}
+    errors = numerics.relative_errors(subject, 1.0, 2.0, expected)
     assert errors == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 
@@ -653,35 +568,31 @@ def test_gradients_of_trained_weights_are_compared_with_fp8(config, notebook, un
     assert [errors[name, 1] for name in names] == [None] * 3
 
 
-@pytest.mark.parametrize("precision, moments", [("fp32", "fp32"), ("bf16", "fp32"), ("bf16", "bf16")])
-def test_rates_are_relative_to_the_limits_of_the_cases_precision(config, monkeypatch, precision, moments):
-    sheet_tflops = {"fp32": 50.0, "bf16": 1000.0}[precision]
-    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda *_: sheet_tflops)
-    monkeypatch.setattr("stepscope.measure.sheet_clock_mhz", lambda *_: 1800.0)
+@pytest.mark.parametrize("precision, sheet_tflops", [("fp32", 50.0), ("bf16", 1000.0)])
+def test_utilization_is_relative_to_the_sheets_rate_and_clock(config, monkeypatch, precision, sheet_tflops):
+    sheet = {"fp32": 50.0, "bf16": 1000.0}
+    monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: sheet[precision])
+    monkeypatch.setattr("stepscope.measure.sheet_clock_mhz", lambda precision, device: 1800.0)
     ladder = ladder_of(config, other_model)
-    ladder.ceilings = {"matmul_fp32": 40.0, "matmul_bf16": 800.0, "copy": 4.0}
+    ladder.ceilings = {"matmul_bf16": 800.0, "copy": 4.0}
     case = Case("fp32", 3, other_model)
-    case.precision, case.moments = precision, moments
+    case.precision = precision
     case.row |= {"wall_ms": 8.0, "sm_clock_mhz": 1000.0}
     rates = ladder.rates(case)
     tflops = 1.5 * step_flops(ladder.config) / 8e-3 / 1e12  # the configuration has two sequences
     assert rates["mfu"] == pytest.approx(tflops / sheet_tflops)
     assert rates["mfu_clock_adjusted"] == pytest.approx(1.8 * rates["mfu"])
-    assert rates["mfu_vs_measured_peak"] == pytest.approx(tflops / ladder.ceilings[f"matmul_{precision}"])
-    assert rates["tokens_per_s"] == pytest.approx(3 * ladder.config.context_length / 8e-3)
-    moved_bytes = bounds.MOVED_BYTES[moments] * parameter_count(ladder.config)
-    assert rates["memory_traffic_ms"] == pytest.approx(moved_bytes / 4e9)
 
 
 def test_compiled_blocks_have_the_replayed_time_of_the_same_batch(config):
     transforms = [named(name, bf16_autocast) for name in ("compiled_blocks", "cuda_graph")]
     ladder = ladder_of(config, other_model, *transforms, batch_sizes=[1, 3])
-    walls = {("compiled_blocks", 1): 10.0, ("cuda_graph", 1): 8.0, ("compiled_blocks", 3): 30.0}
-    for case in ladder.cases:
-        if (case.name, case.batch_size) in walls:
-            case.row["wall_ms"] = walls[case.name, case.batch_size]
+    for index, case in enumerate(ladder.cases):
+        if (case.name, case.batch_size) != ("cuda_graph", 3):
+            case.row["wall_ms"] = float(index)
+    graph_ms = ladder.cases[-2].row["wall_ms"]
     replayed = ladder.steps.set_index(["optimization", "batch_size"])["replayed_ms"].dropna()
-    assert replayed.to_dict() == {("compiled_blocks", 1): 8.0}
+    assert replayed.to_dict() == {("compiled_blocks", 1): graph_ms}
 
 
 # -- the learning rate ----------------------------------------------------------------------------------------
@@ -736,24 +647,6 @@ def test_graph_fails_when_its_learning_rate_is_a_number(config):
     ladder.visit(ladder.cases[-1], ladder.time_steps)
     assert ladder.cases[-1].row["status"] == "failed"
     assert "tensor" in ladder.cases[-1].row["reason"]
-
-
-@pytest.mark.parametrize("rate", [1e-2, torch.tensor(1e-2)])
-def test_learning_rate_is_restored_when_a_measured_step_fails(config, monkeypatch, rate):
-    def keep_optimizer(case, subject):
-        subject.launch = launch_eagerly
-        optimizers.append(subject.optimizer)
-
-    def fail(step, device, steps):
-        assert float(optimizers[0].param_groups[0]["lr"]) == pytest.approx(NEGLIGIBLE_RATE)
-        raise RuntimeError("no kernel")
-
-    optimizers: list[torch.optim.Optimizer] = []
-    ladder = ladder_of(config, other_model, adamw_with(rate))
-    monkeypatch.setattr("stepscope.measure.back_to_back", fail)
-    ladder.visit(ladder.cases[-1], keep_optimizer, ladder.time_steps)
-    assert ladder.cases[-1].row["status"] == "failed"
-    assert float(optimizers[0].param_groups[0]["lr"]) == pytest.approx(1e-2)
 
 
 # -- number of steps on a GPU ---------------------------------------------------------------------------------
@@ -818,25 +711,24 @@ def test_power_limited_steps_are_profiled_for_a_second_and_the_median_counts(
     on_gpu, monkeypatch, step_ms, is_limited, steps
 ):
     rows = [("step", number, "total", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
-    profiled, numbers = pd.DataFrame(rows, columns=PROFILED_COLUMNS), []
+    numbers = []
 
     def phases(case, number):
         numbers.append(number)
-        return lambda phase: nullcontext()
+        return nullcontext
 
-    capture = SimpleNamespace(reason="", operations=profiled, phases=phases)
+    operations = pd.DataFrame(rows, columns=PROFILED_COLUMNS)
+    capture = SimpleNamespace(reason="", operations=operations, phases=phases)
     monkeypatch.setattr("stepscope.measure.StepProfiler", lambda device: nullcontext(capture))
     monkeypatch.setattr("stepscope.measure.is_power_limited", lambda row: is_limited)
-    monkeypatch.setattr(
-        "stepscope.measure.find_inconsistencies", lambda row, all_ms: f"{row['gpu_ms']} of {all_ms}"
-    )
     on_gpu.walls["ms"] = step_ms
     case = Case("fp32", 2, other_model)
     case.row["wall_ms"] = 10.0
     on_gpu.ladder.profile_steps(case, on_gpu.subject)
     assert len(numbers) == steps
     gpu_ms = 5.0 if is_limited else 4.0
-    assert case.row["inconsistent"] == f"{gpu_ms} of [9.0, 4.0, 5.0]" and case.row["busy"] == gpu_ms / 10
+    assert (case.row["gpu_ms"], case.row["busy"]) == (gpu_ms, gpu_ms / 10)
+    assert case.row["inconsistent"], "the profiled steps differ"
 
 
 def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch):
@@ -871,12 +763,11 @@ def test_llama_has_as_many_parameters_and_trains(notebook):
 def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
     """When compiled, SDPA gets no mask but is_causal, and loss and gradients are the same."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
-    with_mask, calls, results = modeling.create_causal_mask, [], []
+    calls, results = [], []
 
     def backend(graph, inputs):
-        for node in graph.graph.nodes:
-            if "scaled_dot_product" in str(node.target):
-                calls.append((node.kwargs["attn_mask"] is None, node.kwargs["is_causal"]))
+        nodes = [node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+        calls.extend((options["attn_mask"] is None, options["is_causal"]) for options in nodes)
         return graph
 
     monkeypatch.setattr(torch, "compile", lambda model, mode: torch._dynamo.optimize(backend)(model))
@@ -886,10 +777,9 @@ def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
         subject.load(0)
         for parameter in subject.parameters.values():
             parameter.data.mul_(20)  # so that attention matters
-        results.append((subject, subject.gradients().item(), numerics.gradients_of(subject)))
-    assert calls == [(False, False), (True, True)] and modeling.create_causal_mask is with_mask
-    (_, loss, gradients), (subject, _, _) = results
-    errors = numerics.relative_errors(subject, results[1][1], loss, gradients)
+        results.append((subject.gradients().item(), numerics.gradients_of(subject)))
+    assert calls == [(False, False), (True, True)]
+    errors = numerics.relative_errors(subject, results[1][0], *results[0])
     assert errors["loss_error"] < 1e-3 and errors["gradient_error"] < 0.02
     monkeypatch.delattr(modeling, "create_causal_mask")
     assert "mask" in notebook.no_mask(notebook.llama(2))
@@ -899,30 +789,23 @@ def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
 
 
 def test_ablation_of_an_unused_optimization_is_invalid(config):
-    assert config(ablations=[*ABLATABLE]).run_id != config().run_id == config(ablations=[]).run_id
-    for change in {*LADDER_OPTIMIZATIONS} - {*ABLATABLE}:
-        with pytest.raises(
-            ConfigError,
-            match=f"ablations: got {change}, but the fully optimized step can only .* sdpa, compiled_blocks",
-        ):
-            config(ablations=["sdpa", change])
+    assert config(ablations=[*ABLATABLE]).run_id != config().run_id
+    with pytest.raises(ConfigError, match="ablations: got tf32, but .* sdpa, compiled_blocks"):
+        config(ablations=["sdpa", "tf32"])
 
 
 @pytest.mark.parametrize("context", [128, 512])
 def test_lower_bound_follows_from_flops_and_bytes(context):
     config = StepConfig(size="2.7B", context_length=context, device="cpu")
     tokens, width, hidden, layers = 4 * context, 2560, 10240, 32
-    embedding_and_norms = 10_000 * width + 65 * width
-    weights = 6 * tokens * (parameter_count(config) - embedding_and_norms)
-    attention = 12 * layers * tokens * width * (context + 1) / 2
+    in_blocks = layers * (4 * width**2 + 3 * width * hidden)
+    flops = 6 * tokens * (in_blocks + 10_000 * width) + 6 * layers * tokens * width * (context + 1)
     rates = {"matmul_bf16": 780.0, "matmul_fp8": 1560.0, "copy": 4.2}
     bf16 = bounds.lower_bound(config, "bf16", "bf16", rates)
-    assert bf16["matmul_ms"] == pytest.approx((weights + attention) / 780e9)
-    assert bf16["memory_traffic_ms"] == pytest.approx(20 * 3.41e9 / 4.2e9, rel=0.002)
+    assert bf16["matmul_ms"] == pytest.approx(flops / 780e9)
+    assert bf16["memory_traffic_ms"] == pytest.approx(20 * parameter_count(config) / 4.2e9)
     assert bf16["lower_bound_ms"] == bf16["matmul_ms"] + bf16["memory_traffic_ms"]
-    fp32 = bounds.lower_bound(config, "fp32", "fp32", rates)
-    assert fp32["memory_traffic_ms"] == pytest.approx(1.4 * bf16["memory_traffic_ms"])
-    in_fp8 = 4 * tokens * layers * (4 * width**2 + 3 * width * hidden)  # forward and the input's gradient
+    in_fp8 = 4 * tokens * in_blocks  # forward and the input's gradient
     saved_ms = bf16["matmul_ms"] - bounds.lower_bound(config, "fp8", "bf16", rates)["matmul_ms"]
     assert saved_ms == pytest.approx(in_fp8 / 780e9 / 2)
 

@@ -1,6 +1,7 @@
-"""The model against independent ones: parameter counts, numerics, FLOPs, and what its operations move."""
+"""The model against independent ones: parameters, numerics, FLOPs, ranges, and the training step."""
 
 import threading
+from collections import Counter
 from contextlib import contextmanager
 from functools import partial, partialmethod
 
@@ -53,7 +54,7 @@ def float64():
 
 
 def wide_model(**fields):
-    """A model in float64 whose norms are not all ones, with a batch of tokens and targets."""
+    """Return a float64 model with random norms, and a batch of tokens and targets."""
     config = step_config(**SHAPE | fields)
     torch.manual_seed(1)
     with float64():
@@ -71,37 +72,32 @@ def loss_and_gradients(model, logits, targets):
     )
 
 
-# Parameters
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_parameter_counts_are_those_of_the_handout_and_of_the_formula(size):
-    config = step_config(size=size, context_length=128)
-    with torch.device("meta"):  # shapes without memory
-        count = sum(parameter.numel() for parameter in TransformerLM(config).parameters())
-    assert count == parameter_count(config) == HANDOUT.get(size, count)
+# -- parameters -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_formulas_describe_the_model_of_every_size(size):
     config = step_config(size=size, context_length=128)
-    with torch.device("meta"):
-        assert formula_mismatch(TransformerLM(config), config) == ""
+    with torch.device("meta"):  # shapes without memory
+        model = TransformerLM(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert count == parameter_count(config) == HANDOUT.get(size, count)
+    assert formula_mismatch(model, config) == ""
 
 
-def test_formulas_do_not_describe_a_model_with_another_part():
+def test_formula_mismatch_names_a_changed_parameter():
     config = step_config(size="nano", context_length=8)
     with torch.device("meta"):
         gelu, tied, wider = (TransformerLM(config) for _ in range(3))
-        gelu.blocks[1].ffn = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+        gelu.blocks[1].ffn = nn.GELU()
         tied.head.weight = tied.embedding.weight
-        wider.head = nn.Linear(config.d_model, config.vocab_size + 1, bias=False)
+        wider.head = nn.Linear(config.d_model, 5, bias=False)
     assert "blocks.1.ffn.gate_proj.weight is missing" in formula_mismatch(gelu, config)
     assert "head.weight is missing" in formula_mismatch(tied, config)
-    assert f"of shape ({config.vocab_size + 1}, 32)" in formula_mismatch(wider, config)
+    assert "of shape (5, 32)" in formula_mismatch(wider, config)
 
 
-# Numerics
+# -- numerics -------------------------------------------------------------------------------------------------
 
 NAMES = {
     "embedding": "model.embed_tokens",
@@ -120,11 +116,10 @@ def in_llama(name):
 
 
 def llama_like(model, config, exact):
-    """The library's Llama with the same weights.
+    """Return Hugging Face's Llama with the same weights.
 
-    It computes its norms and rotary tables in float32 whatever its type; ``exact`` puts torch's own RMSNorm
-    and tables from complex exponentials in their place, and leaves all else (projections, rotation,
-    attention, MLP, residuals) its.
+    It computes norms and rotary tables in float32. With ``exact``, they are replaced by torch's RMSNorm and
+    tables from complex exponentials; projections, rotation, attention, MLP and residuals stay Llama's.
     """
     with float64():
         llama = LlamaForCausalLM(
@@ -167,12 +162,12 @@ def complex_tables(config):
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
-def test_logits_loss_and_every_gradient_are_those_of_a_librarys_llama(attention):
+def test_logits_loss_and_gradients_equal_llamas(attention):
     model, tokens, targets = wide_model(attention=attention)
     llama = llama_like(model, SHAPE, exact=True)
     logits, expected = model(tokens), llama(tokens).logits
     torch.testing.assert_close(logits, expected, **EXACT)
-    assert logits.std() > 0.5  # a comparison of zeros would say nothing
+    assert logits.std() > 0.5
     loss, gradients = loss_and_gradients(model, logits, targets)
     expected_loss, expected_gradients = loss_and_gradients(llama, expected, targets)
     torch.testing.assert_close(loss, expected_loss, **EXACT)
@@ -182,7 +177,7 @@ def test_logits_loss_and_every_gradient_are_those_of_a_librarys_llama(attention)
         torch.testing.assert_close(gradient, expected_gradients[in_llama(name)], **EXACT, msg=name)
 
 
-def test_the_step_is_the_librarys_forward_loss_and_adamw():
+def test_steps_train_like_llama_and_torchs_adamw():
     config = step_config(**SHAPE, mode="step")
     step = build_step(config)
     other = llama_like(step.model, SHAPE, exact=False).float()
@@ -202,29 +197,28 @@ def test_the_step_is_the_librarys_forward_loss_and_adamw():
 @pytest.mark.parametrize(
     "dtype, rounding", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
 )
-def test_rmsnorm_is_torchs_and_rounds_once(dtype, rounding):
+def test_rmsnorm_equals_torchs_and_rounds_once(dtype, rounding):
     norm = RMSNorm(48).to(dtype)
-    with torch.no_grad():
-        norm.weight.copy_(torch.randn(48))
-    x = (torch.randn(99, 48, dtype=torch.float64) * 1e-2).to(dtype)  # small, so that eps and its place count
-    assert norm(x).dtype == dtype
+    nn.init.normal_(norm.weight)
+    x = (torch.randn(99, 48, dtype=torch.float64) * 1e-2).to(dtype)  # small, so that eps matters
     expected = functional.rms_norm(x.double(), (48,), norm.weight.double(), 1e-5)
+    assert norm(x).dtype == dtype
     torch.testing.assert_close(norm(x).double(), expected, rtol=rounding, atol=0)
 
 
-def test_softmax_holds_where_exponentials_overflow():
+def test_softmax_is_exact_when_exponentials_overflow():
     scores = torch.tensor([[1000.0, 999.0, float("-inf")], [-1000.0, -1001.0, -1002.0]], dtype=torch.float64)
     torch.testing.assert_close(Attention(48, 4, "naive").softmax(scores), scores.softmax(-1), **EXACT)
 
 
-# FLOPs
+# -- FLOPs ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
 @pytest.mark.parametrize(
     "fields", [{}, {"context_length": 1}, {"batch_size": 1, "num_heads": 1, "num_layers": 1}]
 )
-def test_flops_are_those_that_torch_counts(mode, fields):
+def test_flops_equal_torchs_count(mode, fields):
     config = step_config(**SHAPE | fields, mode=mode)
     step = build_step(config)
     with FlopCounterMode(display=False) as counter:
@@ -232,48 +226,50 @@ def test_flops_are_those_that_torch_counts(mode, fields):
     assert counter.get_total_flops() == step_flops(config, mode) > 0
 
 
-def test_flops_by_region_are_those_that_torch_counts(monkeypatch):
-    """Each region's own method, counted alone."""
+def test_flops_by_region_equal_torchs_count(monkeypatch):
     config = step_config(**SHAPE)
-    model, counted, running = TransformerLM(config), {}, []
+    model, counts, open_regions = TransformerLM(config), Counter(), []
 
     class Counting:
+        """Count each region without the regions inside it."""
+
+        def attribute(self):
+            counts[open_regions[-1] if open_regions else ""] += counter.get_total_flops() - counts.total()
+
         def push_range(self, name):
-            running.append((name, counter.get_total_flops(), 0))
+            self.attribute()
+            open_regions.append(name)
 
         def pop_range(self):
-            name, before, inner = running.pop()
-            whole = counter.get_total_flops() - before
-            counted[name] = counted.get(name, 0) + whole - inner
-            if running:
-                running[-1] = (*running[-1][:2], running[-1][2] + whole)
+            self.attribute()
+            open_regions.pop()
 
     monkeypatch.setattr(ranges, "_domain", Counting())
     monkeypatch.setattr(ranges, "_attributes", lambda name: name)
     with FlopCounterMode(display=False) as counter, ranges.annotated(model):
         model(torch.zeros(config.batch_size, config.context_length, dtype=torch.int64))
-    assert {name: flops for name, flops in counted.items() if flops} == forward_flops(config)
+    assert +counts == forward_flops(config)
 
 
-# What a step does
+# -- the training step ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["forward", "forward_backward", "step"])
-def test_weights_change_in_mode_step_only_and_forward_alone_is_inference(mode):
-    step, grads = build_step(step_config(**SHAPE, mode=mode)), []
-    step.model.register_forward_hook(lambda model, args, logits: grads.append(logits.requires_grad))
+def test_only_full_steps_change_weights_and_only_forward_is_inference(mode):
+    step, requires_grad = build_step(step_config(**SHAPE, mode=mode)), []
+    step.model.register_forward_hook(lambda model, args, logits: requires_grad.append(logits.requires_grad))
     before = [parameter.clone() for parameter in step.model.parameters()]
     loss = step()
     assert loss is None if mode == "forward" else not loss.requires_grad
-    changed = [not torch.equal(was, now) for was, now in zip(before, step.model.parameters())]
-    assert all(changed) if mode == "step" else not any(changed)
-    assert grads == [mode != "forward"] and torch.is_grad_enabled()
+    unchanged = {*map(torch.equal, before, step.model.parameters())}
+    assert unchanged == {mode != "step"}
+    assert requires_grad == [mode != "forward"] and torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize(
     "precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_precision_is_autocasts_and_weights_stay_fp32(precision, dtype):
+def test_precision_is_that_of_autocast_and_weights_stay_fp32(precision, dtype):
     step, seen = build_step(step_config(**SHAPE)).of(precision=precision), []
     step.model.blocks[0].ffn.gate_proj.register_forward_hook(
         lambda module, args, output: seen.append(output.dtype)
@@ -283,73 +279,57 @@ def test_precision_is_autocasts_and_weights_stay_fp32(precision, dtype):
     assert {tensor.dtype for p in step.model.parameters() for tensor in (p, p.grad)} == {torch.float32}
 
 
-def test_fp16_steps_follow_one_another_and_the_scale_falls_where_gradients_overflow():
+@pytest.mark.parametrize("scale, overflows", [(2.0**16, False), (2.0**100, True)])
+def test_fp16_steps_reduce_the_scale_when_gradients_overflow(scale, overflows):
     step = build_step(step_config(**SHAPE)).of(precision="fp16")
-    for scale in (2.0**16, 2.0**100):  # the latter is none that fp16 holds
-        step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        before = [parameter.detach().clone() for parameter in step.model.parameters()]
-        for _ in range(2):
-            step.clear_gradients()
-            step()
-        moved = any(not torch.equal(*both) for both in zip(before, step.model.parameters()))
-        assert moved == (scale == 2.0**16) and step.scaler.get_scale() == (scale if moved else scale / 4)
+    step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    before = step.model.head.weight.detach().clone()
+    for _ in range(2):
+        step.clear_gradients()
+        step()
+    assert torch.equal(step.model.head.weight, before) == overflows
+    assert step.scaler.get_scale() == (scale / 4 if overflows else scale)
 
 
-def test_tf32_is_asked_for_by_the_step_that_has_it():
-    step = build_step(step_config(**SHAPE))
-    for precision, asked in (("tf32", "high"), ("fp32", "highest")):
-        step.of(precision=precision)()
-        assert torch.get_float32_matmul_precision() == asked
+@pytest.mark.parametrize("precision, expected", [("tf32", "high"), ("fp32", "highest")])
+def test_step_sets_the_matmul_precision(precision, expected):
+    build_step(step_config(**SHAPE)).of(precision=precision)()
+    assert torch.get_float32_matmul_precision() == expected
 
 
-def test_one_seed_is_one_step_and_another_seed_another():
-    first, again, other = (build_step(step_config(**SHAPE, seed=seed)) for seed in (0, 0, 1))
-    for step, equal in ((again, True), (other, False)):
-        assert torch.equal(first.tokens, step.tokens) == equal
-        assert torch.equal(first.model.head.weight, step.model.head.weight) == equal
-    assert not torch.equal(first.tokens, first.targets)
-
-
-@pytest.mark.parametrize("optimizer, kind", [("foreach", (True, False)), ("fused", (False, True))])
-def test_the_optimizer_is_the_one_asked_for(optimizer, kind):
-    group = build_step(step_config(**SHAPE, optimizer=optimizer)).optimizer.param_groups[0]
-    assert (group["foreach"], group["fused"]) == kind
-    assert build_step(step_config(**SHAPE, optimizer=optimizer, mode="forward_backward")).optimizer is None
+@pytest.mark.parametrize("optimizer", ["foreach", "fused"])
+def test_optimizer_is_the_configured_one(optimizer):
+    config = step_config(**SHAPE, optimizer=optimizer)
+    (group,) = build_step(config).optimizer.param_groups
+    assert (group["foreach"], group["fused"]) == (optimizer == "foreach", optimizer == "fused")
+    assert build_step(config, "forward_backward").optimizer is None
 
 
 @pytest.mark.parametrize("parts", ["blocks", "model"])
-def test_a_compiled_model_computes_the_same(parts, monkeypatch):
+def test_compiled_model_computes_the_same_gradients(parts, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch.compiler.reset()
-    plain, compiled = (
-        build_step(step_config(**SHAPE, compile=kind, mode="forward_backward")) for kind in ("none", parts)
-    )
-    compiled.model.load_state_dict(plain.model.state_dict())
-    for step in (plain, compiled):
+    gradients = []
+    for kind in ("none", parts):
+        step = build_step(step_config(**SHAPE, compile=kind, mode="forward_backward"))
         step()
-    for (name, parameter), other in zip(
-        plain.model.named_parameters(), compiled.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(other.grad, parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+        gradients.append([parameter.grad for parameter in step.model.parameters()])
+    for expected, gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_steps_mode_and_precision_are_those_asked_for_else_its_runs():
-    config = step_config(**SHAPE, precision="fp16", mode="forward_backward")
-    asked, own = build_step(config, "forward").of(precision="bf16"), build_step(config)
-    assert (asked.mode, asked.precision, own.mode, own.precision) == (
-        "forward",
-        "bf16",
-        "forward_backward",
-        "fp16",
-    )
-    assert (own.of(precision="fp32").mode, own.of(mode="step").precision) == ("forward_backward", "fp16")
-    for step in (asked, own, own.of(precision="fp32")):
-        assert step.scaler.is_enabled() == (step.precision == "fp16")
+def test_step_has_its_runs_mode_and_precision_unless_changed():
+    step = build_step(step_config(**SHAPE, precision="fp16", mode="forward_backward"))
+    for changes in ({}, {"precision": "fp32"}, {"mode": "forward"}, {"mode": "forward", "precision": "bf16"}):
+        changed = step.of(**changes)
+        expected = {"mode": "forward_backward", "precision": "fp16"} | changes
+        assert {"mode": changed.mode, "precision": changed.precision} == expected
+        assert changed.scaler.is_enabled() == (changed.precision == "fp16")
 
 
-class Apart(nn.Module):
-    """Two regions, and an operation in none between them."""
+class TwoRegions(nn.Module):
+    """Two regions with an operation between them."""
 
     def __init__(self):
         super().__init__()
@@ -367,41 +347,36 @@ class Apart(nn.Module):
         return self.outer(self.inner(x).exp())
 
 
-def test_backward_bears_a_regions_name_in_what_that_region_made_alone(monkeypatch):
+def test_backward_opens_the_ranges_of_its_forward_regions(monkeypatch):
     opened: list[str] = []
     domain = type(
         "Domain", (), {"push_range": staticmethod(opened.append), "pop_range": staticmethod(lambda: None)}
     )
     monkeypatch.setattr(ranges, "_domain", domain)
     monkeypatch.setattr(ranges, "_attributes", lambda name: name)
-    with ranges.annotated(model := Apart()) as annotation:
+    with ranges.annotated(model := TwoRegions()) as annotation:
         output = model(torch.ones(2))
         assert opened == ["inner", "outer"]
         annotation.link_backward()
         output.sum().backward()
-    assert opened[2:] == ["outer", "inner", "inner"], "sine, product, and the weight's gradient"
+    assert opened[2:] == ["outer", "inner", "inner"], "of the sine, the product, and the weight's gradient"
 
 
-def test_a_profilers_range_ends_what_its_own_thread_began_last_also_after_an_error(monkeypatch):
+def test_profiler_ranges_are_nested_per_thread_and_end_after_an_error(monkeypatch):
     log, before = [], ranges._domain
 
-    class Opened:
-        def __init__(self, name):
-            self.name = name
+    @contextmanager
+    def record_function(name):
+        log.append(f"{name} begins")
+        yield
+        log.append(f"{name} ends")
 
-        def __enter__(self):
-            log.append(f"{self.name} begins")
-
-        def __exit__(self, *error):
-            log.append(f"{self.name} ends")
-
-    monkeypatch.setattr(torch.profiler, "record_function", Opened)
-    with ranges.nvtx_range("a"):
-        assert not log, "NVTX's"
+    monkeypatch.setattr(torch.profiler, "record_function", record_function)
     ranges.use_ranges(ranges.ProfilerRanges())
     try:
         with ranges.nvtx_range("a"):
-            (other := threading.Thread(target=lambda: ranges._domain.push_range("another thread's"))).start()
+            other = threading.Thread(target=lambda: ranges._domain.push_range("another thread's"))
+            other.start()
             other.join()
             with pytest.raises(ZeroDivisionError), ranges.nvtx_range("b"):
                 1 / 0  # noqa: B018
@@ -410,12 +385,12 @@ def test_a_profilers_range_ends_what_its_own_thread_began_last_also_after_an_err
     assert log == ["a begins", "another thread's begins", "b begins", "b ends", "a ends"]
 
 
-# Out of memory
+# -- out of memory --------------------------------------------------------------------------------------------
 
 HUGE = {"d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "mode": "forward"}
 
 
-def test_what_does_not_fit_says_when():
+def test_out_of_memory_error_names_the_stage():
     with pytest.raises(torch.OutOfMemoryError, match="while building the model: .*can't allocate memory"):
         build_step(step_config(**HUGE, context_length=12_000_000))  # whose mask alone is 144 TB
     step = build_step(step_config(**HUGE, context_length=1, batch_size=2**20, vocab_size=2**24))
@@ -423,7 +398,7 @@ def test_what_does_not_fit_says_when():
         time_steps(step, 1, 0, step.device)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory():
+def test_other_errors_stay_as_they_are():
     step = build_step(step_config(**SHAPE))
     step.tokens += SHAPE["vocab_size"]
     with pytest.raises(IndexError):

@@ -272,9 +272,9 @@ def test_error_in_a_cell_that_only_shows_costs_no_measurement(run):
         cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"kept": True})'),
         cell(SAY),
     )
-    assert record.status == "ok" and "only displays results failed: KeyError: 'the picture'" in record.cause, (
-        record.cause
-    )
+    assert (
+        record.status == "ok" and "only displays results failed: KeyError: 'the picture'" in record.cause
+    ), record.cause
     assert record.results == {"kept": True, "finding": "It is **42**."}
     assert pd.read_parquet(folder / record.tables["table"].file)["ms"].tolist() == [1.0]
     assert record.notebook_source == notebook_source(folder / "notebook.ipynb")

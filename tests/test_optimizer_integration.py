@@ -1,8 +1,8 @@
-"""MasterAdamW under programs written for torch's optimizers: Hugging Face's Trainer, accelerate, safetensors,
-distributed checkpoints, DDP, FSDP and ZeRO."""
+"""MasterAdamW in programs for torch's optimizers: Trainer, accelerate, distributed checkpoints, DDP, FSDP and ZeRO."""
 
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
+from stepscope.config import StepConfig
+from stepscope.model.transformer import TransformerLM
 from stepscope.optimizations import MasterAdamW
 
 # -- programs that save, load and train ------------------------------------------------------------------------
 
 
-class Tiny(nn.Module):
-    """A language model without biases."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.norm = nn.Embedding(32, 32), nn.RMSNorm(32)
-        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
-        self.head = nn.Linear(32, 32, bias=False)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        y = self.norm(x.float()).to(x.dtype)
-        return self.head(x + self.down(F.gelu(self.up(y))))
+FIELDS: dict[str, Any] = {"size": "nano", "vocab_size": 32, "context_length": 8, "device": "cpu"}
+CONFIG = StepConfig(**FIELDS)
 
 
 def loss_of(model, number):
@@ -40,7 +31,7 @@ def loss_of(model, number):
 
 def made(seed=0, rate=3e-3):
     torch.manual_seed(seed)
-    model = Tiny()
+    model = TransformerLM(CONFIG)
     return model, MasterAdamW(model, rate)
 
 
@@ -55,7 +46,7 @@ def train(model, optimizer, numbers):
     return losses
 
 
-def test_accelerate_saves_all_weights_and_continues_to_the_bit(tmp_path):
+def test_accelerate_saves_all_weights_and_resumes_bit_identically(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     from safetensors.torch import load_file
 
@@ -73,15 +64,10 @@ def test_accelerate_saves_all_weights_and_continues_to_the_bit(tmp_path):
         ends.append(optimizer.optimizer.master)
     assert torch.equal(*ends)
     for folder in ("state", "model"):
-        assert set(load_file(tmp_path / folder / "model.safetensors")) == set(Tiny().state_dict())
-
-
-def test_safetensors_saves_all_weights(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    model, _ = made()
-    safetensors.save_model(model, tmp_path / "model.safetensors")
-    loaded = safetensors.load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
+        assert (
+            load_file(tmp_path / folder / "model.safetensors").keys()
+            == TransformerLM(CONFIG).state_dict().keys()
+        )
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -93,51 +79,28 @@ class Sequences(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def test_hugging_faces_trainer_trains_and_resumes_to_the_bit(tmp_path, monkeypatch):
-    """A Llama, whose norms cast back to fp32, and GPT-2, which has biases: with bf16=True both train like with
-    torch's AdamW."""
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
+    """In bf16, a Llama (whose norms cast back to fp32) and GPT-2 (which has biases) train as with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configs = {
+        "Llama": transformers.LlamaConfig(**sizes, intermediate_size=64),
+        "GPT2": transformers.GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    }
 
-    def llama():
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=32,
-            pad_token_id=0,
-        )
-        return transformers.LlamaForCausalLM(config)
-
-    def gpt2():
-        config = transformers.GPT2Config(
-            vocab_size=64,
-            n_positions=32,
-            n_embd=32,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=0,
-            eos_token_id=0,
-            resid_pdrop=0,
-            embd_pdrop=0,
-            attn_pdrop=0,
-        )
-        return transformers.GPT2LMHeadModel(config)
-
-    def run(make_model, kind, folder, resume=None):
+    def run(folder, resume=None):
         torch.manual_seed(0)
-        model = make_model()
-        if kind == "torch":
+        model = transformers.AutoModelForCausalLM.from_config(configs[kind])
+        if folder == "torch":
             optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.01)
         else:
             optimizer = MasterAdamW(model, 3e-3)
         schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 3, 12)
         arguments = transformers.TrainingArguments(
-            str(folder),
+            str(tmp_path / folder),
             max_steps=12,
             per_device_train_batch_size=8,
             logging_steps=4,
@@ -154,33 +117,31 @@ def test_hugging_faces_trainer_trains_and_resumes_to_the_bit(tmp_path, monkeypat
         trainer.train(resume_from_checkpoint=resume)
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], model
 
-    for make_model in (llama, gpt2):
-        folder = tmp_path / make_model.__name__
-        theirs, _ = run(make_model, "torch", folder / "torch")
-        mine, model = run(make_model, "masters", folder / "masters")
-        assert mine == pytest.approx(theirs, rel=5e-3) and mine[-1] < mine[0]
-        _, resumed = run(make_model, "masters", folder / "resumed", str(folder / "masters" / "checkpoint-6"))
-        for name, weight in model.state_dict().items():
-            assert torch.equal(weight, resumed.state_dict()[name]), name
+    expected, _ = run("torch")
+    losses, model = run("masters")
+    assert losses == pytest.approx(expected, rel=5e-3) and losses[-1] < losses[0]
+    _, resumed = run("resumed", str(tmp_path / "masters" / "checkpoint-6"))
+    assert all(map(torch.equal, model.state_dict().values(), resumed.state_dict().values()))
 
 
-@pytest.mark.parametrize("given", ["model", "parameters"])
-def test_a_distributed_checkpoint_continues_to_the_bit(given, tmp_path):
-    """In the documented order: state dicts of the new model and optimizer, load, set."""
+@pytest.mark.parametrize("kind", ["model", "parameters"])
+def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
+    """In the documented order: get the new state dicts, load into them, set them."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
-        model = Tiny()
-        return model, MasterAdamW(model if given == "model" else list(model.named_parameters()), rate)
+        model = TransformerLM(CONFIG)
+        optimizer = MasterAdamW(model if kind == "model" else list(model.named_parameters()), rate)
+        return model, optimizer
 
     model, optimizer = make(0, 3e-3)
     train(model, optimizer, range(5))
-    dicts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    dcp.save(dicts, checkpoint_id=tmp_path, no_dist=True)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
     other, resumed = make(7, 1e-9)
-    dicts = dict(zip(("model", "optimizer"), get_state_dict(other, resumed)))
-    dcp.load(dicts, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(other, resumed, model_state_dict=dicts["model"], optim_state_dict=dicts["optimizer"])
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, resumed)))
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     assert torch.equal(optimizer.master, resumed.master)
     assert train(model, optimizer, range(5, 8)) == train(other, resumed, range(5, 8))
 
@@ -197,24 +158,24 @@ def refusal(function):
 
 
 def run_rank(rank, folder):
-    """Train under DDP as one of two ranks with weights of their own; write what the test reads."""
+    """Train under DDP as one of two ranks with different weights; write the results for the tests."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     results = {}
     for case in ("made first", "trained first"):
         model, optimizer = made(seed=rank)
         start = {name: master.clone() for name, master in optimizer.masters().items()}
-        if case == "trained first":  # apart, with moments of their own
+        if case == "trained first":  # with different moments
             train(model, optimizer, [rank])
         wrapped = DistributedDataParallel(model)
         losses = train(wrapped, optimizer, range(rank, 20, 2))
         results[case] = {"start": start, "end": optimizer.masters(), "losses": losses}
-    with torch.no_grad():  # a later write of one rank, which waits for no other
+    with torch.no_grad():  # a later write of one rank must not wait for the other
         if rank == 0:
             model.head.weight.mul_(2)
             model.head.weight.div_(2)
             optimizer.take_weights()
-    wrapped = DistributedDataParallel(Tiny())
+    wrapped = DistributedDataParallel(TransformerLM(CONFIG))
     results["wrapped first"] = [
         refusal(lambda: MasterAdamW(wrapped)),
         refusal(lambda: MasterAdamW(wrapped.module.parameters())),
@@ -222,7 +183,7 @@ def run_rank(rank, folder):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     results["zero"] = refusal(
-        lambda: ZeroRedundancyOptimizer(Tiny().parameters(), optimizer_class=MasterAdamW)
+        lambda: ZeroRedundancyOptimizer(TransformerLM(CONFIG).parameters(), optimizer_class=MasterAdamW)
     )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
@@ -242,22 +203,21 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["made first", "trained first"])
-def test_ranks_of_ddp_that_start_apart_train_alike(ranks, case):
-    one, other = (rank[case] for rank in ranks)
-    assert not torch.equal(one["start"]["up.weight"], other["start"]["up.weight"]), "seeds differ"
-    for name, master in one["end"].items():
-        assert torch.equal(master, other["end"][name]), name
-    for rank in (one, other):
+def test_ddp_ranks_with_different_weights_train_equally(ranks, case):
+    first, second = (rank[case] for rank in ranks)
+    assert not torch.equal(first["start"]["head.weight"], second["start"]["head.weight"])
+    assert all(map(torch.equal, first["end"].values(), second["end"].values()))
+    for rank in (first, second):
         assert rank["losses"][-1] < 0.9 * rank["losses"][0]
 
 
-def test_an_optimizer_of_a_model_that_ddp_has_wrapped_is_refused(ranks):
+def test_model_wrapped_by_ddp_is_rejected(ranks):
     for rank in ranks:
         for message in rank["wrapped first"]:
             assert re.match("make MasterAdamW before DistributedDataParallel", message)
 
 
-def test_sharded_parameters_are_refused(ranks):
+def test_sharded_parameters_are_rejected(ranks):
     for rank in ranks:
         assert "ZeroRedundancyOptimizer shards" in rank["zero"]
         assert "got a DTensor, but expected a plain tensor" in rank["sharded"]
