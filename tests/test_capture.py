@@ -13,7 +13,7 @@ from random import Random
 import pandas as pd
 import pytest
 
-from bench.traces import MAIN, make_capture, make_trace, write_export
+from bench.traces import write_export
 from capture_events import (
     ADD,
     ALL_REDUCE,
@@ -166,16 +166,6 @@ def test_range_of_an_operation_is_the_outermost_one_open_at_its_launch(tmp_path)
     assert rows["range"].tolist() == ["outer"] * 4 + ["next", ""]
 
 
-def test_kernels_launched_by_the_driver_have_a_launch(tmp_path):
-    """Triton launches its kernels by driver calls, which have a different category."""
-    call, kernel = launch("triton_poi_fused_add_0", 5, 10, 5)
-    driver_call = call | {"cat": "cuda_driver", "name": "cuLaunchKernelEx"}
-    events = [annotation("forward", 0, 20), driver_call, kernel, *launch(ADD, 12, 30, 5)]
-    capture = load_capture(write_trace(tmp_path / "a.json", events))
-    assert capture.operations["phase"].tolist() == ["forward", "forward"] and not capture.left_out
-    assert capture.operations["launch_start_ns"].tolist() == [5000, 12000]
-
-
 @pytest.mark.parametrize(
     ("phase", "names"),
     [
@@ -263,13 +253,20 @@ def test_generated_kernel_is_compared_with_the_rate_of_the_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpu", "share"), [("NVIDIA H100 80GB HBM3", "2.8% of 990"), ("Tesla V100-SXM2-16GB", "22% of 125")]
+    ("gpu", "kernel", "dtype", "text"),
+    [
+        ("NVIDIA H100 80GB HBM3", "hgemm_128x128", "c10::Half", "fp16 27.5 TFLOP/s (2.8% of 990)"),
+        ("Tesla V100-SXM2-16GB", "hgemm_128x128", "c10::Half", "fp16 27.5 TFLOP/s (22% of 125)"),
+        ("NVIDIA H100 80GB HBM3", "volta_sgemm_128x64", "float", "fp32 27.5 TFLOP/s (41% of 67)"),
+        ("NVIDIA H100 80GB HBM3", "cutlass_s1688gemm", "float", "tf32 27.5 TFLOP/s (5.6% of 494)"),
+    ],
 )
-def test_fp16_rate_is_compared_with_the_peak_for_fp16_or_else_bf16(tmp_path, gpu, share):
-    matmul = operator("aten::mm", "c10::Half", [4096, 4096], [4096, 4096])
-    events = [matmul, *launch("hgemm_128x128", 1, 10, 5000, operator=matmul)]
+def test_matmul_rate_is_compared_with_the_peak_for_its_dtype(tmp_path, gpu, kernel, dtype, text):
+    """A V100 has no bf16, and an H100's data sheet gives fp16 the peak of bf16."""
+    matmul = operator("aten::mm", dtype, [4096, 4096], [4096, 4096])
+    events = [matmul, *launch(kernel, 1, 10, 5000, operator=matmul)]
     path = write_trace(tmp_path / "a.json", events, deviceProperties=[{"id": 0, "name": gpu}])
-    assert line_text(path, "matmul") == f"fp16 27.5 TFLOP/s ({share})"
+    assert line_text(path, "matmul") == text
 
 
 def test_hidden_communication_is_not_exposed_and_optimizer_kernels_need_no_fusion(tmp_path):
@@ -320,16 +317,6 @@ def test_nsys_capture_has_phases_and_steps(tmp_path, suffix):
     assert capture.operations["duration_ns"].sum() == 18_266_582 + 153_023 + 3_680
     assert "5 steps (step); 1,380 operations" in line_text(path, "capture")
     assert "matmul rates (torch.profiler records shapes" in line_text(path, "not available")
-
-
-def test_nsys_and_torch_captures_of_the_same_work_agree(tmp_path):
-    make_capture(tmp_path / "a.sqlite", 2000, 400, steps=4)
-    make_trace(tmp_path / "a.json", 2000, 400, steps=4)
-    nsys, torch = load_capture(tmp_path / "a.sqlite").operations, load_capture(tmp_path / "a.json").operations
-    assert len(nsys) == len(torch) == 2000 and set(nsys["phase"]) == {"forward", "backward"}
-    for column in ("phase", "step", "kernel_category"):
-        # the trace rounds to µs, so a launch may move across the edge of a range
-        assert (nsys[column].astype(str) == torch[column].astype(str)).mean() > 0.99
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
@@ -469,33 +456,6 @@ def test_capture_launched_entirely_before_its_first_step_is_an_error(tmp_path):
         profile(path)
 
 
-def test_each_process_has_its_own_steps(tmp_path):
-    """The second of two ranks starts 50 ns after the first."""
-    ranges, calls, work = [], [], []
-    for number in range(4):
-        device = number % 2
-        thread = MAIN + (device << 24)
-        at = 50 * device + 100 * (number // 2)
-        ranges.append((at, at + 100, 59, "step", thread, None, 0))
-        calls.append((at + 10, at + 12, thread, number))
-        work.append((at + 20, at + 40, device, 7, number, thread & ~0xFFFFFF, 1))
-    path = tmp_path / "a.sqlite"
-    write_export(
-        path,
-        StringIds=[(1, "k")],
-        NVTX_EVENTS=ranges,
-        CUPTI_ACTIVITY_KIND_RUNTIME=calls,
-        CUPTI_ACTIVITY_KIND_KERNEL=work,
-    )
-    rows = load_capture(path).operations
-    assert rows["step"].tolist() == [0, 0, 1, 1] and rows["device"].tolist() == [0, 1, 0, 1]
-    assert [line_text(path, f"GPU {device}")[:11] for device in (0, 1)] == ["0.000100 ms"] * 2
-    execute(path, "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET deviceId = 0")  # each rank calls its GPU number 0
-    text = line_text(path, "capture")
-    assert text.startswith("2 processes, details of GPU 0 (process 7); 2 steps")
-    assert line_text(path, "GPU 0 (process 8)")
-
-
 def test_bound_is_unknown_with_too_few_operations(tmp_path):
     path = write_trace(tmp_path / "a.json", launch(ADD, 0, 5, 10))
     assert "unknown: too few operations" in line_text(path, "bound")
@@ -525,17 +485,13 @@ def test_annotated_backward_takes_precedence_over_autograd(tmp_path, is_annotate
 
 # Step times recomputed microsecond by microsecond
 
-FP32, TF32, BF16 = "volta_sgemm_128x64", "cutlass_tensorop_s1688gemm", "sm80_xmma_gemm_bf16bf16_bf16f32_f32"
-WORK = [
-    (FP32, "float"),
-    (TF32, "float"),
-    (BF16, "c10::BFloat16"),
-    (ADD, ""),
-    (ALL_REDUCE, ""),
-    (COPY, ""),
-    ("Memcpy DtoD (Device -> Device)", ""),
-    ("triton_poi_fused_7", "float"),
-    ("triton_red_fused_9", "float"),
+NAMES = [
+    GEMM,
+    ADD,
+    ALL_REDUCE,
+    COPY,
+    "Memcpy DtoD (Device -> Device)",
+    "triton_poi_fused_7",
 ]
 GPU_STREAMS = [(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)]
 
@@ -548,32 +504,21 @@ def training_on_two_gpus(seed: int) -> list[dict]:
     random, events, call = Random(seed), [], 0
     busy_until, starts = Counter(), set()
 
-    def add_kernel(name, call, earliest, dur, gpu, stream, source):
-        start = max(earliest, busy_until[gpu, stream])
-        while (gpu, start) in starts:
-            start += 1
-        starts.add((gpu, start))
-        busy_until[gpu, stream] = start + dur
-        cat = "gpu_memcpy" if "Memcpy" in name else "kernel"
-        events.extend(launch(name, call, start, dur, cat=cat, operator=source, gpu=gpu, stream=stream))
-
     def add_work(count):
         nonlocal call
         for _ in range(count):
             call += random.choice([5, 5, 6, 40])
-            (name, dtype), place = random.choice(WORK), random.choice(GPU_STREAMS)
-            source = None
-            if dtype:
-                left, right = [random.randint(1, 99), 8], [8, random.randint(1, 99)]
-                operator_name = name if "triton" in name else "aten::mm"
-                source = operator(operator_name, dtype, left, right, ts=call - 1)
-                events.append(source)
+            name, (gpu, stream) = random.choice(NAMES), random.choice(GPU_STREAMS)
             dur = random.choice([1, 7, 9, 12, 25, 60 if "nccl" in name else 20])
-            if place[1] == 9 and random.random() < 0.05:
+            if stream == 9 and random.random() < 0.05:
                 dur = 150
-            add_kernel(name, call, call + random.choice([3, 4, 5, 30]), dur, *place, source)
-            if dtype and random.random() < 0.3:  # the same operator's second kernel
-                add_kernel(name, call + 2, call + 4, 3, *place, source)
+            start = max(call + random.choice([3, 4, 5, 30]), busy_until[gpu, stream])
+            while (gpu, start) in starts:
+                start += 1
+            starts.add((gpu, start))
+            busy_until[gpu, stream] = start + dur
+            cat = "gpu_memcpy" if "Memcpy" in name else "kernel"
+            events.extend(launch(name, call, start, dur, cat=cat, gpu=gpu, stream=stream))
 
     add_work(6)
     for step in range(random.choice([4, 5])):
@@ -683,11 +628,7 @@ def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> lis
 
 @pytest.mark.parametrize("seed", range(6))
 def test_gaps_and_kernel_times_equal_counting_microseconds(tmp_path, seed):
-    events = training_on_two_gpus(seed)
-    shapes = {
-        each["args"]["External id"]: each["args"]["Input Dims"] for each in events if each["cat"] == "cpu_op"
-    }
-    for gpu, rows in gpus_with_rows(tmp_path / "a.json", events):
+    for gpu, rows in gpus_with_rows(tmp_path / "a.json", training_on_two_gpus(seed)):
         windows = [tuple(window) for window in (gpu.windows[gpu.median_indices] // 1000).tolist()]
         starts = [*gpu.classified_ops["start_ns"] // 1000, -1]
         columns = (gpu.gaps["begin"] // 1000, gpu.gaps["end"] // 1000, gpu.gaps["head"])
@@ -704,21 +645,12 @@ def test_gaps_and_kernel_times_equal_counting_microseconds(tmp_path, seed):
         steps, count, ms = len(windows), Counter(row["name"] for row in in_step), Counter()
         for row in in_step:
             ms[row["name"]] += row["duration_ns"] / 1e6
-        assert gpu.kernels["ms"].is_monotonic_decreasing and gpu.matmuls["ms"].is_monotonic_decreasing
+        assert gpu.kernels["ms"].is_monotonic_decreasing
         assert gpu.total_ms_by(gpu.operations, "kernel_category").is_monotonic_decreasing
-        flops, tensor_bytes = Counter(), Counter()
-        for name, operators in pd.DataFrame(in_step).groupby("name")["operator"]:
+        for name in count:
             by_name = gpu.kernels.loc[name, ["count", "ms", "share"]].tolist()
             assert by_name == pytest.approx([count[name] / steps, ms[name] / steps, ms[name] / ms.total()])
             others = [row for row in rows if row["name"] != name]
             alone = [len(busy_ticks(rows, *each) - busy_ticks(others, *each)) for each in windows]
             saved_ms = gpu.time_saved_without(gpu.running_ops["name"] == name)
             assert saved_ms * 1e3 == pytest.approx(sum(alone) / steps)
-            if "triton" in name:
-                tensor_bytes[name] = sum(4 * sum(map(math.prod, shapes[each])) for each in operators)
-            flops[name] = sum(2 * shapes[each][0][0] * 8 * shapes[each][1][1] for each in {*operators} - {-1})
-        assert gpu.generated["bytes"].to_dict() == tensor_bytes
-        for dtype, name in (("fp32", FP32), ("tf32", TF32), ("bf16", BF16)):
-            if count[name]:
-                rates = [ms[name] / steps, flops[name] / ms[name] / 1e9]
-                assert gpu.matmuls.loc[dtype].tolist() == pytest.approx(rates)

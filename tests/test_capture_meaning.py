@@ -348,16 +348,28 @@ def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path, launches, ca
 
 
 def merged_ranks(device: int) -> list[dict]:
-    """Return the traces of two ranks in one file; correlation ids, step numbers and threads repeat."""
-    events = []
+    """Return the traces of two ranks in one file, which repeat correlation ids and the names of steps."""
     first = slow_host("user_annotation", "load")
-    for each in first:
-        on_gpu = each["cat"] == "kernel"
-        place = {} if on_gpu else {"pid": 22, "tid": 22}
-        args = each["args"] | ({"device": device} if on_gpu else {})
-        name = "save" if each["name"] == "load" else each["name"]
-        events.append(each | place | {"name": name, "args": args})
-    return [*(each | ({} if each["cat"] == "kernel" else {"pid": 11, "tid": 11}) for each in first), *events]
+    second = [each | {"name": "save"} if each["name"] == "load" else each for each in first]
+    events = []
+    for rank, (rank_events, gpu) in enumerate(((first, 0), (second, device))):
+        for each in rank_events:
+            if each["cat"] == "kernel":
+                events.append(each | {"args": each["args"] | {"device": gpu}})
+            else:
+                events.append(each | {"pid": rank, "tid": rank})
+    return events
+
+
+@pytest.mark.parametrize(
+    ("device", "labels"), [(1, ["GPU 0", "GPU 1"]), (0, ["GPU 0 (process 0)", "GPU 0 (process 1)"])]
+)
+def test_each_rank_has_its_own_steps(tmp_path, device, labels):
+    path = write_trace(tmp_path / "a.json", merged_ranks(device))
+    lines = profile(path)
+    assert [line.label for line in lines[1:3]] == labels
+    assert [len(line.values["steps_ms"]) for line in lines[1:3]] == [4, 4]
+    assert lines[0].values["processes"] == 2 and "4 steps" in lines[0].text
 
 
 def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):

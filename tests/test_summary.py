@@ -104,31 +104,10 @@ def test_step_without_duration_has_no_time(tmp_path):
     assert line_text(path, "step on GPU").startswith("0 ms")
 
 
-def test_busiest_gpu_is_shown_unless_another_is_requested(tmp_path):
-    path = write_trace(tmp_path / "a.json", [*kernels(10, 9), *launch(GEMM, 20, 30, 500, gpu=1)])
-    text = line_text(path, "capture")
-    assert "details of GPU 1" in text and "; 1 operation" in text
-    text = line_text(path, "capture", device=0)
-    assert "details of GPU 0" in text and "; 9 operations" in text
-
-
-def test_numbers_are_per_step_when_two_steps_are_in_the_middle(tmp_path):
-    """Each step has twelve kernels 10 µs apart; on another stream, a kernel overlaps them."""
-    events = []
-    for number in (0, 1):
-        at = 1000 * number
-        events += [profiler_step(number, at, 1000), annotation("forward", at + 1, 300)]
-        for index in range(12):
-            start = at + 10 + 20 * index
-            events += launch(GEMM, start - 6, start, 10)
-        events += launch(ADD, at + 5, at + 12, 8, stream=9)
-    path = write_trace(tmp_path / "a.json", events)
-    bound = summary_line(path, "host-bound")
-    assert bound.values["waiting_ms"] == pytest.approx(0.01 + 11 * 0.01 + 0.76)
-    assert "13 operations a step" in bound.text
-    phases = line_text(path, "phase")
-    assert phases.startswith("forward 0.128 ms (kernel sums; 0.00800 ms overlap)")
-    assert summary_line(path, "step on GPU").values["compute_ms"] == pytest.approx(0.12)
+def test_overlap_of_kernels_in_a_phase_is_reported(tmp_path):
+    forward = [annotation("forward", 0, 300), *kernels(5, 6)]
+    path = write_trace(tmp_path / "a.json", [*forward, *launch(ADD, 7, 17, 8, stream=9)])
+    assert line_text(path, "phase").startswith("forward 0.128 ms (kernel sums; 0.00800 ms overlap)")
 
 
 def test_gpu_without_kernels_has_exposed_copies(tmp_path):
@@ -160,13 +139,11 @@ def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_u
         for call in range(at + 105, at + 205, 25):
             events += launch(ADD, call, call + 3, 3)
     gaps = explain_gaps(first_gpu(tmp_path, events))
-    total, per_step = (sum_by_cause(gaps, steps).iloc[0] for steps in (1, 2))
+    total = sum_by_cause(gaps, 1).iloc[0]
     assert total["cause"] == cause
     if cause == "sync":
         assert total[["call", "where", "count"]].tolist() == ["cudaStreamSynchronize", "aten::to", 10]
         assert total["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)  # half of the last is within its 80 µs
-        expected = [total["ms"] / 2, 5, total["longest_ms"]]
-        assert per_step[["ms", "count", "longest_ms"]].tolist() == pytest.approx(expected)
 
 
 def test_slow_launch_is_the_cause_of_a_gap(tmp_path):
@@ -394,21 +371,9 @@ def test_matmul_advice_compares_with_the_peak_rate_of_the_gpu(tmp_path):
     kernels_only = [each for each in events if each["cat"] != "cpu_op"]
     saved_ms = advised_ms(first_gpu(tmp_path, kernels_only, **H100))["run f"]
     assert saved_ms == pytest.approx(0.39 * (1 - 67 / 989.5), rel=1e-2)
-    # Kernels with unknown FLOPs are taken to be as fast as the others.
-    known_in_part = [each for each in events if each["cat"] != "cpu_op" or each["ts"] < 1000]
-    saved_ms = advised_ms(first_gpu(tmp_path, known_in_part, **H100))["1 mat"]
-    assert saved_ms == pytest.approx(0.09 - at_peak, rel=1e-4)
 
 
 # Kernels and data sheets
-
-
-@pytest.mark.parametrize("path", [BEFORE, PREFETCH, SYNC, SAMPLE], ids=lambda path: path.name)
-def test_five_longest_kernels_are_listed(path):
-    values = [line.values for line in profile(path) if "kernel" in line.values]
-    shares = [each["share"] for each in values]
-    assert len(values) == 5 and shares == sorted(shares, reverse=True)
-    assert all(each["count"] >= 1 and each["ms"] > 0 for each in values)
 
 
 def test_recorded_shapes_are_not_listed_as_missing(tmp_path):
@@ -528,10 +493,6 @@ def test_nsys_kernel_sums_have_a_short_summary(tmp_path):
     path = DATA / "nsys" / "sample_cuda_gpu_kern_sum.csv"
     lines = profile(path, csv=tmp_path / "out.csv")
     assert lines[0].values == {"kernels": 39, "launches": 1330, "kernel_ms": pytest.approx(18.266582)}
-    operations = load_capture(SAMPLE).operations
-    is_matmul = operations["kernel_category"] == "matrix multiply"
-    matmul_ns = operations.loc[is_matmul, "duration_ns"].sum()
-    assert lines[1].values["matmul_ms"] == pytest.approx(matmul_ns / 1e6)
     assert len(pd.read_csv(tmp_path / "out.csv")) == 39 and "idle time" in lines[-1].text
     with pytest.raises(TraceError, match=r"kern_sum.csv: is nsys's report .* expected a capture with"):
         load_capture(path)
@@ -546,21 +507,19 @@ def test_example_names_its_gpu_but_no_machine():
 
 
 def test_notebook_shows_the_requested_gpu_and_times_of_one_step(tmp_path):
-    """The middle of the two steps of GPU 0 is their mean; GPU 1 is busier."""
-    path = tmp_path / "a.json"
+    """GPU 1 is busier."""
     events = launch(GEMM, 40, 50, 500, gpu=1)
     for number, dur in enumerate((30, 50)):
         at = 1000 * number
         events += [profiler_step(number, at, 1000), *launch(ADD, at + 2, at + 10, dur)]
-    write_trace(path, events)
+    path = str(write_trace(tmp_path / "a.json", events))
     quiet = {"display": lambda output: None, "brief": lambda frame: frame}
-    names = run_cells("profile", replaced=quiet, file=str(path), device=0)
+    names = run_cells("profile", replaced=quiet, file=path, device=0)
     assert names["gpu"].number == 0
     assert names["table"]["ms"].tolist() == names["kernels"]["ms"].tolist() == [0.04]
     assert names["halved_ms"] == pytest.approx(names["median"]["wall"] - 0.02)
     assert names["longest"][["begin", "end"]].tolist() == [40_000, 1_000_000]
-    assert names["rows"]["start_ns"].tolist() == [10_000, 1_010_000]
-    names = run_cells("profile", until="short_names(map", replaced=quiet, file=str(path))
+    names = run_cells("profile", until="short_names(map", replaced=quiet, file=path)
     assert names["gpu"].number == 1
 
 
