@@ -1,4 +1,4 @@
-"""The writeup's numbers come from the records: other records give another text, in any order the same."""
+"""The writeup's numbers come from the records: other records change the text, another order does not."""
 
 import hashlib
 import importlib
@@ -30,14 +30,14 @@ FOLDER = writeup.templates_folder()
 
 
 def shuffled(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs in another order; rows that belong to no run in another order."""
+    """Reorder the runs, and rows that belong to no run."""
     if "run_id" not in table:
         return table.sample(frac=1, random_state=1)
     digests = {run: hashlib.md5(run.encode()).hexdigest() for run in table["run_id"].unique()}
     return table.sort_values("run_id", key=lambda runs: runs.map(digests), kind="stable")
 
 
-def test_writeup_is_the_same_for_runs_in_another_order(campaign):
+def test_writeup_does_not_depend_on_the_order_of_runs(campaign):
     views = Views({name: shuffled(table) for name, table in campaign.tables.items()})
     texts, figures = writeup.render_views(FOLDER, views)
     written = campaign.report.texts
@@ -51,7 +51,7 @@ def test_writeup_is_the_same_for_runs_in_another_order(campaign):
 # -- other times ----------------------------------------------------------------------------------------------
 
 
-def test_sentences_that_other_times_make_false_are_named_with_line_and_numbers(campaign, monkeypatch):
+def test_false_sentences_are_named_with_line_and_numbers(campaign, monkeypatch):
     monkeypatch.setattr(writeup, "all_figures", lambda: defaultdict(lambda: lambda *_: ""))
     tables = {}
     for name, table in campaign.tables.items():
@@ -172,7 +172,7 @@ def templates(campaign) -> list[Template]:
     return [Template(path, document, campaign.views) for path in paths]
 
 
-def test_sentence_changes_when_the_columns_that_it_prints_are_swapped(campaign, templates):
+def test_sentences_change_when_their_columns_are_swapped(campaign, templates):
     unchanged = []
     checked = 0
     for template in templates:
@@ -194,7 +194,7 @@ def test_sentence_changes_when_the_columns_that_it_prints_are_swapped(campaign, 
 # -- names ----------------------------------------------------------------------------------------------------
 
 
-def test_no_two_views_or_facts_have_one_name():
+def test_views_and_facts_have_unique_names():
     """A template finds all of them by their names alone."""
     names = [*facts.FACTS, *Document(FOLDER, {}, {})._environment.globals, "code"]
     for module in MODULES:
