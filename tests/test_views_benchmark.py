@@ -30,10 +30,8 @@ RAW = read_tables(
     {
         "benchmark": CONFIG,
         "mixed_precision": CONFIG,
-        "ladder": ("size", "context_length", "vocab_size"),
     }
 )
-RAW["ladder.steps"] = RAW["ladder.steps"].query("inconsistent == ''")
 RAW["runs"] = pd.DataFrame(
     {
         "study": record["study"],
@@ -244,46 +242,6 @@ def expected_runs() -> Rows:
     }
 
 
-def expected_same_steps() -> Rows:
-    expected = {}
-    for ladder in dicts("ladder.steps"):
-        shape = [ladder[name] for name in ("size", "context_length", "batch_size", "vocab_size")]
-        key = (*shape, ladder["optimization"], "naive", "none", "foreach")
-        other = TIMES.get(("mixed_precision", *key, 0, "step", "total"))
-        if other is None or ladder["optimization"] not in ("tf32", "bf16"):
-            continue
-        ratio = ladder["wall_ms"] / other["wall_ms"]
-        expected[key] = {
-            "is_launch_bound_in_both": is_launch_bound(ladder) and is_launch_bound(other),
-            "wall_ratio": max(ratio, 1 / ratio),
-            "gpu_error": abs(ladder["gpu_ms"] / other["gpu_ms"] - 1),
-        }
-    return expected
-
-
-def expected_divisions() -> Rows:
-    sums: dict[tuple, float] = defaultdict(float)
-    for study in ("benchmark", "mixed_precision"):
-        for row in dicts(f"{study}.operations"):
-            if "DivFunctor" in row["name"]:
-                sums[study, *(row[name] for name in CONFIG), row["mode"]] += row["gpu_ms"]
-    expected = {}
-    for (study, *config, mode), fp32_ms in sums.items():
-        precision = CONFIG.index("precision")
-        if study == "benchmark" and config[precision] == "fp32":
-            key = [*config[:precision], *config[precision + 1 :]]
-            exact, low = (
-                (*config[:precision], name, *config[precision + 1 : -1], 0) for name in ("fp32", "bf16")
-            )
-            trained_ms = [sums.get(("mixed_precision", *case, mode), NAN) for case in (exact, low)]
-            bf16 = TIMES.get(("mixed_precision", *low, mode, "total"), {"gpu_ms": NAN})
-            expected[*key, mode] = {
-                "trained_ratio": trained_ms[0] / fp32_ms,
-                "added_share": (trained_ms[1] - fp32_ms) / bf16["gpu_ms"],
-            }
-    return expected
-
-
 EXPECTED = {
     "times": expected_times,
     "kernel_categories": expected_kernel_categories,
@@ -293,8 +251,6 @@ EXPECTED = {
     "repeats": expected_repeats,
     "compiled": expected_compiled,
     "runs": expected_runs,
-    "same_steps": expected_same_steps,
-    "divisions": expected_divisions,
 }
 
 

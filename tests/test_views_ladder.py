@@ -147,7 +147,6 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
             "launch_bound": waits(step),
             "best_ms": step["wall_min_ms"] if waits(step) else NAN,
             "mean_ms": mean_s * 1e3,
-            "billion_tokens_kwh": step["energy_per_step_j"] * 1e9 / (case[1] * case[3]) / 3.6e6,
             "sustained_matmul_share": mean_mfu * 989.5 / SUSTAINED,
             "at_clock_mfu": mean_mfu * 1830 / step["sm_clock_mhz"],
             "sustained_reference_ms": matmul_ms * MOST["matmul_bf16"] / SUSTAINED + moved_ms,
@@ -246,19 +245,11 @@ def expected_fp8() -> Iterator[tuple[tuple, Row]]:
         yield case, {"gpu_speedup": speedup, "speedup": clear(speedup), "clear_gain": is_gain}
 
 
-def smooth_losses() -> dict[tuple, dict[tuple, list[float]]]:
-    """Return by case, and by optimization and seed, the means of the last ten losses, from the fifth on."""
-    smooth: dict[tuple, dict[tuple, list[float]]] = defaultdict(dict)
-    columns = [*CASE, "optimization", "seed"]
-    for key, rows in RAW["curves"].groupby(columns):
-        losses = rows.sort_values("step").loss.tolist()
-        means = [sum(losses[max(0, end - 10) : end]) / min(end, 10) for end in range(1, len(losses) + 1)]
-        smooth[key[:4]][key[4:]] = [NAN] * 4 + means[4:]
-    return smooth
-
-
 def expected_training() -> Iterator[tuple[tuple, Row]]:
-    for case, curves in smooth_losses().items():
+    for case, rows in RAW["curves"].groupby([*CASE]):
+        wide = rows.pivot(index="step", columns=["optimization", "seed"], values="loss").sort_index()
+        smooth = wide.rolling(10, min_periods=5).mean()
+        curves = [*wide]
         baseline = next(name for name, seed in curves if seed == 1)
         seeds = sorted(seed for name, seed in curves if name == baseline)
         pairs = [("seeds", (baseline, b), (baseline, a)) for a, b in itertools.combinations(seeds, 2)]
@@ -266,16 +257,8 @@ def expected_training() -> Iterator[tuple[tuple, Row]]:
         if ("cuda_graph", 0) in curves:
             pairs.append(("graph", ("cuda_graph", 0), ("compiled_blocks", 0)))
         for kind, one, other in pairs:
-            apart = [abs(a - b) for a, b in zip(curves[one], curves[other])]
-            known = [value for value in apart if value == value]
-            step = STEPS.get((*case, one[0]), {})
-            derived = {
-                "kind": kind,
-                "steps": len(apart),
-                "mean_nats": sum(known) / len(known),
-                "final_nats": sum(apart[-50:]) / 50,
-                "gradient_error": step.get("gradient_error", NAN),
-            }
+            apart = (smooth[one] - smooth[other]).abs()
+            derived = {"kind": kind, "mean_nats": apart.mean(), "final_nats": apart.iloc[-50:].mean()}
             yield (*case, *one, *other), derived
 
 

@@ -114,20 +114,6 @@ def places(found: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset(
     return dict.fromkeys(skipped, 0) | {key: place for each in placed for key, place in each.items()}
 
 
-def kernels() -> dict[tuple, Row]:
-    split, expected = grouped(OPERATIONS, "mode", "name"), parts("name")
-    place = places(expected, len(CONFIG) + 1)
-    for key, own in split.items():
-        launches, blocks = sum(row["count"] for row in own), DIMENSIONS[key[0]][2]
-        expected[key] |= {
-            "place": place[key],
-            "launches": launches,
-            "per_block": launches // blocks,
-            "kernel_category": own[0]["kernel_category"],
-        }
-    return expected
-
-
 def regions() -> dict[tuple, Row]:
     split, found = grouped(OPERATIONS, "mode", "region", "name"), parts("region", "name")
     matmuls = {key for key, own in split.items() if own[0]["category"] == MATMUL}
@@ -164,33 +150,6 @@ def attention_of(key: tuple, rows: list[Row]) -> Row:
     }
 
 
-def answers() -> dict[tuple, Row]:
-    shown, clock, softmax = kernels(), times(), attention()
-    return {key: answer(key, shown, clock[(*key, "forward", "total")], softmax[key]) for key in softmax}
-
-
-def answer(key: tuple, shown: dict[tuple, Row], clock: Row, softmax: Row) -> Row:
-    longest = []
-    for mode in ("forward", "forward_backward"):
-        own = {name: row for name, row in shown.items() if name[:-1] == (*key, mode)}
-        longest.append(max(own, key=lambda name: own[name]["gpu_ms"]))
-    by_category = {mode: Counter() for mode in ("forward", "step")}
-    for mode, total_ns in by_category.items():
-        for row in PROFILES[(*key, mode)]:
-            total_ns[row["category"]] += row["total_ns"]
-    forward, step = by_category["forward"], by_category["step"]
-    other, *_ = (name for name, _ in forward.most_common(2) if name != MATMUL)
-    return {
-        "projected_ms": clock["projected_ms"],
-        "stays_first": longest[0][-1] == longest[1][-1],
-        "both_share": shown[longest[1]]["share"],
-        "other_category": other,
-        "other_share": forward[other] / forward.total(),
-        "matmul_ratio": step[MATMUL] / forward[MATMUL],
-        "softmax_time_share": softmax["time_share"],
-    }
-
-
 def agreement() -> dict[tuple, Row]:
     profiled, expected = times(), {}
     for study in ("benchmark", "mixed_precision"):
@@ -218,11 +177,9 @@ def busy() -> dict[tuple, Row]:
 
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
     "profile_times": (("mode", "phase"), times),
-    "profile_kernels": (("mode", "name"), kernels),
     "region_kernels": (("mode", "region", "name"), regions),
     "profile_categories": (("mode", "phase", "kernel_category"), categories),
     "profiled_attention": ((), attention),
-    "profile_answers": ((), answers),
     "profiler_agreement": (("study", "compile", "repeat", "mode", "phase"), agreement),
     "launch_timeline_busy": (("mode",), busy),
 }
