@@ -24,7 +24,6 @@ from capture_events import (
     line_text,
     longest_gap,
     profiler_step,
-    summary_line,
     unlaunched,
     write_trace,
 )
@@ -222,11 +221,8 @@ def test_range_within_a_phase_is_no_step_despite_its_name(tmp_path, outer, has_s
 
 def test_warm_up_is_excluded_and_counted(tmp_path):
     path = write_trace(tmp_path / "a.json", warmed_up())
-    capture = load_capture(path)
-    assert len(capture.excluded) == 90 and capture.excluded["warm_up"].all()
     assert "left out: 90 launched in a warm-up (1.80 ms)" in line_text(path, "capture")
-    inside = [annotation("warmup", 0, 2000), *steps(5, "iteration {}")]
-    path = write_trace(tmp_path / "b.json", inside)
+    path = write_trace(tmp_path / "b.json", [annotation("warmup", 0, 2000), *steps(5, "iteration {}")])
     assert load_capture(path).steps == [f"iteration {number}" for number in (2, 3, 4)]
 
 
@@ -322,23 +318,6 @@ def test_time_span_includes_only_complete_steps(tmp_path):
 # Idle time
 
 
-@pytest.mark.parametrize(
-    ("events", "causes"),
-    [
-        (waiting_for_an_event(), {"launch": 0.006, "device": 99.974}),
-        ([*launch(GEMM, 0, 5, 10), *launch(GEMM, 100, 109, 10)], {"launch": 0.094}),
-        (
-            [*launch(GEMM, 0, 5, 10), unlaunched(ADD, 400, 10), *launch(GEMM, 420, 426, 10)],
-            {"unknown": 0.385, "launch": 0.016},
-        ),
-    ],
-    ids=["late start", "soon after its launch", "unknown launch"],
-)
-def test_host_causes_idle_time_only_until_the_launch_returned(tmp_path, events, causes):
-    gaps = explain_gaps(first_gpu(tmp_path, events))
-    assert gaps.groupby("cause")["ms"].sum().to_dict() == pytest.approx(causes)
-
-
 @pytest.mark.parametrize(("launches", "cause"), [(0, "unnamed"), (15, "launch")])
 def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path, launches, cause):
     """Between two operations of GPU 0, the thread launches for GPU 1."""
@@ -347,12 +326,12 @@ def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path, launches, ca
     assert explain_gaps(gpu)["cause"].iloc[0] == cause
 
 
-def merged_ranks(device: int) -> list[dict]:
+def merged_ranks() -> list[dict]:
     """Return the traces of two ranks in one file, which repeat correlation ids and the names of steps."""
     first = slow_host("user_annotation", "load")
     second = [each | {"name": "save"} if each["name"] == "load" else each for each in first]
     events = []
-    for rank, (rank_events, gpu) in enumerate(((first, 0), (second, device))):
+    for rank, (rank_events, gpu) in enumerate(((first, 0), (second, 1))):
         for each in rank_events:
             if each["cat"] == "kernel":
                 events.append(each | {"args": each["args"] | {"device": gpu}})
@@ -361,34 +340,10 @@ def merged_ranks(device: int) -> list[dict]:
     return events
 
 
-@pytest.mark.parametrize(
-    ("device", "labels"), [(1, ["GPU 0", "GPU 1"]), (0, ["GPU 0 (process 0)", "GPU 0 (process 1)"])]
-)
-def test_each_rank_has_its_own_steps(tmp_path, device, labels):
-    path = write_trace(tmp_path / "a.json", merged_ranks(device))
-    lines = profile(path)
-    assert [line.label for line in lines[1:3]] == labels
-    assert [len(line.values["steps_ms"]) for line in lines[1:3]] == [4, 4]
-    assert lines[0].values["processes"] == 2 and "4 steps" in lines[0].text
-
-
 def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):
-    path = write_trace(tmp_path / "a.json", merged_ranks(device=1), **A100)
+    path = write_trace(tmp_path / "a.json", merged_ranks(), **A100)
     gaps = [longest_gap(gpu) for gpu in devices(load_capture(path))]
     assert gaps == [["host", "", "load"], ["host", "", "save"]]
-
-
-def test_each_idle_place_has_its_own_advice(tmp_path):
-    events = []
-    for number in range(3):
-        at = 10_000 * number
-        events.append(profiler_step(number, at, 9_990))
-        for place, (name, dur) in enumerate({"load": 1200, "log": 1100, "save": 1000}.items()):
-            begin = at + 3_000 * place
-            events.append(annotation(name, begin + 5, dur))
-            events += kernels(begin + dur + 10, 80, "my_kernel", apart=21)
-    saved_ms = {each.what.split()[1]: each.ms for each in advice_for(first_gpu(tmp_path, events))}
-    assert [saved_ms[name] for name in ("load", "log")] == pytest.approx([1.2, 1.1], rel=0.05)
 
 
 # Communication
@@ -514,6 +469,5 @@ def test_kernel_line_has_median_and_extreme_times(tmp_path):
     durations = [10, 10, 12, 40]
     events = [part for i, dur in enumerate(durations) for part in launch(GEMM, 100 * i, 100 * i + 5, dur)]
     path = write_trace(tmp_path / "a.json", [*events, *launch(ADD, 500, 505, 3)])
-    line = summary_line(path, "kernels")
-    assert line.text == f"4 x {GEMM}: 0.0720 ms (96%), each 0.0110 ms (0.0100 to 0.0400)"
-    assert [line.values[f"{name}_ms"] for name in ("median", "shortest", "longest")] == [0.011, 0.01, 0.04]
+    text = f"4 x {GEMM}: 0.0720 ms (96%), each 0.0110 ms (0.0100 to 0.0400)"
+    assert line_text(path, "kernels") == text

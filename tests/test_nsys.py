@@ -165,12 +165,11 @@ def test_reports_that_differ_from_the_operations_are_an_error(profile):
 def test_every_operation_of_a_real_capture_has_one_phase_and_region(tables):
     loaded, totals = load_trace(EXPORT)[0], activity_totals(EXPORT)
     check_conservation(loaded, totals)
-    operations, first = tables["operations"], loaded[loaded["step"] == 0]
-    assert operations["count"].sum() == len(first) == totals["operations"].sum() / STEPS
-    assert operations["total_ns"].sum() == first["duration_ns"].sum()
+    operations = tables["operations"]
+    assert operations["count"].sum() == totals["operations"].sum() / STEPS
+    assert operations["total_ns"].sum() == loaded.loc[loaded["step"] == 0, "duration_ns"].sum()
     assert set(operations["phase"]) == {"forward", "loss", "backward", "optimizer"}
     assert not operations["region"].isin(["unattributed", "outside"]).any()
-    assert tables["times"].query("phase == 'total' and profiled")["operations"].tolist() == [len(first)] * 2
 
 
 def test_one_disturbed_step_does_not_change_the_metrics():
@@ -464,25 +463,17 @@ def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
     assert order[:profiled].count("plain") > 3 and "plain" not in order[profiled:]
 
 
-@pytest.mark.parametrize("tool, fits", [("torch", True), ("nsys", False)])
-def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, step, tool, fits):
-    ranges_before = step_ranges._domain
-
+def test_profiled_process_reports_that_the_model_does_not_fit(monkeypatch, tmp_path, step):
     def build(config):
-        if not fits:
-            raise torch.OutOfMemoryError("no room. Including much")
+        raise torch.OutOfMemoryError("no room. Including much")
 
     monkeypatch.setattr(profiled_process, "build_step", build)
-    outcome = {"inside": ["step"], "modes": {}, "learning_rate": 0.0}
-    monkeypatch.setattr(profiled_process, "profile", lambda *_: outcome)
-    monkeypatch.setattr(profiled_process, "use_ranges", lambda ranges: None)
     (tmp_path / "ranged.py").write_text("def ranged(): pass")
-    profiled_process.main(tool, tmp_path, step.config)
-    outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert step_ranges._domain is ranges_before
-    reasons = {(mode["status"], mode["reason"]) for mode in outcome["modes"].values()}
-    assert outcome["inside"] == ["step"] * fits
-    assert reasons == (set() if fits else {("oom", "no room.")})
+    profiled_process.main("nsys", tmp_path, step.config)
+    modes = json.loads((tmp_path / "outcome.json").read_text())["modes"]
+    assert {name: (mode["status"], mode["reason"]) for name, mode in modes.items()} == dict.fromkeys(
+        PHASES, ("oom", "no room.")
+    )
 
 
 def test_modes_with_impossible_times_are_profiled_again(monkeypatch):
@@ -567,8 +558,6 @@ def test_output_of_a_failed_profiler_is_quoted(monkeypatch, tmp_path, script, me
     monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("nsys 1", program))
     with pytest.raises(NsysError, match=message):
         nsys_profile.profile_with_nsys(never_run, configure("nsys", **SMALL))
-    with pytest.raises(NsysError, match=r"nsys export could not export a.nsys-rep; its output"):
-        nsys_tool.export_capture(program, tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
     with pytest.raises(NsysError, match=r"nsys stats wrote no reports of step.sqlite"):
         nsys_tool.make_reports(program, Path(shutil.copy(EXPORT, tmp_path)), ("cuda_gpu_kern_sum",))
 

@@ -205,12 +205,6 @@ def kernel_ms() -> dict[tuple, dict[str, float]]:
     return times
 
 
-def expected_kernel_shares() -> Iterator[tuple[tuple, Row]]:
-    for step, times in kernel_ms().items():
-        for category, ms in times.items():
-            yield (*step, category), {"gpu_ms": ms, "share": ms / sum(times.values())}
-
-
 def expected_baselines() -> Iterator[tuple[tuple, Row]]:
     times = kernel_ms()
     fair = ("hugging_face_no_mask", "hugging_face_no_mask_cuda_graph")
@@ -301,43 +295,14 @@ def expected_parts() -> Iterator[tuple[tuple, Row]]:
         yield (*step, "the step"), total
 
 
-def expected_roofline() -> Iterator[tuple[tuple, Row]]:
-    for step, times in kernel_ms().items():
-        case, optimization = step[:-1], step[-1]
-        if optimization not in ("fp32", "bf16_moments"):
-            continue
-        size, context, vocabulary, batch = case
-        d, f, layers, heads = DIMENSIONS[size]
-        tokens, is_naive = batch * context, optimization == "fp32"
-        shapes = layers * (4 * [(d, d)] + 3 * [(d, f)]) + [(d, vocabulary)]
-        numbers = sum(tokens * a + a * b + tokens * b for a, b in shapes)
-        if is_naive:
-            numbers += layers * 2 * (batch * heads * context**2 + 2 * tokens * d)
-        flops = forward_flops(case) if is_naive else dense_flops(case)
-        width, state_width = (4, 28) if is_naive else (2, 20)
-        work = {
-            "matmuls": (3 * flops, 3 * numbers * width),
-            "AdamW": (14 * parameters(case), state_width * parameters(case)),
-            "between matmuls": (),
-        }
-        if not is_naive:
-            work["attention"] = (causal_flops(case), attention_bytes(case))
-        ms = parts_ms(step, times)
-        for part, flops_and_bytes in work.items():
-            row = dict(zip(("flops", "bytes"), flops_and_bytes))
-            yield (*step, part), row | ({"ms": ms[part]} if part in ms else {})
-
-
 EXPECTED: dict[str, Callable[[], Iterator[tuple[tuple, Row]]]] = {
     "steps": expected_steps,
     "speedups": expected_speedups,
     "ablations": expected_ablations,
-    "kernel_shares": expected_kernel_shares,
     "baselines": expected_baselines,
     "fp8": expected_fp8,
     "training": expected_training,
     "parts": expected_parts,
-    "roofline": expected_roofline,
 }
 
 
