@@ -5,6 +5,7 @@ import math
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pandas as pd
@@ -285,20 +286,18 @@ def test_replays_of_a_large_graph_are_steps_when_there_are_no_ranges(tmp_path, s
 
 @pytest.mark.parametrize("seed", range(5))
 def test_outermost_ranges_equal_a_plain_loop(seed):
-    random = np.random.default_rng(seed)
-    start = random.integers(0, 300, 200)
-    key = random.choice([1 << 24, 2 << 24, (2 << 24) + 5], 200)
-    rows = pd.DataFrame({"start_ns": start, "end_ns": start + random.integers(0, 30, 200), "key": key})
-    order = rows.assign(process=key >> 24).sort_values(
-        ["process", "start_ns", "end_ns"], ascending=[True, True, False], kind="stable"
-    )
-    kept, reached = [], {}
-    for index, row in order.iterrows():
-        last_end = reached.get(row["process"], -1)
-        if row["start_ns"] >= last_end:
-            kept.append(index)
-        reached[row["process"]] = max(last_end, row["end_ns"], row["start_ns"] + 1)
-    assert outermost(rows).index.tolist() == kept
+    random = Random(seed)
+    keys, lengths = [1 << 24, 2 << 24, (2 << 24) + 5], range(30)
+    starts = [random.randrange(300) for _ in range(200)]
+    ranges = [(start, start + random.choice(lengths), random.choice(keys)) for start in starts]
+    rows = pd.DataFrame(ranges, columns=["start_ns", "end_ns", "key"])
+    kept, last_end = [], {}
+    for index, (start, end, key) in sorted(enumerate(ranges), key=lambda item: (item[1][0], -item[1][1])):
+        process = key >> 24
+        if start >= last_end.get(process, -1):
+            kept.append((process, index))
+        last_end[process] = max(last_end.get(process, -1), end, start + 1)
+    assert outermost(rows).index.tolist() == [index for _, index in sorted(kept, key=lambda item: item[0])]
 
 
 def test_time_span_includes_only_complete_steps(tmp_path):

@@ -15,67 +15,12 @@ from stepscope.studies.memory.tables import LIVE, column
 from stepscope.studies.nsys import figures as nsys
 
 
-def drawn_lines(axes) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of lines with markers, by color."""
-    return {
-        line.get_color(): [*zip(map(float, line.get_xdata()), map(float, line.get_ydata()))]
-        for line in axes.lines
-        if line.get_marker() == "o"
-    }
-
-
 def texts(axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
 def ticks(axis) -> list[str]:
     return [tick.get_text() for tick in axis.get_ticklabels()]
-
-
-def bars(axes) -> list[tuple[float, float]]:
-    return [(round(bar.get_x(), 6), round(bar.get_width(), 6)) for bar in axes.patches]
-
-
-def test_lines_go_from_left_to_right_and_return_their_last_points():
-    points = [(4, 1.0, "xl"), (1, 5.0, "small"), (2, 3.0, "xl"), (1, 2.0, "xl"), (1, 7.0, "mine")]
-    rows = pd.DataFrame(points, columns=["x", "y", "size"])
-    _, axes = style.figure("A message")
-    ends = style.lines(axes, rows, "x", "y", "size", style.SIZE_COLORS)
-    assert ends == {"xl": (4, 1.0), "small": (1, 5.0), "mine": (1, 7.0)}
-    assert drawn_lines(axes) == {
-        style.SIZE_COLORS["xl"]: [(1, 2), (2, 3), (4, 1)],
-        style.SIZE_COLORS["small"]: [(1, 5)],
-        style.INK: [(1, 7)],
-    }
-
-
-def test_stacked_bars_are_adjacent_and_only_wide_parts_are_labeled():
-    """The first row is on top, and columns without a color share the label "other"."""
-    parts = pd.DataFrame(
-        {"forward": [0.3, 0.5], "loss": [0.002, 0.001], "mine": [0.05, 0.2], "backward": [0.6, 0.2]},
-        ["a", "b"],
-    )
-    _, axes = style.figure("A message")
-    style.stacked_bars(axes, parts, style.PHASE_COLORS, lambda name, place: f"{name} {place}")
-    starts = parts.cumsum(axis=1) - parts
-    expected = [*zip(starts.to_numpy().T.ravel().round(6), parts.to_numpy().T.ravel())]
-    assert bars(axes) == expected
-    assert axes.get_legend_handles_labels()[1] == ["forward", "other", "backward"]
-    assert texts(axes) == ["forward 0", "forward 1", "mine 1", "backward 0", "backward 1"]
-    assert [round(text.get_position()[0], 6) for text in axes.texts] == [0.15, 0.25, 0.601, 0.652, 0.801]
-    colors = [to_hex(bar.get_facecolor()) for bar in axes.patches[::2]]
-    assert colors == [style.BLUE, style.INK, style.FILL, style.ORANGE]
-    assert ticks(axes.yaxis) == ["a", "b"] and axes.yaxis_inverted()
-
-
-def test_bars_have_labels_at_their_ends_and_room_for_them():
-    _, axes = style.figure("A message")
-    style.bars(axes, ["a", "b", "c"], [2.0, 5.0, 1.0], ["two", "five", "one"])
-    assert bars(axes) == [(0, 2), (0, 5), (0, 1)]
-    labels = [(*text.xy, text.get_text()) for text in axes.texts]
-    assert labels == [(2, 0, "two"), (5, 1, "five"), (1, 2, "one")]
-    assert ticks(axes.yaxis) == ["a", "b", "c"] and axes.yaxis_inverted()
-    assert axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > 5.5
 
 
 def spans(axes) -> dict[int, list[tuple[str, float, float]]]:
@@ -160,19 +105,6 @@ def test_memory_timeline_draws_the_recorded_modes_with_their_peaks(modes):
         tables.number(len(mode) + 0.25, "") for mode in in_order
     ]
     assert drawn.axes[0].get_ylim()[1] > max(map(len, modes))
-
-
-@pytest.mark.parametrize(
-    "spans, busy",
-    [
-        ([(-300_000, -100_000), (-100_000, 200_000)], 0.2),
-        ([(900_000, 1_500_000), (1_200_000, 1_300_000)], 0.1),
-        ([(0, 500_000), (250_000, 750_000)], 0.75),
-    ],
-)
-def test_busy_share_is_that_of_the_drawn_millisecond(spans, busy):
-    ran = pd.DataFrame([{"start_ns": start, "duration_ns": end - start} for start, end in spans])
-    assert nsys.busy_share(ran) == pytest.approx(busy)
 
 
 def test_every_figure_is_used_in_a_template():

@@ -476,38 +476,33 @@ def test_profiled_process_reports_that_the_model_does_not_fit(monkeypatch, tmp_p
     )
 
 
-def test_modes_with_impossible_times_are_profiled_again(monkeypatch):
-    """The named step is not compared, and at the power limit, GPU time may exceed wall time slightly."""
-    is_power_limited = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}
-    ms = [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44]
-    modes = {
-        "forward": {"plain_ms": [10.0, 11.0, 99.0], "clock": {}},
-        "forward_backward": {"plain_ms": [30.0, 30.1, 29.0], "clock": is_power_limited},
-        "step": {"plain_ms": [45.0], "clock": {}},
-    }
-    inside = ["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4
-    captured = ProfiledModes(Path("a file"), modes, inside)
-    config = configure("nsys", **SMALL).model_copy(update={"device": "cuda"})
-    steps = pd.DataFrame({"step": range(11), "phase": "total", "busy_ns": [1e6 * time for time in ms]})
+@pytest.mark.parametrize(
+    ("clock", "gpu_ms", "impossible", "runs"),
+    [
+        ({}, [10, 10.1, 10.05], {}, 1),
+        ({}, [10, 10.9, 10.9], ["step"], 3),
+        ({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}, [10, 10.3, 10.3], {}, 1),
+        ({}, [10, 10.3, 10.3], ["step"], 3),
+        ({}, [10, 10, 11], ["step"], 3),
+    ],
+    ids=["possible", "longer than wall time", "at the power limit", "below it", "different steps"],
+)
+def test_mode_with_impossible_times_is_profiled_three_times(monkeypatch, clock, gpu_ms, impossible, runs):
+    """The named step, which comes first and takes 90 ms, is not compared."""
+    modes = ProfiledModes(Path("a file"), {"step": {"plain_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4)
+    times = pd.DataFrame({"step": range(4), "phase": "total", "busy_ns": [9e7, *(1e6 * ms for ms in gpu_ms)]})
     folders = []
 
     def profile_once(ranged, config, folder):
         folders.append(folder)
-        return nsys_profile.Profile(config, "nsys", captured, trace=pd.DataFrame({"step": [-1, 0]}))
+        return nsys_profile.Profile(config, "nsys", modes, trace=pd.DataFrame({"step": [-1, 0]}))
 
     monkeypatch.setattr(nsys_profile, "profile_once", profile_once)
-    monkeypatch.setattr(nsys_profile, "phase_clocks", lambda operations, ranges: steps)
+    monkeypatch.setattr(nsys_profile, "phase_clocks", lambda operations, ranges: times)
     monkeypatch.setattr(nsys_profile.Profile, "check", lambda profile: None)
-
-    def impossible():
-        return nsys_profile.profile_with_nsys(never_run, config).impossible
-
-    assert impossible() == {"step": "captured steps of 40 to 44 ms"} and len({*folders}) == 3
-    modes["forward_backward"]["clock"] = {}
-    steps.loc[10, "busy_ns"] = 40e6
-    assert [*impossible()] == ["forward_backward"]
-    steps.loc[[5, 6], "busy_ns"] = 30e6
-    assert impossible() == {} and len({*folders}) == 7
+    config = configure("nsys", **SMALL).model_copy(update={"device": "cuda"})
+    assert [*nsys_profile.profile_with_nsys(never_run, config).impossible] == [*impossible]
+    assert len({*folders}) == runs
 
 
 def test_mode_without_memory_keeps_only_its_unprofiled_steps(here):

@@ -177,9 +177,7 @@ def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[t
 
 def execute(path: Path, *statements: str) -> Path:
     with closing(sqlite3.connect(path)) as connection:
-        for statement in statements:
-            connection.execute(statement)
-        connection.commit()
+        connection.executescript(";".join(statements))
     return path
 
 
@@ -405,79 +403,87 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
 
 
 @pytest.mark.parametrize(
-    ("statements", "message"),
+    ("sql", "message"),
     [
-        ([f"DROP TABLE {KERNEL}"], f"{KERNEL} has no kernels, expected a capture"),
-        ([f"DELETE FROM {KERNEL}"], f"{KERNEL} has no kernels, expected a capture"),
-        ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "has no column globalPid"),
         (
-            ["CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end"],
+            "DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels, expected a capture",
+        ),
+        (
+            "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels, expected a capture",
+        ),
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "has no column globalPid"),
+        (
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end",
             "CUPTI_ACTIVITY_KIND_GRAPH_TRACE has 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",
         ),
         (
-            [f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)"],
+            f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)",
             "range 'crossing' ends after the range it began in",
         ),
         (
-            [f"UPDATE {KERNEL} SET start = 'soon'"],
-            f"{KERNEL} has string values in its column start, expected integers",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",
+            "CUPTI_ACTIVITY_KIND_KERNEL has string values in its column start, expected integers",
         ),
         (
-            [f"UPDATE {KERNEL} SET end = 9223372036854775808"],
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775808",
             "double values in its column end, expected integers",
         ),
         (
-            [f"UPDATE {KERNEL} SET streamId = x'00'"],
-            f"{KERNEL} has (large_)?(string|binary) values in its column streamId",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET streamId = x'00'",
+            "CUPTI_ACTIVITY_KIND_KERNEL has (large_)?(string|binary) values in its column streamId",
         ),
         (
-            [*[MORE] * 17, f"UPDATE {KERNEL} SET end = 'late' WHERE rowid = 100000"],
-            f"{KERNEL} has values of several types in one column",
+            f"{MORE};" * 17 + "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 'late' WHERE rowid = 100000",
+            "CUPTI_ACTIVITY_KIND_KERNEL has values of several types in one column",
         ),
         (
-            [f"UPDATE {KERNEL} SET end = 9223372036854775807"],
-            f"{KERNEL} has 9223372036854775807 in its column end",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775807",
+            "CUPTI_ACTIVITY_KIND_KERNEL has 9223372036854775807 in its column end",
         ),
         (
-            [f"UPDATE {KERNEL} SET start = -9223372036854775807"],
-            f"{KERNEL} has -9223372036854775807 in its column start",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = -9223372036854775807",
+            "CUPTI_ACTIVITY_KIND_KERNEL has -9223372036854775807 in its column start",
         ),
         (
-            [f"UPDATE {KERNEL} SET end = start - 7"],
-            f"{KERNEL} has a row that ends at 1005 ns and starts at 1012 ns",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = start - 7",
+            "CUPTI_ACTIVITY_KIND_KERNEL has a row that ends at 1005 ns and starts at 1012 ns",
         ),
-        ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end in 1 rows"),
         (
-            [f"UPDATE {KERNEL} SET correlationId = 4294967296"],
-            f"{KERNEL} has 4294967296 in its column correlationId",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no value in column end in 1 rows",
         ),
-        ([f"UPDATE {RUNTIME} SET start = 'soon'"], f"{RUNTIME} has string values in its column start"),
         (
-            ["UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15"],
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET correlationId = 4294967296",
+            "CUPTI_ACTIVITY_KIND_KERNEL has 4294967296 in its column correlationId",
+        ),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = 'soon'",
+            "CUPTI_ACTIVITY_KIND_RUNTIME has string values in its column start",
+        ),
+        (
+            "UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15",
             "NVTX_EVENTS has a row that ends at 14 ns and starts at 15",
         ),
         (
-            ["UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'"],
+            "UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'",
             "codec can't decode byte",
         ),
         (
-            [
-                "UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10"
-            ],
+            "UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10",
             r"3 threads have times from -4000000000000000000 to 4000000000000000000 ns",
         ),
         (
-            [
-                "DROP TABLE StringIds",
-                "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1"
-                " FROM n) SELECT id, id AS value FROM n",
-            ],
+            "DROP TABLE StringIds; "
+            "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1"
+            " FROM n) SELECT id, id AS value FROM n",
             "StringIds is a view, expected a table",
         ),
     ],
 )
-def test_invalid_capture_gives_one_line_error(tmp_path, statements, message):
-    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), *statements)
+def test_invalid_capture_gives_one_line_error(tmp_path, sql, message):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), sql)
     with pytest.raises(TraceError, match=message) as error:
         load_trace(path)
     text = str(error.value)
