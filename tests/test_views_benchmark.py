@@ -61,10 +61,10 @@ def timed_rows() -> Rows:
 
 def samples_by_process() -> dict[tuple, list[Row]]:
     """Return a process's steps, in order, by configuration, mode and phase."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for row in sorted(dicts("benchmark.samples"), key=lambda row: row["step"]):
-        found[*(row[name] for name in CONFIG), row["mode"], row["phase"]].append(row)
-    return found
+        result[*(row[name] for name in CONFIG), row["mode"], row["phase"]].append(row)
+    return result
 
 
 TIMES = timed_rows()
@@ -106,13 +106,13 @@ def expected_times() -> Rows:
 
 
 def category_sums() -> Rows:
-    found: Rows = defaultdict(lambda: {"gpu_ms": 0.0, "count": 0.0})
+    result: Rows = defaultdict(lambda: {"gpu_ms": 0.0, "count": 0.0})
     for study in ("benchmark", "mixed_precision"):
         for row in dicts(f"{study}.operations"):
             key = (study, *(row[name] for name in CONFIG), row["mode"], row["kernel_category"])
-            found[key]["gpu_ms"] += row["gpu_ms"]
-            found[key]["count"] += row["count"]
-    return found
+            result[key]["gpu_ms"] += row["gpu_ms"]
+            result[key]["count"] += row["count"]
+    return result
 
 
 def expected_kernel_categories() -> Rows:
@@ -126,32 +126,32 @@ def expected_kernel_categories() -> Rows:
 
 
 def expected_timed_steps() -> Rows:
-    found = {}
+    result = {}
     for key, steps in SAMPLES.items():
         ten = [row["wall_ms"] for row in steps if not row["warmup"]][:10]
-        found[key] = {
+        result[key] = {
             "steps": len(ten),
             "warmup_steps": sum(row["warmup"] for row in steps),
             "mean_ms": statistics.mean(ten),
             "std_ms": statistics.stdev(ten),
         }
-    return found
+    return result
 
 
 def expected_warm_up() -> Rows:
-    found = {}
+    result = {}
     for key, steps in SAMPLES.items():
         walls = [row["wall_ms"] for row in steps]
         for skipped in (0, 1, 2, 5):
             ten = walls[skipped : skipped + 10]
             if key[-2:] == ("step", "total"):
-                found[*key[:-2], skipped] = {
+                result[*key[:-2], skipped] = {
                     "steps": 10,
                     "mean_ms": statistics.mean(ten),
                     "std_ms": statistics.stdev(ten),
                     "first_ms": walls[skipped],
                 }
-    return found
+    return result
 
 
 def expected_first_steps() -> Rows:

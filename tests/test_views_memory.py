@@ -90,10 +90,10 @@ def test_highest_stage_peak_is_the_peak_of_the_step():
 
 def groups() -> dict[tuple, list[Row]]:
     """Return the groups of allocations of each configuration and kind of allocation."""
-    found = defaultdict(list)
+    result = defaultdict(list)
     for row in RAW["allocations"].to_dict("records"):
-        found[(*(row[name] for name in STEP), row["what"])].append(row)
-    return found
+        result[(*(row[name] for name in STEP), row["what"])].append(row)
+    return result
 
 
 def test_block_memory_formulas_equal_recorded_sizes():

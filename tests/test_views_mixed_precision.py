@@ -28,22 +28,22 @@ def of(row: Row, *names: str) -> tuple:
 
 
 def experiment(name: str, *names: str) -> dict[tuple, Any]:
-    """What one experiment found, by configuration and these fields."""
+    """What one experiment result, by configuration and these fields."""
     rows = [row for row in RAW["numerics"] if row["experiment"] == name]
     column = "dtype" if name == "toy" else "value"
-    found = {of(row, *names): row[column] for row in rows}
-    assert len(found) == len(rows) > 0
-    return found
+    result = {of(row, *names): row[column] for row in rows}
+    assert len(result) == len(rows) > 0
+    return result
 
 
 def kernel_times() -> dict[tuple, Counter]:
     """Milliseconds by configuration, precision and mode, and in it by category."""
-    found = defaultdict(Counter)
+    result = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
         category = "cast" if casts else CATEGORIES.get(row["kernel_category"], "other")
-        found[of(row, "precision", "mode")][category] += row["gpu_ms"]
-    return found
+        result[of(row, "precision", "mode")][category] += row["gpu_ms"]
+    return result
 
 
 def is_launch_bound(row: Row) -> bool:
@@ -52,13 +52,13 @@ def is_launch_bound(row: Row) -> bool:
 
 def gains() -> dict[tuple, Row]:
     totals = {of(row, "precision", "mode"): row for row in RAW["times"] if row["phase"] == "total"}
-    kernels, found = kernel_times(), {}
+    kernels, result = kernel_times(), {}
     for key, row in totals.items():
         *config, precision, mode = key
         exact = (*config, "fp32", mode)
         if precision != "fp32":
-            found[key] = gain(row, totals[exact], kernels[key], kernels[exact])
-    return found
+            result[key] = gain(row, totals[exact], kernels[key], kernels[exact])
+    return result
 
 
 def gain(low: Row, exact: Row, kernels: Counter, exact_kernels: Counter) -> Row:
@@ -75,16 +75,16 @@ def gain(low: Row, exact: Row, kernels: Counter, exact_kernels: Counter) -> Row:
 
 
 def kernels() -> dict[tuple, Row]:
-    times, found = kernel_times(), {}
+    times, result = kernel_times(), {}
     for (*config, precision, mode), own in times.items():
         exact = times[(*config, "fp32", mode)]
         for category in ALL_CATEGORIES if precision != "fp32" else ():
-            found[(*config, precision, mode, category)] = {
+            result[(*config, precision, mode, category)] = {
                 "fp32_gpu_ms": exact[category],
                 "gpu_ms": own[category],
                 "speedup": exact[category] / own[category] if exact[category] else NAN,
             }
-    return found
+    return result
 
 
 def outside(deviation: float, low: float, high: float) -> float:
@@ -95,7 +95,7 @@ def outside(deviation: float, low: float, high: float) -> float:
 
 def norms() -> dict[tuple, Row]:
     errors = experiment("norm error", "case", "quantity", "at")
-    lost, found = experiment("norm lost", "case", "quantity", "at"), {}
+    lost, result = experiment("norm lost", "case", "quantity", "at"), {}
     for key, error in errors.items():
         *_, precision, part, scale = key
         of_part = {
@@ -103,13 +103,13 @@ def norms() -> dict[tuple, Row]:
             "squares": (scale, 2**-12.5, math.sqrt(65_520)),
         }
         limits = of_part.get(part) if precision == "fp16" else None
-        found[key] = {
+        result[key] = {
             "error": error,
             "lost_share": lost[key],
             "is_lost": lost[key] > 0.001,
             "expected_lost_share": outside(*limits) if limits else NAN,
         }
-    return found
+    return result
 
 
 def norm_parts() -> dict[tuple, Row]:
@@ -127,25 +127,25 @@ def norm_parts() -> dict[tuple, Row]:
 
 def gradients() -> dict[tuple, Row]:
     named = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}
-    found = defaultdict(dict)
+    result = defaultdict(dict)
     for (*key, quantity), value in experiment("gradients", "case", "quantity").items():
-        found[tuple(key)] |= {named[quantity]: value}
-    return found
+        result[tuple(key)] |= {named[quantity]: value}
+    return result
 
 
 def trainings() -> dict[tuple, Row]:
     losses = defaultdict(dict)
     for (*key, step), loss in experiment("training", "case", "at").items():
         losses[tuple(key)][step] = loss
-    found = {}
+    result = {}
     for (*config, case), own in losses.items():
         base = losses[(*config, "fp32, seed 0")]
         final = sorted(own)[-(len(own) // 4) :]
         if own is not base:
-            found[(*config, case)] = {
+            result[(*config, case)] = {
                 "final_nats": math.fsum(abs(own[step] - base[step]) for step in final) / len(final),
             }
-    return found
+    return result
 
 
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {

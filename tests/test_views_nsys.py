@@ -33,10 +33,10 @@ def of(row: Row, *names: str) -> tuple:
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple, list[Row]]:
-    found = defaultdict(list)
+    result = defaultdict(list)
     for row in rows:
-        found[of(row, *names)].append(row)
-    return found
+        result[of(row, *names)].append(row)
+    return result
 
 
 def summed(rows: Iterable[Row], column: str = "total_ns") -> float:
@@ -97,17 +97,17 @@ def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
     """Time, and share of its profile, of each group of a profile's operations."""
-    found = {}
+    result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
-        found[key] = {"gpu_ms": summed(own) / 1e6, "share": summed(own) / total_ns}
-    return found
+        result[key] = {"gpu_ms": summed(own) / 1e6, "share": summed(own) / total_ns}
+    return result
 
 
-def places(found: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
+def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
     """Ranks by time among the groups whose keys begin with the same ``depth`` fields; 0 of those skipped."""
     together = defaultdict(dict)
-    for key, row in found.items():
+    for key, row in result.items():
         if key not in skipped:
             together[key[:depth]][key] = row["gpu_ms"]
     placed = [ranks(times_ms) for times_ms in together.values()]
@@ -115,19 +115,19 @@ def places(found: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset(
 
 
 def regions() -> dict[tuple, Row]:
-    split, found = grouped(OPERATIONS, "mode", "region", "name"), parts("region", "name")
+    split, result = grouped(OPERATIONS, "mode", "region", "name"), parts("region", "name")
     matmuls = {key for key, own in split.items() if own[0]["category"] == MATMUL}
-    place = places(found, len(CONFIG) + 1, matmuls)
+    place = places(result, len(CONFIG) + 1, matmuls)
     for key, own in split.items():
         launches = sum(row["count"] for row in own)
-        found[key] |= {"place": place[key], "launches": launches, "kernel_category": own[0]["category"]}
-    return found
+        result[key] |= {"place": place[key], "launches": launches, "kernel_category": own[0]["category"]}
+    return result
 
 
 def categories() -> dict[tuple, Row]:
-    found = parts("phase", "category", phases=True)
-    place = places(found, len(CONFIG) + 2, {key for key in found if key[-1] == MATMUL})
-    return {key: row | {"other_place": place[key]} for key, row in found.items()}
+    result = parts("phase", "category", phases=True)
+    place = places(result, len(CONFIG) + 2, {key for key in result if key[-1] == MATMUL})
+    return {key: row | {"other_place": place[key]} for key, row in result.items()}
 
 
 def attention() -> dict[tuple, Row]:
@@ -165,14 +165,14 @@ def agreement() -> dict[tuple, Row]:
 
 
 def busy() -> dict[tuple, Row]:
-    found = {}
+    result = {}
     for key, rows in grouped(TABLES["nsys.timeline"].to_dict("records"), "mode").items():
         runs = np.zeros(1_000_000, dtype=bool)  # each nanosecond of the first millisecond
         for row in rows:
             begin, end = row["start_ns"], row["start_ns"] + row["duration_ns"]
             runs[max(begin, 0) : max(end, 0)] = True
-        found[key] = {"busy": runs.mean()}
-    return found
+        result[key] = {"busy": runs.mean()}
+    return result
 
 
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
