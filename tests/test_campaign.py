@@ -147,7 +147,7 @@ def name_of(call: nodes.Node) -> str:
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
     """Return a view in which each measured column has the values of another, of the same unit where it can be.
 
-    Rows are weighed unequally, since a column may be equal to its neighbor, or have none.
+    Rows get different factors, because a column may equal its neighbor or have none.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3

@@ -63,7 +63,7 @@ def run(monkeypatch, capsys):
         (
             ["sweep", "/proc/self/mem"],
             "/proc/self/mem: Input/output error, expected plain YAML",
-        ),  # read by nobody
+        ),  # a file that cannot be read
         (["check", "--runs", ".", "--out", ""], "got an empty text"),
     ],
 )
@@ -74,7 +74,7 @@ def test_invalid_input_gives_one_line_error_and_status_2(run, monkeypatch, tmp_p
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
-    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no file that nobody wrote
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no temporary file
     assert not (tmp_path / "runs").exists()
 
 
@@ -214,7 +214,7 @@ def test_report_measures_missing_runs_and_renders(run, monkeypatch, faults, tmp_
     assert code == 0 and rendered == [store.root] and "2 done" in err
     assert str(store.root / "report.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
     code, _, err = run("ladder", "nano", "--runs", store.root, "--time-budget", 0)
-    assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # what there is is shown
+    assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # finished runs are rendered
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Figures: positions, colors, labels and legends of what they draw."""
+"""Figures: timelines, memory plots, and their use in templates."""
 
 import re
 from pathlib import Path

@@ -180,7 +180,7 @@ PLACES = "const [nav, heading, main] = ['nav', 'h1', 'main'].map(q => box(all(q)
 SCROLLED = "document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000);" + PLACES
 NO_SIDEWAYS = "return document.documentElement.scrollWidth <= innerWidth"
 PICTURES = "return all('img').every(one => one.complete && one.naturalWidth && box(one).right <= innerWidth)"
-LAYOUTS = {  # page, its size, media, and what is true of it
+LAYOUTS = {  # page, its size, media, and a condition in JavaScript
     "nothing scrolls sideways": ("report", DESKTOP, "screen", NO_SIDEWAYS),
     "nothing scrolls sideways on a phone": ("report", PHONE, "screen", NO_SIDEWAYS),
     "pictures fit": ("report", DESKTOP, "screen", PICTURES),
@@ -344,7 +344,7 @@ def test_links_within_the_page_lead_to_anchors(report):
     [
         ("Why is it 2.1x, and not 4x?", "Why is it 2.1x, and not 4x?"),
         ("Is a < b & c?", "Is a &lt; b &amp; c?"),
-        ("Is a &lt; b?", "Is a &lt; b?"),  # as GitHub needs it
+        ("Is a &lt; b?", "Is a &lt; b?"),  # GitHub needs this form
         ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
     ],
 )

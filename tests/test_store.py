@@ -41,7 +41,7 @@ def test_committed_run_is_read_back(store, tiny):
 
 @pytest.mark.parametrize("barred", ["", "benchmark", "benchmark/{run}"])
 def test_unreadable_folder_is_named(tiny, barred):
-    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parents are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # the parents of tmp_path belong to root
         store = Store(Path(folder) / "some-runs")
         committed(store, tiny())
         committed(store, tiny(study="memory"))
@@ -49,7 +49,7 @@ def test_unreadable_folder_is_named(tiny, barred):
         Path(folder).chmod(0o755)
         place.chmod(0)
         try:
-            if root:  # whom no mode bars
+            if root:  # which may read everything
                 os.seteuid(65534)
             records, errors = store.records()
         finally:
@@ -113,7 +113,7 @@ def test_only_one_sweep_writes_until_its_process_ends(store):
         holder.wait()
     (store.partial / "left").mkdir(parents=True, exist_ok=True)
     with store.writing():
-        assert not store.partial.exists()  # what a killed sweep left is cleared away
+        assert not store.partial.exists()  # leftovers of killed sweeps are removed
 
 
 @pytest.mark.parametrize(

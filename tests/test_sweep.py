@@ -107,7 +107,7 @@ def test_executed_notebook_contains_no_path_of_the_machine(sweep, store, tiny, t
 
 
 def test_run_is_killed_at_its_time_limit(sweep, store, faults):
-    end = sweep([HANGS], SweepOptions(timeout_s=0.5))  # wherever it is by then
+    end = sweep([HANGS], SweepOptions(timeout_s=0.5))
     assert end.counts == {"failed": 1} and "no end after 0.5 s" in by_seed(store)[HANGS].cause
 
 
@@ -163,7 +163,7 @@ def gpus(monkeypatch, faults):
 
 def test_each_run_has_a_gpu_to_itself(sweep, store, faults, gpus):
     end = sweep([TURNS, *range(11, 18)], device="auto")
-    assert end.counts == {"ok": 8}  # none found another run's file on its GPU
+    assert end.counts == {"ok": 8}  # a run fails if another one uses its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
 
 
@@ -207,7 +207,7 @@ def test_folder_with_runs_of_another_gpu_is_an_error(sweep, store, tiny):
 
 
 def test_device_of_a_folder_is_that_of_its_first_record_with_one(store, tiny):
-    put(store, tiny(study="benchmark"), status="failed")  # before it knew
+    put(store, tiny(study="benchmark"), status="failed")  # it failed before it knew its device
     assert store.device_name() is None
     put(store, tiny(study="memory"), machine={"device_name": "H200"})
     assert store.device_name() == "H200"

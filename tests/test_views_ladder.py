@@ -314,7 +314,7 @@ def test_view_equals_recomputation_from_files(name: str):
 
 def test_views_of_a_cpu_run_lack_only_gpu_measurements():
     raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
-    views = Views(raw)  # the run's size has no name
+    views = Views(raw)
     rows = {name: len(views[name]) for name in EXPECTED}
     assert rows["steps"] == len(raw["ladder.steps"]) > 0
     assert len(views["loss_curves"]) == len(raw["ladder.curves"]) > 0

@@ -111,7 +111,8 @@ def test_block_memory_formulas_equal_recorded_sizes():
         assert formulas == pytest.approx([sum(saved_mib), gradients_mib], rel=1e-6)
 
 
-REGIONS = {  # of the operations that save anything
+# module: the beginnings of the names of operations that save something
+REGIONS = {
     "ffn": ["second multiplication", "first multiplication", "sigmoid", "down_proj", "gate_proj"],
     "attention.value": ["attention weights"],
     "attention.softmax": ["exponentials", "division"],

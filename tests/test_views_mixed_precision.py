@@ -28,7 +28,7 @@ def of(row: Row, *names: str) -> tuple:
 
 
 def experiment(name: str, *names: str) -> dict[tuple, Any]:
-    """What one experiment result, by configuration and these fields."""
+    """Return an experiment's values by configuration and these fields."""
     rows = [row for row in RAW["numerics"] if row["experiment"] == name]
     column = "dtype" if name == "toy" else "value"
     result = {of(row, *names): row[column] for row in rows}
@@ -37,7 +37,7 @@ def experiment(name: str, *names: str) -> dict[tuple, Any]:
 
 
 def kernel_times() -> dict[tuple, Counter]:
-    """Milliseconds by configuration, precision and mode, and in it by category."""
+    """Return ms by configuration, precision and mode, and within these by category."""
     result = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
@@ -88,7 +88,7 @@ def kernels() -> dict[tuple, Row]:
 
 
 def outside(deviation: float, low: float, high: float) -> float:
-    """The share of a normal number's values that are smaller than ``low`` or larger than ``high``, by size."""
+    """Return the share of normal values whose magnitude is below ``low`` or above ``high``."""
     normal = statistics.NormalDist(0, deviation)
     return (2 * normal.cdf(low) - 1) + 2 * normal.cdf(-high)
 

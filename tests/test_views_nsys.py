@@ -90,13 +90,13 @@ def time_of(passes: list[Row], named: int) -> Row:
 
 
 def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
-    """Places of the longest, second longest, ...; of equal times the first comes first."""
+    """Rank keys by time, longest first; equal times keep their order."""
     order = sorted(times_ns, key=lambda key: -times_ns[key])
     return {key: place for place, key in enumerate(order, 1)}
 
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
-    """Time, and share of its profile, of each group of a profile's operations."""
+    """Return the time of each group of a profile's operations, and its share of the profile."""
     result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
@@ -105,7 +105,7 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
 
 
 def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
-    """Ranks by time among the groups whose keys begin with the same ``depth`` fields; 0 of those skipped."""
+    """Rank groups by time among those whose first ``depth`` fields are equal; skipped groups have rank 0."""
     together = defaultdict(dict)
     for key, row in result.items():
         if key not in skipped:

@@ -65,7 +65,7 @@ def crowded_lines(text: str) -> list[tuple[int, str]]:
 
 
 def wrong_units(text: str) -> list[tuple[int, str]]:
-    """Return the places where a column is printed in another unit than its name ends in."""
+    """Return the places where a column is not printed in the unit of its name."""
     found = []
     for node in jinja2.Environment().parse(text).find_all(nodes.Filter):
         name = node.name
