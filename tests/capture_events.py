@@ -61,10 +61,12 @@ def launch(
     ]
 
 
-def kernels(first_call: float, number: int, name: str = GEMM, apart: float = 30, **args: int) -> list[dict]:
+def kernels(
+    first_call: float, number: int, name: str = GEMM, apart: float = 30, gpu: int = 0, stream: int = 7
+) -> list[dict]:
     """Return kernels of 20 µs, each launched 10 µs before it starts."""
     calls = [first_call + apart * index for index in range(number)]
-    return [part for call in calls for part in launch(name, call, call + 10, 20, **args)]
+    return [part for call in calls for part in launch(name, call, call + 10, 20, gpu=gpu, stream=stream)]
 
 
 def unlaunched(name: str, start: float, dur: float, correlation: int = 1 << 20) -> dict:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import math
 import sqlite3
 import statistics
 from collections import Counter
@@ -565,16 +564,16 @@ def expected_windows(gpu: Device, rows: list[dict]) -> list[tuple[int, int]]:
         ready = max([host.at[step, "start_ns"], *earlier])
         begins.append(max([min(first[step], ready), *begins]))
     windows = []
-    for begin, step, following, next_begin in zip(
-        begins, order, [*order[1:], None], [*begins[1:], math.inf], strict=True
-    ):
-        last = max(
+    for index, (begin, step) in enumerate(zip(begins, order)):
+        ends = [
             row["end"]
             for row in rows
             if row["step"] == step and (row["kind"] != "memcpy" or row["stream"] == gpu.stream)
-        )
-        step_end = max(last, host.at[step, "end_ns"])
-        end = next_begin if following == step + 1 else min(next_begin, step_end)
+        ]
+        end = max([host.at[step, "end_ns"], *ends])
+        if index + 1 < len(order):
+            following = begins[index + 1]
+            end = following if order[index + 1] == step + 1 else min(following, end)
         windows.append((begin, max(begin, end)))
     return windows
 

@@ -160,7 +160,7 @@ def test_broken_json_error_has_position_and_reason(tmp_path, case):
 
 
 def device_event(category: str | None, name: str = "op") -> dict:
-    return event(category, name, 1.0, 9.0)  # type: ignore[arg-type]
+    return event("", name, 1.0, 9.0) | {"cat": category}
 
 
 XLA = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}}
