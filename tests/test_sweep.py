@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -215,11 +216,11 @@ def test_device_of_a_folder_is_that_of_its_first_record_with_one(store, tiny):
 
 def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
     """Collect records with these fields as the results of a sweep over configurations."""
-    workers = SimpleNamespace(places=lambda device: 1)
+    workers: Any = SimpleNamespace(places=lambda device: 1)
     end = SweepEnd(left=configs)
     running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)
     for config, fields in zip(configs, all_fields):
-        assignment = SimpleNamespace(config=config, folder=store.new_staging_folder())
+        assignment: Any = SimpleNamespace(config=config, folder=store.new_staging_folder())
         running_sweep._collect(assignment, record_of(config, **fields))
     return running_sweep
 
