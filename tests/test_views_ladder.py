@@ -57,10 +57,6 @@ MOST = {name: RAW["results"][name].max() for name in ("matmul_bf16", "copy")}
 SUSTAINED = RAW["results"].sustained_tflops.median()
 
 
-def forward_flops(case: tuple) -> float:
-    return dense_flops(case) + square_flops(case)
-
-
 def dense_flops(case: tuple) -> float:
     """Return a forward pass's FLOPs without those of T x T."""
     size, context, vocabulary, batch = case
