@@ -1,4 +1,4 @@
-"""The writeup's numbers come from the records: other records give another text, in any order the same."""
+"""The writeup's numbers come from the records: other records change the text, another order does not."""
 
 import hashlib
 import importlib
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from jinja2 import nodes
 
 from simulated_campaign import scaled
 from stepscope import PROJECT
@@ -30,14 +29,14 @@ FOLDER = writeup.templates_folder()
 
 
 def shuffled(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs in another order; rows that belong to no run in another order."""
+    """Reorder the runs, and rows that belong to no run."""
     if "run_id" not in table:
         return table.sample(frac=1, random_state=1)
     digests = {run: hashlib.md5(run.encode()).hexdigest() for run in table["run_id"].unique()}
     return table.sort_values("run_id", key=lambda runs: runs.map(digests), kind="stable")
 
 
-def test_writeup_is_the_same_for_runs_in_another_order(campaign):
+def test_writeup_does_not_depend_on_the_order_of_runs(campaign):
     views = Views({name: shuffled(table) for name, table in campaign.tables.items()})
     texts, figures = writeup.render_views(FOLDER, views)
     written = campaign.report.texts
@@ -51,7 +50,7 @@ def test_writeup_is_the_same_for_runs_in_another_order(campaign):
 # -- other times ----------------------------------------------------------------------------------------------
 
 
-def test_sentences_that_other_times_make_false_are_named_with_line_and_numbers(campaign, monkeypatch):
+def test_false_sentences_are_named_with_line_and_numbers(campaign, monkeypatch):
     monkeypatch.setattr(writeup, "all_figures", lambda: defaultdict(lambda: lambda *_: ""))
     tables = {}
     for name, table in campaign.tables.items():
@@ -72,60 +71,44 @@ def test_sentences_that_other_times_make_false_are_named_with_line_and_numbers(c
 # -- swapped columns ------------------------------------------------------------------------------------------
 
 
+PRINTED = re.compile(r"\{\{(.*?)\}\}")
+SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")  # prints no value of a column
+
+
 class Template:
     """A template's set lines, and its lines that print columns of views."""
 
     def __init__(self, path: Path, document: Document, views: Iterable[str]) -> None:
-        self._environment = document._environment
-        text = path.read_text(encoding="utf-8")
-        lines = text.splitlines()
+        environment = document._environment
         self.name = path.relative_to(FOLDER).as_posix()
         self.views = {name: {name} for name in views}  # by each name of the template
-        self._sets = {}
-        sets: Iterable[Any] = self._environment.parse(text).find_all((nodes.Assign, nodes.AssignBlock))
-        for node in sets:
-            self.views[node.target.name] = self._used(node)
-            self._sets[node.target.name] = self._environment.from_string(lines[node.lineno - 1])
-        self.columns: dict[int, set[tuple[str, str]]] = {}  # views and columns that each line prints
-        self._lines = {}
-        for number, line in enumerate(lines, 1):
-            columns = set() if line.startswith("{%") else self._printed(line)
-            if columns:
-                self.columns[number] = columns
-                self._lines[number] = self._environment.from_string(line)
+        self.expressions: dict[int, str] = {}  # that each line prints
+        self._sets, self._lines = {}, {}
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if assigned := re.match(r"\{% set (\w+)", line):
+                self.views[assigned[1]] = self.used(line.partition("=")[2])
+                self._sets[assigned[1]] = environment.from_string(line)
+            expressions = " ".join(SILENT.sub("", text) for text in PRINTED.findall(line))
+            if expressions.strip() and not line.startswith("{%"):
+                self.expressions[number] = expressions
+                self._lines[number] = environment.from_string(line)
 
-    def _used(self, node: nodes.Node) -> set[str]:
-        """Return the views that an expression names, directly or through set lines."""
-        names = [*node.find_all(nodes.Name)]
-        if isinstance(node, nodes.Name):
-            names.append(node)
-        read = {name.name for name in names if name.ctx == "load"}
-        return {view for name in read for view in self.views.get(name, ())}
+    def used(self, code: str) -> set[str]:
+        """Return the views that code names, directly or through set lines."""
+        names = re.findall(r"(?<![.\w])[a-z]\w*\b(?!=)", re.sub('"[^"]*"', "", code))
+        return {view for name in names for view in self.views.get(name, ())}
 
-    def _printed(self, line: str) -> set[tuple[str, str]]:
-        found = set()
-        for output in self._environment.parse(line).find_all(nodes.Output):
-            for expression in output.nodes:
-                found |= self._columns(expression)
-        return found
-
-    def _columns(self, expression: nodes.Expr) -> set[tuple[str, str]]:
-        if name_of(expression) in ("holds", "figure"):
-            return set()
-        found = set()
-        attributes = [*expression.find_all(nodes.Getattr)]
-        counted = [node.node for node in attributes if node.attr == "count"]  # the rows, not the values
-        for node in attributes:
-            found |= {(view, node.attr) for view in self._used(node.node) if node not in counted}
-        calls: list[Any] = [expression, *expression.find_all(nodes.Call)]
-        for call in [one for one in calls if name_of(one) in ("wide", "table")]:
-            words = [word.value for word in call.args[1:] if isinstance(word, nodes.Const)]
-            columns = [word.partition(":")[0] for word in words]
-            found |= {(view, column) for view in self._used(call.args[0]) for column in columns}
-        return found
+    def lines_printing(self, view: str, columns: Iterable[str]) -> list[int]:
+        """Return the numbers of the lines that print one of these columns of a view."""
+        word = re.compile(rf"(\.|\")({'|'.join(columns)})\b")
+        return [
+            number
+            for number, code in self.expressions.items()
+            if view in self.used(code) and word.search(code)
+        ]
 
     def texts(self, names: dict[str, Any]) -> dict[int, str]:
-        """Return the text of each line that prints a column, by number; of a line that fails, its error."""
+        """Return the text of each line that prints something, by number; of a line that fails, its error."""
         known = dict(names)
         for name, source in self._sets.items():
             with suppress(Exception):  # then each line that uses the name fails
@@ -139,15 +122,10 @@ class Template:
         return texts
 
 
-def name_of(call: nodes.Node) -> str:
-    """Return the name of the function that is called; empty for any other expression."""
-    return getattr(call.node, "name", "") if isinstance(call, nodes.Call) else ""
-
-
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
     """Return a view in which each measured column has the values of another, of the same unit where it can be.
 
-    Rows are weighed unequally, since a column may be equal to its neighbor, or have none.
+    Rows get different factors, because a column may equal its neighbor or have none.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -172,21 +150,22 @@ def templates(campaign) -> list[Template]:
     return [Template(path, document, campaign.views) for path in paths]
 
 
-def test_sentence_changes_when_the_columns_that_it_prints_are_swapped(campaign, templates):
+def test_sentences_change_when_their_columns_are_swapped(campaign, templates):
     unchanged = []
     checked = 0
     for template in templates:
         used = set().union(*template.views.values())
         views = {name: campaign.views[name] for name in used & {*campaign.views._made}}
         before = template.texts(views)
-        for name in {view for columns in template.columns.values() for view, _ in columns}:
-            swapped = {(name, column) for column in measured(views[name])}
-            numbers = [number for number, columns in template.columns.items() if columns & swapped]
-            with np.errstate(all="ignore"):
-                after = template.texts(views | {name: rotated(views[name])}) if numbers else before
-            checked += len(numbers)
-            same = [number for number in numbers if after[number] == before[number]]
-            unchanged += [f"{template.name}:{number}: {name}: {before[number][:150]}" for number in same]
+        for name, view in views.items():
+            columns = measured(view)
+            numbers = template.lines_printing(name, columns) if columns else []
+            if numbers:
+                with np.errstate(all="ignore"):
+                    after = template.texts(views | {name: rotated(view)})
+                checked += len(numbers)
+                same = [number for number in numbers if after[number] == before[number]]
+                unchanged += [f"{template.name}:{number}: {name}: {before[number][:150]}" for number in same]
     assert checked > 300
     assert not unchanged
 
@@ -194,7 +173,7 @@ def test_sentence_changes_when_the_columns_that_it_prints_are_swapped(campaign, 
 # -- names ----------------------------------------------------------------------------------------------------
 
 
-def test_no_two_views_or_facts_have_one_name():
+def test_views_and_facts_have_unique_names():
     """A template finds all of them by their names alone."""
     names = [*facts.FACTS, *Document(FOLDER, {}, {})._environment.globals, "code"]
     for module in MODULES:

@@ -1,4 +1,4 @@
-"""Is the committed writeup what its records say?"""
+"""Compare the committed writeup with its records."""
 
 from pathlib import Path
 
@@ -35,14 +35,14 @@ def test_changed_number_is_named_with_its_line(out, page):
     assert found.startswith(f"{page}, line {line}: got ") and "59.9" in found and "58.9" in found
 
 
-def test_missing_page_and_page_that_is_no_text_are_named(out):
+def test_missing_and_binary_pages_are_named(out):
     (out / "writeup.md").unlink()
     (out / "writeup.html").write_bytes(b"\xff")
     found = differences(Report(TEXTS), out)
     assert [line.partition(":")[0] for line in found] == ["writeup.md", "writeup.html"]
 
 
-def test_figure_is_compared_by_what_it_shows(out):
+def test_figures_are_compared_by_their_visible_content(out):
     picture = out / "figures" / "busy.svg"
     picture.write_text(TEXTS["figures/busy.svg"].replace("4.00", "4.01"))
     assert differences(Report(TEXTS), out) == []
@@ -50,12 +50,12 @@ def test_figure_is_compared_by_what_it_shows(out):
     assert differences(Report(TEXTS), out) == ["figures/busy.svg: shows other data than the records"]
 
 
-def test_figure_that_no_page_shows_is_named(out):
+def test_unused_figure_is_named(out):
     texts = {name: text for name, text in TEXTS.items() if name != "figures/busy.svg"}
     assert differences(Report(texts), out) == ["figures/busy.svg: not used by any page"]
 
 
-def test_run_that_cannot_be_used_is_named(out):
+def test_unusable_run_is_named(out):
     assert differences(Report(TEXTS, ["a/b: no record"]), out) == ["omitted: a/b: no record"]
 
 
@@ -70,9 +70,9 @@ def test_run_that_cannot_be_used_is_named(out):
         ('<a id="m0123456789"/>', '<a id="m9876543210"/>', True),
     ],
 )
-def test_drawings_are_alike_but_for_a_last_digit(old, new, same):
+def test_drawings_may_differ_in_a_last_digit(old, new, same):
     assert alike(old, new) is same
 
 
-def test_committed_writeup_is_what_the_records_say(campaign):
+def test_committed_writeup_equals_the_records(campaign):
     assert differences(campaign.report, Path(str(PROJECT))) == []

@@ -1,4 +1,4 @@
-"""The command line: one sentence and status 2 for what cannot be done, and names that are the same everywhere."""
+"""The command line: exit status, one-line errors and the names of options."""
 
 import re
 import subprocess
@@ -19,7 +19,7 @@ from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command; its exit status, what it printed and what it said beside that."""
+    """Run a command; return its exit status, stdout and stderr."""
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
@@ -63,18 +63,18 @@ def run(monkeypatch, capsys):
         (
             ["sweep", "/proc/self/mem"],
             "/proc/self/mem: Input/output error, expected plain YAML",
-        ),  # read by nobody
+        ),  # a file that cannot be read
         (["check", "--runs", ".", "--out", ""], "got an empty string"),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, arguments, words):
+def test_invalid_input_gives_one_line_error_and_status_2(run, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workers, "ANSWER_S", 1)
     if arguments[0] in ("sweep", "ladder"):
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
-    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no file that nobody wrote
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no temporary file
     assert not (tmp_path / "runs").exists()
 
 
@@ -87,14 +87,14 @@ def test_bad_input_is_one_sentence_and_status_2(run, monkeypatch, tmp_path, argu
         (["swep", "cpu"], "'swep'", "'sweep'"),
     ],
 )
-def test_a_name_that_is_none_is_refused_with_the_nearest_that_is_one(run, arguments, wrong, nearest):
+def test_unknown_name_is_an_error_with_the_nearest_known_one(run, arguments, wrong, nearest):
     code, out, err = run(*arguments)
     assert code == 2 and wrong in err and nearest in err and not out
 
 
 @pytest.mark.parametrize("folder, words", [("", "got an empty string"), ("a" * 300, "File name too long")])
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"], ["list"], ["render"]])
-def test_a_folder_that_cannot_be_is_refused_before_anything_runs(
+def test_impossible_folder_is_an_error_before_anything_runs(
     run, monkeypatch, tmp_path, command, folder, words
 ):
     monkeypatch.chdir(tmp_path)
@@ -111,12 +111,12 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_runs(
         ("| true", 1, ""),
     ],
 )
-def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, closed, code, words):
+def test_unwritable_output_gives_one_line_error(tmp_path, tiny, closed, code, words):
     put(Store(tmp_path), tiny())
-    # Who reads the output has gone before anything is written.
+    # The reader of the pipe exits before anything is written.
     shell = f"(sleep 0.2; '{sys.executable}' -m stepscope.cli list --runs '{tmp_path}') {closed}; exit ${{PIPESTATUS[0]}}"
-    told = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
-    assert (told.returncode, told.stderr) == (code, words)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, words)
 
 
 @pytest.mark.parametrize(
@@ -141,44 +141,36 @@ def test_an_output_that_takes_nothing_is_said_in_one_sentence(tmp_path, tiny, cl
         ),
     ],
 )
-def test_fit_needs_no_torch_where_the_memory_is_given(arguments, words):
+def test_fit_needs_no_torch_when_the_memory_is_given(arguments, words):
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'pandas', 'numpy')); sys.argv[0] = 'stepscope';"
         "from stepscope.cli import main; main()"
     )
-    told = subprocess.run(
-        [sys.executable, "-c", code, "fit", *arguments, "--memory", "80"], capture_output=True, text=True
-    )
-    said = " ".join(told.stdout.split())
-    assert told.returncode == 0 and "CUDA graph" in said, told.stderr
-    assert not [one for one in words if one not in said]
+    command = [sys.executable, "-c", code, "fit", *arguments, "--memory", "80"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    output = " ".join(done.stdout.split())
+    assert done.returncode == 0 and "CUDA graph" in output, done.stderr
+    assert not [each for each in words if each not in output]
 
 
-def test_one_thing_has_one_name():
-    """An option is called the same, and means the same, in every command that has it."""
-    meant: dict[str, set] = {}
+def test_option_has_the_same_name_in_every_command():
+    flags: dict[str, set] = {}
     for command in get_command(cli.app).commands.values():
         for parameter in command.params:
-            meant.setdefault(parameter.name, set()).add(tuple(parameter.opts))
-    assert {name: ways for name, ways in meant.items() if len(ways) > 1} == {}
-    assert {"shape", "vocab", "batch", "context", "edition", "runs", "time_budget"} <= meant.keys()
+            flags.setdefault(parameter.name, set()).add(tuple(parameter.opts))
+    assert {name: spellings for name, spellings in flags.items() if len(spellings) > 1} == {}
+    assert {"shape", "vocab", "batch", "context", "edition", "runs", "time_budget"} <= flags.keys()
 
 
-def test_sweep_says_what_happened_and_list_what_there_is(run, write_sweep, faults, tmp_path):
-    path, runs = (
-        write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}}),
-        tmp_path / "runs",
-    )
-    code, out, err = run("sweep", path, "--runs", runs, "--time-budget", 0)
+def test_sweep_reports_counts_and_causes(run, write_sweep, faults, tmp_path):
+    path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}})
+    code, out, err = run("sweep", path, "--runs", tmp_path / "runs", "--time-budget", 0)
     assert code == 75 and "stopped by the time budget; runs left: 2" in err and not out
-    code, out, err = run("sweep", path, "--runs", runs)
+    code, out, err = run("sweep", path, "--runs", tmp_path / "runs")
     assert code == 1 and "1 done, 0 out of memory, 1 failed" in err and "ValueError: as asked" in err
-    code, out, _ = run("list", "--runs", runs)
-    header, *rows = [line.split("\t") for line in out.splitlines()]
-    assert code == 0 and header[:2] == ["study", "run"] and {row[3] for row in rows} == {"ok", "failed"}
 
 
-def test_list_names_what_was_altered(run, tmp_path, tiny):
+def test_list_names_altered_runs(run, tmp_path, tiny):
     store = Store(tmp_path / "runs")
     put(store, tiny(), cause="\x1b[31m<b>red", status="failed")
     place = put(store, tiny(seed=1))
@@ -189,7 +181,7 @@ def test_list_names_what_was_altered(run, tmp_path, tiny):
     assert tiny(seed=1).run_id in err and "[bold]odd" in err
 
 
-def test_a_machines_own_runs_go_into_a_folder_that_git_ignores(monkeypatch, tmp_path):
+def test_default_runs_folder_is_named_after_the_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cli, "PROJECT", tmp_path)
     monkeypatch.setattr(cli, "gpus_here", lambda: [{"name": "NVIDIA H200 (x)"}])
     assert cli._local_runs(None) == tmp_path / "runs" / "local-nvidia-h200-x-"
@@ -199,11 +191,11 @@ def test_a_machines_own_runs_go_into_a_folder_that_git_ignores(monkeypatch, tmp_
     assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-b200"
     assert cli._local_runs(tmp_path, reading=True) == tmp_path
     (tmp_path / "runs" / "local-h200").mkdir()
-    assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-cpu", "of two neither is meant"
+    assert cli._local_runs(None, reading=True) == tmp_path / "runs" / "local-cpu"
 
 
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["report"]])
-def test_the_time_of_a_run_and_of_all_of_them_are_not_confused(run, monkeypatch, tmp_path, command):
+def test_timeout_and_time_budget_are_in_minutes(run, monkeypatch, tmp_path, command):
     asked = []
     monkeypatch.setattr(cli, "gpus_here", list)
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(options) or 0)
@@ -211,7 +203,7 @@ def test_the_time_of_a_run_and_of_all_of_them_are_not_confused(run, monkeypatch,
     assert [(options.timeout_s, options.time_budget_s) for options in asked] == [(30, 3600)]
 
 
-def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, tmp_path, tiny, write_sweep):
+def test_report_measures_missing_runs_and_renders(run, monkeypatch, faults, tmp_path, tiny, write_sweep):
     path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, 1]}})
     store, rendered = Store(tmp_path / "runs"), []
     for seed in (0, 1):
@@ -222,7 +214,7 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
     assert code == 0 and rendered == [store.root] and "2 done" in err
     assert str(store.root / "report.html") in err and "stepscope" in err.rpartition("your own model: ")[2]
     code, _, err = run("ladder", "nano", "--runs", store.root, "--time-budget", 0)
-    assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # what there is is shown
+    assert code == 75 and len(rendered) == 2 and "ladder nano ctx64" in err  # finished runs are rendered
 
 
 @pytest.mark.parametrize(
@@ -235,44 +227,26 @@ def test_report_measures_what_is_missing_and_renders(run, monkeypatch, faults, t
         ({}, 1, 75),
     ],
 )
-def test_how_a_sweep_ended_is_its_exit_status_and_its_counts(
+def test_exit_status_follows_from_failed_and_remaining_runs(
     run, monkeypatch, tmp_path, tiny, counts, left, code
 ):
     end = SweepEnd(Counter(counts), [tiny(seed=7), tiny(seed=9)][:left], "the time budget")
     monkeypatch.setattr(sweep, "run_sweep", lambda *_: end)
-    found, _, err = run("sweep", "cpu", "--runs", tmp_path)
-    assert (
-        found == code
-        and "{ok} done, {oom} out of memory, {failed} failed".format(
-            **{"ok": 0, "oom": 0, "failed": 0} | counts
-        )
-        in err
-    )
+    status, _, err = run("sweep", "cpu", "--runs", tmp_path)
+    assert status == code
     assert (f"runs left: {left}, beginning with {tiny(seed=7).label}." in err) == (left > 0)
 
 
-def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_path, tiny):
+def test_list_has_status_time_notebook_and_cause_of_each_run(run, tmp_path, tiny):
     store = Store(tmp_path / "runs")
-    ends = [
-        ("ok", 3.4, "a", None),
-        ("failed", 70.6, "b", "it fell"),
-        ("oom", 12.0, "a", "too large"),
-        ("ok", 9.0, "c", None),
-    ]
-    for seed, (status, lasted, source, cause) in enumerate(ends):
-        place = put(
-            store,
-            tiny(seed=seed, batch_size=1 + seed // 2),
-            status=status,
-            duration_s=lasted,
-            cause=cause,
-            software={"notebook_source": source},
-            results={"inconsistent": "it swings"} if seed == 3 else {},
-        )
-        if status == "failed":
-            (place / "kernel.log").write_text("Segmentation fault")
-
-    ids = [tiny(seed=seed, batch_size=1 + seed // 2).run_id for seed in range(4)]
+    ends = [("ok", 3.4, "a", None), ("failed", 70.6, "b", "it fell"), ("oom", 12.0, "a", "too large")]
+    for seed, (status, duration_s, source, cause) in enumerate(ends):
+        fields = {"status": status, "duration_s": duration_s, "cause": cause}
+        put(store, tiny(seed=seed), **fields, software={"notebook_source": source})
+    inconsistent = {"results": {"inconsistent": "it swings"}, "software": {"notebook_source": "c"}}
+    put(store, tiny(seed=3), duration_s=9.0, **inconsistent)
+    ids = [tiny(seed=seed).run_id for seed in range(4)]
+    (store.folder(tiny(seed=1)) / "kernel.log").write_text("Segmentation fault")
     code, out, err = run("list", "--runs", store.root)
     rows = {row[1]: row[3:] for row in (line.split("\t") for line in out.splitlines()[1:])}
     assert code == 0 and [*rows] == sorted(ids)
@@ -282,32 +256,29 @@ def test_list_has_each_runs_own_and_only_those_that_all_filters_fit(run, tmp_pat
         ["oom", "12", "a", "too large"],
         ["ok", "9", "c", ""],
     ]
-    assert (
-        "2 notebook versions (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
-    )  # what failed measured nothing
+    # failed runs measured nothing
+    assert "2 notebook versions (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
 
 
-def test_what_fits_is_told_for_the_smallest_gpu_here_or_for_80_gib(run, monkeypatch):
+@pytest.mark.parametrize(
+    ("gpus_gib", "options", "expected"),
+    [
+        ([], [], (80.0, 2025)),
+        ([141.0, 24.0, 80.0], ["--edition", 2026], (24.0, 2026)),
+        ([], ["--memory", 48], (48.0, 2025)),
+    ],
+)
+def test_fit_is_for_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, options, expected):
     from stepscope.report import fit_table
 
-    asked = []
-    monkeypatch.setattr(
-        fit_table,
-        "fit_table",
-        lambda config, *told: asked.append((config.batch_size, config.context_length, *told)) or "",
-    )
-    for gpus, options in (
-        (list, []),
-        (lambda: [{"gib": gib} for gib in (141.0, 24.0, 80.0)], ["--edition", 2026]),
-        (list, ["--memory", 48]),
-    ):
-        monkeypatch.setattr(cli, "gpus_here", gpus)
-        assert run("fit", "small", "--context", 256, "--batch", 3, *options)[0] == 0
-    assert asked == [(3, 256, 80.0, 2025), (3, 256, 24.0, 2026), (3, 256, 48.0, 2025)]
+    monkeypatch.setattr(fit_table, "fit_table", lambda config, *arguments: str(arguments))
+    monkeypatch.setattr(cli, "gpus_here", lambda: [{"gib": gib} for gib in gpus_gib])
+    code, out, _ = run("fit", "small", "--context", 256, "--batch", 3, *options)
+    assert code == 0 and str(expected) in out
 
 
 @pytest.mark.parametrize("study", studies())
-def test_study_sweep_is_its_part_of_the_cpu_sweep_without_a_gpu(run, monkeypatch, tmp_path, study):
+def test_study_sweep_without_a_gpu_is_part_of_the_cpu_sweep(run, monkeypatch, tmp_path, study):
     asked = []
     monkeypatch.setattr(cli, "gpus_here", list)
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)

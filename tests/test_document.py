@@ -1,4 +1,4 @@
-"""Documents over views: lookups, filters, errors with template, line and sentence, and what no longer holds."""
+"""Documents over views: lookups, filters, errors with their lines, and sentences that no longer hold."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def view() -> pd.DataFrame:
 
 @pytest.fixture
 def rendered(tmp_path, view):
-    """Render one template over the view, called ``times``; its text, or the error's."""
+    """Render a template over the view ``times``; return its text or its error."""
 
     def render(text: str, **names: object) -> str:
         folder = tmp_path / "writeup"
@@ -65,13 +65,13 @@ def test_rows_have_the_values_of_a_lookup(view):
         ),
     ],
 )
-def test_lookup_without_rows_names_what_there_is(view, values, words):
+def test_lookup_without_rows_names_the_known_values(view, values, words):
     with pytest.raises(LookupError) as error:
         rows(view, **values)
     assert str(error.value) == words
 
 
-def test_row_refuses_several_rows(view):
+def test_row_is_an_error_for_several_rows(view):
     with pytest.raises(
         LookupError, match=r"2 rows have .*, but expected one; they differ in size, wall_ms, busy$"
     ):
@@ -84,7 +84,7 @@ def test_wide_table_keeps_the_order_of_the_view(view):
     assert turned.loc["step", "large"] == 300.0
 
 
-def test_wide_table_refuses_two_rows_in_one_cell(view):
+def test_wide_table_is_an_error_for_two_rows_in_one_cell(view):
     with pytest.raises(LookupError, match="several rows have one size and launch_bound; they differ in mode"):
         wide(view.assign(launch_bound=True), "size", "launch_bound", "wall_ms")
 
@@ -106,7 +106,7 @@ def test_table_prints_headings_with_units_and_dashes(view):
         ({"busy": None}, ["size", "busy"], "the table's column 'busy' is empty"),
     ],
 )
-def test_table_that_would_lack_something_is_an_error(view, change, columns, words):
+def test_table_with_a_missing_or_empty_column_is_an_error(view, change, columns, words):
     with pytest.raises(LookupError, match=words):
         table(view.assign(**change), *columns)
 
@@ -119,7 +119,7 @@ def test_table_without_rows_is_an_error(view):
 # -- in templates ---------------------------------------------------------------------------------------------
 
 
-def test_column_comes_before_an_attribute_of_pandas(rendered):
+def test_column_takes_precedence_over_an_attribute_of_pandas(rendered):
     """``row.size`` would be 5 and ``row.mode`` a method, silently."""
     text = (
         '{% set step = row(times, size="large") %}{{ step.size }}, {{ step.mode }}; {{ times.size|listed }}'
@@ -173,16 +173,16 @@ def test_syntax_error_names_its_line(rendered):
     assert rendered("A sentence.\n{{ 1 + }}\n").startswith("writeup/01-chapter.md.j2:2: ")
 
 
-def test_aggregate_joins_rows_whose_varying_fields_were_named(rendered):
+def test_aggregate_needs_the_names_of_varying_fields(rendered):
     text = '{{ rows(times, size=each, mode="step").wall_ms.max()|ms }}'
     assert rendered(text) == "300 ms"
 
 
-def test_sentence_that_holds_is_printed_without_a_mark(rendered):
+def test_condition_of_a_true_sentence_prints_nothing(rendered):
     assert rendered("It is fast.{{ holds(20 < 30) }}\n") == "It is fast.\n"
 
 
-def test_all_sentences_that_no_longer_hold_are_listed_with_their_numbers(rendered):
+def test_false_sentences_are_listed_with_their_numbers(rendered):
     step = '{% set step = row(times, size="small", mode="step") %}'
     error = rendered(
         f"{step}\nIt takes {{{{ step.wall_ms|ms }}}}, too long.{{{{ holds(step.wall_ms > 60) }}}}\n"
@@ -197,7 +197,7 @@ def test_all_sentences_that_no_longer_hold_are_listed_with_their_numbers(rendere
     ]
 
 
-def test_failing_lookup_ends_its_template_alone(tmp_path, view):
+def test_failing_lookup_stops_only_its_template(tmp_path, view):
     (tmp_path / "1.md.j2").write_text("{{ times.nothing }}\n{{ holds(false) }}\n")
     (tmp_path / "2.md.j2").write_text("False.{{ holds(1 > 2) }}\n")
     document = Document(tmp_path, {"times": view}, {})
@@ -211,7 +211,7 @@ def test_failing_lookup_ends_its_template_alone(tmp_path, view):
     ]
 
 
-def test_figure_is_kept_by_its_name_with_the_title_as_text(tmp_path, view):
+def test_figure_is_stored_under_its_name(tmp_path, view):
     (tmp_path / "1.md.j2").write_text(
         '{{ figure("bars", "Two bars", times) }} {{ figure("bars", "B", name="b") }}'
     )
@@ -220,7 +220,7 @@ def test_figure_is_kept_by_its_name_with_the_title_as_text(tmp_path, view):
     assert document.figures == {"bars": "Two bars1", "b": "B0"}
 
 
-def test_view_is_made_only_when_a_template_names_it(tmp_path: Path):
+def test_view_is_computed_only_when_a_template_uses_it(tmp_path: Path):
     class Lazy(dict):
         made: list[str]
 

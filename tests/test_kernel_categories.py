@@ -1,8 +1,7 @@
-"""Families and short names of GPU kernels, on names as nsys and torch.profiler write them.
+"""Categories and short names of GPU kernels, as nsys and torch.profiler write them.
 
-``data/kernels.csv`` holds names of real kernels, each with its family and where the name is from;
-``data/kernels/`` the kernels of other people's captures that took 97% of their time (a name's first 300
-characters).
+``data/kernels.csv`` has names of real kernels with their categories and sources. ``data/kernels/`` has the
+kernels of other people's captures that took 97% of their time (the first 300 characters of each name).
 """
 
 from pathlib import Path
@@ -24,7 +23,7 @@ KERNELS = pd.read_csv(DATA / "kernels.csv")
 EXTRACTS = sorted((DATA / "kernels").glob("*.csv"))
 
 
-def test_every_name_of_the_list_has_its_family():
+def test_known_kernels_have_their_category():
     found = [family(name) for name in KERNELS["name"]]
     wrong = KERNELS.assign(found=found)[KERNELS["kernel_category"] != found]
     assert wrong.empty, wrong.to_string()
@@ -32,18 +31,18 @@ def test_every_name_of_the_list_has_its_family():
 
 
 @pytest.mark.parametrize("name", ["my_kernel(float *)", "spin_kernel", "", "(x)", "kernel", "void f<int>()"])
-def test_a_name_that_says_nothing_is_other(name):
+def test_uninformative_name_is_other(name):
     assert family(name) == "other"
 
 
 @pytest.mark.parametrize("path", EXTRACTS, ids=lambda path: path.stem)
-def test_little_of_a_capture_is_other(path):
+def test_at_most_one_percent_of_a_capture_is_other(path):
     rows = pd.read_csv(path)
     other = rows[kernel_categories(rows["name"]) == "other"]
     assert other["total_ns"].sum() <= 0.01 * rows["total_ns"].sum(), other["name"].tolist()
 
 
-def test_a_name_is_split_where_its_parts_end():
+def test_name_is_split_into_namespace_function_and_template():
     gemv = "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, cublasGemvParams<float> >(f<g>)"
     assert split_name(gemv) == ("internal::gemvx", "kernel", "int, cublasGemvParams<float> ")
     assert split_name("void <unnamed>::f<(int)8, (bool)0>(T1 *)") == ("", "f", "8, 0")
@@ -60,7 +59,7 @@ def test_a_name_is_split_where_its_parts_end():
         assert family(odd) == "other"
 
 
-def test_identifiers_leave_parameter_lists_out():
+def test_identifiers_exclude_parameter_lists():
     template = "4, at::f<T>(at::TensorIteratorBase &, Dull)::[lambda(bool) (instance 1)], std::array<char *>"
     assert [name for name in identifiers(template) if name[0] != "l"] == ["at::f", "T", "std::array", "char"]
     assert words("indexSelectSmall_v2<x>") == "index select small v2 x"
@@ -69,18 +68,18 @@ def test_identifiers_leave_parameter_lists_out():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # the same words as the kernel's own name, as a template argument, as a parameter
+        # the same words in the function's name, in a template argument and in a parameter
         ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
         ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
         ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),
         ("void cutlass::apply_kernel<Policy>(flash::Params)", "matrix multiply"),
-        # what is applied to every element may copy; it does not reduce
+        # a function applied to every element may copy, but does not reduce
         (
             "void elementwise_kernel<4, direct_copy_kernel_cuda(Iter &)::[lambda(float)]>(int)",
             "copy and cast",
         ),
         ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
-        # what goes over a list of tensors may copy: in inference nothing optimizes
+        # kernels over a list of tensors may copy: inference has no optimizer
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
         (
             "void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)",
@@ -90,11 +89,11 @@ def test_identifiers_leave_parameter_lists_out():
         ("aten::addcmul_", "elementwise"),
     ],
 )
-def test_the_own_name_decides_before_the_template_and_parameters_never(name, expected):
+def test_function_name_takes_precedence_over_template_arguments(name, expected):
     assert family(name) == expected
 
 
-def test_softmax_is_told_by_whose_it_is():
+def test_softmax_category_depends_on_its_region():
     rows = pd.DataFrame(
         {
             "kernel_category": ["softmax", "elementwise", "softmax", "elementwise"],
@@ -104,7 +103,7 @@ def test_softmax_is_told_by_whose_it_is():
     assert detailed_category(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
 
 
-def test_casts_are_copies_into_another_type():
+def test_casts_are_copies_to_another_type():
     names = pd.Series(
         [
             "void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)",
@@ -119,7 +118,7 @@ def test_casts_are_copies_into_another_type():
     assert is_cast(names).tolist() == [True, True, True, True, False, False] and is_cast(names).index[0] == 5
 
 
-def test_short_names_never_merge_kernels():
+def test_short_names_are_distinct():
     names = KERNELS["name"].tolist()
     assert len({name[:100] for name in names}) < len(names)  # cutting at 100 characters would merge some
     for width in (10, 40, 80):
@@ -176,7 +175,7 @@ def test_short_name(name, short):
     assert short_name(name) == short
 
 
-def test_kernels_that_share_a_short_name_are_numbered():
+def test_equal_short_names_are_numbered():
     forward = "void softmax_warp_forward<float, float, float, (int){}, (bool)0>(T2 *, int)"
     names = [forward.format(8), forward.format(9), "void f(int)", "f"]
     assert list(short_names(names).values()) == [

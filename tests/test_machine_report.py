@@ -1,4 +1,4 @@
-"""Your machine next to the reference: the report of any folder, from copies of real runs."""
+"""The report of any runs folder next to the reference, from copies of real runs."""
 
 import json
 import re
@@ -42,7 +42,7 @@ TWO_AXES = {  # context length x repeat
 
 
 def copy_runs(folder: Path, *runs: Path) -> Path:
-    """Copy runs without their notebooks, or what else is large."""
+    """Copy runs without their notebooks and other large files."""
     for run in runs:
         record = json.loads((run / "record.json").read_text())
         tables = {name: table for name, table in record["tables"].items() if "rows" in table}
@@ -61,7 +61,7 @@ def of_h200(study: str, pattern: str = "*") -> list[Path]:
 
 
 def composed(runs: Path) -> tuple[Report, str]:
-    """Return a folder's report, of which nothing is left out for want of another table."""
+    """Return a folder's report and its text; no part may be omitted."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     assert report.notes == found.notes
@@ -69,7 +69,7 @@ def composed(runs: Path) -> tuple[Report, str]:
 
 
 def tables_of(text: str, heading: str) -> list[pd.DataFrame]:
-    """Return the tables below a heading, with their texts."""
+    """Return the texts of the tables below a heading."""
     [part] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S)
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", part, flags=re.M):
@@ -98,7 +98,7 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The report of each folder, made when it is first asked for."""
+    """Return a function that makes the report of a folder once."""
     made = {}
 
     def of(name: str) -> tuple[Report, str]:
@@ -110,40 +110,31 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_partial_folder_is_rendered_without_anything_left_out(reports, name):
+def test_partial_folder_is_rendered_completely(reports, name):
     report, text = reports(name)
     assert not report.errors
     studies = {run.parent.name for run in FOLDERS[name]}
-    found = [heading.partition(" (")[0] for heading in headings(text)]
+    titles = [title.partition(" (")[0] for title in headings(text)]
+    assert titles[0] == "What was found"
     for study, section in SECTIONS.items():
         is_cpu_only = "cpu" in name and study not in studies
-        assert (section in found) == (study in studies) or is_cpu_only, (section, found)
-    assert not re.search(r"\bnan\b|\bNone\b|NaT", text)
-    assert "\0" not in text and "{{" not in text
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-def test_report_begins_with_what_each_run_found(reports, name):
-    _, text = reports(name)
+        assert (section in titles) == (study in studies) or is_cpu_only, (section, titles)
     for run in FOLDERS[name]:
         finding = json.loads((run / "record.json").read_text())["results"]["finding"]
         assert finding.replace("**", "").partition(":")[0][:40].split("_")[0] in text
-    assert headings(text)[0].startswith("What was found")
+    assert not re.search(r"\bnan\b|\bNone\b|NaT", text)
+    assert "\0" not in text and "{{" not in text
 
 
 def test_every_axis_of_a_sweep_has_a_column(reports):
     _, text = reports("benchmark, two axes")
     [times] = tables_of(text, "Forward, backward and the full step")
-    assert {(row["context length"], row["repeat"]) for _, row in times.iterrows()} == {
-        ("256", "0"),
-        ("256", "2"),
-        ("512", "0"),
-        ("512", "2"),
-    }
+    cases = {*times[["context length", "repeat"]].itertuples(index=False, name=None)}
+    assert cases == {("256", "0"), ("256", "2"), ("512", "0"), ("512", "2")}
 
 
-def test_reference_column_repeats_the_runs_own_numbers_for_the_references_runs(reports):
-    """Copied from the reference, a run has its key, so both columns show the same."""
+def test_reference_columns_equal_those_of_copied_reference_runs(reports):
+    """A run copied from the reference is compared with itself, so both columns are equal."""
     _, text = reports("tour")
     compared = 0
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
@@ -155,22 +146,18 @@ def test_reference_column_repeats_the_runs_own_numbers_for_the_references_runs(r
     assert compared > 100
 
 
-def test_report_shows_the_numbers_of_the_runs_table(reports):
+def test_report_has_the_numbers_of_the_run(reports):
     _, text = reports("one run of benchmark")
     times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
-    totals = times[times["phase"] == "whole"].set_index("mode")  # as schema 3 calls it
+    totals = times[times["phase"] == "whole"].set_index("mode")  # the name in schema 3
     [medians] = tables_of(text, "Medians")
-    for label, mode in {
-        "forward": "forward",
-        "forward + backward": "forward_backward",
-        "full step": "step",
-    }.items():
-        row = medians[medians["mode"] == label].iloc[0]
-        assert float(row["wall, ms"]) == pytest.approx(totals.loc[mode, "wall_ms"], rel=5e-3)
-        assert float(row["GPU time, ms"]) == pytest.approx(totals.loc[mode, "gpu_ms"], rel=5e-3)
+    shown = medians.set_index("mode")[["wall, ms", "GPU time, ms"]].astype(float)
+    expected = totals[["wall_ms", "gpu_ms"]]
+    for label, mode in {"forward + backward": "forward_backward", "full step": "step"}.items():
+        assert shown.loc[label].tolist() == pytest.approx(expected.loc[mode].tolist(), rel=5e-3)
 
 
-def test_step_that_ran_out_of_memory_is_named_with_its_configuration(tmp_path):
+def test_step_without_memory_is_named_with_its_configuration(tmp_path):
     _, text = composed(copy_runs(tmp_path, H200 / "ladder" / "2.7B-ctx512-fcef9447"))
     [rows] = tables_of(text, "Optimizations without a time")
     assert [*rows["optimization"]] == ["fused AdamW"] and [*rows["status"]] == ["oom"]
@@ -187,7 +174,7 @@ def test_cpu_report_has_no_gpu_columns(reports):
     assert "operators, ms" in columns
 
 
-def test_cpu_and_gpu_runs_of_one_folder_have_their_own_parts(reports):
+def test_cpu_and_gpu_runs_of_one_folder_have_separate_parts(reports):
     _, text = reports("cpu and gpu")
     devices = re.findall(r"^## What was found \((.*)\)$", text, flags=re.M)
     assert len(devices) == 2 and "NVIDIA H200" in devices
@@ -196,21 +183,21 @@ def test_cpu_and_gpu_runs_of_one_folder_have_their_own_parts(reports):
         assert len(times) == 1
 
 
-def test_replaced_failed_and_unreadable_runs_are_named(tmp_path):
+def test_failed_inconsistent_and_unreadable_runs_are_named(tmp_path):
     runs = copy_runs(tmp_path / "runs", *FOLDERS["benchmark, two axes"])
-    first, second, third, _ = sorted((runs / "benchmark").iterdir())
-    (first / "times.parquet").write_bytes(b"nothing")
-    record = json.loads((second / "record.json").read_text())
-    record |= {"status": "failed", "cause": "the GPU | fell off", "tables": {}, "results": {}}
-    (second / "record.json").write_text(json.dumps(record))
-    results = json.loads((third / "record.json").read_text())
-    results["results"]["inconsistent"] = "busy of 120%"
-    (third / "record.json").write_text(json.dumps(results))
+    unreadable, failed, inconsistent, _ = sorted((runs / "benchmark").iterdir())
+    (unreadable / "times.parquet").write_bytes(b"nothing")
+    changes = {
+        failed: {"status": "failed", "cause": "the GPU | fell off", "tables": {}, "results": {}},
+        inconsistent: {"results": {"finding": "", "inconsistent": "busy of 120%"}},
+    }
+    for run, fields in changes.items():
+        record = json.loads((run / "record.json").read_text())
+        (run / "record.json").write_text(json.dumps(record | fields))
     report, text = composed(runs)
-    assert [first.name in error for error in report.errors] == [True]
-    assert first.name in text
-    assert "**failed** (the GPU \\| fell off)" in text
-    assert f"{third.name}: inconsistent" in text
+    assert [unreadable.name in error for error in report.errors] == [True]
+    assert unreadable.name in text and "**failed** (the GPU \\| fell off)" in text
+    assert f"{inconsistent.name}: inconsistent" in text
 
 
 def test_folder_without_a_usable_run_is_one_error(tmp_path):
@@ -228,7 +215,7 @@ def test_links_lead_to_headings_of_the_writeup():
     assert linked <= {title for text in chapters for title in re.findall(r"^#+ (.*)$", text, flags=re.M)}
 
 
-def test_reference_file_is_small_and_what_the_records_say():
+def test_reference_file_is_small_and_equals_the_records():
     assert machine.REFERENCE.stat().st_size < 300_000
     assert machine.reference_difference(Views(steady(read(Store(H200)).tables))) == ""
 

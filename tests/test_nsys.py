@@ -1,6 +1,4 @@
-"""The nsys study: its accounting on a real H200 capture of the annotated step (scrubbed) and on captures made
-here, what it does with nsys as a program, and what its tables say.
-"""
+"""The nsys study: profile with nsys or torch.profiler, and attribute operations to the regions of the model."""
 
 import dataclasses
 import json
@@ -43,7 +41,7 @@ OUTCOME = {
     "profiled_ms": [70.0, 71.0, 72.0],
 }
 
-# What stands in for nsys does with files what nsys does: its export is a real capture's.
+# Replaces nsys: writes the same files, and exports a real capture.
 FAKE = """#!/bin/sh
 case "$1" in
 profile) while [ "$1" != --output ]; do shift; done; touch "$2.nsys-rep"; shift 2; shift; shift; shift; shift
@@ -56,8 +54,10 @@ esac
 
 
 def reports_of(export, folder):
-    """What nsys stats would write of an export: its sums, its trace, and each range's projection on the GPU, which
-    has what its own thread launched."""
+    """Write the reports that ``nsys stats`` makes from an export.
+
+    A range's projection on the GPU covers the operations that its own thread launched.
+    """
     (operations, ranges), totals = load_trace(export), activity_totals(export)["duration_ns"]
     for name, kinds in {
         "cuda_gpu_kern_sum": ["kernel"],
@@ -98,12 +98,12 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Take the place of the notebook's step where nsys has left a capture."""
+    """Replace the notebook's step: nsys already has a capture of it."""
 
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Profile where nsys has left the real capture of these steps; ``replaced`` names of the module."""
+    """Profile with an nsys that exports the real capture; ``replaced`` sets names of the module."""
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
@@ -133,20 +133,19 @@ def tables(profile):
     return tables_of(profile)
 
 
-def test_the_csv_reports_cut_by_ranges_are_the_table_to_the_nanosecond(profile):
-    """Backward, too, of which its range's projection has none."""
+def test_csv_reports_split_by_ranges_equal_the_operations(profile):
+    """This includes backward, of which the projection of its range has nothing."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()
     assert time_ns.to_dict() == operations.groupby("phase")["total_ns"].sum().to_dict()
     assert profile.results["nsys_ns"] == profile.results["operations_ns"]
-    forward = operations[operations["phase"] == "forward"].groupby("region")["total_ns"].sum()
-    cut = events[events["phase"] == "forward"].groupby("region")["duration_ns"].sum()
-    for region in ("attention.softmax", "attention.scores", "attention.value"):
-        assert cut[region] == forward[region]
+    regions = ["attention.softmax", "attention.scores", "attention.value"]
+    ours, theirs = (rows[rows["phase"] == "forward"].groupby("region") for rows in (operations, events))
+    assert ours["total_ns"].sum()[regions].tolist() == theirs["duration_ns"].sum()[regions].tolist()
 
 
-def test_each_modes_events_are_those_of_its_first_step(capture):
+def test_events_of_a_mode_are_those_of_its_first_step(capture):
     profile, totals = capture(("step", "forward", "forward")), activity_totals(EXPORT)
     check = profile.report_check
     assert check["mode"].tolist() == ["forward", "step"] and (check["differs by, ns"] == 0).all()
@@ -155,7 +154,7 @@ def test_each_modes_events_are_those_of_its_first_step(capture):
     assert "inconsistent" not in profile.results and profile.results["learning_rate"] == 0
 
 
-def test_reports_that_differ_from_the_table_are_refused(profile):
+def test_reports_that_differ_from_the_operations_are_an_error(profile):
     events = profile.events.assign(duration_ns=profile.events["duration_ns"] + 1)
     changed = nsys_profile.Profile(profile.config, profile.tool, profile.modes)
     vars(changed).update(operations=profile.operations, events=events, named_step=profile.named_step)
@@ -163,146 +162,93 @@ def test_reports_that_differ_from_the_table_are_refused(profile):
         changed.report_check  # noqa: B018
 
 
-def test_every_operation_of_a_real_capture_is_in_one_phase_and_one_region(tables):
+def test_every_operation_of_a_real_capture_has_one_phase_and_region(tables):
     loaded, totals = load_trace(EXPORT)[0], activity_totals(EXPORT)
     check_conservation(loaded, totals)
-    operations, first = tables["operations"], loaded[loaded["step"] == 0]
-    assert operations["count"].sum() == len(first) == totals["operations"].sum() / STEPS
-    assert operations["total_ns"].sum() == first["duration_ns"].sum()
+    operations = tables["operations"]
+    assert operations["count"].sum() == totals["operations"].sum() / STEPS
+    assert operations["total_ns"].sum() == loaded.loc[loaded["step"] == 0, "duration_ns"].sum()
     assert set(operations["phase"]) == {"forward", "loss", "backward", "optimizer"}
     assert not operations["region"].isin(["unattributed", "outside"]).any()
-    assert tables["times"].query("phase == 'total' and profiled")["operations"].tolist() == [len(first)] * 2
 
 
-def test_a_disturbed_step_moves_no_clock():
-    """By hand: of three captured steps, and of three plain ones, one is disturbed."""
+def test_one_disturbed_step_does_not_change_the_metrics():
     rows = [
         {
             "mode": "step",
-            "phase": phase,
+            "phase": "total",
             "step": number,
-            "profiled": captured,
-            "wall_ms": wall if not captured else float("nan"),
+            "profiled": profiled,
+            "wall_ms": wall if not profiled else float("nan"),
             "enqueue_ms": wall / 2,
             "host_ns": 1e6 * wall,
             "projected_ns": 2e6 * wall,
             "busy_ns": 3e6 * wall,
             "operations": 100 * wall,
         }
-        for phase in ("forward", "total")
-        for captured in (True, False)
+        for profiled in (True, False)
         for number, wall in enumerate((5.0, 4.0, 90.0))
     ]
-    found = study.step_metrics(pd.DataFrame(rows)).set_index("phase")
-    for phase in ("forward", "total"):
-        assert found.loc[
-            phase, ["plain_ms", "enqueue_ms", "host_ms", "projected_ms", "gpu_ms", "operations"]
-        ].tolist() == [5, 2.5, 5, 10, 15, 500]
+    metrics = study.step_metrics(pd.DataFrame(rows)).iloc[0]
+    columns = ["plain_ms", "enqueue_ms", "host_ms", "projected_ms", "gpu_ms", "operations"]
+    assert metrics[columns].tolist() == [5, 2.5, 5, 10, 15, 500]
 
 
-def test_launches_are_drawn_of_a_step_whose_regions_are_not_named(capture):
-    """Naming them costs the host time, so that launches would come later than they do."""
-    drawn = capture(("forward",) * STEPS).timeline
+def test_timeline_shows_a_step_whose_regions_are_not_named(capture):
+    """Naming regions slows the host, so launches would be later than they are."""
+    timeline = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
-    shown, of_step = (
-        {number: [*zip(own["duration_ns"], own["launch_duration_ns"])] for number, own in frame.groupby(by)}
-        for frame, by in ((drawn, "mode"), (loaded, "step"))
+    columns = ["duration_ns", "launch_duration_ns"]
+    first, last = (
+        {*loaded.loc[loaded["step"] == step, columns].itertuples(index=False, name=None)}
+        for step in (0, STEPS - 1)
     )
-    assert len(shown["forward"]) > 10 and {*shown["forward"]} <= {*of_step[STEPS - 1]}
-    assert not {*shown["forward"]} <= {*of_step[0]}
+    drawn = {*timeline[columns].itertuples(index=False, name=None)}
+    assert len(drawn) > 10 and drawn <= last and not drawn <= first
 
 
-def test_backwards_kernels_bear_the_regions_that_made_them(tables):
+def test_backward_kernels_have_the_regions_of_the_forward_pass(tables):
     operations = tables["operations"]
-    regions = {phase: set(own["region"]) for phase, own in operations.groupby("phase")}
-    # A sum's gradient is the sum's itself: nothing runs for the residual additions in backward.
-    assert regions["backward"] == regions["forward"] - {"residual"} | {
-        "cross_entropy",
-        "gradient accumulation",
-    }
-    products = (
-        operations[operations["kernel_category"] == "matrix multiply"]
-        .groupby(["phase", "region"])["count"]
-        .sum()
-    )
-    for region, matrices in {
-        "attention.qkv": 3,
-        "attention.output": 1,
-        "ffn": 3,
-        "attention.scores": 1,
-        "attention.value": 1,
-    }.items():
-        assert products["forward", region] == matrices * LAYERS
+    regions = {phase: set(rows["region"]) for phase, rows in operations.groupby("phase")}
+    # The gradient of a sum is that of its terms, so the residual additions run nothing in backward.
+    expected = regions["forward"] - {"residual"} | {"cross_entropy", "gradient accumulation"}
+    assert regions["backward"] == expected
+    matmuls = operations[operations["kernel_category"] == "matrix multiply"]
+    count = matmuls.groupby(["phase", "region"])["count"].sum()["forward"]
+    assert count[["attention.qkv", "ffn", "attention.scores"]].tolist() == [3 * LAYERS, 3 * LAYERS, LAYERS]
     time = operations.groupby(["phase", "region"])["total_ns"].sum()
     assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # twice the FLOPs
 
 
-def test_clocks_have_every_step_but_the_named_one_and_the_plain_ones(tables):
-    clocks, loaded = tables["times"], load_trace(EXPORT)[0]
-    captured = clocks[clocks["profiled"] & (clocks["phase"] != "total")]
-    assert captured["operations_ns"].sum() == loaded.loc[loaded["step"] > 0, "duration_ns"].sum()
-    assert (captured["busy_ns"] <= captured["projected_ns"]).all() and len(captured) == 2 * 4
-    whole = clocks[clocks["phase"] == "total"]
-    assert whole.loc[whole["profiled"], ["step", "wall_ms"]].values.tolist() == [[0, 71.0], [1, 72.0]]
-    assert whole.loc[~whole["profiled"], ["wall_ms", "enqueue_ms"]].values.tolist() == [
-        [60.0, 9.0],
-        [61.0, 8.0],
-    ]
-    assert captured["wall_ms"].isna().all()
+def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
+    starts = pd.Series(start_us) * 1_000
+    row = {"mode": "forward", "kernel_category": "other", "step": 1, "duration_ns": 100_000}
+    row |= {"launch_start_ns": starts, "launch_duration_ns": 1_000}
+    return nsys_profile.cut_window(pd.DataFrame(row | {"start_ns": starts} | columns))
 
 
 @pytest.mark.parametrize(
-    ("starts_us", "first_us", "last_us"),
+    ("start_us", "first_us", "last_us"),
     [
-        (
-            [0, 1000, 2000, 2500, 2600, 2700, 2800, 2900],
-            0,
-            1900,
-        ),  # its middle is less than a window before its end
+        ([0, 1000, 2000, 2500, 2600, 2700, 2800, 2900], 0, 1900),  # less than a window after its middle
         ([0, 100, 200, 300], 0, 300),
         ([*range(0, 10_000, 300)], 0, 1800),
     ],
 )
-def test_the_timelines_window_is_full_where_the_step_is_so_long(starts_us, first_us, last_us):
-    starts = pd.Series(starts_us) * 1_000
-    drawn = nsys_profile.cut_window(
-        pd.DataFrame(
-            {
-                "mode": "forward",
-                "kernel_category": "other",
-                "step": 1,
-                "start_ns": starts,
-                "duration_ns": 100_000,
-                "launch_start_ns": starts,
-                "launch_duration_ns": 1_000,
-            }
-        )
-    )
-    assert (drawn["start_ns"].min(), drawn["start_ns"].max()) == (first_us * 1_000, last_us * 1_000)
+def test_timeline_window_is_full_when_the_step_is_long_enough(start_us, first_us, last_us):
+    start_ns = timeline_rows(start_us)["start_ns"]
+    assert (start_ns.min(), start_ns.max()) == (first_us * 1_000, last_us * 1_000)
 
 
-def test_a_launch_within_the_window_is_drawn_however_late_its_operation_is():
-    drawn = nsys_profile.cut_window(
-        pd.DataFrame(
-            {
-                "mode": "forward",
-                "kernel_category": ["first", "second", "late"],
-                "step": 1,
-                "start_ns": [0, 100_000, 2_500_000],
-                "duration_ns": [1_000, 2_300_000, 100_000],
-                "launch_start_ns": [0, 0, 1_900_000],
-                "launch_duration_ns": 9,
-            }
-        )
-    )
-    assert (
-        drawn["kernel_category"].tolist() == ["second", "late"]
-        and (drawn["launch_ns"] == [-100_000, 1_800_000]).all()
-    )
+def test_timeline_includes_a_late_operation_whose_launch_is_in_the_window():
+    durations = [1_000, 2_300_000, 100_000]
+    rows = timeline_rows([0, 100, 2_500], duration_ns=durations, launch_start_ns=[0, 0, 1_900_000])
+    assert rows["duration_ns"].tolist() == durations[1:]
+    assert rows["launch_ns"].tolist() == [-100_000, 1_800_000]
 
 
-def test_the_timeline_has_the_replay_without_what_prepared_it(capture):
-    """A graph's operations have one launch; the step that warmed up before it was launched in many."""
+def test_timeline_shows_the_graph_replay_without_its_warm_up(capture):
+    """The operations of a graph have one launch; those of the warm-up step have many."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
@@ -316,14 +262,12 @@ def test_the_timeline_has_the_replay_without_what_prepared_it(capture):
     assert set(timeline["mode"]) == {"replayed"} and 15 <= len(timeline) <= 30
     assert (timeline["start_ns"].diff().dropna() == 10_000).all() and timeline["launch_ns"].nunique() == 1
     study.SCHEMAS["timeline"].validate(timeline)
-    refused = replayed.assign(launch_start_ns=range(50))  # the step that warmed up alone was run
-    assert drawn(refused).empty
+    only_warm_up = replayed.assign(launch_start_ns=range(50))
+    assert drawn(only_warm_up).empty
 
 
-def test_a_capture_of_other_steps_than_were_run_is_refused(capture):
-    with pytest.raises(
-        ConservationError, match="the capture holds 3 steps, but expected the 2 that were run"
-    ):
+def test_capture_with_a_different_number_of_steps_is_an_error(capture):
+    with pytest.raises(ConservationError, match="the capture holds 3 steps, but expected the 2 that were run"):
         capture(("step",) * 2)
 
 
@@ -338,7 +282,7 @@ def run_here(here):
     return tables_of(profile), profile.results, here["run"].outcome["results"]["finding"]
 
 
-def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
+def test_operators_replace_kernels_on_a_cpu(run_here):
     tables, results, finding = run_here
     assert results["tool"] == "torch.profiler, CPU operators"
     assert [results[f"{mode}_status"] for mode in PHASES] == ["ok"] * 3 and "nsys_ns" not in results
@@ -346,59 +290,41 @@ def test_on_a_cpu_operators_stand_for_kernels_and_everything_adds_up(run_here):
     for name, schema in study.SCHEMAS.items():
         schema.validate(tables[name])
     operations = tables["operations"]
-    assert set(operations["mode"]) == set(PHASES)
-    assert {mode: set(own["phase"]) for mode, own in operations.groupby("mode")} == {
-        mode: {*phases} for mode, phases in PHASES.items()
-    }
+    phases = {mode: set(rows["phase"]) for mode, rows in operations.groupby("mode")}
+    assert phases == {mode: {*names} for mode, names in PHASES.items()}
     step = operations[operations["mode"] == "step"]
     assert "unattributed" not in set(step["region"])
-    products = (
-        step[(step["phase"] == "forward") & step["name"].isin(["aten::mm", "aten::bmm"])]
-        .groupby("region")["count"]
-        .sum()
-    )
-    assert products.to_dict() == {
-        "attention.qkv": 6,
-        "attention.scores": 2,
-        "attention.value": 2,
-        "attention.output": 2,
-        "ffn": 6,
-        "head": 1,
-    }
-    named = operations.groupby("mode")["count"].sum()
-    whole = tables["times"].query("phase == 'total' and profiled").groupby("mode")["operations"]
-    assert whole.min().to_dict() == whole.max().to_dict() == named.to_dict()
-    plain = tables["times"].query("not profiled").groupby("mode").size()
-    assert plain.to_dict() == dict.fromkeys(PHASES, 10)
-    assert finding.startswith("Forward: ") and not {"bound", "GPU", "launches"} & {
-        *finding.replace(".", " ").split()
-    }
+    matmuls = step[(step["phase"] == "forward") & step["name"].isin(["aten::mm", "aten::bmm"])]
+    counts = {"qkv": 6, "scores": 2, "value": 2, "output": 2}
+    expected = {f"attention.{name}": count for name, count in counts.items()} | {"ffn": 6, "head": 1}
+    assert matmuls.groupby("region")["count"].sum().to_dict() == expected
+    assert finding.startswith("Forward: ")
+    assert not {"bound", "GPU", "launches"} & {*finding.replace(".", " ").split()}
 
 
-def test_the_table_and_the_clocks_follow_from_the_profiled_and_the_unprofiled_steps(here):
-    """Of each mode's four profiled steps the first, whose regions are named, is in the table, and the others
-    are in the clocks."""
+def test_times_and_operations_equal_those_of_the_profiled_steps(here):
+    """Of each mode's four profiled steps, the first (with named regions) is in the table, the others have times."""
     profile = here["profile"]
     ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
     operations = profile.trace.assign(end_ns=ends_ns).astype({"name": str, "phase": str})
-    clocks = profile.clocks.set_index(["mode", "phase", "step"])
+    times = profile.clocks.set_index(["mode", "phase", "step"])
     table = profile.operations.groupby(["mode", "phase", "name"])[["count", "total_ns"]].sum()
     for first, (mode, outcome) in zip((0, 4, 8), profile.modes.modes.items(), strict=True):
         by_name = operations[operations["step"] == first].groupby(["phase", "name"])["duration_ns"]
         assert table.loc[mode].to_dict("index") == by_name.agg(count="size", total_ns="sum").to_dict("index")
-        plain, captured = (rows.loc[mode] for _, rows in clocks.groupby("profiled"))
-        assert plain["wall_ms"].tolist() == outcome["unprofiled_ms"]
-        assert plain["enqueue_ms"].tolist() == outcome["enqueue_ms"]
-        assert captured.loc["total", "wall_ms"].tolist() == outcome["profiled_ms"][1:]
-        for (phase, step), row in captured.iterrows():
-            in_phase = (operations["phase"] == phase) | (phase == "total")
-            rows = operations[(operations["step"] == first + 1 + step) & in_phase]
+        unprofiled, profiled = (rows.loc[mode] for _, rows in times.groupby("profiled"))
+        assert unprofiled["wall_ms"].tolist() == outcome["unprofiled_ms"] and len(unprofiled) == 10
+        assert unprofiled["enqueue_ms"].tolist() == outcome["enqueue_ms"]
+        assert profiled.loc["total", "wall_ms"].tolist() == outcome["profiled_ms"][1:]
+        for (phase, step), row in profiled.iterrows():
+            is_in_phase = (operations["phase"] == phase) | (phase == "total")
+            rows = operations[(operations["step"] == first + 1 + step) & is_in_phase]
             assert row["operations"] == len(rows) and row["operations_ns"] == rows["duration_ns"].sum()
             assert row["busy_ns"] == round(1e6 * covered_ms(rows))
             assert row["projected_ns"] == rows["end_ns"].max() - rows["start_ns"].min()
 
 
-def test_fused_attention_takes_the_place_of_softmax_and_both_matmuls():
+def test_fused_attention_replaces_softmax_and_both_matmuls():
     names = run_cells("nsys", "by_range =", context_length=16, vocab_size=100, device="cpu", attention="sdpa")
     assert "softmax" not in names["profile"].operations.query("mode == 'forward'")["kernel_category"].tolist()
     regions = {*names["time_ms"].index}
@@ -408,26 +334,23 @@ def test_fused_attention_takes_the_place_of_softmax_and_both_matmuls():
 
 def test_operations_without_a_region_are_named_after_their_phase():
     phases = ["forward", "backward", "optimizer", "outside"]
-    rows = pd.DataFrame({"step": 0, "phase": phases * 2, "region": ["unattributed"] * 4 + ["ffn"] * 4})
+    rows = pd.DataFrame({"step": 0, "phase": phases, "region": "unattributed"})
+    rows.loc[4] = [0, "backward", "ffn"]
     modes = ProfiledModes(Path("a capture"), {"step": {"status": "ok"}}, ["step"])
     named = nsys_profile.Profile(configure("nsys", **SMALL), "", modes, trace=rows).named_operations
-    expected = ["unattributed", "gradient accumulation", "optimizer", "outside"]
-    assert named["region"].tolist() == expected + ["ffn"] * 4
+    expected = ["unattributed", "gradient accumulation", "optimizer", "outside", "ffn"]
+    assert named["region"].tolist() == expected
 
 
-def test_shares_and_times_in_the_cells_are_those_of_the_table(here):
-    of_step = here["profile"].operations
-    for mode, own in of_step.groupby("mode"):
-        shares = own.groupby("kernel_category")["total_ns"].sum() / own["total_ns"].sum()
+def test_shares_in_the_notebook_equal_those_of_the_operations(here):
+    for mode, rows in here["profile"].operations.groupby("mode"):
+        shares = rows.groupby("kernel_category")["total_ns"].sum() / rows["total_ns"].sum()
         assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
         assert here["share"][mode] == number(shares["matrix multiply"], "%")
-    forward = of_step[of_step["mode"] == "forward"]
-    inside = forward[forward["region"].str.startswith("attention.")].groupby("region")["total_ns"].sum() / 1e6
-    assert here["time_ms"].to_dict() == inside.to_dict()
 
 
 class Recorder:
-    """Takes the ranges' place: the names of those that were opened, with how many were open around each."""
+    """Replace the domain of ranges; note the depth and the name of each opened range."""
 
     def __init__(self):
         self.opened, self.depth = [], 0
@@ -455,7 +378,7 @@ def ranged():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", [*PHASES])
-def test_the_notebooks_step_is_the_librarys_to_the_bit(mode, precision, ranged):
+def test_step_of_the_notebook_equals_that_of_the_library_bit_for_bit(mode, precision, ranged):
     step, other = (build_step(configure("benchmark", **SMALL, precision=precision)) for _ in range(2))
     other.model.register_forward_hook(
         lambda model, given, logits: differentiable.append(logits.requires_grad)
@@ -469,19 +392,18 @@ def test_the_notebooks_step_is_the_librarys_to_the_bit(mode, precision, ranged):
     assert differentiable == [mode != "forward"] * 3
 
 
-def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monkeypatch, step, ranged):
+def test_ranges_are_opened_only_in_profiled_steps(monkeypatch, step, ranged):
     recorder = Recorder()
     monkeypatch.setattr(step_ranges, "_domain", recorder)
     step_ranges._attributes.cache_clear()
     mode = profiled_process.ProfiledMode(step, ranged)
+    cleared = []
     step.model.register_forward_pre_hook(
         lambda model, _: cleared.append(all(weight.grad is None for weight in model.parameters()))
     )
-    cleared = []
     try:
-        assert (mode.time_unprofiled(2, until_enough=False)["wall_ms"] > 0).tolist() == [
-            True
-        ] * 2 and recorder.opened == []
+        assert (mode.time_unprofiled(2, until_enough=False)["wall_ms"] > 0).tolist() == [True] * 2
+        assert recorder.opened == []
         mode.time_in_ranges(with_regions=False)
         phases = [(0, "step"), *((1, phase) for phase in PHASES["step"])]
         assert recorder.opened == phases and not recorder.depth
@@ -489,16 +411,14 @@ def test_a_plain_step_opens_no_range_and_a_captured_one_those_of_its_phases(monk
         mode.time_in_ranges(with_regions=True)
     finally:
         step_ranges._attributes.cache_clear()
-    assert [one for one in recorder.opened if one in phases] == phases and not recorder.depth
-    assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= {
-        name for depth, name in recorder.opened if depth > 1
-    }
-    mode.time_unprofiled(1, until_enough=False)
-    assert cleared == [True] * 5
-    assert "forward" not in vars(step.model.blocks[0].ffn)  # the plain method is back
+    assert [opened for opened in recorder.opened if opened in phases] == phases and not recorder.depth
+    inner = {name for depth, name in recorder.opened if depth > 1}
+    assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= inner
+    assert cleared == [True] * 4
+    assert "forward" not in vars(step.model.blocks[0].ffn)  # the unwrapped method is restored
 
 
-def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, step, ranged):
+def test_other_modes_are_profiled_when_one_runs_out_of_memory(monkeypatch, step, ranged):
     original = profiled_process.ProfiledMode.time_in_ranges
 
     def time_in_ranges(self, with_regions):
@@ -518,7 +438,7 @@ def test_a_mode_that_runs_out_of_memory_costs_the_others_nothing(monkeypatch, st
     assert all(weight.grad is None for weight in step.model.parameters())
 
 
-def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
+def test_profiling_does_not_change_the_weights(step, ranged):
     before = [weight.clone() for weight in step.model.parameters()]
     (rate,) = {group["lr"] for group in step.optimizer.param_groups}
     outcome = profiled_process.profile(step, ranged, lambda: None)
@@ -528,7 +448,7 @@ def test_profiled_steps_leave_the_weights_as_they_are(step, ranged):
 
 
 def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
-    """Launches stay slower once a profiler has run."""
+    """Launches are slower once a profiler has run."""
     order = []
     for name in ("time_unprofiled", "time_in_ranges"):
         method = getattr(profiled_process.ProfiledMode, name)
@@ -543,62 +463,49 @@ def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
     assert order[:profiled].count("time_unprofiled") > 3 and "time_unprofiled" not in order[profiled:]
 
 
-@pytest.mark.parametrize("tool, fits", [("torch", True), ("nsys", False)])
-def test_profiled_process_reports_modes_that_do_not_fit(monkeypatch, tmp_path, step, tool, fits):
-    ranges_before = step_ranges._domain
-
+def test_profiled_process_reports_that_the_model_does_not_fit(monkeypatch, tmp_path, step):
     def build(config):
-        if not fits:
-            raise torch.OutOfMemoryError("no room. Including much")
+        raise torch.OutOfMemoryError("no room. Including much")
 
     monkeypatch.setattr(profiled_process, "build_step", build)
-    outcome = {"step_modes": ["step"], "modes": {}, "learning_rate": 0.0}
-    monkeypatch.setattr(profiled_process, "profile", lambda *_: outcome)
-    monkeypatch.setattr(profiled_process, "use_ranges", lambda ranges: None)
     (tmp_path / "ranged.py").write_text("def ranged(): pass")
-    profiled_process.main(tool, tmp_path, step.config)
-    outcome = json.loads((tmp_path / "outcome.json").read_text())
-    assert step_ranges._domain is ranges_before
-    reasons = {(mode["status"], mode["reason"]) for mode in outcome["modes"].values()}
-    assert outcome["step_modes"] == ["step"] * fits
-    assert reasons == (set() if fits else {("oom", "no room.")})
+    profiled_process.main("nsys", tmp_path, step.config)
+    modes = json.loads((tmp_path / "outcome.json").read_text())["modes"]
+    assert {name: (mode["status"], mode["reason"]) for name, mode in modes.items()} == dict.fromkeys(
+        PHASES, ("oom", "no room.")
+    )
 
 
-def test_impossible_modes_are_profiled_again_and_the_named_step_is_not_compared(monkeypatch):
-    """At the power limit GPU time may exceed wall time a little more."""
-    is_power_limited = {"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}
-    ms = [90, 10, 10.1, 10.05, 90, 30.9, 30.9, 90, 40, 40, 44]
-    modes = {
-        "forward": {"unprofiled_ms": [10.0, 11.0, 99.0], "clock": {}},
-        "forward_backward": {"unprofiled_ms": [30.0, 30.1, 29.0], "clock": is_power_limited},
-        "step": {"unprofiled_ms": [45.0], "clock": {}},
-    }
-    inside = ["forward"] * 4 + ["forward_backward"] * 3 + ["step"] * 4
-    captured = ProfiledModes(Path("a file"), modes, inside)
-    config = configure("nsys", **SMALL).model_copy(update={"device": "cuda"})
-    steps = pd.DataFrame({"step": range(11), "phase": "total", "busy_ns": [1e6 * time for time in ms]})
+@pytest.mark.parametrize(
+    ("clock", "gpu_ms", "impossible", "runs"),
+    [
+        ({}, [10, 10.1, 10.05], {}, 1),
+        ({}, [10, 10.9, 10.9], ["step"], 3),
+        ({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1980.0}, [10, 10.3, 10.3], {}, 1),
+        ({}, [10, 10.3, 10.3], ["step"], 3),
+        ({}, [10, 10, 11], ["step"], 3),
+    ],
+    ids=["possible", "longer than wall time", "at the power limit", "below it", "different steps"],
+)
+def test_mode_with_impossible_times_is_profiled_three_times(monkeypatch, clock, gpu_ms, impossible, runs):
+    """The named step, which comes first and takes 90 ms, is not compared."""
+    modes = ProfiledModes(Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4)
+    times = pd.DataFrame({"step": range(4), "phase": "total", "busy_ns": [9e7, *(1e6 * ms for ms in gpu_ms)]})
     folders = []
 
     def profile_once(ranged, config, folder):
         folders.append(folder)
-        return nsys_profile.Profile(config, "nsys", captured, trace=pd.DataFrame({"step": [-1, 0]}))
+        return nsys_profile.Profile(config, "nsys", modes, trace=pd.DataFrame({"step": [-1, 0]}))
 
     monkeypatch.setattr(nsys_profile, "profile_once", profile_once)
-    monkeypatch.setattr(nsys_profile, "phase_clocks", lambda operations, ranges: steps)
+    monkeypatch.setattr(nsys_profile, "phase_clocks", lambda operations, ranges: times)
     monkeypatch.setattr(nsys_profile.Profile, "check", lambda profile: None)
-
-    def impossible():
-        return nsys_profile.profile_with_nsys(never_run, config).impossible
-
-    assert impossible() == {"step": "profiled steps range from 40 to 44 ms"} and len({*folders}) == 3
-    modes["forward_backward"]["clock"] = {}
-    steps.loc[10, "busy_ns"] = 40e6
-    assert [*impossible()] == ["forward_backward"]
-    steps.loc[[5, 6], "busy_ns"] = 30e6
-    assert impossible() == {} and len({*folders}) == 7
+    config = configure("nsys", **SMALL).model_copy(update={"device": "cuda"})
+    assert [*nsys_profile.profile_with_nsys(never_run, config).impossible] == [*impossible]
+    assert len({*folders}) == runs
 
 
-def test_a_mode_that_ran_out_of_memory_is_in_no_table_and_keeps_its_unprofiled_steps(here):
+def test_mode_without_memory_keeps_only_its_unprofiled_steps(here):
     modes = here["profile"].modes
     outcomes = modes.modes | {
         "forward_backward": modes.modes["forward_backward"] | {"status": "oom", "reason": "no room"}
@@ -614,20 +521,17 @@ def test_a_mode_that_ran_out_of_memory_is_in_no_table_and_keeps_its_unprofiled_s
 # nsys as a program
 
 
-def test_a_capture_is_held_against_nsys_own_sum(capture, reports, tmp_path):
+def test_capture_that_differs_from_the_sums_of_nsys_is_an_error(capture, reports, tmp_path):
     kernels = int(activity_totals(EXPORT).loc["kernel", "duration_ns"])
     own = Path(shutil.copytree(reports, tmp_path / "own"))
     (own / "cuda_gpu_mem_time_sum.csv").unlink()
-    # of memory nsys "does not contain" any, which is a sum of nothing, and the capture has some
     with pytest.raises(
-        ConservationError,
-        match=r"operations sum to \d+ ns, but nsys's own cuda_gpu_mem_time_sum sums to 0 ns",
+        ConservationError, match=r"operations sum to \d+ ns, but nsys's own cuda_gpu_mem_time_sum sums to 0 ns"
     ):
         capture(folder=own)
     (own / "cuda_gpu_kern_sum.csv").write_text(f"Total Time (ns),Instances,Name\n{kernels + 1},1,k\n")
     with pytest.raises(
-        ConservationError,
-        match=f"sum to {kernels} ns, but nsys's own cuda_gpu_kern_sum sums to {kernels + 1}",
+        ConservationError, match=f"sum to {kernels} ns, but nsys's own cuda_gpu_kern_sum sums to {kernels + 1}"
     ):
         capture(folder=own)
 
@@ -642,22 +546,18 @@ def test_a_capture_is_held_against_nsys_own_sum(capture, reports, tmp_path):
         (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "its output: quadd crashed"),
     ],
 )
-def test_a_profiler_that_fails_is_quoted(monkeypatch, tmp_path, script, message):
+def test_output_of_a_failed_profiler_is_quoted(monkeypatch, tmp_path, script, message):
     program = tmp_path / "nsys"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("nsys 1", program))
     with pytest.raises(NsysError, match=message):
         nsys_profile.profile_with_nsys(never_run, configure("nsys", **SMALL))
-    with pytest.raises(NsysError, match=r"nsys export could not export a.nsys-rep; its output"):
-        nsys_tool.export_capture(program, tmp_path / "a.nsys-rep", tmp_path / "a.sqlite")
     with pytest.raises(NsysError, match=r"nsys stats wrote no reports of step.sqlite"):
         nsys_tool.make_reports(program, Path(shutil.copy(EXPORT, tmp_path)), ("cuda_gpu_kern_sum",))
 
 
-def test_of_several_nsys_the_newest_of_the_first_place_is_taken_and_the_paths_before_it(
-    tmp_path, monkeypatch
-):
+def test_newest_nsys_of_the_first_install_folder_is_found_after_the_path(tmp_path, monkeypatch):
     here = [
         tmp_path / place / "bin" / "nsys"
         for place in ("systems/2025.5.1", "systems/2026.1.1", "compute/2026.2.0")
@@ -677,7 +577,7 @@ def test_of_several_nsys_the_newest_of_the_first_place_is_taken_and_the_paths_be
     assert nsys_tool.find_nsys() == here[0]
 
 
-def test_libraries_that_the_importer_lacks_are_found(tmp_path, monkeypatch):
+def test_torch_profiler_is_used_when_libraries_of_nsys_are_missing(tmp_path, monkeypatch):
     target, host = tmp_path / "target-linux-x64", tmp_path / "host-linux-x64"
     target.mkdir()
     host.mkdir()
@@ -692,7 +592,7 @@ def test_libraries_that_the_importer_lacks_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(nsys_program, "nsys_version", lambda nsys: "2099.1")
     assert nsys_program.profiler_here("cuda") == ("nsys 2099.1", wrapper)
 
-    # As ldd tells of Nsight Compute's copy, if asked of the importer, which has some libraries beside it.
+    # The output of ldd for the importer in Nsight Compute's copy of nsys, which has some libraries in its folder.
     ldd = tmp_path / "bin" / "ldd"
     ldd.parent.mkdir()
     ldd.write_text(f"""#!/bin/sh
@@ -707,10 +607,10 @@ printf '\tlibdw.so.1 => not found\n'
     assert nsys_program.profiler_here("cuda") == ("torch.profiler (CUPTI)", None)
 
 
-# What the tables say
+# The writeup
 
 
-def test_printed_command_is_the_one_that_runs():
+def test_printed_command_has_the_options_that_are_used():
     chapter = Path(str(PROJECT), "writeup", "22-nsys.md.j2").read_text(encoding="utf-8")
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
     printed = {word for word in command[: command.index("export")] if word.startswith("--") and "=" in word}

@@ -1,4 +1,4 @@
-"""The page, in a browser where there is one, and by its markup everywhere."""
+"""The HTML page: its markup, and its layout in a browser if there is one."""
 
 import html
 import re
@@ -24,7 +24,7 @@ PAPER = (673, 985)  # A4 less its margins, in CSS pixels
 
 
 class Elements(HTMLParser):
-    """All elements of a page with their attributes, and what is not closed."""
+    """Collect the elements of a page, their attributes, and wrongly closed tags."""
 
     VOID = ("meta", "img", "hr", "br")
 
@@ -71,7 +71,7 @@ a < b
 """
 
 
-def test_markdown_becomes_a_page_of_its_own():
+def test_markdown_becomes_a_self_contained_page():
     text = page(
         TEXT,
         [Section("evidence/nsys.md", "# Profiles\n\n## First part\n\n[back](../writeup.md)\n")],
@@ -83,41 +83,20 @@ def test_markdown_becomes_a_page_of_its_own():
     tags = [tag for tag, _ in elements.found]
     assert "script" not in tags and "b" not in tags and tags.count("h1") == 1
     links = [attributes["href"] for tag, attributes in elements.found if tag == "a"]
-    contents = ["#part-one", "#within-it", "#evidence", "#evidence-nsys"]
-    assert links == [
-        *contents,
-        "#evidence-nsys",
-        "#evidence-nsys-first-part",
-        "https://a.b",
-        "#part-one",
-        "#within-it",
-        "#evidence-nsys-first-part",
-        "#top",
-        "https://c.d",
-    ]
+    parts = ["#part-one", "#within-it"]
+    contents = [*parts, "#evidence", "#evidence-nsys"]
+    part = "#evidence-nsys-first-part"
+    written = ["#evidence-nsys", part, "https://a.b"]
+    assert links == [*contents, *written, *parts, part, "#top", "https://c.d"]
     anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
-    assert anchors == [
-        "top",
-        "part-one",
-        "within-it",
-        "evidence",
-        "evidence-nsys",
-        "evidence-nsys-first-part",
-    ]
-    assert [
-        attributes["aria-label"] for _, attributes in elements.found if attributes.get("class") == "here"
-    ] == ["Link to: Part one", "Link to: Within it", "Link to: First part"]
-    images = [attributes for tag, attributes in elements.found if tag == "img"]
-    assert (
-        len(images) == 1
-        and images[0]["src"].startswith("data:image/svg+xml,")
-        and images[0]["alt"] == "A message"
-    )
-    assert images[0]["width"] == "576"
+    assert anchors == ["top", *(link[1:] for link in contents), part[1:]]
+    (image,) = [attributes for tag, attributes in elements.found if tag == "img"]
+    assert image["src"].startswith("data:image/svg+xml,")
+    assert image["alt"] == "A message" and image["width"] == "576"
     assert not [attributes for _, attributes in elements.found if "style" in attributes]
 
 
-def test_a_chapters_fold_is_one_of_the_page_and_no_other_text_can_be():
+def test_only_fold_of_a_chapter_becomes_a_fold_of_the_page():
     fold = "<details><summary>Why so</summary>\n\nBecause **of** it.\n\n| a |\n| --: |\n| 1 |\n\n</details>\n\nAfter.\n"
     text = page(f"# T\n\n{fold}", [], {})
     elements = Elements(text)
@@ -166,7 +145,7 @@ def chromium():
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_is_sound_in_a_browser(chromium, report, size, scheme):
+def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, scheme):
     with shown(chromium, report, size, color_scheme=scheme) as (opened, said):
         for summary in opened.query_selector_all("summary"):
             summary.click()
@@ -178,7 +157,7 @@ def test_the_page_is_sound_in_a_browser(chromium, report, size, scheme):
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """The report with a table and a line of code that no screen holds."""
+    """Add a table and a line of code to the report that are wider than any screen."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(
@@ -201,7 +180,7 @@ PLACES = "const [nav, heading, main] = ['nav', 'h1', 'main'].map(q => box(all(q)
 SCROLLED = "document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000);" + PLACES
 NO_SIDEWAYS = "return document.documentElement.scrollWidth <= innerWidth"
 PICTURES = "return all('img').every(one => one.complete && one.naturalWidth && box(one).right <= innerWidth)"
-LAYOUTS = {  # page, its size, media, and what is true of it
+LAYOUTS = {  # page, its size, media, and a condition in JavaScript
     "nothing scrolls sideways": ("report", DESKTOP, "screen", NO_SIDEWAYS),
     "nothing scrolls sideways on a phone": ("report", PHONE, "screen", NO_SIDEWAYS),
     "pictures fit": ("report", DESKTOP, "screen", PICTURES),
@@ -294,14 +273,14 @@ def test_layout(chromium, request, layout):
         assert opened.evaluate(f"(() => {{{BOX} {condition}}})()")
 
 
-def test_a_link_to_folded_evidence_opens_it(chromium, report):
+def test_link_to_folded_evidence_opens_it(chromium, report):
     with shown(chromium, report) as (opened, _):
         opened.click("nav a[href='#evidence-nsys']")
         opened.wait_for_function("document.querySelector('details:has(#evidence-nsys)').open")
         assert opened.evaluate("document.querySelectorAll('details[open]').length") == 1
 
 
-def test_the_foot_says_what_it_is_and_how_it_is_cited(campaign, report):
+def test_footer_has_version_gpu_and_citation(campaign, report):
     foot = report.read_text().partition("<footer>")[2]
     words = html.unescape(re.sub(r"<[^>]+>", "", foot))
     records = campaign.found.records
@@ -314,8 +293,8 @@ def test_the_foot_says_what_it_is_and_how_it_is_cited(campaign, report):
     assert "https://github.com/stanford-cs336/" in foot
 
 
-def test_nothing_runs_and_nothing_loads(chromium, report, tmp_path):
-    """Even what would have got into the page: its policy refuses it."""
+def test_injected_scripts_and_styles_are_blocked(chromium, report, tmp_path):
+    """The content security policy blocks what is injected into the page."""
     hostile = tmp_path / "hostile.html"
     hostile.write_text(
         report.read_text().replace(
@@ -338,11 +317,11 @@ def missing_files(page_text: str, folder: Path) -> list[str]:
     return [link for link in files if not (folder / unquote(link)).is_file()]
 
 
-def test_every_link_of_the_writeup_leads_to_a_file(campaign):
+def test_links_of_the_writeup_lead_to_files(campaign):
     assert not missing_files(campaign.report.texts["writeup.html"], Path(str(PROJECT)))
 
 
-def test_every_link_leads_to_a_file_when_runs_and_report_are_elsewhere(tmp_path):
+def test_links_lead_to_files_when_runs_and_report_are_elsewhere(tmp_path):
     runs, out = tmp_path / "my runs", tmp_path / "elsewhere" / "report"
     for path in sorted(Path(str(PROJECT), "runs", "h200", "benchmark").iterdir())[:2]:
         shutil.copytree(path, runs / "benchmark" / path.name)
@@ -351,7 +330,7 @@ def test_every_link_leads_to_a_file_when_runs_and_report_are_elsewhere(tmp_path)
     assert not missing_files((out / "report.html").read_text(), out)
 
 
-def test_every_anchor_leads_somewhere(report):
+def test_links_within_the_page_lead_to_anchors(report):
     elements = Elements(report.read_text())
     anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
     assert len(anchors) == len(set(anchors))
@@ -365,11 +344,11 @@ def test_every_anchor_leads_somewhere(report):
     [
         ("Why is it 2.1x, and not 4x?", "Why is it 2.1x, and not 4x?"),
         ("Is a < b & c?", "Is a &lt; b &amp; c?"),
-        ("Is a &lt; b?", "Is a &lt; b?"),  # as GitHub needs it
+        ("Is a &lt; b?", "Is a &lt; b?"),  # GitHub needs this form
         ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
     ],
 )
-def test_fold_has_any_title_escaped(title, shown):
+def test_title_of_a_fold_is_escaped(title, shown):
     made = page(
         f"# Title\n\n<details><summary>{title}</summary>\n\n| a |\n| - |\n| 1 |\n\n</details>\n", [], {}
     )

@@ -1,4 +1,4 @@
-"""Sweeps: each run's end is a record, what is done is not done again, runs that share a GPU take turns."""
+"""Sweeps: every run ends with a record, finished runs are skipped, and each run has a GPU to itself."""
 
 import io
 import json
@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -44,7 +45,7 @@ HERE = SweepOptions()
 
 @pytest.fixture
 def sweep(write_sweep, store, faults):
-    """Run a sweep over these seeds in this process; its end. What it printed is ``sweep.said``."""
+    """Run a sweep over seeds in this process and return its end; ``sweep.output`` is what it printed."""
 
     def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
@@ -52,7 +53,7 @@ def sweep(write_sweep, store, faults):
             record=True, width=400, file=io.StringIO(), markup=False, highlight=False, soft_wrap=True
         )
         end = run_sweep([path], store, how, console)
-        run.said = console.export_text()
+        run.output = console.export_text()
         return end
 
     return run
@@ -62,12 +63,8 @@ def by_seed(store):
     return {record.config["seed"]: record for record in store.records(check_files=True)[0]}
 
 
-def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, store, faults):
-    end = sweep(
-        [0, RAISES, LACKS_MEMORY, DIES, KILLS_RUN, UNFINISHED, BAD_RESULT, PATHS], SweepOptions(workers=2)
-    )
-    records = by_seed(store)
-    assert {seed: record.status for seed, record in records.items()} == {
+def test_every_end_of_a_run_is_recorded_and_failed_runs_are_repeated(sweep, store, faults):
+    expected = {
         0: "ok",
         RAISES: "failed",
         LACKS_MEMORY: "oom",
@@ -77,31 +74,29 @@ def test_each_end_of_a_run_is_a_record_and_what_failed_is_tried_again(sweep, sto
         BAD_RESULT: "failed",
         PATHS: "ok",
     }
+    end = sweep([*expected], SweepOptions(workers=2))
+    records = by_seed(store)
+    assert {seed: record.status for seed, record in records.items()} == expected
     assert records[RAISES].cause == "ValueError: as asked" and "died" in records[DIES].cause
     assert "killed by SIGKILL" in records[KILLS_RUN].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
     assert end.counts == {"ok": 2, "oom": 1, "failed": 5} and not end.left
-    assert re.search(
-        r"\): seed 9(?: \(about|$)", sweep.said, re.MULTILINE
-    )  # markdown, as a terminal shows it
-    said = [line for line in sweep.said.splitlines() if re.match(r"\d/8 ", line)]
-    assert len(said) == 8 and [bool(re.search(r" \(about \d+ min left\)$", line)) for line in said] == [
-        True
-    ] * 7 + [False]
+    assert re.search(r"\): seed 9(?: \(about|$)", sweep.output, re.MULTILINE)  # without markdown
+    lines = [line for line in sweep.output.splitlines() if re.match(r"\d/8 ", line)]
+    has_estimate = [bool(re.search(r" \(about \d+ min left\)$", line)) for line in lines]
+    assert has_estimate == [True] * 7 + [False]
     assert not store.partial.exists() and not list(store.root.rglob("tmp"))
 
     before = {path: path.read_bytes() for path in store.root.rglob("record.json")}
     (faults / "mended").touch()
     (faults / "began").unlink()
-    end = sweep([0, RAISES, LACKS_MEMORY])
-    assert end.counts == {"ok": 2, "oom": 1}
-    assert (faults / "began").read_text().split()[0] == str(RAISES)  # and no other
-    assert len((faults / "began").read_text().splitlines()) == 1
-    changed = {path for path, content in before.items() if path.read_bytes() != content}
-    assert changed == {path for path in before if json.loads(before[path])["config"]["seed"] == RAISES}
+    assert sweep([0, RAISES, LACKS_MEMORY]).counts == {"ok": 2, "oom": 1}
+    assert [line.split()[0] for line in (faults / "began").read_text().splitlines()] == [str(RAISES)]
+    changed = [path for path, content in before.items() if path.read_bytes() != content]
+    assert [json.loads(before[path])["config"]["seed"] for path in changed] == [RAISES]
 
 
-def test_a_notebook_names_no_place_of_this_machine(sweep, store, tiny, tmp_path):
+def test_executed_notebook_contains_no_path_of_the_machine(sweep, store, tiny, tmp_path):
     sweep([PATHS])
     place = store.folder(tiny(seed=PATHS))
     text = (place / "notebook.ipynb").read_text() + (place / "record.json").read_text()
@@ -112,12 +107,12 @@ def test_a_notebook_names_no_place_of_this_machine(sweep, store, tiny, tmp_path)
     assert not (place / LOG).exists()
 
 
-def test_a_run_is_killed_at_its_limit(sweep, store, faults):
-    end = sweep([HANGS], SweepOptions(timeout_s=0.5))  # wherever it is by then
+def test_run_is_killed_at_its_time_limit(sweep, store, faults):
+    end = sweep([HANGS], SweepOptions(timeout_s=0.5))
     assert end.counts == {"failed": 1} and "exceeded the time limit of 0.5 s" in by_seed(store)[HANGS].cause
 
 
-def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
+def test_abandoned_run_is_killed_with_its_children(store, faults, tiny):
     folder = store.new_staging_folder()
     with pytest.raises(Abandoned):
         make_run(tiny(seed=HANGS), folder, {}, abandoned=(faults / "child").exists)
@@ -125,7 +120,7 @@ def test_a_run_is_killed_with_all_it_has_started(store, faults, tiny):
     assert ended(int((faults / "began").read_text().split()[1]))
 
 
-def test_what_is_ended_lies_within_the_folder(tmp_path):
+def test_only_processes_of_runs_in_the_folder_are_killed(tmp_path):
     within, beside = (
         subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: f"{tmp_path}/{place}"})
         for place in ("a/b", "a2")
@@ -139,20 +134,20 @@ def test_what_is_ended_lies_within_the_folder(tmp_path):
             process.wait()
 
 
-def test_a_worker_that_dies_hands_its_runs_over_once(sweep, store, faults):
+def test_run_is_repeated_once_when_its_worker_dies(sweep, store, faults):
     end = sweep([KILLS_WORKER, 0])
     assert end.counts == {"ok": 1, "failed": 1}
     assert "its worker died" in by_seed(store)[KILLS_WORKER].cause
     began = [line.split()[0] for line in (faults / "began").read_text().splitlines()]
     assert began == [str(KILLS_WORKER)] * 2 + ["0"]
-    assert "running it again" in sweep.said
+    assert "running it again" in sweep.output
     assert ended(int((faults / "child").read_text()))
 
 
 def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
     end = sweep([0, 30], SweepOptions(time_budget_s=0))
     assert end.stopped_by == "the time budget" and len(end.left) == 2 and not store.records()[0]
-    # The clock is the sweep's own: it passes the budget while the first run goes on, and that run is kept.
+    # The first run exceeds the budget, but is kept.
     clock = iter([0.0, 1.0])
     monkeypatch.setattr(sweeping, "monotonic", lambda: next(clock, 99.0))
     end = sweep([0, 30], SweepOptions(time_budget_s=50))
@@ -161,7 +156,7 @@ def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch, faults):
-    """Two GPUs that are none: what shares them can be seen all the same."""
+    """Pretend that there are two GPUs."""
     found = [{"visible": name, "name": "H200", "gib": 80.0} for name in ("GPU-aaaa", "MIG-bbbb")]
     monkeypatch.setattr(sweeping, "gpus_here", lambda: found)
     (faults / "device").write_text("H200")
@@ -169,28 +164,8 @@ def gpus(monkeypatch, faults):
 
 def test_each_run_has_a_gpu_to_itself(sweep, store, faults, gpus):
     end = sweep([TURNS, *range(11, 18)], device="auto")
-    assert end.counts == {"ok": 8}  # none found another run's file on its GPU
+    assert end.counts == {"ok": 8}  # a run fails if another one uses its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
-
-
-def test_run_waits_until_a_gpu_is_free(tiny):
-    from stepscope.runs.workers import Assignment, Workers
-
-    workers = Workers.__new__(Workers)
-    workers.running = []
-    workers.offers = {
-        "a": {"nthreads": 2, "resources": {"GPU": 2}},
-        "b": {"nthreads": 1, "resources": {"GPU": 1}},
-        "c": {"nthreads": 1, "resources": {"RUNS": 1}},
-    }
-    given = []
-    while address := workers.place("cuda"):
-        workers.running.append(Assignment(tiny(device="cuda"), None, address, SimpleNamespace()))
-        given.append(address)
-    assert sorted(given) == ["a", "a", "b"] and workers.places("cuda") == 3
-    assert workers.place("cpu") == "c" and not workers.busy()
-    workers.running.pop(given.index("b"))
-    assert workers.place("cuda") == "b"
 
 
 def test_largest_runs_start_first_on_several_gpus(write_sweep, store, faults, gpus):
@@ -212,13 +187,13 @@ def test_largest_runs_start_first_on_several_gpus(write_sweep, store, faults, gp
         ({}, SweepOptions(scheduler="nowhere"), "expected an address"),
     ],
 )
-def test_what_cannot_be_done_is_said_before_a_folder_is_touched(sweep, store, fields, how, words):
+def test_impossible_sweep_is_an_error_before_any_folder_is_created(sweep, store, fields, how, words):
     with pytest.raises((SweepError, WorkersError, ValueError), match=words):
         sweep([0], how, **fields)
     assert not store.root.exists()
 
 
-def test_a_folder_that_is_no_run_is_named_and_nothing_is_touched(sweep, store, tiny):
+def test_sweep_stops_at_an_invalid_record_without_changing_it(sweep, store, tiny):
     place = put(store, tiny(seed=0), results={"x": 1.0})
     (place / "record.json").write_text("{}")
     with pytest.raises(SweepError, match=f"{tiny(seed=0).run_id}/record.json: not a valid record"):
@@ -226,83 +201,74 @@ def test_a_folder_that_is_no_run_is_named_and_nothing_is_touched(sweep, store, t
     assert (place / "record.json").read_text() == "{}"
 
 
-def test_one_folder_holds_one_devices_runs(sweep, store, tiny):
+def test_folder_with_runs_of_another_gpu_is_an_error(sweep, store, tiny):
     put(store, tiny(seed=77), machine={"device_name": "another"})
     with pytest.raises(SweepError, match="holds runs of 'another'"):
         sweep([0])
 
 
-def test_a_folders_device_is_what_the_first_record_says_that_says_one(store, tiny):
-    put(store, tiny(study="benchmark"), status="failed")  # before it knew
+def test_device_of_a_folder_is_that_of_its_first_record_with_one(store, tiny):
+    put(store, tiny(study="benchmark"), status="failed")  # it failed before it knew its device
     assert store.device_name() is None
     put(store, tiny(study="memory"), machine={"device_name": "H200"})
     assert store.device_name() == "H200"
 
 
-def test_what_fails_after_a_signal_is_left_to_be_run(store, tiny):
+def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
+    """Collect records with these fields as the results of a sweep over configurations."""
+    workers: Any = SimpleNamespace(places=lambda device: 1)
+    end = SweepEnd(left=configs)
+    running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)
+    for config, fields in zip(configs, all_fields):
+        assignment: Any = SimpleNamespace(config=config, folder=store.new_staging_folder())
+        running_sweep._collect(assignment, record_of(config, **fields))
+    return running_sweep
+
+
+def test_run_failing_after_a_signal_stays_pending(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
-    under_way = sweeping._Sweep(
-        None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), ["SIGTERM"], 0.0
-    )
-    for config, status in zip(configs, ("failed", "ok")):
-        under_way._collect(
-            SimpleNamespace(config=config, folder=store.new_staging_folder()),
-            record_of(config, status=status),
-        )
-    assert by_seed(store).keys() == {1} and under_way.end.counts == {"ok": 1}
+    statuses = [{"status": "failed"}, {"status": "ok"}]
+    end = collect(store, Console(quiet=True), configs, statuses, ["SIGTERM"]).end
+    assert by_seed(store).keys() == {1} and end.counts == {"ok": 1}
 
 
-def test_workers_of_two_devices_do_not_fill_one_folder(store, tiny):
+def test_workers_with_different_gpus_cannot_fill_one_folder(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
-    under_way = sweeping._Sweep(
-        None, store, SweepOptions(), Console(file=io.StringIO()), SweepEnd(left=configs), [], 0.0
-    )
-
-    def take(config, name):
-        given = SimpleNamespace(config=config, folder=store.new_staging_folder())
-        under_way._collect(given, record_of(config, machine={"device_name": name}))
-
-    take(configs[0], "H200")
+    machines = [{"machine": {"device_name": name}} for name in ("H200", "another")]
     with pytest.raises(WorkersError, match="ran on 'another', but the folder's other runs ran on 'H200'"):
-        take(configs[1], "another")
+        collect(store, Console(quiet=True), configs, machines)
     assert by_seed(store).keys() == {0}
 
 
-def test_findings_are_plain_in_a_terminal():
+def test_findings_are_printed_without_markup():
     assert plain("**a** `b` [c](http://d)\n\x1b[31me") == "a b c  [31me"
 
 
-def test_a_run_finds_nothing_that_dasks_nanny_has_set_for_its_workers(monkeypatch, tmp_path, tiny):
+@pytest.mark.parametrize("threads", [{}, {"OMP_NUM_THREADS": "3"}])
+def test_run_does_not_inherit_the_environment_of_dask_workers(monkeypatch, tmp_path, tiny, threads):
     import dask.config
-    import distributed  # noqa: F401  whose defaults these are
+    import distributed  # noqa: F401  its import sets the defaults
 
-    nannys = dask.config.get("distributed.nanny.pre-spawn-environ") | dask.config.get(
-        "distributed.nanny.environ"
-    )
-    assert "OMP_NUM_THREADS" in nannys
-    for name in nannys:
+    nanny = dask.config.get("distributed.nanny")
+    names = nanny["pre-spawn-environ"] | nanny["environ"]
+    assert "OMP_NUM_THREADS" in names
+    for name in names:
         monkeypatch.setenv(name, "1")
-    environments = []
 
     class Started(Exception):
         pass
 
-    def start(command, *, env, **rest):
-        environments.append(env)
-        raise Started
+    def start(command, *, env, **options):
+        raise Started({name: env[name] for name in names if name in env})
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    for number, own in enumerate(({}, {"OMP_NUM_THREADS": "3"})):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with pytest.raises(Started):
-            make_run(tiny(), folder, own)
-    assert not nannys.keys() & environments[0].keys()
-    assert environments[1]["OMP_NUM_THREADS"] == "3"  # as the sweep had it
+    with pytest.raises(Started) as started:
+        make_run(tiny(), tmp_path, threads)
+    assert started.value.args == (threads,)
 
 
 @pytest.mark.parametrize("checkout", ["{home}/code/steps", "{tmp}/code/steps"])
-def test_the_longest_of_a_machines_places_is_replaced_first(monkeypatch, checkout):
+def test_longest_machine_path_is_replaced_first(monkeypatch, checkout):
     home, tmp = Path.home(), tempfile.gettempdir()
     place = checkout.format(home=home, tmp=tmp)
     monkeypatch.setattr(running, "PROJECT", Path(place))
@@ -311,98 +277,62 @@ def test_the_longest_of_a_machines_places_is_replaced_first(monkeypatch, checkou
     assert without_machine(text, folder) == "./lib/x.py <tmp>/y <run>/z ~/w <tmp>/v"
 
 
-def test_a_run_is_given_what_the_assignments_own_step_would_take(tiny):
+def test_memory_request_is_that_of_the_baseline_step(tiny):
+    """Less memory would be too little for the other modes of the run."""
     large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
-    own = StepConfig(**large)
-    assert (own.mode, own.precision, own.attention, own.compile, own.optimizer) == (
-        "step",
-        "fp32",
-        "naive",
-        "none",
-        "foreach",
-    )
-    plain = tiny(**large)
-    assert peak_gib(plain) == peak(own).allocated / 2**30
-    for change in (
+    baseline = StepConfig(**large)
+    needed_gib = peak(baseline).allocated / 2**30
+    changes = [
+        {},
         {"attention": "sdpa"},
         {"precision": "bf16"},
         {"optimizer": "fused"},
         {"compile": "blocks"},
-    ):
-        changed = tiny(**large | change)
-        assert changed != plain and peak_gib(changed) == peak_gib(plain), change
-    assert peak(own.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < peak_gib(
-        plain
-    )  # it would be too little
+    ]
+    assert [peak_gib(tiny(**large | change)) for change in changes] == [needed_gib] * 5
+    assert peak(baseline.model_copy(update={"attention": "sdpa"})).allocated / 2**30 < needed_gib
 
 
-def said_by(call) -> str:
-    console = Console(record=True, width=400, file=io.StringIO(), markup=False, soft_wrap=True)
-    call(console)
-    return console.export_text()
+@pytest.fixture
+def recording() -> Console:
+    return Console(record=True, width=400, file=io.StringIO(), markup=False, soft_wrap=True)
 
 
-def test_only_what_this_notebook_has_measured_is_done(store, tiny):
+def test_runs_of_another_notebook_version_are_repeated_only_with_replace(store, tiny, recording):
     configs = [tiny(seed=seed) for seed in range(7)]
     ends = [("ok", "now"), ("oom", "now"), ("failed", "now"), ("ok", "then"), ("oom", "then"), ("ok", None)]
     for config, (status, source) in zip(configs, ends):
         put(store, config, status=status, software={"notebook_source": source} if source else {})
-    found, plan = [], SweepPlan(configs, [tiny(seed=90)])
+    plan, sources = SweepPlan(configs, [tiny(seed=90)]), {"benchmark": "now"}
     with pytest.raises(SweepError, match="another version of the notebook measured .*--replace"):
-        sweeping._what_is_left(plan, store, Console(quiet=True), {"benchmark": "now"}, replace=False)
-    said = said_by(
-        lambda console: found.append(
-            sweeping._what_is_left(plan, store, console, {"benchmark": "now"}, replace=True)
-        )
-    )
-    (end,) = found
+        sweeping._what_is_left(plan, store, recording, sources, replace=False)
+    end = sweeping._what_is_left(plan, store, recording, sources, replace=True)
     assert end.counts == {"ok": 2, "oom": 1} and [config.seed for config in end.left] == [2, 3, 4, 6]
-    assert (
-        "another version of the notebook measured 2 of them" in said
-        and f"GPU's memory: {tiny(seed=90).label}" in said
-    )
+    output = recording.export_text()
+    assert "another version of the notebook measured 2 of them" in output
+    assert f"GPU's memory: {tiny(seed=90).label}" in output
 
 
-def test_what_is_said_of_a_run_is_its_own_time_and_what_is_left(store, tiny, monkeypatch):
+def test_progress_line_has_the_time_of_the_run_and_the_time_left(store, tiny, monkeypatch, recording):
     configs = [tiny(seed=0), *(tiny(device="cuda", seed=seed) for seed in range(1, 5))]
     monkeypatch.setattr(sweeping, "monotonic", lambda: 1000.0)
-
-    def take(console):
-        under_way = sweeping._Sweep(
-            SimpleNamespace(places=lambda device: 1),
-            store,
-            SweepOptions(),
-            console,
-            SweepEnd(left=configs),
-            [],
-            400.0,
-        )
-        for config, fields in zip(
-            configs,
-            (
-                {"duration_s": 31.0},
-                {"duration_s": 7.0, "results": {"finding": "**quick**", "inconsistent": "it swings"}},
-                {"status": "oom"},
-                {"status": "failed", "cause": "it fell"},
-            ),
-        ):
-            under_way._collect(
-                SimpleNamespace(config=config, folder=store.new_staging_folder()), record_of(config, **fields)
-            )
-
-    lines = said_by(take).splitlines()
-    # ten minutes for one run, for two, three and four: at that rate the others take forty, fifteen, seven and three
-    assert [line.partition("): ")[2] for line in lines] == [
-        "done (about 40 min left)",
-        "quick; inconsistent: it swings (about 15 min left)",
-        "out of memory (about 7 min left)",
-        "failed: it fell (about 2 min left)",
+    ends = [
+        {"duration_s": 31.0},
+        {"duration_s": 7.0, "results": {"finding": "**quick**", "inconsistent": "it swings"}},
+        {"status": "oom"},
+        {"status": "failed", "cause": "it fell"},
     ]
+    collect(store, recording, configs, ends, began=400.0)
+    lines = recording.export_text().splitlines()
+    # After ten minutes, one to four of the five runs are done.
+    minutes = [re.search(r"\(about (\d+) min left\)$", line)[1] for line in lines]
+    assert minutes == ["40", "15", "7", "2"]
+    assert "quick; inconsistent: it swings" in lines[1] and "failed: it fell" in lines[3]
     assert [re.search(r"\(([^()]*)\): ", line)[1] for line in lines[:2]] == ["31 s", "7 s"]
     assert [line[:4] for line in lines] == ["1/5 ", "2/5 ", "3/5 ", "4/5 "]
 
 
-def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
+def test_outcome_lines_are_merged_and_a_truncated_line_is_ignored(tmp_path):
     assert read_outcome(tmp_path) == {}
     append_outcome(tmp_path, machine={"cpu_cores": 3}, status="failed", results={"a": 1, "b": 2})
     append_outcome(tmp_path, status="ok", results={"b": 5})
@@ -429,22 +359,17 @@ def test_what_a_run_hands_over_adds_up_and_a_line_cut_short_is_none(tmp_path):
         ),
     ],
 )
-def test_of_a_notebooks_errors_the_first_that_costs_something_counts(tmp_path, errors, end):
+def test_first_serious_error_of_a_notebook_is_the_cause(tmp_path, errors, end):
     cells = [
         {
             "cell_type": "code",
             "source": "",
             "metadata": {"tags": [tag] if tag else []},
-            "outputs": [
-                {"output_type": "stream"},
-                {"output_type": "error", "ename": name, "evalue": str(at)},
-            ],
+            "outputs": [{"output_type": "error", "ename": name, "evalue": str(number)}],
         }
-        for at, (tag, name) in enumerate(errors)
+        for number, (tag, name) in enumerate(errors)
     ]
-    (tmp_path / "a.ipynb").write_text(
-        json.dumps({"cells": [{"cell_type": "markdown", "source": ""}, *cells]})
-    )
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
     assert running._errors(tmp_path / "a.ipynb") == end
 
 
@@ -459,19 +384,7 @@ def test_executed_notebook_has_images_unless_they_are_dropped(tmp_path, keep_ima
     assert ("image/png" in saved) == keep_images and saved["text/plain"] == "<Figure>"
 
 
-def test_run_ends_at_its_time_limit_or_when_it_is_abandoned():
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        assert running._wait(process, 0.2, lambda: False).startswith("exceeded the time limit of 0.2 s")
-        with pytest.raises(Abandoned):
-            running._wait(process, None, lambda: True)
-    finally:
-        process.kill()
-        process.wait()
-    assert running._wait(process, 0.2, lambda: False) is None
-
-
-def test_each_gpu_gets_its_share_of_the_cores(monkeypatch):
+def test_each_gpu_has_its_share_of_the_cores(monkeypatch):
     from stepscope.runs import workers
 
     monkeypatch.setattr(workers, "_gpus", workers.queue.SimpleQueue())
@@ -485,23 +398,18 @@ def test_each_gpu_gets_its_share_of_the_cores(monkeypatch):
         assert again == second, "the GPU that was freed first"
 
 
-@pytest.mark.parametrize(("named", "visible"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])
-def test_each_gpu_is_told_with_its_own_name_for_cuda_and_its_own_memory(monkeypatch, capsys, named, visible):
+@pytest.mark.parametrize(("visible", "ids"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])
+def test_gpus_are_listed_by_their_cuda_ids(monkeypatch, capsys, visible, ids):
     import torch
 
     from stepscope.runs.machine import print_gpus
 
-    found = [
-        SimpleNamespace(name="H200", total_memory=141 * 2**30),
-        SimpleNamespace(name="T4", total_memory=15 * 2**30),
-    ]
+    gpus = [SimpleNamespace(name=f"GPU {number}", total_memory=(number + 1) * 2**30) for number in (0, 1)]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     print_gpus()
-    assert json.loads(capsys.readouterr().out) == [
-        {"visible": visible[0], "name": "H200", "gib": 141},
-        {"visible": visible[1], "name": "T4", "gib": 15},
-    ]
+    expected = [{"visible": ids[number], "name": f"GPU {number}", "gib": number + 1} for number in (0, 1)]
+    assert json.loads(capsys.readouterr().out) == expected

@@ -1,8 +1,5 @@
-"""Attribution and accounting of GPU operations: on a real capture against nsys's own reports, and on made-up
-ones.
-"""
+"""Attribute GPU operations to steps, phases and regions: a real capture against nsys's reports, and synthetic ones."""
 
-import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +9,7 @@ import pandas as pd
 import pytest
 
 from bench.traces import AUTOGRAD, MAIN, PROCESS_KEY, write_export
-from stepscope.config import PHASE_NAMES
+from capture_events import event, write_trace
 from stepscope.traces.attribution import PROCESS, ConservationError, TraceError, attribute, enclosing
 from stepscope.traces.conservation import check_conservation, phase_clocks
 from stepscope.traces.export import activity_totals, load_trace, read_export, waiting_calls
@@ -36,10 +33,8 @@ def report(name: str) -> pd.DataFrame:
             "Instances": "count",
             "Count": "count",
             "Kern Inst": "count",
-            "Total GPU Ops": "count",
             "NumGPUOps": "count",
             "Orig Start (ns)": "start",
-            "Lvl": "level",
             "Orig Duration (ns)": "host_ns",
             "Projected Duration (ns)": "projected_ns",
         }
@@ -47,14 +42,14 @@ def report(name: str) -> pd.DataFrame:
 
 
 def sums(operations: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Time and number of the operations, by these columns."""
+    """Return the total ns and the number of operations by these columns."""
     return operations.groupby(list(by), observed=True)["duration_ns"].agg(["sum", "size"])
 
 
 # The real capture
 
 
-def test_backwards_operations_are_found_on_autograds_thread(sample):
+def test_backward_operations_are_on_the_thread_of_autograd(sample):
     operations, _ = sample
     table = operations.groupby(["phase", "thread", "kind"], observed=True).size()
     assert table.to_dict() == {
@@ -66,13 +61,10 @@ def test_backwards_operations_are_found_on_autograds_thread(sample):
         ("backward", 593, "memcpy"): 25,
         ("optimizer", 568, "kernel"): 10,
     }
-    projected = report("nvtx_gpu_proj_sum").set_index("key")["count"]
-    # nsys knows only ranges' own threads
-    assert projected[["forward", "backward", "optimizer"]].tolist() == [515, 5, 10]
     assert operations.groupby("step").size().to_dict() == dict.fromkeys(range(5), 276)
 
 
-def test_sample_conserves(sample):
+def test_operations_sum_to_the_totals_of_the_capture(sample):
     operations, _ = sample
     totals = activity_totals(SAMPLE)
     assert totals["operations"].to_dict() == {"kernel": 1330, "memcpy": 45, "memset": 5}
@@ -101,12 +93,12 @@ def test_sample_conserves(sample):
         (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
     ],
 )
-def test_conservation_fails_when_an_operation_is_lost_doubled_or_changed(sample, change, message):
+def test_conservation_error_when_an_operation_is_lost_duplicated_or_changed(sample, change, message):
     with pytest.raises(ConservationError, match=message):
         check_conservation(change(sample[0]), activity_totals(SAMPLE))
 
 
-def test_totals_per_kernel_and_copy_equal_nsys(sample):
+def test_totals_by_kernel_and_copy_equal_nsys(sample):
     operations, _ = sample
     for kinds, name in (["kernel"], "cuda_gpu_kern_sum"), (["memcpy", "memset"], "cuda_gpu_mem_time_sum"):
         theirs = report(name).set_index("key")
@@ -118,53 +110,36 @@ def test_totals_per_kernel_and_copy_equal_nsys(sample):
 def test_host_time_of_ranges_equals_nsys(sample):
     _, ranges = sample
     ours = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["name"].astype(str)).agg(["sum", "size"])
-    theirs = report("nvtx_pushpop_sum").set_index("key")
-    assert ours["sum"].to_dict() == theirs["total_ns"].to_dict()
-    assert ours["size"].to_dict() == theirs["count"].to_dict()
-    nesting = report("nvtx_gpu_proj_trace").sort_values("start")
-    assert ranges["name"].tolist() == nesting["key"].tolist()
-    starts, ends = (ranges[column].to_numpy() for column in ("start_ns", "end_ns"))
-    depth = enclosing(ranges["thread"].to_numpy(), starts, ends, starts[:0], starts[:0])[2]
-    assert (depth - 1).tolist() == nesting["level"].tolist()
+    theirs = report("nvtx_pushpop_sum").set_index("key")[["total_ns", "count"]]
+    assert ours.to_numpy().tolist() == theirs.loc[ours.index].to_numpy().tolist()
 
 
-def test_kernels_within_a_range_equal_nsys(sample):
+def test_kernels_by_range_equal_nsys(sample):
     operations, _ = sample
     kernels = operations[operations["kind"] == "kernel"]
-    theirs = report("nvtx_kern_sum").query(
-        "key in ['softmax', 'ffn', 'scores', 'value', 'out_proj', 'qkv_proj', 'forward']"
-    )
-    for name, rows in theirs.groupby("key"):
-        within = kernels[kernels["phase" if name == "forward" else "region"] == name]
-        ours, expected = sums(within, "name"), rows.set_index("Kernel Name")
-        assert ours["sum"].to_dict() == expected["total_ns"].to_dict()
-        assert ours["size"].to_dict() == expected["count"].to_dict()
+    theirs = report("nvtx_kern_sum").set_index("Kernel Name")
+    for name in ("softmax", "ffn", "scores", "value", "out_proj", "qkv_proj", "forward"):
+        ours = sums(kernels[kernels["phase" if name == "forward" else "region"] == name], "name")
+        expected = theirs.loc[theirs["key"] == name, ["total_ns", "count"]]
+        assert ours.to_numpy().tolist() == expected.loc[ours.index].to_numpy().tolist()
 
 
-def test_clocks_equal_nsys_where_it_sees_the_operations(sample):
+def test_phase_times_equal_nsys(sample):
+    """Of backward, nsys sees only one kernel."""
     operations, ranges = sample
-    clocks = phase_clocks(operations, ranges).set_index(["step", "phase"])
-    assert len(clocks) == 20
-    theirs = report("nvtx_gpu_proj_trace")
-    for phase in ("forward", "optimizer"):  # of backward, nsys sees one kernel
-        rows = theirs[theirs["key"] == phase].sort_values("start")
-        ours = clocks.xs(phase, level="phase")
-        assert ours["host_ns"].tolist() == rows["host_ns"].tolist()
-        assert ours["projected_ns"].tolist() == rows["projected_ns"].tolist()
-        assert ours["operations"].tolist() == rows["count"].tolist()
-    whole = clocks.xs("total", level="phase")
-    assert (
-        whole["operations_ns"].tolist()
-        == clocks.drop(index="total", level="phase")["operations_ns"].groupby("step").sum().tolist()
-    )
-    assert (
-        whole["host_ns"].tolist()
-        == theirs.loc[theirs["key"] == "step"].sort_values("start")["host_ns"].tolist()
-    )
-    assert (clocks["busy_ns"] == clocks["operations_ns"]).all()  # one stream: nothing overlaps
+    times = phase_clocks(operations, ranges).set_index(["step", "phase"])
+    assert len(times) == 20
+    theirs = report("nvtx_gpu_proj_trace").sort_values("start")
+    for phase in ("forward", "optimizer"):
+        ours = times.xs(phase, level="phase")[["host_ns", "projected_ns", "operations"]]
+        expected = theirs.loc[theirs["key"] == phase, ["host_ns", "projected_ns", "count"]]
+        assert ours.to_numpy().tolist() == expected.to_numpy().tolist()
+    host_ns = times.xs("total", level="phase")["host_ns"].tolist()
+    assert host_ns == theirs.loc[theirs["key"] == "step", "host_ns"].tolist()
+    assert (times["busy_ns"] == times["operations_ns"]).all()  # one stream: nothing overlaps
 
 
-# Made-up captures
+# Synthetic captures
 
 STRINGS = [
     (1, "void f<float>(float *)"),
@@ -179,16 +154,14 @@ STRINGS = [
 
 
 def nvtx(start, end, name, thread, domain=0) -> tuple:
-    """A row of NVTX_EVENTS; the name as text, or as the id of a registered string."""
+    """Return a row of NVTX_EVENTS; the name is a text or the id of a registered string."""
     text, text_id = (name, None) if isinstance(name, str) else (None, name)
     return start, end, 59, text, thread, text_id, domain
 
 
 def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[tuple] | None = None) -> Path:
-    """An export of these launches (time, thread), ranges (nvtx's arguments) and kernels (rows of the
-    table).
-    """
-    if kernels is None:  # one per launch, of 40 ns, 1000 ns later
+    """Write an export of launches (time, thread), ranges (the arguments of ``nvtx``) and kernels (rows of the table)."""
+    if kernels is None:  # one per launch, 1000 ns later, of 40 ns
         kernels = [
             (t + 1000, t + 1040, 0, 7, i, thread & PROCESS, 1) for i, (t, thread) in enumerate(launches)
         ]
@@ -204,9 +177,7 @@ def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[t
 
 def execute(path: Path, *statements: str) -> Path:
     with closing(sqlite3.connect(path)) as connection:
-        for statement in statements:
-            connection.execute(statement)
-        connection.commit()
+        connection.executescript(";".join(statements))
     return path
 
 
@@ -220,7 +191,7 @@ STEP = [
 ]
 
 
-def test_phase_by_time_and_region_by_thread(tmp_path):
+def test_phases_are_matched_by_time_and_regions_by_thread(tmp_path):
     launches = [
         (5, MAIN),
         (10, MAIN),
@@ -246,34 +217,27 @@ def test_phase_by_time_and_region_by_thread(tmp_path):
     ]
 
 
-def test_of_ranges_that_open_together_the_outer_stands_first(tmp_path):
-    ranges = [
-        (10, 20, "ffn", MAIN),
-        (10, 40, "forward", MAIN),
-        (10, 100, "step", MAIN),
-        (5, 60, "ffn", AUTOGRAD),
-    ]
-    _, found = load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], ranges))
-    own = found[found["thread"] == MAIN & 0xFFFFFF]
-    assert own["name"].tolist() == ["step", "forward", "ffn"] and own["end_ns"].tolist() == [100, 40, 20]
+def test_outer_range_comes_first_when_ranges_start_together(tmp_path):
+    ranges = [(10, 20, "ffn", MAIN), (10, 40, "forward", MAIN), (10, 100, "step", MAIN)]
+    _, loaded = load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], ranges))
+    assert loaded["name"].tolist() == ["step", "forward", "ffn"]
 
 
-def test_phases_are_of_their_own_process(tmp_path):
+def test_phases_apply_only_to_their_own_process(tmp_path):
     other = MAIN + (1 << 24)
     ranges = [*STEP, (200, 300, "step", MAIN), (400, 500, "step", other), (410, 490, "forward", other)]
-    operations, ranges = load_trace(
-        made(tmp_path / "a.sqlite", [(20, MAIN), (21, other), (420, other), (421, MAIN)], ranges)
-    )
+    launches = [(20, MAIN), (21, other), (420, other), (421, MAIN)]
+    operations, ranges = load_trace(made(tmp_path / "a.sqlite", launches, ranges))
     assert operations["phase"].tolist() == ["forward", "outside", "forward", "outside"]
     assert operations["step"].tolist() == [0, -1, 0, -1]
     assert operations["process"].tolist() == [7, 8, 8, 7]
     with pytest.raises(ConservationError, match="several processes or devices"):
         phase_clocks(operations, ranges)
-    clocks = phase_clocks(operations[operations["process"] == 8], ranges).set_index("phase")
-    assert clocks.loc["forward", ["host_ns", "operations"]].tolist() == [80, 1]
+    times = phase_clocks(operations[operations["process"] == 8], ranges).set_index("phase")
+    assert times.loc["forward", ["host_ns", "operations"]].tolist() == [80, 1]
 
 
-def test_only_ranges_of_the_programs_domains_are_regions(tmp_path):
+def test_ranges_of_library_domains_are_no_regions(tmp_path):
     ranges = [
         (0, 100, "step", MAIN, 2),
         (10, 40, 11, MAIN, 2),
@@ -281,7 +245,7 @@ def test_only_ranges_of_the_programs_domains_are_regions(tmp_path):
         (22, 28, 16, MAIN, 1),
         (32, 38, "norm", MAIN, 0),
         (40, 50, "head", MAIN + (1 << 24), 1),
-    ]  # whose domain 1 is no library's
+    ]  # in that process, domain 1 is no library's
     path = execute(
         made(tmp_path / "a.sqlite", [(24, MAIN), (34, MAIN), (44, MAIN + (1 << 24))], ranges),
         f"INSERT INTO NVTX_EVENTS VALUES (-5, NULL, 75, 'cuBLAS', {MAIN}, NULL, 1)",
@@ -292,7 +256,7 @@ def test_only_ranges_of_the_programs_domains_are_regions(tmp_path):
     assert operations["region"].tolist() == ["cublasSgemm", "norm", "head"] and len(ranges) == 6
 
 
-def test_ranges_still_open_at_the_end_of_the_capture(tmp_path):
+def test_open_ranges_end_with_the_capture(tmp_path):
     path = made(
         tmp_path / "a.sqlite",
         [(20, MAIN), (60, MAIN)],
@@ -304,7 +268,7 @@ def test_ranges_still_open_at_the_end_of_the_capture(tmp_path):
     assert ranges["end_ns"].tolist() == [66, 66, 66]  # the last call on the host ends at 65
 
 
-def test_kernels_without_a_launch_record_are_kept_and_outside(tmp_path):
+def test_kernels_without_a_launch_record_are_outside_all_phases(tmp_path):
     kernels = [
         (20, 30, 0, 7, 0, PROCESS_KEY, 1),
         (40, 60, 0, 7, 99, PROCESS_KEY, 2),
@@ -318,12 +282,10 @@ def test_kernels_without_a_launch_record_are_kept_and_outside(tmp_path):
     assert operations["thread"].tolist() == [7, -1, -1, -1]
     assert operations["step"].tolist() == [0, -1, -1, -1]
     assert operations["launch_start_ns"].isna().tolist() == [False, True, True, True]
-    assert operations["launch_duration_ns"][0] == 5
-    assert operations["correlation_id"].tolist() == [0, 99, -1, 0]
     check_conservation(operations, activity_totals(path))
 
 
-def test_of_two_calls_with_one_correlation_id_the_outer_launched(tmp_path):
+def test_outer_of_two_calls_with_one_correlation_id_is_the_launch(tmp_path):
     path = execute(
         made(tmp_path / "a.sqlite", [(22, MAIN)], STEP),
         f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (21, 30, {MAIN}, 0)",
@@ -331,33 +293,20 @@ def test_of_two_calls_with_one_correlation_id_the_outer_launched(tmp_path):
     assert load_trace(path)[0]["launch_start_ns"].tolist() == [21]
 
 
-def test_of_the_hosts_calls_those_that_last_are_told_and_launches_that_load_a_kernel_or_wait_for_room(
-    tmp_path,
-):
-    calls = {"cudaLaunchKernel_v7000": (99_999, 100_000), "cudaStreamSynchronize_v3020": (4_999, 5_000)}
+def test_waiting_calls_are_long_calls_and_slow_launches(tmp_path):
     path = execute(
         made(tmp_path / "a.sqlite", [], []),
         f"ALTER TABLE {RUNTIME} ADD COLUMN nameId INTEGER",
-        *(
-            statement
-            for number, (name, lasted) in enumerate(calls.items(), 50)
-            for statement in (
-                f"INSERT INTO StringIds VALUES ({number}, '{name}')",
-                f"INSERT INTO {RUNTIME} VALUES "
-                + ", ".join(f"(7, {7 + each}, {MAIN}, {each}, {number})" for each in lasted),
-            )
-        ),
+        "INSERT INTO StringIds VALUES (50, 'cudaLaunchKernel_v7000'), (51, 'cudaStreamSynchronize_v3020')",
+        f"INSERT INTO {RUNTIME} VALUES (7, 100006, {MAIN}, 1, 50), (7, 100007, {MAIN}, 2, 50)",
+        f"INSERT INTO {RUNTIME} VALUES (7, 5006, {MAIN}, 3, 51), (7, 5007, {MAIN}, 4, 51)",
     )
-    found = waiting_calls(path)
-    assert [*zip(found["name"], found["end_ns"] - found["start_ns"])] == [
-        ("cudaLaunchKernel", 100_000),
-        ("cudaStreamSynchronize", 5_000),
-    ]
+    calls = waiting_calls(path)[["name", "start_ns", "end_ns"]].to_numpy().tolist()
+    assert calls == [["cudaLaunchKernel", 7, 100_007], ["cudaStreamSynchronize", 7, 5_007]]
 
 
-def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
-    # forward: busy 100-130 and 140-160 on two streams, and a kernel within another; outside, in the step:
-    # two; in none: one.
+def test_phase_times_with_overlapping_streams_gaps_and_operations_outside(tmp_path):
+    # Forward is busy from 100 to 130 and from 140 to 160; two operations of the step and one after it are outside.
     lasted = [
         (100, 120, 7),
         (110, 130, 8),
@@ -370,73 +319,43 @@ def test_clocks_of_overlapping_streams_gaps_and_what_is_outside(tmp_path):
     kernels = [(start, end, 0, stream, i, PROCESS_KEY, 1) for i, (start, end, stream) in enumerate(lasted)]
     launches = [(t, MAIN) for t in (12, 16, 22, 28, 42, 44, 200)]
     operations, ranges = load_trace(made(tmp_path / "a.sqlite", launches, STEP, kernels))
-    clocks = phase_clocks(operations, ranges).set_index(["step", "phase"])
-    assert clocks.loc[(0, "forward")].to_dict() == {
-        "host_ns": 30,
-        "projected_ns": 60,
-        "operations_ns": 63,
-        "busy_ns": 50,
-        "operations": 4,
-    }
-    assert clocks.loc[(0, "backward")].tolist() == [40, 0, 0, 0, 0]
-    assert clocks.loc[
-        (0, "outside"), ["projected_ns", "operations_ns", "busy_ns", "operations"]
-    ].tolist() == [20, 25, 20, 2]
-    assert clocks.xs("outside", level=1)["host_ns"].isna().all()
-    assert clocks["operations"].to_dict() == {
-        (-1, "outside"): 1,
-        (-1, "total"): 1,
-        (0, "forward"): 4,
-        (0, "backward"): 0,
-        (0, "outside"): 2,
-        (0, "total"): 6,
-    }
-    assert clocks.loc[(0, "total")].tolist() == [100, 90, 88, 70, 6]
+    times = phase_clocks(operations, ranges).set_index(["step", "phase"])
+    columns = ["host_ns", "projected_ns", "operations_ns", "busy_ns", "operations"]
+    assert times.loc[(0, "forward"), columns].tolist() == [30, 60, 63, 50, 4]
+    assert times.loc[(0, "backward"), columns].tolist() == [40, 0, 0, 0, 0]
+    assert times.loc[(0, "outside"), columns[1:]].tolist() == [20, 25, 20, 2]
+    assert times.xs("outside", level=1)["host_ns"].isna().all()
+    assert times.loc[(0, "total"), columns].tolist() == [100, 90, 88, 70, 6]
+    assert times.loc[-1, "operations"].to_dict() == {"outside": 1, "total": 1}
     with pytest.raises(ConservationError, match="several processes or devices"):
         phase_clocks(operations.assign(device=operations.index), ranges)
 
 
-def test_a_phase_that_a_step_has_twice_takes_both_on_the_host_and_all_of_its_span_on_the_gpu():
-    operations = pd.DataFrame(
-        {
-            "process": 1,
-            "device": 0,
-            "step": 0,
-            "start_ns": [5, 60],
-            "duration_ns": [80, 5],
-            "phase": pd.Categorical(["forward", "forward"], [*PHASE_NAMES, "outside"]),
-        }
-    )
-    ranges = pd.DataFrame(
-        [
-            ("step", "step", 0, 100),
-            ("forward", "phase", 0, 10),
-            ("forward", "phase", 50, 80),
-            ("ffn", "region", 1, 9),
-        ],
-        columns=["name", "role", "start_ns", "end_ns"],
-    ).assign(process=1, step=0)
-    clocks = phase_clocks(operations, ranges).set_index("phase").loc["forward"]
-    assert clocks[["host_ns", "projected_ns", "operations_ns", "busy_ns", "operations"]].tolist() == [
-        40,
-        80,
-        85,
-        80,
-        2,
+def test_repeated_phase_has_its_total_host_time_and_one_span_on_the_gpu(tmp_path):
+    ranges = [
+        (0, 100, "step", MAIN),
+        (0, 10, "forward", MAIN),
+        (50, 80, "forward", MAIN),
+        (1, 9, "ffn", MAIN),
     ]
+    kernels = [(5, 85, 0, 7, 0, PROCESS_KEY, 1), (90, 95, 0, 7, 1, PROCESS_KEY, 1)]
+    path = made(tmp_path / "a.sqlite", [(3, MAIN), (60, MAIN)], ranges, kernels)
+    times = phase_clocks(*load_trace(path)).set_index("phase").loc["forward"]
+    columns = ["host_ns", "projected_ns", "operations_ns", "busy_ns", "operations"]
+    assert times[columns].tolist() == [40, 90, 85, 85, 2]
 
 
-@pytest.mark.parametrize("lacking", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"])
-def test_a_capture_that_lacks_a_table(tmp_path, lacking):
-    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN)], STEP), f"DROP TABLE {lacking}")
+@pytest.mark.parametrize("missing", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_RUNTIME"])
+def test_operations_are_outside_all_phases_when_a_table_is_missing(tmp_path, missing):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN)], STEP), f"DROP TABLE {missing}")
     operations, ranges = load_trace(path)
     assert operations["phase"].tolist() == ["outside", "outside"]
     assert operations["region"].tolist() == ["unattributed", "unattributed"]
-    assert len(ranges) == (0 if lacking == "NVTX_EVENTS" else len(STEP))
+    assert len(ranges) == (0 if missing == "NVTX_EVENTS" else len(STEP))
     check_conservation(operations, activity_totals(path))
 
 
-def test_copies_and_fills_are_operations(tmp_path):
+def test_copies_are_operations(tmp_path):
     path = execute(
         made(
             tmp_path / "a.sqlite",
@@ -460,7 +379,7 @@ def test_copies_and_fills_are_operations(tmp_path):
     check_conservation(operations, activity_totals(path))
 
 
-# Captures that cannot be accounted for
+# Invalid captures
 
 
 @pytest.mark.parametrize(
@@ -474,7 +393,7 @@ def test_copies_and_fills_are_operations(tmp_path):
         ((95, 120, "step", AUTOGRAD), "step 'step' begins at 95 ns within step 'step' of 0 to 100 ns"),
     ],
 )
-def test_an_operation_cannot_be_in_two_phases_or_steps(tmp_path, extra, message):
+def test_overlapping_phases_or_steps_are_an_error(tmp_path, extra, message):
     with pytest.raises(ConservationError, match=message):
         load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], [*STEP, extra]))
 
@@ -484,86 +403,94 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
 
 
 @pytest.mark.parametrize(
-    ("statements", "message"),
+    ("sql", "message"),
     [
-        ([f"DROP TABLE {KERNEL}"], f"{KERNEL} has no kernels, expected a capture"),
-        ([f"DELETE FROM {KERNEL}"], f"{KERNEL} has no kernels, expected a capture"),
-        ([f"ALTER TABLE {KERNEL} DROP COLUMN globalPid"], "has no column globalPid"),
         (
-            ["CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end"],
+            "DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels, expected a capture",
+        ),
+        (
+            "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels, expected a capture",
+        ),
+        ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "has no column globalPid"),
+        (
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end",
             "CUPTI_ACTIVITY_KIND_GRAPH_TRACE has 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",
         ),
         (
-            [f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)"],
+            f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)",
             "range 'crossing' ends after the range it began in",
         ),
         (
-            [f"UPDATE {KERNEL} SET start = 'soon'"],
-            f"{KERNEL} has string values in its column start, expected integers",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",
+            "CUPTI_ACTIVITY_KIND_KERNEL has string values in its column start, expected integers",
         ),
         (
-            [f"UPDATE {KERNEL} SET end = 9223372036854775808"],
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775808",
             "double values in its column end, expected integers",
         ),
         (
-            [f"UPDATE {KERNEL} SET streamId = x'00'"],
-            f"{KERNEL} has (large_)?(string|binary) values in its column streamId",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET streamId = x'00'",
+            "CUPTI_ACTIVITY_KIND_KERNEL has (large_)?(string|binary) values in its column streamId",
         ),
         (
-            [*[MORE] * 17, f"UPDATE {KERNEL} SET end = 'late' WHERE rowid = 100000"],
-            f"{KERNEL} has values of several types in one column",
+            f"{MORE};" * 17 + "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 'late' WHERE rowid = 100000",
+            "CUPTI_ACTIVITY_KIND_KERNEL has values of several types in one column",
         ),
         (
-            [f"UPDATE {KERNEL} SET end = 9223372036854775807"],
-            f"{KERNEL} has 9223372036854775807 in its column end",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775807",
+            "CUPTI_ACTIVITY_KIND_KERNEL has 9223372036854775807 in its column end",
         ),
         (
-            [f"UPDATE {KERNEL} SET start = -9223372036854775807"],
-            f"{KERNEL} has -9223372036854775807 in its column start",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = -9223372036854775807",
+            "CUPTI_ACTIVITY_KIND_KERNEL has -9223372036854775807 in its column start",
         ),
         (
-            [f"UPDATE {KERNEL} SET end = start - 7"],
-            f"{KERNEL} has a row that ends at 1005 ns and starts at 1012 ns",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = start - 7",
+            "CUPTI_ACTIVITY_KIND_KERNEL has a row that ends at 1005 ns and starts at 1012 ns",
         ),
-        ([f"UPDATE {KERNEL} SET end = NULL"], f"{KERNEL} has no value in column end in 1 rows"),
         (
-            [f"UPDATE {KERNEL} SET correlationId = 4294967296"],
-            f"{KERNEL} has 4294967296 in its column correlationId",
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = NULL",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no value in column end in 1 rows",
         ),
-        ([f"UPDATE {RUNTIME} SET start = 'soon'"], f"{RUNTIME} has string values in its column start"),
         (
-            ["UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15"],
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET correlationId = 4294967296",
+            "CUPTI_ACTIVITY_KIND_KERNEL has 4294967296 in its column correlationId",
+        ),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_RUNTIME SET start = 'soon'",
+            "CUPTI_ACTIVITY_KIND_RUNTIME has string values in its column start",
+        ),
+        (
+            "UPDATE NVTX_EVENTS SET end = start - 1 WHERE start = 15",
             "NVTX_EVENTS has a row that ends at 14 ns and starts at 15",
         ),
         (
-            ["UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'"],
+            "UPDATE NVTX_EVENTS SET text = CAST(x'ff' AS TEXT) WHERE text = 'forward'",
             "codec can't decode byte",
         ),
         (
-            [
-                "UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10"
-            ],
+            "UPDATE NVTX_EVENTS SET start = -end * 40000000000000000, end = end * 40000000000000000 WHERE textId = 10",
             r"3 threads have times from -4000000000000000000 to 4000000000000000000 ns",
         ),
         (
-            [
-                "DROP TABLE StringIds",
-                "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1"
-                " FROM n) SELECT id, id AS value FROM n",
-            ],
+            "DROP TABLE StringIds; "
+            "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1"
+            " FROM n) SELECT id, id AS value FROM n",
             "StringIds is a view, expected a table",
         ),
     ],
 )
-def test_what_is_no_capture_is_refused_in_one_sentence(tmp_path, statements, message):
-    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), *statements)
-    with pytest.raises(TraceError, match=message) as caught:
+def test_invalid_capture_gives_one_line_error(tmp_path, sql, message):
+    path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), sql)
+    with pytest.raises(TraceError, match=message) as error:
         load_trace(path)
-    sentence = str(caught.value)
-    assert sentence.startswith(str(path)) and "\n" not in sentence and "expected" in sentence
+    text = str(error.value)
+    assert text.startswith(str(path)) and "\n" not in text and "expected" in text
 
 
-def test_names_that_are_no_text_are_shown_as_one(tmp_path):
+def test_names_that_are_no_strings_are_converted(tmp_path):
     path = execute(
         made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN)], STEP),
         "UPDATE StringIds SET value = NULL WHERE id = 1",
@@ -574,17 +501,17 @@ def test_names_that_are_no_text_are_shown_as_one(tmp_path):
     assert operations["region"].tolist() == ["unattributed", "4.5"]
 
 
-def test_ranges_that_nest_without_end_are_read_at_once(tmp_path):
+def test_deeply_nested_ranges_are_read_quickly(tmp_path):
     ranges = [(i, 100_000 - i, f"range {i:06d}", MAIN) for i in range(20_000)]
     operations, _ = load_trace(made(tmp_path / "a.sqlite", [(12, MAIN), (50_000, MAIN)], ranges))
     assert operations["region"].tolist() == ["range 000012", "range 019999"]
 
 
-# The vectorised attribution against a plain loop
+# Vectorized attribution against a plain loop
 
 
 def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0) -> list[tuple[int, int]]:
-    """Random intervals that nest, some empty, some that touch or share their ends."""
+    """Return random nested intervals, some empty, some that touch or share their ends."""
     found, at = [], start
     while at < end and depth < 5:
         inner = sorted(generator.integers(at, end, 2, endpoint=True).tolist())
@@ -610,7 +537,7 @@ def test_enclosing_equals_a_plain_loop(seed):
     innermost, parent, depth = enclosing(*np.array([given[i] for i in intervals]).T, *np.array(points).T)
 
     def holders(key, first, last):
-        """Indices of the intervals around [first, last), the innermost last."""
+        """Return the indices of the intervals around [first, last), the innermost last."""
         around = [
             i for i, (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end
         ]
@@ -621,13 +548,13 @@ def test_enclosing_equals_a_plain_loop(seed):
     assert depth.tolist() == [len(holders(*interval)) for interval in intervals]
 
 
-def test_the_last_moment_of_one_thread_is_not_the_first_of_the_next():
+def test_intervals_of_one_thread_do_not_enclose_points_of_the_next():
     inside, *_ = enclosing(*np.array([(1, 0, 5), (2, 0, 9)]).T, *np.array([(1, 9), (2, 0)]).T)
     assert inside.tolist() == [-1, 1]
 
 
-def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path):
-    """An operator within which others begin keeps what is left of its time; together they last as long as the whole."""
+def test_cpu_operators_last_only_while_they_call_no_other(tmp_path):
+    """An operator's own time moves behind that of the operators that it calls, so the total time stays the same."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),
@@ -637,31 +564,14 @@ def test_a_cpus_operators_last_as_long_as_they_do_something_themselves(tmp_path)
         ("aten::mul", 40, 50, 2),
         ("aten::view", 90, 2, 1),
     ]
-    trace = tmp_path / "trace.json"
-    trace.write_text(
-        json.dumps(
-            {
-                "traceEvents": [
-                    {"ph": "X", "cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "tid": tid, "pid": 1}
-                    for name, ts, dur, tid in spans
-                ]
-            }
-        )
-    )
-    found = records_of_own_trace(trace).operations
-    lasted = found.groupby(found["name"].astype(str))["duration_ns"].sum().to_dict()
-    assert lasted == {
-        "aten::flash_backward": 65_000,
-        "aten::fill_": 25_000,
-        "aten::zero_": 10_000,
-        "aten::mul": 57_000,
-    }
-    first = found[found["start_ns"] < 100_000].drop(index=found.index[found["duration_ns"] == 50_000])
-    ends = first["start_ns"] + first["duration_ns"]
-    assert ends.max() == 100_000 and (first["start_ns"].to_numpy()[1:] == ends.to_numpy()[:-1]).all()
+    events = [event("cpu_op", *span) for span in spans]
+    operations = records_of_own_trace(write_trace(tmp_path / "trace.json", events)).operations
+    expected = {"aten::flash_backward": 65, "aten::fill_": 25, "aten::zero_": 10, "aten::mul": 57}
+    durations_ns = operations.groupby(operations["name"].astype(str))["duration_ns"].sum()
+    assert (durations_ns / 1000).to_dict() == expected
 
 
-def test_an_operator_after_one_with_children_begins_after_them():
+def test_self_times_of_nested_operators_do_not_overlap():
     operators = pd.DataFrame({"key": 1, "start": [0, 10, 20, 60], "end": [100, 50, 30, 80]})
-    laid = self_times(operators)
-    assert laid[["start", "end"]].to_numpy().tolist() == [[0, 40], [40, 70], [70, 80], [80, 100]]
+    rows = self_times(operators)
+    assert rows[["start", "end"]].to_numpy().tolist() == [[0, 40], [40, 70], [70, 80], [80, 100]]

@@ -1,4 +1,4 @@
-"""Reports of anybody's records: their texts are shown and never rendered as markup, and no table ends a report."""
+"""Reports of untrusted records: texts are shown and never rendered as markup, and no table stops a report."""
 
 import hashlib
 import json
@@ -60,7 +60,7 @@ GITHUB = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table"
 
 
 class Foreign(HTMLParser):
-    """The elements, attributes and links of a page that no page of ours has."""
+    """Collect the elements, attributes and links of a page that our pages never have."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Foreign(HTMLParser):
 
 
 def rendered_markup(report: Report) -> list[str]:
-    """Return what a browser or GitHub would do with a report beyond showing it."""
+    """Return what a browser or GitHub would render or load."""
     found = []
     for name, text in report.texts.items():
         if name.endswith(".html"):
@@ -153,7 +153,7 @@ def test_planted_markup_is_found():
     assert rendered_markup(Report({"report.html": MARKUP[1]}))
 
 
-def test_texts_of_records_are_shown_and_not_rendered(runs):
+def test_texts_of_records_are_not_rendered_as_markup(runs):
     for place, run in enumerate(folders(runs)):
 
         def spoil(record: dict, place: int = place) -> None:
@@ -176,21 +176,18 @@ def test_devices_with_hostile_names_have_parts_of_their_own(runs):
 
 
 @pytest.mark.parametrize("first", [0, 8])
-def test_texts_of_tables_are_shown_and_not_rendered(runs, first):
-    for run in folders(runs):
-        for file in sorted(run.glob("*.parquet")):
+def test_texts_of_tables_are_not_rendered_as_markup(runs, first):
+    for file in sorted(runs.glob("*/*/*.parquet")):
 
-            def spoil(table: pd.DataFrame) -> pd.DataFrame:
-                for column in {*TEXTS} & {*table}:
-                    texts = [f"{MARKUP[(first + n) % len(MARKUP)]}{n}" for n in range(len(table))]
-                    table[column] = texts
-                return table
+        def spoil(table: pd.DataFrame) -> pd.DataFrame:
+            texts = [f"{MARKUP[(first + n) % len(MARKUP)]}{n}" for n in range(len(table))]
+            return table.assign(**dict.fromkeys({*TEXTS} & {*table}, texts))
 
-            change_table(run, file.stem, spoil)
+        change_table(file.parent, file.stem, spoil)
     assert not rendered_markup(reported(runs))
 
 
-def test_what_cannot_be_used_is_quoted_and_not_rendered(runs):
+def test_errors_do_not_render_markup_of_unusable_runs(runs):
     first, *others = sorted(folders(runs), key=lambda run: run.parent.name != "benchmark")
     hostile = first.parent / "<b onclick=alert(1)>"
     hostile.mkdir()
@@ -223,13 +220,9 @@ def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.
     yield "reversed", table.assign(**{column: table[column].to_numpy()[::-1]})
 
 
-def test_changed_table_leaves_its_run_or_a_part_out_and_ends_no_report(runs):
-    every = []
-    for run in folders(runs):
-        for file in sorted(run.glob("*.parquet")):
-            table = pd.read_parquet(file)
-            if len(table):
-                every += [(run, file.stem, column) for column in table]
+def test_report_survives_wrong_or_extreme_columns(runs):
+    files = [(path, pd.read_parquet(path)) for path in sorted(runs.glob("*/*/*.parquet"))]
+    every = [(path.parent, path.stem, column) for path, table in files if len(table) for column in table]
     chosen = random.Random(0).sample(every, 4)
     for number, (run, table, column) in enumerate(chosen):
         kept = {path: path.read_bytes() for path in (run / f"{table}.parquet", run / "record.json")}
@@ -254,7 +247,7 @@ def test_changed_table_leaves_its_run_or_a_part_out_and_ends_no_report(runs):
         {"beside": [1, 2]},
     ],
 )
-def test_schema_refuses_what_cannot_be_measured_and_repeated_keys(other):
+def test_schema_rejects_impossible_values_and_repeated_keys(other):
     schema = table_schema(("mode",), mode=text_column("step", "forward"), ms=number_column())
     accepted = {"mode": ["step", "forward"], "ms": [1.0, np.nan]}
     schema.validate(pd.DataFrame(accepted))
@@ -270,7 +263,7 @@ def test_schema_refuses_what_cannot_be_measured_and_repeated_keys(other):
         (lambda times: pd.concat([times, times]), "several rows have the same key"),
     ],
 )
-def test_wrong_table_is_named_with_what_is_wrong(runs, change, words):
+def test_error_names_the_wrong_column_of_a_table(runs, change, words):
     run = next(run for run in folders(runs) if run.parent.name == "benchmark")
     change_table(run, "times", change)
     [error] = read(Store(runs)).errors

@@ -65,7 +65,7 @@ def crowded_lines(text: str) -> list[tuple[int, str]]:
 
 
 def wrong_units(text: str) -> list[tuple[int, str]]:
-    """Return the places where a column is printed in another unit than its name ends in."""
+    """Return the places where a column is not printed in the unit of its name."""
     found = []
     for node in jinja2.Environment().parse(text).find_all(nodes.Filter):
         name = node.name
@@ -90,7 +90,7 @@ def printed_column(node: nodes.Expr | None) -> str:
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_template_keeps_the_rules(path: Path):
+def test_template_follows_the_rules(path: Path):
     text = path.read_text(encoding="utf-8")
     problems = broken_rules(text) + wrong_units(text)
     assert not [f"{path.name}:{line}: {why}" for line, why in sorted(problems)]
@@ -114,8 +114,8 @@ def test_planted_fault_breaks_a_rule(text: str, why: str):
     assert [reason for _, reason in broken_rules(text) + wrong_units(text) if why in reason]
 
 
-def test_views_key_holds_every_field_of_its_studies_configuration():
-    """A view that joins or leaves out a field says so in ``over``."""
+def test_key_of_a_view_has_every_field_of_the_configuration():
+    """A view declares the fields that it joins or omits in ``over``."""
     lacking = {
         name: [field for field in view.config if field not in (*view.key, *view.over)]
         for name, view in all_views().items()
