@@ -16,6 +16,7 @@ import torch
 
 import cells
 from conftest import TINY
+from fake_gpu import FakeGpu
 from stepscope import stats
 from stepscope.config import PHASES, TOTAL, StepConfig
 from stepscope.measure import compiler, graph, power, rates, timing
@@ -33,42 +34,6 @@ from stepscope.traces.profiled_steps import (
 )
 
 nan = math.nan
-
-
-class FakeGpu:
-    """A GPU with a queue, and the host's clock.
-
-    A launch takes the host 1 ms. The host's clock reaches the end of the work only by synchronizing.
-    """
-
-    def __init__(self, monkeypatch):
-        self.host_ms, self.done_ms, self.synchronized = 0.0, 0.0, 0
-        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
-        monkeypatch.setattr(torch.cuda, "Event", self.event)
-        monkeypatch.setattr(timing, "default_timer", lambda: self.host_ms / 1e3)
-
-    def launch(self, work_ms):
-        self.host_ms += 1
-        self.done_ms = max(self.done_ms, self.host_ms) + work_ms
-
-    def synchronize(self):
-        self.host_ms = max(self.host_ms, self.done_ms)
-        self.synchronized += 1
-
-    def event(self, enable_timing):
-        assert enable_timing
-        event = SimpleNamespace()
-
-        def record():
-            event.ms = max(self.host_ms, self.done_ms)
-            event.synchronized = self.synchronized
-
-        def elapsed_time(end):
-            assert end.synchronized < self.synchronized, "read before the device was idle"
-            return end.ms - event.ms
-
-        event.record, event.elapsed_time = record, elapsed_time
-        return event
 
 
 @pytest.fixture
@@ -210,7 +175,7 @@ class Graphs:
 
     @contextmanager
     def graph(self, graph, stream):
-        assert self.gpu.done_ms <= self.gpu.host_ms, "captured while the warm-up runs"
+        assert self.gpu.left_ms == 0, "captured while the warm-up runs"
         self.log.append("capture")
         try:
             yield
@@ -440,7 +405,7 @@ def test_launch_time_is_that_of_warm_steps_by_the_launches_of_a_complete_step(mo
             gpu.launch(50.0)
 
         def __call__(self, phases):
-            profiled.idle.append(gpu.done_ms <= gpu.host_ms)
+            profiled.idle.append(gpu.left_ms == 0)
             self.calls += 1
             with phases("forward"):
                 for _ in range({1: 90, 5: 2, 9: 9}.get(self.calls, 5)):  # ms of enqueuing
