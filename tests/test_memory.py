@@ -241,20 +241,16 @@ def test_mode_out_of_memory_keeps_its_row_and_leaves_the_others(monkeypatch):
 
 
 def test_recording_restores_nvtx_ranges_and_frees_gradients_and_workspaces(monkeypatch):
-    domain, forwards = ranges._domain, []
+    domain, workspaces = type(ranges._domain), [torch.empty(1000)]
     names = cells_of(config_of(SHAPES[0]), "cases = ")
-    subject = names["subject"]
     with stand_in(monkeypatch):
-        workspaces = [torch.empty(1000)]
-        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
-        subject.model.register_forward_hook(lambda *_: forwards.append(1))
+        workspaces[0] = torch.empty(1000)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear)
         step = partial(names["step"], "step")
-        recording = memory_history.record_step(subject, "step", step, names["config"])
-    assert recording.before["workspaces"] == 4000 and len(forwards) == 2, (
-        "a warm-up step, and the recorded one"
-    )
-    assert all(weight.grad is None for weight in subject.model.parameters())
-    assert type(ranges._domain) is type(domain)
+        recording = memory_history.record_step(names["subject"], "step", step, names["config"])
+    assert recording.before["workspaces"] == 4000
+    assert all(weight.grad is None for weight in names["model"].parameters())
+    assert type(ranges._domain) is domain
 
 
 def test_memory_notebook_compares_its_recording_with_the_formulas():
@@ -264,7 +260,7 @@ def test_memory_notebook_compares_its_recording_with_the_formulas():
     allocated = pytest.approx([accounting.peak(config, mode).allocated / MIB for mode in config.modes])
     predicted = names["predicted"]
     assert predicted.loc["total"].tolist() == predicted.drop(index="total").sum().tolist() == allocated
-    assert names["counted"] == names["formula"] and (names["errors"] == 0).all()
+    assert (names["errors"] == 0).all()
     assert names["number"](predicted.loc["total"].max(), "MiB") in names["sentence"]
 
 
@@ -279,34 +275,25 @@ def test_recorded_steps_leave_the_weights_as_they_are():
 # What a block saves
 
 
-def saved_by_block(config):
-    return cells_of(config, "is_copy = ")["tables"]["allocations"]
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_block_saves_as_much_as_the_formula_says(shape, attention, precision):
     config = config_of(shape, precision=precision, attention=attention)
-    table = saved_by_block(config).assign(bytes=lambda rows: rows["mib"] * rows["count"] * MIB)
-    saved = table[table["what"] == "saved by a block"]
-    is_copy = saved["tensor"] == "bf16 copy of a weight"
-    formulas = accounting.formulas_of(config)
-    for rows, formula in (
-        (saved[is_copy], formulas.weight_cache),
-        (saved[~is_copy], formulas.saved),
-        (saved[saved["tensor"] == "the block's input"], "4X"),
-        (table[table["what"] == "gradients of a block"], accounting.BLOCK_GRADIENTS),
-    ):
-        assert rows["bytes"].sum() == accounting.value(formula, config)
-    assert saved["bytes"].is_monotonic_decreasing and saved["region"].ne("").all()
-    assert not table.duplicated(["what", "rank"]).any()
+    names = cells_of(config, "printed = ")
+    rows, is_copy = names["rows"], names["is_copy"]
+    assert names["counted"] == names["formula"]
+    copied = accounting.value(accounting.formulas_of(config).weight_cache, config)
+    assert rows.loc[is_copy, "all_bytes"].sum() == copied
+    [block_input] = rows.loc[rows["tensor"] == "the block's input", "size"]
+    assert block_input == accounting.value("4X", config)
+    assert rows["all_bytes"].is_monotonic_decreasing and rows["region"].ne("").all()
 
 
 def test_saved_tensor_is_named_by_its_line_and_region():
-    table = saved_by_block(config_of(SHAPES[0])).set_index("source")
-    lines = table[table["region"] == "attention.softmax"].index
-    assert any("torch.exp" in line for line in lines) and any("exponentials / " in line for line in lines)
+    rows = cells_of(config_of(SHAPES[0]), "printed = ")["rows"]
+    lines = " ".join(rows.loc[rows["region"] == "attention.softmax", "source"])
+    assert "torch.exp" in lines and "exponentials / " in lines
 
 
 # Checkpoints
