@@ -10,6 +10,7 @@ import pandera.pandas as pa
 import pytest
 import torch
 
+from memory_recording import stand_in
 from stepscope import measure
 from stepscope.measure import oom
 from stepscope.measure.times import OPERATION_COLUMNS, TIME_COLUMNS
@@ -211,58 +212,41 @@ def test_saved_tensors_that_share_a_storage_count_once():
     assert measure.storage_bytes(x, [x.view(-1), {"weight": weight}], None) == 4 * (32 + 64)
 
 
-@pytest.fixture
-def allocator(monkeypatch):
-    """A GPU's allocator, in which all numbers differ."""
-    state = SimpleNamespace(now=1000, peak=10**9, reserved=70_000, peak_reserved=2 * 10**9)
-
-    def allocate(size):
-        state.now += size
-        state.peak = max(state.now, state.peak)
-
-    def reset_peaks():
-        state.peak, state.peak_reserved = state.now, state.reserved
-
-    def empty_cache():
-        state.reserved = state.now
-
-    state.allocate = allocate
-    for name, function in {
-        "memory_allocated": lambda: state.now,
-        "max_memory_allocated": lambda: state.peak,
-        "memory_reserved": lambda: state.reserved,
-        "max_memory_reserved": lambda: state.peak_reserved,
-        "mem_get_info": lambda: (30_000, 900_000),
-        "synchronize": lambda: None,
-        "reset_peak_memory_stats": reset_peaks,
-        "empty_cache": empty_cache,
+def test_device_memory_and_peaks_are_the_allocators(monkeypatch):
+    for name, value in {
+        "mem_get_info": (30_000, 900_000),
+        "memory_reserved": 70_000,
+        "max_memory_allocated": 3 * 2**30,
+        "max_memory_reserved": 5 * 2**30,
     }.items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    return state
-
-
-def test_device_memory_and_peaks_are_the_allocators(allocator):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     assert measure.device_bytes("cuda") == 100_000, "free memory and the allocator's"
-    measure.reset_peak_memory("cuda")
-    assert measure.peak_memory("cuda") == {"peak_gib": 1000 / 2**30, "reserved_gib": 1000 / 2**30}
-    allocator.peak, allocator.peak_reserved = 3 * 2**30, 5 * 2**30
     assert measure.peak_memory("cuda") == {"peak_gib": 3, "reserved_gib": 5}
     assert measure.peak_memory("cpu") == {}
 
 
-def test_memory_of_a_pass_is_what_it_adds_and_what_was_held_before(allocator):
-    def call(x):
-        allocator.allocate(5000)
-        allocator.allocate(-4400)
-        output = x * 2  # 16 of the 600 bytes that are left
-        output.register_hook(lambda gradient: allocator.allocate(7000))
-        return output
+def test_resetting_peaks_frees_cached_memory_first(monkeypatch):
+    calls = []
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
+    measure.reset_peak_memory("cuda")
+    assert calls == ["empty_cache", "reset_peak_memory_stats"]
 
-    x = torch.ones(4, requires_grad=True)
-    x.grad = torch.ones(4)
-    memory = measure.pass_memory(call, [x], torch.ones(4), 700, "cuda")
-    assert memory == {"saved": 600 - 16, "in_use": 600 + 700, "forward": 5000 + 700, "backward": 7600 + 700}
-    assert x.grad.tolist() == [2] * 4, "earlier gradients are freed"
+
+def test_memory_of_a_pass_is_what_it_adds_and_what_was_held_before(monkeypatch):
+    """Each tensor takes 512 bytes; two exponentials are left after forward, of which one is the output."""
+    x, gradient = torch.ones(128, requires_grad=True), torch.ones(128)
+    x.grad = torch.ones(128)
+    with stand_in(monkeypatch):
+        memory = measure.pass_memory(lambda x: (x.exp() * 2).exp(), [x], gradient, 700, "cuda")
+    assert memory == {
+        "saved": 512,
+        "in_use": 2 * 512 + 700,
+        "forward": 3 * 512 + 700,
+        "backward": 4 * 512 + 700,
+    }
+    expected = 2 * x.exp() * (2 * x.exp()).exp()
+    assert torch.allclose(x.grad, expected), "earlier gradients are freed"
 
 
 def test_memory_of_a_pass_on_a_cpu_excludes_inputs_output_and_masks():
