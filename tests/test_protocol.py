@@ -13,9 +13,10 @@ import torch
 from cells import by_name, quickest, step_flops, times_of
 from conftest import TINY
 from stepscope import measure
-from stepscope.config import PHASES, TOTAL, ConfigError, configure
+from stepscope.config import PHASES, TOTAL, ConfigError, StepConfig, configure
 from stepscope.measure import profiler, protocol
 from stepscope.measure.subject import NEGLIGIBLE_RATE
+from stepscope.model.training_step import build_step
 from stepscope.studies.benchmark import tables as benchmark
 
 MODES = ["step", "forward_backward", "forward"]
@@ -25,41 +26,30 @@ nan = math.nan
 
 
 class Toy:
-    """A subject and its step.
+    """The library's step of a tiny model.
 
     ``log`` has each step's case, its kind (plain, timed or profiled), and whether AdamW's moments exist. ``before``
     is called before each step.
     """
 
     def __init__(self):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        self.adamw = torch.optim.AdamW(model.parameters())
-        self.subject = measure.Subject(model, (torch.ones(2, 4),), optimizer=self.adamw)
+        self.built = build_step(StepConfig(**TINY, optimizer="fused"))
+        self.adamw = self.built.optimizer
+        batch = (self.built.tokens, self.built.targets)
+        self.subject = measure.Subject(self.built.model, batch, optimizer=self.adamw)
+        self.weight = self.built.model.embedding.weight
         self.log = []
         self.before = lambda case, kind, phase: None
 
     def step(self, case, phase=None):
         kind = {measure.Phases: "timed", type(None): "plain"}.get(type(phase), "profiled")
-        model, mode = self.subject.model, protocol.mode_of(case)
-        assert model.weight.grad is None, "gradients are freed before each step"
+        assert self.weight.grad is None, "gradients are freed before each step"
         self.log.append((case, kind, bool(self.adamw.state)))
         self.before(case, kind, phase)
-        phase = phase or nullcontext
-        with phase("forward"):
-            loss = model(*self.subject.batch).square().mean()
-        if mode == "forward":
-            return
-        with phase("loss"):
-            loss = loss + 0
-        with phase("backward"):
-            loss.backward()
-        if mode == "step":
-            with phase("optimizer"):
-                self.adamw.step()
+        self.built.of(mode=protocol.mode_of(case))(phase or nullcontext)
 
     def measure(self, cases=MODES, study="benchmark", options=None, **fields):
-        config = configure(study, **TINY | {"warmup_steps": 1, "timed_steps": 2} | fields)
+        config = configure(study, **TINY | {"warmup_steps": 1} | fields)
         steps = {case: partial(self.step, case) for case in cases}
         return measure.steps(self.subject, steps, config, **options or {})
 
@@ -138,14 +128,14 @@ def test_case_without_a_mode_is_refused(toy):
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
 def test_measured_steps_leave_the_weights_as_they_are_and_restore_the_learning_rate(toy, rate):
-    group, weight = toy.adamw.param_groups[0], toy.subject.model.weight
-    before, group["lr"] = weight.clone(), rate
+    [group] = toy.adamw.param_groups
+    before, group["lr"] = toy.weight.clone(), rate
     assert toy.measure().learning_rate == pytest.approx(NEGLIGIBLE_RATE)
-    assert torch.equal(weight, before)
+    assert torch.equal(toy.weight, before)
     assert group["lr"] is rate and float(rate) == pytest.approx(0.1)
     toy.subject.reset()
     toy.step("step")
-    assert not torch.equal(weight, before)
+    assert not torch.equal(toy.weight, before)
 
 
 def test_subject_without_an_optimizer_has_no_learning_rate(toy):
@@ -226,7 +216,6 @@ def test_readings_and_rates_belong_to_their_case(toy, monkeypatch):
         "is_power_limited": lambda row: row["peak_gib"] == 2,
         "run_for": lambda step, *_: settled.append(step.args[0]),
         "replay": lambda *_, **__: (next(replayed_ms), ""),
-        "formula_mismatch": lambda *_: "",
     }.items():
         monkeypatch.setattr(protocol, name, function)
     results = toy.measure(precision="bf16", timed_steps=3)
