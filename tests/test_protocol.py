@@ -317,7 +317,6 @@ def test_interrupted_call_keeps_its_results_on_the_exception_and_restores_the_le
     rows = totals(results)
     assert rows["status"].to_dict() == {"step": "ok", "forward_backward": "ok", "forward": "failed"}
     assert rows["reason"]["forward"] == f"not measured: {kind.__name__}"
-    assert rows["wall_ms"].notna().tolist() == [True, True, False]
     assert {*results.samples["mode"]} == {"step", "forward_backward"}
     assert "sys.last_value.results" in raised.value.__notes__[0]
     assert toy.adamw.param_groups[0]["lr"] == 1e-3 and results.learning_rate == NEGLIGIBLE_RATE

@@ -71,16 +71,6 @@ def test_waiting_phases_are_each_timed_by_the_host(gpu):
     assert times == {"forward": (11, 11), "backward": (21, 21), TOTAL: (32, 32)}
 
 
-def test_phases_start_with_the_first_phase_if_not_started(gpu):
-    phases = Phases("cuda")
-    for work_ms in (10, 20):
-        with phases("forward"):
-            gpu.launch(work_ms)
-        gpu.synchronize()
-        [(_, ms, _)] = phases.ms()
-        assert ms == pytest.approx(work_ms + 1)
-
-
 def test_repeated_steps_are_timed_on_an_idle_device(gpu):
     gpu.launch(5000)
     assert timing.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
@@ -369,11 +359,9 @@ def test_median_step_is_the_faster_of_two_in_the_middle(steps, median):
 
 
 def test_launch_time_is_that_of_warm_steps_by_the_launches_of_a_complete_step(monkeypatch, gpu):
-    enqueue_ms = iter([90, 80, 5, 5, 2, 5, 5, 9, 5, 5, 5, 5, 70, 70, 70])
-    profile = SimpleNamespace(
-        operations=operations_of([(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000),  # the first lost some
-        phases=lambda *case: lambda phase: nullcontext(),
-    )
+    enqueue_ms = iter([90, 80, 5, 5, 2, 5, 5, 9, *[5] * 4, *[70] * 3])  # warm-up, timed and profiled steps
+    rows = [(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000  # the first step lost some
+    profile = SimpleNamespace(operations=operations_of(rows), phases=lambda *_: nullcontext)
 
     def step(phases):
         assert gpu.left_ms == 0
@@ -500,25 +488,24 @@ def test_ceilings_exclude_warmups_and_count_a_copy_in_both_directions(monkeypatc
 
 
 def test_each_ceiling_uses_its_precision_and_restores_the_earlier_one(monkeypatch):
-    randn, precision = torch.randn, ["high"]
+    randn, precision, used = torch.randn, ["high"], []
     monkeypatch.setattr(torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision[-1])
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
     monkeypatch.setattr(rates, "MATRIX_SIZE", {"cuda": 4})
     monkeypatch.setattr(rates, "COPY_BYTES", {"cuda": 4096})
-    used = []
 
     def median_ms(device, work):
-        used.append((work.args[0].dtype, work.args[0].nbytes, precision[-1]))
+        used.append((work.args[0].dtype, precision[-1]))
         return 1.0
 
     monkeypatch.setattr(rates, "median_ms", median_ms)
     assert dict(zip(rates.ceilings("cuda"), used)) == {
-        "matmul_fp32": (torch.float32, 64, "highest"),
-        "matmul_tf32": (torch.float32, 64, "high"),
-        "matmul_bf16": (torch.bfloat16, 32, "highest"),
-        "matmul_fp16": (torch.float16, 32, "highest"),
-        "copy": (torch.float32, 4096, "high"),
+        "matmul_fp32": (torch.float32, "highest"),
+        "matmul_tf32": (torch.float32, "high"),
+        "matmul_bf16": (torch.bfloat16, "highest"),
+        "matmul_fp16": (torch.float16, "highest"),
+        "copy": (torch.float32, "high"),
     }
 
 
