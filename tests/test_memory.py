@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import re
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from itertools import count
 
@@ -46,22 +47,21 @@ def config_of(shape, **fields):
     return configure("memory", device="cpu", **shape, **fields)
 
 
-def cells_of(config, until, wrapped=None, **replaced):
+def cells_of(config, until, wrapped=None):
     """Run the configuration's notebook up to the cell with ``until``; return its names."""
     fields = parameters_of(config)
     for name in OTHER_FIELDS[config.notebook]:
         fields.pop(name, None)
-    if config.precision == "bf16":
-        replaced["autocast"] = CudaAutocast()
+    replaced = {"autocast": CudaAutocast()} if config.precision == "bf16" else {}
     return run_cells(config.notebook, until, replaced, wrapped, **fields)
 
 
-def recorded(config, until="is_copy = ", **replaced):
+def recorded(config, until="is_copy = ", wrapped=None):
     """Run the notebook's cells on a CPU as if it were a GPU; return their names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_history, "keeps_history", lambda device: True)
         with stand_in(patch):
-            return cells_of(config, until, **replaced)
+            return cells_of(config, until, wrapped)
 
 
 @functools.cache
@@ -221,17 +221,18 @@ def test_history_that_does_not_add_up_is_refused(lost):
         history.tables(config, [recording])
 
 
-def test_mode_out_of_memory_keeps_its_row_and_leaves_the_others(monkeypatch):
-    backward, calls = torch.Tensor.backward, count()
-
-    def fail(*arguments):
-        if not next(calls):  # of the notebook's first cells
-            return backward(*arguments)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB. Including more")
-
-    monkeypatch.setattr(torch.Tensor, "backward", fail)
+def test_mode_out_of_memory_keeps_its_row_and_leaves_the_others():
     config = config_of(SHAPES[0])
-    tables = history.tables(config, recorded(config, "always_there")["recordings"].histories)
+
+    def fail_in_backward(step):
+        def run(mode, phase=nullcontext):
+            step("forward", phase)
+            if mode != "forward":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB. Including more")
+
+        return run
+
+    tables = recorded(config, wrapped={"step": fail_in_backward})["tables"]
     forward, step = (rows.iloc[-1] for _, rows in tables["peaks"].groupby("mode"))
     assert (forward["status"], step["status"]) == ("ok", "oom")
     assert step["reason"] == "while warming up, step 0: CUDA out of memory. Tried 9 GiB."

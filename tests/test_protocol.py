@@ -340,19 +340,16 @@ def mark_inconsistent(monkeypatch, mode, tables):
     return walls_ms
 
 
-@pytest.mark.parametrize(("study", "cases"), [("benchmark", MODES), ("mixed_precision", PAIRS)])
 @pytest.mark.parametrize(("mode", "tables", "tries"), [("step", 1, 2), ("forward", 9, 3)])
-def test_impossible_case_alone_is_measured_again_at_most_twice(
-    toy, monkeypatch, study, cases, mode, tables, tries
-):
+def test_impossible_case_alone_is_measured_again_at_most_twice(toy, monkeypatch, mode, tables, tries):
     walls_ms = mark_inconsistent(monkeypatch, mode, tables)
-    results = toy.measure(cases, study)
+    results = toy.measure(PAIRS, "mixed_precision")
     assert len({*walls_ms}) == tries
     still_marked = results.times[results.times["inconsistent"] != ""]
     assert {*still_marked["mode"]} == ({mode} if tables >= tries else set())
-    repeated = mode if cases is MODES else ("fp32", mode)
     profiled = toy.cases_of("profiled")
-    assert {each: profiled.count(each) for each in cases} == dict.fromkeys(cases, 1) | {repeated: tries}
+    expected = dict.fromkeys(PAIRS, 1) | {("fp32", mode): tries}
+    assert {case: profiled.count(case) for case in PAIRS} == expected
     numbers = results.profiled.groupby("case")["number"].nunique()
     assert (numbers == 3).all(), "new operations replace earlier ones"
 
