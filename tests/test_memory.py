@@ -131,9 +131,9 @@ def test_activation_with_as_many_bytes_as_a_weight_is_no_autocast_copy():
     config = config_of(shape, precision="bf16", modes=["forward"])
     [recording] = recorded(config)["recordings"].histories
     table = history.classified(recording, config)
-    is_copy = (table["kind"] == "autocast weight cache") & (table["region"] != "head")  # logits are as large
-    copied = accounting.value(accounting.formulas_of(config).weight_cache, config)
-    assert table.loc[is_copy, "size"].sum() == config.num_layers * copied
+    copies = table.query("kind == 'autocast weight cache' and region != 'head'")  # logits are as large
+    expected = accounting.value(accounting.formulas_of(config).weight_cache, config)
+    assert copies["size"].sum() == config.num_layers * expected
 
 
 def test_peaks_of_a_full_step_hold_the_optimizers_state_and_those_of_forward_do_not():
@@ -190,10 +190,10 @@ def test_timeline_keeps_extremes_and_the_phase_of_each_event(monkeypatch, mode, 
 def test_largest_allocations_are_grouped_by_size_and_region():
     config, _, tables = recorded_steps()
     rows = tables["allocations"].query("what == 'allocated in forward'")
-    scores = 4 * config.batch_size * config.num_heads * config.context_length**2
-    is_scores = (rows["region"] == "attention.softmax") & (rows["mib"] == scores / MIB)
-    assert rows.loc[is_scores, "count"].tolist() == [9], "shifted, exponentiated and divided in three layers"
     assert rows["mib"].is_monotonic_decreasing
+    scores = rows[rows["region"] == "attention.softmax"].iloc[0]
+    assert scores["mib"] == 4 * config.batch_size * config.num_heads * config.context_length**2 / MIB
+    assert scores["count"] == 9, "shifted, exponentiated and divided in each of three layers"
 
 
 def validate(tables):
@@ -461,19 +461,15 @@ VIEWER_OPCODES = re.compile(
 
 def test_portable_snapshot_has_no_paths_and_is_readable_by_the_viewer():
     path = "stepscope/model/transformer.py"
-    stack = [
-        {"filename": f"{folder}/{path}", "line": 24, "name": "forward"}
-        for folder in ("/home/me/lib", "/home/me/site-packages")
-    ]
-    stack.append({"filename": "/tmp/ipykernel_1/2.py", "line": 1, "name": "<module>"})
+    files = (f"/home/me/lib/{path}", f"/home/me/site-packages/{path}", "/tmp/ipykernel_1/2.py")
+    stack = [{"filename": file, "line": 24, "name": "forward"} for file in files]
     entry = {"action": "alloc", "addr": 2**46, "size": 2**33, "time_us": 1.75e15, "user_metadata": "/home/me"}
     trace = [entry | {"frames": [*stack]} for _ in range(2)]
     content = memory_snapshot.portable({"device_traces": [trace], "segments": []})
     assert all(VIEWER_OPCODES.fullmatch(opcode.name) for opcode, *_ in pickletools.genops(content))
     assert b"/me" not in content and b"ipykernel" not in content
     first, second = pickle.loads(content)["device_traces"][0]
-    frames = [stack[0] | {"filename": path}] * 2
-    assert first == entry | {"frames": frames, "user_metadata": ""}
+    assert first == entry | {"frames": [stack[0] | {"filename": path}] * 2, "user_metadata": ""}
     assert first["frames"] is second["frames"], "a stack is written once"
 
 
