@@ -461,13 +461,19 @@ VIEWER_OPCODES = re.compile(
 
 def test_portable_snapshot_has_no_paths_and_is_readable_by_the_viewer():
     path = "stepscope/model/transformer.py"
-    files = (f"/home/me/lib/{path}", f"/home/me/site-packages/{path}", "/tmp/ipykernel_1/2.py")
+    files = (f"/home/someone/lib/{path}", f"/home/someone/site-packages/{path}", "/tmp/ipykernel_1/2.py")
     stack = [{"filename": file, "line": 24, "name": "forward"} for file in files]
-    entry = {"action": "alloc", "addr": 2**46, "size": 2**33, "time_us": 1.75e15, "user_metadata": "/home/me"}
+    entry = {
+        "action": "alloc",
+        "addr": 2**46,
+        "size": 2**33,
+        "time_us": 1.75e15,
+        "user_metadata": "/home/someone",
+    }
     trace = [entry | {"frames": [*stack]} for _ in range(2)]
     content = memory_snapshot.portable({"device_traces": [trace], "segments": []})
     assert all(VIEWER_OPCODES.fullmatch(opcode.name) for opcode, *_ in pickletools.genops(content))
-    assert b"/me" not in content and b"ipykernel" not in content
+    assert b"someone" not in content and b"ipykernel" not in content
     first, second = pickle.loads(content)["device_traces"][0]
     assert first == entry | {"frames": [stack[0] | {"filename": path}] * 2, "user_metadata": ""}
     assert first["frames"] is second["frames"], "a stack is written once"
