@@ -478,8 +478,10 @@ def test_clock_is_unknown_when_the_driver_fails(nvml, monkeypatch):
 
 
 def test_ceilings_exclude_warmups_and_count_a_copy_in_both_directions(monkeypatch):
-    times_ms = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 2)
+    times_ms = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 3)
+    calls = []
     monkeypatch.setattr(Phases, "ms", lambda phases: [("work", next(times_ms), 0.0)])
+    assert rates.median_ms("cpu", lambda: calls.append(1)) == 2 and len(calls) == 7
     tera_per_s = 1e12 * 2e-3
     assert rates.ceilings("cpu", ["fp32"]) == pytest.approx(
         {"matmul_fp32": 2 * 512**3 / tera_per_s, "copy": 2 * (64 << 20) / tera_per_s}
@@ -515,6 +517,17 @@ def test_data_sheet_has_one_rate_for_both_half_precisions_and_none_for_a_cpu(mon
     tflops = [rates.sheet_tflops(name, "cuda") for name in names]
     assert tflops == pytest.approx([67, 989, 989, nan], nan_ok=True)
     assert math.isnan(rates.sheet_tflops("fp32", "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "clock_mhz"),
+    [("bf16", "cuda", 1830), ("fp32", "cuda", 1980), ("bf16", "cpu", 1980)],
+)
+def test_rate_of_tensor_cores_assumes_the_clock_of_the_data_sheet(monkeypatch, precision, device, clock_mhz):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"tensor_mhz": 1830}}.__getitem__)
+    monkeypatch.setattr(power, "highest_clock_mhz", lambda: 1980.0)
+    assert rates.sheet_clock_mhz(precision, device) == clock_mhz
 
 
 def test_rates_follow_from_each_rows_flops_precision_and_clock(monkeypatch):
