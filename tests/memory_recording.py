@@ -69,6 +69,8 @@ def stand_in(monkeypatch) -> Storages:
         "synchronize": lambda: None,
         "memory_stats_as_nested_dict": storages.stats,
         "reset_peak_memory_stats": storages.reset_peak,
+        "memory_allocated": lambda: storages.bytes["allocated_bytes"]["current"],
+        "max_memory_allocated": lambda: storages.bytes["allocated_bytes"]["peak"],
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", storages.record)

@@ -267,7 +267,9 @@ def test_timeline_shows_the_graph_replay_without_its_warm_up(capture):
 
 
 def test_capture_with_a_different_number_of_steps_is_an_error(capture):
-    with pytest.raises(ConservationError, match="the capture holds 3 steps, but expected the 2 that were run"):
+    with pytest.raises(
+        ConservationError, match="the capture holds 3 steps, but expected the 2 that were run"
+    ):
         capture(("step",) * 2)
 
 
@@ -489,7 +491,9 @@ def test_profiled_process_reports_that_the_model_does_not_fit(monkeypatch, tmp_p
 )
 def test_mode_with_impossible_times_is_profiled_three_times(monkeypatch, clock, gpu_ms, impossible, runs):
     """The named step, which comes first and takes 90 ms, is not compared."""
-    modes = ProfiledModes(Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4)
+    modes = ProfiledModes(
+        Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4
+    )
     times = pd.DataFrame({"step": range(4), "phase": "total", "busy_ns": [9e7, *(1e6 * ms for ms in gpu_ms)]})
     folders = []
 
@@ -526,12 +530,14 @@ def test_capture_that_differs_from_the_sums_of_nsys_is_an_error(capture, reports
     own = Path(shutil.copytree(reports, tmp_path / "own"))
     (own / "cuda_gpu_mem_time_sum.csv").unlink()
     with pytest.raises(
-        ConservationError, match=r"operations sum to \d+ ns, but nsys's own cuda_gpu_mem_time_sum sums to 0 ns"
+        ConservationError,
+        match=r"operations sum to \d+ ns, but nsys's own cuda_gpu_mem_time_sum sums to 0 ns",
     ):
         capture(folder=own)
     (own / "cuda_gpu_kern_sum.csv").write_text(f"Total Time (ns),Instances,Name\n{kernels + 1},1,k\n")
     with pytest.raises(
-        ConservationError, match=f"sum to {kernels} ns, but nsys's own cuda_gpu_kern_sum sums to {kernels + 1}"
+        ConservationError,
+        match=f"sum to {kernels} ns, but nsys's own cuda_gpu_kern_sum sums to {kernels + 1}",
     ):
         capture(folder=own)
 

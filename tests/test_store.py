@@ -68,7 +68,10 @@ def test_unreadable_folder_is_named(tiny, barred):
             lambda place: (place / "times.parquet").write_bytes(b"another"),
             "times.parquet: differs from the file",
         ),
-        (lambda place: (place / "times.parquet").unlink(), "times.parquet: missing, but the record lists this file"),
+        (
+            lambda place: (place / "times.parquet").unlink(),
+            "times.parquet: missing, but the record lists this file",
+        ),
         (lambda place: (place / "notebook.ipynb").write_text("x"), "notebook.ipynb: differs"),
         (lambda place: (place / "notebook.ipynb").unlink(), "notebook.ipynb: missing, but the record"),
         (lambda place: (place / "record.json").unlink(), "record.json: this run folder has no record"),
@@ -80,7 +83,10 @@ def test_unreadable_folder_is_named(tiny, barred):
             ),
             "record.json: cannot be read",
         ),
-        (lambda place: place.rename(place.with_name("other")), "has the record of another run, benchmark/nano"),
+        (
+            lambda place: place.rename(place.with_name("other")),
+            "has the record of another run, benchmark/nano",
+        ),
     ],
 )
 def test_altered_run_is_an_error(store, tiny, alter, words):

@@ -1,0 +1,59 @@
+"""A fake GPU with a queue, on which times are known exactly."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+
+from stepscope.measure import timing
+
+
+class FakeGpu:
+    """A GPU and the host's clock, both in ms.
+
+    A launch takes the host 1 ms. The host's clock reaches the end of the work only by synchronizing.
+
+    Args:
+        modules: further modules whose ``default_timer`` is the host's clock.
+    """
+
+    def __init__(self, monkeypatch, *modules):
+        self.host_ms, self.done_ms, self.synchronized = 0.0, 0.0, 0
+        self.log = []  # the names of ranges when they open and close, and the work left then
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        for module in (timing, *modules):
+            monkeypatch.setattr(module, "default_timer", lambda: self.host_ms / 1e3)
+
+    @property
+    def left_ms(self):
+        return max(self.done_ms - self.host_ms, 0.0)
+
+    def launch(self, work_ms):
+        self.host_ms += 1
+        self.done_ms = max(self.done_ms, self.host_ms) + work_ms
+
+    def synchronize(self):
+        self.host_ms += self.left_ms
+        self.synchronized += 1
+
+    def event(self, enable_timing):
+        assert enable_timing
+        event = SimpleNamespace()
+
+        def record():
+            event.ms = self.host_ms + self.left_ms
+            event.synchronized = self.synchronized
+
+        def elapsed_time(end):
+            assert end.synchronized < self.synchronized, "read before the device was idle"
+            return end.ms - event.ms
+
+        event.record, event.elapsed_time = record, elapsed_time
+        return event
+
+    @contextmanager
+    def range(self, name):
+        self.log.append((name, "opens", self.left_ms))
+        yield
+        self.log.append((name, "closes", self.left_ms))
