@@ -481,7 +481,7 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
         assert not found.errors and found.tables["mine.times"]["slices"].tolist() == [1, 2]
         assert not compose(found, tmp_path / "runs", tmp_path / "runs").errors
         assert find_sweeps("cpu")
-        with pytest.raises(StepscopeError, match="mine: is no file"):
+        with pytest.raises(StepscopeError, match="mine: expected a sweep file"):
             find_sweeps("mine")
     finally:
         studies.cache_clear()

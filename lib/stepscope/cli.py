@@ -505,11 +505,12 @@ def fit(
 
 @app.command()
 def profile(
-    file: Annotated[
-        Path,
+    files: Annotated[
+        list[Path],
         typer.Argument(
             help="A capture by nsys (.sqlite or .nsys-rep, or a .csv of nsys stats) or torch.profiler (.json), or"
-            " a PyTorch memory snapshot (.pickle). Each may be gzipped."
+            " a PyTorch memory snapshot (.pickle). Each may be gzipped. Several captures are compared as the ranks"
+            " of one step."
         ),
     ],
     step: Annotated[
@@ -544,13 +545,17 @@ def profile(
 ) -> None:
     """Summarize a profiler capture: where a step's GPU time goes, why the GPU is idle, what to optimize first.
 
+    For the captures of several ranks, show each rank's compute, transfer and waiting, and who waits for whom.
     For a memory snapshot, show the peak, the tensors that it consists of, and the lines that allocated them.
 
     Exit status: 0 on success, 2 if the file isn't a valid capture.
     """
-    if console.is_terminal and file.is_file():  # printed before the slow imports
-        console.print(f"Reading {file.name}, {file.stat().st_size / 2**20:,.1f} MiB.")
+    file = files[0]
+    for path in files:
+        if console.is_terminal and path.is_file():  # printed before the slow imports
+            console.print(f"Reading {path.name}, {path.stat().st_size / 2**20:,.1f} MiB.")
     from stepscope.captures.lines import FORMATS, rendered
+    from stepscope.captures.ranks import profile_ranks
     from stepscope.captures.snapshot import is_pickle, snapshot_lines
     from stepscope.captures.summary import phases_of
     from stepscope.captures.summary import profile as profiled
@@ -558,7 +563,11 @@ def profile(
     if form not in FORMATS:
         raise StepscopeError(f"--format: got {form!r:.80}, but expected one of {', '.join(FORMATS)}")
     try:
-        if is_pickle(file):
+        if len(files) > 1:
+            if csv or from_ms is not None or to_ms is not None:
+                raise StepscopeError("--csv, --from, --to: got several captures, but these options take one")
+            lines = profile_ranks(files, step, phases_of(phase or []), device)
+        elif is_pickle(file):
             if step or phase or from_ms is not None or to_ms is not None:
                 raise StepscopeError(
                     f"{file}: is a memory snapshot, so --step, --phase, --from and --to don't apply"

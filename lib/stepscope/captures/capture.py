@@ -98,6 +98,7 @@ class Capture:
         autograd: whether the backward phase follows from autograd's ranges.
         gpus: GPU names by id.
         rank: the process's rank and the number of ranks.
+        base_ns: what the capture's times count from, in ns since 1970; 0 if unknown.
         shapes: whether operators' shapes were recorded.
         untraced_graphs: CUDA graph launches (process, start_ns) whose operations the capture lacks.
         unfinished: the number of host events without an end; they are dropped.
@@ -112,6 +113,7 @@ class Capture:
     autograd: bool = False
     gpus: dict[int, str] = field(default_factory=dict)
     rank: tuple[int, int] | None = None
+    base_ns: int = 0
     shapes: bool = False
     untraced_graphs: pd.DataFrame = field(
         default_factory=lambda: pd.DataFrame(columns=["process", "start_ns"])
@@ -206,6 +208,8 @@ def load_capture_or_sums(
             capture = _attribute(records, autograd, host, step, phases, uses_gpu_ranges)
             capture.gpus = gpu_names(trace.header, capture.operations["device"].unique())
             capture.rank = _rank_of_trace(trace.header)
+            base_ns = trace.header.get("baseTimeNanoseconds")
+            capture.base_ns = base_ns if type(base_ns) is int and 0 <= base_ns < LATEST else 0
             capture.shapes, capture.unfinished = trace.shapes, trace.unfinished
             capture.processes = {key: one_line(name, 40) for key, name in trace.processes.items()}
             graphs = trace.events[matching(trace.events["name"], GRAPH_LAUNCH.search)]

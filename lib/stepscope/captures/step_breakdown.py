@@ -17,7 +17,7 @@ import pandas as pd
 from stepscope.captures.capture import Capture
 from stepscope.data_sheets import data_sheet
 from stepscope.stats import union
-from stepscope.traces.attribution import LATEST, OUTSIDE, matching
+from stepscope.traces.attribution import LATEST, OUTSIDE, TraceError, matching
 from stepscope.traces.kernel_categories import MATMUL
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
@@ -411,6 +411,25 @@ def devices(capture: Capture) -> Iterator[Device]:
         if has_several_processes:
             name += f" (process {capture.processes.get(process, process)})"
         yield Device(capture, int(device), name, rows.reset_index(drop=True))
+
+
+def busiest_device(capture: Capture, number: int | None = None) -> Device:
+    """Return the GPU with the most kernel time, or the busiest of those with a number.
+
+    Raises:
+        TraceError: the capture has no operations in steps, or none of that GPU.
+    """
+    gpus = list(devices(capture))
+    if not gpus:
+        raise TraceError(
+            f"{capture.path}: all {capture.left_out:,} operations were launched before"
+            f" {'its first step' if capture.steps else 'the capture'}, expected some within"
+        )
+    candidates = [gpu for gpu in gpus if number is None or gpu.number == number]
+    if not candidates:
+        numbers = ", ".join(str(number) for number in sorted({gpu.number for gpu in gpus}))
+        raise TraceError(f"{capture.path}: has no operations of GPU {number}, expected one of {numbers}")
+    return max(candidates, key=lambda gpu: gpu.all_operations["duration_ns"].sum())
 
 
 def busy_ns(rows: pd.DataFrame) -> float:

@@ -1,6 +1,7 @@
 """Summarize a capture, one line per fact with its numbers; ``stepscope profile FILE`` prints the summary."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ from stepscope.captures.kernel_summary import (
     summarize_kernel_sums,
 )
 from stepscope.captures.lines import Line, clean, count_text, counted, listed, short
-from stepscope.captures.step_breakdown import COMMUNICATION, Device, busy_ns, devices
+from stepscope.captures.ranks import rank_lines
+from stepscope.captures.step_breakdown import COMMUNICATION, Device, busiest_device, busy_ns, devices
 from stepscope.report.tables import digits, number
 from stepscope.stats import LAUNCH_BOUND
 from stepscope.traces.attribution import OUTSIDE, TraceError
@@ -81,23 +83,15 @@ def profile(
 
 def summarize(capture: Capture, device: int | None = None) -> list[Line]:
     """Summarize a loaded capture; see ``profile``."""
+    busiest = busiest_device(capture, device)
     gpus = list(devices(capture))
-    if not gpus:
-        raise TraceError(
-            f"{capture.path}: all {capture.left_out:,} operations were launched before"
-            f" {'its first step' if capture.steps else 'the capture'}, expected some within"
-        )
-    candidates = [gpu for gpu in gpus if device is None or gpu.number == device]
-    if not candidates:
-        numbers = ", ".join(str(number) for number in sorted({gpu.number for gpu in gpus}))
-        raise TraceError(f"{capture.path}: has no operations of GPU {device}, expected one of {numbers}")
-    busiest = max(candidates, key=lambda gpu: gpu.all_operations["duration_ns"].sum())
     gaps = explain_gaps(busiest)
     causes = sum_by_cause(gaps, len(busiest.median_indices))
     breakdowns = [_breakdown_line(gpu.name if len(gpus) > 1 else "step on GPU", gpu) for gpu in gpus]
     lines = [
         _capture_line(busiest, gpus),
         *breakdowns,
+        *_rank_lines(gpus),
         _outliers_line(busiest),
         _startup_line(busiest, gaps),
         phases_line(busiest),
@@ -131,6 +125,14 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
             )
         phases[name] = phase
     return phases or None
+
+
+def _rank_lines(gpus: Sequence[Device]) -> list[Line]:
+    """Compare the GPUs of a capture, if they share steps; the times of each GPU are in other lines."""
+    names = [gpu.name for gpu in gpus]
+    with suppress(TraceError):
+        return [line for line in rank_lines(gpus, names) if line.label not in names]
+    return []
 
 
 def _capture_line(gpu: Device, gpus: Sequence[Device]) -> Line:

@@ -1,0 +1,226 @@
+"""Compare the ranks of a training step: how much of each collective is transfer, and how much is waiting.
+
+A collective's kernel starts when its rank arrives. It ends on all ranks at about the same time, once the last
+rank has arrived and the data has been moved. So the rank with the shortest kernel arrived last: its duration is
+the transfer, and what the other kernels take longer is waiting for that rank. Durations need no common clock, so
+the ranks may come from different hosts.
+
+Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs have no communicators; there
+the kind and the order decide. If the ranks of a communicator have different numbers of a kind in a step, as in a
+pipeline, their order says nothing, and we match none of these.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from stepscope.captures.capture import load_capture
+from stepscope.captures.communication import collective
+from stepscope.captures.lines import Line, clean, counted, listed
+from stepscope.captures.step_breakdown import COMMUNICATION, Device, busiest_device, busy_ns
+from stepscope.report.tables import number
+from stepscope.traces.attribution import TraceError
+
+KEY = ["step", "communicator", "kind", "number"]
+MIN_SHARE_SHOWN = 0.005  # of the step: shorter waiting is omitted
+MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between the ends of a collective are normal
+PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # from the breakdown of a step
+
+
+@dataclass
+class Comparison:
+    """The ranks of a step.
+
+    steps: a row per rank with the mean step in ms: wall, compute, transfer, waiting, copies and idle. The parts
+        add up to wall. Transfer and waiting are exposed: nothing else runs on the rank's GPU meanwhile.
+    collectives: a row per rank and matched collective: :data:`KEY`, rank, position (in the rank's operations),
+        start_ns, end_ns, duration_ns, transfer_ns, waiting_ns, and last (the rank that arrived last).
+    unmatched: the number of collectives that the ranks don't share.
+    step_count: the number of steps that all ranks have.
+    """
+
+    steps: pd.DataFrame
+    collectives: pd.DataFrame
+    unmatched: int
+    step_count: int
+
+
+def compare_ranks(gpus: Sequence[Device]) -> Comparison:
+    """Compare the GPUs of a distributed step, one per rank.
+
+    Raises:
+        TraceError: the ranks have no step in common.
+    """
+    step_names = [gpu.step_names or ["capture"] for gpu in gpus]
+    common = set(step_names[0]).intersection(*step_names[1:])
+    if not common:
+        names = "; ".join(", ".join(map(clean, each[:3])) for each in step_names)
+        raise TraceError(f"the ranks have no step in common, expected captures of the same steps: {names}")
+    collectives, unmatched = match_collectives(gpus, common)
+    rows = []
+    for rank, gpu in enumerate(gpus):
+        waiting_ns = collectives[collectives["rank"] == rank].set_index("position")["waiting_ns"]
+        mean = _steps_of_rank(gpu, waiting_ns)
+        rows.append(mean[[name in common for name in step_names[rank]]].mean())
+    return Comparison(pd.DataFrame(rows), collectives, unmatched, len(common))
+
+
+def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataFrame, int]:
+    """Return the collectives that all ranks of a communicator share, and the number of the others."""
+    tables = [_collectives_of_rank(rank, gpu) for rank, gpu in enumerate(gpus)]
+    rows = pd.concat(tables, ignore_index=True)
+    rows = rows[rows["step"].isin(steps)]
+    members = rows.groupby("communicator")["rank"].transform("nunique")
+    counts = rows.groupby([*KEY[:3], "rank"])["number"].transform("size")
+    per_rank = rows.assign(count=counts).groupby(KEY[:3])["count"]
+    is_same_count = per_rank.transform("min") == per_rank.transform("max")
+    has_all_ranks = rows.groupby(KEY)["rank"].transform("size") == members
+    is_matched = is_same_count & has_all_ranks & (members > 1)
+    unmatched = int((~is_matched).sum())
+    rows = rows[is_matched].reset_index(drop=True)
+    if rows.empty:
+        return rows.assign(transfer_ns=0, waiting_ns=0, last=0), unmatched
+    durations = rows.groupby(KEY)["duration_ns"]
+    shortest = durations.transform("idxmin")
+    transfer_ns = durations.transform("min")
+    matched = rows.assign(
+        transfer_ns=transfer_ns,
+        waiting_ns=rows["duration_ns"] - transfer_ns,
+        last=rows["rank"].to_numpy()[shortest],
+    )
+    return matched, unmatched
+
+
+def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
+    rows = gpu.classified_ops.reset_index(drop=True)
+    rows = rows[rows["part"] == COMMUNICATION]
+    names = gpu.host_steps["name"].astype(str)
+    table = pd.DataFrame(
+        {
+            "rank": rank,
+            "position": rows.index,
+            "step": rows["step"].map(names) if gpu.has_steps else "capture",
+            "communicator": rows["communicator"].astype(str),
+            "kind": rows["name"].astype(str).map(collective),
+            "start_ns": rows["start_ns"],
+            "end_ns": rows["end_ns"] + gpu.capture.base_ns,
+            "duration_ns": rows["duration_ns"],
+        }
+    ).dropna(subset="step")
+    return table.assign(number=table.groupby(KEY[:3]).cumcount())
+
+
+def _steps_of_rank(gpu: Device, waiting_ns: pd.Series) -> pd.DataFrame:
+    """Return a row per step in ms: wall, and the parts that add up to it.
+
+    Args:
+        waiting_ns: how long each collective waits, by its position in the GPU's operations.
+    """
+    waits = np.zeros(len(gpu.classified_ops), np.int64)
+    waits[waiting_ns.index] = waiting_ns
+    waits_until = gpu.classified_ops["start_ns"].to_numpy() + waits
+    waiting_ms = []
+    for piece in gpu.ops_per_step:
+        is_other = piece["part"] != COMMUNICATION
+        others = piece[is_other]
+        collectives = piece[~is_other & (piece["position"] >= 0)]
+        until = np.minimum(collectives["end_ns"], waits_until[collectives["position"]])
+        waiting = collectives.assign(end_ns=np.maximum(collectives["start_ns"], until))
+        waiting_ms.append((busy_ns(pd.concat([others, waiting])) - busy_ns(others)) / 1e6)
+    parts = gpu.breakdowns
+    steps = parts[["wall"]].assign(**{name: parts[column] for name, column in PARTS.items()})
+    return steps.assign(
+        transfer=parts["exposed communication"] - np.array(waiting_ms), waiting=np.array(waiting_ms)
+    )
+
+
+def profile_ranks(
+    paths: Sequence[Path],
+    step: str | None = None,
+    phases: Mapping[str, str] | None = None,
+    device: int | None = None,
+) -> list[Line]:
+    """Summarize captures of a step's ranks, one file per rank; the first line names the files.
+
+    Args:
+        step, phases: as in :func:`stepscope.captures.capture.load_capture`.
+        device: the GPU of each capture; None for its busiest one.
+
+    Raises:
+        TraceError: a file is not a capture, or the captures share no steps or collectives.
+    """
+    gpus = [busiest_device(load_capture(path, step, phases), device) for path in paths]
+    ranks = [gpu.capture.rank[0] for gpu in gpus if gpu.capture.rank]
+    is_numbered = len(set(ranks)) == len(paths)
+    if is_numbered:
+        gpus.sort(key=lambda gpu: gpu.capture.rank or (0, 0))
+    names = (
+        [f"rank {rank}" for rank in sorted(ranks)] if is_numbered else [clean(path.name) for path in paths]
+    )
+    lines = rank_lines(gpus, names)
+    if not lines:
+        raise TraceError(f"{paths[0]}: shares no collective with the others, expected the ranks of one step")
+    files = ", ".join(clean(Path(gpu.capture.path).name) for gpu in gpus)
+    return [Line("capture", f"{counted(paths, 'capture')}: {files}", {"captures": len(paths)}), *lines]
+
+
+def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
+    """Describe the ranks of a step: each rank's time, who waits for whom, and clocks that differ.
+
+    Args:
+        names: of the ranks, such as "rank 0" or "GPU 1".
+    """
+    comparison = compare_ranks(gpus)
+    collectives = comparison.collectives
+    if collectives.empty:
+        return []
+    per_step = len(collectives.drop_duplicates(KEY)) / comparison.step_count
+    kinds = collectives.drop_duplicates(KEY)["kind"].value_counts()
+    text = f"{counted(gpus, 'rank')}, {counted(comparison.step_count, 'step')} in common; "
+    text += f"{per_step:.4g} collectives per step are matched ({', '.join(kinds.index)})"
+    if comparison.unmatched:
+        text += f"; {comparison.unmatched:,} are not, because the ranks don't share them"
+    values = {"steps": comparison.step_count, "collectives": per_step, "unmatched": comparison.unmatched}
+    lines = [Line("ranks", text, values)]
+    last = collectives.drop_duplicates(KEY)["last"].value_counts() / comparison.step_count
+    for rank, name in enumerate(names):
+        step = comparison.steps.iloc[rank]
+        parts = step.drop("wall").sort_values(ascending=False)
+        times_last = float(last.get(rank, 0))
+        text = f"{number(step['wall'], 'ms')}: {listed(parts[parts > 0])}; arrives last at {times_last:.4g}"
+        values = {f"{part}_ms": float(ms) for part, ms in step.items()} | {"last": times_last}
+        lines.append(Line(name, f"{text} of {per_step:.4g} collectives", values))
+    lines += [_waiting_line(comparison, names), _clock_line(collectives, names)]
+    return [line for line in lines if line.text]
+
+
+def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
+    """Name the ranks that wait for another, and how long per step, hidden waiting included."""
+    waits_ms = comparison.collectives.groupby(["rank", "last"])["waiting_ns"].sum() / 1e6
+    waits_ms = (waits_ms / comparison.step_count).sort_values(ascending=False)
+    limit_ms = MIN_SHARE_SHOWN * comparison.steps["wall"].max()
+    shown = waits_ms[waits_ms >= limit_ms]
+    texts = [
+        f"{names[rank]} waits {number(ms, 'ms')} per step for {names[last]}"
+        for (rank, last), ms in shown.head(4).items()
+    ]
+    values = {"waits": [{"rank": r, "for": last, "ms": float(ms)} for (r, last), ms in shown.items()]}
+    return Line("waiting", "; ".join(texts) or "no rank waits for another", values)
+
+
+def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
+    """Report ranks whose timestamps are offset from the first rank's: a collective ends on all ranks together."""
+    ends = collectives.pivot_table(index=KEY, columns="rank", values="end_ns", aggfunc="first")
+    offsets_ms = ends.sub(ends.iloc[:, 0], axis=0).median() / 1e6
+    differing = offsets_ms[offsets_ms.abs() > MIN_CLOCK_OFFSET_MS]
+    first = names[int(ends.columns[0])]
+    texts = [
+        f"{names[int(rank)]}'s timestamps are {number(abs(ms), 'ms')} {'ahead of' if ms > 0 else 'behind'}"
+        f" {first}'s"
+        for rank, ms in differing.items()
+    ]
+    text = f"{'; '.join(texts)}, so only durations are compared" if texts else ""
+    return Line("clocks", text, {"offsets_ms": offsets_ms.tolist()})
