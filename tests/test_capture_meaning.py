@@ -365,9 +365,9 @@ def test_exposed_communication_is_transfer_and_waiting(tmp_path):
     parts = exposed_communication(gpu)
     exposed_ms = gpu.median["exposed communication"]
     assert exposed_ms == pytest.approx(1.0 - 3 * 0.02)
-    assert parts.least_ms == pytest.approx(2 * 7 / 8 * 48e6 / 300e9 * 1e3)
-    assert parts.transfer_ms == pytest.approx(parts.least_ms)
-    assert parts.waiting_ms == pytest.approx(exposed_ms - parts.least_ms)
+    assert parts.min_transfer_ms == pytest.approx(2 * 7 / 8 * 48e6 / 300e9 * 1e3)
+    assert parts.transfer_ms == pytest.approx(parts.min_transfer_ms)
+    assert parts.waiting_ms == pytest.approx(exposed_ms - parts.min_transfer_ms)
     text = line_text(tmp_path / "a.json", "communication")
     assert "take at least 0.280 ms at 300 GB/s (NVLink)" in text
     assert advice_for(gpu)[0].what.startswith("balance the GPUs: ncclDevKernel_AllReduce")
@@ -386,7 +386,7 @@ def test_exposed_communication_is_transfer_and_waiting(tmp_path):
 def test_minimum_transfer_time_follows_from_bytes_and_kind(tmp_path, kind, factor):
     events = [*kernels(0, 5), *collective(f"ncclDevKernel_{kind}", 200, 10_000, 1_000_000, "Float")]
     parts = exposed_communication(first_gpu(tmp_path, events, **A100))
-    assert parts.least_ms == pytest.approx(factor * 4e6 / 300e9 * 1e3)
+    assert parts.min_transfer_ms == pytest.approx(factor * 4e6 / 300e9 * 1e3)
 
 
 def test_communication_of_unknown_size_is_transfer_unless_far_longer_than_usual(tmp_path):
@@ -396,7 +396,7 @@ def test_communication_of_unknown_size_is_transfer_unless_far_longer_than_usual(
         events += [*kernels(at, 5), *launch(ALL_REDUCE, at + 200, at + 300, dur)]
     parts = exposed_communication(first_gpu(tmp_path, events))
     assert parts.waiting_ms == pytest.approx(1.98) and parts.transfer_ms == pytest.approx(6 * 0.02)
-    assert np.isnan(parts.least_ms)
+    assert np.isnan(parts.min_transfer_ms)
     text = rendered(profile(tmp_path / "a.json"), "json")
     assert "waiting_ms" in text and "NaN" not in text
 
@@ -414,7 +414,7 @@ def test_nccl_payloads_separate_transfer_from_waiting():
     assert set(sized["group_size"]) == {2}
     early, late = (exposed_communication(gpu) for gpu in devices(capture))
     # 26,214,400 B at 450 GB/s, once in and once out of each GPU, for each of three collectives
-    assert early.least_ms == pytest.approx(3 * 26_214_400 / 450e9 * 1e3, rel=0.01)
+    assert early.min_transfer_ms == pytest.approx(3 * 26_214_400 / 450e9 * 1e3, rel=0.01)
     assert early.waiting_ms > 9 > 1 > late.waiting_ms
 
 
@@ -431,7 +431,7 @@ def test_minimum_transfer_time_is_unknown_when_one_gpu_is_captured(tmp_path):
     capture = changed_payloads(tmp_path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE deviceId = 1")
     (gpu,) = devices(capture)
     parts = exposed_communication(gpu)
-    assert math.isnan(parts.least_ms) and parts.waiting_ms == 0
+    assert math.isnan(parts.min_transfer_ms) and parts.waiting_ms == 0
 
 
 @pytest.mark.parametrize("payload", ["[" * 200_000, "not JSON", "[]", '{"Message size [bytes]": true}'])

@@ -1,4 +1,4 @@
-"""Where every millisecond and megabyte of a Transformer's training step goes, answered from measurements."""
+"""Measure where every millisecond and megabyte of a Transformer training step goes."""
 
 from pathlib import Path
 

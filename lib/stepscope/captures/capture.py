@@ -583,7 +583,7 @@ def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str]
 
 
 def _matches_name(name: str, pattern: str) -> bool:
-    """Whether a range's name equals another, numbers and signs aside, or matches a pattern with "*" or "?"."""
+    """Return whether a range's name matches another, ignoring numbers and signs, or a pattern with "*" or "?"."""
     if set(pattern) & set("*?"):
         return fnmatch.fnmatchcase(name, pattern)
     return plain_name(name) == plain_name(pattern)

@@ -32,13 +32,13 @@ WAITING_RATIO = 10  # an operation this many times longer than is typical of its
 class Exposed(NamedTuple):
     """A step's exposed communication in ms; transfer and waiting sum to all of it.
 
-    least_ms: the minimum transfer time of the exposed collectives; nan if a size or the bandwidth is unknown.
+    min_transfer_ms: the minimum transfer time of the exposed collectives; nan if a size or the bandwidth is unknown.
     longest: the name of the operation that waits longest, "" for none.
     """
 
     transfer_ms: float
     waiting_ms: float
-    least_ms: float
+    min_transfer_ms: float
     longest: str
 
 
@@ -61,9 +61,11 @@ def exposed_communication(gpu: Device) -> Exposed:
     waiting_ms = min(exposed_ms, float(gpu.ms_per_step(waiting_ns.sum())))
     is_exposed_known = is_known[exposed_ns > 0]
     all_known = len(is_exposed_known) > 0 and is_exposed_known.all()
-    least_ms = float(gpu.ms_per_step(np.minimum(min_ns, exposed_ns)[is_known].sum())) if all_known else np.nan
+    min_transfer_ms = (
+        float(gpu.ms_per_step(np.minimum(min_ns, exposed_ns)[is_known].sum())) if all_known else np.nan
+    )
     longest = str(rows["name"].iloc[int(waiting_ns.argmax())]) if waiting_ns.any() else ""
-    return Exposed(exposed_ms - waiting_ms, waiting_ms, least_ms, longest)
+    return Exposed(exposed_ms - waiting_ms, waiting_ms, min_transfer_ms, longest)
 
 
 def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
@@ -125,7 +127,7 @@ def collective(name: str) -> str:
 
 
 def communicates_on_compute_stream(gpu: Device) -> bool:
-    """Whether most of the step's communication runs on the compute stream, where nothing can hide it."""
+    """Return whether most of the step's communication runs on the compute stream, where nothing can hide it."""
     rows = gpu.operations[gpu.operations["part"] == COMMUNICATION]
     on_stream_ns = rows.loc[rows["stream"] == gpu.stream, "duration_ns"].sum()
     return bool(on_stream_ns > 0.5 * max(1, rows["duration_ns"].sum()))

@@ -68,7 +68,7 @@ def _recognize(path: Path, export: Path) -> tuple[str, Path]:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether a file's first bytes are text, whose last character may be cut off."""
+    """Return whether a file's first bytes are text; the last character may be cut off."""
     return bool(head) and "\0" not in decode_text(head, "ignore")
 
 

@@ -211,7 +211,7 @@ def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndar
 
 
 def _is_generic(gpu: Device, kind: str, name: str) -> bool:
-    """Whether a host event only names a step, a phase or something of autograd's."""
+    """Return whether a host event only names a step, a phase or an autograd node."""
     return (
         name in gpu.capture.step_names
         or (kind == "range" and phase_of(name) is not None)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from stepscope.captures.advice import MAX_NAME_CHARS, short_kernel_name
 from stepscope.files import one_line
-from stepscope.report.tables import MOST_TEXT, digits, escape
+from stepscope.report.tables import MAX_TEXT_CHARS, digits, escape
 from stepscope.traces.attribution import TraceError
 
 FORMATS = ("text", "json", "markdown")
@@ -50,7 +50,7 @@ def escape_all(text: str) -> str:
 
     The text never starts a markdown line, so a number at its start must not be escaped as a list item.
     """
-    parts = textwrap.wrap(text, MOST_TEXT - 2, break_on_hyphens=False)
+    parts = textwrap.wrap(text, MAX_TEXT_CHARS - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 

@@ -306,7 +306,7 @@ class Device:
 
     @cached_property
     def startup_ms(self) -> float:
-        """How long the start-up lasts, in ms; 0 if there are steps or no start-up is found.
+        """The duration of the start-up in ms; 0 if there are steps or no start-up is found.
 
         A start-up takes at least half of the capture, and the GPU is far less busy in it than afterwards: it
         is idle, or its communication waits for other GPUs.

@@ -345,8 +345,8 @@ def _communication_line(gpu: Device) -> Line:
     exposed = gpu.median["exposed communication"]
     parts = exposed_communication(gpu)
     values = {"communication_ms": total, "exposed_ms": exposed, "waiting_ms": parts.waiting_ms}
-    if np.isfinite(parts.least_ms):  # JSON has no nan
-        values["least_ms"] = parts.least_ms
+    if np.isfinite(parts.min_transfer_ms):  # JSON has no nan
+        values["min_transfer_ms"] = parts.min_transfer_ms
     text = f"{number(total, 'ms')}, {number(1 - exposed / total, '%')} hidden"
     if exposed:
         if exposed > 0.5 * total and communicates_on_compute_stream(gpu):
@@ -366,9 +366,9 @@ def _communication_line(gpu: Device) -> Line:
 def _waiting_text(gpu: Device, parts: Exposed) -> str:
     """Describe how much of the exposed communication is waiting for other GPUs."""
     waiting = number(parts.waiting_ms, "ms")
-    if np.isfinite(parts.least_ms):
+    if np.isfinite(parts.min_transfer_ms):
         speed = f"{gpu.sheet['link_gb_s']:g} GB/s ({gpu.sheet['link']})"
-        least = number(parts.least_ms, "ms")
+        least = number(parts.min_transfer_ms, "ms")
         return (
             f"; its bytes take at least {least} at {speed}; {waiting} is latency and waiting for other GPUs"
         )

@@ -16,7 +16,7 @@ from stepscope.stats import launch_bound
 
 NONE = "–"
 MAX_ROWS = 15
-MOST_TEXT = 200  # characters of a text from a record
+MAX_TEXT_CHARS = 200  # characters of a text from a record
 # Suffix of a number in a sentence. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
     unit: f" {unit}"
@@ -41,7 +41,7 @@ UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
         "nats",
     )
 }
-LEAST_PERCENT = 0.001  # for nonzero values
+MIN_PERCENT = 0.001  # for nonzero values
 IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {
     unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
@@ -74,8 +74,8 @@ def digits(value: Any, unit: str = "") -> str:
         return f"{value:,.{2 if size < 1.995 else 1 if size < 99.95 else 0}f}"
     if unit == "%" and 99 <= size < 99.95:
         return f"{value:.1f}"
-    if unit == "%" and 0 < size < LEAST_PERCENT:
-        return f"under {LEAST_PERCENT}"
+    if unit == "%" and 0 < size < MIN_PERCENT:
+        return f"under {MIN_PERCENT}"
     return _significant(value, 2 if unit in IN_CELLS else 3)
 
 
@@ -105,11 +105,11 @@ def number(value: Any, unit: str = "") -> str:
 
 def escape(text: object) -> str:
     """Escape a record's text for markdown, so that it shows literally, on one line and without links."""
-    cut = str(text)[: MOST_TEXT + 1]
+    cut = str(text)[: MAX_TEXT_CHARS + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
-    if len(line) > MOST_TEXT:
-        line = f"{line[:MOST_TEXT]}…"
+    if len(line) > MAX_TEXT_CHARS:
+        line = f"{line[:MAX_TEXT_CHARS]}…"
     line = re.sub(r"([\\`*_\[\]<>|&~$])", r"\\\1", line)
     line = re.sub(
         r"^([-+#=]|\d+(?=[.)]( |$)))",
