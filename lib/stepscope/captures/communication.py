@@ -32,7 +32,7 @@ WAITING_RATIO = 10  # an operation this many times longer than is typical of its
 class Exposed(NamedTuple):
     """A step's exposed communication in ms; transfer and waiting sum to all of it.
 
-    min_transfer_ms: the minimum transfer time of the exposed collectives; nan if a size or the bandwidth is unknown.
+    min_transfer_ms: of the exposed collectives; nan if a size or the bandwidth is unknown.
     longest: the name of the operation that waits longest, "" for none.
     """
 
