@@ -200,6 +200,19 @@ def expected_repeats() -> Rows:
     return expected
 
 
+def expected_optimizers() -> Rows:
+    expected = {}
+    for (study, *config), row in TIMES.items():
+        *before, optimizer, repeat, mode, phase = config
+        fused = TIMES.get((study, *before, "fused", repeat, mode, phase))
+        if (study, optimizer, mode, phase) == ("benchmark", "foreach", "step", "optimizer") and fused:
+            times_ms = row["gpu_ms"], fused["gpu_ms"]
+            expected[*before, repeat] = dict(
+                zip(("foreach_ms", "fused_ms", "speedup"), (*times_ms, times_ms[0] / times_ms[1]))
+            )
+    return expected
+
+
 def expected_compiled() -> Rows:
     others = defaultdict(float)
     for key, row in category_sums().items():
@@ -249,6 +262,7 @@ EXPECTED = {
     "warm_up": expected_warm_up,
     "first_steps": expected_first_steps,
     "repeats": expected_repeats,
+    "optimizers": expected_optimizers,
     "compiled": expected_compiled,
     "runs": expected_runs,
 }

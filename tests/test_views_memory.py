@@ -109,6 +109,15 @@ def test_block_memory_formulas_equal_recorded_sizes():
         assert view[key]["gradients_mib"] == pytest.approx(gradients_mib)
         formulas = [view[key]["formula_saved_mib"], view[key]["formula_gradients_mib"]]
         assert formulas == pytest.approx([sum(saved_mib), gradients_mib], rel=1e-6)
+        d, f, _, heads = DIMENSIONS[rows[0]["size"]]
+        tokens, context_length = rows[0]["batch_size"] * rows[0]["context_length"], rows[0]["context_length"]
+        sizes = {
+            "saved_ratio": sum(saved_mib) / gradients_mib,
+            "block_parameters": 4 * d * d + 3 * d * f + 2 * d,
+            "residual_mib": 4 * tokens * d / 2**20,
+            "scores_mib": 4 * tokens * context_length * heads / 2**20,
+        }
+        assert {name: view[key][name] for name in sizes} == pytest.approx(sizes)
 
 
 # module: the beginnings of the names of operations that save something

@@ -23,6 +23,16 @@ VIEWS = Views(TABLES)
 RAW = {name.partition(".")[2]: table.to_dict("records") for name, table in TABLES.items()}
 
 
+PARTS = {
+    "forward": ("forward_backward", "forward"),
+    "backward": ("forward_backward", "backward"),
+    "forward_and_backward": ("forward_backward", "total"),
+    "full_step": ("step", "total"),
+}
+
+NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
+
+
 def of(row: Row, *names: str) -> tuple:
     return tuple(row[name] for name in (*CONFIG, *names))
 
@@ -72,6 +82,27 @@ def gain(low: Row, exact: Row, kernels: Counter, exact_kernels: Counter) -> Row:
         "other_speedup": exact_others / others,
         "cast_share": kernels["cast"] / kernels.total(),
     }
+
+
+def shown(ms: float) -> str:
+    """Format a time with three significant digits."""
+    return f"{ms:,.0f}" if ms >= 99.95 else f"{float(f'{ms:.3g}'):#.3g}"
+
+
+def cell(row: Row) -> str:
+    text = f"{shown(row['wall_ms'])} ({shown(row['wall_q1_ms'])} to {shown(row['wall_q3_ms'])})"
+    return text + f", at best {shown(row['wall_min_ms'])}" * is_launch_bound(row)
+
+
+def times() -> dict[tuple, Row]:
+    result = defaultdict(dict)
+    for row in RAW["times"]:
+        columns = result[of(row, "precision")]
+        columns["name"] = NAMES[row["precision"]]
+        columns |= {name: cell(row) for name, part in PARTS.items() if part == (row["mode"], row["phase"])}
+        if (row["mode"], row["phase"]) == PARTS["full_step"]:
+            columns |= {name: row[name] for name in ("steps", "tokens_per_s", "peak_gib", "reserved_gib")}
+    return result
 
 
 def kernels() -> dict[tuple, Row]:
@@ -149,6 +180,7 @@ def trainings() -> dict[tuple, Row]:
 
 
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
+    "precision_times": (("precision",), times),
     "precision_gains": (("precision", "mode"), gains),
     "precision_kernels": (("precision", "mode", "kernel_category"), kernels),
     "layer_norm": (("precision", "part", "scale"), norms),
