@@ -1,14 +1,16 @@
 """The benchmark's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
 
 import datetime
+import math
 import statistics
 from collections import Counter, defaultdict
 
 import pandas as pd
 import pytest
 
-from reference_runs import DIMENSIONS, NAN, Row, Rows, assert_same, keyed, read_records, read_tables
+from reference_runs import DIMENSIONS, MODES, NAN, Row, Rows, assert_same, keyed, read_records, read_tables
 from stepscope.views import Views, all_views
+from stepscope.views.facts import FACTS
 
 CONFIG = (
     "size",
@@ -21,25 +23,35 @@ CONFIG = (
     "optimizer",
     "repeat",
 )
+NAMES_2026 = {"small": "small", "medium": "medium", "large": "large", "xl": "", "2.7B": "xl"}
 SHEET_TFLOPS = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5}
 
 
+# -- the files ------------------------------------------------------------------------------------------------
+
+
+MACHINE = ("cpu", "cpu_cores", "ram_gib", "gpu_memory_gib")
 RECORDS = read_records()
 RUNS = {record["run_id"]: record for _, record in RECORDS if record["study"] == "benchmark"}
 RAW = read_tables(
     {
         "benchmark": CONFIG,
         "mixed_precision": CONFIG,
+        "ladder": ("size", "context_length", "vocab_size"),
     }
 )
+RAW["ladder.steps"] = RAW["ladder.steps"].query("inconsistent == ''")
 RAW["runs"] = pd.DataFrame(
     {
         "study": record["study"],
         "run_id": record["run_id"],
+        "status": record["status"],
         "started_at": pd.Timestamp(record["started_at"]),
         "seconds": record["duration_s"],
+        "measuring_s": record["measuring_s"],
         "device": record["machine"]["device_name"],
-        "machine_ram_gib": record["machine"]["ram_gib"],
+        **{name: record["software"][name] for name in ("torch", "cuda", "driver")},
+        **{f"machine_{name}": record["machine"][name] for name in MACHINE},
     }
     for _, record in RECORDS
 )
@@ -47,7 +59,7 @@ VIEWS = Views(RAW)
 
 
 def dicts(table: str) -> list[Row]:
-    return RAW[table].to_dict("records")
+    return RAW[table].replace({"phase": {"total": "total"}}).to_dict("records")
 
 
 def timed_rows() -> Rows:
@@ -82,27 +94,53 @@ def forward_flops(size: str, context_length: int, batch_size: int, vocab_size: i
     return 2 * tokens * weights + 4 * tokens * context_length * width * layers
 
 
+def mean_text(values: list[float]) -> str:
+    """Return mean and deviation as a regular expression's groups would find them: two printed numbers."""
+    return f"{shown(statistics.mean(values))} ± {shown(statistics.stdev(values))}"
+
+
+def shown(value: float) -> str:
+    """Return three significant digits, whole from a hundred on."""
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.{2 - math.floor(math.log10(float(f'{value:.2e}')))}f}"
+
+
+# -- what each view should have -------------------------------------------------------------------------------
+
+
 def expected_times() -> Rows:
-    matmul = RAW["benchmark.results"].groupby("precision").matmul_tflops.max()
-    expected = {}
+    matmul = defaultdict(float)
+    for row in dicts("benchmark.results"):
+        matmul[row["precision"]] = max(matmul[row["precision"]], row["matmul_tflops"])
+    result = {}
     for key, row in TIMES.items():
-        phases = [TIMES.get((*key[:-1], phase)) for phase in ("forward", "loss", "backward", "optimizer")]
-        phases_ms = sum(phase["gpu_ms"] for phase in phases if phase)
+        phases_ms = [TIMES[*key[:-1], phase]["gpu_ms"] for phase in ("forward", "loss", "backward", "optimizer")
+                     if (*key[:-1], phase) in TIMES]  # fmt: skip
         bound = is_launch_bound(row)
         fastest_ms = row["wall_min_ms"] if bound else NAN
-        total = {"forward": 1, "forward_backward": 3, "step": 3}[row["mode"]]
-        passes = {"forward": 1, "loss": NAN, "backward": 2, "optimizer": NAN}.get(row["phase"], total)
-        tflops_ms = passes * forward_flops(*key[1:5]) / 1e9
-        expected[key] = {
-            "wall_ms": row["wall_ms"],
+        whole = {"forward": 1, "forward_backward": 3, "step": 3}[row["mode"]]
+        passes = {"forward": 1, "loss": NAN, "backward": 2, "optimizer": NAN}.get(row["phase"], whole)
+        flops = passes * forward_flops(*key[1:5])
+        gpu_tflops = flops / row["gpu_ms"] / 1e9
+        peak, best = SHEET_TFLOPS[row["precision"]], matmul.get(row["precision"], NAN)
+        result[key] = {name: row[name] for name in RAW["benchmark.times"] if name in DECLARED["times"]} | {
+            "mode_name": MODES[row["mode"]],
             "launch_bound": bound,
+            "fastest_ms": fastest_ms,
             "fastest_idle_share": (fastest_ms - row["gpu_ms"]) / fastest_ms,
+            "fastest_launch_us": 1000 * fastest_ms / row["operations"],
             "launch_us": 1000 * row["wall_ms"] / row["operations"] if bound else NAN,
-            "phase_share": NAN if row["phase"] == "total" else row["gpu_ms"] / phases_ms,
-            "matmul_rate_share": tflops_ms / row["wall_ms"] / matmul.get(row["precision"], NAN),
-            "gpu_mfu": tflops_ms / row["gpu_ms"] / SHEET_TFLOPS[row["precision"]],
+            "kernel_us": 1000 * row["gpu_ms"] / row["operations"],
+            "quartiles": f"{shown(row['wall_q1_ms'])} to {shown(row['wall_q3_ms'])}",
+            "wall_std_share": row["wall_std_ms"] / row["wall_ms"],
+            "phase_share": NAN if row["phase"] == "total" else row["gpu_ms"] / sum(phases_ms),
+            "matmul_rate_share": flops / row["wall_ms"] / 1e9 / best,
+            "gpu_mfu": gpu_tflops / peak,
+            "gpu_matmul_rate_share": gpu_tflops / best,
+            "gpu_tflops": gpu_tflops,
         }
-    return expected
+    return result
 
 
 def category_sums() -> Rows:
@@ -134,8 +172,23 @@ def expected_timed_steps() -> Rows:
             "warmup_steps": sum(row["warmup"] for row in steps),
             "mean_ms": statistics.mean(ten),
             "std_ms": statistics.stdev(ten),
+            "text": mean_text(ten),
         }
     return result
+
+
+def expected_handout_times() -> Rows:
+    parts = {
+        "forward": ("forward", "total"),
+        "backward": ("forward_backward", "backward"),
+        "forward_and_backward": ("forward_backward", "total"),
+        "full_step": ("step", "total"),
+    }
+    texts = {key: row["text"] for key, row in expected_timed_steps().items()}
+    configs = {key[:-2] for key in texts}
+    return {
+        config: {name: texts.get((*config, *part), NAN) for name, part in parts.items()} for config in configs
+    }
 
 
 def expected_warm_up() -> Rows:
@@ -150,30 +203,43 @@ def expected_warm_up() -> Rows:
                     "mean_ms": statistics.mean(ten),
                     "std_ms": statistics.stdev(ten),
                     "first_ms": walls[skipped],
+                    "text": mean_text(ten),
+                    "after": f"after {skipped}, ms",
                 }
     return result
 
 
 def expected_first_steps() -> Rows:
-    expected = {}
+    result, delay_ms = {}, {}
     for (*config, mode, phase), steps in SAMPLES.items():
         if mode != "step":
             continue
         later = [row for row in steps if not row["warmup"]]
         later_ms = statistics.median(row["wall_ms"] for row in later)
-        limit = 1.2 if is_launch_bound(TIMES["benchmark", *config, "step", "total"]) else 1.01
+        total = TIMES["benchmark", *config, "step", "total"]
         row = {
             "later_ms": later_ms,
             "later_enqueue_ms": statistics.median(row["enqueue_ms"] for row in later),
+            "later_steps": len(later),
             "later_std_share": statistics.stdev(row["wall_ms"] for row in later) / later_ms,
+            "launch_bound": is_launch_bound(total),
         }
+        limit = 1.2 if row["launch_bound"] else 1.01
         for name, step in zip(("first", "second", "third"), steps):
-            row[f"{name}_excess_ms"] = step["wall_ms"] - later_ms
-            row[f"is_{name}_slow"] = step["wall_ms"] > limit * later_ms
-        expected[*config, phase] = row
-    for (*config, _), row in expected.items():
-        row["first_delay_share"] = row["first_excess_ms"] / expected[*config, "total"]["first_excess_ms"]
-    return expected
+            row |= {
+                f"{name}_ms": step["wall_ms"],
+                f"{name}_enqueue_ms": step["enqueue_ms"],
+                f"{name}_excess_ms": step["wall_ms"] - later_ms,
+                f"{name}_excess_share": step["wall_ms"] / later_ms - 1,
+                f"is_{name}_slow": step["wall_ms"] > limit * later_ms,
+            }
+        row["is_second_enqueued_slowly"] = row["second_enqueue_ms"] > row["later_enqueue_ms"]
+        result[*config, phase] = row
+        if phase == "total":
+            delay_ms[tuple(config)] = row["first_excess_ms"]
+    for (*config, _), row in result.items():
+        row["first_delay_share"] = row["first_excess_ms"] / delay_ms[tuple(config)]
+    return result
 
 
 def expected_repeats() -> Rows:
@@ -181,44 +247,73 @@ def expected_repeats() -> Rows:
     for (study, *config, _, mode, phase), row in TIMES.items():
         if study == "benchmark":
             groups[*config, mode, phase].append(row)
-    expected = {}
+    result = {}
     for key, rows in groups.items():
         if len(rows) == 1:
             continue
-        walls_ms = [row["wall_ms"] for row in rows]
+        bound = [is_launch_bound(row) for row in rows]
+        made: Row = {
+            "processes": len(rows),
+            "is_ever_launch_bound": any(bound),
+            "is_always_launch_bound": all(bound),
+        }
+        for name, column in (("wall", "wall_ms"), ("gpu", "gpu_ms"), ("fastest", "wall_min_ms")):
+            times_ms = sorted(row[column] for row in rows)
+            made |= {f"{name}_min_ms": times_ms[0], f"{name}_max_ms": times_ms[-1]}
+            made[f"{name}_ratio"] = times_ms[-1] / times_ms[0]
         hosts = [RUNS[row["run_id"]] for row in rows]
         starts = [datetime.datetime.fromisoformat(host["started_at"]) for host in hosts]
-        expected[key] = {
-            "processes": len(rows),
-            "is_ever_launch_bound": any(map(is_launch_bound, rows)),
-            "is_always_launch_bound": all(map(is_launch_bound, rows)),
-            "wall_ratio": max(walls_ms) / min(walls_ms),
-            "apart_h": (max(starts) - min(starts)).total_seconds() / 3600,
-            "has_other_ram": len({host["machine"]["ram_gib"] for host in hosts}) > 1,
-            "steps_min": min(row["steps"] for row in rows),
-        }
-    return expected
+        made["apart_h"] = (max(starts) - min(starts)).total_seconds() / 3600
+        made["has_other_ram"] = len({host["machine"]["ram_gib"] for host in hosts}) > 1
+        steps = sorted(row["steps"] for row in rows)
+        made |= {"steps_min": steps[0], "steps_max": steps[-1]}
+        made |= {f"{name}_ratio_text": f"{made[f'{name}_ratio']:.3f}" for name in ("wall", "gpu")}
+        result[key] = made
+    return result
+
+
+def expected_phases() -> Rows:
+    result = {}
+    for (*case, mode, phase), row in TIMES.items():
+        if mode != "step" or phase == "total":
+            continue
+        result.setdefault(tuple(case), {})[f"{phase}_ms"] = row["gpu_ms"]
+    for row in result.values():
+        total_ms = sum(row.values())
+        row |= {name.replace("_ms", "_share"): ms / total_ms for name, ms in row.items()}
+        row["backward_ratio"] = row["backward_ms"] / row["forward_ms"]
+        row["model_share"] = (row["forward_ms"] + row["backward_ms"]) / total_ms
+    return result
 
 
 def expected_optimizers() -> Rows:
-    expected = {}
+    result = {}
     for (study, *config), row in TIMES.items():
         *before, optimizer, repeat, mode, phase = config
         fused = TIMES.get((study, *before, "fused", repeat, mode, phase))
         if (study, optimizer, mode, phase) == ("benchmark", "foreach", "step", "optimizer") and fused:
             times_ms = row["gpu_ms"], fused["gpu_ms"]
-            expected[*before, repeat] = dict(
+            result[*before, repeat] = dict(
                 zip(("foreach_ms", "fused_ms", "speedup"), (*times_ms, times_ms[0] / times_ms[1]))
             )
-    return expected
+    return result
 
 
 def expected_compiled() -> Rows:
-    others = defaultdict(float)
-    for key, row in category_sums().items():
+    sums = category_sums()
+    others = defaultdict(lambda: [0.0, 0.0])
+    for key, row in sums.items():
         if key[-1] != "matrix multiply":
-            others[key[:-1]] += row["gpu_ms"]
-    expected = {}
+            others[key[:-1]][0] += row["gpu_ms"]
+            others[key[:-1]][1] += row["count"]
+    described = expected_times()
+    compared = [
+        name.removeprefix("eager_")
+        for name in DECLARED["compiled"]
+        if f"eager_{name}" in DECLARED["compiled"]
+    ]
+    compared = [name for name in compared if not name.startswith("other")]
+    result = {}
     for key, row in TIMES.items():
         study, *config, mode, phase = key
         parts = config[CONFIG.index("compile")]
@@ -232,16 +327,34 @@ def expected_compiled() -> Rows:
         column = "wall_min_ms" if bound else "wall_ms"
         gain = eager[column] / row[column]
         gain = NAN if bound and 1 / 1.2 < gain < 1.2 else gain
-        saved_ms = eager[column] - row[column]
-        expected[key[1:-1]] = {
+        step_ms = [TIMES[*key[:-1], name]["gpu_ms"] for name in ("forward", "loss", "backward", "optimizer")
+                   if mode == "step"]  # fmt: skip
+        made = {name: described[key][name] for name in compared}
+        made |= {f"eager_{name}": described[eager_key][name] for name in compared}
+        result[*key[1:-1],] = made | {
             "eager_study": eager_study,
+            "mode_name": MODES[mode],
+            "wall_std_ms": row["wall_std_ms"],
+            "compile_s": row["compile_s"],
             "gpu_speedup": eager["gpu_ms"] / row["gpu_ms"],
             "wall_speedup": gain,
-            "break_even_steps": 1000 * row["compile_s"] / saved_ms if gain > 1 else NAN,
-            "other_gpu_ms": others[key[:-1]],
-            "eager_other_gpu_ms": others[eager_key[:-1]],
+            "break_even_steps": 1000 * row["compile_s"] / (eager[column] - row[column]) if gain > 1 else NAN,
+            **dict(zip(("other_gpu_ms", "other_count"), others[key[:-1]])),
+            **dict(zip(("eager_other_gpu_ms", "eager_other_count"), others[eager_key[:-1]])),
+            "optimizer_share": step_ms[-1] / sum(step_ms) if step_ms else NAN,
         }
-    return expected
+    return result
+
+
+def expected_models() -> Rows:
+    result = {}
+    for size, name in NAMES_2026.items():
+        width, feed_forward, layers, heads = DIMENSIONS[size]
+        block = 4 * width**2 + 3 * width * feed_forward + 2 * width
+        parameters = 2 * 10_000 * width + layers * block + width
+        values = (width, feed_forward, layers, heads, parameters, name)
+        result[(size,)] = dict(zip(("d_model", "d_ff", "layers", "heads", "parameters", "name_2026"), values))
+    return result
 
 
 def expected_runs() -> Rows:
@@ -249,25 +362,115 @@ def expected_runs() -> Rows:
     for _, record in RECORDS:
         start = datetime.datetime.fromisoformat(record["started_at"])
         spans.append((start, start + datetime.timedelta(seconds=record["duration_s"])))
-    return {
-        (row["study"], row["run_id"]): {"concurrent_runs": sum(begin <= start < end for begin, end in spans)}
-        for (start, _), row in zip(spans, dicts("runs"))
-    }
+    result = {}
+    for (start, _), row in zip(spans, dicts("runs")):
+        concurrent = sum(begin <= start < end for begin, end in spans)
+        result[row["study"], row["run_id"]] = {
+            "concurrent_runs": concurrent,
+            "duration_s": row["seconds"],
+            **{name: row[f"machine_{name}"] for name in MACHINE},
+            **{name: row[name] for name in DECLARED["runs"] if name in row},
+        }
+    return result
 
 
+def expected_same_steps() -> Rows:
+    result = {}
+    for ladder in dicts("ladder.steps"):
+        shape = [ladder[name] for name in ("size", "context_length", "batch_size", "vocab_size")]
+        key = (*shape, ladder["optimization"], "naive", "none", "foreach")
+        other = TIMES.get(("mixed_precision", *key, 0, "step", "total"))
+        if other is None or ladder["optimization"] not in ("tf32", "bf16"):
+            continue
+        row: Row = {"is_launch_bound_in_both": is_launch_bound(ladder) and is_launch_bound(other)}
+        for prefix, source in (("back_to_back", ladder), ("synchronized", other)):
+            row |= {
+                f"{prefix}_{name}": source[name]
+                for name in ("wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms")
+            }
+            row |= {f"{prefix}_busy": source["busy"], f"{prefix}_launch_bound": is_launch_bound(source)}
+        ratio = ladder["wall_ms"] / other["wall_ms"]
+        row |= {"wall_ratio": max(ratio, 1 / ratio), "gpu_error": abs(ladder["gpu_ms"] / other["gpu_ms"] - 1)}
+        result[key] = row
+    return result
+
+
+def expected_divisions() -> Rows:
+    sums: dict[tuple, float] = defaultdict(float)
+    for study in ("benchmark", "mixed_precision"):
+        for row in dicts(f"{study}.operations"):
+            if "DivFunctor" in row["name"]:
+                key = (study, *(row[name] for name in CONFIG), row["mode"])
+                sums[key] += row["gpu_ms"]
+    result = {}
+    for (study, *config, mode), fp32_ms in sums.items():
+        if study != "benchmark" or config[CONFIG.index("precision")] != "fp32":
+            continue
+        exact = (*config[:-1], 0)
+        low = tuple("bf16" if name == "precision" else value for name, value in zip(CONFIG, exact))
+        trained = [sums.get(("mixed_precision", *key, mode), NAN) for key in (exact, low)]
+        bf16 = TIMES.get(("mixed_precision", *low, mode, "total"), {"gpu_ms": NAN, "busy": NAN})
+        without_precision = [value for name, value in zip(CONFIG, config) if name != "precision"]
+        result[*without_precision, mode] = {
+            "fp32_ms": fp32_ms,
+            "trained_fp32_ms": trained[0],
+            "trained_bf16_ms": trained[1],
+            "trained_ratio": trained[0] / fp32_ms,
+            "added_share": (trained[1] - fp32_ms) / bf16["gpu_ms"],
+            "profiled_excess_share": bf16["busy"] - 1,
+        }
+    return result
+
+
+DECLARED = {name: view.columns for name, view in all_views().items()}
 EXPECTED = {
     "times": expected_times,
     "kernel_categories": expected_kernel_categories,
     "timed_steps": expected_timed_steps,
+    "handout_times": expected_handout_times,
     "warm_up": expected_warm_up,
     "first_steps": expected_first_steps,
     "repeats": expected_repeats,
+    "phases": expected_phases,
     "optimizers": expected_optimizers,
     "compiled": expected_compiled,
+    "models": expected_models,
     "runs": expected_runs,
+    "same_steps": expected_same_steps,
+    "divisions": expected_divisions,
 }
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_view_equals_recomputation_from_files(name: str):
-    assert_same(keyed(VIEWS[name], all_views()[name].key), EXPECTED[name]())
+    view, expected = all_views()[name], EXPECTED[name]()
+    assert_same(keyed(VIEWS[name], view.key), expected)
+    lacking = {column for row in expected.values() for column in view.columns if column not in row}
+    assert not lacking
+
+
+@pytest.mark.parametrize(
+    ("view", "table"),
+    [("samples", "benchmark.samples"), ("peak_rates", "benchmark.results")],
+)
+def test_view_keeps_every_row_of_its_table(view: str, table: str):
+    assert len(VIEWS[view]) == len(RAW[table])
+
+
+def test_operations_include_both_studies():
+    both = (RAW[f"{study}.operations"] for study in ("benchmark", "mixed_precision"))
+    gpu_ms = sum(table["gpu_ms"].sum() for table in both)
+    assert VIEWS["operations"]["gpu_ms"].sum() == pytest.approx(gpu_ms)
+
+
+def test_step_flops_match_a_hand_calculation():
+    step = pd.Series({"size": "small", "context_length": 512, "batch_size": 4, "vocab_size": 10_000})
+    width, feed_forward, layers, _ = DIMENSIONS["small"]
+    weights = layers * (4 * width**2 + 3 * width * feed_forward) + 10_000 * width
+    tokens = 4 * 512
+    parts = {
+        "weights_tflop": 6 * tokens * weights / 1e12,
+        "attention_tflop": 3 * 4 * tokens * 512 * width * layers / 1e12,
+    }
+    expected = {"tokens": tokens, "weights": weights, "total_tflop": sum(parts.values())} | parts
+    assert FACTS["flops_of_step"](step) == pytest.approx(expected)

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reference_runs import DIMENSIONS, NAN, Row, assert_same, keyed, read_tables
+from reference_runs import DIMENSIONS, MODES, NAN, Row, assert_same, keyed, read_tables
+from stepscope.figures import all_figures
 from stepscope.views import Views
 from stepscope.views.nsys import readable
 
 CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "attention", "optimizer")
 MATMUL = "matrix multiply"
+
+
+# -- the files ------------------------------------------------------------------------------------------------
 
 
 TABLES = read_tables(
@@ -56,7 +60,13 @@ def category(row: Row) -> str:
 OPERATIONS = [row | {"category": category(row)} for row in TABLES["nsys.operations"].to_dict("records")]
 PROFILES = grouped(OPERATIONS, "mode")
 WITH_TOTALS = OPERATIONS + [row | {"phase": "total"} for row in OPERATIONS]
-PASSES = grouped(TABLES["nsys.times"].to_dict("records"), "mode", "phase")
+CLOCKS = [
+    row | {"phase": row["phase"].replace("total", "total")} for row in TABLES["nsys.times"].to_dict("records")
+]
+PASSES = grouped(CLOCKS, "mode", "phase")
+
+
+# -- what is expected -----------------------------------------------------------------------------------------
 
 
 def times() -> dict[tuple, Row]:
@@ -69,34 +79,41 @@ def times() -> dict[tuple, Row]:
 def time_of(passes: list[Row], named: int) -> Row:
     profiled = [row for row in passes if row["profiled"]]
     unprofiled = [row for row in passes if not row["profiled"]]
-    gpu_ms = statistics.median(row["busy_ns"] for row in profiled) / 1e6
-    projected_ms = statistics.median(row["projected_ns"] for row in profiled) / 1e6
-    wall_ms = enqueue_ms = NAN
-    if unprofiled:
-        wall_ms = statistics.median(row["wall_ms"] for row in unprofiled)
-        enqueue_ms = statistics.median(row["enqueue_ms"] for row in unprofiled)
-    ratio = projected_ms / wall_ms
-    return {
-        "gpu_ms": gpu_ms,
-        "projected_ms": projected_ms,
-        "wall_ms": wall_ms,
-        "operations": statistics.median(row["operations"] for row in profiled),
-        "conserved": {row["operations"] for row in profiled} == {named},
-        "launch_bound": gpu_ms / wall_ms < 0.95 and enqueue_ms > gpu_ms,
+    result: Row = {
+        f"{name}_ms": statistics.median(row[f"{source}_ns"] for row in profiled) / 1e6
+        for name, source in {"host": "host", "projected": "projected", "gpu": "busy"}.items()
+    }
+    result |= {"profiled_passes": len(profiled), "named_operations": named}
+    result["operations"] = statistics.median(row["operations"] for row in profiled)
+    result["conserved"] = {row["operations"] for row in profiled} == {named}
+    walls = [row["wall_ms"] for row in unprofiled]
+    q1, wall, q3 = np.quantile(walls, [0.25, 0.5, 0.75]) if walls else (NAN, NAN, NAN)
+    enqueue = statistics.median(row["enqueue_ms"] for row in unprofiled) if walls else NAN
+    gpu, ratio = result["gpu_ms"], result["projected_ms"] / wall
+    singles = [abs(row["projected_ns"] / 1e6 / wall - 1) for row in profiled]
+    return result | {
+        "passes": len(walls) or NAN,
+        "wall_ms": wall,
+        "wall_q1_ms": q1,
+        "wall_q3_ms": q3,
+        "enqueue_ms": enqueue,
+        "busy": gpu / wall,
+        "launch_bound": bool(gpu / wall < 0.95 and enqueue > gpu),
         "projected_ratio": ratio,
-        "single_error": max(abs(row["projected_ns"] / 1e6 / wall_ms - 1) for row in profiled),
-        "slowed": ratio > 1.2,
+        "projected_error": abs(ratio - 1),
+        "single_error": max(singles),
+        "slowed": bool(ratio > 1.2),
     }
 
 
 def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
-    """Rank keys by time, longest first; equal times keep their order."""
+    """Places of the longest, second longest, ...; of equal times the first comes first."""
     order = sorted(times_ns, key=lambda key: -times_ns[key])
     return {key: place for place, key in enumerate(order, 1)}
 
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
-    """Return the time of each group of a profile's operations, and its share of the profile."""
+    """Time, and share of its profile, of each group of a profile's operations."""
     result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
@@ -105,13 +122,30 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
 
 
 def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
-    """Rank groups by time among those whose first ``depth`` fields are equal; skipped groups have rank 0."""
+    """Ranks by time among the groups whose keys begin with the same ``depth`` fields; 0 of those skipped."""
     together = defaultdict(dict)
     for key, row in result.items():
         if key not in skipped:
             together[key[:depth]][key] = row["gpu_ms"]
     placed = [ranks(times_ms) for times_ms in together.values()]
     return dict.fromkeys(skipped, 0) | {key: place for each in placed for key, place in each.items()}
+
+
+def kernels() -> dict[tuple, Row]:
+    split, result = grouped(OPERATIONS, "mode", "name"), parts("name")
+    place = places(result, len(CONFIG) + 1)
+    for key, own in split.items():
+        launches, blocks = sum(row["count"] for row in own), DIMENSIONS[key[0]][2]
+        result[key] |= {
+            "place": place[key],
+            "launches": launches,
+            "blocks": blocks,
+            "per_block": launches // blocks,
+            "beyond_blocks": launches % blocks,
+            "kernel_category": own[0]["kernel_category"],
+            "mode_name": MODES[own[0]["mode"]],
+        }
+    return result
 
 
 def regions() -> dict[tuple, Row]:
@@ -130,6 +164,10 @@ def categories() -> dict[tuple, Row]:
     return {key: row | {"other_place": place[key]} for key, row in result.items()}
 
 
+def model_parts() -> dict[tuple, Row]:
+    return parts("region")
+
+
 def attention() -> dict[tuple, Row]:
     return {key[:-1]: attention_of(key, rows) for key, rows in PROFILES.items() if key[-1] == "forward"}
 
@@ -138,30 +176,111 @@ def attention_of(key: tuple, rows: list[Row]) -> Row:
     size, context_length, batch_size = key[:3]
     width, _, layers, heads = DIMENSIONS[size]
     matmuls = [row for row in rows if row["kernel_category"] == MATMUL]
-    matmul_ns = summed(row for row in matmuls if row["region"] in ("attention.scores", "attention.value"))
-    softmax_ns = summed(row for row in rows if row["region"] == "attention.softmax")
+    scores = summed(row for row in matmuls if row["region"] == "attention.scores") / 1e6
+    values = summed(row for row in matmuls if row["region"] == "attention.value") / 1e6
+    softmax = summed(row for row in rows if row["region"] == "attention.softmax") / 1e6
     numbers = batch_size * heads * context_length**2
+    matmul_flops = layers * numbers * 2 * (width // heads)
+    moved = layers * numbers * 4 * 8
     return {
-        "time_share": softmax_ns / matmul_ns,
-        "matmul_flops": layers * numbers * 2 * (width // heads),
+        "scores_ms": scores,
+        "values_ms": values,
+        "softmax_ms": softmax,
+        "matmuls_ms": scores + values,
+        "time_share": softmax / (scores + values),
+        "heads": heads,
+        "layers": layers,
+        "matmul_flops": matmul_flops,
         "softmax_flops": 5 * numbers * layers,
+        "matmul_gflop": matmul_flops / 1e9,
+        "softmax_gflop": 5 * numbers * layers / 1e9,
         "flops_share": 5 / (4 * (width // heads)),
-        "softmax_bytes": layers * numbers * 4 * 8,
+        "matrix_bytes": 4 * numbers,
+        "matrix_mb": 4 * numbers / 1e6,
+        "softmax_bytes": moved,
+        "softmax_gb": moved / 1e9,
+    }
+
+
+def at_peak_rates() -> dict[tuple, Row]:
+    results = TABLES["ladder.results"]
+    copy, matmul = results["copy"].max() * 1e12, results["matmul_fp32"].max() * 1e12
+    (device,) = TABLES["runs"]["device"].unique()
+    return {
+        (*key, device): {
+            "copy_ms": 1e3 * row["softmax_bytes"] / copy,
+            "matmul_ms": 1e3 * 2 * row["matmul_flops"] / matmul,
+        }
+        for key, row in attention().items()
+    }
+
+
+def answers() -> dict[tuple, Row]:
+    shown, clock, softmax = kernels(), times(), attention()
+    return {key: answer(key, shown, clock[(*key, "forward", "total")], softmax[key]) for key in softmax}
+
+
+def answer(key: tuple, shown: dict[tuple, Row], clock: Row, softmax: Row) -> Row:
+    longest = {}
+    for mode in ("forward", "forward_backward"):
+        own = {name: row for name, row in shown.items() if name[:-1] == (*key, mode)}
+        longest[mode] = max(own, key=lambda name: own[name]["gpu_ms"])
+    first, both = (longest[mode] for mode in ("forward", "forward_backward"))
+    by_category = {mode: Counter() for mode in ("forward", "step")}
+    for mode, result in by_category.items():
+        for row in PROFILES[(*key, mode)]:
+            result[row["category"]] += row["total_ns"]
+    forward, step = by_category["forward"], by_category["step"]
+    (other, other_ns), *_ = (pair for pair in forward.most_common(2) if pair[0] != MATMUL)
+    return {
+        "projected_ms": clock["projected_ms"],
+        "wall_ms": clock["wall_ms"],
+        "launches": shown[first]["launches"],
+        "share": shown[first]["share"],
+        "stays_first": first[-1] == both[-1],
+        "both_share": shown[both]["share"],
+        "both_category": shown[both]["kernel_category"],
+        "other_category": other,
+        "other_share": other_ns / forward.total(),
+        "forward_matmul_share": forward[MATMUL] / forward.total(),
+        "step_matmul_share": step[MATMUL] / step.total(),
+        "matmul_ratio": step[MATMUL] / forward[MATMUL],
+        "softmax_time_share": softmax["time_share"],
+        "softmax_flops_share": softmax["flops_share"],
     }
 
 
 def agreement() -> dict[tuple, Row]:
-    profiled, expected = times(), {}
+    clock, divisions = times(), Counter()
+    for row in WITH_TOTALS:
+        if "DivFunctor" in row["name"]:
+            divisions[of(row, "mode", "phase")] += row["total_ns"] / 1e6
+    result = {}
     for study in ("benchmark", "mixed_precision"):
+        theirs = Counter()
+        for row in TABLES[f"{study}.operations"].to_dict("records"):
+            if "DivFunctor" in row["name"]:
+                for phase in (row["phase"], "total"):
+                    theirs[of(row, "mode", "run_id"), phase] += row["gpu_ms"]
         for row in TABLES[f"{study}.times"].to_dict("records"):
-            ours = profiled.get(of(row, "mode", "phase"))
+            phase = row["phase"].replace("total", "total")
+            ours = clock.get((*of(row, "mode"), phase))
             if ours:
                 key = of(row | {"study": study, "repeat": row.get("repeat", 0)}, "study", "compile", "repeat")
-                expected[(*key, row["mode"], row["phase"])] = {
+                division = divisions[*of(row, "mode"), phase] or NAN
+                other = theirs[of(row, "mode", "run_id"), phase] or NAN
+                result[(*key, row["mode"], phase)] = {
+                    "gpu_ms": ours["gpu_ms"],
                     "in_process_gpu_ms": row["gpu_ms"],
+                    "difference_ms": abs(ours["gpu_ms"] - row["gpu_ms"]),
                     "gpu_error": abs(ours["gpu_ms"] / row["gpu_ms"] - 1),
+                    "division_ms": division,
+                    "in_process_division_ms": other,
+                    "division_difference_ms": other - division,
+                    "mode_name": MODES[row["mode"]],
+                    "configuration": f"{row['size']}, {row['context_length']:,}",
                 }
-    return expected
+    return result
 
 
 def busy() -> dict[tuple, Row]:
@@ -175,20 +294,36 @@ def busy() -> dict[tuple, Row]:
     return result
 
 
+def tools() -> dict[tuple, Row]:
+    return {
+        of(row): {"tool": row["tool"], "same_as_nsys": row["nsys_ns"] == row["operations_ns"]}
+        for row in TABLES["nsys.results"].to_dict("records")
+    }
+
+
 EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
     "profile_times": (("mode", "phase"), times),
+    "profile_kernels": (("mode", "name"), kernels),
     "region_kernels": (("mode", "region", "name"), regions),
     "profile_categories": (("mode", "phase", "kernel_category"), categories),
+    "model_parts": (("mode", "region"), model_parts),
     "profiled_attention": ((), attention),
+    "attention_at_peak_rates": (("device",), at_peak_rates),
+    "profile_answers": ((), answers),
     "profiler_agreement": (("study", "compile", "repeat", "mode", "phase"), agreement),
     "launch_timeline_busy": (("mode",), busy),
+    "profile_runs": ((), tools),
 }
+NAMES = {"kernel", "full_kernel", "both_kernel", "column"}  # words; tested on their own
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_view_equals_recomputation_from_files(name: str):
     names, expect = EXPECTED[name]
-    assert_same(keyed(VIEWS[name], (*CONFIG, *names)), expect())
+    expected = expect()
+    view = VIEWS[name]
+    assert_same(keyed(view, (*CONFIG, *names)), expected)
+    assert all(row.keys() == {*view} - {*CONFIG, *names} - NAMES for row in expected.values())
 
 
 def test_shares_of_a_profile_sum_to_one():
@@ -205,6 +340,19 @@ def test_readable_kernel_names_are_distinct_and_keep_the_tile():
     for name, text in tiled.items():
         tile = name.partition("_tilesize")[2].partition("_")[0]
         assert tile in text and "tilesize" not in text
+
+
+def test_figures_draw_rows_of_the_views():
+    draw = all_figures()
+    step = VIEWS["profile_categories"].query(
+        "mode == 'step' and precision == 'fp32' and context_length == 512"
+    )
+    drawn = draw["kernel_categories_by_size"]("A title", step)
+    assert all(f"{size}: AdamW" in drawn for size in ("small", "2.7B"))
+    window = VIEWS["launch_timeline"].query(
+        "size == 'small' and precision == 'bf16' and context_length == 128"
+    )
+    assert "as a CUDA graph" in draw["launches_timeline"]("A title", window)
 
 
 def test_agreement_with_nsys_is_unknown_without_its_reports():
