@@ -613,7 +613,7 @@ def test_step_breakdown_matches_counting_microseconds(tmp_path, seed):
 
 
 def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> list[tuple]:
-    """Return each gap's begin and end, whether it's first, and the next operation's start and launch return, in µs."""
+    """Return each gap's begin, end, whether it's first, and the next operation's start and launch end, in µs."""
     idle = set(range(begin, end)) - busy_ticks(rows, begin, end)
     gaps = []
     for start in sorted(tick for tick in idle if tick - 1 not in idle):
