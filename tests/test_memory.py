@@ -35,7 +35,7 @@ from test_accounting import SHAPES
 
 pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
-# Fields that only the checkpointing notebook uses.
+# For each notebook, the fields that only the other notebook uses.
 OTHER_FIELDS = {
     "memory": {"blocks_per_checkpoint", "nested_blocks", "timed_steps"},
     "checkpointing": {"save_snapshot"},
