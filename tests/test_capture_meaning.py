@@ -41,7 +41,7 @@ TWO_GPUS = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
 
 
 def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] = ()) -> list[dict]:
-    """Return steps of 1 ms, each with 20 kernels in its first 610 µs; steps listed in ``empty`` have no kernels."""
+    """Return steps of 1 ms, each with 20 kernels in its first 610 µs; steps in ``empty`` have no kernels."""
     events = []
     for number in range(count):
         events.append(annotation(name.format(number), 1000 * number, 999))

@@ -1,4 +1,4 @@
-"""The ladder's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the ladder's views against an independent recomputation from the files in runs/h200."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ BF16_MOMENTS = (
 
 
 def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return the tables of a folder's ladders, without what a run marks as inconsistent."""
+    """Return the tables of a folder's ladders, excluding rows marked as inconsistent."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
     marked = steps[steps.inconsistent.fillna("") != ""]
@@ -58,7 +58,7 @@ SUSTAINED = RAW["results"].sustained_tflops.median()
 
 
 def dense_flops(case: tuple) -> float:
-    """Return a forward pass's FLOPs without those of T x T."""
+    """Return a forward pass's FLOPs, excluding the T x T matmuls."""
     size, context, vocabulary, batch = case
     d, f, layers, _ = DIMENSIONS[size]
     return 2 * batch * context * (layers * (4 * d * d + 3 * d * f) + d * vocabulary)
@@ -102,13 +102,13 @@ def clear(ratio: float) -> float:
 
 
 def step_of(case: tuple, optimization: str) -> Row:
-    """Return a timed step, empty if there is none."""
+    """Return a timed step, or an empty one if it wasn't timed."""
     step = STEPS.get((*case, optimization), {})
     return step if step.get("wall_ms", 0) > 0 else {}
 
 
 def previous_of(case: tuple, optimization: str) -> Row:
-    """Return the timed step that an optimization adds to, empty if there is none."""
+    """Return the timed step that an optimization builds on, or an empty one if there is none."""
     if optimization in ("fp8", "chunked_loss"):
         return step_of(case, "bf16_moments")
     if optimization not in LADDER or not step_of(case, optimization):
@@ -118,7 +118,7 @@ def previous_of(case: tuple, optimization: str) -> Row:
 
 
 def speedup_of(case: tuple, optimization: str) -> float:
-    """Return the speedup over the step before, as tables print it."""
+    """Return the speedup over the previous step, as printed in tables."""
     step, before = step_of(case, optimization), previous_of(case, optimization)
     if not step or not before:
         return NAN
@@ -194,7 +194,7 @@ def expected_ablations() -> Iterator[tuple[tuple, Row]]:
 
 
 def kernel_ms() -> dict[tuple, dict[str, float]]:
-    """Return by step the GPU time of each kernel category."""
+    """Return each kernel category's GPU time in ms, by step."""
     times: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in RAW["kernels"].to_dict("records"):
         times[*(row[name] for name in CASE), row["optimization"]][row["kernel_category"]] += row["gpu_ms"]
@@ -303,12 +303,12 @@ EXPECTED: dict[str, Callable[[], Iterator[tuple[tuple, Row]]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_ladder_view_matches_recomputation_from_files(name: str):
     view = VIEWS[name]
     assert_same(keyed(view, view.attrs["key"]), dict(EXPECTED[name]()))
 
 
-def test_views_of_a_cpu_run_lack_only_gpu_measurements():
+def test_cpu_run_views_omit_only_gpu_measurements():
     raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
     views = Views(raw)
     rows = {name: len(views[name]) for name in EXPECTED}
