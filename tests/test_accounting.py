@@ -165,7 +165,7 @@ def test_fully_optimized_bytes_sum_all_components(moment):
 
 
 def test_fully_optimized_peak_includes_all_gradients():
-    """With a short context, the blocks' saved tensors take less memory than the gradients at the end of backward."""
+    """With a short context, the blocks' saved tensors take less memory than the final gradients."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
     bf16, fp32 = 2, 4  # weights, gradients and both moments; masters
     assert fit.fully_optimized_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)

@@ -103,7 +103,7 @@ def never_run(step, annotation, synchronize):
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Return a function that profiles with a fake nsys exporting a real capture; ``replaced`` sets module names."""
+    """Return a function that profiles with a fake nsys; ``replaced`` sets names of the profiling module."""
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"

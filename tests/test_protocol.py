@@ -29,7 +29,7 @@ class Toy:
     """Wrapper around the library's step for a tiny model.
 
     ``log`` lists each step's case, its kind (plain, timed or profiled), and whether AdamW's moments exist.
-    ``before``     is called before each step.
+    ``before`` is called before each step.
     """
 
     def __init__(self):

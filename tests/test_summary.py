@@ -178,7 +178,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes and loads; thread 2 ends the first gap, thread 1 the second, an unknown one the third."""
+    """Thread 1 synchronizes and loads; threads 2, 1 and an unknown one end the first, second and third gap."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -252,7 +252,7 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return an outer range that contains a range with a kernel for each name, and NCCL's range with its kernel."""
+    """Return an outer range around one range and kernel per name, and NCCL's range with its kernel."""
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number

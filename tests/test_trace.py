@@ -554,7 +554,7 @@ def test_enclosing_ignores_intervals_of_different_threads():
 
 
 def test_cpu_operators_count_only_self_time(tmp_path):
-    """An operator's own time moves behind that of the operators that it calls, so the total time stays the same."""
+    """An operator's own time is placed after its callees' time, so the total time stays the same."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),
