@@ -130,8 +130,9 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
 
 
 def test_first_step_matches_an_eager_bf16_step(make, device):
-    """On a GPU, kernels round in another order, and AdamW's first step moves a weight by the rate, in the
-    direction of its gradient: some weights move the other way."""
+    """On a GPU, kernels round in a different order, and AdamW's first step moves a weight by the rate in the
+    direction opposite to its gradient, so some weights move the opposite way.
+    """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
     tokens, targets = tokens_of(0).to(device)
@@ -200,7 +201,7 @@ def test_make_step_leaves_weights_and_optimizer_state_unchanged(script, make):
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_gradients_are_clipped_if_configured(make, clip):
+def test_gradients_are_clipped_when_configured(make, clip):
     model, _, step, _ = make(clip=clip)
     step()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
@@ -225,7 +226,7 @@ def test_resumed_training_is_bit_identical(script, make):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_invalid_state_dict_is_rejected_and_changes_nothing(script, make):
+def test_resume_rejects_invalid_state_without_changes(script, make):
     *_, step, optimizer = make()
     step()
     saved = copy.deepcopy(optimizer.state_dict())
@@ -242,7 +243,7 @@ def test_invalid_state_dict_is_rejected_and_changes_nothing(script, make):
         assert not any(tensor.any() for each in optimizer.state.values() for tensor in each.values())
 
 
-def test_step_copies_its_batch_and_rejects_other_shapes(make, device):
+def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
     *_, step, _ = make()
     first, second = tokens_of(0).to(device), tokens_of(1).to(device)
     losses = [step().item(), step(*second).item(), step().item()]

@@ -1,4 +1,4 @@
-"""The benchmark's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the benchmark's views against an independent recomputation from the files in runs/h200."""
 
 import datetime
 import statistics
@@ -60,7 +60,7 @@ def timed_rows() -> Rows:
 
 
 def samples_by_process() -> dict[tuple, list[Row]]:
-    """Return a process's steps, in order, by configuration, mode and phase."""
+    """Return a process's ordered steps, grouped by configuration, mode and phase."""
     result = defaultdict(list)
     for row in sorted(dicts("benchmark.samples"), key=lambda row: row["step"]):
         result[*(row[name] for name in CONFIG), row["mode"], row["phase"]].append(row)
@@ -255,5 +255,5 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_benchmark_view_matches_recomputation_from_files(name: str):
     assert_same(keyed(VIEWS[name], all_views()[name].key), EXPECTED[name]())
