@@ -1,4 +1,4 @@
-"""The nsys study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the nsys study's views against an independent recomputation from the files in runs/h200."""
 
 import math
 import statistics
@@ -96,7 +96,7 @@ def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
 
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
-    """Return the time of each group of a profile's operations, and its share of the profile."""
+    """Return each group's time and its share of the profile."""
     result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
@@ -105,7 +105,7 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
 
 
 def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
-    """Rank groups by time among those whose first ``depth`` fields are equal; skipped groups have rank 0."""
+    """Rank groups by time among groups with equal first ``depth`` fields; skipped groups get rank 0."""
     together = defaultdict(dict)
     for key, row in result.items():
         if key not in skipped:
@@ -186,12 +186,12 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_nsys_view_matches_recomputation_from_files(name: str):
     names, expect = EXPECTED[name]
     assert_same(keyed(VIEWS[name], (*CONFIG, *names)), expect())
 
 
-def test_shares_of_a_profile_sum_to_one():
+def test_profile_shares_sum_to_one():
     for name in ("profile_kernels", "region_kernels", "model_parts"):
         assert VIEWS[name].groupby([*CONFIG, "mode"])["share"].sum().to_numpy() == pytest.approx(1)
 
