@@ -1,4 +1,4 @@
-"""Test reports of untrusted records: texts are never rendered as markup, and invalid tables don't stop a report."""
+"""Test reports of untrusted records: texts are never rendered as markup, and no table stops a report."""
 
 import hashlib
 import json
