@@ -284,7 +284,7 @@ LADDER = LADDER_OPTIMIZATIONS[1:]  # excluding fp32, which has no transform
 
 
 def other_model(batch_size):
-    """Return a subject whose model isn't a Transformer."""
+    """Return a subject with a model that isn't a Transformer."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
     def batch():

@@ -392,7 +392,7 @@ HUGE = {"d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "mode": "forwa
 
 def test_oom_error_names_the_stage():
     with pytest.raises(torch.OutOfMemoryError, match="while building the model: .*can't allocate memory"):
-        build_step(step_config(**HUGE, context_length=12_000_000))  # whose mask alone is 144 TB
+        build_step(step_config(**HUGE, context_length=12_000_000))  # the mask alone takes 144 TB
     step = build_step(step_config(**HUGE, context_length=1, batch_size=2**20, vocab_size=2**24))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
         time_steps(step, 1, 0, step.device)

@@ -510,7 +510,7 @@ def test_ceilings_use_their_precision_and_restore_the_previous_one(monkeypatch):
     }
 
 
-def test_sheet_tflops_are_equal_for_half_precisions_and_unknown_for_cpu(monkeypatch):
+def test_sheet_tflops_match_for_half_precisions_and_are_unknown_for_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"fp32": 67.0, "bf16": 989.0}}.__getitem__)
     names = ("fp32", "bf16", "fp16", "tf32")

@@ -57,7 +57,7 @@ def test_phases_match_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Say where a case ran out: in backward if forward fits, whose peak grows with the square of the length."""
+    """Return the phase in which a case ran out of memory: backward if forward, with a quadratic peak, fits."""
     if row["status"] != "oom":
         return ""
     *case, length, _ = key

@@ -83,7 +83,7 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column whose value an expression is, through ``.min()`` and the like; empty for arithmetic."""
+    """Return the column that an expression prints, also through ``.min()`` and the like ("" for arithmetic)."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""
