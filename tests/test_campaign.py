@@ -132,7 +132,7 @@ class Template:
         ]
 
     def texts(self, names: dict[str, Any]) -> dict[int, str]:
-        """Return the text of each line that prints something, by number; of a line that fails, its error."""
+        """Return each printing line's text, or its error if it fails, by line number."""
         known = dict(names)
         for name, source in self._sets.items():
             with suppress(Exception):  # then each line that uses the name fails
@@ -147,9 +147,9 @@ class Template:
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Return a view in which each measured column has the values of another, of the same unit where it can be.
+    """Return a view in which each measured column has the values of a different column, if possible in the same unit.
 
-    Rows get different factors, because a column may equal its neighbor or have none.
+    Rows get different factors, because a column may match its neighbor or have no neighbor.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3

@@ -552,7 +552,7 @@ def busy_ticks(rows: list[dict], begin: int, end: int) -> set[int]:
 
 
 def expected_windows(gpu: Device, rows: list[dict]) -> list[tuple[int, int]]:
-    """Return when each step begins and ends on the GPU, in µs."""
+    """Return each step's begin and end on the GPU, in µs."""
     host = gpu.capture.ranges.set_index("step")[["start_ns", "end_ns"]] // 1000
     on_stream = [row for row in rows if row["step"] >= 0 and row["stream"] == gpu.stream]
     first = {row["step"]: row["begin"] for row in reversed(on_stream)}

@@ -255,7 +255,7 @@ def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
 
 
 class Images(torch.nn.Module):
-    """The smallest model that the step accepts, with batch statistics and dropout."""
+    """Smallest model that the step accepts, with batch statistics and dropout."""
 
     def __init__(self):
         super().__init__()

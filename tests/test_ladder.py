@@ -406,7 +406,7 @@ def wrong_field(subject):
 
 
 @pytest.mark.parametrize("change", [lambda subject: None, wrong_attribute, wrong_field])
-def test_transform_without_effect_is_rejected(config, notebook, change):
+def test_ineffective_transform_is_rejected(config, notebook, change):
     ladder = ladder_of(
         config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused_adamw
     )

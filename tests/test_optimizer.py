@@ -404,7 +404,7 @@ def test_externally_written_weights_survive_a_step(write, kind):
     assert (weight == SEVEN).all()
 
 
-def test_model_keeps_no_reference_to_its_optimizer():
+def test_model_does_not_reference_its_optimizer():
     model = small()
     alive = weakref.ref(MasterAdamW(model))
     gc.collect()
@@ -633,7 +633,7 @@ def test_step_rejects_changed_parameters_and_states(change, message):
 
 @MOMENTS
 def test_master_adamw_script_trains_and_resumes_bit_identically(moments, monkeypatch, capsys):
-    """On a GPU, it loads the state dict into a captured graph."""
+    """On a GPU, the script loads the state dict into a captured graph."""
     monkeypatch.syspath_prepend(DOCS)
     spec = importlib.util.spec_from_file_location("master_adamw", DOCS / "master_adamw.py")
     script = importlib.util.module_from_spec(spec)

@@ -95,7 +95,7 @@ def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed
 
 
 def test_table_describes_inconsistencies_in_all_rows_of_a_case():
-    """Each phase takes 10 ms, except in forward alone in bf16, and in one step of forward in fp32."""
+    """Each phase takes 10 ms, except for bf16 forward alone and one fp32 forward step."""
     cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in ("step", "forward")]
     rows, samples = [], {}
     for case in cases:

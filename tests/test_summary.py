@@ -509,7 +509,7 @@ def test_example_capture_names_its_gpu_but_omits_machine_details():
 
 
 def test_notebook_shows_the_requested_gpu_and_times_per_step(tmp_path):
-    """GPU 1 is busier."""
+    """GPU 1 is busier than the requested GPU."""
     events = launch(GEMM, 40, 50, 500, gpu=1)
     for number, dur in enumerate((30, 50)):
         at = 1000 * number

@@ -71,7 +71,7 @@ def square_flops(case: tuple) -> float:
 
 
 def causal_flops(case: tuple) -> float:
-    """Return a step's FLOPs of T x T on and below the diagonal: T (T + 1) / 2 of its T² numbers."""
+    """Return a step's FLOPs for T x T matrices on and below the diagonal: T (T + 1) / 2 of the T² elements."""
     context = case[1]
     return 3 * square_flops(case) * (context * (context + 1) / 2) / context**2
 
