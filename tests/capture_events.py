@@ -1,4 +1,4 @@
-"""Build captures event by event, and read lines and advice from their summaries.
+"""Builds captures from single events, and reads lines and advice from their summaries.
 
 Times are in µs. Correlation ids and external ids are numbered automatically.
 """
@@ -35,7 +35,7 @@ def profiler_step(number: int, ts: float, dur: float) -> dict:
 
 
 def operator(name: str, dtype: str, *shapes: list, ts: float = 0, tid: int = 1) -> dict:
-    """Return an operator's event, to be passed to ``launch``; all its arguments have the same dtype."""
+    """Return an operator's event for ``launch``; all the operator's arguments have the same dtype."""
     inputs = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)}
     return event("cpu_op", name, ts, 4, tid, **{"External id": next(ids)}, **inputs)
 
@@ -52,7 +52,7 @@ def launch(
     stream: int = 7,
     **args: object,
 ) -> list[dict]:
-    """Return a call of 2 µs on the host and the GPU operation that it launches."""
+    """Return a 2 µs host call and the GPU operation that it launches."""
     correlation = next(ids)
     external = {"External id": operator["args"]["External id"]} if operator else {}
     return [
@@ -64,13 +64,13 @@ def launch(
 def kernels(
     first_call: float, number: int, name: str = GEMM, apart: float = 30, gpu: int = 0, stream: int = 7
 ) -> list[dict]:
-    """Return kernels of 20 µs, each launched 10 µs before it starts."""
+    """Return 20 µs kernels, each launched 10 µs before it starts."""
     calls = [first_call + apart * index for index in range(number)]
     return [part for call in calls for part in launch(name, call, call + 10, 20, gpu=gpu, stream=stream)]
 
 
 def unlaunched(name: str, start: float, dur: float, correlation: int = 1 << 20) -> dict:
-    """Return a kernel without its launch."""
+    """Return a kernel without a captured launch."""
     return event("kernel", name, start, dur, 7, correlation=correlation, device=0, stream=7)
 
 
@@ -90,12 +90,12 @@ def advice_for(gpu: Device) -> list[Advice]:
 
 
 def longest_gap(gpu: Device) -> list:
-    """Return the cause, the call and the place of the longest part of an idle gap."""
+    """Return the cause, call and place of the longest part of any idle gap."""
     return explain_gaps(gpu).nlargest(1, "ms").iloc[0][["cause", "call", "where"]].tolist()
 
 
 def summary_line(path: Path, label: str, **options: object) -> Line:
-    """Return the first line with a label; an empty one if there is none."""
+    """Return the first line with a label, or an empty line if there is none."""
     lines = profile(path, **options)  # type: ignore[arg-type]
     return next((line for line in lines if line.label == label), Line(label, ""))
 

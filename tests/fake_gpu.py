@@ -1,4 +1,4 @@
-"""A fake GPU with a queue, on which times are known exactly."""
+"""Defines a fake GPU with a work queue and exactly known times."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,17 +9,17 @@ from stepscope.measure import timing
 
 
 class FakeGpu:
-    """A GPU and the host's clock, both in ms.
+    """A simulated GPU and host clock, both in ms.
 
     A launch takes the host 1 ms. The host's clock reaches the end of the work only by synchronizing.
 
     Args:
-        modules: further modules whose ``default_timer`` is the host's clock.
+        modules: extra modules whose ``default_timer`` is replaced by the host's clock.
     """
 
     def __init__(self, monkeypatch, *modules):
         self.host_ms, self.done_ms, self.synchronized = 0.0, 0.0, 0
-        self.log = []  # the names of ranges when they open and close, and the work left then
+        self.log = []  # each range's name when it opens or closes, and the remaining work in ms at that time
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(torch.cuda, "Event", self.event)
         for module in (timing, *modules):

@@ -1,4 +1,4 @@
-"""The memory formulas, compared with live storages on a CPU, an H200's allocator and its rounding rules; and what fits."""
+"""Test memory formulas against live CPU storages, H200 runs and the allocator's rounding, and test what fits."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -72,12 +72,12 @@ def on_gpu(**fields):
 
 @cache
 def cells():
-    """Return the names of the checkpointing notebook's cells above the ones that measure."""
+    """Return the names defined by the checkpointing notebook's cells above the measuring cells."""
     return run_cells("checkpointing", "results, tables = ", device="cpu")
 
 
 def peak_of_step(config, mode, monkeypatch, blocks=0):
-    """Return the highest number of requested bytes of a step after the first."""
+    """Return the peak requested bytes of a step after the first."""
     names = cells()
     names["autocast"] = CudaAutocast() if config.precision == "bf16" else nullcontext()
     names["modes"] = [mode]
@@ -107,7 +107,7 @@ for blocks, (mode, fields) in product((1, 2, 3), WITH_CHECKPOINTS):
 
 
 @pytest.mark.parametrize("fields, mode, blocks", CASES)
-def test_peak_equals_that_of_live_storages(fields, mode, blocks, monkeypatch):
+def test_predicted_peak_matches_live_storages(fields, mode, blocks, monkeypatch):
     config = config_of(fields)
     assert peak_of_step(config, mode, monkeypatch, blocks) == accounting.peak(config, mode, blocks).requested
 
@@ -116,7 +116,7 @@ def test_peak_equals_that_of_live_storages(fields, mode, blocks, monkeypatch):
 
 
 def measured(source):
-    """Yield the peaks of an earlier reference's runs, each with its configuration."""
+    """Yield each peak of an earlier reference's runs with its configuration."""
     rows = pd.read_csv(H200)
     fields = ("size", "context_length", "precision", "attention", "optimizer")
     for row in rows[rows["source"] == source].itertuples():
@@ -124,17 +124,17 @@ def measured(source):
 
 
 @pytest.mark.parametrize("source, min_runs", [("history", 26), ("checkpoints", 34)])
-def test_requested_bytes_equal_an_h200s(source, min_runs):
+def test_requested_bytes_match_h200_runs(source, min_runs):
     errors = []
     for row, config in measured(source):
         peak = accounting.peak(config, row.mode, row.blocks_per_checkpoint)
         errors.append(peak.requested - row.requested_bytes)
-    # the workspace of a fused kernel is known to within 512 bytes
+    # a fused kernel's workspace is known to within 512 bytes
     assert len(errors) >= min_runs and max(map(abs, errors)) <= 512 and errors.count(0) >= len(errors) - 1
 
 
-def test_allocated_bytes_are_close_to_an_h200s():
-    """Rounding depends on earlier frees, so it is only predicted for fresh memory."""
+def test_allocated_bytes_are_close_to_h200_runs():
+    """Rounding depends on earlier frees, so it's predicted only for fresh memory."""
     errors = []
     for row, config in measured("benchmark"):
         error = abs(accounting.peak(config, row.mode).allocated / MIB / row.allocated_mib - 1)
@@ -143,15 +143,15 @@ def test_allocated_bytes_are_close_to_an_h200s():
     assert len(errors) >= 60 and sum(error >= 0.01 for error in errors) <= 3
 
 
-def test_fully_optimized_steps_are_close_to_an_h200s():
-    """With fp32 moments. The graph's memory pool is a larger part of the small model's memory."""
+def test_fully_optimized_bytes_are_close_to_h200_runs():
+    """Moments are fp32. The graph's pool takes up a larger share of the small model's memory."""
     for row, config in measured("ladder"):
         error = abs(fit.fully_optimized_bytes(config, moment=4) / MIB / row.allocated_mib - 1)
         assert error < (0.05 if row.size == "small" else 0.015), row
 
 
 @pytest.mark.parametrize("moment", [2, 4])
-def test_fully_optimized_step_adds_up(moment):
+def test_fully_optimized_bytes_sum_all_components(moment):
     config = on_gpu(
         d_model=4, d_ff=6, num_layers=3, num_heads=2, context_length=8, vocab_size=10, batch_size=2
     )
@@ -164,8 +164,8 @@ def test_fully_optimized_step_adds_up(moment):
     assert fit.fully_optimized_bytes(config, moment) == expected
 
 
-def test_fully_optimized_peak_has_room_for_all_gradients():
-    """With a short context, blocks save less than the gradients take at the end of backward."""
+def test_fully_optimized_peak_includes_all_gradients():
+    """With a short context, the blocks' saved tensors take less memory than the final gradients."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
     bf16, fp32 = 2, 4  # weights, gradients and both moments; masters
     assert fit.fully_optimized_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
@@ -175,7 +175,7 @@ def test_fully_optimized_peak_has_room_for_all_gradients():
 
 
 def allocate(size, number):
-    """Return the bytes that c10's caching allocator counts for equal tensors, by its rules."""
+    """Return the bytes that c10's caching allocator counts for tensors of equal size, by its rules."""
     free, counted = [], 0
     small = size <= 2**20
     for _ in range(number):
@@ -221,13 +221,13 @@ def allocate(size, number):
         102_400_000,
     ],
 )
-def test_rounding_follows_the_allocators_rules(size):
+def test_rounding_matches_the_allocators_rules(size):
     for number in (1, 2, 3, 7, 20):
         assert accounting.rounding(size, number) == allocate(size, number) - number * size
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rounding_of_a_model_is_that_of_its_parameters(shape):
+def test_parameter_rounding_matches_the_models_parameters(shape):
     config = config_of(shape)
     counts = Counter(parameter.numel() for parameter in TransformerLM(config).parameters())
     assert accounting.parameter_rounding(config) == sum(
@@ -235,7 +235,7 @@ def test_rounding_of_a_model_is_that_of_its_parameters(shape):
     )
 
 
-def test_step_counts_of_fused_adamw_take_512_bytes_each():
+def test_fused_adamw_step_counts_take_512_bytes_each():
     took = [
         sum(accounting.at_rest(on_gpu(**SHAPES[0], optimizer=name), "step").values())
         for name in ("fused", "foreach")
@@ -269,13 +269,13 @@ def test_largest_values_fit_and_one_more_does_not():
 
 
 @pytest.mark.parametrize("context_length", [16, 1024])
-def test_fit_rows_have_the_peaks_of_their_steps(context_length):
+def test_fit_rows_report_their_steps_peaks(context_length):
     config = on_gpu(size="large", context_length=context_length, batch_size=3, vocab_size=700)
     fast = config.model_copy(update={"precision": "bf16", "attention": "sdpa", "optimizer": "fused"})
     expected = [accounting.peak(config).allocated]
     expected += [accounting.peak(fast, "step", blocks).allocated for blocks in (0, 1)]
     expected.append(fit.fully_optimized_bytes(config, 2))
-    for asked in (config, fast):  # the rows don't depend on the step that a user asks about
+    for asked in (config, fast):  # the rows don't depend on the requested step
         assert [row.peak_gib * GIB for row in fit.fit(asked, 80)] == expected
     assert len({*expected}) >= 3
 
@@ -289,7 +289,7 @@ def test_fit_is_tight_above_90_percent(share, fits):
     assert fit.fit(config, peak_gib / share)[0].fits == fits
 
 
-def test_grid_has_the_handouts_cases_with_their_peaks():
+def test_grid_contains_the_handouts_cases_with_their_peaks():
     config = on_gpu(size="small", context_length=512)
     cells = fit.grid(config, fit.CONTEXTS, 80)
     assert len({cell[:3] for cell in cells}) == len(cells) == 5 * 4 * 3
@@ -304,7 +304,7 @@ def test_grid_has_the_handouts_cases_with_their_peaks():
     assert peaks_2026["xl"] == peaks["2.7B"] and peaks_2026["10B"] > 200
 
 
-def test_largest_size_fits_and_the_next_does_not():
+def test_largest_sizes_fit_and_the_next_larger_do_not():
     config = on_gpu(size="small", context_length=512)
     xl_gib = accounting.peak(on_gpu(size="xl", context_length=512)).allocated / GIB
     sizes = fit.largest_sizes(config, [512, 1024], xl_gib)
@@ -314,16 +314,16 @@ def test_largest_size_fits_and_the_next_does_not():
     assert fit.largest_sizes(config, [512], 80, 2026)[BASELINE] == ["xl"]
 
 
-def test_nothing_fits_into_too_little_memory():
+def test_nothing_fits_when_memory_is_too_small():
     row = fit.fit(on_gpu(size="small", context_length=512), 0.5)[0]
     assert (row.fits, row.largest_context, row.largest_batch) == ("no", 0, 0)
 
 
-def test_tf32_needs_the_memory_of_fp32():
+def test_tf32_peak_matches_fp32():
     fp32, tf32 = (config_of(SHAPES[0]).model_copy(update={"precision": name}) for name in ("fp32", "tf32"))
     assert accounting.peak(tf32) == accounting.peak(fp32)
 
 
-def test_compiled_step_has_no_formula():
+def test_peak_rejects_compiled_steps():
     with pytest.raises(StepscopeError, match="compile"):
         accounting.peak(config_of(SHAPES[0], compile="blocks"))

@@ -1,4 +1,4 @@
-"""The attention study on a CPU: configuration, checks, times, profiles, memory, tables and notebook."""
+"""Test the attention study on a CPU: configuration, checks, times, profiles, memory, tables and notebook."""
 
 import warnings
 from math import nan
@@ -39,19 +39,19 @@ def small(**fields):
 
 
 def run_notebook(notebook="attention", until="errors = results.checks", replaced=None, **fields):
-    """Run the notebook up to the first cell that shows measurements; return its names."""
+    """Run the notebook up to the first cell that shows measurements; return the names that it defines."""
     return run_cells(notebook, until=until, replaced=replaced, **SMALL | fields)
 
 
 @pytest.fixture(scope="module")
 def calls():
-    """Return the names of the cells above the one that measures."""
+    """Return the names defined by the cells above the measuring cell."""
     return run_notebook(until="cases = [")
 
 
 @pytest.fixture(scope="module")
 def complete_run():
-    """Return the names of one complete run, and the number of compiled graphs at each reading of the clock."""
+    """Return a complete run's names, and the number of compiled graphs at each clock reading."""
     compiled = []
 
     def timer():
@@ -65,7 +65,7 @@ def complete_run():
 
 @pytest.fixture(scope="module")
 def measured(complete_run):
-    """Return configuration and tables of that run."""
+    """Return the complete run's configuration and tables."""
     return complete_run[0]["config"], complete_run[0]["results"].tables
 
 
@@ -77,7 +77,7 @@ def protocol_of(names, cases):
 # -- the configuration -----------------------------------------------------------------------------------------
 
 
-def test_context_lengths_are_sorted_and_the_longest_is_the_context_length():
+def test_config_sorts_context_lengths_and_uses_the_longest():
     config = small(context_lengths=[64, 16, 64])
     assert (config.context_lengths, config.context_length) == ([16, 64], 64)
     assert config.run_id == small(context_lengths=[16, 64]).run_id
@@ -93,7 +93,7 @@ def test_context_lengths_are_sorted_and_the_longest_is_the_context_length():
         ("max_seconds_per_case", float("inf")),
     ],
 )
-def test_invalid_field_is_named_in_the_error(field, value):
+def test_config_error_names_the_invalid_field(field, value):
     with pytest.raises(ConfigError, match=field):
         small(**{field: value})
 
@@ -102,7 +102,7 @@ def test_invalid_field_is_named_in_the_error(field, value):
 
 
 @pytest.mark.parametrize("name", ("naive", "flash", "math"))
-def test_recorded_errors_are_the_distances_to_float64(name, complete_run):
+def test_recorded_errors_match_the_distance_to_float64(name, complete_run):
     names, _ = complete_run
     checks = names["results"].checks.set_index(["implementation", "context_length"]).loc[name]
     assert (checks.pop("allowed_error") == 2e-5).all()
@@ -118,14 +118,14 @@ def test_recorded_errors_are_the_distances_to_float64(name, complete_run):
         assert min(errors) > 0 and max(errors) < 1e-6
 
 
-def test_naive_attention_equals_the_models(calls):
+def test_naive_attention_matches_the_model(calls):
     inputs, parts = Inputs(small(), 16), Attention(8, 1, "naive")
     q, k, v = inputs.q, inputs.k, inputs.v
     expected = parts.value(parts.softmax(parts.mask(parts.scores(q, k), inputs.future)), v)
     assert torch.equal(calls["naive"](q, k, v, inputs.future), expected)
 
 
-def test_float64_attention_equals_autograd_of_the_definition():
+def test_float64_attention_matches_autograd():
     inputs = Inputs(small(), 8)
     q, k, v = leaves = [x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
     future = torch.full((8, 8), -torch.inf).triu(1)
@@ -137,16 +137,16 @@ def test_float64_attention_equals_autograd_of_the_definition():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_float64_attention_of_a_long_sequence_is_the_same_in_chunks(monkeypatch):
+def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
     inputs = Inputs(small(), 32)
     at_once = attention_in_float64(inputs)
-    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries; two remain
+    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries; the last has two
     for expected, chunked in zip(at_once, attention_in_float64(inputs), strict=True):
         torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=0)
 
 
 def run_with_scores(change, **fields):
-    """Run the notebook with naive attention, whose scores are changed, and flash; return its tables."""
+    """Run the notebook with flash attention and with naive attention with changed scores; return its tables."""
 
     def naive(q, k, v, mask):
         scores = change(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)
@@ -157,7 +157,7 @@ def run_with_scores(change, **fields):
 
 
 @pytest.mark.parametrize("factor", [1.001, float("nan")])
-def test_wrong_implementation_fails_and_is_not_timed(factor):
+def test_incorrect_implementation_fails_without_being_timed(factor):
     tables = run_with_scores(lambda scores: factor * scores)
     cells = tables["cases"].set_index(["implementation", "phase"])
     assert (cells.loc["naive", "status"] == "failed").all() and cells.loc["naive", "wall_ms"].isna().all()
@@ -170,7 +170,7 @@ def test_wrong_implementation_fails_and_is_not_timed(factor):
 # -- what a run leaves -----------------------------------------------------------------------------------------
 
 
-def test_unsupported_implementation_has_torchs_reason(measured):
+def test_unsupported_implementation_reports_torchs_reason(measured):
     cases = measured[1]["cases"]
     unsupported = cases[cases["status"] == "unsupported"]
     reasons = unsupported.groupby("implementation")["reason"].first()
@@ -181,7 +181,7 @@ def test_unsupported_implementation_has_torchs_reason(measured):
     assert {*others["status"]} == {"ok"} and {*others["reason"]} == {""}
 
 
-def test_row_follows_from_passes_kernels_and_bytes(calls):
+def test_case_row_matches_passes_kernels_and_bytes(calls):
     cases = [("naive", 8), ("flash", 16)]
     measurement = protocol_of(calls, cases)
     measurement.measure_all()
@@ -204,12 +204,12 @@ def test_row_follows_from_passes_kernels_and_bytes(calls):
             "peak_mib": sizes[phase] / MIB,
             "sm_clock_mhz": 1700,
         }
-        del expected["wall_mean_ms"]  # which attention's table doesn't have
+        del expected["wall_mean_ms"]  # which attention's table omits
         assert {name: row[name] for name in expected} == pytest.approx(expected)
         assert row["kernel"] == max(lasting, key=lasting.get)
 
 
-def test_finding_lists_times_at_the_longest_context_from_the_fastest(complete_run):
+def test_finding_lists_times_at_the_longest_context_fastest_first(complete_run):
     names = complete_run[0]
     cases = names["results"].cases.query("status == 'ok' and context_length == 16")
     times = cases.groupby("implementation")["wall_ms"].sum().sort_values()
@@ -222,12 +222,12 @@ def test_finding_lists_times_at_the_longest_context_from_the_fastest(complete_ru
     assert number(saved_mib[16], "MiB") in naive_answer and number(predicted_mib, "MiB") in naive_answer
 
 
-def test_nothing_compiles_while_passes_are_timed(complete_run):
+def test_timed_passes_do_not_compile(complete_run):
     assert len(set(complete_run[1])) == 1
 
 
-def test_compiled_loops_on_a_cpu_count_as_operations(calls):
-    """Without them, compiled attention would seem several times faster than it is."""
+def test_compiled_cpu_loops_count_as_operations(calls):
+    """Without these loops, compiled attention would appear several times faster than it is."""
     measurement = protocol_of(calls, [("compiled", 16)])
     measurement.measure_all()
     forward = measurement.operations[("compiled", 16), "forward"]
@@ -235,7 +235,7 @@ def test_compiled_loops_on_a_cpu_count_as_operations(calls):
 
 
 @pytest.mark.parametrize("is_fixed", [True, False])
-def test_inconsistent_case_is_measured_again_at_most_twice(calls, monkeypatch, is_fixed):
+def test_inconsistent_case_is_remeasured_at_most_twice(calls, monkeypatch, is_fixed):
     measurement = protocol_of(calls, [("naive", 8), ("flash", 8)])
     measurement.measure_all()
     measurement.config = measurement.config.model_copy(update={"device": "cuda"})
@@ -253,7 +253,7 @@ def test_inconsistent_case_is_measured_again_at_most_twice(calls, monkeypatch, i
     assert measurement.results().cases["inconsistent"].tolist().count("impossible") == (not is_fixed)
 
 
-def test_failed_profiler_leaves_wall_times_and_a_reason(monkeypatch):
+def test_failing_profiler_keeps_wall_times_and_records_a_reason(monkeypatch):
     class Broken:
         def __init__(self, activities):
             raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
@@ -265,7 +265,7 @@ def test_failed_profiler_leaves_wall_times_and_a_reason(monkeypatch):
     attention.SCHEMAS["cases"].validate(cells)
 
 
-def test_notebook_runs_to_its_end_when_nothing_can_be_timed():
+def test_notebook_completes_when_no_case_can_be_timed():
     nothing = run_cells("attention", **SMALL | {"context_lengths": [8], "implementations": ["flex"]})
     cases = nothing["results"].cases
     assert cases["wall_ms"].isna().all() and nothing["picture"] is None and not nothing["times_in_words"]
@@ -273,7 +273,7 @@ def test_notebook_runs_to_its_end_when_nothing_can_be_timed():
     attention.SCHEMAS["checks"].validate(nothing["results"].checks)
 
 
-def test_unsupported_reason_comes_from_torchs_warnings():
+def test_unsupported_reason_uses_torch_warnings():
     warned = [
         warnings.WarningMessage(f"{text} (Triggered internally at /build/x.cpp:1.)", UserWarning, "x", 1)
         for text in (
@@ -299,7 +299,7 @@ ERROR = (
 )
 
 
-def test_requested_and_allocated_memory_are_read_from_torchs_error():
+def test_requested_and_allocated_memory_are_parsed_from_torchs_error():
     assert measure.asked_and_allocated(ERROR) == {
         "reason": "asked for 128 GiB with 0.5 GiB allocated",
         "requested_gib": 128.0,
@@ -309,7 +309,7 @@ def test_requested_and_allocated_memory_are_read_from_torchs_error():
     assert "reason" not in other and other["requested_gib"] != other["requested_gib"]
 
 
-def test_case_out_of_memory_has_a_row_and_others_continue():
+def test_oom_case_keeps_its_row_and_remaining_cases_continue():
     def full(scores):
         raise torch.OutOfMemoryError(ERROR)
 
@@ -344,7 +344,7 @@ def test_cuda_error_ends_the_run():
         run_with_scores(fail)
 
 
-def test_interrupted_measurement_keeps_its_checks(calls):
+def test_interrupted_measurement_keeps_completed_checks(calls):
     def interrupted(call, inputs, expected):
         if inputs.context_length == 16:
             raise KeyboardInterrupt
@@ -363,7 +363,7 @@ def test_interrupted_measurement_keeps_its_checks(calls):
 # -- changes that the notebook suggests --------------------------------------------------------------------------------
 
 
-def test_gradient_of_the_maximum_saves_another_matrix(tmp_path, calls):
+def test_backward_through_the_maximum_saves_an_extra_matrix(tmp_path, calls):
     notebook = edited("attention", tmp_path, "scores.detach()", "scores")
     fields = {"context_lengths": [64], "implementations": ["naive"]}
     after = run_cells(notebook, **SMALL | fields)["results"]
@@ -377,7 +377,7 @@ def test_gradient_of_the_maximum_saves_another_matrix(tmp_path, calls):
 
 
 def readable_ticks(axis, limits):
-    """Return the visible labels of an axis."""
+    """Return an axis's visible tick labels."""
     texts = axis.get_major_formatter().format_ticks(axis.get_majorticklocs())
     return [text for place, text in zip(axis.get_majorticklocs(), texts) if limits[0] <= place <= limits[1]]
 
@@ -396,7 +396,7 @@ def test_figure_has_readable_axis_labels(times_ms):
     assert labels[-1] == "128"
 
 
-def test_figure_marks_cases_out_of_memory_and_compares_at_a_common_length():
+def test_figure_marks_oom_cases_and_compares_at_a_common_length():
     rows = [
         ("naive", 64, "ok", 8.0, 2.0),
         ("flash", 64, "ok", 2.0, 1.0),
@@ -427,7 +427,7 @@ PEAKS = {
 
 
 @pytest.mark.parametrize("cell", PEAKS)
-def test_formula_predicts_the_peak_on_a_gpu(cell):
+def test_formula_predicts_gpu_peak_memory(cell):
     name, precision, d, context_length = cell
     parts = memory.peak_parts(name, 8, d, context_length, precision)
     assert sum(parts.values()) == pytest.approx(PEAKS[cell], rel=1e-4)
@@ -447,7 +447,7 @@ def test_forward_saves_one_number_per_query_or_two_matrices(name, squares, calls
 
 
 @pytest.mark.parametrize("name, masks", [("flash", 0), ("naive", 256**2), ("compiled", 256**2)])
-def test_held_bytes_are_inputs_output_gradient_and_mask(name, masks):
+def test_held_bytes_include_inputs_output_gradient_and_mask(name, masks):
     assert Inputs(small(), 256).held_bytes(name) == 4 * (2 * 256 * small().d_model * 4) + masks
 
 
@@ -455,7 +455,7 @@ def test_held_bytes_are_inputs_output_gradient_and_mask(name, masks):
 
 
 def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
-    """Return forward and backward of one case, with wall times of 1 and 2 ms."""
+    """Return a case's forward and backward rows, with wall times of 1 and 2 ms."""
     columns = {"phase": PASSES, "wall_ms": [1.0, 2.0], "gpu_ms": gpu_ms, "inconsistent": inconsistent}
     columns |= {"implementation": name, "context_length": 16, "d_model": 8, "precision": "fp32"}
     columns |= {"batch_size": 2, "device_gib": device_gib, "status": "ok", "reason": ""}
@@ -463,7 +463,7 @@ def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():
-    """GPU time may exceed wall time by 2%, and on a CPU, where it comes from other passes, by any factor."""
+    """GPU time may exceed wall time by 2%, and by any factor on a CPU, where it comes from different passes."""
     cases = [
         case_rows("naive"),
         case_rows("compiled", gpu_ms=(1.0, 2.02)),

@@ -1,4 +1,4 @@
-"""The writeup's numbers come from the records: other records change the text, another order does not."""
+"""Test that the writeup's numbers come from the records: different records change the text, reordering doesn't."""
 
 import hashlib
 import importlib
@@ -34,8 +34,8 @@ FOLDER = writeup.templates_folder()
 # -- one version ----------------------------------------------------------------------------------------------
 
 
-def test_unfinished_campaign_is_measured_by_one_version_of_the_code():
-    """Until it is complete and replaces runs/h200, no commit may change what measures."""
+def test_unfinished_campaign_uses_a_single_code_version():
+    """Until the campaign is complete and replaces runs/h200, no commit may change measuring code."""
     folder = PROJECT / "runs" / "campaign"
     if not folder.is_dir():
         pytest.skip("no campaign is under way")
@@ -53,14 +53,14 @@ def test_unfinished_campaign_is_measured_by_one_version_of_the_code():
 
 
 def shuffled(table: pd.DataFrame) -> pd.DataFrame:
-    """Reorder the runs, and rows that belong to no run."""
+    """Reorder the runs, and the rows that don't belong to any run."""
     if "run_id" not in table:
         return table.sample(frac=1, random_state=1)
     digests = {run: hashlib.md5(run.encode()).hexdigest() for run in table["run_id"].unique()}
     return table.sort_values("run_id", key=lambda runs: runs.map(digests), kind="stable")
 
 
-def test_writeup_does_not_depend_on_the_order_of_runs(campaign):
+def test_writeup_is_independent_of_run_order(campaign):
     views = Views({name: shuffled(table) for name, table in campaign.tables.items()})
     texts, figures = writeup.render_views(FOLDER, views)
     written = campaign.report.texts
@@ -74,7 +74,7 @@ def test_writeup_does_not_depend_on_the_order_of_runs(campaign):
 # -- other times ----------------------------------------------------------------------------------------------
 
 
-def test_false_sentences_are_named_with_line_and_numbers(campaign, monkeypatch):
+def test_false_sentences_are_listed_with_line_and_numbers(campaign, monkeypatch):
     monkeypatch.setattr(writeup, "all_figures", lambda: defaultdict(lambda: lambda *_: ""))
     tables = {}
     for name, table in campaign.tables.items():
@@ -96,16 +96,16 @@ def test_false_sentences_are_named_with_line_and_numbers(campaign, monkeypatch):
 
 
 PRINTED = re.compile(r"\{\{(.*?)\}\}")
-SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")  # prints no value of a column
+SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")  # doesn't print a column's value
 
 
 class Template:
-    """A template's set lines, and its lines that print columns of views."""
+    """A template's set lines, and its lines that print view columns."""
 
     def __init__(self, path: Path, document: Document, views: Iterable[str]) -> None:
         environment = document._environment
         self.name = path.relative_to(FOLDER).as_posix()
-        self.views = {name: {name} for name in views}  # by each name of the template
+        self.views = {name: {name} for name in views}  # by each name in the template
         self.expressions: dict[int, str] = {}  # that each line prints
         self._sets, self._lines = {}, {}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -118,12 +118,12 @@ class Template:
                 self._lines[number] = environment.from_string(line)
 
     def used(self, code: str) -> set[str]:
-        """Return the views that code names, directly or through set lines."""
+        """Return the views that an expression names, directly or through set lines."""
         names = re.findall(r"(?<![.\w])[a-z]\w*\b(?!=)", re.sub('"[^"]*"', "", code))
         return {view for name in names for view in self.views.get(name, ())}
 
     def lines_printing(self, view: str, columns: Iterable[str]) -> list[int]:
-        """Return the numbers of the lines that print one of these columns of a view."""
+        """Return the line numbers that print any of these columns of a view."""
         word = re.compile(rf"(\.|\")({'|'.join(columns)})\b")
         return [
             number
@@ -132,7 +132,7 @@ class Template:
         ]
 
     def texts(self, names: dict[str, Any]) -> dict[int, str]:
-        """Return the text of each line that prints something, by number; of a line that fails, its error."""
+        """Return each printing line's text, or its error if it fails, by line number."""
         known = dict(names)
         for name, source in self._sets.items():
             with suppress(Exception):  # then each line that uses the name fails
@@ -147,9 +147,9 @@ class Template:
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Return a view in which each measured column has the values of another, of the same unit where it can be.
+    """Return a view in which each measured column has the values of a different column, if possible in the same unit.
 
-    Rows get different factors, because a column may equal its neighbor or have none.
+    Rows get different factors, because a column may match its neighbor or have no neighbor.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -160,7 +160,7 @@ def rotated(view: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured(view: pd.DataFrame) -> list[str]:
-    """Return the numeric columns beside the key, those of one unit next to each other."""
+    """Return the numeric columns excluding the key, grouped by unit."""
     numbers = view.select_dtypes("number").columns.difference(view.attrs["key"])
     return sorted(numbers, key=lambda name: (unit_of(name), name))
 
@@ -198,7 +198,7 @@ def test_sentences_change_when_their_columns_are_swapped(campaign, templates):
 
 
 def test_views_and_facts_have_unique_names():
-    """A template finds all of them by their names alone."""
+    """A template looks up views and facts by name alone."""
     names = [*facts.FACTS, *Document(FOLDER, {}, {})._environment.globals, "code"]
     for module in MODULES:
         inside = importlib.import_module(f"stepscope.views.{module}")

@@ -1,4 +1,4 @@
-"""Load captures of any program: steps, phases, work, step times and errors."""
+"""Test loading any program's capture: steps, phases, work, step times and errors."""
 
 import gzip
 import json
@@ -52,7 +52,10 @@ def profile_text(path: Path, **options: object) -> str:
 
 
 def training_step(number: int, at: float) -> list[dict]:
-    """Forward on the main thread, backward on autograd's, and the optimizer; half of the communication is hidden."""
+    """Return a step's events: forward and optimizer on the main thread, backward on the autograd thread.
+
+    Half of the communication is hidden.
+    """
     matmul = operator("aten::mm", "c10::BFloat16", [64, 32], [32, 16], ts=at + 1)
     return [
         profiler_step(number, at, 80),
@@ -68,13 +71,13 @@ def training_step(number: int, at: float) -> list[dict]:
 
 @pytest.fixture(params=["trace.json", "trace.json.gz"])
 def training(request, tmp_path):
-    """Two steps, and before them a kernel whose launch is not in the capture."""
+    """Write a trace of two steps, preceded by a kernel without a captured launch."""
     events = [unlaunched(ADD, 0, 5), *training_step(3, 100), *training_step(4, 200)]
     ranks = {"rank": 1, "world_size": 4}
     return write_trace(tmp_path / request.param, events, **H100, distributedInfo=ranks)
 
 
-def test_trace_operations_have_steps_phases_and_work(training):
+def test_load_capture_assigns_steps_phases_and_work_to_trace_operations(training):
     capture = load_capture(training)
     rows = capture.operations
     assert capture.steps == ["ProfilerStep#3", "ProfilerStep#4"]
@@ -89,7 +92,7 @@ def test_trace_operations_have_steps_phases_and_work(training):
     assert (rows["launch_start_ns"] < rows["start_ns"]).all()
 
 
-def test_trace_summary_has_step_times_and_advice(training, tmp_path):
+def test_profile_reports_step_times_and_advice_for_a_trace(training, tmp_path):
     lines = profile(training, csv=tmp_path / "operations.csv")
     table = pd.read_csv(tmp_path / "operations.csv")
     assert len(table) == 8 and {"name", "phase", "step", "start_ns", "bytes", "flops"} <= set(table)
@@ -97,7 +100,7 @@ def test_trace_summary_has_step_times_and_advice(training, tmp_path):
     values = {line.label: line.values for line in lines}
     assert text["capture"].startswith("rank 1 of 4, H100 80GB; 2 steps (ProfilerStep#3 to ProfilerStep#4)")
     assert "left out: 1 launched before (0.00500 ms)" in text["capture"]
-    # The GPU is idle when a step begins on the host, so the first lasts 100 µs, until the second begins there.
+    # The GPU is idle when a step begins on the host, so the first step lasts 100 µs.
     step = values["step on GPU"]
     assert step["steps_ms"] == [0.1, 0.08] and step["wall_ms"] == pytest.approx(0.09)
     parts = ("compute", "exposed_copies", "exposed_communication", "idle")
@@ -126,7 +129,7 @@ FLOPS = 2 * 64 * 32 * 16
         ("aten::mm", [[64, 32]], (-1, "", -1)),
     ],
 )
-def test_work_follows_from_operand_shapes(tmp_path, name, shapes, work):
+def test_flops_and_bytes_are_computed_from_operand_shapes(tmp_path, name, shapes, work):
     call = operator(name, "c10::Half", *shapes)
     kernel = launch(name if "triton" in name else GEMM, 1, 5, 10, operator=call)
     rows = load_capture(write_trace(tmp_path / "a.json", [call, *kernel])).operations
@@ -141,10 +144,10 @@ def test_work_follows_from_operand_shapes(tmp_path, name, shapes, work):
         ([(0.5, 1), (24.5, 7)], OUTSIDE),
     ],
 )
-def test_only_operators_that_create_nodes_are_forward_between_backward_operations(
+def test_operations_between_backward_are_forward_only_when_launched_by_node_creators(
     tmp_path, operators, between
 ):
-    """Pipelines and split backward passes run forward there; accumulating gradients does not."""
+    """Pipelines and split backward passes run forward operations there; accumulating gradients doesn't."""
     nodes = [event("cpu_op", NODE, ts, 10, 2, **{"Sequence number": 1 + (ts > 10)}) for ts in (10, 30)]
     creators = [event("cpu_op", "aten::mm", ts, 2, **{"Sequence number": number}) for ts, number in operators]
     calls = ((1, 1), (12, 2), (22, 1), (25, 1), (27, 1), (32, 2), (50, 1))
@@ -153,7 +156,7 @@ def test_only_operators_that_create_nodes_are_forward_between_backward_operation
     assert rows["phase"].tolist() == ["forward", "backward", *[between] * 3, "backward", OUTSIDE]
 
 
-def test_range_of_an_operation_is_the_outermost_one_open_at_its_launch(tmp_path):
+def test_operation_gets_the_outermost_range_open_at_its_launch(tmp_path):
     ranges = [
         annotation("outer", 10, 100),
         annotation("first", 20, 10),
@@ -179,12 +182,12 @@ def test_range_of_an_operation_is_the_outermost_one_open_at_its_launch(tmp_path)
         (None, ["f(x)", "flash_attn::_flash_attn_forward", "forward and backward", "step", ""]),
     ],
 )
-def test_phase_names_are_recognized_in_any_spelling(phase, names):
+def test_phase_of_recognizes_spelling_variants(phase, names):
     assert {name: phase_of(name) for name in names} == dict.fromkeys(names, phase)
 
 
 def annotated_steps(forward: str = "Forward") -> list[dict]:
-    """Three steps with ranges of the user's own names."""
+    """Return three steps' events in ranges with user-chosen names."""
     events = []
     for number in range(3):
         at = 100 * number
@@ -199,7 +202,7 @@ def annotated_steps(forward: str = "Forward") -> list[dict]:
     return events
 
 
-def test_steps_are_repeating_ranges_unless_named(tmp_path):
+def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_path):
     path = write_trace(tmp_path / "a.json", annotated_steps())
     assert load_capture(path).steps == ["measurement step 1", "measurement step 2"]
     assert load_capture(path, step="warm-up step").steps == ["Warm-up Step 0"]
@@ -213,15 +216,15 @@ def test_steps_are_repeating_ranges_unless_named(tmp_path):
 
 
 @pytest.mark.parametrize(("threads", "steps"), [((1, 2), []), ((1,), ["train step"] * 3)])
-def test_range_on_several_threads_is_no_step(tmp_path, threads, steps):
-    """Threads of a loader or of autograd, all in ranges of this name, enclose all launches."""
+def test_range_on_several_threads_does_not_count_as_a_step(tmp_path, threads, steps):
+    """The loader's or autograd's threads, each in ranges of this name, enclose all launches."""
     starts = [(100 * number + 50 * (tid - 1), tid) for number in range(3) for tid in threads]
     ranges = [annotation("train step", start, 40, tid) for start, tid in starts]
     work = [part for call in range(10, 300, 50) for part in launch(ADD, call, 1000 + call, 5)]
     assert load_capture(write_trace(tmp_path / "a.json", [*ranges, *work])).steps == steps
 
 
-def test_repeating_range_around_little_work_is_no_step(tmp_path):
+def test_repeating_range_around_little_work_does_not_count_as_a_step(tmp_path):
     names = {"Forward", "Warm-up Step 0", "measurement step 1", "measurement step 2"}
     events = [each for each in annotated_steps() if each["name"] not in names]
     assert not load_capture(write_trace(tmp_path / "a.json", [*events, *launch(GEMM, 300, 310, 5)])).steps
@@ -238,7 +241,7 @@ def test_ranges_without_a_phase_are_listed_and_can_be_assigned(tmp_path):
     assert set(load_capture(path, phases={"Forward": "loss"}).operations["phase"]) == {"loss", OUTSIDE}
 
 
-def test_generated_kernel_is_compared_with_the_rate_of_the_others(tmp_path):
+def test_generated_kernel_is_compared_with_the_other_kernels_rate(tmp_path):
     fast, slow = (operator(f"triton_poi_{number}", "float", [250_000]) for number in range(2))
     events = [
         fast,
@@ -260,15 +263,15 @@ def test_generated_kernel_is_compared_with_the_rate_of_the_others(tmp_path):
         ("NVIDIA H100 80GB HBM3", "cutlass_s1688gemm", "float", "tf32 27.5 TFLOP/s (5.6% of 494)"),
     ],
 )
-def test_matmul_rate_is_compared_with_the_peak_for_its_dtype(tmp_path, gpu, kernel, dtype, text):
-    """A V100 has no bf16, and an H100's data sheet gives fp16 the peak of bf16."""
+def test_matmul_rate_is_compared_with_the_dtypes_peak(tmp_path, gpu, kernel, dtype, text):
+    """A V100 doesn't support bf16, and an H100's data sheet lists the same peak for fp16 and bf16."""
     matmul = operator("aten::mm", dtype, [4096, 4096], [4096, 4096])
     events = [matmul, *launch(kernel, 1, 10, 5000, operator=matmul)]
     path = write_trace(tmp_path / "a.json", events, deviceProperties=[{"id": 0, "name": gpu}])
     assert line_text(path, "matmul") == text
 
 
-def test_hidden_communication_is_not_exposed_and_optimizer_kernels_need_no_fusion(tmp_path):
+def test_advice_ignores_hidden_communication_and_optimizer_fusion(tmp_path):
     events = [
         annotation("optimizer", 0, 50),
         *launch(ADD, 10, 100, 100),
@@ -277,11 +280,11 @@ def test_hidden_communication_is_not_exposed_and_optimizer_kernels_need_no_fusio
     ]
     saved_ms = [advice.ms for advice in advice_for(first_gpu(tmp_path, events))]
     assert "75% hidden" in line_text(tmp_path / "a.json", "communication")
-    # Communication overlaps the second kernel's last 0.015 of 0.05 ms; removing the kernel would not save these.
+    # Communication overlaps the last 0.015 ms of the second kernel's 0.05 ms; removing it wouldn't save those.
     assert saved_ms == pytest.approx([0.035, 0.005])
 
 
-def test_phase_options_are_parsed():
+def test_phases_of_parses_phase_options():
     assert phases_of(["forward=Vorwärts", "loss=eval=1"]) == {"Vorwärts": "forward", "eval=1": "loss"}
     assert phases_of([]) is None
     for option in ("forward", "forward=", "=eval"):
@@ -289,7 +292,7 @@ def test_phase_options_are_parsed():
             phases_of([option])
 
 
-def test_operation_without_a_launch_is_kept_within_the_capture(tmp_path):
+def test_operation_without_a_launch_is_kept(tmp_path):
     kernel = event("kernel", GEMM, 30, 10, 7, correlation=1 << 20, device="0x2", stream="0x0")
     path = write_trace(tmp_path / "a.json", [*launch(ADD, 0, 10, 10), kernel])
     rows = load_capture(path).operations
@@ -300,7 +303,7 @@ def test_operation_without_a_launch_is_kept_within_the_capture(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".sqlite", ".sqlite.gz"])
-def test_nsys_capture_has_phases_and_steps(tmp_path, suffix):
+def test_load_capture_finds_phases_and_steps_in_an_nsys_export(tmp_path, suffix):
     data = SAMPLE.read_bytes()
     path = tmp_path / f"sample{suffix}"
     path.write_bytes(gzip.compress(data) if suffix.endswith(".gz") else data)
@@ -317,7 +320,7 @@ def test_nsys_capture_has_phases_and_steps(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
-def test_real_captures_lose_no_time_and_have_known_categories(path):
+def test_real_captures_keep_all_time_and_use_known_categories(path):
     capture = load_capture(path)
     total_ns = capture.operations["duration_ns"].sum() + capture.excluded["duration_ns"].sum()
     if ".json" in path.name:
@@ -356,7 +359,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_invalid_capture_gives_one_line_error(tmp_path, monkeypatch, name):
+def test_invalid_capture_raises_a_one_line_error(tmp_path, monkeypatch, name):
     monkeypatch.setattr(files, "find_nsys", lambda: None)
     data, pattern = INVALID[name]
     path = tmp_path / name
@@ -369,7 +372,7 @@ def test_invalid_capture_gives_one_line_error(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["absent.json", ""])
-def test_missing_file_or_folder_is_a_trace_error(tmp_path, name):
+def test_missing_file_or_folder_raises_trace_error(tmp_path, name):
     with pytest.raises(TraceError, match="cannot be read"):
         load_capture(tmp_path / name)
 
@@ -390,7 +393,7 @@ def test_missing_file_or_folder_is_a_trace_error(tmp_path, name):
         {"args": {"stream": {"a": 1}}},
     ],
 )
-def test_event_with_invalid_times_or_ids_is_named_in_the_error(tmp_path, change):
+def test_error_names_the_event_with_invalid_times_or_ids(tmp_path, change):
     broken = event("kernel", "my\nkernel", 0, 5, correlation=1) | change
     path = write_trace(tmp_path / "a.json", [*KERNEL_EVENTS, broken])
     with pytest.raises(TraceError, match=r"a.json: the event 'my\\nkernel' has ts ") as error:
@@ -398,7 +401,7 @@ def test_event_with_invalid_times_or_ids_is_named_in_the_error(tmp_path, change)
     assert "\n" not in str(error.value)
 
 
-def test_malformed_events_are_skipped_and_hostile_names_are_printed_on_one_line(tmp_path):
+def test_malformed_events_are_skipped_and_hostile_names_are_escaped(tmp_path):
     name = "\x1b[31mevil\nname\u202e" + "x" * 5000
     events = [
         *[1, "a", None, [], {}, {"ph": "X"}, {"ph": "M", "cat": "kernel"}],
@@ -411,7 +414,7 @@ def test_malformed_events_are_skipped_and_hostile_names_are_printed_on_one_line(
     text = profile_text(path)
     assert "\x1b" not in text and "\u202e" not in text and max(map(len, text.splitlines())) < 400
     assert len(load_capture(path).operations) == 3
-    path.write_text("\ufeff" + json.dumps(events))  # Chrome's other form, with a byte-order mark
+    path.write_text("\ufeff" + json.dumps(events))  # Chrome's array format, with a byte-order mark
     assert len(load_capture(path).operations) == 3
 
 
@@ -420,7 +423,7 @@ def execute(path: Path, statement: str, *rows: tuple) -> None:
         connection.executemany(statement, rows or [()])
 
 
-def test_nsys_errors_are_quoted_when_its_capture_is_empty(tmp_path):
+def test_error_quotes_nsys_diagnostics_when_the_capture_is_empty(tmp_path):
     path = tmp_path / "a.sqlite"
     write_export(path)
     execute(path, "CREATE TABLE DIAGNOSTIC_EVENT (timestamp INTEGER, severity INTEGER, text TEXT)")
@@ -447,19 +450,19 @@ def test_nsys_report_is_exported_when_nsys_is_installed(tmp_path, monkeypatch):
         load_capture(report)
 
 
-def test_capture_launched_entirely_before_its_first_step_is_an_error(tmp_path):
+def test_capture_with_all_launches_before_the_first_step_is_rejected(tmp_path):
     path = write_trace(tmp_path / "a.json", [*launch(ADD, 0, 10, 10), profiler_step(1, 50, 10)])
     with pytest.raises(TraceError, match="all 1 operations were launched before its first step"):
         profile(path)
 
 
-def test_bound_is_unknown_with_too_few_operations(tmp_path):
+def test_bound_is_unknown_when_there_are_too_few_operations(tmp_path):
     path = write_trace(tmp_path / "a.json", launch(ADD, 0, 5, 10))
     assert "unknown: too few operations" in line_text(path, "bound")
 
 
 @pytest.mark.parametrize(("known_us", "has_rate"), [(40, False), (60, True)])
-def test_matmul_rate_needs_shapes_for_half_of_the_time(tmp_path, known_us, has_rate):
+def test_matmul_rate_requires_shapes_for_half_of_the_matmul_time(tmp_path, known_us, has_rate):
     matmul = operator("aten::mm", "float", [64, 64], [64, 64])
     known = launch(GEMM, 1, 10, known_us, operator=matmul)
     path = write_trace(tmp_path / "a.json", [matmul, *known, *launch(GEMM, 3, 100, 100 - known_us)])
@@ -494,9 +497,9 @@ GPU_STREAMS = [(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)]
 
 
 def training_on_two_gpus(seed: int) -> list[dict]:
-    """Return four or five steps of unequal length, with work before, between and after them, on two streams of two GPUs.
+    """Return events of four or five steps of different lengths, and of work outside them, on two GPUs.
 
-    All times are whole µs, and no two operations of a GPU start together.
+    Each GPU has two streams. All times are whole µs, and each GPU's operations start at distinct times.
     """
     random, events, call = Random(seed), [], 0
     busy_until, starts = Counter(), set()
@@ -528,7 +531,7 @@ def training_on_two_gpus(seed: int) -> list[dict]:
 
 
 def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[dict]]]:
-    """Return each GPU with all of its operations in order of start, also those before the steps."""
+    """Return each GPU with all its operations, including those before the steps, sorted by start time."""
     capture = load_capture(write_trace(path, events, **H100))
     early, later = capture.excluded.assign(is_early=True), capture.operations.assign(is_early=False)
     operations = pd.concat([early, later]).sort_values("start_ns")
@@ -543,13 +546,13 @@ def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[di
 
 
 def busy_ticks(rows: list[dict], begin: int, end: int) -> set[int]:
-    """Return the microseconds of a window in which one of these operations runs."""
+    """Return the window's microseconds during which any of these operations runs."""
     spans = [range(max(row["begin"], begin), min(row["end"], end)) for row in rows]
     return {tick for span in spans for tick in span}
 
 
 def expected_windows(gpu: Device, rows: list[dict]) -> list[tuple[int, int]]:
-    """Return when each step begins and ends on the GPU, in µs."""
+    """Return each step's begin and end on the GPU, in µs."""
     host = gpu.capture.ranges.set_index("step")[["start_ns", "end_ns"]] // 1000
     on_stream = [row for row in rows if row["step"] >= 0 and row["stream"] == gpu.stream]
     first = {row["step"]: row["begin"] for row in reversed(on_stream)}
@@ -583,7 +586,7 @@ def part_of(row: dict) -> str:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_step_breakdown_equals_counting_microseconds(tmp_path, seed):
+def test_step_breakdown_matches_counting_microseconds(tmp_path, seed):
     for gpu, rows in gpus_with_rows(tmp_path / "a.json", training_on_two_gpus(seed)):
         kernel_ns: Counter = Counter()
         for row in rows:
@@ -610,7 +613,7 @@ def test_step_breakdown_equals_counting_microseconds(tmp_path, seed):
 
 
 def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> list[tuple]:
-    """Return begin, end, whether it is the first, the next start and that launch's return of each gap, in µs."""
+    """Return each gap's begin, end, whether it's first, and the next operation's start and launch end, in µs."""
     idle = set(range(begin, end)) - busy_ticks(rows, begin, end)
     gaps = []
     for start in sorted(tick for tick in idle if tick - 1 not in idle):
@@ -624,7 +627,7 @@ def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> lis
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_gaps_and_kernel_times_equal_counting_microseconds(tmp_path, seed):
+def test_gaps_and_kernel_times_match_counting_microseconds(tmp_path, seed):
     for gpu, rows in gpus_with_rows(tmp_path / "a.json", training_on_two_gpus(seed)):
         windows = [tuple(window) for window in (gpu.windows[gpu.median_indices] // 1000).tolist()]
         starts = [*gpu.classified_ops["start_ns"] // 1000, -1]

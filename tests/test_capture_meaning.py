@@ -1,4 +1,4 @@
-"""Interpret captures: their steps, why the GPU is idle, what communication waits for, and what to do."""
+"""Test how captures are interpreted: steps, causes of idle time, waiting communication, and advice."""
 
 import gzip
 import math
@@ -41,7 +41,7 @@ TWO_GPUS = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
 
 
 def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] = ()) -> list[dict]:
-    """Return steps of 1 ms, each with 20 kernels in its first 610 µs, except for the empty ones."""
+    """Return steps of 1 ms, each with 20 kernels in its first 610 µs; steps in ``empty`` have no kernels."""
     events = []
     for number in range(count):
         events.append(annotation(name.format(number), 1000 * number, 999))
@@ -51,7 +51,7 @@ def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] 
 
 
 def layered(inner: str, outer: str = "") -> list[dict]:
-    """Return four iterations of a forward with six layers, and a loss after it."""
+    """Return four iterations, each a six-layer forward pass followed by a loss."""
     events = []
     for at in range(0, 4880, 1220):
         if outer:
@@ -64,7 +64,7 @@ def layered(inner: str, outer: str = "") -> list[dict]:
 
 
 def warmed_up(measured: int = 10) -> list[dict]:
-    """Return three warm-up steps of 900 µs, then measured forward passes of 310 µs."""
+    """Return three 900 µs warm-up steps, followed by measured 310 µs forward passes."""
     events = []
     for number in range(3):
         at = 1000 * number
@@ -76,7 +76,7 @@ def warmed_up(measured: int = 10) -> list[dict]:
 
 
 def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
-    """Return four steps of 60 ms: the host launches nothing for 50 ms, then 100 kernels of 95 µs."""
+    """Return four 60 ms steps: the host launches nothing for 50 ms, then 100 kernels of 95 µs each."""
     events = []
     for number in range(4):
         at = shift + 60_000 * number
@@ -89,14 +89,14 @@ def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
 
 
 def waiting_for_an_event() -> list[dict]:
-    """Return a kernel that is launched 6 µs after the GPU became idle, but starts 100 ms later."""
+    """Return a kernel that is launched 6 µs after the GPU becomes idle but starts 100 ms later."""
     first = [*launch(GEMM, 0, 10, 10), *launch("waits_for_an_event", 24, 100_000, 10)]
     later = [part for i in range(20) for part in launch(ADD, 30 + i, 100_010 + 10 * i, 10)]
     return [*first, *later]
 
 
 def one_known_launch() -> list[dict]:
-    """Return 101 kernels with gaps; the capture has the launch of only the first."""
+    """Return 101 kernels separated by gaps; the capture contains only the first one's launch."""
     return [*launch(GEMM, 0, 7, 50), *(unlaunched(ADD, 200 * number, 50) for number in range(1, 101))]
 
 
@@ -119,7 +119,7 @@ def graph_without_kernels() -> list[dict]:
 
 
 def late_rank() -> list[dict]:
-    """Return a collective that waits 17 s for another GPU at the start, and four that don't."""
+    """Return a first collective that waits 17 s for a different GPU, followed by four that don't wait."""
     events = launch(ALL_REDUCE, 0, 10, 17_000_000)
     for number in range(4):
         at = 17_000_100 + 10_100 * number
@@ -128,7 +128,7 @@ def late_rank() -> list[dict]:
 
 
 def decode_steps() -> list[dict]:
-    """Return 32 steps that replay a graph; the profiler recorded the operations of only two of them."""
+    """Return 32 steps that replay a graph; the profiler recorded only two steps' operations."""
     events = []
     for number in range(32):
         at, correlation = 55_000 * number, next(ids)
@@ -178,7 +178,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_capture_has_expected_steps_times_bound_and_advice(tmp_path, name):
+def test_profile_reports_expected_steps_times_bound_and_advice(tmp_path, name):
     events, count, wall_ms, busy_ms, label, advice = CASES[name]
     lines = profile(write_trace(tmp_path / "a.json", events, **A100))
     capture, step = lines[0].values, lines[1].values
@@ -193,7 +193,7 @@ def test_capture_has_expected_steps_times_bound_and_advice(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[4] != "bound"])
-def test_causes_of_idle_time_sum_to_the_idle_time(tmp_path, name):
+def test_idle_time_causes_sum_to_the_idle_time(tmp_path, name):
     gpu = first_gpu(tmp_path, CASES[name][0], **A100)
     gaps = explain_gaps(gpu)
     assert gpu.ms_per_step(gaps["ms"].sum() * 1e6) == pytest.approx(gpu.median["idle"])
@@ -208,26 +208,26 @@ def test_causes_of_idle_time_sum_to_the_idle_time(tmp_path, name):
 # Steps
 
 
-def test_layer_is_a_step_only_if_requested(tmp_path):
+def test_layer_range_is_a_step_only_when_requested(tmp_path):
     path = write_trace(tmp_path / "a.json", layered("layer {}", "forward"))
     assert len(load_capture(path, step="layer").steps) == 24
     assert load_capture(path, step="forward").steps == ["forward"] * 4
 
 
 @pytest.mark.parametrize(("outer", "has_steps"), [("forward", False), ("", True)])
-def test_range_within_a_phase_is_no_step_despite_its_name(tmp_path, outer, has_steps):
+def test_range_within_a_phase_does_not_count_as_a_step_despite_its_name(tmp_path, outer, has_steps):
     path = write_trace(tmp_path / "a.json", layered("micro batch {}", outer))
     assert bool(load_capture(path).steps) == has_steps
 
 
-def test_warm_up_is_excluded_and_counted(tmp_path):
+def test_warmup_operations_are_excluded_and_counted(tmp_path):
     path = write_trace(tmp_path / "a.json", warmed_up())
     assert "left out: 90 launched in a warm-up (1.80 ms)" in line_text(path, "capture")
     path = write_trace(tmp_path / "b.json", [annotation("warmup", 0, 2000), *steps(5, "iteration {}")])
     assert load_capture(path).steps == [f"iteration {number}" for number in (2, 3, 4)]
 
 
-def test_empty_steps_are_counted_and_do_not_shift_the_names_of_outliers(tmp_path):
+def test_empty_steps_are_counted_without_shifting_outlier_names(tmp_path):
     late_kernels = kernels(4800, 5)  # launched in step 4; they end in step 5
     last_step = [profiler_step(6, 8000, 100), *kernels(8001, 2)]
     events = [*steps(6, empty=(0, 3)), *late_kernels, *last_step]
@@ -241,7 +241,7 @@ def test_empty_steps_are_counted_and_do_not_shift_the_names_of_outliers(tmp_path
     assert outliers == ["ProfilerStep#5", "ProfilerStep#6"]
 
 
-def test_two_steps_have_no_outlier(tmp_path):
+def test_two_steps_yield_no_outliers(tmp_path):
     gpu = first_gpu(tmp_path, [*steps(2), *launch(GEMM, 1990, 2000, 3000)])
     walls = gpu.breakdowns["wall"]
     assert walls.max() > 2 * walls.min() and not gpu.outliers
@@ -256,7 +256,7 @@ def test_steps_without_known_launches_count_as_one(tmp_path):
 
 
 @pytest.mark.parametrize("has_launches", [True, False])
-def test_steps_come_from_gpu_ranges_when_the_host_has_none(tmp_path, has_launches):
+def test_gpu_ranges_define_steps_when_the_host_has_none(tmp_path, has_launches):
     events = []
     for each in steps(name="step {}"):
         if each["cat"] == "user_annotation":
@@ -269,8 +269,8 @@ def test_steps_come_from_gpu_ranges_when_the_host_has_none(tmp_path, has_launche
 
 
 @pytest.mark.parametrize(("size", "has_steps"), [(60, True), (15, False)])
-def test_replays_of_a_large_graph_are_steps_when_there_are_no_ranges(tmp_path, size, has_steps):
-    """A graph of 15 kernels may be a layer."""
+def test_large_graph_replays_are_steps_when_there_are_no_ranges(tmp_path, size, has_steps):
+    """A graph of 15 kernels may be a single layer."""
     events = []
     for at in range(0, 40_000, 10_000):
         correlation = next(ids)
@@ -285,7 +285,7 @@ def test_replays_of_a_large_graph_are_steps_when_there_are_no_ranges(tmp_path, s
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_outermost_ranges_equal_a_plain_loop(seed):
+def test_outermost_matches_a_plain_loop(seed):
     random = Random(seed)
     keys, lengths = [1 << 24, 2 << 24, (2 << 24) + 5], range(30)
     starts = [random.randrange(300) for _ in range(200)]
@@ -318,7 +318,7 @@ def test_time_span_includes_only_complete_steps(tmp_path):
 
 
 @pytest.mark.parametrize(("launches", "cause"), [(0, "unnamed"), (15, "launch")])
-def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path, launches, cause):
+def test_host_launching_for_a_different_gpu_does_not_count_as_silent(tmp_path, launches, cause):
     """Between two operations of GPU 0, the thread launches for GPU 1."""
     own = [*launch(GEMM, 0, 5, 10), *launch(GEMM, 1000, 1005, 10), *launch(ADD, 1010, 1016, 3000)]
     gpu = first_gpu(tmp_path, [*own, *kernels(50, launches, apart=60, gpu=1)])
@@ -326,7 +326,7 @@ def test_host_that_launches_for_another_gpu_is_not_silent(tmp_path, launches, ca
 
 
 def merged_ranks() -> list[dict]:
-    """Return the traces of two ranks in one file, which repeat correlation ids and the names of steps."""
+    """Return two ranks' traces in one file, with repeated correlation ids and step names."""
     first = slow_host("user_annotation", "load")
     second = [each | {"name": "save"} if each["name"] == "load" else each for each in first]
     events = []
@@ -339,7 +339,7 @@ def merged_ranks() -> list[dict]:
     return events
 
 
-def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):
+def test_each_ranks_idle_time_is_explained_by_its_own_host(tmp_path):
     path = write_trace(tmp_path / "a.json", merged_ranks(), **A100)
     gaps = [longest_gap(gpu) for gpu in devices(load_capture(path))]
     assert gaps == [["host", "", "load"], ["host", "", "save"]]
@@ -349,17 +349,17 @@ def test_idle_time_of_a_rank_is_explained_by_its_own_host(tmp_path):
 
 
 def collective(name: str, call: float, dur: float, elements: int, dtype: str) -> list[dict]:
-    """Return a collective of 8 GPUs."""
+    """Return a collective operation across 8 GPUs."""
     message = {"In msg nelems": elements, "Out msg nelems": elements, "dtype": dtype, "Group size": 8}
     return launch(name, call, call + 100, dur, **message)
 
 
-def test_exposed_communication_is_transfer_and_waiting(tmp_path):
+def test_exposed_communication_splits_into_transfer_and_waiting(tmp_path):
     """At an A100's 300 GB/s, an all-reduce of 48 MB among 8 GPUs takes at least 280 µs."""
     events = [
         *kernels(0, 10),
         *collective(ALL_REDUCE, 300, 1000, 24_000_000, "BFloat16"),
-        *kernels(350, 5, apart=300, stream=9),  # three of them run at the same time
+        *kernels(350, 5, apart=300, stream=9),  # three of them run concurrently
     ]
     gpu = first_gpu(tmp_path, events, **A100)
     parts = exposed_communication(gpu)
@@ -383,13 +383,13 @@ def test_exposed_communication_is_transfer_and_waiting(tmp_path):
         ("Broadcast_RING_LL", 1),
     ],
 )
-def test_minimum_transfer_time_follows_from_bytes_and_kind(tmp_path, kind, factor):
+def test_minimum_transfer_time_depends_on_bytes_and_collective_kind(tmp_path, kind, factor):
     events = [*kernels(0, 5), *collective(f"ncclDevKernel_{kind}", 200, 10_000, 1_000_000, "Float")]
     parts = exposed_communication(first_gpu(tmp_path, events, **A100))
     assert parts.min_transfer_ms == pytest.approx(factor * 4e6 / 300e9 * 1e3)
 
 
-def test_communication_of_unknown_size_is_transfer_unless_far_longer_than_usual(tmp_path):
+def test_communication_of_unknown_size_counts_as_transfer_unless_unusually_long(tmp_path):
     events = []
     for number in range(6):
         at, dur = 3000 * number, 2000 if number == 3 else 20
@@ -402,14 +402,14 @@ def test_communication_of_unknown_size_is_transfer_unless_far_longer_than_usual(
 
 
 def test_nccl_payloads_separate_transfer_from_waiting():
-    """Two H200s: rank 1 computes 10 ms longer in each step, so rank 0 waits in its all-reduce of 26,214,400 B."""
+    """On two H200s, rank 1 computes 10 ms longer per step, so rank 0 waits in its all-reduce of 26,214,400 B."""
     capture = load_capture(TWO_GPUS)
     operations = capture.operations
     sized = operations[operations["message_bytes"] >= 0]
     kinds = sized["name"].astype(str).str.extract("_(AllReduce|AllGather|ReduceScatter)_")[0]
     sizes = sized["message_bytes"].groupby(kinds.to_numpy()).agg(["min", "max"]).to_dict("split")
     assert sizes["index"] == ["AllGather", "AllReduce", "ReduceScatter"]
-    # NCCL counts what one of the two ranks sends
+    # NCCL counts the bytes sent by one of the two ranks
     assert sizes["data"] == [[52_428_800] * 2, [26_214_400] * 2, [52_428_800] * 2]
     assert set(sized["group_size"]) == {2}
     early, late = (exposed_communication(gpu) for gpu in devices(capture))
@@ -444,7 +444,7 @@ def test_nccl_payloads_without_a_size_are_unknown(tmp_path, payload):
 # Kernels
 
 
-def test_leading_kernel_of_each_phase_is_listed_with_its_count(tmp_path):
+def test_each_phases_leading_kernel_is_listed_with_its_count(tmp_path):
     events = [
         annotation("forward", 0, 300),
         *kernels(2, 6, "gemm_tn"),
@@ -464,7 +464,7 @@ def test_leading_kernel_of_each_phase_is_listed_with_its_count(tmp_path):
     assert lines[0].text == "forward: 6 x gemm_tn: 0.120 ms (75% of its kernels), leads in backward too"
 
 
-def test_kernel_line_has_median_and_extreme_times(tmp_path):
+def test_kernel_line_shows_median_and_extreme_times(tmp_path):
     durations = [10, 10, 12, 40]
     events = [part for i, dur in enumerate(durations) for part in launch(GEMM, 100 * i, 100 * i + 5, dur)]
     path = write_trace(tmp_path / "a.json", [*events, *launch(ADD, 500, 505, 3)])

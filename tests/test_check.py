@@ -1,4 +1,4 @@
-"""Compare the committed writeup with its records."""
+"""Test that the committed writeup is compared with its records."""
 
 from pathlib import Path
 
@@ -22,12 +22,12 @@ def out(tmp_path):
     return tmp_path
 
 
-def test_written_report_has_no_differences(out):
+def test_written_report_matches_its_records(out):
     assert differences(Report(TEXTS), out) == []
 
 
 @pytest.mark.parametrize("page", ["writeup.md", "evidence/benchmark.md"])
-def test_changed_number_is_named_with_its_line(out, page):
+def test_differences_name_the_line_of_a_changed_number(out, page):
     path = out / page
     path.write_text(path.read_text().replace("58.9", "59.9"))
     line = TEXTS[page][: TEXTS[page].index("58.9")].count("\n") + 1
@@ -35,14 +35,14 @@ def test_changed_number_is_named_with_its_line(out, page):
     assert found.startswith(f"{page}, line {line}: got ") and "59.9" in found and "58.9" in found
 
 
-def test_missing_and_binary_pages_are_named(out):
+def test_differences_name_missing_and_binary_pages(out):
     (out / "writeup.md").unlink()
     (out / "writeup.html").write_bytes(b"\xff")
     found = differences(Report(TEXTS), out)
     assert [line.partition(":")[0] for line in found] == ["writeup.md", "writeup.html"]
 
 
-def test_figures_are_compared_by_their_visible_content(out):
+def test_figures_are_compared_by_visible_content(out):
     picture = out / "figures" / "busy.svg"
     picture.write_text(TEXTS["figures/busy.svg"].replace("4.00", "4.01"))
     assert differences(Report(TEXTS), out) == []
@@ -50,12 +50,12 @@ def test_figures_are_compared_by_their_visible_content(out):
     assert differences(Report(TEXTS), out) == ["figures/busy.svg: shows other data than the records"]
 
 
-def test_unused_figure_is_named(out):
+def test_differences_name_an_unused_figure(out):
     texts = {name: text for name, text in TEXTS.items() if name != "figures/busy.svg"}
     assert differences(Report(texts), out) == ["figures/busy.svg: not used by any page"]
 
 
-def test_unusable_run_is_named(out):
+def test_differences_name_an_unusable_run(out):
     assert differences(Report(TEXTS, ["a/b: no record"]), out) == ["omitted: a/b: no record"]
 
 
@@ -70,9 +70,9 @@ def test_unusable_run_is_named(out):
         ('<a id="m0123456789"/>', '<a id="m9876543210"/>', True),
     ],
 )
-def test_drawings_may_differ_in_a_last_digit(old, new, same):
+def test_alike_ignores_differences_in_the_last_digit(old, new, same):
     assert alike(old, new) is same
 
 
-def test_committed_writeup_equals_the_records(campaign):
+def test_committed_writeup_matches_the_records(campaign):
     assert differences(campaign.report, Path(str(PROJECT))) == []

@@ -1,4 +1,4 @@
-"""The command line: exit status, one-line errors and the names of options."""
+"""Test the command line: exit status, one-line errors and option names."""
 
 import re
 import subprocess
@@ -63,11 +63,11 @@ def run(monkeypatch, capsys):
         (
             ["sweep", "/proc/self/mem"],
             "/proc/self/mem: Input/output error, expected plain YAML",
-        ),  # a file that cannot be read
+        ),  # an unreadable file
         (["check", "--runs", ".", "--out", ""], "got an empty string"),
     ],
 )
-def test_invalid_input_gives_one_line_error_and_status_2(run, monkeypatch, tmp_path, arguments, words):
+def test_invalid_input_exits_with_one_line_error_and_status_2(run, monkeypatch, tmp_path, arguments, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(workers, "ANSWER_S", 1)
     if arguments[0] in ("sweep", "ladder"):
@@ -87,16 +87,14 @@ def test_invalid_input_gives_one_line_error_and_status_2(run, monkeypatch, tmp_p
         (["swep", "cpu"], "'swep'", "'sweep'"),
     ],
 )
-def test_unknown_name_is_an_error_with_the_nearest_known_one(run, arguments, wrong, nearest):
+def test_unknown_name_error_suggests_the_nearest_known_name(run, arguments, wrong, nearest):
     code, out, err = run(*arguments)
     assert code == 2 and wrong in err and nearest in err and not out
 
 
 @pytest.mark.parametrize("folder, words", [("", "got an empty string"), ("a" * 300, "File name too long")])
 @pytest.mark.parametrize("command", [["sweep", "cpu"], ["ladder", "nano"], ["report"], ["list"], ["render"]])
-def test_impossible_folder_is_an_error_before_anything_runs(
-    run, monkeypatch, tmp_path, command, folder, words
-):
+def test_invalid_folder_is_rejected_before_anything_runs(run, monkeypatch, tmp_path, command, folder, words):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "gpus_here", list)
     code, out, err = run(*command, "--runs", folder)
@@ -111,9 +109,9 @@ def test_impossible_folder_is_an_error_before_anything_runs(
         ("| true", 1, ""),
     ],
 )
-def test_unwritable_output_gives_one_line_error(tmp_path, tiny, closed, code, words):
+def test_unwritable_output_prints_a_one_line_error(tmp_path, tiny, closed, code, words):
     put(Store(tmp_path), tiny())
-    # The reader of the pipe exits before anything is written.
+    # The pipe's reader exits before anything is written.
     shell = f"(sleep 0.2; '{sys.executable}' -m stepscope.cli list --runs '{tmp_path}') {closed}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, words)
@@ -141,7 +139,7 @@ def test_unwritable_output_gives_one_line_error(tmp_path, tiny, closed, code, wo
         ),
     ],
 )
-def test_fit_needs_no_torch_when_the_memory_is_given(arguments, words):
+def test_fit_does_not_import_torch_when_memory_is_given(arguments, words):
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'pandas', 'numpy')); sys.argv[0] = 'stepscope';"
         "from stepscope.cli import main; main()"
@@ -153,7 +151,7 @@ def test_fit_needs_no_torch_when_the_memory_is_given(arguments, words):
     assert not [each for each in words if each not in output]
 
 
-def test_option_has_the_same_name_in_every_command():
+def test_options_have_the_same_name_in_every_command():
     flags: dict[str, set] = {}
     for command in get_command(cli.app).commands.values():
         for parameter in command.params:
@@ -227,9 +225,7 @@ def test_report_measures_missing_runs_and_renders(run, monkeypatch, faults, tmp_
         ({}, 1, 75),
     ],
 )
-def test_exit_status_follows_from_failed_and_remaining_runs(
-    run, monkeypatch, tmp_path, tiny, counts, left, code
-):
+def test_exit_status_reflects_failed_and_remaining_runs(run, monkeypatch, tmp_path, tiny, counts, left, code):
     end = SweepEnd(Counter(counts), [tiny(seed=7), tiny(seed=9)][:left], "the time budget")
     monkeypatch.setattr(sweep, "run_sweep", lambda *_: end)
     status, _, err = run("sweep", "cpu", "--runs", tmp_path)
@@ -237,7 +233,7 @@ def test_exit_status_follows_from_failed_and_remaining_runs(
     assert (f"runs left: {left}, beginning with {tiny(seed=7).label}." in err) == (left > 0)
 
 
-def test_list_has_status_time_notebook_and_cause_of_each_run(run, tmp_path, tiny):
+def test_list_shows_each_runs_status_time_notebook_and_cause(run, tmp_path, tiny):
     store = Store(tmp_path / "runs")
     ends = [("ok", 3.4, "a", None), ("failed", 70.6, "b", "it fell"), ("oom", 12.0, "a", "too large")]
     for seed, (status, duration_s, source, cause) in enumerate(ends):
@@ -256,7 +252,7 @@ def test_list_has_status_time_notebook_and_cause_of_each_run(run, tmp_path, tiny
         ["oom", "12", "a", "too large"],
         ["ok", "9", "c", ""],
     ]
-    # failed runs measured nothing
+    # failed runs don't count as measured
     assert "2 notebook versions (a, c)" in err and f"benchmark/{ids[3]}: inconsistent" in err
 
 
@@ -268,7 +264,7 @@ def test_list_has_status_time_notebook_and_cause_of_each_run(run, tmp_path, tiny
         ([], ["--memory", 48], (48.0, 2025)),
     ],
 )
-def test_fit_is_for_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, options, expected):
+def test_fit_defaults_to_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, options, expected):
     from stepscope.report import fit_table
 
     monkeypatch.setattr(fit_table, "fit_table", lambda config, *arguments: str(arguments))
@@ -278,7 +274,7 @@ def test_fit_is_for_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, optio
 
 
 @pytest.mark.parametrize("study", studies())
-def test_study_sweep_without_a_gpu_is_part_of_the_cpu_sweep(run, monkeypatch, tmp_path, study):
+def test_study_sweep_without_a_gpu_runs_its_part_of_the_cpu_sweep(run, monkeypatch, tmp_path, study):
     asked = []
     monkeypatch.setattr(cli, "gpus_here", list)
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
@@ -290,7 +286,7 @@ def test_study_sweep_without_a_gpu_is_part_of_the_cpu_sweep(run, monkeypatch, tm
     assert plan.configs == [config for config in everything.configs if config.study == study]
 
 
-def test_sweep_of_all_studies_needs_a_gpu_or_a_scheduler(run, monkeypatch, tmp_path, write_sweep):
+def test_sweep_of_all_studies_requires_a_gpu_or_a_scheduler(run, monkeypatch, tmp_path, write_sweep):
     asked = []
     monkeypatch.setattr(cli, "gpus_here", list)
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)

@@ -1,4 +1,4 @@
-"""Configurations: bounds, run ids, labels and error messages."""
+"""Test configurations: bounds, run ids, labels and error messages."""
 
 import json
 
@@ -25,7 +25,7 @@ from stepscope.config import (
 
 
 @pytest.mark.parametrize("study", studies())
-def test_configuration_is_read_back_from_json(study):
+def test_config_round_trips_through_json(study):
     fields = {"device": "cpu", "size": "nano", "context_length": 16}
     if study == "attention":
         fields = {"device": "cpu", "d_model": 16}
@@ -36,7 +36,7 @@ def test_configuration_is_read_back_from_json(study):
     assert all(c.isalnum() or c in "-._" for c in config.run_id)
 
 
-def test_run_id_does_not_depend_on_how_a_size_is_written(tiny):
+def test_run_id_is_independent_of_how_the_size_is_given(tiny):
     nano = SIZES["nano"]._asdict()
     assert tiny(size=None, **nano) == tiny() and tiny(size=None, **nano).size == "nano"
     assert tiny(size=None, **nano | {"num_heads": 4}).size == "custom"
@@ -98,12 +98,12 @@ def test_size_name_depends_on_the_edition(name, edition, size):
         (["xl"], 2026, "2026 edition has"),
     ],
 )
-def test_unknown_size_is_an_error(name, edition, words):
+def test_unknown_size_is_rejected(name, edition, words):
     with pytest.raises(ConfigError, match=words):
         resolve_size(name, edition)
 
 
-def test_edition_has_the_shapes_of_the_handout():  # those of 2025: test_model.HANDOUT
+def test_edition_2026_sizes_match_the_handout():  # test_model.HANDOUT covers the 2025 edition
     assert SIZES[EDITIONS[2026]["xl"]] == (2560, 10240, 32, 32)
     assert SIZES[EDITIONS[2026]["10B"]] == (4608, 12288, 50, 36)
 
@@ -133,7 +133,7 @@ def test_edition_has_the_shapes_of_the_handout():  # those of 2025: test_model.H
         ({"context_length": None}, "context_length: not given"),
     ],
 )
-def test_error_names_the_field_and_its_value(tiny, fields, words):
+def test_config_error_names_the_field_and_its_value(tiny, fields, words):
     with pytest.raises(ConfigError) as error:
         tiny(**fields)
     assert words in str(error.value) and "\n" not in str(error.value)
@@ -153,26 +153,26 @@ def test_error_names_the_field_and_its_value(tiny, fields, words):
         ("d_model", 2, 2**20),
     ],
 )
-def test_number_is_within_its_bounds(tiny, field, least, most):
+def test_numeric_fields_accept_only_values_within_bounds(tiny, field, least, most):
     model = {"size": None, "d_model": 2, "d_ff": 3, "num_layers": 1, "num_heads": 1}
     assert [getattr(tiny(**model | {field: number}), field) for number in (least, most)] == [least, most]
-    for number in (least - 1, most + 1 + (field == "d_model")):  # an odd width has another error
+    for number in (least - 1, most + 1 + (field == "d_model")):  # an odd width raises a different error
         with pytest.raises(ConfigError, match=f"{field}: got {number}"):
             tiny(**model | {field: number})
 
 
-def test_configuration_is_frozen(tiny):
+def test_config_is_frozen(tiny):
     with pytest.raises(ValidationError, match="frozen"):
         tiny().seed = 1
 
 
-def test_unknown_study_is_an_error():
+def test_unknown_study_is_rejected():
     for study in ("warmup", 3, None):
         with pytest.raises(ConfigError, match="known studies are benchmark"):
             configure(study)
 
 
-def test_step_of_a_run_has_its_fields_and_the_changes(tiny):
+def test_step_config_keeps_the_runs_fields_and_applies_changes(tiny):
     step = tiny(study="ladder", seed=3).step(attention="sdpa", device="cuda")
     assert type(step) is StepConfig and step.attention == "sdpa" and step.device == "cuda"
     assert step.seed == 3 and step.size == "nano" and step.vocab_size == TINY["vocab_size"]
@@ -181,7 +181,7 @@ def test_step_of_a_run_has_its_fields_and_the_changes(tiny):
         tiny().step(attention="none")
 
 
-def test_notebook_parameters_set_the_fields_of_its_study():
+def test_notebook_parameters_set_the_studys_fields():
     names = {
         "size": "nano",
         "context_length": 8,
@@ -192,13 +192,13 @@ def test_notebook_parameters_set_the_fields_of_its_study():
         "run_folder": "",
         "batch_size": None,
     }
-    config = from_notebook("ladder", names)  # whose mode is fixed
+    config = from_notebook("ladder", names)  # the ladder's mode is fixed
     assert (config.size, config.seed, config.mode, config.batch_size) == ("nano", 4, "step", 4)
     config = from_notebook("benchmark", names | {"warmup_steps": 0, "optimizer": "fused"})
     assert (config.warmup_steps, config.optimizer) == (0, "fused")
 
 
-def test_unknown_notebook_parameter_is_an_error():
+def test_unknown_notebook_parameter_is_rejected():
     cell = "import os\nsize = 'nano'\nleft = right = 1\nseed: int = 4\nrun_folder: str = ''"
     given = "# Parameters\nsize = 'tiny'\nright = 2\nsteps = 3\nrun_folder = 'here'\n"
     require_parameters({"In": ["", cell, given, "# Parameters of mine\nsise = 1", "sise = 1"]}, ["steps"])
@@ -213,7 +213,7 @@ def test_unknown_notebook_parameter_is_an_error():
             require_parameters({"In": ["", cell, f"# Parameters\n{line}\n"]})
 
 
-def test_only_cells_of_constants_set_parameters():
+def test_assigned_constants_ignores_cells_with_other_code():
     assert assigned_constants("from os import path\na = b = [1]\nc: int = -2") == ["a", "b", "c"]
     for cell in ("a = 1\nprint(a)", "a = 1\nb = a", "a = (", "a = 1\nfor b in (1, 2): pass", "a: int"):
         assert assigned_constants(cell) == [], cell
@@ -228,7 +228,7 @@ def test_only_cells_of_constants_set_parameters():
         ((8, 0), "cuda", ["fp32", "tf32", "bf16", "fp16"], ""),
     ],
 )
-def test_unsupported_precision_is_an_error_before_anything_starts(
+def test_unsupported_precision_is_rejected_before_anything_starts(
     tiny, monkeypatch, capability, device, supported, error
 ):
     torch = pytest.importorskip("torch")
@@ -245,9 +245,9 @@ def test_unsupported_precision_is_an_error_before_anything_starts(
                 require_device(config)
 
 
-def test_values_are_shortened_and_printed_on_one_line():
+def test_truncated_repr_is_short_and_on_one_line():
     assert len(truncated_repr("x" * 10**6)) < 120 and "\n" not in truncated_repr("a\nb")
     nested = ["x" * 100] * 10
-    for _ in range(10**5):  # its complete text would not fit into memory
+    for _ in range(10**5):  # its complete text wouldn't fit into memory
         nested = [nested] * 10
     assert len(truncated_repr(nested)) < 200

@@ -1,4 +1,4 @@
-"""Documents over views: lookups, filters, errors with their lines, and sentences that no longer hold."""
+"""Test documents over views: lookups, filters, errors with line numbers, and sentences that no longer hold."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def view() -> pd.DataFrame:
 
 @pytest.fixture
 def rendered(tmp_path, view):
-    """Render a template over the view ``times``; return its text or its error."""
+    """Return a function that renders a template over the view ``times`` to its text or error."""
 
     def render(text: str, **names: object) -> str:
         folder = tmp_path / "writeup"
@@ -49,7 +49,7 @@ def rendered(tmp_path, view):
 # -- lookups --------------------------------------------------------------------------------------------------
 
 
-def test_rows_have_the_values_of_a_lookup(view):
+def test_rows_match_the_lookup_values(view):
     assert [*rows(view, mode="step")["wall_ms"]] == [58.95, 300.0]
     assert [*rows(view, size=["small", "2.7B"], mode=EACH)["wall_ms"]] == [20.0, 58.95]
 
@@ -71,20 +71,20 @@ def test_lookup_without_rows_names_the_known_values(view, values, words):
     assert str(error.value) == words
 
 
-def test_row_is_an_error_for_several_rows(view):
+def test_row_rejects_several_matching_rows(view):
     with pytest.raises(
         LookupError, match=r"2 rows have .*, but expected one; they differ in size, wall_ms, busy$"
     ):
         row(view, mode="step")
 
 
-def test_wide_table_keeps_the_order_of_the_view(view):
+def test_wide_table_keeps_the_views_order(view):
     turned = wide(view, "mode", "size", "wall_ms")
     assert [*turned.columns] == ["small", "large"] and [*turned.index] == ["forward", "step"]
     assert turned.loc["step", "large"] == 300.0
 
 
-def test_wide_table_is_an_error_for_two_rows_in_one_cell(view):
+def test_wide_table_rejects_two_rows_per_cell(view):
     with pytest.raises(LookupError, match="several rows have one size and launch_bound; they differ in mode"):
         wide(view.assign(launch_bound=True), "size", "launch_bound", "wall_ms")
 
@@ -106,12 +106,12 @@ def test_table_prints_headings_with_units_and_dashes(view):
         ({"busy": None}, ["size", "busy"], "the table's column 'busy' is empty"),
     ],
 )
-def test_table_with_a_missing_or_empty_column_is_an_error(view, change, columns, words):
+def test_table_rejects_missing_or_empty_columns(view, change, columns, words):
     with pytest.raises(LookupError, match=words):
         table(view.assign(**change), *columns)
 
 
-def test_table_without_rows_is_an_error(view):
+def test_table_rejects_views_without_rows(view):
     with pytest.raises(LookupError, match="no rows"):
         table(view.iloc[:0], "size")
 
@@ -119,7 +119,7 @@ def test_table_without_rows_is_an_error(view):
 # -- in templates ---------------------------------------------------------------------------------------------
 
 
-def test_column_takes_precedence_over_an_attribute_of_pandas(rendered):
+def test_column_takes_precedence_over_a_pandas_attribute(rendered):
     """``row.size`` would be 5 and ``row.mode`` a method, silently."""
     text = (
         '{% set step = row(times, size="large") %}{{ step.size }}, {{ step.mode }}; {{ times.size|listed }}'
@@ -141,7 +141,7 @@ def test_column_takes_precedence_over_an_attribute_of_pandas(rendered):
         ("3413607680|billion", "3.41 billion"),
     ],
 )
-def test_filter_prints_a_number_with_its_unit(rendered, expression, text):
+def test_filters_print_numbers_with_units(rendered, expression, text):
     setup = "{% set times = rows(times, size=each, mode=each) %}"
     assert rendered(f"{setup}{{{{ {expression} }}}}") == text
 
@@ -161,7 +161,7 @@ def test_filter_prints_a_number_with_its_unit(rendered, expression, text):
         ("1 / 0", "ZeroDivisionError"),
     ],
 )
-def test_error_names_template_line_and_sentence(rendered, expression, words):
+def test_template_error_names_line_and_sentence(rendered, expression, words):
     sentence = f"It takes {{{{ {expression} }}}} here."
     error = rendered(f"A sentence.\nAnother one.\n{sentence}\n")
     first, second = error.splitlines()
@@ -173,12 +173,12 @@ def test_syntax_error_names_its_line(rendered):
     assert rendered("A sentence.\n{{ 1 + }}\n").startswith("writeup/01-chapter.md.j2:2: ")
 
 
-def test_aggregate_needs_the_names_of_varying_fields(rendered):
+def test_aggregate_requires_naming_varying_fields(rendered):
     text = '{{ rows(times, size=each, mode="step").wall_ms.max()|ms }}'
     assert rendered(text) == "300 ms"
 
 
-def test_condition_of_a_true_sentence_prints_nothing(rendered):
+def test_true_condition_prints_nothing(rendered):
     assert rendered("It is fast.{{ holds(20 < 30) }}\n") == "It is fast.\n"
 
 
@@ -220,7 +220,7 @@ def test_figure_is_stored_under_its_name(tmp_path, view):
     assert document.figures == {"bars": "Two bars1", "b": "B0"}
 
 
-def test_view_is_computed_only_when_a_template_uses_it(tmp_path: Path):
+def test_views_are_computed_only_when_a_template_uses_them(tmp_path: Path):
     class Lazy(dict):
         made: list[str]
 

@@ -1,4 +1,4 @@
-"""docs/fast_step.py, part of which the report quotes."""
+"""Test docs/fast_step.py, which the report quotes in part."""
 
 import copy
 import importlib.util
@@ -45,7 +45,7 @@ def script():
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request, monkeypatch):
-    """The device of a step. On a CPU, nothing is compiled; on a GPU, algorithms are deterministic."""
+    """Return the step's device; nothing is compiled on a CPU, and algorithms are deterministic on a GPU."""
     if request.param == "cpu":
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
@@ -64,7 +64,7 @@ def tokens_of(seed):
 
 @pytest.fixture
 def make(script, device):
-    """Make a model, its learning rate, its step on a batch, and its optimizer."""
+    """Return a function that makes a model, its learning rate, its step on a batch and its optimizer."""
 
     def made(seed=0, clip=None, weights=None):
         torch.manual_seed(seed)
@@ -76,7 +76,7 @@ def make(script, device):
     return made
 
 
-def test_script_runs(script, capsys):
+def test_fast_step_script_runs(script, capsys):
     assert script.main(TINY) > 0
     assert "ms per step on" in capsys.readouterr().out
 
@@ -92,7 +92,7 @@ NAMES_IN_LIBRARY = {
 }
 
 
-def test_model_equals_the_librarys(script):
+def test_script_model_matches_the_librarys_model(script):
     torch.manual_seed(0)
     model = script.Model(32, 64, 2, 2, 50, 16)
     sizes = {
@@ -129,9 +129,10 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
     assert compiled == [*model.blocks, "to_logits"]
 
 
-def test_first_step_is_an_eager_step_in_bf16(make, device):
-    """On a GPU, kernels round in another order, and AdamW's first step moves a weight by the rate, in the
-    direction of its gradient: some weights move the other way."""
+def test_first_step_matches_an_eager_bf16_step(make, device):
+    """On a GPU, kernels round in a different order, and AdamW's first step moves a weight by the rate in the
+    direction opposite to its gradient, so some weights move the opposite way.
+    """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
     tokens, targets = tokens_of(0).to(device)
@@ -148,7 +149,7 @@ def test_first_step_is_an_eager_step_in_bf16(make, device):
         assert differs.float().mean() <= (0 if device == "cpu" else 0.25)
 
 
-def test_script_prints_the_mean_time_of_steps_after_the_first(script, monkeypatch, capsys):
+def test_script_prints_mean_step_time_excluding_the_first_step(script, monkeypatch, capsys):
     now = [100.0]
 
     def make_step(model, tokens, targets, rate, clip):
@@ -167,8 +168,8 @@ def test_script_prints_the_mean_time_of_steps_after_the_first(script, monkeypatc
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
-def test_step_trains(make, monkeypatch, ours):
-    """With torch's AdamW, and with the optimizer that the report shows instead."""
+def test_step_reduces_the_loss(make, monkeypatch, ours):
+    """The step uses torch's AdamW or the optimizer that the report shows instead."""
     if ours:
         quoted = re.search(
             r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL
@@ -190,7 +191,7 @@ def test_step_trains(make, monkeypatch, ours):
     assert model.head.weight.dtype == (torch.bfloat16 if ours else torch.float32)
 
 
-def test_new_step_has_not_changed_anything(script, make):
+def test_make_step_leaves_weights_and_optimizer_state_unchanged(script, make):
     model, rate, _, optimizer = make()
     assert rate == 3e-4
     assert all(not tensor.any() for state in optimizer.state.values() for tensor in state.values())
@@ -200,7 +201,7 @@ def test_new_step_has_not_changed_anything(script, make):
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_gradients_are_clipped_if_configured(make, clip):
+def test_gradients_are_clipped_when_configured(make, clip):
     model, _, step, _ = make(clip=clip)
     step()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).item()
@@ -225,7 +226,7 @@ def test_resumed_training_is_bit_identical(script, make):
     assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
-def test_invalid_state_dict_is_rejected_and_changes_nothing(script, make):
+def test_resume_rejects_invalid_state_without_changes(script, make):
     *_, step, optimizer = make()
     step()
     saved = copy.deepcopy(optimizer.state_dict())
@@ -242,7 +243,7 @@ def test_invalid_state_dict_is_rejected_and_changes_nothing(script, make):
         assert not any(tensor.any() for each in optimizer.state.values() for tensor in each.values())
 
 
-def test_step_copies_its_batch_and_rejects_other_shapes(make, device):
+def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
     *_, step, _ = make()
     first, second = tokens_of(0).to(device), tokens_of(1).to(device)
     losses = [step().item(), step(*second).item(), step().item()]
@@ -254,7 +255,7 @@ def test_step_copies_its_batch_and_rejects_other_shapes(make, device):
 
 
 class Images(torch.nn.Module):
-    """The smallest model that the step accepts, with batch statistics and dropout."""
+    """Smallest model that the step accepts, with batch statistics and dropout."""
 
     def __init__(self):
         super().__init__()

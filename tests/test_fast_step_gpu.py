@@ -1,6 +1,6 @@
-"""MasterAdamW's kernels, and its steps in CUDA graphs that docs/master_adamw.py captures, all of which need a GPU.
+"""Test MasterAdamW's kernels and its steps in CUDA graphs captured by docs/master_adamw.py; these require a GPU.
 
-No times are asserted.
+The tests assert no times.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def assert_same_state(optimizer, expected):
 
 
 def step_on_both_devices(pair, missing=lambda number: ()):
-    """Run steps of a GPU's and a CPU's optimizer on the same random gradients, some of which are missing."""
+    """Run optimizer steps on a GPU and on a CPU with the same random gradients, some of them missing."""
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
         for index, (on_gpu, on_cpu) in enumerate(zip(*(optimizer.parameters for optimizer in pair))):
@@ -63,15 +63,15 @@ def groups_of(model):
 
 
 @MOMENTS
-def test_kernel_equals_numpys_formula_bit_by_bit(moments):
+def test_kernel_matches_numpy_formula_bit_for_bit(moments):
     compared, unequal = checks.against_formula("cuda", moments)
     assert compared > 36_000 and not unequal, f"{unequal:,} of {compared:,} numbers differ"
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and not fp8.has_fp8("cuda"), reason="needs FP8")
 @MOMENTS
-def test_fp8_kernel_equals_the_formula(moments):
-    """Matrices of several tiles, of which neither side is a power of two, and parameters that are not FP8."""
+def test_fp8_kernel_matches_the_formula(moments):
+    """The model has matrices of several tiles, with sides that aren't powers of two, and non-FP8 parameters."""
     models, pair = [], []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_fp8_kernel_equals_the_formula(moments):
 
 
 @MOMENTS
-def test_kernel_reads_groups_and_skips_missing_gradients_like_the_formula(moments):
+def test_kernel_handles_groups_and_missing_gradients_like_the_formula(moments):
     shapes = (64, 128), (130,), (3, 5, 7), (), (9, 70)
     options = {"lr": 2 * RATE, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.0}
     pair = []
@@ -135,7 +135,7 @@ def test_eager_step_does_not_synchronize():
 # -- in a CUDA graph ------------------------------------------------------------------------------------------
 
 
-def test_graph_needs_a_gradient_of_every_parameter():
+def test_graph_capture_requires_every_parameters_gradient():
     optimizer, step, _ = stepping(torch.float32)
     step()
     graph = torch.cuda.CUDAGraph()
@@ -144,7 +144,7 @@ def test_graph_needs_a_gradient_of_every_parameter():
         optimizer.step()
 
 
-def test_assigned_learning_rate_reaches_replays_but_is_rejected_in_a_capture(script):
+def test_assigned_learning_rate_applies_to_replays_and_is_rejected_during_capture(script):
     optimizer, step, _ = stepping(torch.float32)
     replay = script.captured(step, optimizer)
     before = optimizer.master.clone()
@@ -159,9 +159,9 @@ def test_assigned_learning_rate_reaches_replays_but_is_rejected_in_a_capture(scr
 
 
 def stepping(moments, rate=RATE):
-    """Return an optimizer of two groups, its step with clipping, and a function that draws the next gradients.
+    """Return an optimizer with two groups, its step with clipping, and a function that draws the next gradients.
 
-    The gradients don't depend on other kernels, whose rounding would be compared, too.
+    The gradients don't depend on any other kernels, so only the optimizer's rounding is compared.
     """
     model = checks.make_parameters().cuda()
     optimizer = MasterAdamW(groups_of(model), rate, moments)
@@ -184,7 +184,7 @@ def stepping(moments, rate=RATE):
 
 
 def scheduled(optimizer, feed, *launches):
-    """Run steps under a schedule, launched in these ways in turn; return the norms before clipping."""
+    """Run scheduled steps, launched in these ways in turn; return the gradient norms before clipping."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
     for number in range(STEPS):  # without synchronization
@@ -195,7 +195,7 @@ def scheduled(optimizer, feed, *launches):
 
 
 @MOMENTS
-def test_graph_with_clipping_and_a_schedule_equals_eager_steps(script, moments):
+def test_graph_with_clipping_and_a_schedule_matches_eager_steps(script, moments):
     eager, step, feed = stepping(moments)
     eager_norms = scheduled(eager, feed, step)
     graphed, step, feed = stepping(moments)
@@ -219,7 +219,7 @@ def test_eager_steps_and_two_graphs_can_alternate(script, moments):
     assert_same_state(mixed, eager)
 
 
-def test_graph_follows_a_learning_rate_of_the_caller(script):
+def test_graph_follows_the_callers_learning_rate_tensor(script):
     rate = torch.tensor(RATE, device="cuda")
     optimizer, step, _ = stepping(torch.float32, rate)
     replay = script.captured(step, optimizer)

@@ -1,4 +1,4 @@
-"""Figures: timelines, memory plots, and their use in templates."""
+"""Test figures: timelines, memory plots and their use in templates."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ def texts(axes) -> list[str]:
 
 
 def spans(axes) -> dict[int, list[tuple[str, float, float]]]:
-    """Return the color, start and end of what each lane shows."""
+    """Return each lane's spans, with their color, start and end."""
     lanes = {}
     for collection in axes.collections:
         color = to_hex(collection.get_facecolor()[0])
@@ -35,8 +35,8 @@ TIMELINE = ["kernel_category", "launch_ns", "launch_duration_ns", "start_ns", "d
 
 
 @pytest.mark.parametrize(("launch_ns", "waits"), [(170_000, False), (200_000, True)])
-def test_lanes_show_what_runs_in_the_window(launch_ns, waits):
-    """The window is the first millisecond; the GPU works in 250 µs of it, although kernels overlap."""
+def test_lanes_show_operations_within_the_window(launch_ns, waits):
+    """The window is the first millisecond; the GPU is busy for 250 µs of it, and some kernels overlap."""
     rows = [
         ("unknown", 300_000, launch_ns, 900_000, 300_000),
         ("matrix multiply", -20_000, 30_000, -50_000, 150_000),
@@ -65,7 +65,7 @@ def test_lanes_show_what_runs_in_the_window(launch_ns, waits):
 
 
 def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:
-    """Return a timeline in which weights and other tensors take these GiB."""
+    """Return a timeline in which weights and other tensors take these sizes in GiB."""
     rows = pd.DataFrame({column(kind): 0.0 for kind in LIVE}, range(len(totals)))
     return rows.assign(
         mode=mode,
@@ -75,7 +75,7 @@ def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:
     )
 
 
-def test_memory_timeline_keeps_the_highest_point_of_each_interval():
+def test_memory_timeline_keeps_each_intervals_highest_point():
     totals = [(97 * place) % 401 + 1.0 for place in range(401)]
     drawn = memory._highest(memory_rows("step", totals))
     assert drawn[["weights_gib", "other_gib"]].sum(axis=1).tolist() == [
@@ -84,7 +84,7 @@ def test_memory_timeline_keeps_the_highest_point_of_each_interval():
 
 
 @pytest.mark.parametrize("modes", [["forward_backward"], ["step", "forward"], ["step"], [*PHASES]])
-def test_memory_timeline_draws_the_recorded_modes_with_their_peaks(modes):
+def test_memory_timeline_draws_recorded_modes_with_their_peaks(modes):
     rows = pd.concat([memory_rows(mode, [1.0, len(mode), 2.0]) for mode in modes], ignore_index=True)
     peaks = pd.DataFrame({"mode": modes, "peak_gib": [len(mode) + 0.25 for mode in modes]})
     drawn = memory.memory_timeline("A title", rows, peaks)

@@ -1,4 +1,4 @@
-"""Untrusted records, sweep files and folders: rejected with one printable line, or read safely."""
+"""Test that untrusted records, sweep files and folders are read safely or rejected with one printable line."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TABLE = {"file": "times.parquet", "rows": 1} | DIGEST
 
 
 def alter(place, field, value):
-    """Set a field of a record to a value; ``config.size`` is the field ``size`` in ``config``."""
+    """Set a record's field to a value; ``config.size`` denotes the field ``size`` in ``config``."""
     path = place / "record.json"
     content = json.loads(path.read_text())
     *outer, name = field.split(".")
@@ -42,7 +42,7 @@ def alter(place, field, value):
         ("config.size", TAG),
         ("config.study", "memory"),
         ("config.device", "auto"),
-        ("config.seed", 1),  # of another run
+        ("config.seed", 1),  # from a different run
         ("study", "memory"),
         ("config", {}),
         ("config", [1]),
@@ -65,12 +65,12 @@ def alter(place, field, value):
         ("started_at", "9999-12-31T23:59:59-12:00"),
         ("started_at", "1999-12-31T00:00:00Z"),
         ("started_at", "2200-01-01T00:00:00Z"),
-        ("started_at", "2025-01-01T00:00:00"),  # no zone
+        ("started_at", "2025-01-01T00:00:00"),  # without a time zone
         ("schema_version", 99),
         ("schema_version", 2),
     ],
 )
-def test_record_with_an_invalid_field_is_named_on_one_line(store, tiny, field, value):
+def test_error_names_the_record_with_an_invalid_field_on_one_line(store, tiny, field, value):
     machine = {"ram_gib": 1.0, "cpu_cores": 2}
     place = put(store, tiny(), tables={"times": TABLE}, machine=machine)
     assert len(store.records()[0]) == 1
@@ -86,13 +86,13 @@ def test_record_with_an_invalid_field_is_named_on_one_line(store, tiny, field, v
 @pytest.mark.parametrize(
     "content", [b"", b"\xff\xfe", b"[" * 10**5, b'{"a": ' * 10**4, b"9" * 10**6, b" " * (2**24 + 1)]
 )
-def test_file_that_is_no_record_is_an_error(store, tiny, content):
+def test_file_that_is_not_a_record_is_rejected(store, tiny, content):
     place = put(store, tiny())
     (place / "record.json").write_bytes(content)
     assert len(store.records()[1]) == 1
 
 
-def test_folders_with_hostile_names_are_named_on_one_line(store):
+def test_errors_print_hostile_folder_names_on_one_line(store):
     names = ["<b onclick=alert(1)>", "a\nb", "\x1b[2J", "é" * 100]
     for name in names:
         (store.root / "benchmark" / name).mkdir(parents=True)
@@ -101,8 +101,8 @@ def test_folders_with_hostile_names_are_named_on_one_line(store):
     assert len(errors) == len(names) + 1 and all(str(error).isprintable() for error in errors)
 
 
-def test_texts_of_a_record_are_not_escaped_when_read(store, tiny):
-    """They are escaped when they are printed."""
+def test_record_texts_are_not_escaped_when_read(store, tiny):
+    """Texts are escaped when they are printed."""
     put(store, tiny(), cause=TAG, status="failed", results={"finding": TAG, "beyond int64": 2**70})
     record = store.find(tiny())
     assert record.cause == TAG and record.results == {"finding": TAG, "beyond int64": float(2**70)}
@@ -111,7 +111,7 @@ def test_texts_of_a_record_are_not_escaped_when_read(store, tiny):
 # -- sweep files --------------------------------------------------------------------------------------------
 
 BLOCK = {"study": "benchmark", "fixed": TINY}
-# These few lines expand to 10^20 numbers.
+# These lines expand to 10^20 numbers.
 LAUGHS = (
     "study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device: &a0 cpu\n  seed:\n"
     + "".join(f"  - &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(20))
@@ -166,14 +166,14 @@ LAUGHS = (
         ),
     ],
 )
-def test_invalid_sweep_file_gives_one_line_error(write_sweep, content, words):
+def test_invalid_sweep_file_raises_a_one_line_error(write_sweep, content, words):
     path = write_sweep(content)
     with pytest.raises((SweepError, YamlFileError), match=words) as error:
         load_sweeps([path], "cpu")
     assert str(error.value).startswith(str(path)) and len(str(error.value)) < 1000
 
 
-def test_special_files_are_rejected_without_waiting(tmp_path):
+def test_special_files_are_rejected_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes").write_bytes(b"a: \xff")
     (tmp_path / "large").write_bytes(b"# " + b"x" * 2**20)
@@ -186,7 +186,7 @@ def test_special_files_are_rejected_without_waiting(tmp_path):
             find_sweeps(name)
 
 
-def test_yaml_version_is_1_2(write_sweep):
+def test_load_yaml_uses_yaml_1_2(write_sweep):
     assert load_yaml(write_sweep("{a: 1:30, b: yes, c: 0o17, d: 1e3, e: 2.7B}")) == {
         "a": "1:30",
         "b": "yes",
@@ -196,7 +196,7 @@ def test_yaml_version_is_1_2(write_sweep):
     }
 
 
-def test_block_is_the_product_of_its_axes_without_duplicates(write_sweep):
+def test_block_expands_to_the_product_of_its_axes_without_duplicates(write_sweep):
     axes = {"context_length": [8, 16], "seed": [1, 2]}
     fixed = {name: value for name, value in TINY.items() if name != "context_length"}
     path = write_sweep(
@@ -208,7 +208,7 @@ def test_block_is_the_product_of_its_axes_without_duplicates(write_sweep):
 
 
 @pytest.mark.parametrize(("skips", "sizes"), [(False, ["small", "2.7B"]), (True, ["small"])])
-def test_runs_that_do_not_fit_are_skipped_only_on_request(write_sweep, skips, sizes):
+def test_runs_that_do_not_fit_are_skipped_only_when_requested(write_sweep, skips, sizes):
     fields = {"vocab_size": 10_000, "batch_size": 4, "context_length": 512}
     block = {"study": "ladder", "fixed": fields, "axes": {"size": ["small", "2.7B"]}, "skip_too_large": skips}
     plan = load_sweeps([write_sweep(block)], "cuda", 40.0)
@@ -229,8 +229,8 @@ def test_runs_that_do_not_fit_are_skipped_only_on_request(write_sweep, skips, si
         ("ladder", {}, ("step", "fp32")),
     ],
 )
-def test_run_is_skipped_only_if_its_smallest_measurement_does_not_fit(study, fields, smallest):
-    """A benchmark whose full step does not fit still times its forward pass."""
+def test_run_is_skipped_only_when_its_smallest_measurement_does_not_fit(study, fields, smallest):
+    """A benchmark with a full step too large for memory still times its forward pass."""
     mode, precision = smallest
     fixed = {"size": "2.7B", "context_length": 512} | fields
     block = {"study": study, "fixed": fixed, "skip_too_large": True}
@@ -242,7 +242,7 @@ def test_run_is_skipped_only_if_its_smallest_measurement_does_not_fit(study, fie
         load_sweeps([block], "cuda", least * 0.999)
 
 
-def test_24_gib_gpu_runs_every_case_whose_forward_fits():
+def test_sweep_for_a_24_gib_gpu_includes_every_case_whose_forward_fits():
     block = {
         "study": "benchmark",
         "skip_too_large": True,
@@ -264,7 +264,7 @@ def test_24_gib_gpu_runs_every_case_whose_forward_fits():
         (79, "large", 1024),
     ],
 )
-def test_largest_model_is_the_largest_predicted_to_fit(gib, size, context):
+def test_largest_size_is_the_largest_predicted_to_fit(gib, size, context):
     block = {"study": "benchmark", "fixed": {"size": "LARGEST", "context_length": context}}
     assert load_sweeps([block], "cuda", gib).configs[0].size == size
 
@@ -284,7 +284,7 @@ def test_largest_model_is_the_largest_predicted_to_fit(gib, size, context):
         ("ladder", "cuda"),
     ],
 )
-def test_built_in_sweep_can_be_run(name, device):
+def test_built_in_sweeps_load_on_every_device(name, device):
     paths = find_sweeps(name)
     asked = load_sweeps(paths, device, 139.8)
     assert asked.configs and {config.device for config in asked.configs} == {device}
@@ -292,8 +292,8 @@ def test_built_in_sweep_can_be_run(name, device):
 
 
 @pytest.mark.parametrize("name", ["reference", "tour"])
-def test_built_in_ladders_do_not_replace_each_other(name):
-    """A report drops a whole run if a later one measures one of its changes again."""
+def test_built_in_ladders_do_not_repeat_measurements(name):
+    """A report drops a whole run if a later run measures one of its changes again."""
     ladders = [
         config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"
     ]

@@ -1,7 +1,7 @@
-"""Categories and short names of GPU kernels, as nsys and torch.profiler write them.
+"""Test categories and short names of GPU kernels, as written by nsys and torch.profiler.
 
-``data/kernels.csv`` has names of real kernels with their categories and sources. ``data/kernels/`` has the
-kernels of other people's captures that took 97% of their time (the first 300 characters of each name).
+``data/kernels.csv`` lists real kernels' names with their categories and sources. ``data/kernels/`` lists the
+kernels that took 97% of the time in other people's captures (the first 300 characters of each name).
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ KERNELS = pd.read_csv(DATA / "kernels.csv")
 EXTRACTS = sorted((DATA / "kernels").glob("*.csv"))
 
 
-def test_known_kernels_have_their_category():
+def test_known_kernels_are_categorized_correctly():
     found = [family(name) for name in KERNELS["name"]]
     wrong = KERNELS.assign(found=found)[KERNELS["kernel_category"] != found]
     assert wrong.empty, wrong.to_string()
@@ -31,18 +31,18 @@ def test_known_kernels_have_their_category():
 
 
 @pytest.mark.parametrize("name", ["my_kernel(float *)", "spin_kernel", "", "(x)", "kernel", "void f<int>()"])
-def test_uninformative_name_is_other(name):
+def test_uninformative_name_is_categorized_as_other(name):
     assert family(name) == "other"
 
 
 @pytest.mark.parametrize("path", EXTRACTS, ids=lambda path: path.stem)
-def test_at_most_one_percent_of_a_capture_is_other(path):
+def test_at_most_one_percent_of_a_captures_time_is_uncategorized(path):
     rows = pd.read_csv(path)
     other = rows[kernel_categories(rows["name"]) == "other"]
     assert other["total_ns"].sum() <= 0.01 * rows["total_ns"].sum(), other["name"].tolist()
 
 
-def test_name_is_split_into_namespace_function_and_template():
+def test_split_name_returns_namespace_function_and_template():
     gemv = "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, cublasGemvParams<float> >(f<g>)"
     assert split_name(gemv) == ("internal::gemvx", "kernel", "int, cublasGemvParams<float> ")
     assert split_name("void <unnamed>::f<(int)8, (bool)0>(T1 *)") == ("", "f", "8, 0")
@@ -79,7 +79,7 @@ def test_identifiers_exclude_parameter_lists():
             "copy and cast",
         ),
         ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
-        # kernels over a list of tensors may copy: inference has no optimizer
+        # kernels over a list of tensors may copy: inference doesn't run an optimizer
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
         (
             "void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)",
@@ -103,7 +103,7 @@ def test_softmax_category_depends_on_its_region():
     assert detailed_category(rows).tolist() == ["loss softmax", "attention softmax", "softmax", "elementwise"]
 
 
-def test_casts_are_copies_to_another_type():
+def test_is_cast_matches_copies_to_a_different_dtype():
     names = pd.Series(
         [
             "void vectorized_elementwise_kernel<4, at::native::bfloat16_copy_kernel_cuda>(x)",
@@ -171,11 +171,11 @@ def test_short_names_are_distinct():
         ("<int>", "<int>"),
     ],
 )
-def test_short_name(name, short):
+def test_short_name_abbreviates_known_kernels(name, short):
     assert short_name(name) == short
 
 
-def test_equal_short_names_are_numbered():
+def test_duplicate_short_names_are_numbered():
     forward = "void softmax_warp_forward<float, float, float, (int){}, (bool)0>(T2 *, int)"
     names = [forward.format(8), forward.format(9), "void f(int)", "f"]
     assert list(short_names(names).values()) == [

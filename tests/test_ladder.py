@@ -1,4 +1,4 @@
-"""The ladder: optimizer, loss and FP8 against formulas, transforms against fp32, the loop, bounds, the notebook."""
+"""Test the ladder: optimizer, loss and FP8 against formulas, transforms against fp32, loop, bounds, notebook."""
 
 import dataclasses
 import math
@@ -61,7 +61,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def notebook():
-    """Return the names of the notebook's cells above the one that measures."""
+    """Return the names defined by the notebook's cells above the measuring cell."""
     return SimpleNamespace(**run_cells("ladder", until="ladder.measure()", **SHAPE))
 
 
@@ -75,13 +75,13 @@ def uncompiled(monkeypatch):
 
 
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
-def test_optimizer_equals_numpys_formula_bit_by_bit(moments):
+def test_optimizer_matches_numpy_formula_bit_for_bit(moments):
     compared, unequal = checks.against_formula("cpu", moments)
     assert compared == 4 * (130 * 70 + 130) and unequal == 0
 
 
 @pytest.mark.parametrize("changed", ["weight", "first moment", "second moment"])
-def test_check_against_the_formula_detects_a_change(monkeypatch, changed):
+def test_formula_check_detects_changed_results(monkeypatch, changed):
     names = ("weight", "first moment", "second moment")
 
     def other_formula(*arguments):
@@ -94,8 +94,8 @@ def test_check_against_the_formula_detects_a_change(monkeypatch, changed):
     assert checks.against_formula("cpu", torch.float32)[1] > 0.99 * (130 * 70 + 130)
 
 
-def test_bytes_per_parameter_are_those_of_the_bounds():
-    """A step reads and writes each buffer, but only writes the bf16 weight, and reads a bf16 gradient."""
+def test_optimizer_moves_the_bytes_assumed_by_the_bounds():
+    """A step reads and writes the master and the moments, writes the bf16 weight and reads a bf16 gradient."""
     moved = {}
     for name, moments in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         optimizer = MasterAdamW(checks.make_parameters(), 1e-2, moments)
@@ -109,8 +109,8 @@ def test_bytes_per_parameter_are_those_of_the_bounds():
 
 
 @pytest.mark.parametrize("value", [1.0, -2.0, 1.001, -0.3333, 1e-12, 7.77e5, 2 - 2**-20])
-def test_stochastic_rounding_is_exact_in_the_mean_and_rounds_to_neighbors(value):
-    """With each of the 2^16 random numbers once."""
+def test_stochastic_rounding_is_unbiased_and_rounds_to_neighbors(value):
+    """Each of the 2^16 random numbers is used once."""
     x = torch.full((2**16,), value)
     rounded = stochastic_round(x, torch.arange(2**16)).double()
     number = x[0].item()
@@ -120,7 +120,7 @@ def test_stochastic_rounding_is_exact_in_the_mean_and_rounds_to_neighbors(value)
     assert len(rounded.unique()) == (1 if value in (1.0, -2.0) else 2)
 
 
-def test_random_bits_equal_numpys_and_are_uncorrelated():
+def test_random_bits_match_numpy_and_are_uncorrelated():
     index = torch.arange(100_000) + 2**31 - 50_000  # across the largest signed 32-bit integer
     bits = random_bits(index, torch.tensor(7))
     other_step = random_bits(index, torch.tensor(8))
@@ -130,7 +130,7 @@ def test_random_bits_equal_numpys_and_are_uncorrelated():
     assert np.array_equal(rounded, checks.stochastic_bf16(v.numpy(), index.numpy(), 7))
 
 
-def test_second_moment_only_decays_with_stochastic_rounding():
+def test_bf16_second_moment_decays_only_with_stochastic_rounding():
     means = checks.falling_moment()
     assert means["v_nearest"] > 0.99 and means["v_fp32"] == pytest.approx(0.351, abs=0.005)
     assert means["v_stochastic"] == pytest.approx(means["v_fp32"], rel=0.01)
@@ -140,9 +140,9 @@ def test_second_moment_only_decays_with_stochastic_rounding():
 
 
 @pytest.mark.parametrize("dtype, rtol, atol", [(torch.float32, 1e-4, 1e-7), (torch.bfloat16, 2e-2, 1e-4)])
-def test_chunked_cross_entropy_equals_torchs(dtype, rtol, atol):
+def test_chunked_cross_entropy_matches_torch(dtype, rtol, atol):
     torch.manual_seed(0)
-    tokens = MIN_CHUNK + 9  # the last chunk has another length
+    tokens = MIN_CHUNK + 9  # the last chunk is shorter
     hidden = torch.randn(1, tokens, 8, requires_grad=True)
     weight = torch.randn(21, 8, requires_grad=True)
     targets = torch.randint(21, (1, tokens))
@@ -163,7 +163,7 @@ def test_chunked_cross_entropy_equals_torchs(dtype, rtol, atol):
         (16 * MIN_CHUNK + 1, [*[2 * MIN_CHUNK + 1] * 7, 2 * MIN_CHUNK - 6]),
     ],
 )
-def test_chunks_are_at_most_eight_and_not_short(monkeypatch, tokens, chunks):
+def test_chunked_cross_entropy_limits_chunk_count_and_minimum_length(monkeypatch, tokens, chunks):
     lengths = []
 
     def logsumexp(x, *dims, **options):
@@ -191,8 +191,8 @@ def relative_error(x, exact):
     return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def test_fp8_error_is_that_of_a_4_bit_mantissa():
-    """Rounding both factors to 4 significant bits, with any exponent, gives as much; 3 bits (e5m2) give more."""
+def test_fp8_error_matches_a_4_bit_mantissa():
+    """Rounding both factors to 4 significant bits gives a similar error; 3 bits (as in e5m2) give a larger one."""
 
     def rounded(x, bits):
         fraction, exponent = torch.frexp(x)
@@ -206,7 +206,7 @@ def test_fp8_error_is_that_of_a_4_bit_mantissa():
     assert 0.7 < error / error_4 < 1.4 < error_3 / error_4
 
 
-def test_fp8_gradients_are_fp8_for_the_input_and_bf16_for_the_weight():
+def test_fp8_layer_computes_input_gradient_in_fp8_and_weight_gradient_in_bf16():
     layer, optimizer = fp8_layer(96, 160)
     x = torch.randn(3, 32, 96).bfloat16().requires_grad_()
     d_out = torch.randn(3, 32, 160).bfloat16()
@@ -216,7 +216,7 @@ def test_fp8_gradients_are_fp8_for_the_input_and_bf16_for_the_weight():
     assert torch.equal(layer.weight.grad, d_out.flatten(0, 1).t() @ x.detach().flatten(0, 1))
 
 
-def test_fp8_weights_have_two_layouts_and_the_scale_of_the_previous_step():
+def test_fp8_weights_use_two_layouts_and_the_previous_steps_scale():
     layer, optimizer = fp8_layer(96, 160)
     master = optimizer.masters()["0.weight"]
 
@@ -245,14 +245,14 @@ def test_fp8_weights_have_two_layouts_and_the_scale_of_the_previous_step():
     assert layer.state_dict().keys() == {"weight"}
 
 
-def test_quantized_rows_have_the_scale_of_their_largest_magnitude():
+def test_quantize_rows_scales_by_each_rows_largest_magnitude():
     rows, scale = fp8.quantize_rows(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
     assert rows.float().tolist() == [[-448, 1], [0, 0], [112, -448]]
     assert scale.flatten().tolist() == pytest.approx([2, 0, 1 / 896])
 
 
-def test_fp8_matmuls_accumulate_fast_only_in_forward(monkeypatch):
-    """On a GPU, with scales of the shapes that the kernel needs."""
+def test_fp8_matmuls_use_fast_accumulation_only_in_forward(monkeypatch):
+    """The scales have the shapes that the GPU kernel requires."""
     calls = []
 
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -270,7 +270,7 @@ def test_fp8_matmuls_accumulate_fast_only_in_forward(monkeypatch):
     assert backward == (False, (32, 160), (160, 96), (32, 1), (1, 96))
 
 
-def test_fp8_layer_without_master_adamw_is_an_error_or_nan():
+def test_fp8_layer_raises_or_returns_nan_without_master_adamw():
     layer = nn.Sequential(nn.Linear(32, 32, bias=False))
     fp8.use_fp8(layer)
     with pytest.raises(TypeError, match="MasterAdamW"):
@@ -280,11 +280,11 @@ def test_fp8_layer_without_master_adamw_is_an_error_or_nan():
 
 # -- transforms -----------------------------------------------------------------------------------------------
 
-LADDER = LADDER_OPTIMIZATIONS[1:]  # without fp32, which has no transform
+LADDER = LADDER_OPTIMIZATIONS[1:]  # excluding fp32, which has no transform
 
 
 def other_model(batch_size):
-    """Return a subject whose model isn't a Transformer."""
+    """Return a subject with a model that isn't a Transformer."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
 
     def batch():
@@ -305,7 +305,7 @@ def has_weights(subject):
 
 
 def state_of(subject):
-    """Return everything that a transform may change."""
+    """Return the fields, parameter dtypes and module types that a transform may change."""
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     dtypes = {name: parameter.dtype for name, parameter in subject.model.named_parameters()}
     return fields | {"dtypes": dtypes, "modules": [type(module) for module in subject.model.modules()]}
@@ -325,7 +325,7 @@ UNFIT += [("ours", name) for name in ("tf32", "cuda_graph", "reduce_overhead", "
 
 
 @pytest.mark.parametrize("model, name", UNFIT)
-def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_apply(notebook, model, name):
+def test_transform_returns_a_reason_and_changes_nothing_when_inapplicable(notebook, model, name):
     subject = (notebook.transformer if model == "ours" else other_model)(2)
     before = state_of(subject)
     reason = getattr(notebook, name)(subject)
@@ -333,14 +333,14 @@ def test_transform_changes_nothing_and_has_a_reason_when_it_does_not_apply(noteb
     assert re.search("CPU|GPU" if model == "ours" else " ", reason)
 
 
-def test_bf16_moments_have_a_reason_when_there_is_no_master_adamw(notebook):
+def test_bf16_moments_returns_a_reason_without_master_adamw(notebook):
     subject = notebook.transformer(2)
     notebook.fused_adamw(subject)
     assert "MasterAdamW" in notebook.bf16_moments(subject) and subject.moments == "fp32"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9])
-def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, uncompiled, count):
+def test_transforms_train_with_loss_and_gradients_close_to_fp32(notebook, uncompiled, count):
     names = (*LADDER, "chunked_loss")[:count]
     baseline = loaded(notebook, [])
     true_loss = baseline.gradients().item()
@@ -355,7 +355,7 @@ def test_transforms_keep_loss_and_gradients_close_to_fp32_and_train(notebook, un
 
 
 @pytest.mark.parametrize("names", [[], LADDER[:7], LADDER])
-def test_subject_trains_equally_after_its_weights_are_drawn_or_loaded_again(notebook, uncompiled, names):
+def test_subject_trains_identically_after_redrawing_or_reloading_weights(notebook, uncompiled, names):
     subject = loaded(notebook, names)
     first = [subject.step().item() for _ in range(3)]
     subject.draw_weights(0)
@@ -377,13 +377,13 @@ def steps_of(ladder):
 
 
 def ladder_of(config, build, *transforms, **fields):
-    """Return a ladder of transforms that have names of optimizations."""
+    """Return a ladder of transforms named after optimizations."""
     names = ["fp32", *[transform.__name__ for transform in transforms]]
     return Ladder(config(optimizations=names, **fields), build, transforms)
 
 
 def named(name, change):
-    """Return a change as a transform with the name of an optimization."""
+    """Return a change as a transform named after an optimization."""
 
     def transform(subject):
         return change(subject)
@@ -406,7 +406,7 @@ def wrong_field(subject):
 
 
 @pytest.mark.parametrize("change", [lambda subject: None, wrong_attribute, wrong_field])
-def test_transform_without_effect_is_rejected(config, notebook, change):
+def test_ineffective_transform_is_rejected(config, notebook, change):
     ladder = ladder_of(
         config, notebook.transformer, notebook.bf16, named("sdpa", change), notebook.fused_adamw
     )
@@ -417,7 +417,7 @@ def test_transform_without_effect_is_rejected(config, notebook, change):
     assert math.isnan(steps.loc["sdpa", "wall_ms"]) and ("sdpa", 2) not in ladder.kernels
 
 
-def test_compiled_step_is_rejected_only_if_profiles_show_compiled_code(config):
+def test_compiled_step_counts_as_unchanged_only_when_profiles_show_no_compiled_code(config):
     ladder = ladder_of(config, other_model, named("compiled_blocks", lambda subject: None))
     before, case = ladder.cases
     ladder.kernels = dict.fromkeys(
@@ -429,7 +429,7 @@ def test_compiled_step_is_rejected_only_if_profiles_show_compiled_code(config):
     assert ladder.is_equal(case, before)
 
 
-def test_failed_optimization_has_a_reason_and_the_next_is_measured(config, monkeypatch):
+def test_failed_optimization_records_a_reason_and_the_next_is_measured(config, monkeypatch):
     def fail(error):
         def loss(model, x, y):
             raise error
@@ -467,7 +467,7 @@ def test_failed_optimization_has_a_reason_and_the_next_is_measured(config, monke
     assert steps.loc["fused_adamw", "wall_ms"] > 0 and math.isnan(steps.loc["fused_adamw", "gpu_ms"])
 
 
-def test_transform_may_replace_a_part_of_the_model(config):
+def test_transform_may_replace_part_of_the_model(config):
     def wider(subject):
         subject.model[0], subject.model[2] = nn.Linear(16, 64), nn.Linear(64, 16)
 
@@ -478,7 +478,7 @@ def test_transform_may_replace_a_part_of_the_model(config):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
-def test_case_that_fails_frees_its_weights(config, error):
+def test_failing_case_frees_its_weights(config, error):
     def build(batch_size):
         subject = other_model(batch_size)
 
@@ -497,7 +497,7 @@ def test_case_that_fails_frees_its_weights(config, error):
     assert subjects and not any(map(has_weights, subjects))
 
 
-def test_cases_share_compiled_code_if_model_and_loss_are_equal(config, notebook):
+def test_cases_share_compiled_code_when_model_and_loss_match(config, notebook):
     beyond = [notebook.chunked_loss, notebook.fp8]
     names = [*LADDER_OPTIMIZATIONS, "chunked_loss", "fp8"]
     ladder = Ladder(
@@ -528,7 +528,7 @@ def test_cases_share_compiled_code_if_model_and_loss_are_equal(config, notebook)
         assert case.applied == tuple(name for name in on_cpu if name != left_out)
 
 
-def test_filling_batch_is_the_largest_that_fits_by_formula(config):
+def test_filling_batch_is_the_largest_that_the_formula_fits_in_memory(config):
     shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
     memory = 140 * 2**30
     batch = bounds.filling_batch(shape, memory)
@@ -538,8 +538,8 @@ def test_filling_batch_is_the_largest_that_fits_by_formula(config):
     assert batch % 4 == 0 and needed <= 0.92 * memory < more
 
 
-def test_gradient_error_weights_sampled_gradients_by_their_size(monkeypatch):
-    """Of the error of 100 elements, ten are sampled."""
+def test_gradient_error_weights_sampled_gradients_by_parameter_size(monkeypatch):
+    """Only ten of the large gradient's 100 elements are sampled."""
     monkeypatch.setattr(numerics, "MAX_SAMPLED", 10)
     gradients = {"large": 2 * torch.ones(100), "small": 10 * torch.ones(5)}
     subject: Any = SimpleNamespace(
@@ -551,7 +551,7 @@ def test_gradient_error_weights_sampled_gradients_by_their_size(monkeypatch):
     assert errors == pytest.approx({"loss_error": 0.5, "gradient_error": math.sqrt(100 / 600)})
 
 
-def test_gradients_of_trained_weights_are_compared_with_fp8(config, notebook, uncompiled, monkeypatch):
+def test_trained_gradients_are_compared_when_fp8_is_measured(config, notebook, uncompiled, monkeypatch):
     monkeypatch.setattr("stepscope.optimizations.fp8.has_fp8", lambda device: True)
     monkeypatch.setitem(notebook.fp8.__globals__, "has_fp8", lambda device: True)
     monkeypatch.setattr(loop, "TRAINED_STEPS", 3)
@@ -569,7 +569,9 @@ def test_gradients_of_trained_weights_are_compared_with_fp8(config, notebook, un
 
 
 @pytest.mark.parametrize("precision, sheet_tflops", [("fp32", 50.0), ("bf16", 1000.0)])
-def test_utilization_is_relative_to_the_sheets_rate_and_clock(config, monkeypatch, precision, sheet_tflops):
+def test_utilization_is_relative_to_the_data_sheets_rate_and_clock(
+    config, monkeypatch, precision, sheet_tflops
+):
     sheet = {"fp32": 50.0, "bf16": 1000.0}
     monkeypatch.setattr("stepscope.measure.sheet_tflops", lambda precision, device: sheet[precision])
     monkeypatch.setattr("stepscope.measure.sheet_clock_mhz", lambda precision, device: 1800.0)
@@ -584,7 +586,7 @@ def test_utilization_is_relative_to_the_sheets_rate_and_clock(config, monkeypatc
     assert rates["mfu_clock_adjusted"] == pytest.approx(1.8 * rates["mfu"])
 
 
-def test_compiled_blocks_have_the_replayed_time_of_the_same_batch(config):
+def test_replayed_time_comes_from_the_cuda_graph_case_with_the_same_batch_size(config):
     transforms = [named(name, bf16_autocast) for name in ("compiled_blocks", "cuda_graph")]
     ladder = ladder_of(config, other_model, *transforms, batch_sizes=[1, 3])
     for index, case in enumerate(ladder.cases):
@@ -599,7 +601,7 @@ def test_compiled_blocks_have_the_replayed_time_of_the_same_batch(config):
 
 
 @pytest.mark.parametrize("name", ["fp32", "fused_adamw", "bf16_moments", "fast_step"])
-def test_measured_steps_keep_the_weights_and_restore_the_rate(config, notebook, uncompiled, name):
+def test_measuring_steps_keeps_the_weights_and_restores_the_learning_rate(config, notebook, uncompiled, name):
     ladder = Ladder(
         config(optimizations=[*LADDER_OPTIMIZATIONS], baselines=["fast_step"]),
         notebook.transformer,
@@ -622,7 +624,7 @@ def test_measured_steps_keep_the_weights_and_restore_the_rate(config, notebook, 
 
 
 def recorded(subject):
-    """Return another function than the eager step, as a CUDA graph would be."""
+    """Return a function different from the eager step, as a CUDA graph would be."""
     return lambda: subject.eager_step()
 
 
@@ -634,7 +636,7 @@ def adamw_with(rate):
     return named("cuda_graph", transform)
 
 
-def test_training_learns_after_the_steps_are_timed(config, notebook):
+def test_training_reduces_the_loss_after_steps_are_timed(config, notebook):
     ladder = ladder_of(config, notebook.transformer, adamw_with(torch.tensor(1e-2)), training_steps=30)
     for case in ladder.cases:
         ladder.visit(case, ladder.time_steps)
@@ -642,7 +644,7 @@ def test_training_learns_after_the_steps_are_timed(config, notebook):
         assert losses.tail(5).mean() < 0.95 * losses.head(5).mean(), case.row["reason"]
 
 
-def test_graph_fails_when_its_learning_rate_is_a_number(config):
+def test_cuda_graph_fails_when_the_learning_rate_is_a_number(config):
     ladder = ladder_of(config, other_model, adamw_with(1e-2))
     ladder.visit(ladder.cases[-1], ladder.time_steps)
     assert ladder.cases[-1].row["status"] == "failed"
@@ -654,7 +656,7 @@ def test_graph_fails_when_its_learning_rate_is_a_number(config):
 
 @pytest.fixture
 def on_gpu(config, monkeypatch):
-    """Return a ladder that assumes a GPU, and the numbers of steps that it runs."""
+    """Return a ladder that assumes a GPU, its subject, its step time and a list of its step counts."""
     ladder, numbers = ladder_of(config, other_model, timed_steps=5), []
     ladder.on_gpu = True
     walls = {"ms": 100.0}
@@ -673,7 +675,7 @@ def on_gpu(config, monkeypatch):
     "warmups, is_graph, is_baseline, needed",
     [(1, False, False, 1), (1, True, False, 3), (1, False, True, 3), (5, True, False, 5)],
 )
-def test_step_warms_up_until_the_clock_has_settled(on_gpu, warmups, is_graph, is_baseline, needed):
+def test_settle_runs_the_required_number_of_warmup_steps(on_gpu, warmups, is_graph, is_baseline, needed):
     case = Case("fp32", 2, other_model, is_baseline=is_baseline)
     on_gpu.ladder.config = on_gpu.ladder.config.model_copy(update={"warmup_steps": warmups})
     if is_graph:
@@ -694,7 +696,9 @@ def test_step_warms_up_until_the_clock_has_settled(on_gpu, warmups, is_graph, is
         (2.5, 0.1, 800),
     ],
 )
-def test_number_of_timed_steps_makes_the_median_reliable(on_gpu, monkeypatch, step_ms, enqueue_ms, steps):
+def test_number_of_timed_steps_depends_on_step_and_enqueue_times(
+    on_gpu, monkeypatch, step_ms, enqueue_ms, steps
+):
     on_gpu.walls["ms"] = step_ms
     monkeypatch.setattr(loop, "time_enqueue", lambda step, device: (enqueue_ms, step_ms))
     case = Case("fp32", 2, other_model)
@@ -707,7 +711,7 @@ def test_number_of_timed_steps_makes_the_median_reliable(on_gpu, monkeypatch, st
     "step_ms, is_limited, steps",
     [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)],
 )
-def test_power_limited_steps_are_profiled_for_a_second_and_the_median_counts(
+def test_power_limited_steps_are_profiled_for_a_second_and_report_the_median(
     on_gpu, monkeypatch, step_ms, is_limited, steps
 ):
     rows = [("step", number, "total", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
@@ -731,7 +735,7 @@ def test_power_limited_steps_are_profiled_for_a_second_and_the_median_counts(
     assert case.row["inconsistent"], "the profiled steps differ"
 
 
-def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch):
+def test_impossible_measurement_is_repeated_at_most_twice(config, monkeypatch):
     transforms = [named(name, bf16_autocast) for name in ("tf32", "bf16")]
     ladder, visited = ladder_of(config, other_model, *transforms), []
     fine, fixed, broken = ladder.cases
@@ -749,7 +753,7 @@ def test_impossible_reading_is_measured_again_at_most_twice(config, monkeypatch)
 # -- baselines -----------------------------------------------------------------------------------------------
 
 
-def test_llama_has_as_many_parameters_and_trains(notebook):
+def test_llama_matches_the_parameter_count_and_trains(notebook):
     pytest.importorskip("transformers")
     subject = notebook.llama(2)
     apply([notebook.bf16, notebook.fused_adamw], subject)
@@ -760,8 +764,8 @@ def test_llama_has_as_many_parameters_and_trains(notebook):
     assert losses[0] == pytest.approx(math.log(300), abs=0.5) and losses[-1] < losses[0]
 
 
-def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
-    """When compiled, SDPA gets no mask but is_causal, and loss and gradients are the same."""
+def test_llama_stays_causal_without_its_mask(notebook, monkeypatch):
+    """Compiled SDPA gets is_causal instead of a mask, and loss and gradients stay close."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     calls, results = [], []
 
@@ -788,14 +792,14 @@ def test_llama_without_its_mask_stays_causal(notebook, monkeypatch):
 # -- configuration and bounds -------------------------------------------------------------------------------
 
 
-def test_ablation_of_an_unused_optimization_is_invalid(config):
+def test_ablation_of_an_unused_optimization_is_rejected(config):
     assert config(ablations=[*ABLATABLE]).run_id != config().run_id
     with pytest.raises(ConfigError, match="ablations: got tf32, but .* sdpa, compiled_blocks"):
         config(ablations=["sdpa", "tf32"])
 
 
 @pytest.mark.parametrize("context", [128, 512])
-def test_lower_bound_follows_from_flops_and_bytes(context):
+def test_lower_bound_matches_flops_and_bytes(context):
     config = StepConfig(size="2.7B", context_length=context, device="cpu")
     tokens, width, hidden, layers = 4 * context, 2560, 10240, 32
     in_blocks = layers * (4 * width**2 + 3 * width * hidden)
@@ -832,7 +836,7 @@ def executed_notebook(**fields):
     return names, tables_
 
 
-def test_notebook_tables_follow_from_each_other():
+def test_notebook_tables_are_consistent():
     names, tables_by_name = executed_notebook(timed_steps=3, warmup_steps=1, training_steps=2)
     steps, kernels = tables_by_name["steps"].set_index("optimization"), tables_by_name["kernels"]
     results = names["run"].outcome["results"]
@@ -897,7 +901,7 @@ def test_notebook_measures_each_batch_size_ablation_and_baseline(uncompiled, mon
     assert tokens.round().tolist() == (16 * steps["batch_size"])[tokens.index].tolist()
 
 
-def test_training_needs_a_vocabulary_of_256(config):
+def test_training_rejects_a_vocabulary_smaller_than_256(config):
     subject = other_model(2)
     subject.load(0)
     with pytest.raises(ConfigError, match="256"):

@@ -1,4 +1,4 @@
-"""The report of any runs folder next to the reference, from copies of real runs."""
+"""Test the report that compares any runs folder with the reference, using copies of real runs."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from stepscope.report.output import OutputError, Report, write
 from stepscope.runs.store import Store
 from stepscope.views import Views
 
-CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, without their notebooks
+CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, excluding notebooks
 H200 = Path(str(PROJECT), "runs", "h200")
 SECTIONS = {
     "benchmark": "Forward, backward and the full step",
@@ -42,7 +42,7 @@ TWO_AXES = {  # context length x repeat
 
 
 def copy_runs(folder: Path, *runs: Path) -> Path:
-    """Copy runs without their notebooks and other large files."""
+    """Copy runs, excluding notebooks and other large files."""
     for run in runs:
         record = json.loads((run / "record.json").read_text())
         tables = {name: table for name, table in record["tables"].items() if "rows" in table}
@@ -61,7 +61,7 @@ def of_h200(study: str, pattern: str = "*") -> list[Path]:
 
 
 def composed(runs: Path) -> tuple[Report, str]:
-    """Return a folder's report and its text; no part may be omitted."""
+    """Return a folder's report and its text; fail if any part is omitted."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     assert report.notes == found.notes
@@ -69,7 +69,7 @@ def composed(runs: Path) -> tuple[Report, str]:
 
 
 def tables_of(text: str, heading: str) -> list[pd.DataFrame]:
-    """Return the texts of the tables below a heading."""
+    """Return the tables below a heading, as text."""
     [part] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S)
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", part, flags=re.M):
@@ -98,7 +98,7 @@ FOLDERS = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Return a function that makes the report of a folder once."""
+    """Return a function that makes a folder's report once and caches it."""
     made = {}
 
     def of(name: str) -> tuple[Report, str]:
@@ -110,7 +110,7 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_partial_folder_is_rendered_completely(reports, name):
+def test_report_renders_a_partial_folder_completely(reports, name):
     report, text = reports(name)
     assert not report.errors
     studies = {run.parent.name for run in FOLDERS[name]}
@@ -126,15 +126,15 @@ def test_partial_folder_is_rendered_completely(reports, name):
     assert "\0" not in text and "{{" not in text
 
 
-def test_every_axis_of_a_sweep_has_a_column(reports):
+def test_each_sweep_axis_has_a_column(reports):
     _, text = reports("benchmark, two axes")
     [times] = tables_of(text, "Forward, backward and the full step")
     cases = {*times[["context length", "repeat"]].itertuples(index=False, name=None)}
     assert cases == {("256", "0"), ("256", "2"), ("512", "0"), ("512", "2")}
 
 
-def test_reference_columns_equal_those_of_copied_reference_runs(reports):
-    """A run copied from the reference is compared with itself, so both columns are equal."""
+def test_reference_columns_match_copied_reference_runs(reports):
+    """A run copied from the reference is compared with itself, so both columns match."""
     _, text = reports("tour")
     compared = 0
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
@@ -146,7 +146,7 @@ def test_reference_columns_equal_those_of_copied_reference_runs(reports):
     assert compared > 100
 
 
-def test_report_has_the_numbers_of_the_run(reports):
+def test_report_numbers_match_the_run(reports):
     _, text = reports("one run of benchmark")
     times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
     totals = times[times["phase"] == "whole"].set_index("mode")  # the name in schema 3
@@ -157,14 +157,14 @@ def test_report_has_the_numbers_of_the_run(reports):
         assert shown.loc[label].tolist() == pytest.approx(expected.loc[mode].tolist(), rel=5e-3)
 
 
-def test_step_without_memory_is_named_with_its_configuration(tmp_path):
+def test_oom_step_is_listed_with_its_configuration(tmp_path):
     _, text = composed(copy_runs(tmp_path, H200 / "ladder" / "2.7B-ctx512-fcef9447"))
     [rows] = tables_of(text, "Optimizations without a time")
     assert [*rows["optimization"]] == ["fused AdamW"] and [*rows["status"]] == ["oom"]
     assert "size 2.7B, context length 512, vocabulary size 10,000, batch size 32." in text
 
 
-def test_cpu_report_has_no_gpu_columns(reports):
+def test_cpu_report_omits_gpu_columns(reports):
     _, text = reports("cpu")
     below = text.partition("## Forward")[2]
     columns = {
@@ -174,7 +174,7 @@ def test_cpu_report_has_no_gpu_columns(reports):
     assert "operators, ms" in columns
 
 
-def test_cpu_and_gpu_runs_of_one_folder_have_separate_parts(reports):
+def test_cpu_and_gpu_runs_in_one_folder_get_separate_parts(reports):
     _, text = reports("cpu and gpu")
     devices = re.findall(r"^## What was found \((.*)\)$", text, flags=re.M)
     assert len(devices) == 2 and "NVIDIA H200" in devices
@@ -200,14 +200,14 @@ def test_failed_inconsistent_and_unreadable_runs_are_named(tmp_path):
     assert f"{inconsistent.name}: inconsistent" in text
 
 
-def test_folder_without_a_usable_run_is_one_error(tmp_path):
+def test_folder_without_usable_runs_is_rejected(tmp_path):
     runs = copy_runs(tmp_path / "runs", H200 / "memory" / SMALL["memory"])
     (next((runs / "memory").iterdir()) / "record.json").write_text("{}")
     with pytest.raises(OutputError, match=r"record.json: not a valid record"):
         composed(runs)
 
 
-def test_links_lead_to_headings_of_the_writeup():
+def test_links_point_to_writeup_headings():
     templates = [path.read_text() for path in machine.FOLDER.glob("*.j2")]
     linked = {heading for text in templates for heading in re.findall(r'why\("([^"]*)"\)', text)}
     chapters = [path.read_text() for path in Path(str(PROJECT), "writeup").glob("*.md.j2")]
@@ -215,19 +215,19 @@ def test_links_lead_to_headings_of_the_writeup():
     assert linked <= {title for text in chapters for title in re.findall(r"^#+ (.*)$", text, flags=re.M)}
 
 
-def test_reference_file_is_small_and_equals_the_records():
+def test_reference_file_is_small_and_matches_the_records():
     assert machine.REFERENCE.stat().st_size < 300_000
     assert machine.reference_difference(Views(steady(read(Store(H200)).tables))) == ""
 
 
-def test_difference_of_the_reference_file_is_named(monkeypatch):
+def test_reference_difference_names_the_changed_table(monkeypatch):
     stored = machine.reference()
     stored["steps"].loc[3, "wall_ms"] *= 1.001
     monkeypatch.setattr(machine, "reference", lambda: stored)
     assert "steps" in machine.reference_difference(Views(steady(read(Store(H200)).tables)))
 
 
-def test_second_report_removes_the_figures_of_the_first(reports, tmp_path):
+def test_second_report_removes_the_first_reports_figures(reports, tmp_path):
     report, _ = reports("ladder, some")
     write(report, tmp_path)
     (tmp_path / "figures" / "mine.svg").write_text("")
@@ -236,7 +236,7 @@ def test_second_report_removes_the_figures_of_the_first(reports, tmp_path):
 
 
 @pytest.mark.parametrize("study", SECTIONS)
-def test_paragraphs_of_one_study_refer_to_nothing_that_was_left_out(tmp_path, study):
+def test_single_study_paragraphs_do_not_refer_to_omitted_text(tmp_path, study):
     """A sentence such as "On the H200 it is 2.0%" needs the sentence before it, which a CPU's report omits."""
     runs = [path.parent for path in (CPU / study).glob("*/record.json")]
     _, text = composed(copy_runs(tmp_path / "runs", *runs))

@@ -1,4 +1,4 @@
-"""The measure package as notebooks use it: failing cases, profiles, tables of times, and memory."""
+"""Test the measure package as notebooks use it: failing cases, profiles, time tables and memory."""
 
 import gc
 import warnings
@@ -62,7 +62,7 @@ def fail_from_cause(references, error):
         (fail_from_cause, FULL, "no room"),
     ],
 )
-def test_case_out_of_memory_is_noted_and_what_it_held_is_freed(fail, error, reason):
+def test_oom_case_is_recorded_and_its_memory_is_freed(fail, error, reason):
     status, references = {}, []
     gc.disable()
     try:
@@ -84,7 +84,7 @@ def test_case_out_of_memory_is_noted_and_what_it_held_is_freed(fail, error, reas
         (None, ""),
     ],
 )
-def test_other_error_is_noted_as_unsupported_if_asked_for(error, reason):
+def test_error_is_recorded_as_unsupported_when_requested(error, reason):
     status, filters = {}, [*warnings.filters]
     with measure.out_of_memory(status, "case", or_unsupported=True):
         if error:
@@ -101,7 +101,7 @@ def test_other_error_is_noted_as_unsupported_if_asked_for(error, reason):
         (RuntimeError("CUDA error: odd"), True),
     ],
 )
-def test_error_that_ends_the_run_is_raised(error, or_unsupported):
+def test_fatal_error_is_raised(error, or_unsupported):
     status = {}
     with (
         pytest.raises(type(error), match="odd"),
@@ -111,20 +111,20 @@ def test_error_that_ends_the_run_is_raised(error, or_unsupported):
     assert not status
 
 
-def test_error_text_names_no_other_process():
+def test_error_text_omits_other_processes():
     assert oom.error_text(RuntimeError("out of memory. Process 71 has 9 GiB in use")) == "out of memory."
 
 
 # Profiles
 
 
-def test_profile_has_the_case_step_and_phase_of_each_operation():
+def test_profile_lists_each_operations_case_step_and_phase():
     x = torch.ones(8, 8)
     with measure.StepProfiler("cpu") as profile:
         for case, number in (("mm", 0), (("add", 64), 0), ("mm", 1)):
             with profile.phases(case, number)("forward"):
                 torch.mm(x, x) if case == "mm" else x + x
-        x * x  # in no phase
+        x * x  # outside any phase
     assert profile.reason == ""
     columns = ["case", "number", "phase", "name", "kernel_category"]
     assert profile.operations[columns].values.tolist() == [
@@ -134,7 +134,7 @@ def test_profile_has_the_case_step_and_phase_of_each_operation():
     ]
 
 
-def test_error_in_a_profiled_block_is_raised_and_an_empty_profile_has_a_reason():
+def test_profiler_raises_block_errors_and_explains_an_empty_profile():
     with pytest.raises(RuntimeError, match="mine"), measure.StepProfiler("cpu"):
         raise RuntimeError("mine")
     with measure.StepProfiler("cpu") as profile:
@@ -154,14 +154,14 @@ def profile_with_warning():
     return profile
 
 
-def test_profile_without_the_gpus_operations_is_refused_and_warnings_are_shown(monkeypatch):
+def test_profile_without_gpu_operations_is_rejected_and_warnings_are_shown(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match="mine"):
         profile = profile_with_warning()
     assert profile.operations.empty and "no operations of the GPU" in profile.reason
 
 
-def test_profiler_that_fails_at_the_end_gives_the_reason():
+def test_profiler_that_fails_on_exit_records_the_reason():
     with pytest.warns(UserWarning, match="mine"):
         profile = profile_with_warning()
 
@@ -176,7 +176,7 @@ def test_profiler_that_fails_at_the_end_gives_the_reason():
 # Tables
 
 
-def test_tables_have_unprofiled_and_failed_cases_with_their_reasons():
+def test_tables_list_unprofiled_and_failed_cases_with_reasons():
     phases = pd.DataFrame({"phase": ["forward", "total"], "warmup": False, "wall_ms": 5.0, "enqueue_ms": 1.0})
     cases = {mode: {"mode": mode, "precision": "fp32"} for mode in ("forward", "step")}
     nothing = measure.StepProfiler("cpu").operations
@@ -192,7 +192,7 @@ def test_tables_have_unprofiled_and_failed_cases_with_their_reasons():
     assert [*measure.operations_by_name(cases, nothing)] == OPERATION_COLUMNS
 
 
-def test_older_records_lack_later_columns_and_load_with_newer_ones():
+def test_older_records_without_later_columns_load_with_newer_records():
     schema = pa.DataFrameSchema({"key": pa.Column(str)} | LATER, strict=True, unique=["key"])
     new = pd.DataFrame({"key": ["a"], "wall_mean_ms": [2.0], "clock_reasons": ["power cap"]})
     table, wrong = load._typed(schema, {"old": new[["key"]], "new": new})
@@ -207,12 +207,12 @@ def test_saved_tensors_that_share_a_storage_count_once():
     x = torch.ones(4, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
     _, saved = measure.saved_for_backward(lambda x: ((x @ weight) ** 2).exp(), x)
-    # x, the weight, their product, and the exponentials, which are the output
+    # x, the weight, their product and the exponentials (the output)
     assert measure.storage_bytes(saved) == 4 * (32 + 64 + 32 + 32)
     assert measure.storage_bytes(x, [x.view(-1), {"weight": weight}], None) == 4 * (32 + 64)
 
 
-def test_device_memory_and_peaks_are_the_allocators(monkeypatch):
+def test_device_memory_and_peaks_come_from_the_allocator(monkeypatch):
     for name, value in {
         "mem_get_info": (30_000, 900_000),
         "memory_reserved": 70_000,
@@ -225,7 +225,7 @@ def test_device_memory_and_peaks_are_the_allocators(monkeypatch):
     assert measure.peak_memory("cpu") == {}
 
 
-def test_resetting_peaks_frees_cached_memory_first(monkeypatch):
+def test_reset_peak_memory_frees_cached_memory_first(monkeypatch):
     calls = []
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: calls.append(name))
@@ -233,8 +233,8 @@ def test_resetting_peaks_frees_cached_memory_first(monkeypatch):
     assert calls == ["empty_cache", "reset_peak_memory_stats"]
 
 
-def test_memory_of_a_pass_is_what_it_adds_and_what_was_held_before(monkeypatch):
-    """Each tensor takes 512 bytes; two exponentials are left after forward, of which one is the output."""
+def test_pass_memory_includes_new_and_previously_held_bytes(monkeypatch):
+    """Each tensor takes 512 bytes; two exponentials remain after forward, and one of them is the output."""
     x, gradient = torch.ones(128, requires_grad=True), torch.ones(128)
     x.grad = torch.ones(128)
     with stand_in(monkeypatch):
@@ -249,7 +249,7 @@ def test_memory_of_a_pass_is_what_it_adds_and_what_was_held_before(monkeypatch):
     assert torch.allclose(x.grad, expected), "earlier gradients are freed"
 
 
-def test_memory_of_a_pass_on_a_cpu_excludes_inputs_output_and_masks():
+def test_pass_memory_on_a_cpu_excludes_inputs_output_and_masks():
     x, mask = torch.ones(4, 8, requires_grad=True), torch.ones(4, 8, dtype=torch.bool)
     memory = measure.pass_memory(
         lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"

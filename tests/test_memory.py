@@ -1,4 +1,4 @@
-"""The memory study: recorded allocations, what a block saves, checkpoints, snapshots and tables."""
+"""Test the memory study: recorded allocations, tensors saved by a block, checkpoints, snapshots and tables."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ from test_accounting import SHAPES
 
 pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
-# Fields that only the other notebook has.
+# For each notebook, the fields that only the other notebook uses.
 OTHER_FIELDS = {
     "memory": {"blocks_per_checkpoint", "nested_blocks", "timed_steps"},
     "checkpointing": {"save_snapshot"},
@@ -48,7 +48,7 @@ def config_of(shape, **fields):
 
 
 def cells_of(config, until, wrapped=None):
-    """Run the configuration's notebook up to the cell with ``until``; return its names."""
+    """Run the configuration's notebook up to the cell that contains ``until``; return its names."""
     fields = parameters_of(config)
     for name in OTHER_FIELDS[config.notebook]:
         fields.pop(name, None)
@@ -73,7 +73,7 @@ def recorded_steps():
 
 
 def checkpoint_table(config, **wrapped):
-    """Return the table of the checkpointing notebook, with functions of its cells wrapped."""
+    """Return the checkpointing notebook's table, with some of its cells' functions wrapped."""
     return cells_of(config, "names = ", wrapped)["table"]
 
 
@@ -92,7 +92,7 @@ AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V
 
 
 def bytes_after_loss(config):
-    """Return the bytes by kind before backward, by formula."""
+    """Return the bytes that the formulas predict before backward, by kind."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])
@@ -107,7 +107,7 @@ def bytes_after_loss(config):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_peak_is_the_predicted_one_with_the_kinds_of_the_formulas(shape, precision):
+def test_recorded_peak_and_live_bytes_by_kind_match_the_formulas(shape, precision):
     config = config_of(shape, precision=precision, modes=["forward", "forward_backward"])
     names = recorded(config)
     totals = names["tables"]["peaks"].query("phase == 'total'").set_index("mode")
@@ -126,17 +126,17 @@ def test_recorded_peak_is_the_predicted_one_with_the_kinds_of_the_formulas(shape
     assert (live + bytes_before(recording)).tolist() == [expected[kind] for kind in LIVE]
 
 
-def test_activation_with_as_many_bytes_as_a_weight_is_no_autocast_copy():
+def test_activation_as_large_as_a_weight_is_not_an_autocast_copy():
     shape = SHAPES[0] | {"batch_size": 1, "context_length": 16}
     config = config_of(shape, precision="bf16", modes=["forward"])
     [recording] = recorded(config)["recordings"].histories
     table = history.classify(recording, config)
-    copies = table.query("kind == 'autocast weight cache' and region != 'head'")  # logits are as large
+    copies = table.query("kind == 'autocast weight cache' and region != 'head'")  # logits have the same size
     expected = accounting.value(accounting.formulas_of(config).weight_cache, config)
     assert copies["size"].sum() == config.num_layers * expected
 
 
-def test_peaks_of_a_full_step_hold_the_optimizers_state_and_those_of_forward_do_not():
+def test_peaks_include_optimizer_state_only_in_a_full_step():
     config, _, tables = recorded_steps()
     peaks = tables["peaks"].set_index(["mode", "phase"])
     gib = peaks[[column("gradients"), column("optimizer state")]]
@@ -154,7 +154,7 @@ def test_peaks_of_a_full_step_hold_the_optimizers_state_and_those_of_forward_do_
     assert total["peak_in"] == phases["peak_gib"].idxmax()
 
 
-def test_allocations_of_a_full_step_have_phase_layer_and_kind():
+def test_full_step_allocations_are_classified_by_phase_layer_and_kind():
     config, recordings, _ = recorded_steps()
     step = recordings["step"]
     table = history.classify(step, config)
@@ -170,7 +170,7 @@ def test_allocations_of_a_full_step_have_phase_layer_and_kind():
 
 @pytest.mark.parametrize("points", [60, 10**6])
 @pytest.mark.parametrize("mode", ["forward", "step"])
-def test_timeline_keeps_extremes_and_the_phase_of_each_event(monkeypatch, mode, points):
+def test_timeline_keeps_extremes_and_each_events_phase(monkeypatch, mode, points):
     config, recordings, _ = recorded_steps()
     recording = recordings[mode]
     monkeypatch.setattr(history, "MAX_POINTS", points)
@@ -201,7 +201,7 @@ def validate(tables):
         SCHEMAS[name].validate(table)
 
 
-def test_tables_fulfill_their_schemas_with_unique_keys():
+def test_tables_match_their_schemas_with_unique_keys():
     config, _, tables = recorded_steps()
     validate(tables)
     assert tables["allocations"]["what"].nunique() == 3
@@ -210,7 +210,7 @@ def test_tables_fulfill_their_schemas_with_unique_keys():
 
 
 @pytest.mark.parametrize("lost", [0, 100, 250, "weights"])
-def test_history_that_does_not_add_up_is_refused(lost):
+def test_inconsistent_history_is_rejected(lost):
     config, recordings, _ = recorded_steps()
     recording = copy.deepcopy(recordings["forward"])
     if lost == "weights":
@@ -221,7 +221,7 @@ def test_history_that_does_not_add_up_is_refused(lost):
         history.tables(config, [recording])
 
 
-def test_mode_out_of_memory_keeps_its_row_and_leaves_the_others():
+def test_oom_mode_keeps_its_row_and_does_not_affect_other_modes():
     config = config_of(SHAPES[0])
 
     def fail_in_backward(step):
@@ -254,7 +254,7 @@ def test_recording_restores_nvtx_ranges_and_frees_gradients_and_workspaces(monke
     assert type(ranges._domain) is domain
 
 
-def test_memory_notebook_compares_its_recording_with_the_formulas():
+def test_memory_notebook_compares_the_recording_with_the_formulas():
     config = config_of(SHAPES[0], precision="bf16", optimizer="fused", warmup_steps=2)
     names = recorded(config, until=None)
     assert names["each"] == {"weights": 4, "gradients": 4, "AdamW's moments": 8}
@@ -265,7 +265,7 @@ def test_memory_notebook_compares_its_recording_with_the_formulas():
     assert names["number"](predicted.loc["total"].max(), "MiB") in names["sentence"]
 
 
-def test_recorded_steps_leave_the_weights_as_they_are():
+def test_recording_steps_keeps_the_weights():
     config = config_of(SHAPES[0], modes=["step"], optimizer="fused")
     before = cells_of(config, "cases = ")["model"].parameters()
     names = recorded(config)
@@ -273,13 +273,13 @@ def test_recorded_steps_leave_the_weights_as_they_are():
     assert names["recordings"].learning_rate == NEGLIGIBLE_RATE < names["adamw"].param_groups[0]["lr"]
 
 
-# What a block saves
+# Tensors saved by a block
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_block_saves_as_much_as_the_formula_says(shape, attention, precision):
+def test_block_saved_bytes_match_the_formula(shape, attention, precision):
     config = config_of(shape, precision=precision, attention=attention)
     names = cells_of(config, "printed = ")
     rows, is_copy = names["rows"], names["is_copy"]
@@ -301,8 +301,8 @@ def test_saved_tensor_is_named_by_its_line_and_region():
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 8])
-def test_checkpoint_policies_change_no_gradient_and_keep_and_run_what_the_formulas_say(blocks, monkeypatch):
-    """Beyond the formula, a step of a policy needs the same memory with any number of blocks."""
+def test_checkpoint_policies_keep_gradients_and_match_predicted_bytes_and_block_runs(blocks, monkeypatch):
+    """Beyond the formula, each policy's step needs the same memory for any number of blocks."""
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, nested_blocks=[number])
@@ -339,14 +339,14 @@ def test_checkpoint_policies_change_no_gradient_and_keep_and_run_what_the_formul
         ("from the input", 152, 1, 1),
     ],
 )
-def test_costs_of_a_checkpoint_policy_for_16_blocks(name, runs, inputs, saved_blocks):
+def test_checkpoint_policy_costs_for_16_blocks(name, runs, inputs, saved_blocks):
     policy = policies.POLICIES[name](16)
     assert policies.block_runs(policy) == runs
     assert policies.saved_bytes(policy, 1, 0) == inputs
     assert policies.saved_bytes(policy, 0, 1) == saved_blocks
 
 
-def test_each_checkpoint_setting_has_its_row_and_the_extremes_are_named(monkeypatch):
+def test_checkpoint_table_has_a_row_per_setting_and_names_the_extremes(monkeypatch):
     states = count()
     monkeypatch.setattr(protocol, "allocated_memory", lambda device: {"state_gib": next(states)})
     shape = SHAPES[0] | {"num_layers": 3}
@@ -366,8 +366,8 @@ def test_each_checkpoint_setting_has_its_row_and_the_extremes_are_named(monkeypa
 
 
 @pytest.mark.parametrize(("complete_steps", "runs"), [(0, [4, 0]), (1, [4, 2])])
-def test_checkpoint_policy_out_of_memory_keeps_its_row(complete_steps, runs):
-    """The runs of blocks are those of a complete step, if there was one."""
+def test_oom_checkpoint_policy_keeps_its_row(complete_steps, runs):
+    """The number of block runs is taken from a complete step, if any."""
     steps = count()
 
     def fail(run_blocks):
@@ -384,7 +384,7 @@ def test_checkpoint_policy_out_of_memory_keeps_its_row(complete_steps, runs):
     assert table["wall_ms"].isna().tolist() == [False, True] and "too much" in table["reason"][1]
 
 
-def test_nested_checkpoints_are_measured_on_one_model_at_a_time_with_kept_gradients():
+def test_nested_checkpoints_use_one_model_at_a_time_and_keep_gradients():
     alive, models, zeroed = [], [], []
 
     def note_gradients(embedding, inputs):
@@ -432,7 +432,7 @@ def test_configuration_names_its_notebook(fields, notebook):
     assert not mixed_notebook_warnings(records)
 
 
-def test_checkpointing_notebook_refuses_a_configuration_without_checkpoints():
+def test_checkpointing_notebook_rejects_a_configuration_without_checkpoints():
     with pytest.raises(ConfigError, match="blocks_per_checkpoint, nested_blocks: got neither"):
         run_cells("checkpointing", blocks_per_checkpoint=[], device="cpu")
 
@@ -445,7 +445,7 @@ def test_checkpointing_notebook_refuses_a_configuration_without_checkpoints():
         ({"modes": []}, "modes"),
     ],
 )
-def test_invalid_configuration_is_refused(fields, message):
+def test_invalid_configuration_is_rejected(fields, message):
     with pytest.raises(ConfigError, match=message):
         config_of(SHAPES[0], **fields)
 
@@ -459,7 +459,7 @@ VIEWER_OPCODES = re.compile(
 )
 
 
-def test_portable_snapshot_has_no_paths_and_is_readable_by_the_viewer():
+def test_portable_snapshot_omits_paths_and_is_readable_by_the_viewer():
     path = "stepscope/model/transformer.py"
     files = (f"/home/someone/lib/{path}", f"/home/someone/site-packages/{path}", "/tmp/ipykernel_1/2.py")
     stack = [{"filename": file, "line": 24, "name": "forward"} for file in files]
@@ -480,7 +480,7 @@ def test_portable_snapshot_has_no_paths_and_is_readable_by_the_viewer():
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_snapshot_of_the_last_mode_is_kept_if_configured(tmp_path, is_saved):
+def test_last_modes_snapshot_is_kept_when_configured(tmp_path, is_saved):
     _, recordings, _ = recorded_steps()
     config = config_of(SHAPES[0], save_snapshot=is_saved)
     files = history.kept_files(config, [*recordings.values()], tmp_path)
@@ -488,7 +488,7 @@ def test_snapshot_of_the_last_mode_is_kept_if_configured(tmp_path, is_saved):
     assert [path.read_bytes() for path in files] == [content] * is_saved
 
 
-def test_allocations_are_placed_at_the_innermost_line_of_the_model():
+def test_allocations_are_attributed_to_the_innermost_model_line():
     ours, torchs = "/somewhere/lib/stepscope/model", "/a/site-packages/torch"
     linear = (f"{torchs}/nn/modules/linear.py", 1)
     stacks = [
@@ -507,6 +507,6 @@ def test_allocations_are_placed_at_the_innermost_line_of_the_model():
     assert table["freed_at"].tolist() == [4, np.inf, np.inf] and table["allocated_at"].tolist() == [0, 1, 2]
 
 
-def test_source_is_shown_of_this_package_only():
+def test_source_line_shows_only_this_packages_source():
     assert history.source_line("stepscope/model/transformer.py:1").startswith('"""')
     assert history.source_line("torch/optim/adamw.py:7") == ""

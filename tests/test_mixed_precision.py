@@ -1,4 +1,4 @@
-"""The mixed-precision study: experiments against exact arithmetic, training, tables and finding."""
+"""Test the mixed-precision study: experiments against exact arithmetic, training, tables and finding."""
 
 import types
 from fractions import Fraction
@@ -50,7 +50,7 @@ def sums(experiments):
 
 
 def rounded(value: Fraction, bits: int) -> Fraction:
-    """Round a positive number to so many significant bits, ties to even, as a binary type does."""
+    """Round a positive number to a number of significant bits, ties to even, as a binary type does."""
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     if value < Fraction(2) ** exponent:
         exponent -= 1
@@ -68,7 +68,7 @@ def rounded(value: Fraction, bits: int) -> Fraction:
         ("fp16 cast to fp32, into fp32", 24, 11),
     ],
 )
-def test_sums_equal_exact_arithmetic_rounded_after_each_addition(sums, way, sum_bits, term_bits):
+def test_sums_match_exact_arithmetic_rounded_after_each_addition(sums, way, sum_bits, term_bits):
     term, total = rounded(Fraction(0.01), term_bits), Fraction(0)
     for _ in range(1000):
         total = rounded(total + term, sum_bits)
@@ -77,7 +77,7 @@ def test_sums_equal_exact_arithmetic_rounded_after_each_addition(sums, way, sum_
     assert sums["adding"][way] == float(total - 1000 * term)
 
 
-def test_exactly_stored_term_only_loses_in_adding(tmp_path):
+def test_exactly_stored_term_loses_precision_only_in_addition(tmp_path):
     path = edited("mixed_precision", tmp_path, "Fraction(1, 100)", "Fraction(1, 128)")
     sums = (
         table(run_cells(path, until="class ToyModel", **TINY)["rows"])
@@ -106,7 +106,7 @@ def test_toy_model_dtypes_match_its_tensors(cells, experiments, dtype):
     assert toy.to_dict() == {part: numerics.NAMES[tensor.dtype] for part, tensor in tensors.items()}
 
 
-def test_layer_norm_equals_pytorchs(cells):
+def test_layer_norm_matches_torch(cells):
     x = torch.randn(5, 96, dtype=torch.float64)
     parts = cells["layer_norm"](x)
     torch.testing.assert_close(parts["output"], functional.layer_norm(x, (96,)))
@@ -126,7 +126,7 @@ def norm(experiments):
     return both.pivot(index=["case", "quantity", "at"], columns="experiment", values="value")
 
 
-def test_fp16_layer_norm_lacks_range_and_bf16_lacks_digits(norm):
+def test_layer_norm_loses_range_in_fp16_and_digits_in_bf16(norm):
     error, lost = norm["norm error"], norm["norm lost"]
     assert lost["fp16", "variance", 1000.0] == 1 and lost["fp16", "variance", 1.0] == 0
     assert lost["fp16", "squares", 1e-4] > 0.9  # below 2**-25
@@ -149,7 +149,7 @@ def test_lost_value_has_an_error_of_one():
 # -- gradients and training -----------------------------------------------------------------------------------
 
 
-def test_gradients_equal_those_of_the_librarys_step(cells):
+def test_gradients_match_the_librarys_step(cells):
     step = build_step(cells["config"].step(mode="forward_backward", precision="bf16"))
     loss, gradients = cells["backward"](cells["build"](cells["config"]), "bf16", cells["SCALE"])
     assert loss == step().item()
@@ -158,7 +158,7 @@ def test_gradients_equal_those_of_the_librarys_step(cells):
 
 
 def test_scaled_loss_keeps_fp16_gradients_nonzero(cells):
-    """On a CPU, if a reader adds fp16 to the list."""
+    """This is what a reader sees on a CPU after adding fp16 to the list."""
     compare, rows = cells["compare_gradients"], []
     names = compare.__globals__ | {"rows": rows}
     types.FunctionType(compare.__code__, names)(cells["build"](cells["config"]), [*cells["low"], "fp16"])
@@ -166,7 +166,7 @@ def test_scaled_loss_keeps_fp16_gradients_nonzero(cells):
     assert zero["fp16, unscaled"] > 10 * zero["fp16, scaled"]
 
 
-def test_infinite_result_has_no_value():
+def test_infinite_result_is_stored_as_nan():
     rows = numerics.table([("gradients", "fp16", "norm off", 0, value, "") for value in (np.inf, 0.5)])
     assert rows["value"].isna().tolist() == [True, False]
 
@@ -178,7 +178,7 @@ def train(cells):
     return types.FunctionType(cells["train"].__code__, names)
 
 
-def test_training_equals_the_librarys_step_on_the_same_text(cells, train):
+def test_training_matches_the_librarys_step_on_the_same_text(cells, train):
     fp32, other_seed, bf16 = train("fp32", 0), train("fp32", 1), train("bf16", 0)
     assert abs(bf16[0] - fp32[0]) < 2e-3 < abs(other_seed[0] - fp32[0])
     assert fp32[-1] < fp32[0] - 0.05
@@ -197,7 +197,7 @@ def test_training_starts_from_the_configured_seed(train):
     assert train_seed_1("fp32", 0) == train("fp32", 1)
 
 
-def test_text_is_part_of_pythons_documentation_for_any_batch_size():
+def test_text_batches_come_from_pythons_documentation_for_any_batch_size():
     text = Path(topics.__file__).read_bytes()
     batches = text_batches(3, 2, 16)
     assert torch.equal(batches, text_batches(6, 1, 16).view(3, 2, 17))
@@ -210,14 +210,14 @@ def test_text_is_part_of_pythons_documentation_for_any_batch_size():
 
 
 def kept(replaced=None, **parameters):
-    """Run the notebook; return its tables and all its names."""
+    """Run the notebook; return its tables and all names that it defines."""
     names = run_cells("mixed_precision", replaced=replaced, **TINY | {"numerics": False} | parameters)
     for name, frame in names["kept"].items():
         tables.SCHEMAS[name].validate(frame)
     return names["kept"], names
 
 
-def test_tables_are_complete_and_agree():
+def test_tables_are_complete_and_consistent():
     tables_by_name, names = kept(numerics=True, replaced={"STEPS": 3})
     assert set(tables_by_name) == {"times", "operations", "numerics"}
     times = tables_by_name["times"].set_index(["precision", "mode", "phase"])
@@ -243,7 +243,7 @@ MODES = ("step", "forward_backward", "forward")
 @pytest.mark.parametrize(
     ("precision", "optimizer", "seed"), [("fp32", "foreach", 0), ("bf16", "fused", 1), ("fp16", "foreach", 2)]
 )
-def test_notebooks_step_trains_like_the_librarys(precision, optimizer, seed):
+def test_notebook_step_trains_identically_to_the_library_step(precision, optimizer, seed):
     fields = TINY | {"optimizer": optimizer, "seed": seed}
     names = run_cells("mixed_precision", until="measure.steps(", **fields, numerics=False)
     names["scalers"] |= dict.fromkeys(
@@ -272,7 +272,7 @@ def test_notebooks_step_trains_like_the_librarys(precision, optimizer, seed):
         (np.nan, "50.0 ms."),
     ],
 )
-def test_finding_names_the_bound_if_gpu_time_is_known(gpu_ms, end):
+def test_finding_names_the_bound_when_gpu_time_is_known(gpu_ms, end):
     row = {"precision": "bf16", "mode": "step", "phase": TOTAL, "status": "ok", "wall_ms": 50.0}
     times = pd.DataFrame([row | {"enqueue_ms": 48.0, "gpu_ms": gpu_ms, "busy": gpu_ms / 50}])
     assert tables.reading(times, "cuda") == f"In bf16 a full step takes {end}"

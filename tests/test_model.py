@@ -1,4 +1,4 @@
-"""The model against independent ones: parameters, numerics, FLOPs, ranges, and the training step."""
+"""Test the model against independent implementations: parameters, numerics, FLOPs, ranges and training step."""
 
 import threading
 from collections import Counter
@@ -54,7 +54,7 @@ def float64():
 
 
 def wide_model(**fields):
-    """Return a float64 model with random norms, and a batch of tokens and targets."""
+    """Return a float64 model with random norm weights, and a batch of tokens and targets."""
     config = step_config(**SHAPE | fields)
     torch.manual_seed(1)
     with float64():
@@ -76,16 +76,16 @@ def loss_and_gradients(model, logits, targets):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_formulas_describe_the_model_of_every_size(size):
+def test_formulas_match_the_model_for_every_size(size):
     config = step_config(size=size, context_length=128)
-    with torch.device("meta"):  # shapes without memory
+    with torch.device("meta"):  # shapes without allocating memory
         model = TransformerLM(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == parameter_count(config) == HANDOUT.get(size, count)
     assert formula_mismatch(model, config) == ""
 
 
-def test_formula_mismatch_names_a_changed_parameter():
+def test_formula_mismatch_names_changed_parameters():
     config = step_config(size="nano", context_length=8)
     with torch.device("meta"):
         gelu, tied, wider = (TransformerLM(config) for _ in range(3))
@@ -162,7 +162,7 @@ def complex_tables(config):
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])
-def test_logits_loss_and_gradients_equal_llamas(attention):
+def test_logits_loss_and_gradients_match_llama(attention):
     model, tokens, targets = wide_model(attention=attention)
     llama = llama_like(model, SHAPE, exact=True)
     logits, expected = model(tokens), llama(tokens).logits
@@ -177,7 +177,7 @@ def test_logits_loss_and_gradients_equal_llamas(attention):
         torch.testing.assert_close(gradient, expected_gradients[in_llama(name)], **EXACT, msg=name)
 
 
-def test_steps_train_like_llama_and_torchs_adamw():
+def test_training_steps_match_llama_with_torch_adamw():
     config = step_config(**SHAPE, mode="step")
     step = build_step(config)
     other = llama_like(step.model, SHAPE, exact=False).float()
@@ -188,7 +188,7 @@ def test_steps_train_like_llama_and_torchs_adamw():
         adamw.zero_grad()
         functional.cross_entropy(other(step.tokens).logits.flatten(0, 1), step.targets.flatten()).backward()
         adamw.step()
-    for name, parameter in step.model.named_parameters():  # three of Adam's steps of 1e-3
+    for name, parameter in step.model.named_parameters():  # three Adam steps of 1e-3
         torch.testing.assert_close(
             parameter, other.get_parameter(in_llama(name)), rtol=0, atol=2e-4, msg=name
         )
@@ -197,7 +197,7 @@ def test_steps_train_like_llama_and_torchs_adamw():
 @pytest.mark.parametrize(
     "dtype, rounding", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 2**-8)]
 )
-def test_rmsnorm_equals_torchs_and_rounds_once(dtype, rounding):
+def test_rmsnorm_matches_torch_and_rounds_once(dtype, rounding):
     norm = RMSNorm(48).to(dtype)
     nn.init.normal_(norm.weight)
     x = (torch.randn(99, 48, dtype=torch.float64) * 1e-2).to(dtype)  # small, so that eps matters
@@ -218,7 +218,7 @@ def test_softmax_is_exact_when_exponentials_overflow():
 @pytest.mark.parametrize(
     "fields", [{}, {"context_length": 1}, {"batch_size": 1, "num_heads": 1, "num_layers": 1}]
 )
-def test_flops_equal_torchs_count(mode, fields):
+def test_step_flops_match_torchs_flop_counter(mode, fields):
     config = step_config(**SHAPE | fields, mode=mode)
     step = build_step(config)
     with FlopCounterMode(display=False) as counter:
@@ -226,12 +226,12 @@ def test_flops_equal_torchs_count(mode, fields):
     assert counter.get_total_flops() == step_flops(config, mode) > 0
 
 
-def test_flops_by_region_equal_torchs_count(monkeypatch):
+def test_forward_flops_by_region_match_torchs_flop_counter(monkeypatch):
     config = step_config(**SHAPE)
     model, counts, open_regions = TransformerLM(config), Counter(), []
 
     class Counting:
-        """Count each region without the regions inside it."""
+        """Count each region's FLOPs, excluding nested regions."""
 
         def attribute(self):
             counts[open_regions[-1] if open_regions else ""] += counter.get_total_flops() - counts.total()
@@ -269,7 +269,7 @@ def test_only_full_steps_change_weights_and_only_forward_is_inference(mode):
 @pytest.mark.parametrize(
     "precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
 )
-def test_precision_is_that_of_autocast_and_weights_stay_fp32(precision, dtype):
+def test_precision_applies_to_autocast_and_weights_stay_fp32(precision, dtype):
     step, seen = build_step(step_config(**SHAPE)).of(precision=precision), []
     step.model.blocks[0].ffn.gate_proj.register_forward_hook(
         lambda module, args, output: seen.append(output.dtype)
@@ -280,7 +280,7 @@ def test_precision_is_that_of_autocast_and_weights_stay_fp32(precision, dtype):
 
 
 @pytest.mark.parametrize("scale, overflows", [(2.0**16, False), (2.0**100, True)])
-def test_fp16_steps_reduce_the_scale_when_gradients_overflow(scale, overflows):
+def test_fp16_step_reduces_the_loss_scale_when_gradients_overflow(scale, overflows):
     step = build_step(step_config(**SHAPE)).of(precision="fp16")
     step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     before = step.model.head.weight.detach().clone()
@@ -298,7 +298,7 @@ def test_step_sets_the_matmul_precision(precision, expected):
 
 
 @pytest.mark.parametrize("optimizer", ["foreach", "fused"])
-def test_optimizer_is_the_configured_one(optimizer):
+def test_step_uses_the_configured_optimizer(optimizer):
     config = step_config(**SHAPE, optimizer=optimizer)
     (group,) = build_step(config).optimizer.param_groups
     assert (group["foreach"], group["fused"]) == (optimizer == "foreach", optimizer == "fused")
@@ -319,7 +319,7 @@ def test_compiled_model_computes_the_same_gradients(parts, monkeypatch):
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_step_has_its_runs_mode_and_precision_unless_changed():
+def test_step_keeps_the_configured_mode_and_precision_unless_changed():
     step = build_step(step_config(**SHAPE, precision="fp16", mode="forward_backward"))
     for changes in ({}, {"precision": "fp32"}, {"mode": "forward"}, {"mode": "forward", "precision": "bf16"}):
         changed = step.of(**changes)
@@ -329,7 +329,7 @@ def test_step_has_its_runs_mode_and_precision_unless_changed():
 
 
 class TwoRegions(nn.Module):
-    """Two regions with an operation between them."""
+    """Module with two regions and an operation between them."""
 
     def __init__(self):
         super().__init__()
@@ -347,7 +347,7 @@ class TwoRegions(nn.Module):
         return self.outer(self.inner(x).exp())
 
 
-def test_backward_opens_the_ranges_of_its_forward_regions(monkeypatch):
+def test_backward_opens_the_forward_regions_ranges(monkeypatch):
     opened: list[str] = []
     domain = type(
         "Domain", (), {"push_range": staticmethod(opened.append), "pop_range": staticmethod(lambda: None)}
@@ -390,15 +390,15 @@ def test_profiler_ranges_are_nested_per_thread_and_end_after_an_error(monkeypatc
 HUGE = {"d_model": 2, "d_ff": 1, "num_layers": 1, "num_heads": 1, "mode": "forward"}
 
 
-def test_out_of_memory_error_names_the_stage():
+def test_oom_error_names_the_stage():
     with pytest.raises(torch.OutOfMemoryError, match="while building the model: .*can't allocate memory"):
-        build_step(step_config(**HUGE, context_length=12_000_000))  # whose mask alone is 144 TB
+        build_step(step_config(**HUGE, context_length=12_000_000))  # the mask alone takes 144 TB
     step = build_step(step_config(**HUGE, context_length=1, batch_size=2**20, vocab_size=2**24))
     with pytest.raises(torch.OutOfMemoryError, match="while running step 0: .*can't allocate memory"):
         time_steps(step, 1, 0, step.device)
 
 
-def test_other_errors_stay_as_they_are():
+def test_non_oom_errors_are_unchanged():
     step = build_step(step_config(**SHAPE))
     step.tokens += SHAPE["vocab_size"]
     with pytest.raises(IndexError):

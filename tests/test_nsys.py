@@ -1,4 +1,4 @@
-"""The nsys study: profile with nsys or torch.profiler, and attribute operations to the regions of the model."""
+"""Test the nsys study: profiling with nsys or torch.profiler, and attributing operations to model regions."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ OUTCOME = {
     "profiled_ms": [70.0, 71.0, 72.0],
 }
 
-# Replaces nsys: writes the same files, and exports a real capture.
+# Fake nsys that writes the same files and exports a real capture.
 FAKE = """#!/bin/sh
 case "$1" in
 profile) while [ "$1" != --output ]; do shift; done; touch "$2.nsys-rep"; shift 2; shift; shift; shift; shift
@@ -56,7 +56,7 @@ esac
 def reports_of(export, folder):
     """Write the reports that ``nsys stats`` makes from an export.
 
-    A range's projection on the GPU covers the operations that its own thread launched.
+    A range's GPU projection covers the operations launched by its own thread.
     """
     (operations, ranges), totals = load_trace(export), activity_totals(export)["duration_ns"]
     for name, kinds in {
@@ -98,12 +98,12 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Replace the notebook's step: nsys already has a capture of it."""
+    """Replace the notebook's step, which is already captured."""
 
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Profile with an nsys that exports the real capture; ``replaced`` sets names of the module."""
+    """Return a function that profiles with a fake nsys; ``replaced`` sets names of the profiling module."""
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
@@ -133,8 +133,8 @@ def tables(profile):
     return tables_of(profile)
 
 
-def test_csv_reports_split_by_ranges_equal_the_operations(profile):
-    """This includes backward, of which the projection of its range has nothing."""
+def test_csv_reports_split_by_ranges_match_the_operations(profile):
+    """This includes backward, although its range's projection covers no operations."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()
@@ -145,7 +145,7 @@ def test_csv_reports_split_by_ranges_equal_the_operations(profile):
     assert ours["total_ns"].sum()[regions].tolist() == theirs["duration_ns"].sum()[regions].tolist()
 
 
-def test_events_of_a_mode_are_those_of_its_first_step(capture):
+def test_report_events_cover_each_modes_first_step(capture):
     profile, totals = capture(("step", "forward", "forward")), activity_totals(EXPORT)
     check = profile.report_check
     assert check["mode"].tolist() == ["forward", "step"] and (check["differs by, ns"] == 0).all()
@@ -154,7 +154,7 @@ def test_events_of_a_mode_are_those_of_its_first_step(capture):
     assert "inconsistent" not in profile.results and profile.results["learning_rate"] == 0
 
 
-def test_reports_that_differ_from_the_operations_are_an_error(profile):
+def test_report_check_raises_when_reports_and_operations_differ(profile):
     events = profile.events.assign(duration_ns=profile.events["duration_ns"] + 1)
     changed = nsys_profile.Profile(profile.config, profile.tool, profile.modes)
     vars(changed).update(operations=profile.operations, events=events, named_step=profile.named_step)
@@ -162,7 +162,7 @@ def test_reports_that_differ_from_the_operations_are_an_error(profile):
         changed.report_check  # noqa: B018
 
 
-def test_every_operation_of_a_real_capture_has_one_phase_and_region(tables):
+def test_operations_of_a_real_capture_are_counted_once_with_phase_and_region(tables):
     loaded, totals = load_trace(EXPORT)[0], activity_totals(EXPORT)
     check_conservation(loaded, totals)
     operations = tables["operations"]
@@ -172,7 +172,7 @@ def test_every_operation_of_a_real_capture_has_one_phase_and_region(tables):
     assert not operations["region"].isin(["unattributed", "outside"]).any()
 
 
-def test_one_disturbed_step_does_not_change_the_metrics():
+def test_step_metrics_ignore_one_disturbed_step():
     rows = [
         {
             "mode": "step",
@@ -194,8 +194,8 @@ def test_one_disturbed_step_does_not_change_the_metrics():
     assert metrics[columns].tolist() == [5, 2.5, 5, 10, 15, 500]
 
 
-def test_timeline_shows_a_step_whose_regions_are_not_named(capture):
-    """Naming regions slows the host, so launches would be later than they are."""
+def test_timeline_shows_a_step_without_region_ranges(capture):
+    """Naming regions slows the host, so launches would appear later than in an ordinary step."""
     timeline = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
     columns = ["duration_ns", "launch_duration_ns"]
@@ -207,10 +207,10 @@ def test_timeline_shows_a_step_whose_regions_are_not_named(capture):
     assert len(drawn) > 10 and drawn <= last and not drawn <= first
 
 
-def test_backward_kernels_have_the_regions_of_the_forward_pass(tables):
+def test_backward_kernels_get_the_forward_passs_regions(tables):
     operations = tables["operations"]
     regions = {phase: set(rows["region"]) for phase, rows in operations.groupby("phase")}
-    # The gradient of a sum is that of its terms, so the residual additions run nothing in backward.
+    # A sum's gradient is passed unchanged to its terms, so the residual additions run nothing in backward.
     expected = regions["forward"] - {"residual"} | {"cross_entropy", "gradient accumulation"}
     assert regions["backward"] == expected
     matmuls = operations[operations["kernel_category"] == "matrix multiply"]
@@ -230,25 +230,29 @@ def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("start_us", "first_us", "last_us"),
     [
-        ([0, 1000, 2000, 2500, 2600, 2700, 2800, 2900], 0, 1900),  # less than a window after its middle
+        (
+            [0, 1000, 2000, 2500, 2600, 2700, 2800, 2900],
+            0,
+            1900,
+        ),  # less than a full window follows the middle
         ([0, 100, 200, 300], 0, 300),
         ([*range(0, 10_000, 300)], 0, 1800),
     ],
 )
-def test_timeline_window_is_full_when_the_step_is_long_enough(start_us, first_us, last_us):
+def test_timeline_window_is_filled_when_the_step_is_long_enough(start_us, first_us, last_us):
     start_ns = timeline_rows(start_us)["start_ns"]
     assert (start_ns.min(), start_ns.max()) == (first_us * 1_000, last_us * 1_000)
 
 
-def test_timeline_includes_a_late_operation_whose_launch_is_in_the_window():
+def test_timeline_includes_a_late_operation_launched_within_the_window():
     durations = [1_000, 2_300_000, 100_000]
     rows = timeline_rows([0, 100, 2_500], duration_ns=durations, launch_start_ns=[0, 0, 1_900_000])
     assert rows["duration_ns"].tolist() == durations[1:]
     assert rows["launch_ns"].tolist() == [-100_000, 1_800_000]
 
 
-def test_timeline_shows_the_graph_replay_without_its_warm_up(capture):
-    """The operations of a graph have one launch; those of the warm-up step have many."""
+def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
+    """A graph's operations share one launch; the warm-up step's operations have many."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
@@ -266,7 +270,7 @@ def test_timeline_shows_the_graph_replay_without_its_warm_up(capture):
     assert drawn(only_warm_up).empty
 
 
-def test_capture_with_a_different_number_of_steps_is_an_error(capture):
+def test_capture_with_an_unexpected_number_of_steps_is_rejected(capture):
     with pytest.raises(
         ConservationError, match="the capture holds 3 steps, but expected the 2 that were run"
     ):
@@ -284,7 +288,7 @@ def run_here(here):
     return tables_of(profile), profile.results, here["run"].outcome["results"]["finding"]
 
 
-def test_operators_replace_kernels_on_a_cpu(run_here):
+def test_cpu_profile_lists_operators_instead_of_kernels(run_here):
     tables, results, finding = run_here
     assert results["tool"] == "torch.profiler, CPU operators"
     assert [results[f"{mode}_status"] for mode in PHASES] == ["ok"] * 3 and "nsys_ns" not in results
@@ -304,8 +308,8 @@ def test_operators_replace_kernels_on_a_cpu(run_here):
     assert not {"bound", "GPU", "launches"} & {*finding.replace(".", " ").split()}
 
 
-def test_times_and_operations_equal_those_of_the_profiled_steps(here):
-    """Of each mode's four profiled steps, the first (with named regions) is in the table, the others have times."""
+def test_times_and_operations_match_the_profiled_steps(here):
+    """Each mode profiles four steps: the table lists the first (with named regions), and the others are timed."""
     profile = here["profile"]
     ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
     operations = profile.trace.assign(end_ns=ends_ns).astype({"name": str, "phase": str})
@@ -334,7 +338,7 @@ def test_fused_attention_replaces_softmax_and_both_matmuls():
     assert not regions & {"attention.scores", "attention.softmax", "attention.value"}
 
 
-def test_operations_without_a_region_are_named_after_their_phase():
+def test_operations_without_a_region_are_named_by_phase():
     phases = ["forward", "backward", "optimizer", "outside"]
     rows = pd.DataFrame({"step": 0, "phase": phases, "region": "unattributed"})
     rows.loc[4] = [0, "backward", "ffn"]
@@ -344,7 +348,7 @@ def test_operations_without_a_region_are_named_after_their_phase():
     assert named["region"].tolist() == expected
 
 
-def test_shares_in_the_notebook_equal_those_of_the_operations(here):
+def test_notebook_shares_match_the_operations(here):
     for mode, rows in here["profile"].operations.groupby("mode"):
         shares = rows.groupby("kernel_category")["total_ns"].sum() / rows["total_ns"].sum()
         assert here["shares"][mode][shares.index].to_dict() == pytest.approx(shares.to_dict())
@@ -352,7 +356,7 @@ def test_shares_in_the_notebook_equal_those_of_the_operations(here):
 
 
 class Recorder:
-    """Replace the domain of ranges; note the depth and the name of each opened range."""
+    """Range domain that records each opened range's depth and name."""
 
     def __init__(self):
         self.opened, self.depth = [], 0
@@ -380,7 +384,7 @@ def ranged():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("mode", [*PHASES])
-def test_step_of_the_notebook_equals_that_of_the_library_bit_for_bit(mode, precision, ranged):
+def test_notebook_step_matches_library_step_bit_for_bit(mode, precision, ranged):
     step, other = (build_step(configure("benchmark", **SMALL, precision=precision)) for _ in range(2))
     other.model.register_forward_hook(
         lambda model, given, logits: differentiable.append(logits.requires_grad)
@@ -394,7 +398,7 @@ def test_step_of_the_notebook_equals_that_of_the_library_bit_for_bit(mode, preci
     assert differentiable == [mode != "forward"] * 3
 
 
-def test_ranges_are_opened_only_in_profiled_steps(monkeypatch, step, ranged):
+def test_nvtx_ranges_are_opened_only_in_profiled_steps(monkeypatch, step, ranged):
     recorder = Recorder()
     monkeypatch.setattr(step_ranges, "_domain", recorder)
     step_ranges._attributes.cache_clear()
@@ -420,7 +424,7 @@ def test_ranges_are_opened_only_in_profiled_steps(monkeypatch, step, ranged):
     assert "forward" not in vars(step.model.blocks[0].ffn)  # the unwrapped method is restored
 
 
-def test_other_modes_are_profiled_when_one_runs_out_of_memory(monkeypatch, step, ranged):
+def test_remaining_modes_are_profiled_when_one_runs_out_of_memory(monkeypatch, step, ranged):
     original = profiled_process.ProfiledMode.time_in_ranges
 
     def time_in_ranges(self, with_regions):
@@ -449,7 +453,7 @@ def test_profiling_does_not_change_the_weights(step, ranged):
     assert {group["lr"] for group in step.optimizer.param_groups} == {rate} != {0}
 
 
-def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
+def test_all_modes_are_timed_before_any_mode_is_profiled(monkeypatch, step, ranged):
     """Launches are slower once a profiler has run."""
     order = []
     for name in ("time_unprofiled", "time_in_ranges"):
@@ -465,7 +469,7 @@ def test_every_mode_is_timed_before_any_is_profiled(monkeypatch, step, ranged):
     assert order[:profiled].count("time_unprofiled") > 3 and "time_unprofiled" not in order[profiled:]
 
 
-def test_profiled_process_reports_that_the_model_does_not_fit(monkeypatch, tmp_path, step):
+def test_profiled_process_reports_oom_when_the_model_does_not_fit(monkeypatch, tmp_path, step):
     def build(config):
         raise torch.OutOfMemoryError("no room. Including much")
 
@@ -489,7 +493,9 @@ def test_profiled_process_reports_that_the_model_does_not_fit(monkeypatch, tmp_p
     ],
     ids=["possible", "longer than wall time", "at the power limit", "below it", "different steps"],
 )
-def test_mode_with_impossible_times_is_profiled_three_times(monkeypatch, clock, gpu_ms, impossible, runs):
+def test_mode_with_impossible_times_is_profiled_up_to_three_times(
+    monkeypatch, clock, gpu_ms, impossible, runs
+):
     """The named step, which comes first and takes 90 ms, is not compared."""
     modes = ProfiledModes(
         Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4
@@ -509,7 +515,7 @@ def test_mode_with_impossible_times_is_profiled_three_times(monkeypatch, clock, 
     assert len({*folders}) == runs
 
 
-def test_mode_without_memory_keeps_only_its_unprofiled_steps(here):
+def test_oom_mode_keeps_only_its_unprofiled_steps(here):
     modes = here["profile"].modes
     outcomes = modes.modes | {
         "forward_backward": modes.modes["forward_backward"] | {"status": "oom", "reason": "no room"}
@@ -525,7 +531,7 @@ def test_mode_without_memory_keeps_only_its_unprofiled_steps(here):
 # nsys as a program
 
 
-def test_capture_that_differs_from_the_sums_of_nsys_is_an_error(capture, reports, tmp_path):
+def test_capture_is_rejected_when_it_differs_from_nsys_sums(capture, reports, tmp_path):
     kernels = int(activity_totals(EXPORT).loc["kernel", "duration_ns"])
     own = Path(shutil.copytree(reports, tmp_path / "own"))
     (own / "cuda_gpu_mem_time_sum.csv").unlink()
@@ -552,7 +558,7 @@ def test_capture_that_differs_from_the_sums_of_nsys_is_an_error(capture, reports
         (f"exec {sys.executable} -c 'print(\"quadd crashed\")'", "its output: quadd crashed"),
     ],
 )
-def test_output_of_a_failed_profiler_is_quoted(monkeypatch, tmp_path, script, message):
+def test_error_quotes_a_failed_profilers_output(monkeypatch, tmp_path, script, message):
     program = tmp_path / "nsys"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -563,7 +569,7 @@ def test_output_of_a_failed_profiler_is_quoted(monkeypatch, tmp_path, script, me
         nsys_tool.make_reports(program, Path(shutil.copy(EXPORT, tmp_path)), ("cuda_gpu_kern_sum",))
 
 
-def test_newest_nsys_of_the_first_install_folder_is_found_after_the_path(tmp_path, monkeypatch):
+def test_find_nsys_prefers_path_then_the_newest_in_the_first_install_folder(tmp_path, monkeypatch):
     here = [
         tmp_path / place / "bin" / "nsys"
         for place in ("systems/2025.5.1", "systems/2026.1.1", "compute/2026.2.0")
@@ -583,7 +589,7 @@ def test_newest_nsys_of_the_first_install_folder_is_found_after_the_path(tmp_pat
     assert nsys_tool.find_nsys() == here[0]
 
 
-def test_torch_profiler_is_used_when_libraries_of_nsys_are_missing(tmp_path, monkeypatch):
+def test_torch_profiler_is_used_when_nsys_libraries_are_missing(tmp_path, monkeypatch):
     target, host = tmp_path / "target-linux-x64", tmp_path / "host-linux-x64"
     target.mkdir()
     host.mkdir()
@@ -598,7 +604,7 @@ def test_torch_profiler_is_used_when_libraries_of_nsys_are_missing(tmp_path, mon
     monkeypatch.setattr(nsys_program, "nsys_version", lambda nsys: "2099.1")
     assert nsys_program.profiler_here("cuda") == ("nsys 2099.1", wrapper)
 
-    # The output of ldd for the importer in Nsight Compute's copy of nsys, which has some libraries in its folder.
+    # ldd's output for the importer in Nsight Compute's copy of nsys, whose folder contains some of the libraries.
     ldd = tmp_path / "bin" / "ldd"
     ldd.parent.mkdir()
     ldd.write_text(f"""#!/bin/sh
@@ -616,7 +622,7 @@ printf '\tlibdw.so.1 => not found\n'
 # The writeup
 
 
-def test_printed_command_has_the_options_that_are_used():
+def test_printed_command_lists_the_options_in_use():
     chapter = Path(str(PROJECT), "writeup", "22-nsys.md.j2").read_text(encoding="utf-8")
     command = next(block for block in chapter.split("```") if "nsys profile" in block).split()
     printed = {word for word in command[: command.index("export")] if word.startswith("--") and "=" in word}

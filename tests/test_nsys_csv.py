@@ -1,4 +1,4 @@
-"""nsys's CSV reports as several versions write them, and invalid ones."""
+"""Test reading nsys's CSV reports, as written by several versions, and invalid ones."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ HEADER = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n"
 ROWS = '75.0,3000,2,1500.0,"void f<int, 4>(int, float)"\n25.0,1000,1,1000.5,g\n'
 OLD_TRACE = (
     "Start (ns),Duration (ns),CorrId,GrdX,GrdY,GrdZ,BlkX,BlkY,BlkZ,Reg/Trd,StcSMem (MB),DymSMem (MB),Bytes (MB),"
-    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, another unit's name
+    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, a different unit name
     '9000,4000,102,160,1,1,256,1,1,32,0.000,0.000,,,,,NVIDIA A10G (0),1,7,"burn(float *, int, int)"\n'
 )
 
@@ -25,7 +25,7 @@ def written(tmp_path: Path, text: str, name: str = "a.csv") -> Path:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_report_is_recognized_and_its_times_are_integers(path):
+def test_report_is_recognized_with_integer_times(path):
     table = read_nsys_csv(path)
     assert path.stem.endswith(table.attrs["report"]) and len(table)
     assert set(REPORTS[table.attrs["report"]]) <= set(table)
@@ -35,7 +35,7 @@ def test_report_is_recognized_and_its_times_are_integers(path):
     assert whole and (table[whole].dtypes == "int64").all()
 
 
-def test_values_equal_those_in_the_file():
+def test_read_nsys_csv_matches_the_values_in_the_file():
     kernels = read_nsys_csv(DATA / "sample_cuda_gpu_kern_sum.csv")
     assert kernels["total_time_ns"].sum() == 18_266_582 and kernels["instances"].sum() == 1330
     assert kernels["avg_ns"].iloc[0] == 47778.2 and kernels["time_percent"].iloc[0] == 15.7
@@ -46,7 +46,7 @@ def test_values_equal_those_in_the_file():
     assert trace["name"].iloc[2].endswith("float *, unsigned long)") and trace["src_mem_kd"].iloc[2] == ""
 
 
-def test_trace_of_an_older_version_has_the_same_columns(tmp_path):
+def test_older_versions_trace_has_the_same_columns(tmp_path):
     old = read_nsys_csv(written(tmp_path, OLD_TRACE))
     new = read_nsys_csv(DATA / "nsys_2026_3_cuda_gpu_trace.csv")
     assert old.attrs == new.attrs and set(new) - set(old) == {"green_ctx"} and not set(old) - set(new)
@@ -64,7 +64,7 @@ def test_trace_of_an_older_version_has_the_same_columns(tmp_path):
         + ROWS,
     ],
 )
-def test_text_around_a_table_is_ignored(tmp_path, text):
+def test_text_surrounding_a_table_is_ignored(tmp_path, text):
     table = read_nsys_csv(written(tmp_path, text))
     assert (
         table["total_time_ns"].tolist() == [3000, 1000]
@@ -76,7 +76,7 @@ def test_text_around_a_table_is_ignored(tmp_path, text):
     "unit, factor",
     [("us", 1e3), ("µs", 1e3), ("usec", 1e3), ("ms", 1e6), ("msec", 1e6), ("s", 1e9), ("sec", 1e9)],
 )
-def test_times_in_other_units_are_converted_to_nanoseconds(tmp_path, unit, factor):
+def test_times_are_converted_to_nanoseconds(tmp_path, unit, factor):
     table = read_nsys_csv(written(tmp_path, (HEADER + ROWS).replace("(ns)", f"({unit})")))
     assert table["total_time_ns"].tolist() == [3000 * factor, 1000 * factor]
     assert table["avg_ns"].tolist() == pytest.approx([1500.0 * factor, 1000.5 * factor])
@@ -88,7 +88,7 @@ def test_converted_times_are_rounded(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["SKIPPED: sample.sqlite does not contain CUDA kernel data.", HEADER])
-def test_report_without_rows_is_an_empty_table(tmp_path, text):
+def test_report_without_rows_yields_an_empty_table(tmp_path, text):
     path = written(tmp_path, text, "x_cuda_gpu_kern_sum.csv")
     table = read_nsys_csv(path)
     assert table.empty and table["total_time_ns"].dtype == "int64" and table["total_time_ns"].sum() == 0
@@ -137,7 +137,7 @@ def test_report_without_rows_is_an_empty_table(tmp_path, text):
         ("The log does not contain a table.", "found 'The log does not contain"),
     ],
 )
-def test_invalid_report_gives_one_line_error(tmp_path, text, message):
+def test_invalid_report_raises_a_one_line_error(tmp_path, text, message):
     path = tmp_path / "absent.csv" if text is None else written(tmp_path, text)
     with pytest.raises(TraceError, match=message) as error:
         read_nsys_csv(path)
@@ -158,13 +158,13 @@ SUMS = {
 
 
 @pytest.mark.parametrize("report", SUMS)
-def test_reports_are_recognized_by_all_of_their_headings(tmp_path, report):
+def test_reports_are_recognized_by_all_their_headings(tmp_path, report):
     headings, name = SUMS[report]
     line = f"Time (%),Total Time (ns),{headings}\n70.0,7000000,10,1.0,1.0,1,1,0.0,{name}\n"
     assert read_nsys_csv(written(tmp_path, line)).attrs["report"] == report
 
 
-def test_utf16_report_of_powershell_is_read(tmp_path):
+def test_utf16_report_from_powershell_is_read(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text(HEADER + ROWS, encoding="utf-16")
     assert len(read_nsys_csv(path)) == len(ROWS.splitlines())

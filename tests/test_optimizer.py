@@ -1,4 +1,4 @@
-"""MasterAdamW as a torch optimizer: groups, schedules, clipping, state dicts, copies, and weights that others write."""
+"""Test MasterAdamW as a torch optimizer: groups, schedules, clipping, state dicts, copies and written weights."""
 
 import copy
 import gc
@@ -38,8 +38,8 @@ def groups_of(model):
     ]
 
 
-def test_groups_schedules_and_clipping_work_as_in_torchs_adamw():
-    """Learning rates stay in the tensors that a CUDA graph reads."""
+def test_master_adamw_groups_schedules_and_clipping_match_torch():
+    """Each learning rate also stays in the tensor that a CUDA graph reads."""
     ours, theirs = checks.make_parameters(), checks.make_parameters()
     pair = MasterAdamW(groups_of(ours), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20) for optimizer in pair]
@@ -81,7 +81,7 @@ def test_invalid_parameters_are_rejected(message, parameters):
         MasterAdamW(parameters)
 
 
-def test_groups_cannot_be_added_later():
+def test_add_param_group_raises():
     optimizer = MasterAdamW(checks.make_parameters())
     with pytest.raises(RuntimeError, match="all groups when it is made"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
@@ -92,7 +92,7 @@ def test_groups_cannot_be_added_later():
 
 @pytest.fixture
 def tabled():
-    """Return an optimizer with the kernels' tables, for FP8 matrices and other parameters in two groups."""
+    """Return an optimizer with the GPU kernels' tables and two groups of FP8 matrices and non-FP8 parameters."""
     model = nn.Sequential(
         nn.Linear(128, 64, bias=False),
         nn.Linear(70, 9),
@@ -106,7 +106,7 @@ def tabled():
     return optimizer
 
 
-def test_table_has_the_gradients_addresses_and_rejects_those_that_kernels_cannot_read(tabled):
+def test_table_lists_gradient_addresses_and_rejects_unreadable_gradients(tabled):
     for capturing in (False, False, True):
         draw_gradients(tabled.parameters, torch.Generator().manual_seed(0))
         before = tabled.table.clone()
@@ -123,7 +123,7 @@ def test_table_has_the_gradients_addresses_and_rejects_those_that_kernels_cannot
 
 
 @pytest.mark.parametrize("shape", [(96, 128), (128, 96)])
-def test_fp8_weights_need_sides_that_are_multiples_of_64(tabled, shape):
+def test_fp8_weights_reject_sides_that_are_not_multiples_of_64(tabled, shape):
     tabled.shapes[0] = torch.Size(shape)
     with pytest.raises(ValueError, match="multiples of 64"):
         tabled._tiles(0)
@@ -138,7 +138,7 @@ def restored_fp8(weight):
 
 
 def trained(moments, seed, saved=None, eight_bits=False):
-    """Return optimizer, scheduler, and a function that runs clipped steps, each on data drawn from its number."""
+    """Return an optimizer, a scheduler, and a function that runs clipped steps on data seeded by step number."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 24, bias=not eight_bits))
     if eight_bits:
@@ -184,7 +184,7 @@ def test_resumed_training_is_bit_identical(moments, eight_bits):
 
 
 @pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
-def test_missing_fp8_scales_are_computed_from_loaded_masters(before):
+def test_load_state_dict_computes_missing_fp8_scales_from_masters(before):
     """The weights have grown a hundredfold, so the current scales would saturate."""
     pair = []
     for eight_bits in (before, [0, 1]):
@@ -204,7 +204,7 @@ INVALID_GROUPS = ([[0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1, 2]], [[0], [1, 2, 3]])
 
 
 def invalid_state_dicts(saved):
-    """Yield state dicts with other groups or shapes, without steps or masters, or with missing states."""
+    """Yield state dicts with different groups or shapes, or with missing steps, masters or states."""
     (group,), state = saved["param_groups"], saved["state"]
     for groups in INVALID_GROUPS:
         yield {**saved, "param_groups": [{**group, "params": indices} for indices in groups]}
@@ -214,7 +214,7 @@ def invalid_state_dicts(saved):
     yield {**saved, "state": {0: state[0]}}
 
 
-def test_invalid_state_dict_is_rejected_and_changes_nothing():
+def test_load_state_dict_rejects_invalid_state_without_changes():
     optimizer, _, train = trained(torch.float32, 0)
     train(0, 3)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -226,7 +226,7 @@ def test_invalid_state_dict_is_rejected_and_changes_nothing():
         assert torch.equal(optimizer.master, before)
 
 
-def test_state_dict_is_loaded_in_place():
+def test_load_state_dict_updates_buffers_in_place():
     optimizer, _, train = trained(torch.float32, 0)
     train(0, 3)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -246,7 +246,7 @@ def test_state_dict_is_loaded_in_place():
     assert torch.equal(optimizer.master, expected) and torch.equal(optimizer.low, expected.bfloat16())
 
 
-def test_fp32_moments_are_rounded_when_loaded_as_bf16():
+def test_load_state_dict_rounds_fp32_moments_to_bf16():
     optimizer, _, train = trained(torch.float32, 0)
     train(0, 3)
     other, _, _ = trained(torch.bfloat16, 1)
@@ -258,7 +258,7 @@ def test_fp32_moments_are_rounded_when_loaded_as_bf16():
 
 
 def small(bias=False):
-    """Return a model of two matrices and a norm."""
+    """Return a model with two linear layers and a norm."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 12, bias=bias), nn.Tanh(), nn.Linear(12, 8, bias=bias), nn.RMSNorm(8))
 
@@ -269,7 +269,7 @@ def step_once(model, optimizer, seed=0):
     optimizer.step()
 
 
-def test_torchs_state_dict_continues_with_the_models_weights():
+def test_torch_state_dict_continues_from_the_models_weights():
     model = small()
     theirs = torch.optim.AdamW(model.parameters(), 1e-2, betas=(0.8, 0.9), weight_decay=0.2)
     for seed in range(3):
@@ -289,7 +289,7 @@ def test_torchs_state_dict_continues_with_the_models_weights():
     step_once(model, theirs)
 
 
-def test_torchs_state_dict_may_lack_parameters_without_a_gradient():
+def test_torch_state_dict_may_omit_parameters_without_a_gradient():
     model = small()
     theirs = torch.optim.AdamW(model.parameters())
     draw_gradients([model[0].weight], torch.Generator().manual_seed(0))
@@ -301,7 +301,7 @@ def test_torchs_state_dict_may_lack_parameters_without_a_gradient():
 
 @pytest.mark.parametrize("way", ["deepcopy with the model", "pickle"])
 @MOMENTS
-def test_copy_trains_like_its_original_without_changing_it(way, moments):
+def test_copied_optimizer_trains_identically_without_changing_the_original(way, moments):
     model = small()
     optimizer = MasterAdamW(model, 1e-2, moments, betas=(0.8, 0.9))
     step_once(model, optimizer)
@@ -320,14 +320,14 @@ def test_copy_trains_like_its_original_without_changing_it(way, moments):
     assert all(map(torch.equal, copied.parameters, optimizer.parameters))
 
 
-def test_optimizer_of_fp8_weights_cannot_be_copied():
+def test_deepcopy_rejects_optimizer_with_fp8_weights():
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     fp8.use_fp8(model)
     with pytest.raises(TypeError, match="state_dict"):
         copy.deepcopy(MasterAdamW(model))
 
 
-def test_pickled_model_has_its_weights_and_no_optimizer():
+def test_pickled_model_contains_weights_without_the_optimizer():
     model = small()
     MasterAdamW(model)
     file = io.BytesIO()
@@ -339,8 +339,8 @@ def test_pickled_model_has_its_weights_and_no_optimizer():
 
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
-def test_weights_are_aligned_views_of_the_buffers_with_separate_storages(device):
-    """A saved model takes only the bytes of its weights."""
+def test_weights_are_aligned_buffer_views_with_separate_storages(device):
+    """A saved model takes up only its weights' bytes."""
     shapes = (64, 128), (1, 7), (7, 1), (130,), (3, 5, 7), (), (9, 70)
     weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     before = [weight.detach().clone() for weight in weights]
@@ -354,7 +354,7 @@ def test_weights_are_aligned_views_of_the_buffers_with_separate_storages(device)
         assert torch.equal(weight, old.to(weight.dtype))
 
 
-def test_hooks_can_change_state_dicts_with_masters():
+def test_state_dict_hooks_can_change_state_dicts_with_masters():
     optimizer = MasterAdamW(small(), 1e-2)
 
     def set_eps(_, saved):
@@ -367,7 +367,7 @@ def test_hooks_can_change_state_dicts_with_masters():
     assert optimizer.state_dict() == {"masters": True}
 
 
-# -- weights that other code writes ---------------------------------------------------------------------------
+# -- weights written by user code ----------------------------------------------------------------------------
 
 SEVEN = 7.0
 
@@ -391,7 +391,7 @@ def swap_average(model, _):
 
 @pytest.mark.parametrize("write", [load_submodule, fill_in_place, swap_average])
 @pytest.mark.parametrize("kind", ["model", "parameters", "fp8"])
-def test_weights_written_by_other_code_survive_a_step(write, kind):
+def test_externally_written_weights_survive_a_step(write, kind):
     model = small()
     if kind == "fp8":
         fp8.use_fp8(model)
@@ -404,7 +404,7 @@ def test_weights_written_by_other_code_survive_a_step(write, kind):
     assert (weight == SEVEN).all()
 
 
-def test_model_keeps_no_reference_to_its_optimizer():
+def test_model_does_not_reference_its_optimizer():
     model = small()
     alive = weakref.ref(MasterAdamW(model))
     gc.collect()
@@ -413,15 +413,15 @@ def test_model_keeps_no_reference_to_its_optimizer():
     assert (model[0].weight == SEVEN).all()
 
 
-def test_state_dict_has_weights_written_before_it():
+def test_state_dict_contains_externally_written_weights():
     model = small()
     optimizer = MasterAdamW(list(model.parameters()))
     fill_in_place(model, optimizer)
     assert (optimizer.state_dict()["state"][0]["master"] == SEVEN).all()
 
 
-def test_masters_follow_a_load_into_the_model_without_a_step():
-    """A replayed graph calls no code of the optimizer."""
+def test_masters_follow_model_load_state_dict_without_a_step():
+    """A replayed CUDA graph doesn't call the optimizer's Python code."""
     model = small()
     optimizer = MasterAdamW(model)
     load_submodule(model, optimizer)
@@ -445,7 +445,7 @@ def load_optimizer_then_model(model, optimizer):
 
 @pytest.mark.parametrize("load", [load_into_copy, load_optimizer_then_model])
 @pytest.mark.parametrize("eight_bits", [False, True], ids=["bf16", "fp8"])
-def test_masters_keep_their_precision_when_their_rounded_weights_are_loaded(load, eight_bits):
+def test_masters_keep_their_precision_when_rounded_weights_are_loaded(load, eight_bits):
     model = small()
     if eight_bits:
         fp8.use_fp8(model)
@@ -465,7 +465,7 @@ def test_masters_keep_their_precision_when_their_rounded_weights_are_loaded(load
     [nn.Module.float, lambda model: model.to(torch.float16)],
     ids=["float", "to"],
 )
-def test_model_that_is_cast_later_is_rejected(move):
+def test_step_rejects_model_cast_after_construction(move):
     model = small()
     optimizer = MasterAdamW(model)
     move(model)
@@ -479,7 +479,7 @@ def test_model_that_is_cast_later_is_rejected(move):
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-def test_masters_are_fp32_with_any_default_dtype(default):
+def test_masters_are_fp32_for_any_default_dtype(default):
     model = nn.ParameterDict({"matrix": torch.ones(4, 4)})
     torch.set_default_dtype(default)
     try:
@@ -493,7 +493,7 @@ def test_masters_are_fp32_with_any_default_dtype(default):
 
 
 @pytest.mark.parametrize("option", ["maximize", "amsgrad", "differentiable"])
-def test_unsupported_options_of_torchs_adamw_are_rejected(option):
+def test_unsupported_torch_adamw_options_are_rejected(option):
     model = small()
     with pytest.raises(ValueError, match=option):
         MasterAdamW([{"params": model.parameters(), option: True}])
@@ -518,12 +518,12 @@ def test_unsupported_options_of_torchs_adamw_are_rejected(option):
         ({"betas": (0.999, 0.999), "moments": torch.bfloat16}, "at most 1 - 2"),
     ],
 )
-def test_options_out_of_range_are_rejected(options, message):
+def test_out_of_range_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         MasterAdamW(small(), **options)
 
 
-def test_bf16_moments_decay_with_the_largest_beta1():
+def test_bf16_moments_decay_at_the_largest_allowed_beta1():
     model = nn.ParameterDict({"matrix": torch.zeros(64, 64)})
     optimizer = MasterAdamW(model, 0.0, torch.bfloat16, betas=(1 - 2**-8, 0.999))
     for gradient in (1.0, *300 * [0.0]):
@@ -533,7 +533,7 @@ def test_bf16_moments_decay_with_the_largest_beta1():
     assert (optimizer.m < 0.9 * first).all(), "a moment that rounds to itself does not decay"
 
 
-def test_assigned_learning_rate_is_copied_into_its_tensor():
+def test_assigned_learning_rate_is_copied_into_the_existing_tensor():
     model = small()
     optimizer = MasterAdamW(model, 1e-3)
     (group,) = optimizer.param_groups
@@ -547,7 +547,7 @@ def test_assigned_learning_rate_is_copied_into_its_tensor():
     assert group["lr"] is rate and rate == 1
 
 
-def test_learning_rate_can_be_a_tensor_with_one_element():
+def test_learning_rate_may_be_a_one_element_tensor():
     model = small()
     optimizer = MasterAdamW(model, torch.tensor([0.0]))
     before = optimizer.master.clone()
@@ -555,14 +555,14 @@ def test_learning_rate_can_be_a_tensor_with_one_element():
     assert torch.equal(optimizer.master, before)
 
 
-def test_learning_rate_on_another_device_leaves_the_model_unchanged():
+def test_learning_rate_on_a_different_device_is_rejected_without_changing_the_model():
     model = small()
     with pytest.raises(ValueError, match="a tensor on meta"):
         MasterAdamW(model, torch.tensor(1e-3, device="meta"))
     assert model[0].weight.dtype == torch.float32
 
 
-def test_sparse_gradients_are_rejected():
+def test_step_rejects_sparse_gradients():
     model = nn.Embedding(5, 3, sparse=True)
     optimizer = MasterAdamW(model)
     model(torch.tensor([1])).float().sum().backward()
@@ -590,7 +590,7 @@ def test_parameters_without_a_gradient_are_skipped_as_in_torch(moments):
     assert torch.equal(pair[0][2].detach(), torch.linspace(-1, 1, 40))
 
 
-def test_fp8_weight_without_a_gradient_does_not_change():
+def test_fp8_weight_without_a_gradient_stays_unchanged():
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
     fp8.use_fp8(model)
     optimizer = MasterAdamW(model, 1e-2)
@@ -632,8 +632,8 @@ def test_step_rejects_changed_parameters_and_states(change, message):
 
 
 @MOMENTS
-def test_script_trains_and_resumes_bit_identically(moments, monkeypatch, capsys):
-    """On a GPU, it loads the state dict into a captured graph."""
+def test_master_adamw_script_trains_and_resumes_bit_identically(moments, monkeypatch, capsys):
+    """On a GPU, the script loads the state dict into a captured graph."""
     monkeypatch.syspath_prepend(DOCS)
     spec = importlib.util.spec_from_file_location("master_adamw", DOCS / "master_adamw.py")
     script = importlib.util.module_from_spec(spec)

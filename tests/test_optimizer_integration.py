@@ -1,4 +1,4 @@
-"""MasterAdamW in programs for torch's optimizers: Trainer, accelerate, distributed checkpoints, DDP, FSDP and ZeRO."""
+"""Test MasterAdamW with Trainer, accelerate, distributed checkpoints, DDP, FSDP and ZeRO."""
 
 import os
 import re
@@ -80,8 +80,8 @@ class Sequences(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
-def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
-    """In bf16, a Llama (whose norms cast back to fp32) and GPT-2 (which has biases) train as with torch's AdamW."""
+def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
+    """In bf16, Llama (with norms that cast back to fp32) and GPT-2 (with biases) train as with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -126,7 +126,7 @@ def test_hugging_faces_trainer_trains_and_resumes_bit_identically(tmp_path, monk
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
 def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
-    """In the documented order: get the new state dicts, load into them, set them."""
+    """The order follows torch's documentation: get the new state dicts, load into them, set them."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
@@ -170,7 +170,7 @@ def run_rank(rank, folder):
         wrapped = DistributedDataParallel(model)
         losses = train(wrapped, optimizer, range(rank, 20, 2))
         results[case] = {"start": start, "end": optimizer.masters(), "losses": losses}
-    with torch.no_grad():  # a later write of one rank must not wait for the other
+    with torch.no_grad():  # one rank's later write must not wait for the other rank
         if rank == 0:
             model.head.weight.mul_(2)
             model.head.weight.div_(2)
@@ -203,7 +203,7 @@ def ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", ["made first", "trained first"])
-def test_ddp_ranks_with_different_weights_train_equally(ranks, case):
+def test_ddp_ranks_with_different_initial_weights_train_identically(ranks, case):
     first, second = (rank[case] for rank in ranks)
     assert not torch.equal(first["start"]["head.weight"], second["start"]["head.weight"])
     assert all(map(torch.equal, first["end"].values(), second["end"].values()))
@@ -211,7 +211,7 @@ def test_ddp_ranks_with_different_weights_train_equally(ranks, case):
         assert rank["losses"][-1] < 0.9 * rank["losses"][0]
 
 
-def test_model_wrapped_by_ddp_is_rejected(ranks):
+def test_ddp_wrapped_model_is_rejected(ranks):
     for rank in ranks:
         for message in rank["wrapped first"]:
             assert re.match("make MasterAdamW before DistributedDataParallel", message)

@@ -1,4 +1,4 @@
-"""The HTML page: its markup, and its layout in a browser if there is one."""
+"""Test the HTML page's markup, and its layout if a browser is installed."""
 
 import html
 import re
@@ -20,11 +20,11 @@ from stepscope.report.tables import escape
 from stepscope.runs.store import Store
 from stepscope.yaml_files import load_yaml
 
-PAPER = (673, 985)  # A4 less its margins, in CSS pixels
+PAPER = (673, 985)  # A4 excluding margins, in CSS pixels
 
 
 class Elements(HTMLParser):
-    """Collect the elements of a page, their attributes, and wrongly closed tags."""
+    """Parser that collects a page's elements, their attributes and wrongly closed tags."""
 
     VOID = ("meta", "img", "hr", "br")
 
@@ -71,7 +71,7 @@ a < b
 """
 
 
-def test_markdown_becomes_a_self_contained_page():
+def test_markdown_renders_as_a_self_contained_page():
     text = page(
         TEXT,
         [Section("evidence/nsys.md", "# Profiles\n\n## First part\n\n[back](../writeup.md)\n")],
@@ -96,7 +96,7 @@ def test_markdown_becomes_a_self_contained_page():
     assert not [attributes for _, attributes in elements.found if "style" in attributes]
 
 
-def test_only_fold_of_a_chapter_becomes_a_fold_of_the_page():
+def test_only_chapter_folds_are_rendered_as_folds():
     fold = "<details><summary>Why so</summary>\n\nBecause **of** it.\n\n| a |\n| --: |\n| 1 |\n\n</details>\n\nAfter.\n"
     text = page(f"# T\n\n{fold}", [], {})
     elements = Elements(text)
@@ -116,7 +116,7 @@ def test_only_fold_of_a_chapter_becomes_a_fold_of_the_page():
         ), other
 
 
-def test_links_lead_within_the_page_or_to_https():
+def test_links_point_within_the_page_or_to_https():
     text = page(
         "# T\n\n[a](javascript:alert(1)) [b](data:text/html,x) [c](//host/x) [d](file:///etc/passwd) "
         "[e](http://host) ![f](https://host/x.png)\n",
@@ -157,7 +157,7 @@ def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, 
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """Add a table and a line of code to the report that are wider than any screen."""
+    """Add a table and a code line wider than any screen to the report."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(
@@ -180,7 +180,7 @@ PLACES = "const [nav, heading, main] = ['nav', 'h1', 'main'].map(q => box(all(q)
 SCROLLED = "document.documentElement.style.scrollBehavior = 'auto'; scrollTo(0, 5000);" + PLACES
 NO_SIDEWAYS = "return document.documentElement.scrollWidth <= innerWidth"
 PICTURES = "return all('img').every(one => one.complete && one.naturalWidth && box(one).right <= innerWidth)"
-LAYOUTS = {  # page, its size, media, and a condition in JavaScript
+LAYOUTS = {  # page, size, media and a JavaScript condition
     "nothing scrolls sideways": ("report", DESKTOP, "screen", NO_SIDEWAYS),
     "nothing scrolls sideways on a phone": ("report", PHONE, "screen", NO_SIDEWAYS),
     "pictures fit": ("report", DESKTOP, "screen", PICTURES),
@@ -264,11 +264,11 @@ LAYOUTS = {  # page, its size, media, and a condition in JavaScript
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout(chromium, request, layout):
+def test_page_layout_satisfies_condition(chromium, request, layout):
     page_name, size, media, condition = LAYOUTS[layout]
     with shown(chromium, request.getfixturevalue(page_name), size, color_scheme="dark") as (opened, _):
         opened.emulate_media(media=media)
-        if media == "screen":  # print unfolds what is folded
+        if media == "screen":  # printing opens all folds
             opened.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
         assert opened.evaluate(f"(() => {{{BOX} {condition}}})()")
 
@@ -280,7 +280,7 @@ def test_link_to_folded_evidence_opens_it(chromium, report):
         assert opened.evaluate("document.querySelectorAll('details[open]').length") == 1
 
 
-def test_footer_has_version_gpu_and_citation(campaign, report):
+def test_footer_shows_version_gpu_and_citation(campaign, report):
     foot = report.read_text().partition("<footer>")[2]
     words = html.unescape(re.sub(r"<[^>]+>", "", foot))
     records = campaign.found.records
@@ -294,7 +294,7 @@ def test_footer_has_version_gpu_and_citation(campaign, report):
 
 
 def test_injected_scripts_and_styles_are_blocked(chromium, report, tmp_path):
-    """The content security policy blocks what is injected into the page."""
+    """The content security policy blocks injected scripts and styles."""
     hostile = tmp_path / "hostile.html"
     hostile.write_text(
         report.read_text().replace(
@@ -310,18 +310,18 @@ def test_injected_scripts_and_styles_are_blocked(chromium, report, tmp_path):
 
 
 def missing_files(page_text: str, folder: Path) -> list[str]:
-    """Return a page's links to files that are not there, seen from the page's folder."""
+    """Return a page's links to missing files, relative to the page's folder."""
     links = {attributes["href"] for tag, attributes in Elements(page_text).found if tag == "a"}
     files = {link.partition("#")[0] for link in links if not link.startswith(("#", "https://"))}
     assert [link for link in files if link.endswith(".ipynb")]
     return [link for link in files if not (folder / unquote(link)).is_file()]
 
 
-def test_links_of_the_writeup_lead_to_files(campaign):
+def test_writeup_links_point_to_existing_files(campaign):
     assert not missing_files(campaign.report.texts["writeup.html"], Path(str(PROJECT)))
 
 
-def test_links_lead_to_files_when_runs_and_report_are_elsewhere(tmp_path):
+def test_links_point_to_existing_files_when_runs_and_report_are_elsewhere(tmp_path):
     runs, out = tmp_path / "my runs", tmp_path / "elsewhere" / "report"
     for path in sorted(Path(str(PROJECT), "runs", "h200", "benchmark").iterdir())[:2]:
         shutil.copytree(path, runs / "benchmark" / path.name)
@@ -330,7 +330,7 @@ def test_links_lead_to_files_when_runs_and_report_are_elsewhere(tmp_path):
     assert not missing_files((out / "report.html").read_text(), out)
 
 
-def test_links_within_the_page_lead_to_anchors(report):
+def test_internal_links_point_to_anchors(report):
     elements = Elements(report.read_text())
     anchors = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
     assert len(anchors) == len(set(anchors))
@@ -344,11 +344,11 @@ def test_links_within_the_page_lead_to_anchors(report):
     [
         ("Why is it 2.1x, and not 4x?", "Why is it 2.1x, and not 4x?"),
         ("Is a < b & c?", "Is a &lt; b &amp; c?"),
-        ("Is a &lt; b?", "Is a &lt; b?"),  # GitHub needs this form
+        ("Is a &lt; b?", "Is a &lt; b?"),  # GitHub requires this form
         ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
     ],
 )
-def test_title_of_a_fold_is_escaped(title, shown):
+def test_fold_title_is_escaped(title, shown):
     made = page(
         f"# Title\n\n<details><summary>{title}</summary>\n\n| a |\n| - |\n| 1 |\n\n</details>\n", [], {}
     )

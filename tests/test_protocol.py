@@ -1,4 +1,4 @@
-"""The measurement protocol, with steps of a small model."""
+"""Test the measurement protocol with a small model's steps."""
 
 import math
 from contextlib import nullcontext
@@ -26,10 +26,10 @@ nan = math.nan
 
 
 class Toy:
-    """The library's step of a tiny model.
+    """Wrapper around the library's step for a tiny model.
 
-    ``log`` has each step's case, its kind (plain, timed or profiled), and whether AdamW's moments exist. ``before``
-    is called before each step.
+    ``log`` lists each step's case, its kind (plain, timed or profiled), and whether AdamW's moments exist.
+    ``before`` is called before each step.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Toy:
         return [case for (case, each), _ in groupby(self.log, key=lambda entry: entry[:2]) if each == kind]
 
     def fail(self, case, kind, error, steps=0):
-        """Raise an error in the forward phase of a case's steps, except in the first ones of this kind."""
+        """Raise an error in the forward phase of a case's steps of this kind, except for the first ``steps``."""
 
         def before(step_case, step_kind, phase):
             earlier = sum(entry[:2] == (case, kind) for entry in self.log) - 1
@@ -81,7 +81,7 @@ def totals(results, by="mode"):
 # Results
 
 
-def test_times_and_operations_follow_from_samples_and_profile(toy):
+def test_times_and_operations_match_samples_and_profile(toy):
     results = toy.measure(timed_steps=3)
     times = results.times
     keys = [(mode, phase) for mode in MODES for phase in [*PHASES[mode], TOTAL]]
@@ -103,7 +103,7 @@ def test_times_and_operations_follow_from_samples_and_profile(toy):
 @pytest.mark.parametrize(
     ("by", "options"), [("precision", {}), ("policy", {"by": "policy", "extras": False})]
 )
-def test_pairs_have_a_column_for_each_part(toy, by, options):
+def test_mode_precision_pairs_get_a_column_for_each_part(toy, by, options):
     results = toy.measure(
         PAIRS, "mixed_precision", options | {"unsupported": {("fp16", "step"): "no fp16 here"}}
     )
@@ -115,19 +115,19 @@ def test_pairs_have_a_column_for_each_part(toy, by, options):
         assert {*zip(table[by], table["mode"])} == {*PAIRS}
 
 
-def test_extras_are_not_measured_when_disabled(toy, monkeypatch):
+def test_extras_are_skipped_when_disabled(toy, monkeypatch):
     for name in ("replay", "ceilings", "sustained_power"):
         monkeypatch.setattr(protocol, name, lambda *_, **__: pytest.fail("an extra was measured"))
     assert "mfu" not in toy.measure(options={"extras": False}).times
 
 
-def test_case_without_a_mode_is_refused(toy):
+def test_case_without_a_mode_is_rejected(toy):
     with pytest.raises(ConfigError, match="cases: got 'backward', but expected a mode"):
         toy.measure(["backward"])
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-def test_measured_steps_leave_the_weights_as_they_are_and_restore_the_learning_rate(toy, rate):
+def test_measuring_keeps_the_weights_and_restores_the_learning_rate(toy, rate):
     [group] = toy.adamw.param_groups
     before, group["lr"] = toy.weight.clone(), rate
     assert toy.measure().learning_rate == pytest.approx(NEGLIGIBLE_RATE)
@@ -138,7 +138,7 @@ def test_measured_steps_leave_the_weights_as_they_are_and_restore_the_learning_r
     assert not torch.equal(toy.weight, before)
 
 
-def test_subject_without_an_optimizer_has_no_learning_rate(toy):
+def test_learning_rate_is_none_without_an_optimizer(toy):
     toy.subject.optimizer = None
     assert toy.measure(["forward"]).learning_rate is None
 
@@ -146,8 +146,8 @@ def test_subject_without_an_optimizer_has_no_learning_rate(toy):
 # The order
 
 
-def test_every_case_is_timed_before_any_is_profiled_or_replayed(toy, monkeypatch):
-    """Launches stay slower once a profiler has run. Moments only exist in full steps."""
+def test_all_cases_are_timed_before_any_case_is_profiled_or_replayed(toy, monkeypatch):
+    """Launches stay slower once a profiler has run. Moments exist only in full steps."""
     order = []
 
     def replay(step, *_, optimizer, **__):
@@ -201,8 +201,8 @@ def test_long_steps_are_repeated_less_often(toy, monkeypatch, fastest_ms, warmup
     assert (results.profiled.groupby("case")["number"].nunique() == profiled).all()
 
 
-def test_readings_and_rates_belong_to_their_case(toy, monkeypatch):
-    """Only a full step that is too short for the energy counter has its power measured in another run."""
+def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
+    """Power is measured in an extra run only for a full step that is too short for the energy counter."""
     peaks, watts, replayed_ms = count(1), iter([nan, nan, 6.0]), iter([[1.0, 20.0, 3.0], [9.0, 2.0, 4.0]])
     settled = []
 
@@ -235,7 +235,7 @@ def test_readings_and_rates_belong_to_their_case(toy, monkeypatch):
 # Failures
 
 
-def test_case_out_of_memory_while_timed_has_one_row_and_the_others_continue(toy):
+def test_case_that_ooms_while_timed_gets_one_row_and_the_rest_continue(toy):
     toy.fail("step", "timed", FULL)
     results = toy.measure()
     columns = ["mode", "phase", "status"]
@@ -248,7 +248,7 @@ def test_case_out_of_memory_while_timed_has_one_row_and_the_others_continue(toy)
     assert {*results.samples["mode"]} == {*results.operations["mode"]} == {"forward", "forward_backward"}
 
 
-def test_case_out_of_memory_while_profiled_keeps_its_wall_time_and_complete_steps(toy):
+def test_case_that_ooms_while_profiled_keeps_wall_time_and_complete_steps(toy):
     toy.fail("step", "profiled", FULL, steps=1)
     results = toy.measure()
     rows = totals(results)
@@ -265,14 +265,14 @@ def raises(error):
     return fail
 
 
-def test_ceilings_out_of_memory_leave_rates_unknown(toy, monkeypatch):
+def test_rates_are_unknown_when_ceilings_run_out_of_memory(toy, monkeypatch):
     monkeypatch.setattr(protocol, "ceilings", raises(FULL))
     results = toy.measure()
     assert results.times["mfu_vs_measured_peak"].isna().all() and set(results.times["status"]) == {"ok"}
     assert results.limits["matmul_tflops"] is None
 
 
-def test_case_out_of_memory_while_it_compiles_is_still_timed(toy, monkeypatch):
+def test_case_that_ooms_while_compiling_is_still_timed(toy, monkeypatch):
     def seconds(step, device):
         step()
         if step.args == ("step",):
@@ -286,7 +286,7 @@ def test_case_out_of_memory_while_it_compiles_is_still_timed(toy, monkeypatch):
     assert ("forward_backward", "plain", False) in toy.log, "the moments of the failed step are freed"
 
 
-def test_missing_compiler_makes_every_case_unsupported(toy, monkeypatch):
+def test_all_cases_are_unsupported_without_a_compiler(toy, monkeypatch):
     error = torch._dynamo.exc.BackendCompilerFailed("inductor", ValueError("no C++ compiler"), None)
     monkeypatch.setattr(protocol, "seconds_with_compiling", raises(error))
     times = toy.measure(compile="blocks").times
@@ -294,7 +294,7 @@ def test_missing_compiler_makes_every_case_unsupported(toy, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", ["profiled", "profiled_operations"])
-def test_failing_profiler_leaves_wall_times_and_a_reason(toy, monkeypatch, broken):
+def test_failing_profiler_keeps_wall_times_and_records_a_reason(toy, monkeypatch, broken):
     monkeypatch.setattr(profiler, broken, raises(profiler.CaptureError("CUPTI_ERROR")))
     results = toy.measure()
     assert set(results.times["status"]) == {"ok"} and (results.times["wall_ms"] > 0).all()
@@ -303,7 +303,7 @@ def test_failing_profiler_leaves_wall_times_and_a_reason(toy, monkeypatch, broke
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, ZeroDivisionError])
-def test_interrupted_call_keeps_its_results_on_the_exception_and_restores_the_learning_rate(toy, kind):
+def test_interrupt_attaches_results_to_the_exception_and_restores_the_learning_rate(toy, kind):
     toy.fail("forward", "timed", kind())
     with pytest.raises(kind) as raised:
         toy.measure()
@@ -320,7 +320,7 @@ def test_interrupted_call_keeps_its_results_on_the_exception_and_restores_the_le
 
 
 def mark_inconsistent(monkeypatch, mode, tables):
-    """Mark a mode in fp32 in the first tables; return the list that gets its wall times."""
+    """Mark a mode in fp32 as inconsistent in the first tables; return the list that collects its wall times."""
     step_times, walls_ms = protocol.step_times, []
 
     def marked_times(*arguments):
@@ -335,7 +335,7 @@ def mark_inconsistent(monkeypatch, mode, tables):
 
 
 @pytest.mark.parametrize(("mode", "tables", "tries"), [("step", 1, 2), ("forward", 9, 3)])
-def test_impossible_case_alone_is_measured_again_at_most_twice(toy, monkeypatch, mode, tables, tries):
+def test_only_the_impossible_case_is_remeasured_at_most_twice(toy, monkeypatch, mode, tables, tries):
     walls_ms = mark_inconsistent(monkeypatch, mode, tables)
     results = toy.measure(PAIRS, "mixed_precision")
     assert len({*walls_ms}) == tries
@@ -348,7 +348,7 @@ def test_impossible_case_alone_is_measured_again_at_most_twice(toy, monkeypatch,
     assert (numbers == 3).all(), "new operations replace earlier ones"
 
 
-def test_first_case_keeps_the_first_steps_of_the_process_when_measured_again(toy, monkeypatch):
+def test_first_case_keeps_the_processs_first_steps_when_remeasured(toy, monkeypatch):
     walls_ms = mark_inconsistent(monkeypatch, "step", 1)
     results = toy.measure(warmup_steps=5)
     first = results.samples.query("mode == 'step' and phase == 'total'")
@@ -356,7 +356,7 @@ def test_first_case_keeps_the_first_steps_of_the_process_when_measured_again(toy
     assert totals(results)["wall_ms"]["step"] == walls_ms[-1] != walls_ms[0]
 
 
-def test_no_operation_is_left_when_a_second_profile_runs_out_of_memory(toy, monkeypatch):
+def test_operations_are_dropped_when_a_second_profile_runs_out_of_memory(toy, monkeypatch):
     mark_inconsistent(monkeypatch, "forward", 1)
     toy.fail("forward", "profiled", FULL, steps=3)
     results = toy.measure()
@@ -366,7 +366,7 @@ def test_no_operation_is_left_when_a_second_profile_runs_out_of_memory(toy, monk
     assert toy.cases_of("timed").count("forward") == 2
 
 
-def test_missing_precisions_have_their_reason(monkeypatch):
+def test_unsupported_precisions_get_a_reason(monkeypatch):
     def require(config):
         if config.precision == "tf32":
             raise ConfigError("no TF32 here")

@@ -1,4 +1,4 @@
-"""Ranks of a distributed step: transfer apart from waiting, and who waits for whom."""
+"""Test comparing a distributed step's ranks: transfer, waiting, and which rank waits for which."""
 
 from pathlib import Path
 
@@ -25,12 +25,12 @@ def rank_trace(
     first_step: int = 0,
     **group: object,
 ) -> Path:
-    """Write three steps of a rank, each with compute before each all-reduce.
+    """Write a rank's three steps, each with compute before every all-reduce.
 
     Args:
         delays: how late each rank's compute ends in µs; a collective begins once the latest rank has arrived.
         shift: added to all times, in µs.
-        group: arguments of the collectives' kernels, such as their process group.
+        group: the collective kernels' arguments, such as their process group.
     """
     events = []
     for step in range(first_step, first_step + 3):
@@ -46,7 +46,7 @@ def rank_trace(
     return write_trace(folder / f"rank{rank}.json", events, distributedInfo=info)
 
 
-def test_late_rank_is_found_by_the_waiting_of_the_others(tmp_path):
+def test_late_rank_is_identified_by_the_other_ranks_waiting_time(tmp_path):
     delays = (0, 20_000, 4_000)
     paths = [rank_trace(tmp_path, rank, delays) for rank in (2, 0, 1)]
     lines = {line.label: line for line in profile_ranks(paths)}
@@ -62,7 +62,7 @@ def test_late_rank_is_found_by_the_waiting_of_the_others(tmp_path):
     assert "rank 0 waits 40.0 ms per step for rank 1" in lines["waiting"].text and "clocks" not in lines
 
 
-def test_shifted_timestamps_are_found_and_do_not_count_as_waiting(tmp_path):
+def test_shifted_timestamps_are_detected_and_do_not_count_as_waiting(tmp_path):
     paths = [rank_trace(tmp_path, 0, (0, 0)), rank_trace(tmp_path, 1, (0, 0), shift=20_000)]
     lines = {line.label: line for line in profile_ranks(paths)}
     assert lines["clocks"].values["offsets_ms"] == pytest.approx([0, 20])
@@ -96,7 +96,7 @@ def test_only_common_steps_are_compared(tmp_path):
 
 
 @pytest.mark.skipif(not PUBLIC.is_file(), reason="needs a public capture of two GPUs")
-def test_gpus_of_one_capture_are_compared():
+def test_gpus_within_one_capture_are_compared():
     lines = {line.label: line for line in profile(PUBLIC)}
     gpus = list(devices(load_capture(PUBLIC)))
     steps = compare_ranks(gpus).steps

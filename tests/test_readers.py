@@ -1,4 +1,4 @@
-"""Captures of other tools and versions: variants of one small capture are read alike, or rejected with a reason."""
+"""Test captures from various tools and versions: variants load identically or are rejected with a reason."""
 
 import sqlite3
 from collections.abc import Callable
@@ -21,7 +21,7 @@ STEPS, KERNELS = 3, 20  # of 1 ms and 30 µs each
 def trace_events(
     pid: object = 1, gpu: object = 0, device: int = 0, offset: float = 0.0, tid: object = 1
 ) -> list[dict]:
-    """Return three steps of 1 ms, each with 20 consecutive kernels of 30 µs; correlation ids are always the same."""
+    """Return three 1 ms steps, each with 20 consecutive 30 µs kernels; correlation ids are always the same."""
     events: list[dict] = []
     for step in range(STEPS):
         begin = 1000.0 * step + offset
@@ -36,12 +36,12 @@ def trace_events(
 
 
 def renamed(events: list[dict], names: dict[str, str]) -> list[dict]:
-    """Rename the categories, and write threads as text."""
+    """Rename the categories and write thread ids as strings."""
     return [one | {"cat": names.get(one["cat"], one["cat"]), "tid": str(one["tid"])} for one in events]
 
 
 def steps_of(capture: Capture) -> list[tuple[int, float, float]]:
-    """Return by GPU and process the number of steps, their median length and their busy time in ms."""
+    """Return the step count, and the median step's length and busy time in ms, per GPU and process."""
     gpus = devices(capture)
     return [(len(gpu.breakdowns), *gpu.median[["wall", "compute"]].round(3)) for gpu in gpus]
 
@@ -59,7 +59,7 @@ TWO_PROCESSES = {
 
 
 @pytest.mark.parametrize("case", TWO_PROCESSES)
-def test_merged_traces_keep_processes_apart(tmp_path, case):
+def test_merged_traces_keep_processes_separate(tmp_path, case):
     events = [one for events in TWO_PROCESSES[case] for one in events]
     if "sorted" in case:
         events.sort(key=lambda one: one["ts"])
@@ -75,7 +75,7 @@ def test_merged_traces_keep_processes_apart(tmp_path, case):
     assert {*read_trace(path).processes.values()} == {str(name) for name in names}
 
 
-def test_merged_traces_without_order_or_labels_are_an_error(tmp_path):
+def test_merged_traces_without_order_or_labels_are_rejected(tmp_path):
     events = [one for events in TWO_PROCESSES["one GPU's name"] for one in events]
     events.sort(key=lambda one: one["ts"])
     with pytest.raises(
@@ -104,7 +104,7 @@ READ_ALIKE: dict[str, Callable[[], list[dict]]] = {
 
 
 @pytest.mark.parametrize("case", READ_ALIKE)
-def test_variants_of_a_trace_are_read_alike(tmp_path, case):
+def test_trace_variants_load_identically(tmp_path, case):
     path = write_trace(tmp_path / "trace.json", READ_ALIKE[case]())
     path.write_text(path.read_text().replace("\\u001b", "\x1b"))
     capture = load_capture(path)
@@ -119,12 +119,12 @@ def test_unfinished_host_events_are_counted(tmp_path):
     assert "the end of 1 host event" in profile(path)[-1].text
 
 
-def test_times_as_text_are_exact(tmp_path):
+def test_times_given_as_strings_are_exact(tmp_path):
     capture = load_capture(write_trace(tmp_path / "trace.json", as_text(trace_events())))
     assert capture.operations["start_ns"].iloc[0] == 1747123456000030_001
 
 
-def test_events_of_old_versions_are_ranges_or_operators_by_name(tmp_path):
+def test_old_versions_events_are_classified_by_name(tmp_path):
     names = ["forward", "enumerate(DataLoader)#_Iter.__next__", "aten::mm", "MmBackward", "detach"]
     events = [unfinished("Operator") | {"name": name, "dur": 9} for name in names]
     kept = read_trace(write_trace(tmp_path / "trace.json", events)).events
@@ -150,7 +150,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_json_error_has_position_and_reason(tmp_path, case):
+def test_broken_json_error_states_position_and_reason(tmp_path, case):
     damage, message = BROKEN[case]
     path = write_trace(tmp_path / "trace.json", trace_events())
     path.write_text(damage(path.read_text()))
@@ -172,7 +172,7 @@ WITHOUT_KERNELS = {
 
 
 @pytest.mark.parametrize("case", WITHOUT_KERNELS)
-def test_other_accelerators_are_an_error_without_advice_for_cuda(tmp_path, case):
+def test_unsupported_accelerators_are_rejected_without_cuda_advice(tmp_path, case):
     events, message = WITHOUT_KERNELS[case]
     with pytest.raises(TraceError, match=message) as error:
         load_capture(write_trace(tmp_path / "trace.json", events))
@@ -195,7 +195,7 @@ def test_gpu_name_is_used_only_when_unambiguous(tmp_path, names, device, expecte
 
 
 def export(path: Path, *changes: str) -> Path:
-    """Write an nsys export of three steps, each with a copy of 300 µs and ten kernels of 50 µs, changed by SQL."""
+    """Write an nsys export of three steps, each with a 300 µs copy and ten 50 µs kernels, modified by SQL."""
     tid, pid = MAIN, PROCESS_KEY
     rows: dict[str, list[tuple]] = {"NVTX_EVENTS": [], "CUPTI_ACTIVITY_KIND_RUNTIME": []}
     kernels, copies = [], []
@@ -234,7 +234,7 @@ EXPORTS = {
 
 
 @pytest.mark.parametrize("case", EXPORTS)
-def test_variants_of_an_export_are_read_alike(tmp_path, case):
+def test_export_variants_load_identically(tmp_path, case):
     capture = load_capture(export(tmp_path / "a.sqlite", *EXPORTS[case]), step="train_step")
     (one,) = devices(capture)
     accounts = one.breakdowns.round(3)
@@ -246,13 +246,13 @@ def test_variants_of_an_export_are_read_alike(tmp_path, case):
     ("kind", "name"),
     [(2, "Device-to-Host"), (11, "Unified Host-to-Device"), (8, "Device-to-Device"), (99, "99")],
 )
-def test_copies_have_cupti_names_without_a_table_of_names(tmp_path, kind, name):
+def test_copies_use_cupti_names_without_a_name_table(tmp_path, kind, name):
     change = f"UPDATE CUPTI_ACTIVITY_KIND_MEMCPY SET copyKind = {kind}"
     names = load_capture(export(tmp_path / "a.sqlite", change)).operations["name"].astype(str)
     assert (names == f"[CUDA memcpy {name}]").sum() == STEPS
 
 
-def test_graph_traced_as_a_whole_is_one_operation(tmp_path):
+def test_graph_traced_as_a_whole_counts_as_one_operation(tmp_path):
     graphs = (
         "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
         " (start INTEGER, end INTEGER, deviceId INTEGER, globalPid INTEGER, graphId INTEGER)",
@@ -266,7 +266,7 @@ def test_graph_traced_as_a_whole_is_one_operation(tmp_path):
     assert "operations within CUDA graphs" in profile(tmp_path / "b.sqlite")[-1].text
 
 
-def test_export_of_an_unknown_version_is_an_error_without_sql(tmp_path):
+def test_unknown_export_version_error_omits_sql(tmp_path):
     path = export(tmp_path / "a.sqlite", "ALTER TABLE NVTX_EVENTS DROP COLUMN domainId")
     with pytest.raises(TraceError, match="no such column: domainId, expected the sqlite export") as error:
         load_capture(path)
@@ -277,7 +277,7 @@ REPORT = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n100.0,7000000,10,700
 
 
 def trace_report(strm: str) -> bytes:
-    """Return nsys's report cuda_gpu_trace of one kernel on a stream."""
+    """Return nsys's cuda_gpu_trace report for one kernel on a stream."""
     text = f"Start (ns),Duration (ns),CorrId,Device,Strm,Name\n10,5,1,GPU (0),{strm},gemm\n"
     return text.encode()
 
@@ -300,7 +300,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_files_are_an_error_with_advice(tmp_path, name):
+def test_unsupported_files_are_rejected_with_advice(tmp_path, name):
     content, message = REFUSED[name]
     path = tmp_path / name
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Sanity checks of readings, the sample sizes that are reliable, and inconsistent rows in reports."""
+"""Test sanity checks of readings, reliable sample sizes, and inconsistent rows in reports."""
 
 from types import SimpleNamespace
 
@@ -55,7 +55,7 @@ def h200(monkeypatch):
         (dict.fromkeys(ROW, np.nan), [], ""),
     ],
 )
-def test_impossible_readings_are_described_with_their_numbers(row, profiled_ms, message):
+def test_impossible_readings_are_described_with_numbers(row, profiled_ms, message):
     assert measure.find_inconsistencies(ROW | row, profiled_ms) == message
 
 
@@ -68,7 +68,7 @@ def test_impossible_readings_are_described_with_their_numbers(row, profiled_ms, 
         ({"sm_clock_mhz": 1700.0, "highest_clock_mhz": 1700.0}, False),
     ],
 )
-def test_step_is_power_limited_when_its_clock_is_low(row, is_limited):
+def test_step_is_power_limited_when_the_clock_is_low(row, is_limited):
     assert measure.is_power_limited(row) == is_limited
 
 
@@ -85,7 +85,7 @@ def test_step_is_power_limited_when_its_clock_is_low(row, is_limited):
         (("step", "loss"), np.nan, 10.0, []),
     ],
 )
-def test_phase_takes_as_long_alone_as_within_the_step(changed, gpu_ms, others_ms, modes):
+def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed, gpu_ms, others_ms, modes):
     times = pd.DataFrame(MODES, columns=["mode", "phase"])
     # totals aren't compared
     times["gpu_ms"] = np.where(times["phase"] == TOTAL, times["mode"].str.len(), others_ms)
@@ -94,8 +94,8 @@ def test_phase_takes_as_long_alone_as_within_the_step(changed, gpu_ms, others_ms
     assert {*rows["mode"]} == {*modes} and {*rows["phase"]} <= {TOTAL}
 
 
-def test_table_describes_each_case_in_all_of_its_rows():
-    """Each phase takes 10 ms, except in forward alone in bf16, and in one step of forward in fp32."""
+def test_table_describes_inconsistencies_in_all_rows_of_a_case():
+    """Each phase takes 10 ms, except for bf16 forward alone and one fp32 forward step."""
     cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in ("step", "forward")]
     rows, samples = [], {}
     for case in cases:
@@ -116,7 +116,7 @@ def test_table_describes_each_case_in_all_of_its_rows():
     readings["bf16", "step"]["power_w"] = 900.0
     times = measure.step_times(keys, samples, operations, readings, {}, "", "cuda")
     by_case = times.groupby(["precision", "mode"])["inconsistent"].unique().map(list)
-    replayed = "replayed in 90 ms, but its operations take"  # a step's graph has other kernels
+    replayed = "replayed in 90 ms, but its operations take"  # a step's graph contains different kernels
     phase = "forward 20 ms in forward, 10 ms in step"
     assert by_case.to_dict() == {
         ("bf16", "forward"): [f"{replayed} 20 ms; {phase}"],
@@ -142,8 +142,8 @@ def test_table_describes_each_case_in_all_of_its_rows():
         (50.0, 50.0, "cpu", 7),
     ],
 )
-def test_samples_are_enough_when_their_statistic_repeats(wall_ms, enqueue_ms, device, steps):
-    """Enough are 30 steps or 2 s; 100 steps or 3 s if launch-bound; 7, as requested, of long steps."""
+def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
+    """Steps suffice at 30 or 2 s, at 100 or 3 s if launch-bound, and at the requested 7 if they are long."""
     rows = [(0, True, TOTAL, 9e9, 0.0), (1, False, "forward", 9e9, 0.0)]
     rows += [(1, False, TOTAL, wall_ms, enqueue_ms)] * steps
     assert has_enough_samples(rows, 7, device)
@@ -169,14 +169,14 @@ def test_step_is_launch_bound_when_the_gpu_waits_for_a_slower_host(busy, enqueue
 # Reports
 
 
-def test_inconsistent_rows_are_named():
+def test_inconsistent_rows_names_the_rows():
     table = pd.DataFrame({"mode": ["step", "forward"], "precision": "bf16", "phase": TOTAL, "wall_ms": 9.0})
     tables = {"times": table.assign(inconsistent=["too long", ""]), "other": table}
     assert inconsistent_rows(tables) == "bf16 step total: too long"
 
 
-def test_inconsistent_case_is_in_no_table_of_times_of_its_study():
-    """Each of the other rows differs from the inconsistent one in one key."""
+def test_steady_drops_inconsistent_cases_from_the_studys_time_tables():
+    """Each remaining row differs from the inconsistent one in one key."""
     keys = ["run_id", "mode", "precision", "optimization", "batch_size"]
     samples = pd.DataFrame("a", index=range(6), columns=keys).assign(wall_ms=1.0)
     for row, key in enumerate(keys, 1):
@@ -197,8 +197,8 @@ def test_inconsistent_case_is_in_no_table_of_times_of_its_study():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_newest_run_of_a_configuration_replaces_the_others(order):
-    """Of runs that start at the same time, the last by name is the newest."""
+def test_newest_run_replaces_earlier_runs_of_a_configuration(order):
+    """Among runs with the same start time, the last by name counts as the newest."""
     runs = [
         ("early", 1, "small", "step"),
         ("a_late", 3, "small", "step"),

@@ -1,4 +1,4 @@
-"""Records of schema 3: loaded under today's names, with nothing on disk rewritten."""
+"""Test that schema 3 records load under today's names, without rewriting any files."""
 
 import hashlib
 import io
@@ -32,7 +32,7 @@ def digest(folder):
 
 
 @pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
-def test_folder_of_schema_3_loads_complete_under_new_names_and_stays_as_it_is(folder):
+def test_schema_3_folder_loads_under_new_names_and_stays_unchanged(folder):
     before = digest(folder)
     loaded = read(Store(folder))
     assert not loaded.errors
@@ -46,8 +46,8 @@ def test_folder_of_schema_3_loads_complete_under_new_names_and_stays_as_it_is(fo
 
 
 @pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
-def test_values_of_schema_3_are_unchanged_under_new_names(folder):
-    """Every cell of every table, compared with the file by position: only names may differ."""
+def test_schema_3_values_are_unchanged_under_new_names(folder):
+    """Every table cell is compared with the file by position; only names may differ."""
     for document in documents(folder):
         for table in document["tables"].values():
             if table["rows"] is None:
@@ -66,13 +66,13 @@ def test_values_of_schema_3_are_unchanged_under_new_names(folder):
 
 
 @pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
-def test_ids_of_schema_3_are_those_of_the_old_names(folder):
+def test_schema_3_run_ids_are_derived_from_the_old_names(folder):
     for document in documents(folder):
         config = configure(**schema3.upgrade_record(document)["config"])
         assert schema3.run_id(config) == document["run_id"]
 
 
-def test_new_and_old_names_are_one_to_one():
+def test_old_names_map_one_to_one_to_new_names():
     tables = [
         *schema3.CONFIG_FIELDS.values(),
         *schema3.STUDY_COLUMNS.values(),
@@ -86,7 +86,7 @@ def test_new_and_old_names_are_one_to_one():
         assert not {*names} & {*names.values()}
 
 
-def test_record_whose_configuration_was_altered_is_refused(tmp_path):
+def test_schema_3_record_with_an_altered_configuration_is_rejected(tmp_path):
     shutil.copytree(CPU, tmp_path / "runs")
     path = next((tmp_path / "runs" / "ladder").glob("*/record.json"))
     document = json.loads(path.read_text())
@@ -100,7 +100,7 @@ def test_record_whose_configuration_was_altered_is_refused(tmp_path):
     "field, value",
     [("config", 3), ("config", {"optimizations": [["fused"], None]}), ("study", ["nsys"]), ("tables", [])],
 )
-def test_malformed_record_of_schema_3_gives_one_line_error(tmp_path, field, value):
+def test_malformed_schema_3_record_gives_a_one_line_error(tmp_path, field, value):
     shutil.copytree(CPU, tmp_path / "runs")
     path = next((tmp_path / "runs" / "ladder").glob("*/record.json"))
     document = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def test_malformed_record_of_schema_3_gives_one_line_error(tmp_path, field, valu
     assert len(errors) == 1 and "\n" not in str(errors[0])
 
 
-def test_sweep_into_folder_of_schema_3_stops_and_replaces_nothing(tmp_path):
+def test_sweep_rejects_a_schema_3_folder_without_changes(tmp_path):
     runs = tmp_path / "runs"
     shutil.copytree(CPU, runs)
     before = digest(runs)

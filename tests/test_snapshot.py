@@ -1,4 +1,4 @@
-"""Memory snapshots of PyTorch: their peaks and holders, and that no code in one is executed."""
+"""Test PyTorch memory snapshots: peaks, holders, and that their code is never executed."""
 
 import gzip
 import pickle
@@ -74,7 +74,7 @@ def written(path: Path, content: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.pickle", "a.pickle.gz"])
-def test_snapshot_shows_its_peak_and_what_holds_it(tmp_path, name):
+def test_snapshot_shows_its_peak_and_the_holders(tmp_path, name):
     path = written(tmp_path / name, SNAPSHOT)
     assert is_pickle(path)
     lines = snapshot_lines(path)
@@ -82,7 +82,7 @@ def test_snapshot_shows_its_peak_and_what_holds_it(tmp_path, name):
     assert values["peak"] == {
         "peak_bytes": 580 * MIB,  # 50 before the history, 200, 30 and 300
         "allocations": 4,
-        "reserved_bytes": 964 * MIB,  # before the segment of 64 was released
+        "reserved_bytes": 964 * MIB,  # before the 64 MiB segment was released
         "event": 5,
     }
     holders = [line for line in lines if "function" in line.values]
@@ -95,7 +95,7 @@ def test_snapshot_shows_its_peak_and_what_holds_it(tmp_path, name):
     assert values["out of memory"]["asked_bytes"] == 4096 * MIB
 
 
-def test_snapshot_without_history_shows_what_is_allocated(tmp_path):
+def test_snapshot_without_history_shows_current_allocations(tmp_path):
     for content in (SNAPSHOT | {"device_traces": []}, SNAPSHOT["segments"]):
         lines = snapshot_lines(written(tmp_path / "a.pickle", content))
         assert [line.label for line in lines[:2]] == ["snapshot", "allocated"]
@@ -108,7 +108,7 @@ def test_reused_address_counts_once(tmp_path):
     assert peak_of(allocations_of(tmp_path, snapshot, 0)) == (1, 20 * MIB)
 
 
-def test_requested_gpu_is_shown_and_its_allocations_are_written(tmp_path):
+def test_snapshot_lines_show_the_requested_gpu_and_write_its_allocations(tmp_path):
     other = {"device": 1, "address": 9, "total_size": MIB, "blocks": [BLOCKS[0]]}
     path = written(tmp_path / "a.pickle", SNAPSHOT | {"segments": [*SNAPSHOT["segments"], other]})
     assert snapshot_lines(path)[0].values["device"] == 0
@@ -120,7 +120,7 @@ def test_requested_gpu_is_shown_and_its_allocations_are_written(tmp_path):
 
 
 @pytest.mark.skipif(not RUN.is_dir(), reason="not in a checkout")
-def test_real_snapshot_has_the_peak_that_its_run_measured():
+def test_real_snapshot_peak_matches_its_run():
     peaks = pd.read_parquet(RUN / "peaks.parquet")
     path = RUN / "snapshot.pickle"
     _, peak = peak_of(allocations_of(path, read_snapshot(path), 0))
@@ -149,7 +149,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_invalid_pickle_gives_one_line_error_and_runs_no_code(tmp_path, monkeypatch, case):
+def test_invalid_pickle_raises_a_one_line_error_without_running_code(tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     content, message = REFUSED[case]
     path = tmp_path / "a.pickle"

@@ -1,4 +1,4 @@
-"""Runs folders: commits are atomic, and incomplete or altered runs are errors."""
+"""Test runs folders: commits are atomic, and incomplete or altered runs are rejected."""
 
 import hashlib
 import os
@@ -40,8 +40,8 @@ def test_committed_run_is_read_back(store, tiny):
 
 
 @pytest.mark.parametrize("barred", ["", "benchmark", "benchmark/{run}"])
-def test_unreadable_folder_is_named(tiny, barred):
-    with tempfile.TemporaryDirectory() as folder:  # the parents of tmp_path belong to root
+def test_error_names_the_unreadable_folder(tiny, barred):
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path's parents belong to root
         store = Store(Path(folder) / "some-runs")
         committed(store, tiny())
         committed(store, tiny(study="memory"))
@@ -49,7 +49,7 @@ def test_unreadable_folder_is_named(tiny, barred):
         Path(folder).chmod(0o755)
         place.chmod(0)
         try:
-            if root:  # which may read everything
+            if root:  # root may read everything
                 os.seteuid(65534)
             records, errors = store.records()
         finally:
@@ -89,7 +89,7 @@ def test_unreadable_folder_is_named(tiny, barred):
         ),
     ],
 )
-def test_altered_run_is_an_error(store, tiny, alter, words):
+def test_altered_run_is_rejected(store, tiny, alter, words):
     place = committed(store, tiny())
     alter(place)
     records, errors = store.records(check_files=True)
@@ -99,7 +99,7 @@ def test_altered_run_is_an_error(store, tiny, alter, words):
             store.find(tiny())
 
 
-def test_only_one_sweep_writes_until_its_process_ends(store):
+def test_only_one_sweep_may_write_until_its_process_ends(store):
     with store.writing(), pytest.raises(StoreBusy, match="another sweep"), store.writing():
         pass
     code = (
@@ -132,7 +132,7 @@ def test_only_one_sweep_writes_until_its_process_ends(store):
         (".lock", "/tmp/nowhere", ".lock: expected a folder, but it is a link"),
     ],
 )
-def test_file_or_link_in_place_of_a_folder_is_an_error(store, name, target, words):
+def test_file_or_link_in_place_of_a_folder_is_rejected(store, name, target, words):
     store.root.mkdir()
     path = store.root / name
     path.symlink_to(target) if target else path.write_text("")
@@ -140,7 +140,7 @@ def test_file_or_link_in_place_of_a_folder_is_an_error(store, name, target, word
         pass
 
 
-def test_runs_folder_that_is_a_file_or_too_long_is_an_error(tmp_path):
+def test_invalid_runs_folder_path_is_rejected(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file" / "runs", tmp_path / ("a" * 300)):
         with pytest.raises(StoreError, match="nothing was started"), Store(root).writing():
@@ -152,7 +152,7 @@ def fail(*_):
 
 
 def test_interrupted_commit_leaves_no_run(store, tiny, monkeypatch):
-    """The record is written last."""
+    """The run's record is written last."""
     monkeypatch.setattr(module, "write_text_durably", fail)
     with pytest.raises(OSError, match="No space"):
         committed(store, tiny())
@@ -172,7 +172,7 @@ def test_files_are_written_atomically(tmp_path, monkeypatch):
     assert path.read_text() == "new" and [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
-def test_files_outside_the_folder_are_not_read(tmp_path):
+def test_open_within_rejects_files_outside_the_folder(tmp_path):
     root = tmp_path / "root"
     (root / "inner").mkdir(parents=True)
     (root / "inner" / "file").write_text("here")

@@ -1,4 +1,4 @@
-"""Summarize captures: step windows, idle time, communication, advice and output formats."""
+"""Test capture summaries: step windows, idle time, communication, advice and output formats."""
 
 import gzip
 import json
@@ -59,7 +59,7 @@ COPY = "Memcpy HtoD (Pinned -> Device)"
 # Steps
 
 
-def test_step_includes_host_work_before_its_first_operation():
+def test_step_time_includes_host_work_before_the_first_operation():
     step = summary_line(BEFORE, "step on GPU").values
     assert step["wall_ms"] == pytest.approx(382.6, abs=0.5)  # its range on the host lasts 382.5 ms
     before = summary_line(BEFORE, "before").values
@@ -76,7 +76,7 @@ def test_prefetched_copies_do_not_shift_step_windows():
     assert (gpu.windows[1:, 0] == gpu.windows[:-1, 1]).all()
 
 
-def test_step_time_is_the_median_and_outliers_and_later_work_are_reported(tmp_path):
+def test_summary_reports_median_step_time_outliers_and_later_work(tmp_path):
     events, at = [], 0
     for number, dur in enumerate((100, 300, 40, 98, 104, 102, 101)):
         events += [profiler_step(number, at, dur), *launch(GEMM, at + 1, at + 3, dur - 4)]
@@ -90,7 +90,7 @@ def test_step_time_is_the_median_and_outliers_and_later_work_are_reported(tmp_pa
     assert "(ProfilerStep#0 to ProfilerStep#6); 7 operations; left out: 3 after the last step" in capture
 
 
-def test_start_up_is_reported_when_it_dominates_the_capture(tmp_path):
+def test_startup_is_reported_when_it_dominates_the_capture(tmp_path):
     slow = [part for at in range(0, 400_000, 10_000) for part in launch(ADD, at, at + 3, 100)]
     steady = [part for at in range(400_000, 500_000, 500) for part in launch(GEMM, at, at + 3, 490)]
     path = write_trace(tmp_path / "a.json", [*slow, *steady])
@@ -99,18 +99,18 @@ def test_start_up_is_reported_when_it_dominates_the_capture(tmp_path):
     assert not line_text(write_trace(tmp_path / "b.json", steady), "start-up")
 
 
-def test_step_without_duration_has_no_time(tmp_path):
+def test_step_time_is_zero_for_a_step_without_duration(tmp_path):
     path = write_trace(tmp_path / "a.json", [profiler_step(1, 5, 0), *launch(ADD, 5, 5, 0)])
     assert line_text(path, "step on GPU").startswith("0 ms")
 
 
-def test_overlap_of_kernels_in_a_phase_is_reported(tmp_path):
+def test_kernel_overlap_within_a_phase_is_reported(tmp_path):
     forward = [annotation("forward", 0, 300), *kernels(5, 6)]
     path = write_trace(tmp_path / "a.json", [*forward, *launch(ADD, 7, 17, 8, stream=9)])
     assert line_text(path, "phase").startswith("forward 0.128 ms (kernel sums; 0.00800 ms overlap)")
 
 
-def test_gpu_without_kernels_has_exposed_copies(tmp_path):
+def test_copies_are_exposed_when_the_gpu_runs_no_kernels(tmp_path):
     copies = [part for at in range(6) for part in launch(COPY, 10 * at, 10 * at + 4, 6, cat="gpu_memcpy")]
     path = write_trace(tmp_path / "a.json", copies)
     assert summary_line(path, "on GPU").values["exposed_copies_ms"] == pytest.approx(0.036)
@@ -119,7 +119,7 @@ def test_gpu_without_kernels_has_exposed_copies(tmp_path):
 # Idle time
 
 
-def test_synchronizing_call_and_its_operator_are_named_in_the_advice():
+def test_advice_names_the_synchronizing_call_and_operator():
     assert summary_line(SYNC, "sync-bound").values["waiting_ms"] > 5
     cause = pd.DataFrame(summary_line(SYNC, "idle time").values["causes"]).iloc[0]
     assert cause[["cause", "call", "where"]].tolist() == ["sync", "cudaStreamSynchronize", "aten::to"]
@@ -128,7 +128,7 @@ def test_synchronizing_call_and_its_operator_are_named_in_the_advice():
 
 @pytest.mark.parametrize(("sync_us", "cause"), [(80, "sync"), (1, "launch")])
 def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_us, cause):
-    """Ten times, a .to waits for 80 µs of work; then four short kernels are launched late."""
+    """Ten times, a .to call waits for 80 µs of work, and four short kernels are launched late."""
     events = []
     for at in range(0, 2000, 200):
         events += [
@@ -143,10 +143,10 @@ def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_u
     assert total["cause"] == cause
     if cause == "sync":
         assert total[["call", "where", "count"]].tolist() == ["cudaStreamSynchronize", "aten::to", 10]
-        assert total["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)  # half of the last is within its 80 µs
+        assert total["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)  # the 80 µs cover half of the last gap
 
 
-def test_slow_launch_is_the_cause_of_a_gap(tmp_path):
+def test_slow_launch_explains_a_gap(tmp_path):
     call, kernel = launch(ADD, 100, 1105, 20)
     slow_call = call | {"name": "hipLaunchKernel", "dur": 1000}
     path = write_trace(tmp_path / "a.json", [*launch(GEMM, 10, 20, 30), slow_call, kernel, *kernels(1120, 8)])
@@ -177,8 +177,8 @@ def test_gaps_are_summed_by_cause_call_and_place():
     ]
 
 
-def test_gap_is_explained_by_the_thread_that_launched_its_end(tmp_path):
-    """Thread 1 synchronizes and loads; thread 2 ends the first gap, thread 1 the second, an unknown one the third."""
+def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
+    """Thread 1 synchronizes and loads; threads 2, 1 and an unknown one end the first, second and third gap."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -204,22 +204,24 @@ def test_gap_is_explained_by_the_thread_that_launched_its_end(tmp_path):
     ("cat", "name", "ts", "dur", "tid", "cause"),
     [
         ("user_annotation", "load", 150, 800, 1, "host"),  # nothing is launched in it
-        ("user_annotation", "load", 150, 1600, 1, "host"),  # the gap is most of it
+        ("user_annotation", "load", 150, 1600, 1, "host"),  # the gap takes up most of the range
         ("user_annotation", "epoch", -2000, 9000, 1, "unnamed"),
-        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # it launches, slowly
+        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # launches slowly
         ("cuda_runtime", "cudaMalloc", 450, 540, 1, "call"),
         ("cuda_runtime", "cudaMalloc", 900, 90, 1, "unnamed"),
-        ("cuda_runtime", "cudaMalloc", 150, 400, 2, "unnamed"),  # on another thread
+        ("cuda_runtime", "cudaMalloc", 150, 400, 2, "unnamed"),  # on a different thread
         ("cuda_runtime", "cudaDeviceSynchronize", 110, 880, 1, "sync"),
     ],
 )
-def test_event_explains_a_gap_only_if_it_fills_it_without_launching(tmp_path, cat, name, ts, dur, tid, cause):
+def test_event_explains_a_gap_only_if_it_fills_the_gap_without_launching(
+    tmp_path, cat, name, ts, dur, tid, cause
+):
     """The GPU is idle from 100 to 1005 µs."""
     ops = [*launch(GEMM, 0, 5, 95), *launch(ADD, 1000, 1005, 95)]
     assert longest_gap(first_gpu(tmp_path, [*ops, event(cat, name, ts, dur, tid)]))[0] == cause
 
 
-def test_gap_is_explained_until_its_launch_or_the_end_of_the_step(tmp_path):
+def test_gap_is_explained_until_the_next_launch_or_the_steps_end(tmp_path):
     first = launch(GEMM, 0, 5, 95)
     late_start = [annotation("load", 105, 290), *launch(ADD, 400, 2000, 5)]
     gaps = explain_gaps(first_gpu(tmp_path, [*first, *late_start]))
@@ -230,7 +232,7 @@ def test_gap_is_explained_until_its_launch_or_the_end_of_the_step(tmp_path):
         assert longest_gap(gpu) == expected
 
 
-def test_place_is_the_outermost_operator_in_the_innermost_range_and_frame(tmp_path):
+def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame(tmp_path):
     nested = [
         ("user_annotation", "outer"),
         ("user_annotation", "inner"),
@@ -250,7 +252,7 @@ def test_place_is_the_outermost_operator_in_the_innermost_range_and_frame(tmp_pa
 
 
 def ranged(*names: str) -> list[dict]:
-    """In an outer range, one range with a kernel for each name, and NCCL's range with its kernel."""
+    """Return an outer range around one range and kernel per name, and NCCL's range with its kernel."""
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number
@@ -259,7 +261,7 @@ def ranged(*names: str) -> list[dict]:
     return [*events, annotation("ncclGroupEnd", at, 20), *launch(ALL_REDUCE, at + 1, at + 5, 30)]
 
 
-def test_inner_ranges_are_listed_without_those_of_libraries(tmp_path):
+def test_inner_ranges_are_listed_excluding_library_ranges(tmp_path):
     path = write_trace(tmp_path / "a.json", ranged("attn one", "mlp one", "attn two"))
     text = line_text(path, "phase")
     assert "'attn two' 0.0420, 'mlp one' 0.0410" in text and "nccl" not in text and "chunk" not in text
@@ -279,14 +281,14 @@ def test_communication_on_the_compute_stream_is_reported():
 # Advice
 
 
-def test_pageable_copy_is_advised_to_be_pinned(tmp_path):
+def test_advice_recommends_pinning_pageable_copies(tmp_path):
     name = "Memcpy HtoD (Pageable -> Device)"
     copies = [part for at in range(0, 900, 100) for part in launch(name, at, at + 5, 60, cat="gpu_memcpy")]
     path = write_trace(tmp_path / "a.json", [*copies, *launch(GEMM, 901, 905, 40)])
     assert "pin it" in advice_texts(path)[0]
 
 
-def test_unfused_attention_and_unaligned_matmuls_are_advised_on_in_a_real_capture():
+def test_advice_covers_unfused_attention_and_unaligned_matmuls_in_a_real_capture():
     texts = advice_texts(BEFORE)
     assert any(text.startswith("use F.scaled_dot_product_attention") for text in texts)
     assert any("unaligned loads (align1)" in text for text in texts)
@@ -306,24 +308,24 @@ def test_unfused_attention_and_unaligned_matmuls_are_advised_on_in_a_real_captur
         ([*[ADD] * 9, "softmax_warp_forward"], 7, 0),
     ],
 )
-def test_attention_softmax_is_between_matmuls_of_its_stream(names, streams, count):
+def test_unfused_attention_requires_a_softmax_between_matmuls_on_the_same_stream(names, streams, count):
     names = [GEMM, *names, GEMM]
     columns = {"name": pd.Categorical(names), "kernel_category": kernel_categories(names), "stream": streams}
     assert unfused_attention(pd.DataFrame(columns)).sum() == count
 
 
 def test_fp32_matmul_advice_depends_on_the_gpu():
-    """A V100 has no TF32."""
+    """A V100 doesn't support TF32."""
     assert any("autocast to fp16" in text and "volta_sgemm" in text for text in advice_texts(PREFETCH))
     assert any("TF32" in text and "sgemm" in text for text in advice_texts(SAMPLE))
 
 
 def advised_ms(gpu) -> dict[str, float]:
-    """Return the savings by the beginning of the advice."""
+    """Return the savings in ms by the advice's first characters."""
     return {advice.what[:5]: advice.ms for advice in advice_for(gpu)}
 
 
-def test_attention_kernels_are_advised_on_once(tmp_path):
+def test_advice_counts_attention_kernels_once(tmp_path):
     names = [GEMM, ADD, "softmax_warp_forward", GEMM, ADD]
     events = [part for at, name in enumerate(names) for part in launch(name, at, 10 + 100 * at, 100 - at)]
     expected = {"use F": 0.099 + 0.098, "fuse ": 0.096, "run f": 0.197}
@@ -334,7 +336,7 @@ def test_attention_kernels_are_advised_on_once(tmp_path):
     ("name", "advised"),
     [("ampere_sgemm_tf32_128x64", set()), (ADD, {"fuse "}), ("ampere_sgemm_128x64", {"run f"})],
 )
-def test_tensor_cores_are_advised_for_fp32_and_fusion_without_compiled_kernels(tmp_path, name, advised):
+def test_advice_recommends_tensor_cores_for_fp32_and_fusion_without_compiled_kernels(tmp_path, name, advised):
     events = launch(name, 0, 10, 100)
     assert {*advised_ms(first_gpu(tmp_path, events))} == advised
     events += launch("triton_poi_fused_7", 5, 110, 10)
@@ -342,12 +344,12 @@ def test_tensor_cores_are_advised_for_fp32_and_fusion_without_compiled_kernels(t
 
 
 def matmul(name: str, start: float, dur: float, dtype: str) -> list[dict]:
-    """Return a matmul of 2 GFLOP, which takes 2.02 µs at an H100's 989.5 TFLOP/s."""
+    """Return a 2 GFLOP matmul, which takes 2.02 µs at an H100's 989.5 TFLOP/s."""
     source = operator("aten::mm", dtype, [1000, 1000], [1000, 1000], ts=start - 5)
     return [source, *launch(name, start - 4, start, dur, operator=source)]
 
 
-def test_matmul_advice_compares_with_the_peak_rate_of_the_gpu(tmp_path):
+def test_matmul_advice_uses_the_gpus_peak_rate(tmp_path):
     events = []
     for number in (0, 1):
         at = 1000 * number
@@ -366,8 +368,8 @@ def test_matmul_advice_compares_with_the_peak_rate_of_the_gpu(tmp_path):
     assert advised_ms(gpu) == pytest.approx(expected, rel=1e-4)
     texts = " ".join(advice.what for advice in advice_for(gpu))
     assert "unaligned loads (align2)" in texts and "such as volta_sgemm" in texts
-    assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)  # of a GPU without a name
-    # With unknown FLOPs, the data sheet's fp32 rate counts, and the split's sum is no matmul.
+    assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)  # an unnamed GPU
+    # With unknown FLOPs, the data sheet's fp32 rate counts, and the split-K sum doesn't count as a matmul.
     kernels_only = [each for each in events if each["cat"] != "cpu_op"]
     saved_ms = advised_ms(first_gpu(tmp_path, kernels_only, **H100))["run f"]
     assert saved_ms == pytest.approx(0.39 * (1 - 67 / 989.5), rel=1e-2)
@@ -376,7 +378,7 @@ def test_matmul_advice_compares_with_the_peak_rate_of_the_gpu(tmp_path):
 # Kernels and data sheets
 
 
-def test_recorded_shapes_are_not_listed_as_missing(tmp_path):
+def test_record_shapes_is_listed_as_missing_only_without_shapes(tmp_path):
     kernel = launch(GEMM, 1, 5, 5)
     path = write_trace(tmp_path / "a.json", [operator("aten::relu", "float", [4]), *kernel])
     assert "record_shapes" not in line_text(path, "not available")
@@ -418,14 +420,14 @@ BF16_TFLOPS = {
 
 
 @pytest.mark.parametrize("name", BF16_TFLOPS)
-def test_data_sheet_is_found_by_the_gpu_name(name):
+def test_data_sheet_is_found_by_gpu_name(name):
     sheet = data_sheet(name)
     assert sheet.get("bf16") == BF16_TFLOPS[name] and sheet["fp32"] > 0 and sheet["tb_s"] > 0
     assert BF16_TFLOPS[name] or sheet["fp16"] > 5 * sheet["fp32"]  # with tensor cores
     assert sheet["source"] and sheet["url"].startswith("https://")
 
 
-def test_data_sheets_have_memory_and_link_bandwidth():
+def test_data_sheets_list_memory_and_link_bandwidth():
     variants = ("-SXM4-80GB", " 80GB PCIe", "-PCIE-40GB")
     assert [data_sheet(f"NVIDIA A100{variant}")["tb_s"] for variant in variants] == [2.039, 1.935, 1.555]
     links = {"NVIDIA H100 80GB HBM3": 450, "NVIDIA A100-SXM4-80GB": 300, "Tesla T4": 16}
@@ -446,14 +448,14 @@ def test_data_sheets_have_memory_and_link_bandwidth():
         "",
     ],
 )
-def test_gpu_with_a_similar_name_has_no_data_sheet(name):
+def test_data_sheet_is_empty_for_similar_gpu_names(name):
     assert not data_sheet(name)
 
 
 # Files and formats
 
 
-def test_pipe_or_device_is_rejected_without_reading_it(tmp_path):
+def test_profile_rejects_pipes_and_devices_without_reading_them(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
         with pytest.raises(TraceError, match=f"{path.name}: is not a regular file, expected"):
@@ -461,7 +463,7 @@ def test_pipe_or_device_is_rejected_without_reading_it(tmp_path):
 
 
 @pytest.mark.parametrize("path", [BEFORE, SYNC, SAMPLE], ids=lambda path: path.name)
-def test_all_formats_have_the_same_lines(path):
+def test_all_formats_contain_the_same_lines(path):
     lines = profile(path)
     facts = json.loads(rendered(lines, "json"))["lines"]
     assert [(fact["label"], fact["text"]) for fact in facts] == [(line.label, line.text) for line in lines]
@@ -479,7 +481,7 @@ def test_markdown_escapes_names_from_the_capture(tmp_path):
     assert "<script>" not in text and "](javascript" not in text and "\\<script\\>" in text
 
 
-def test_nsys_gpu_trace_report_is_a_capture_without_launches():
+def test_nsys_gpu_trace_report_loads_as_a_capture_without_launches():
     rows = load_capture(GPU_TRACE).operations
     assert (len(rows), rows["duration_ns"].sum()) == (8, 3_446_707)
     assert set(rows["kind"]) == {"kernel", "memcpy"}
@@ -489,7 +491,7 @@ def test_nsys_gpu_trace_report_is_a_capture_without_launches():
     assert copies_ms == pytest.approx(3.43, abs=0.01)
 
 
-def test_nsys_kernel_sums_have_a_short_summary(tmp_path):
+def test_nsys_kernel_sum_report_gets_a_short_summary(tmp_path):
     path = DATA / "nsys" / "sample_cuda_gpu_kern_sum.csv"
     lines = profile(path, csv=tmp_path / "out.csv")
     assert lines[0].values == {"kernels": 39, "launches": 1330, "kernel_ms": pytest.approx(18.266582)}
@@ -500,14 +502,14 @@ def test_nsys_kernel_sums_have_a_short_summary(tmp_path):
         profile(DATA / "nsys" / "sample_cuda_api_sum.csv")
 
 
-def test_example_names_its_gpu_but_no_machine():
+def test_example_capture_names_its_gpu_but_omits_machine_details():
     assert line_text(EXAMPLE, "capture").startswith("H200; 5 steps (step); 1,380 operations")
     data = gzip.decompress(EXAMPLE.read_bytes())
     assert not re.search(rb"/(home|root|tmp|usr)/|TARGET_INFO_SYSTEM_ENV|PROCESSES", data)
 
 
-def test_notebook_shows_the_requested_gpu_and_times_of_one_step(tmp_path):
-    """GPU 1 is busier."""
+def test_notebook_shows_the_requested_gpu_and_times_per_step(tmp_path):
+    """GPU 1 is busier than the requested GPU."""
     events = launch(GEMM, 40, 50, 500, gpu=1)
     for number, dur in enumerate((30, 50)):
         at = 1000 * number
@@ -539,7 +541,7 @@ HEAVY = "torch dask distributed papermill matplotlib seaborn scipy pandera nbfor
 
 @pytest.mark.parametrize("path", [SAMPLE, BEFORE, Path(__file__)], ids=lambda path: path.name)
 def test_profile_command_imports_nothing_heavy(path):
-    """The first line has to appear within a second."""
+    """The first line must appear within a second."""
     program = f"""
 import atexit, sys
 from stepscope.cli import main

@@ -1,4 +1,4 @@
-"""Sweeps: every run ends with a record, finished runs are skipped, and each run has a GPU to itself."""
+"""Test sweeps: every run is recorded, finished runs are skipped, and each run uses a GPU exclusively."""
 
 import io
 import json
@@ -45,7 +45,7 @@ HERE = SweepOptions()
 
 @pytest.fixture
 def sweep(write_sweep, store, faults):
-    """Run a sweep over seeds in this process and return its end; ``sweep.output`` is what it printed."""
+    """Return a function that sweeps over seeds in this process; ``sweep.output`` contains its printed text."""
 
     def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
@@ -63,7 +63,7 @@ def by_seed(store):
     return {record.config["seed"]: record for record in store.records(check_files=True)[0]}
 
 
-def test_every_end_of_a_run_is_recorded_and_failed_runs_are_repeated(sweep, store, faults):
+def test_sweep_records_every_run_and_repeats_failed_ones(sweep, store, faults):
     expected = {
         0: "ok",
         RAISES: "failed",
@@ -96,7 +96,7 @@ def test_every_end_of_a_run_is_recorded_and_failed_runs_are_repeated(sweep, stor
     assert [json.loads(before[path])["config"]["seed"] for path in changed] == [RAISES]
 
 
-def test_executed_notebook_contains_no_path_of_the_machine(sweep, store, tiny, tmp_path):
+def test_executed_notebook_contains_no_machine_paths(sweep, store, tiny, tmp_path):
     sweep([PATHS])
     place = store.folder(tiny(seed=PATHS))
     text = (place / "notebook.ipynb").read_text() + (place / "record.json").read_text()
@@ -120,7 +120,7 @@ def test_abandoned_run_is_killed_with_its_children(store, faults, tiny):
     assert ended(int((faults / "began").read_text().split()[1]))
 
 
-def test_only_processes_of_runs_in_the_folder_are_killed(tmp_path):
+def test_only_processes_of_the_folders_runs_are_killed(tmp_path):
     within, beside = (
         subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: f"{tmp_path}/{place}"})
         for place in ("a/b", "a2")
@@ -147,7 +147,7 @@ def test_run_is_repeated_once_when_its_worker_dies(sweep, store, faults):
 def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
     end = sweep([0, 30], SweepOptions(time_budget_s=0))
     assert end.stopped_by == "the time budget" and len(end.left) == 2 and not store.records()[0]
-    # The first run exceeds the budget, but is kept.
+    # The first run exceeds the budget but is kept.
     clock = iter([0.0, 1.0])
     monkeypatch.setattr(sweeping, "monotonic", lambda: next(clock, 99.0))
     end = sweep([0, 30], SweepOptions(time_budget_s=50))
@@ -156,15 +156,15 @@ def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
 
 @pytest.fixture
 def gpus(monkeypatch, faults):
-    """Pretend that there are two GPUs."""
+    """Simulate two GPUs."""
     found = [{"visible": name, "name": "H200", "gib": 80.0} for name in ("GPU-aaaa", "MIG-bbbb")]
     monkeypatch.setattr(sweeping, "gpus_here", lambda: found)
     (faults / "device").write_text("H200")
 
 
-def test_each_run_has_a_gpu_to_itself(sweep, store, faults, gpus):
+def test_each_run_uses_a_gpu_exclusively(sweep, store, faults, gpus):
     end = sweep([TURNS, *range(11, 18)], device="auto")
-    assert end.counts == {"ok": 8}  # a run fails if another one uses its GPU
+    assert end.counts == {"ok": 8}  # a run fails if a different run uses its GPU
     assert {record.config["device"] for record in by_seed(store).values()} == {"cuda"}
 
 
@@ -187,7 +187,7 @@ def test_largest_runs_start_first_on_several_gpus(write_sweep, store, faults, gp
         ({}, SweepOptions(scheduler="nowhere"), "expected an address"),
     ],
 )
-def test_impossible_sweep_is_an_error_before_any_folder_is_created(sweep, store, fields, how, words):
+def test_impossible_sweep_is_rejected_before_creating_folders(sweep, store, fields, how, words):
     with pytest.raises((SweepError, WorkersError, ValueError), match=words):
         sweep([0], how, **fields)
     assert not store.root.exists()
@@ -201,13 +201,13 @@ def test_sweep_stops_at_an_invalid_record_without_changing_it(sweep, store, tiny
     assert (place / "record.json").read_text() == "{}"
 
 
-def test_folder_with_runs_of_another_gpu_is_an_error(sweep, store, tiny):
+def test_sweep_rejects_a_folder_with_runs_of_a_different_gpu(sweep, store, tiny):
     put(store, tiny(seed=77), machine={"device_name": "another"})
     with pytest.raises(SweepError, match="holds runs of 'another'"):
         sweep([0])
 
 
-def test_device_of_a_folder_is_that_of_its_first_record_with_one(store, tiny):
+def test_device_name_comes_from_the_first_record_with_a_device(store, tiny):
     put(store, tiny(study="benchmark"), status="failed")  # it failed before it knew its device
     assert store.device_name() is None
     put(store, tiny(study="memory"), machine={"device_name": "H200"})
@@ -215,7 +215,7 @@ def test_device_of_a_folder_is_that_of_its_first_record_with_one(store, tiny):
 
 
 def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
-    """Collect records with these fields as the results of a sweep over configurations."""
+    """Collect records with these fields as results of a sweep over configurations."""
     workers: Any = SimpleNamespace(places=lambda device: 1)
     end = SweepEnd(left=configs)
     running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)
@@ -225,14 +225,14 @@ def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweep
     return running_sweep
 
 
-def test_run_failing_after_a_signal_stays_pending(store, tiny):
+def test_run_that_fails_after_a_signal_stays_pending(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
     statuses = [{"status": "failed"}, {"status": "ok"}]
     end = collect(store, Console(quiet=True), configs, statuses, ["SIGTERM"]).end
     assert by_seed(store).keys() == {1} and end.counts == {"ok": 1}
 
 
-def test_workers_with_different_gpus_cannot_fill_one_folder(store, tiny):
+def test_workers_with_different_gpus_are_rejected(store, tiny):
     configs = [tiny(seed=0), tiny(seed=1)]
     machines = [{"machine": {"device_name": name}} for name in ("H200", "another")]
     with pytest.raises(WorkersError, match="ran on 'another', but the folder's other runs ran on 'H200'"):
@@ -277,8 +277,8 @@ def test_longest_machine_path_is_replaced_first(monkeypatch, checkout):
     assert without_machine(text, folder) == "./lib/x.py <tmp>/y <run>/z ~/w <tmp>/v"
 
 
-def test_memory_request_is_that_of_the_baseline_step(tiny):
-    """Less memory would be too little for the other modes of the run."""
+def test_memory_request_matches_the_baseline_step(tiny):
+    """A smaller request wouldn't suffice for the run's remaining modes."""
     large = {"device": "cuda", "size": "large", "vocab_size": 10_000, "context_length": 512, "batch_size": 4}
     baseline = StepConfig(**large)
     needed_gib = peak(baseline).allocated / 2**30
@@ -298,7 +298,7 @@ def recording() -> Console:
     return Console(record=True, width=400, file=io.StringIO(), markup=False, soft_wrap=True)
 
 
-def test_runs_of_another_notebook_version_are_repeated_only_with_replace(store, tiny, recording):
+def test_runs_of_a_different_notebook_version_are_repeated_only_with_replace(store, tiny, recording):
     configs = [tiny(seed=seed) for seed in range(7)]
     ends = [("ok", "now"), ("oom", "now"), ("failed", "now"), ("ok", "then"), ("oom", "then"), ("ok", None)]
     for config, (status, source) in zip(configs, ends):
@@ -313,7 +313,7 @@ def test_runs_of_another_notebook_version_are_repeated_only_with_replace(store, 
     assert f"GPU's memory: {tiny(seed=90).label}" in output
 
 
-def test_progress_line_has_the_time_of_the_run_and_the_time_left(store, tiny, monkeypatch, recording):
+def test_progress_line_shows_run_time_and_remaining_time(store, tiny, monkeypatch, recording):
     configs = [tiny(seed=0), *(tiny(device="cuda", seed=seed) for seed in range(1, 5))]
     monkeypatch.setattr(sweeping, "monotonic", lambda: 1000.0)
     ends = [
@@ -332,7 +332,7 @@ def test_progress_line_has_the_time_of_the_run_and_the_time_left(store, tiny, mo
     assert [line[:4] for line in lines] == ["1/5 ", "2/5 ", "3/5 ", "4/5 "]
 
 
-def test_outcome_lines_are_merged_and_a_truncated_line_is_ignored(tmp_path):
+def test_read_outcome_merges_lines_and_ignores_a_truncated_line(tmp_path):
     assert read_outcome(tmp_path) == {}
     append_outcome(tmp_path, machine={"cpu_cores": 3}, status="failed", results={"a": 1, "b": 2})
     append_outcome(tmp_path, status="ok", results={"b": 5})
@@ -359,7 +359,7 @@ def test_outcome_lines_are_merged_and_a_truncated_line_is_ignored(tmp_path):
         ),
     ],
 )
-def test_first_serious_error_of_a_notebook_is_the_cause(tmp_path, errors, end):
+def test_notebooks_first_serious_error_is_the_cause(tmp_path, errors, end):
     cells = [
         {
             "cell_type": "code",
@@ -374,7 +374,7 @@ def test_first_serious_error_of_a_notebook_is_the_cause(tmp_path, errors, end):
 
 
 @pytest.mark.parametrize("keep_images", [True, False])
-def test_executed_notebook_has_images_unless_they_are_dropped(tmp_path, keep_images):
+def test_executed_notebook_keeps_images_only_when_requested(tmp_path, keep_images):
     outputs = [{"output_type": "display_data", "data": {"image/png": "AAAA", "text/plain": "<Figure>"}}]
     cell = {"cell_type": "code", "source": "", "outputs": outputs}
     (tmp_path / "notebook.ipynb").write_text(json.dumps({"cells": [cell], "metadata": {}}))
@@ -384,7 +384,7 @@ def test_executed_notebook_has_images_unless_they_are_dropped(tmp_path, keep_ima
     assert ("image/png" in saved) == keep_images and saved["text/plain"] == "<Figure>"
 
 
-def test_each_gpu_has_its_share_of_the_cores(monkeypatch):
+def test_each_gpu_gets_a_share_of_the_cores(monkeypatch):
     from stepscope.runs import workers
 
     monkeypatch.setattr(workers, "_gpus", workers.queue.SimpleQueue())
@@ -399,7 +399,7 @@ def test_each_gpu_has_its_share_of_the_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(("visible", "ids"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])
-def test_gpus_are_listed_by_their_cuda_ids(monkeypatch, capsys, visible, ids):
+def test_gpus_are_listed_by_cuda_id(monkeypatch, capsys, visible, ids):
     import torch
 
     from stepscope.runs.machine import print_gpus

@@ -1,4 +1,4 @@
-"""Everything that reads the host's clock waits for the GPU first, on a fake GPU."""
+"""Test on a fake GPU that all code reading the host's clock first waits for the GPU."""
 
 import math
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ def launch(gpu, work_ms):
 
 
 @pytest.mark.parametrize("with_regions", [False, True])
-def test_profiled_step_and_its_range_end_with_the_gpus_work(gpu, monkeypatch, with_regions):
+def test_nsys_profiled_step_and_its_range_end_with_the_gpus_work(gpu, monkeypatch, with_regions):
     ranged = run_cells("nsys", "profile_with_nsys(ranged", {"nvtx_range": gpu.range}, device="cpu")["ranged"]
     annotation = SimpleNamespace(link_backward=lambda: None)
     monkeypatch.setattr(profiled_process, "annotated", lambda model: nullcontext(annotation))
@@ -59,7 +59,7 @@ def test_profiled_step_and_its_range_end_with_the_gpus_work(gpu, monkeypatch, wi
 
 
 def attention(gpu):
-    """Return a function whose forward takes 1 s and whose backward takes 2 s."""
+    """Return a function with a 1 s forward and a 2 s backward."""
 
     def call(*qkv):
         gpu.launch(999)
@@ -112,7 +112,7 @@ def test_profiled_passes_start_on_an_idle_gpu_and_end_with_their_work(gpu, monke
     assert settled == [0] * is_long, "before the first pass"
 
 
-def test_memory_is_read_on_an_idle_gpu(gpu, monkeypatch):
+def test_pass_memory_is_read_on_an_idle_gpu(gpu, monkeypatch):
     counters = {"reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"}
     for name in counters:
         monkeypatch.setattr(torch.cuda, name, lambda name=name: gpu.log.append((name, gpu.left_ms)) or 0)
@@ -124,7 +124,7 @@ def test_memory_is_read_on_an_idle_gpu(gpu, monkeypatch):
 # The protocol, memory recordings and the ladder
 
 
-def test_each_step_that_the_protocol_profiles_starts_on_an_idle_gpu(gpu, monkeypatch):
+def test_protocol_profiles_each_step_on_an_idle_gpu(gpu, monkeypatch):
     def step(phase):
         with phase("forward"):
             gpu.launch(10)
@@ -159,7 +159,7 @@ def ladder_case():
     return loop.Case("compiled_blocks", 2, build=None)
 
 
-def test_compile_time_in_the_ladder_includes_the_first_steps_work_only(gpu):
+def test_ladder_compile_time_includes_only_the_first_steps_work(gpu):
     subject = SimpleNamespace(
         gradients=lambda: gpu.launch(30) or torch.ones(()),
         loss=print,
@@ -174,7 +174,7 @@ def test_compile_time_in_the_ladder_includes_the_first_steps_work_only(gpu):
     assert case.row["compile_s"] == pytest.approx(0.031)
 
 
-def test_profile_in_the_ladder_ends_with_the_gpus_work(gpu, monkeypatch):
+def test_ladder_profile_ends_with_the_gpus_work(gpu, monkeypatch):
     profile = SimpleNamespace(phases=lambda case, number: gpu.range, reason="lost")
     monkeypatch.setattr(measure, "StepProfiler", lambda device: nullcontext(profile))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
@@ -183,7 +183,7 @@ def test_profile_in_the_ladder_ends_with_the_gpus_work(gpu, monkeypatch):
     assert gpu.log[0] == ("total", "opens", 0) and gpu.left_ms == 0
 
 
-def test_error_that_loses_the_gpu_ends_the_ladder(monkeypatch):
+def test_ladder_stops_when_an_error_loses_the_gpu(monkeypatch):
     monkeypatch.setattr(measure, "release", lambda *_, **__: None)
 
     def lose_gpu(*_):

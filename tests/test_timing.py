@@ -1,4 +1,4 @@
-"""Clocks on a fake GPU, CUDA graphs, GPU time of profiled steps, power, and rates."""
+"""Test clocks on a fake GPU, CUDA graphs, profiled steps' GPU time, power and rates."""
 
 import gc
 import json
@@ -52,7 +52,7 @@ def phase_times(gpu, phases, **work_ms):
 # Clocks
 
 
-def test_step_time_is_the_gpus_and_excludes_earlier_work(gpu):
+def test_phases_time_gpu_work_excluding_earlier_work(gpu):
     phases = Phases("cuda", expected=1)
     gpu.launch(5000)
     assert phase_times(gpu, phases, forward=10, loss=20, backward=300) == {
@@ -66,12 +66,12 @@ def test_step_time_is_the_gpus_and_excludes_earlier_work(gpu):
     assert phase_times(gpu, phases, forward=2)[TOTAL] == (3, 1)
 
 
-def test_waiting_phases_are_each_timed_by_the_host(gpu):
+def test_waiting_phases_are_timed_individually_on_the_host(gpu):
     times = phase_times(gpu, Phases("cuda", wait=True), forward=10, backward=20)
     assert times == {"forward": (11, 11), "backward": (21, 21), TOTAL: (32, 32)}
 
 
-def test_repeated_steps_are_timed_on_an_idle_device(gpu):
+def test_repeated_steps_start_on_an_idle_device(gpu):
     gpu.launch(5000)
     assert timing.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])
     assert gpu.synchronized == 2
@@ -85,8 +85,8 @@ def test_repeated_steps_are_timed_on_an_idle_device(gpu):
     ("options", "timed_steps"),
     [({}, 2), ({"at_least_s": 3.1}, 3), ({"until_enough": True}, 2)],
 )
-def test_steps_are_timed_until_there_are_enough(gpu, options, timed_steps):
-    """A step takes 1.1 seconds, so the requested number is enough; phases of a step don't count."""
+def test_time_steps_stops_after_enough_steps(gpu, options, timed_steps):
+    """A step takes 1.1 seconds, so the requested number is enough; a step's phases don't count as steps."""
 
     def step(phase):
         for name in ("forward", "loss"):
@@ -101,12 +101,12 @@ def test_steps_are_timed_until_there_are_enough(gpu, options, timed_steps):
     assert timing.wall_times_ms(samples).tolist() == pytest.approx([1099] * timed_steps)
 
 
-def test_first_step_ends_with_the_devices_work(gpu, monkeypatch):
+def test_seconds_with_compiling_includes_the_devices_work(gpu, monkeypatch):
     monkeypatch.setattr(compiler, "default_timer", timing.default_timer)
     assert compiler.seconds_with_compiling(lambda: gpu.launch(500), "cuda") == pytest.approx(0.501)
 
 
-def test_compiling_more_shapes_than_allowed_is_an_error():
+def test_compiling_more_shapes_than_allowed_raises():
     limits = {"recompile_limit": 8, "accumulated_recompile_limit": 256, "fail_on_recompile_limit_hit": False}
     with torch._dynamo.config.patch(limits):  # restores them
         compiler.allow_recompiling(2)
@@ -121,7 +121,7 @@ def test_compiling_more_shapes_than_allowed_is_an_error():
 
 
 class Graphs:
-    """CUDA graphs that record no work; ``log`` has the calls in order."""
+    """Fake CUDA graphs that record no work; ``log`` lists the calls in order."""
 
     def __init__(self, monkeypatch, gpu, replay_ms=7.0):
         self.gpu, self.log = gpu, []
@@ -159,7 +159,7 @@ def optimizer(device="cpu"):
     return SimpleNamespace(param_groups=[{"capturable": False}], state={weight: {"step": torch.tensor(3.0)}})
 
 
-def test_step_is_captured_after_a_warmup_and_its_replays_are_timed(monkeypatch, gpu):
+def test_replay_captures_a_step_after_warmup_and_times_replays(monkeypatch, gpu):
     graphs, adamw = Graphs(monkeypatch, gpu), optimizer()
 
     def step():
@@ -183,7 +183,7 @@ def test_step_is_captured_after_a_warmup_and_its_replays_are_timed(monkeypatch, 
         (RuntimeError("a tensor\nof the host"), "RuntimeError: a tensor"),
     ],
 )
-def test_failed_capture_gives_the_first_error_and_restores_stream_and_generator(
+def test_replay_reports_the_first_error_and_restores_state_when_capture_fails(
     monkeypatch, gpu, error, reason
 ):
     graphs, adamw, released = Graphs(monkeypatch, gpu), optimizer(), []
@@ -207,14 +207,14 @@ def test_failed_capture_gives_the_first_error_and_restores_stream_and_generator(
         ("cuda", None, True, ""),
     ],
 )
-def test_uncapturable_step_has_a_reason(device, adamw, is_scaling, reason):
+def test_not_capturable_returns_a_reason(device, adamw, is_scaling, reason):
     scaler = SimpleNamespace(is_enabled=lambda: is_scaling)
     found = graph.not_capturable(device, adamw, scaler)
     assert found.startswith(reason) and bool(found) == bool(reason)
 
 
-def test_graph_keeps_alive_what_its_step_reads(monkeypatch, gpu):
-    """The GPU reads a tensor at its address, even if Python has freed it."""
+def test_graph_keeps_tensors_read_by_its_step_alive(monkeypatch, gpu):
+    """The GPU reads a tensor by address, even after Python frees it."""
     Graphs(monkeypatch, gpu)
 
     def capture():
@@ -226,7 +226,7 @@ def test_graph_keeps_alive_what_its_step_reads(monkeypatch, gpu):
     assert table() is not None and replayed() == 3
 
 
-def test_capturable_optimizer_counts_steps_on_the_weights_device():
+def test_capturable_optimizer_keeps_step_counts_on_the_weights_device():
     adamw = optimizer("meta")
     with graph.capturable(adamw):
         [state] = adamw.state.values()
@@ -259,7 +259,7 @@ def test_speedup_compares_fastest_steps_when_launch_bound(kinds, median_ms, fast
     assert stats.wall_speedup(after, before) == pytest.approx(1 / speedup, nan_ok=True)
 
 
-def test_union_counts_every_covered_moment_once():
+def test_union_counts_overlapping_time_once():
     rng = np.random.default_rng(0)
     for size in [0, 12] * 25:
         starts = rng.integers(0, 80, size)
@@ -298,7 +298,7 @@ def phase_range(index, number, phase, start, end):
     return event("user_annotation", f"stepscope/{index}/{number}/{phase}", start, end)
 
 
-def test_operations_belong_to_the_phase_that_launched_them_on_any_thread(read):
+def test_operations_belong_to_the_launching_phase_on_any_thread(read):
     launches = [
         ("kernel", "late", 5, "1"),
         ("kernel", "autograd's", 10, "2"),
@@ -324,7 +324,7 @@ def test_operations_belong_to_the_phase_that_launched_them_on_any_thread(read):
     ]
 
 
-def test_kernel_without_its_launch_leaves_gpu_time_unknown(read):
+def test_kernel_without_a_launch_raises_capture_error(read):
     kernel = event("kernel", "lost", 3, 4, 1)
     with pytest.raises(CaptureError, match="launches of 1 of 1 operations"):
         read([phase_range(0, 0, "forward", 0, 10), kernel])
@@ -333,7 +333,7 @@ def test_kernel_without_its_launch_leaves_gpu_time_unknown(read):
 
 
 def operations_of(rows):
-    """Return operations by number, start and end in ms."""
+    """Return operations from rows of step number, start and end in ms."""
     return pd.DataFrame(rows, columns=["number", "start_ns", "end_ns"]) * [1, 10**6, 10**6]
 
 
@@ -346,20 +346,20 @@ def operations_of(rows):
     ],
     ids=["disturbed", "overlapping", "incomplete"],
 )
-def test_fastest_step_is_the_complete_one_with_the_least_gpu_time(rows, fastest, gpu_ms):
+def test_fastest_step_is_the_complete_step_with_the_least_gpu_time(rows, fastest, gpu_ms):
     step = fastest_step(operations_of(rows))
     assert {*step["number"]} == {fastest} and gpu_time(step) == {"gpu_ms": gpu_ms, "operations": 2}
 
 
 @pytest.mark.parametrize(("steps", "median"), [(5, 4), (4, 3), (1, 0)])
-def test_median_step_is_the_faster_of_two_in_the_middle(steps, median):
+def test_median_step_is_the_faster_of_the_two_middle_steps(steps, median):
     rows = [(number, 0, end) for number, end in enumerate([9, 5, 8, 6, 7])]
     assert {*median_step(operations_of(rows[:steps]))["number"]} == {median}
 
 
-def test_launch_time_is_that_of_warm_steps_by_the_launches_of_a_complete_step(monkeypatch, gpu):
+def test_launch_time_divides_warm_enqueue_time_by_a_complete_steps_launches(monkeypatch, gpu):
     enqueue_ms = iter([90, 80, 5, 5, 2, 5, 5, 9, *[5] * 4, *[70] * 3])  # warm-up, timed and profiled steps
-    rows = [(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000  # the first step lost some
+    rows = [(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000  # the profiler missed some of the first step's operations
     profile = SimpleNamespace(operations=operations_of(rows), phases=lambda *_: nullcontext)
 
     def step(phases):
@@ -379,8 +379,8 @@ def test_launch_time_is_that_of_warm_steps_by_the_launches_of_a_complete_step(mo
 
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
-def test_power_is_that_between_changes_of_the_energy_counter(seconds, first):
-    """The counter is updated every 0.1 s, and is already stale at the first reading."""
+def test_mean_power_uses_intervals_between_energy_counter_updates(seconds, first):
+    """The counter updates every 0.1 s and is already stale at the first reading."""
     times = [index * 0.02 for index in range(round(seconds / 0.02) + 1)]
     readings = [Reading(t, 1800.0, 7e6 + 500 * 0.1 * math.floor(t / 0.1 + 1e-9)) for t in times]
     assert mean_power_w(readings[first:]) == pytest.approx(500)
@@ -409,7 +409,7 @@ TIMED = [
         (TIMED[2:3], 1, nan, None, nan, nan),
     ],
 )
-def test_power_and_clock_are_those_of_the_timed_steps(
+def test_power_and_clock_cover_the_timed_steps(
     monkeypatch, readings, steps, clock_mhz, reasons, watts, joules
 ):
     reading = iter(readings)
@@ -423,7 +423,7 @@ def test_power_and_clock_are_those_of_the_timed_steps(
     assert row == pytest.approx(expected, nan_ok=True)
 
 
-def test_short_steps_are_repeated_for_their_energy(monkeypatch):
+def test_sustained_power_repeats_short_steps(monkeypatch):
     monitor = SimpleNamespace(seconds=0.4, power_w=250.0)
     monkeypatch.setattr(power, "PowerMonitor", lambda: nullcontext(monitor))
     monkeypatch.setattr(power, "run_for", lambda *_: 8)
@@ -432,7 +432,7 @@ def test_short_steps_are_repeated_for_their_energy(monkeypatch):
     assert power.sustained_power(print, "cpu") == {} == power.Power("cpu").per_step(3)
 
 
-def test_power_monitor_reads_from_a_thread_until_its_block_ends():
+def test_power_monitor_reads_in_a_thread_until_its_block_exits():
     seconds = count()
     with PowerMonitor(lambda: Reading(s := next(seconds), 1000.0, 200.0 * s)) as monitor:
         while len(monitor.readings) < 6:
@@ -443,7 +443,7 @@ def test_power_monitor_reads_from_a_thread_until_its_block_ends():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """A driver with a GPU that this process uses."""
+    """Fake an NVML driver with one GPU, used by this process."""
     for name, value in {
         "EnforcedPowerLimit": 450_000,
         "TotalEnergyConsumption": 8_000_000,
@@ -456,7 +456,7 @@ def nvml(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
 
 
-def test_gpu_readings_are_in_watts_joules_and_megahertz(nvml):
+def test_gpu_readings_use_watts_joules_and_megahertz(nvml):
     limits = (power.power_limit_w.__wrapped__(), power.highest_clock_mhz.__wrapped__())
     assert limits == (450, 2520) and power.read_gpu()[1:] == (1830, 8000, 4)
 
@@ -477,7 +477,7 @@ def test_clock_is_unknown_when_the_driver_fails(nvml, monkeypatch):
 # Rates
 
 
-def test_ceilings_exclude_warmups_and_count_a_copy_in_both_directions(monkeypatch):
+def test_ceilings_exclude_warmups_and_count_copied_bytes_twice(monkeypatch):
     times_ms = iter([1000.0, 1000.0, 1.0, 1.0, 2.0, 3.0, 9.0] * 3)
     calls = []
     monkeypatch.setattr(Phases, "ms", lambda phases: [("work", next(times_ms), 0.0)])
@@ -488,7 +488,7 @@ def test_ceilings_exclude_warmups_and_count_a_copy_in_both_directions(monkeypatc
     )
 
 
-def test_each_ceiling_uses_its_precision_and_restores_the_earlier_one(monkeypatch):
+def test_ceilings_use_their_precision_and_restore_the_previous_one(monkeypatch):
     randn, precision, used = torch.randn, ["high"], []
     monkeypatch.setattr(torch, "randn", lambda *shape, device, **kind: randn(*shape, **kind))
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision[-1])
@@ -510,7 +510,7 @@ def test_each_ceiling_uses_its_precision_and_restores_the_earlier_one(monkeypatc
     }
 
 
-def test_data_sheet_has_one_rate_for_both_half_precisions_and_none_for_a_cpu(monkeypatch):
+def test_sheet_tflops_match_for_half_precisions_and_are_unknown_for_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"fp32": 67.0, "bf16": 989.0}}.__getitem__)
     names = ("fp32", "bf16", "fp16", "tf32")
@@ -523,14 +523,14 @@ def test_data_sheet_has_one_rate_for_both_half_precisions_and_none_for_a_cpu(mon
     ("precision", "device", "clock_mhz"),
     [("bf16", "cuda", 1830), ("fp32", "cuda", 1980), ("bf16", "cpu", 1980)],
 )
-def test_rate_of_tensor_cores_assumes_the_clock_of_the_data_sheet(monkeypatch, precision, device, clock_mhz):
+def test_sheet_clock_is_the_data_sheets_clock_for_tensor_cores(monkeypatch, precision, device, clock_mhz):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"tensor_mhz": 1830}}.__getitem__)
     monkeypatch.setattr(power, "highest_clock_mhz", lambda: 1980.0)
     assert rates.sheet_clock_mhz(precision, device) == clock_mhz
 
 
-def test_rates_follow_from_each_rows_flops_precision_and_clock(monkeypatch):
+def test_rates_use_each_rows_flops_precision_and_clock(monkeypatch):
     monkeypatch.setattr(
         rates, "sheet_tflops", lambda precision, device: {"bf16": 10.0, "fp32": 8.0}[precision]
     )

@@ -1,4 +1,4 @@
-"""Attribute GPU operations to steps, phases and regions: a real capture against nsys's reports, and synthetic ones."""
+"""Test how GPU operations are attributed to steps, phases and regions in a real and in synthetic captures."""
 
 import sqlite3
 from contextlib import closing
@@ -42,14 +42,14 @@ def report(name: str) -> pd.DataFrame:
 
 
 def sums(operations: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Return the total ns and the number of operations by these columns."""
+    """Return the total time in ns and the operation count, grouped by these columns."""
     return operations.groupby(list(by), observed=True)["duration_ns"].agg(["sum", "size"])
 
 
 # The real capture
 
 
-def test_backward_operations_are_on_the_thread_of_autograd(sample):
+def test_backward_operations_are_launched_by_the_autograd_thread(sample):
     operations, _ = sample
     table = operations.groupby(["phase", "thread", "kind"], observed=True).size()
     assert table.to_dict() == {
@@ -64,7 +64,7 @@ def test_backward_operations_are_on_the_thread_of_autograd(sample):
     assert operations.groupby("step").size().to_dict() == dict.fromkeys(range(5), 276)
 
 
-def test_operations_sum_to_the_totals_of_the_capture(sample):
+def test_operation_sums_match_the_captures_totals(sample):
     operations, _ = sample
     totals = activity_totals(SAMPLE)
     assert totals["operations"].to_dict() == {"kernel": 1330, "memcpy": 45, "memset": 5}
@@ -93,12 +93,12 @@ def test_operations_sum_to_the_totals_of_the_capture(sample):
         (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
     ],
 )
-def test_conservation_error_when_an_operation_is_lost_duplicated_or_changed(sample, change, message):
+def test_check_conservation_raises_when_operations_are_lost_duplicated_or_changed(sample, change, message):
     with pytest.raises(ConservationError, match=message):
         check_conservation(change(sample[0]), activity_totals(SAMPLE))
 
 
-def test_totals_by_kernel_and_copy_equal_nsys(sample):
+def test_totals_by_kernel_and_copy_match_nsys(sample):
     operations, _ = sample
     for kinds, name in (["kernel"], "cuda_gpu_kern_sum"), (["memcpy", "memset"], "cuda_gpu_mem_time_sum"):
         theirs = report(name).set_index("key")
@@ -107,14 +107,14 @@ def test_totals_by_kernel_and_copy_equal_nsys(sample):
         assert ours["size"].tolist() == theirs["count"].tolist()
 
 
-def test_host_time_of_ranges_equals_nsys(sample):
+def test_range_host_times_match_nsys(sample):
     _, ranges = sample
     ours = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["name"].astype(str)).agg(["sum", "size"])
     theirs = report("nvtx_pushpop_sum").set_index("key")[["total_ns", "count"]]
     assert ours.to_numpy().tolist() == theirs.loc[ours.index].to_numpy().tolist()
 
 
-def test_kernels_by_range_equal_nsys(sample):
+def test_kernels_by_range_match_nsys(sample):
     operations, _ = sample
     kernels = operations[operations["kind"] == "kernel"]
     theirs = report("nvtx_kern_sum").set_index("Kernel Name")
@@ -124,8 +124,8 @@ def test_kernels_by_range_equal_nsys(sample):
         assert ours.to_numpy().tolist() == expected.loc[ours.index].to_numpy().tolist()
 
 
-def test_phase_times_equal_nsys(sample):
-    """Of backward, nsys sees only one kernel."""
+def test_phase_times_match_nsys(sample):
+    """Backward is excluded, because nsys attributes only one of its kernels."""
     operations, ranges = sample
     times = phase_clocks(operations, ranges).set_index(["step", "phase"])
     assert len(times) == 20
@@ -136,7 +136,7 @@ def test_phase_times_equal_nsys(sample):
         assert ours.to_numpy().tolist() == expected.to_numpy().tolist()
     host_ns = times.xs("total", level="phase")["host_ns"].tolist()
     assert host_ns == theirs.loc[theirs["key"] == "step", "host_ns"].tolist()
-    assert (times["busy_ns"] == times["operations_ns"]).all()  # one stream: nothing overlaps
+    assert (times["busy_ns"] == times["operations_ns"]).all()  # operations on a single stream don't overlap
 
 
 # Synthetic captures
@@ -154,14 +154,14 @@ STRINGS = [
 
 
 def nvtx(start, end, name, thread, domain=0) -> tuple:
-    """Return a row of NVTX_EVENTS; the name is a text or the id of a registered string."""
+    """Return a row of NVTX_EVENTS; the name is a string or a registered string's id."""
     text, text_id = (name, None) if isinstance(name, str) else (None, name)
     return start, end, 59, text, thread, text_id, domain
 
 
 def made(path: Path, launches: list[tuple], ranges: list[tuple], kernels: list[tuple] | None = None) -> Path:
-    """Write an export of launches (time, thread), ranges (the arguments of ``nvtx``) and kernels (rows of the table)."""
-    if kernels is None:  # one per launch, 1000 ns later, of 40 ns
+    """Write an export of launches (time, thread), ranges (``nvtx`` arguments) and kernels (table rows)."""
+    if kernels is None:  # one 40 ns kernel per launch, 1000 ns later
         kernels = [
             (t + 1000, t + 1040, 0, 7, i, thread & PROCESS, 1) for i, (t, thread) in enumerate(launches)
         ]
@@ -217,13 +217,13 @@ def test_phases_are_matched_by_time_and_regions_by_thread(tmp_path):
     ]
 
 
-def test_outer_range_comes_first_when_ranges_start_together(tmp_path):
+def test_load_trace_lists_outer_range_first_when_ranges_start_together(tmp_path):
     ranges = [(10, 20, "ffn", MAIN), (10, 40, "forward", MAIN), (10, 100, "step", MAIN)]
     _, loaded = load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], ranges))
     assert loaded["name"].tolist() == ["step", "forward", "ffn"]
 
 
-def test_phases_apply_only_to_their_own_process(tmp_path):
+def test_phases_apply_only_within_their_process(tmp_path):
     other = MAIN + (1 << 24)
     ranges = [*STEP, (200, 300, "step", MAIN), (400, 500, "step", other), (410, 490, "forward", other)]
     launches = [(20, MAIN), (21, other), (420, other), (421, MAIN)]
@@ -237,7 +237,7 @@ def test_phases_apply_only_to_their_own_process(tmp_path):
     assert times.loc["forward", ["host_ns", "operations"]].tolist() == [80, 1]
 
 
-def test_ranges_of_library_domains_are_no_regions(tmp_path):
+def test_library_domain_ranges_are_not_regions(tmp_path):
     ranges = [
         (0, 100, "step", MAIN, 2),
         (10, 40, 11, MAIN, 2),
@@ -245,7 +245,7 @@ def test_ranges_of_library_domains_are_no_regions(tmp_path):
         (22, 28, 16, MAIN, 1),
         (32, 38, "norm", MAIN, 0),
         (40, 50, "head", MAIN + (1 << 24), 1),
-    ]  # in that process, domain 1 is no library's
+    ]  # in that process, domain 1 doesn't belong to a library
     path = execute(
         made(tmp_path / "a.sqlite", [(24, MAIN), (34, MAIN), (44, MAIN + (1 << 24))], ranges),
         f"INSERT INTO NVTX_EVENTS VALUES (-5, NULL, 75, 'cuBLAS', {MAIN}, NULL, 1)",
@@ -256,7 +256,7 @@ def test_ranges_of_library_domains_are_no_regions(tmp_path):
     assert operations["region"].tolist() == ["cublasSgemm", "norm", "head"] and len(ranges) == 6
 
 
-def test_open_ranges_end_with_the_capture(tmp_path):
+def test_unclosed_ranges_end_with_the_capture(tmp_path):
     path = made(
         tmp_path / "a.sqlite",
         [(20, MAIN), (60, MAIN)],
@@ -273,7 +273,7 @@ def test_kernels_without_a_launch_record_are_outside_all_phases(tmp_path):
         (20, 30, 0, 7, 0, PROCESS_KEY, 1),
         (40, 60, 0, 7, 99, PROCESS_KEY, 2),
         (70, 75, 0, 8, None, PROCESS_KEY, 2),
-        # of another process, with the id of this one's call
+        # from a different process, with the correlation id of this process's call
         (80, 81, 0, 7, 0, PROCESS_KEY + (1 << 24), 1),
     ]
     path = made(tmp_path / "a.sqlite", [(20, MAIN)], STEP, kernels)
@@ -285,7 +285,7 @@ def test_kernels_without_a_launch_record_are_outside_all_phases(tmp_path):
     check_conservation(operations, activity_totals(path))
 
 
-def test_outer_of_two_calls_with_one_correlation_id_is_the_launch(tmp_path):
+def test_outer_call_is_the_launch_when_two_calls_share_a_correlation_id(tmp_path):
     path = execute(
         made(tmp_path / "a.sqlite", [(22, MAIN)], STEP),
         f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (21, 30, {MAIN}, 0)",
@@ -293,7 +293,7 @@ def test_outer_of_two_calls_with_one_correlation_id_is_the_launch(tmp_path):
     assert load_trace(path)[0]["launch_start_ns"].tolist() == [21]
 
 
-def test_waiting_calls_are_long_calls_and_slow_launches(tmp_path):
+def test_waiting_calls_lists_slow_launches_and_synchronizations(tmp_path):
     path = execute(
         made(tmp_path / "a.sqlite", [], []),
         f"ALTER TABLE {RUNTIME} ADD COLUMN nameId INTEGER",
@@ -305,7 +305,7 @@ def test_waiting_calls_are_long_calls_and_slow_launches(tmp_path):
     assert calls == [["cudaLaunchKernel", 7, 100_007], ["cudaStreamSynchronize", 7, 5_007]]
 
 
-def test_phase_times_with_overlapping_streams_gaps_and_operations_outside(tmp_path):
+def test_phase_clocks_handles_overlapping_streams_gaps_and_outside_operations(tmp_path):
     # Forward is busy from 100 to 130 and from 140 to 160; two operations of the step and one after it are outside.
     lasted = [
         (100, 120, 7),
@@ -331,7 +331,7 @@ def test_phase_times_with_overlapping_streams_gaps_and_operations_outside(tmp_pa
         phase_clocks(operations.assign(device=operations.index), ranges)
 
 
-def test_repeated_phase_has_its_total_host_time_and_one_span_on_the_gpu(tmp_path):
+def test_repeated_phase_sums_host_time_and_spans_the_gpu_once(tmp_path):
     ranges = [
         (0, 100, "step", MAIN),
         (0, 10, "forward", MAIN),
@@ -355,7 +355,7 @@ def test_operations_are_outside_all_phases_when_a_table_is_missing(tmp_path, mis
     check_conservation(operations, activity_totals(path))
 
 
-def test_copies_are_operations(tmp_path):
+def test_load_trace_includes_copies(tmp_path):
     path = execute(
         made(
             tmp_path / "a.sqlite",
@@ -393,7 +393,7 @@ def test_copies_are_operations(tmp_path):
         ((95, 120, "step", AUTOGRAD), "step 'step' begins at 95 ns within step 'step' of 0 to 100 ns"),
     ],
 )
-def test_overlapping_phases_or_steps_are_an_error(tmp_path, extra, message):
+def test_overlapping_phases_or_steps_are_rejected(tmp_path, extra, message):
     with pytest.raises(ConservationError, match=message):
         load_trace(made(tmp_path / "a.sqlite", [(12, MAIN)], [*STEP, extra]))
 
@@ -482,7 +482,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
         ),
     ],
 )
-def test_invalid_capture_gives_one_line_error(tmp_path, sql, message):
+def test_invalid_export_raises_a_one_line_error(tmp_path, sql, message):
     path = execute(made(tmp_path / "a.sqlite", [(12, MAIN)], STEP), sql)
     with pytest.raises(TraceError, match=message) as error:
         load_trace(path)
@@ -490,7 +490,7 @@ def test_invalid_capture_gives_one_line_error(tmp_path, sql, message):
     assert text.startswith(str(path)) and "\n" not in text and "expected" in text
 
 
-def test_names_that_are_no_strings_are_converted(tmp_path):
+def test_non_string_names_are_converted(tmp_path):
     path = execute(
         made(tmp_path / "a.sqlite", [(12, MAIN), (22, MAIN)], STEP),
         "UPDATE StringIds SET value = NULL WHERE id = 1",
@@ -511,7 +511,7 @@ def test_deeply_nested_ranges_are_read_quickly(tmp_path):
 
 
 def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0) -> list[tuple[int, int]]:
-    """Return random nested intervals, some empty, some that touch or share their ends."""
+    """Return random nested intervals, some of them empty, touching or sharing an end."""
     found, at = [], start
     while at < end and depth < 5:
         inner = sorted(generator.integers(at, end, 2, endpoint=True).tolist())
@@ -523,10 +523,10 @@ def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_enclosing_equals_a_plain_loop(seed):
+def test_enclosing_matches_a_plain_loop(seed):
     generator = np.random.default_rng(seed)
     keys = (generator.integers(0, 2**50, 3) << 4).tolist()
-    # An empty interval counts as one of 1 ns. Of equal ones, either is right: keep one.
+    # An empty interval counts as 1 ns long. Keep one of several equal intervals, as any of them is correct.
     given = {
         (key, start, max(end, start + 1)): (key, start, end)
         for key in keys
@@ -537,7 +537,7 @@ def test_enclosing_equals_a_plain_loop(seed):
     innermost, parent, depth = enclosing(*np.array([given[i] for i in intervals]).T, *np.array(points).T)
 
     def holders(key, first, last):
-        """Return the indices of the intervals around [first, last), the innermost last."""
+        """Return the indices of the intervals that enclose [first, last), innermost last."""
         around = [
             i for i, (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end
         ]
@@ -548,13 +548,13 @@ def test_enclosing_equals_a_plain_loop(seed):
     assert depth.tolist() == [len(holders(*interval)) for interval in intervals]
 
 
-def test_intervals_of_one_thread_do_not_enclose_points_of_the_next():
+def test_enclosing_ignores_intervals_of_different_threads():
     inside, *_ = enclosing(*np.array([(1, 0, 5), (2, 0, 9)]).T, *np.array([(1, 9), (2, 0)]).T)
     assert inside.tolist() == [-1, 1]
 
 
-def test_cpu_operators_last_only_while_they_call_no_other(tmp_path):
-    """An operator's own time moves behind that of the operators that it calls, so the total time stays the same."""
+def test_cpu_operators_count_only_self_time(tmp_path):
+    """An operator's own time is placed after its callees' time, so the total time stays the same."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),
@@ -571,7 +571,7 @@ def test_cpu_operators_last_only_while_they_call_no_other(tmp_path):
     assert (durations_ns / 1000).to_dict() == expected
 
 
-def test_self_times_of_nested_operators_do_not_overlap():
+def test_self_times_do_not_overlap_for_nested_operators():
     operators = pd.DataFrame({"key": 1, "start": [0, 10, 20, 60], "end": [100, 50, 30, 80]})
     rows = self_times(operators)
     assert rows[["start", "end"]].to_numpy().tolist() == [[0, 40], [40, 70], [70, 80], [80, 100]]

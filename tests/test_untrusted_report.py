@@ -1,4 +1,4 @@
-"""Reports of untrusted records: texts are shown and never rendered as markup, and no table stops a report."""
+"""Test reports of untrusted records: texts are never rendered as markup, and no table stops a report."""
 
 import hashlib
 import json
@@ -60,7 +60,7 @@ GITHUB = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table"
 
 
 class Foreign(HTMLParser):
-    """Collect the elements, attributes and links of a page that our pages never have."""
+    """Parser that collects a page's elements, attributes and links that our pages never contain."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Foreign(HTMLParser):
 
 
 def rendered_markup(report: Report) -> list[str]:
-    """Return what a browser or GitHub would render or load."""
+    """Return the planted markup that a browser or GitHub would render or load."""
     found = []
     for name, text in report.texts.items():
         if name.endswith(".html"):
@@ -104,7 +104,7 @@ def markup_on_github(text: str) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """One run of each study, which a test may change."""
+    """Return a folder with one run of each study, which a test may change."""
     return copy_runs(tmp_path / "runs", *FOLDERS["tour"])
 
 
@@ -119,7 +119,7 @@ def change_record(run: Path, change: Callable[[dict], object]) -> None:
 
 
 def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.DataFrame]) -> None:
-    """Change a run's table, and the digest in its record."""
+    """Change a run's table and the digest in its record."""
     file = run / f"{table}.parquet"
     change(pd.read_parquet(file)).to_parquet(file, index=False)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -127,7 +127,7 @@ def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.Data
 
 
 def reported(runs: Path) -> Report:
-    """Return the report of a folder, and its list of runs as a further page."""
+    """Return a folder's report, with its list of runs as an extra page."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     report.texts["evidence/runs.md"] = runs_page(found, runs, runs / "out" / "evidence")
@@ -135,7 +135,7 @@ def reported(runs: Path) -> Report:
 
 
 @pytest.mark.parametrize("text", MARKUP)
-def test_escaped_text_is_one_line_without_markup(text):
+def test_escape_returns_one_line_without_markup(text):
     escaped = escape(text)
     assert "\n" not in escaped and len(escaped) < 500
     for context in CONTEXTS:
@@ -146,14 +146,14 @@ def test_escaped_text_is_one_line_without_markup(text):
         assert types[0] - {"text_special", "softbreak"} <= types[1] | {"text"}, context
 
 
-def test_planted_markup_is_found():
-    """Otherwise the tests below could not fail."""
+def test_rendered_markup_finds_planted_markup():
+    """Otherwise, the tests below couldn't fail."""
     for text in (*MARKUP[:3], MARKUP[4]):
         assert rendered_markup(Report({"report.md": text})), text
     assert rendered_markup(Report({"report.html": MARKUP[1]}))
 
 
-def test_texts_of_records_are_not_rendered_as_markup(runs):
+def test_record_texts_are_not_rendered_as_markup(runs):
     for place, run in enumerate(folders(runs)):
 
         def spoil(record: dict, place: int = place) -> None:
@@ -169,14 +169,14 @@ def test_texts_of_records_are_not_rendered_as_markup(runs):
     assert "onclick" in report.texts["report.md"] and "onclick" in report.texts["evidence/runs.md"]
 
 
-def test_devices_with_hostile_names_have_parts_of_their_own(runs):
+def test_hostile_device_names_are_not_rendered_as_markup(runs):
     for run, name in zip(folders(runs), MARKUP):
         change_record(run, lambda record, name=name: record["machine"].update(device_name=name))
     assert not rendered_markup(reported(runs))
 
 
 @pytest.mark.parametrize("first", [0, 8])
-def test_texts_of_tables_are_not_rendered_as_markup(runs, first):
+def test_table_texts_are_not_rendered_as_markup(runs, first):
     for file in sorted(runs.glob("*/*/*.parquet")):
 
         def spoil(table: pd.DataFrame) -> pd.DataFrame:
@@ -187,7 +187,7 @@ def test_texts_of_tables_are_not_rendered_as_markup(runs, first):
     assert not rendered_markup(reported(runs))
 
 
-def test_errors_do_not_render_markup_of_unusable_runs(runs):
+def test_errors_do_not_render_markup_from_unusable_runs(runs):
     first, *others = sorted(folders(runs), key=lambda run: run.parent.name != "benchmark")
     hostile = first.parent / "<b onclick=alert(1)>"
     hostile.mkdir()
@@ -209,7 +209,7 @@ def test_errors_do_not_render_markup_of_unusable_runs(runs):
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield tables in which one column is wrong, or extreme, with a name of the change."""
+    """Yield tables with one wrong or extreme column, each with the change's name."""
     yield "text", table.assign(**{column: "<b>x</b>"})
     yield "nothing", table.assign(**{column: None})
     yield "no number", table.assign(**{column: np.nan})
@@ -263,7 +263,7 @@ def test_schema_rejects_impossible_values_and_repeated_keys(other):
         (lambda times: pd.concat([times, times]), "several rows have the same key"),
     ],
 )
-def test_error_names_the_wrong_column_of_a_table(runs, change, words):
+def test_error_names_the_invalid_table_column(runs, change, words):
     run = next(run for run in folders(runs) if run.parent.name == "benchmark")
     change_table(run, "times", change)
     [error] = read(Store(runs)).errors

@@ -1,4 +1,4 @@
-"""The attention study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the attention study's views against an independent recomputation from the files in runs/h200."""
 
 import math
 
@@ -22,7 +22,7 @@ PHASES = keyed(CONSISTENT, [*CASE, "phase"])
 
 
 def written(value: float) -> str:
-    """Write milliseconds with three significant digits."""
+    """Format milliseconds with three significant digits."""
     rounded = float(f"{value:.2e}")
     decimals = 2 - math.floor(math.log10(rounded))
     return f"{value:,.{max(decimals, 0)}f}"
@@ -41,7 +41,7 @@ def wall_text(row: Row) -> str:
     return f"{written(row['wall_ms'])} ({quartiles(row)}){best}"
 
 
-def test_phases_equal_recomputation():
+def test_phases_match_recomputation():
     view = keyed(VIEWS["attention_phases"], [*CASE, "phase"])
     expected = {
         key: {
@@ -57,7 +57,7 @@ def test_phases_equal_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Say where a case ran out: in backward if forward fits, whose peak grows with the square of the length."""
+    """Return the phase in which a case ran out of memory: backward if forward, with a quadratic peak, fits."""
     if row["status"] != "oom":
         return ""
     *case, length, _ = key
@@ -75,7 +75,7 @@ def expected_outcome(key: tuple, row: Row) -> str:
     return f"in {'backward' if forward_fits else 'forward'}: {row['reason']}"
 
 
-def test_out_of_memory_column_has_phase_and_reason():
+def test_out_of_memory_column_states_phase_and_reason():
     view = keyed(VIEWS["attention_phases"], [*CASE, "phase"])
     outcomes = {key: expected_outcome(key, row) for key, row in PHASES.items()}
     assert {key: row["out_of_memory"] for key, row in view.items()} == outcomes
@@ -88,7 +88,7 @@ def test_out_of_memory_column_has_phase_and_reason():
 
 
 def both(key: tuple, column: str) -> float:
-    """Return a time of forward and backward together; nan if one of the two has none."""
+    """Return the total time of forward and backward, or nan if either one is unknown."""
     return sum(PHASES.get((*key, phase), {}).get(column, NAN) for phase in ("forward", "backward"))
 
 
@@ -97,7 +97,7 @@ GPU_MS = {key: both(key, "gpu_ms") for key in CASES}
 
 
 def peak_bytes(key: tuple) -> float:
-    """Return what a pass holds at its peak, tensor by tensor."""
+    """Return the bytes that a pass holds at its peak, summed tensor by tensor."""
     d, precision, batch, name, length = key
     item = 2 if precision == "bf16" else 4
     vector, row = batch * length * d * item, batch * length * 4
@@ -106,7 +106,7 @@ def peak_bytes(key: tuple) -> float:
         return 6 * square * item + length**2 + 6 * vector + row * item / 4
     if name == "compiled":
         return 3 * square * item + length**2 + 6 * vector + 2 * row
-    if name == "math":  # fp32 whatever the input, with fp32 copies of q, k and v
+    if name == "math":  # always fp32, with fp32 copies of q, k and v
         return 4 * square * 4 + (11 if item == 2 else 8) * vector
     total = 8 * vector + 2 * row
     if name == "flex":
@@ -137,12 +137,12 @@ def expected_case(key: tuple) -> Row:
     }
 
 
-def test_cases_equal_recomputation():
+def test_cases_match_recomputation():
     view = keyed(VIEWS["attention"], CASE)
     assert_same(view, {key: expected_case(key) for key in CASES})
 
 
-def test_case_with_an_inconsistent_phase_has_no_total_times():
+def test_total_times_are_omitted_when_a_phase_is_inconsistent():
     marked = keyed(RECORDED[RECORDED.inconsistent.fillna("") != ""], [*CASE, "phase"])
     view = keyed(VIEWS["attention"], CASE)
     assert marked
@@ -150,7 +150,7 @@ def test_case_with_an_inconsistent_phase_has_no_total_times():
         assert math.isnan(view[key[:-1]]["gpu_ms"]) and math.isnan(view[key[:-1]]["wall_ms"])
 
 
-def test_compiled_attention_is_compared_with_naive_in_every_setting_with_both():
+def test_compiled_attention_is_compared_with_naive_wherever_both_ran():
     view = keyed(VIEWS["compiled_attention"], [*SETTING, "context_length"])
     settings = {(*key[:3], key[4]) for key in CASES if key[3] == "naive"}
     assert view.keys() == settings & {(*key[:3], key[4]) for key in CASES if key[3] == "compiled"}
@@ -170,7 +170,7 @@ def test_parts_sum_to_the_predicted_peak():
         assert total[key]["part_gib"] == pytest.approx(peak_bytes(key) / 2**30)
 
 
-def test_attention_errors_are_the_largest_of_all_checks():
+def test_attention_errors_are_the_maximum_over_all_checks():
     view = keyed(VIEWS["attention_errors"], ["precision", "implementation"])
     expected = {}
     columns = ["output_error", "dq_error", "dk_error", "dv_error"]

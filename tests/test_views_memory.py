@@ -1,4 +1,4 @@
-"""The memory study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the memory study's views against an independent recomputation from the files in runs/h200."""
 
 import math
 from collections import defaultdict
@@ -40,7 +40,7 @@ RAW = {name.removeprefix("memory."): table for name, table in TABLES.items()}
 
 
 def by_step(rows: pd.DataFrame, *names: str) -> Rows:
-    """Return rows by configuration and these columns, each key once."""
+    """Return rows keyed by configuration and these columns; each key must be unique."""
     return keyed(rows, (*STEP, *names))
 
 
@@ -52,7 +52,7 @@ def begins_backward(row: Row) -> bool:
     return row["peak_in"] == "backward" and (pd.isna(row["layer"]) or row["layer"] == last)
 
 
-def test_peaks_equal_recomputation():
+def test_peaks_match_recomputation():
     expected = {
         key: {
             "peak_gib": row["peak_gib"],
@@ -78,7 +78,7 @@ def test_peak_kinds_sum_to_the_peak():
             assert held == pytest.approx(row["peak_gib"], rel=1e-9)
 
 
-def test_highest_stage_peak_is_the_peak_of_the_step():
+def test_highest_stage_peak_matches_the_steps_peak():
     stages = ("forward", "loss", "backward", "optimizer")
     fits = {key: row["peak_gib"] for key, row in PEAKS.items() if row["status"] == "ok"}
     totals = {key[:-1]: peak for key, peak in fits.items() if key[-1] == "total"}
@@ -89,14 +89,14 @@ def test_highest_stage_peak_is_the_peak_of_the_step():
 
 
 def groups() -> dict[tuple, list[Row]]:
-    """Return the groups of allocations of each configuration and kind of allocation."""
+    """Return the allocation groups of each configuration and kind of allocation."""
     result = defaultdict(list)
     for row in RAW["allocations"].to_dict("records"):
         result[(*(row[name] for name in STEP), row["what"])].append(row)
     return result
 
 
-def test_block_memory_formulas_equal_recorded_sizes():
+def test_block_memory_formulas_match_recorded_sizes():
     view = by_step(VIEWS["block_memory"])
     recorded = {key[:-1]: rows for key, rows in groups().items() if key[-1] == "saved by a block"}
     assert view.keys() == recorded.keys()
@@ -120,7 +120,7 @@ def test_block_memory_formulas_equal_recorded_sizes():
         assert {name: view[key][name] for name in sizes} == pytest.approx(sizes)
 
 
-# module: the beginnings of the names of operations that save something
+# module: name prefixes of operations that save tensors
 REGIONS = {
     "ffn": ["second multiplication", "first multiplication", "sigmoid", "down_proj", "gate_proj"],
     "attention.value": ["attention weights"],
@@ -132,7 +132,7 @@ REGIONS = {
 }
 
 
-def test_block_operations_save_the_recorded_size_of_their_module():
+def test_block_operations_sum_to_their_modules_recorded_size():
     operations = VIEWS["block_operations"]
     configurations = operations.groupby(STEP)
     assert len(configurations) == sum(
@@ -154,7 +154,7 @@ def test_block_operations_save_the_recorded_size_of_their_module():
 CHECKPOINTS = by_step(RAW["checkpoints"], "mode", "blocks", "checkpoint_policy")
 
 
-def test_checkpoints_equal_recomputation():
+def test_checkpoints_match_recomputation():
     blocks = {(*key[:3], *key[4:6]): row for key, row in by_step(VIEWS["block_memory"]).items()}
     view = by_step(VIEWS["checkpoints"], "mode", "blocks", "checkpoint_policy")
     assert view.keys() == CHECKPOINTS.keys()
@@ -175,7 +175,7 @@ def test_checkpoints_equal_recomputation():
             assert view[key]["best_group"] == pytest.approx(best_group)
 
 
-def test_size_without_a_name_has_no_formulas():
+def test_custom_size_gets_no_formulas():
     renamed = {f"memory.{name}": RAW[name].assign(size="custom") for name in ("checkpoints", "allocations")}
     one = {name: rows[rows.run_id == rows.run_id.iloc[-1]] for name, rows in renamed.items()}
     views = Views(one)
@@ -195,7 +195,7 @@ SAVINGS = {
 }
 
 
-def test_memory_savings_compare_configurations_that_differ_in_one_change():
+def test_memory_savings_compare_configurations_differing_in_one_change():
     steps = {key[: len(STEP)]: row for key, row in PEAKS.items() if key[len(STEP) :] == ("step", "total")}
     expected = {}
     for change, (before, after) in SAVINGS.items():
@@ -217,7 +217,7 @@ def test_memory_savings_compare_configurations_that_differ_in_one_change():
     assert_same(by_step(VIEWS["memory_savings"], "change"), pairs)
 
 
-def test_predictions_equal_those_of_the_records_and_sum_over_kinds():
+def test_predictions_match_the_records_and_sum_over_kinds():
     recorded = {key[: len(STEP)]: row for key, row in PEAKS.items() if key[len(STEP) :] == ("step", "total")}
     view = by_step(VIEWS["predictions"])
     compared = view.keys() & recorded.keys()

@@ -1,4 +1,4 @@
-"""The mixed_precision study's views, recomputed from the files of runs/h200 by code that imports only the views."""
+"""Test the mixed_precision study's views against an independent recomputation from the files in runs/h200."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def of(row: Row, *names: str) -> tuple:
 
 
 def experiment(name: str, *names: str) -> dict[tuple, Any]:
-    """Return an experiment's values by configuration and these fields."""
+    """Return an experiment's values keyed by configuration and these fields."""
     rows = [row for row in RAW["numerics"] if row["experiment"] == name]
     column = "dtype" if name == "toy" else "value"
     result = {of(row, *names): row[column] for row in rows}
@@ -47,7 +47,7 @@ def experiment(name: str, *names: str) -> dict[tuple, Any]:
 
 
 def kernel_times() -> dict[tuple, Counter]:
-    """Return ms by configuration, precision and mode, and within these by category."""
+    """Return times in ms by configuration, precision and mode, and then by kernel category."""
     result = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
@@ -119,7 +119,7 @@ def kernels() -> dict[tuple, Row]:
 
 
 def outside(deviation: float, low: float, high: float) -> float:
-    """Return the share of normal values whose magnitude is below ``low`` or above ``high``."""
+    """Return the share of normally distributed values with a magnitude below ``low`` or above ``high``."""
     normal = statistics.NormalDist(0, deviation)
     return (2 * normal.cdf(low) - 1) + 2 * normal.cdf(-high)
 
@@ -191,13 +191,13 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_mixed_precision_view_matches_recomputation_from_files(name: str):
     names, expect = EXPECTED[name]
     assert_same(keyed(VIEWS[name], (*CONFIG, *names)), expect())
 
 
-def test_repeated_sums_equal_numpy():
-    """Add numbers one by one, in fp32 and in fp16."""
+def test_repeated_sums_match_numpy():
+    """NumPy adds the numbers one by one in fp32 and fp16."""
     cases = {
         "fp32 into fp32": (np.float32, np.float32),
         "fp16 into fp16": (np.float16, np.float16),
@@ -211,7 +211,7 @@ def test_repeated_sums_equal_numpy():
         assert results[case] == float(total), case
 
 
-def test_share_lost_in_fp16_follows_from_its_range():
+def test_lost_share_in_fp16_matches_its_range():
     rows = VIEWS["layer_norm"].query("part in ['mean', 'squares'] and precision == 'fp16'")
     assert len(rows) == 22
     assert (rows["lost_share"] - rows["expected_lost_share"]).abs().max() < 0.05

@@ -1,4 +1,4 @@
-"""The writeup's templates: their rules, their units, and that all of them render."""
+"""Test the writeup's templates: their rules and units."""
 
 import re
 from pathlib import Path
@@ -17,11 +17,11 @@ TEMPLATES = sorted(Path(str(PROJECT), "writeup").rglob("*.md.j2"))
 FORBIDDEN = (nodes.If, nodes.For, nodes.Macro, nodes.CondExpr, nodes.CallBlock)
 ARITHMETIC = (nodes.Add, nodes.Sub, nodes.Mul, nodes.Div, nodes.Pow, nodes.Mod, nodes.FloorDiv)
 MAX_SETS = 16
-NO_UNIT = {"n", "billion", "x"}  # filters of counts and of ratios that a template forms
+NO_UNIT = {"n", "billion", "x"}  # filters for counts and for ratios computed in templates
 
 
 def expressions(tree: nodes.Template) -> list[nodes.Expr]:
-    """Return what a template prints, without its text and its ``holds``."""
+    """Return a template's printed expressions, excluding its text and ``holds`` calls."""
     printed = []
     for output in tree.find_all(nodes.Output):
         for expression in output.nodes:
@@ -37,7 +37,7 @@ def operators(expression: nodes.Expr) -> int:
 
 
 def broken_rules(text: str) -> list[tuple[int, str]]:
-    """Return line and reason of each place where a template breaks a rule."""
+    """Return the line and reason of each rule violation in a template."""
     tree = jinja2.Environment().parse(text)
     found = [
         (node.lineno, f"a {type(node).__name__}, which belongs into a view")
@@ -53,7 +53,7 @@ def broken_rules(text: str) -> list[tuple[int, str]]:
 
 
 def crowded_lines(text: str) -> list[tuple[int, str]]:
-    """Return the lines of prose with more than one sentence."""
+    """Return the prose lines that contain more than one sentence."""
     found, fenced = [], False
     for number, line in enumerate(text.splitlines(), 1):
         fenced ^= line.startswith("```")
@@ -65,7 +65,7 @@ def crowded_lines(text: str) -> list[tuple[int, str]]:
 
 
 def wrong_units(text: str) -> list[tuple[int, str]]:
-    """Return the places where a column is not printed in the unit of its name."""
+    """Return the places where a column isn't printed in its name's unit."""
     found = []
     for node in jinja2.Environment().parse(text).find_all(nodes.Filter):
         name = node.name
@@ -83,7 +83,7 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column whose value an expression is, through ``.min()`` and the like; empty for arithmetic."""
+    """Return the column that an expression prints, also through ``.min()`` and the like ("" for arithmetic)."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""
@@ -110,12 +110,12 @@ def test_template_follows_the_rules(path: Path):
         ("{% set a = 1 %}" * 17, "17 set lines"),
     ],
 )
-def test_planted_fault_breaks_a_rule(text: str, why: str):
+def test_planted_fault_is_reported(text: str, why: str):
     assert [reason for _, reason in broken_rules(text) + wrong_units(text) if why in reason]
 
 
-def test_key_of_a_view_has_every_field_of_the_configuration():
-    """A view declares the fields that it joins or omits in ``over``."""
+def test_view_key_contains_every_configuration_field():
+    """In ``over``, a view declares the fields that it joins or omits."""
     lacking = {
         name: [field for field in view.config if field not in (*view.key, *view.over)]
         for name, view in all_views().items()
