@@ -1,11 +1,12 @@
-"""What reading a capture takes here and elsewhere: seconds, memory, and the GPU time that each accounts for.
+"""Compare capture readers by their seconds, peak memory and the GPU time that they account for.
 
-    python -m bench [kernels]    made-up captures of so many kernels and ranges, nsys's and torch.profiler's
-    python -m bench FILE         somebody's capture
+    python -m bench [kernels]    synthetic captures (nsys and torch.profiler) with this many kernels
+    python -m bench FILE         your own capture
 
-Each program reads the same file in a process of its own, one after another. Holistic Trace Analysis and
-nsys-ai come with the extra "bench"; who is not installed is said to be. Before that, how long ``stepscope
-profile`` takes to its first and its last line of a small capture, as ratios to importing pandas.
+Each program reads the same file in a separate process, one after another. Holistic Trace Analysis and nsys-ai
+come with the extra "bench"; programs that aren't installed are reported. With synthetic captures, we first
+measure how long ``stepscope profile`` takes to print its first and last lines for a small capture, relative to
+importing pandas.
 """
 
 import argparse

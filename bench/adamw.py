@@ -1,25 +1,26 @@
-"""What share of a copy's rate AdamW's step reaches, by the bytes that it must move, on this machine's GPU:
+"""Measure the memory throughput of AdamW's step on this GPU, as a fraction of a copy's.
 
-    python -m bench.adamw [layers]    the matrices of so many Transformer layers, of width 1,280
+    python -m bench.adamw [layers]    the weights of this many Transformer layers of width 1,280
 
-A step moves 28 bytes a parameter, with bf16 moments 20 (optimizer.py has the table). Beside ours stands
-PyTorch's fused AdamW, whose weights, gradients and moments are fp32: 28 bytes, too.
+The throughput counts only the bytes that a step must move: 28 bytes per parameter, or 20 with bf16 moments
+(optimizer.py has the table). For comparison, we also measure PyTorch's fused AdamW, whose weights, gradients and
+moments are fp32, so it moves 28 bytes, too.
 
-**What did not work**, of a copy's rate on an H200 (torch 2.11), where bf16 moments reach 96% and with FP8
-weights 84%:
+**Experiments that didn't help**, as fractions of a copy's throughput on an H200 (torch 2.11). The kernel that we
+kept reaches 96% with bf16 moments, and 84% with bf16 moments and FP8 weights.
 
-    bf16 moments, blocks of 2,048 numbers for 512                        90%
+    bf16 moments, blocks of 2,048 elements, not 512                      90%
     bf16 moments, stores that leave the cache first, or stream           95%
-    bf16 moments, a program that looks up where its block lies           83%
-    FP8, tiles of 64 x 64 | 128 x 64 | 64 x 32 | 32 x 32 for 32 x 64     79% | 66% | 84% | 82%
-    FP8, 4 or 16 warps for 8                                             66% or 77%
-    FP8, 40 registers a thread for 48, so that six programs fit for five 81%
+    bf16 moments, each program looks up the position of its block        83%
+    FP8, tiles of 64 x 64 | 128 x 64 | 64 x 32 | 32 x 32, not 32 x 64     79% | 66% | 84% | 82%
+    FP8, 4 or 16 warps, not 8                                            66% or 77%
+    FP8, 40 registers per thread, not 48, to fit six programs, not five  81%
     FP8, tiles ordered so that a transposed line is written at once      85%
-    FP8, a table of where each program's numbers lie                     82%
-    FP8, one layout alone: what the transposed one costs                 96%
+    FP8, a lookup table of each program's elements                       82%
+    FP8, only one layout, to see the cost of the transposed one          96%
 
-Of a whole step (2.7B, batch 4 x 512): inductor's ``multi_kernel`` for long reductions gave 0.2%, and
-torchao's tensorwise recipe, whose weight gradients are FP8, too, was 1.02 times as fast as ours.
+For a full step (2.7B, batch 4 x 512), inductor's ``multi_kernel`` for long reductions gained 0.2%, and torchao's
+tensorwise recipe, which also computes weight gradients in FP8, was 1.02 times as fast as ours.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def shares(layers: int, device: str) -> dict[str, float]:
         back_to_back(optimizer.step, device, STEPS)  # warm up: compile the kernel, and let the CPU get ahead
         step_ms = location(back_to_back(optimizer.step, device, STEPS))["median"]
         found[name] = moved * parameters / step_ms / 1e9 / copy
-        print(f"  {name:<28}{found[name]:.1%} of a copy's rate", flush=True)
+        print(f"  {name:<28}{found[name]:.1%} of the copy rate", flush=True)
     return found
 
 

@@ -1,6 +1,6 @@
-"""The programs that read a capture, each of which returns its time, memory and GPU time.
+"""Capture readers to compare; each returns its run time, peak memory and the GPU time that it finds.
 
-Run each one in a new process, because :func:`peak_mib` covers the process's lifetime.
+Run each reader in a new process, because :func:`peak_mib` covers the process's lifetime.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""A page in the browser of this machine, driven by Playwright; it leaves nothing behind."""
+"""Open pages in this machine's browser with Playwright, and clean up afterwards."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ DESKTOP, PHONE = (1440, 900), (390, 844)  # CSS pixels
 
 
 def program() -> str:
-    """The browser of this machine. Without one the test is skipped, unless one was promised."""
+    """Start this machine's browser; without one, skip the test, unless a browser is required."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         missing = pytest.fail if os.environ.get("STEPSCOPE_BROWSER") else pytest.skip
@@ -42,14 +42,14 @@ def browser() -> Iterator:
 
 @contextmanager
 def shown(on, file: Path, size: tuple[int, int] = DESKTOP, **options) -> Iterator[tuple]:
-    """A file as it is shown, and what is said on its console; it loads nothing from anywhere."""
+    """Open a file offline; yield its page and its console messages."""
     context = on.new_context(viewport={"width": size[0], "height": size[1]}, offline=True, **options)
     try:
-        page, said = context.new_page(), []
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
+        page, messages = context.new_page(), []
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
         page.goto(file.as_uri())
-        yield page, said
+        yield page, messages
     finally:
         context.close()
 
@@ -60,7 +60,10 @@ def axe() -> str:
 
 
 def violations(page) -> list[str]:
-    """What axe-core finds wrong, each with the first element it finds it of."""
+    """Return axe-core's violations, each with its first element."""
     page.evaluate(axe())
     found = page.evaluate("axe.run({iframes: false, resultTypes: ['violations']})")["violations"]
-    return [f"{one['id']} ({len(one['nodes'])}): {one['nodes'][0]['html'][:200]}" for one in found]
+    return [
+        f"{violation['id']} ({len(violation['nodes'])}): {violation['nodes'][0]['html'][:200]}"
+        for violation in found
+    ]

@@ -1,4 +1,4 @@
-"""What tests do with notebooks: execute their cells in this process, and read what stands in them."""
+"""Execute cells of notebooks in this process, and analyze their code."""
 
 import dis
 import functools
@@ -22,7 +22,7 @@ NOTEBOOKS = sorted((PACKAGE / "notebooks").glob("*.ipynb"))
 
 @functools.cache
 def reference(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """What a notebook's ``load`` reads to show beside its own run, read once."""
+    """Return the reference tables that a notebook compares its run with; read them only once."""
     return load(runs, quiet)
 
 
@@ -33,14 +33,14 @@ def run_cells(
     wrapped: Mapping[str, Callable[[Any], Any]] | None = None,
     **parameters: Any,
 ) -> dict[str, Any]:
-    """Execute a notebook's code cells in this process, in order; the names that they leave.
+    """Execute a notebook's code cells in this process, in order; return their variables.
 
     Args:
         notebook: its path, or the name of one of the package's.
-        until: the cell in which this stands is not executed, nor what is below it.
-        replaced: values of names as soon as a cell has bound them: a clock, a library's function.
-        wrapped: what makes of a cell's function another that stands in its place from then on.
-        parameters: what stands in place of the parameters cell's.
+        until: stop before the first cell that contains this text.
+        replaced: values for names, set after each cell: a clock, a library's function.
+        wrapped: for names of functions, wrappers that are applied once a cell has defined the function.
+        parameters: values that override those of the parameters cell.
     """
     path = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -79,7 +79,7 @@ def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
 
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
-    """The names that one cell of a notebook, that in which this stands, leaves of those that it is given."""
+    """Execute the one cell that contains this text with these variables; return the variables."""
     (source,) = [
         cell.source
         for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb")
@@ -90,7 +90,7 @@ def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, An
 
 
 def spread(wall_times_ms: list[float]) -> dict[str, float]:
-    """What tables say of wall times, by the standard library."""
+    """Compute the wall-time columns of tables with the standard library."""
     q1, _, q3 = statistics.quantiles(wall_times_ms, n=4, method="inclusive")
     return {
         "wall_ms": statistics.median(wall_times_ms),
@@ -103,7 +103,7 @@ def spread(wall_times_ms: list[float]) -> dict[str, float]:
 
 
 def covered_ms(rows: pd.DataFrame) -> float:
-    """The milliseconds in which one of these operations runs."""
+    """Return the milliseconds during which at least one of these operations runs."""
     total = reached = 0
     for start, end in sorted(zip(rows["start_ns"], rows["end_ns"])):
         total, reached = total + max(0, end - max(start, reached)), max(reached, end)
@@ -111,13 +111,13 @@ def covered_ms(rows: pd.DataFrame) -> float:
 
 
 def quickest(operations: pd.DataFrame) -> pd.DataFrame:
-    """Of captured steps that which takes least, of those that have all operations."""
+    """Return the fastest of the profiled steps that have all operations."""
     steps = [own for _, own in operations.groupby("number")]
     return min((own for own in steps if len(own) == max(map(len, steps))), key=covered_ms)
 
 
 def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
-    """The milliseconds of operations added up by these columns."""
+    """Return the total milliseconds of operations, grouped by these columns."""
     return (
         (operations["end_ns"] - operations["start_ns"])
         .groupby([operations[name] for name in names])
@@ -128,7 +128,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
-    """A phase's row by plain arithmetic, of a mode's raw samples and captured operations."""
+    """Compute a phase's row from a mode's raw samples and profiled operations."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], quickest(operations)
     own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {
@@ -143,7 +143,7 @@ def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dic
 
 
 def step_flops(config: Any) -> float:
-    """Of a full step: three times forward's matmuls, of each token with the weights and of all pairs of tokens."""
+    """Return the matmul FLOPs of a full step: three times those of forward, with weights and in attention."""
     weights = (
         config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
         + config.vocab_size * config.d_model
@@ -157,24 +157,23 @@ def step_flops(config: Any) -> float:
 
 
 def leaks(cells: list[Cell]) -> list[str]:
-    """Names that a cell which only shows binds and another cell reads without binding them itself: where the
-    one slips, so does the other."""
+    """Return names that a display cell binds and another cell only reads: if the first fails, so does the second."""
     found = []
     for number, cell in enumerate(cells):
         if cell.shows:
             _, bound = names_of(cell.source)
             for place, other in enumerate(cells):
-                read, own = names_of(other.source)
+                read, other_bound = names_of(other.source)
                 found += [
                     f"{name} of cell {number + 1}, read by cell {place + 1}"
-                    for name in sorted(bound & read - own)
+                    for name in sorted(bound & read - other_bound)
                     if place != number
                 ]
     return found
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """The notebook's names that a cell reads, anywhere in it, and those that it binds."""
+    """Return the global names that a cell reads anywhere, and those that it binds."""
     module = compile(source, "cell", "exec")
     read, bound, todo = set(), set(), [module]
     while todo:

@@ -1,4 +1,4 @@
-"""What several test files need: tiny configurations, sweep files, records, and notebooks that go wrong."""
+"""Shared fixtures: tiny configurations, sweep files, records, and notebooks that fail."""
 
 import json
 import os
@@ -22,15 +22,15 @@ from stepscope.config import RunConfig, configure, studies
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 
-# No test may depend on how many cores it gets, nor take them all from the one beside it.
+# Tests must not depend on the number of cores, nor take all cores from tests that run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Inductor tries the processor's vector instructions, 15 CPU seconds of each process that compiles: here what
-# the processor says of itself is believed.
+# Skip Inductor's check of the vector instructions that the processor reports: it takes 15 CPU seconds in each
+# process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Nor does it start processes to compile in: there is little to compile, and each imports torch first.
+# Compile in this process: there is little to compile, and each compile worker would import torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-# The least that is still a run: a few thousand parameters, two timed steps, no warm-up.
+# The smallest useful run: a few thousand parameters, two timed steps, no warm-up.
 TINY: dict[str, Any] = {
     "device": "cpu",
     "size": "nano",
@@ -41,8 +41,8 @@ TINY: dict[str, Any] = {
     "timed_steps": 2,
 }
 
-# What a run of a study does in tests of sweeps, by its seed; it needs no torch, and is over at once. A child of
-# another session, and soon of no parent, is what parents alone do not find.
+# The behavior of a run in tests of sweeps, selected by its seed; runs need no torch and end immediately. The child
+# process is orphaned in its own session, so that it can't be found by walking the process tree.
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
     1, 11
 )
@@ -110,7 +110,7 @@ def threads_of_torch(monkeypatch):
 
 @pytest.fixture
 def faults(tmp_path, monkeypatch) -> Path:
-    """A folder with the notebook above for every study; runs of this test execute it."""
+    """Make runs of this test execute the notebook above for every study; return its folder."""
     folder = tmp_path / "faults"
     folder.mkdir()
     content = {
@@ -142,7 +142,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def write_sweep(tmp_path):
-    """Write a sweep file: a string as it is, anything else as YAML."""
+    """Write a sweep file: strings unchanged, anything else as YAML."""
 
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name
@@ -156,24 +156,24 @@ def write_sweep(tmp_path):
 
 
 def record_of(config: RunConfig, **fields) -> Record:
-    """A record as a run of this configuration would leave it."""
-    whole = {"status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
-    return Record.of(config, **whole | fields)
+    """Return the record of a successful run of this configuration, with any field replaced."""
+    defaults = {"status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
+    return Record.of(config, **defaults | fields)
 
 
 def put(store: Store, config: RunConfig, **fields) -> Path:
-    """Commit such a record into a runs folder; its place."""
+    """Commit the record of such a run into a runs folder; return its folder."""
     return store.commit(store.new_staging_folder(), record_of(config, **fields))
 
 
 class Program:
-    """The command line as a program in a session of its own; all its processes bear a mark."""
+    """The command line in a separate session; an environment variable marks all its processes."""
 
     def __init__(self, folder: Path, *arguments: object):
         self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
         self.said = folder / f"said-{uuid.uuid4().hex[:8]}.txt"
         with self.said.open("w") as stream:
-            # A shell that starts tests in the background lets them ignore SIGINT, and would hand that down.
+            # A shell that starts tests in the background lets them ignore SIGINT, which the program would inherit.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stepscope.cli", *map(str, arguments)],
                 stdout=stream,
@@ -212,7 +212,7 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path):
-    """Start the command line as a program, as often as asked."""
+    """Start the command line as a program, any number of times."""
     made: list[Program] = []
 
     def start(*arguments: object) -> Program:
@@ -225,7 +225,7 @@ def program(tmp_path):
 
 
 def ended(pid: int, within_s: float = 30) -> bool:
-    """Whether a process has ended, or does soon."""
+    """Wait for a process to end; return whether it did."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -236,12 +236,12 @@ def ended(pid: int, within_s: float = 30) -> bool:
 
 @pytest.fixture(scope="session")
 def campaign() -> SimpleNamespace:
-    """The reference, read and rendered once for all tests.
+    """Read and render the reference once for all tests.
 
     Returns:
         ``found``, as it was read; ``tables`` without inconsistent rows; ``views`` and ``report``, the writeup.
     """
-    from stepscope.report import load, writeup  # which most tests don't need, and which import matplotlib
+    from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views
 
     if PROJECT is None:

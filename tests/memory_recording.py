@@ -1,4 +1,4 @@
-"""A stand-in for CUDA's allocator: the recorder's calls answered from the storages that a CPU step makes."""
+"""A fake CUDA allocator that answers the recorder's calls from the storages of a CPU step."""
 
 import weakref
 
@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """Every storage that operations make and drop, as an allocator's history and statistics; each taken in
-    units of 512 bytes."""
+    """Record the storages that operations allocate and free as an allocator's history, in units of 512 bytes."""
 
     def __init__(self):
         super().__init__()
@@ -62,8 +61,7 @@ class Storages(TorchDispatchMode):
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Answer torch.cuda's calls from the storages of a CPU step; enter what is returned around the
-    recording."""
+    """Patch torch.cuda's memory calls; return the context manager to enter around the recording."""
     storages = Storages()
     for name, answer in {
         "synchronize": lambda: None,
@@ -80,10 +78,9 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """bf16 autocast by CUDA's rules for the operations of the model, on a CPU, whose own autocast has other
-    rules.
+    """Apply CUDA's bf16 autocast rules on a CPU, whose autocast rules differ.
 
-    Products in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse
+    Matmuls run in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse
     roots, sums and the loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 
@@ -113,6 +110,6 @@ class CudaAutocast(TorchFunctionMode):
         elif func is torch.Tensor.sum and args[0].dtype == torch.bfloat16:
             kwargs = kwargs | {"dtype": torch.float32}
         elif func is functional.cross_entropy:
-            # Its log-softmax is asked for in the logits' type; only nll_loss is autocast's to change.
+            # log_softmax runs in the logits' type; autocast changes only nll_loss.
             return functional.nll_loss(functional.log_softmax(args[0], -1).float(), args[1])
         return func(*args, **kwargs)

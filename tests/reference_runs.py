@@ -22,8 +22,8 @@ DIMENSIONS = {
     "2.7B": (2560, 10240, 32, 32),
     "10B": (4608, 12288, 50, 36),
 }
-# The names of schema 3 that versions from 0.3 on have replaced, written out once more on purpose: the tests of
-# views share no code with the package.
+# The names of schema 3 that versions from 0.3 on have replaced, repeated here on purpose: the tests of views
+# share no code with the package.
 COLUMNS = {
     "unsteady": "inconsistent",
     "step_j": "energy_per_step_j",
@@ -102,7 +102,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def keyed(rows: pd.DataFrame, key: Iterable[str]) -> Rows:
-    """Return rows by these columns; no two may have the same."""
+    """Return rows by the values of these columns, which must be unique."""
     names = [*key]
     found = {tuple(row[name] for name in names): row for row in rows.to_dict("records")}
     assert len(found) == len(rows)

@@ -1,4 +1,4 @@
-"""Copy a runs folder with other times, to see what its writeup then says.
+"""Copy a runs folder with scaled times, to see how its writeup changes.
 
     python tests/simulated_campaign.py runs/h200 /tmp/slower --factor 1.3 --jitter 0.2
     stepscope render --writeup --runs /tmp/slower --out /tmp/slower/report
@@ -31,7 +31,7 @@ def factor_of(run: str, case: str, factor: float, jitter: float) -> float:
 
 
 def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.DataFrame:
-    """Return a run's table with other times."""
+    """Return a run's table with scaled times."""
     fields = [name for name in CASE if name in table]
     by = pd.Series(factor_of(run, "", factor, jitter), table.index)
     for case, rows in table.groupby(fields, sort=False, dropna=False) if fields else ():
@@ -41,18 +41,18 @@ def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.Da
         is_time = name.endswith(("_ms", "_ns")) and name not in BOUNDS
         if is_time or name in ENERGY:
             values = table[name] * by
-            is_whole = table[name].dtype.kind in "iu"
-            changed[name] = values.round().astype(table[name].dtype) if is_whole else values
+            is_integer = table[name].dtype.kind in "iu"
+            changed[name] = values.round().astype(table[name].dtype) if is_integer else values
         elif name in RATES:
             changed[name] = table[name] / by
     return table.assign(**changed)
 
 
 def write(runs: Path, out: Path, factor: float, jitter: float) -> None:
-    """Copy a folder of runs with other times and the digests that their files then have.
+    """Copy a folder of runs with scaled times, and update the digests of its files.
 
     Raises:
-        FileExistsError: ``out`` is there already.
+        FileExistsError: ``out`` already exists.
     """
     shutil.copytree(runs, out)
     for path in out.glob("*/*/record.json"):

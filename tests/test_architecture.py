@@ -13,7 +13,7 @@ from stepscope.studies import STUDIES
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_NODES = 3300  # of the syntax tree, because lines can be packed
-# A module imports what stands above it, or beside it in its own folder.
+# A module may import only from layers above its own, or from its own folder.
 LAYERS = [
     ["stepscope"],
     ["stepscope.files", "stepscope.yaml_files", "stepscope.stats"],
@@ -63,15 +63,15 @@ def imports(source: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                there = PACKAGE.joinpath(*inner.split(".")[1:])
-                found.add(inner if there.with_suffix(".py").is_file() or there.is_dir() else node.module)
+                path = PACKAGE.joinpath(*inner.split(".")[1:])
+                found.add(inner if path.with_suffix(".py").is_file() or path.is_dir() else node.module)
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name.split(".")[0] == "stepscope"}
     return found
 
 
 def upward(module: str, source: str) -> list[str]:
-    """What a module imports from below it."""
+    """Return the imports of a module from layers below its own."""
     own, _ = layer_of(module)
     return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
 
@@ -81,7 +81,7 @@ def test_modules_import_only_from_layers_above():
 
 
 @pytest.mark.parametrize("place", range(len(LAYERS) - 1))
-def test_an_import_of_what_stands_below_is_seen_in_every_room(place):
+def test_import_from_lower_layer_is_detected(place):
     for room in LAYERS[place]:
         for below in LAYERS[place + 1]:
             package, _, name = below.rpartition(".")
@@ -94,7 +94,7 @@ def test_an_import_of_what_stands_below_is_seen_in_every_room(place):
         assert not upward(room, "import stepscope\nimport torch")
 
 
-def test_no_study_knows_another():
+def test_studies_do_not_import_each_other():
     wrong = []
     for study in STUDIES:
         for path in (PACKAGE / "studies" / study).rglob("*.py"):
@@ -106,8 +106,8 @@ def test_no_study_knows_another():
     assert not wrong
 
 
-def test_every_study_has_what_one_needs():
-    """Claims, figures, an evidence page and sweeps that ship come when it deserves a chapter."""
+def test_study_has_required_files():
+    """Claims, figures, an evidence page and bundled sweeps are optional."""
     for study in STUDIES:
         for part in ("config.py", "tables.py"):
             assert (PACKAGE / "studies" / study / part).is_file(), f"{study} has no {part}"
@@ -127,36 +127,38 @@ def test_no_module_exceeds_the_node_limit():
     assert not {name: count for name, count in nodes.items() if count > MAX_NODES}
 
 
-def _tool(*command: str, of: str | None = None) -> tuple[int, str]:
-    """How a program of the environment ends in the checkout, and what it says."""
-    done = subprocess.run([sys.executable, *command], cwd=PROJECT, input=of, capture_output=True, text=True)
+def _tool(*command: str, stdin: str | None = None) -> tuple[int, str]:
+    """Run a Python program in the checkout; return its exit status and output."""
+    done = subprocess.run(
+        [sys.executable, *command], cwd=PROJECT, input=stdin, capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
-def test_ruff_finds_nothing_but_what_is_planted():
-    status, said = _tool("-m", "ruff", "check")
-    assert status == 0, said
-    status, said = _tool("-m", "ruff", "format", "--check")
-    assert status == 0, said
-    status, said = _tool(
-        "-m", "ruff", "check", "--stdin-filename", "lib/stepscope/planted.py", "-", of="import os\n"
+def test_ruff_reports_only_the_planted_error():
+    status, output = _tool("-m", "ruff", "check")
+    assert status == 0, output
+    status, output = _tool("-m", "ruff", "format", "--check")
+    assert status == 0, output
+    status, output = _tool(
+        "-m", "ruff", "check", "--stdin-filename", "lib/stepscope/planted.py", "-", stdin="import os\n"
     )
-    assert status == 1 and "F401" in said
+    assert status == 1 and "F401" in output
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
-def test_mypy_finds_nothing_but_what_is_planted(tmp_path):
-    status, said = _tool("tests/typecheck.py")
-    assert status == 0, said
+def test_mypy_reports_only_the_planted_error(tmp_path):
+    status, output = _tool("tests/typecheck.py")
+    assert status == 0, output
     (tmp_path / "planted.py").write_text('x: int = "a"\n')
-    status, said = _tool("tests/typecheck.py", str(tmp_path / "planted.py"))
-    assert status == 1 and "planted.py:1" in said and "[assignment]" in said
+    status, output = _tool("tests/typecheck.py", str(tmp_path / "planted.py"))
+    assert status == 1 and "planted.py:1" in output and "[assignment]" in output
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
-def test_a_wheel_holds_all_that_is_read():
-    """Every kind of file in the package is one that pyproject.toml names."""
+def test_wheel_includes_every_file_type_of_the_package():
+    """pyproject.toml lists the suffix of every file in the package."""
     text = (PROJECT / "pyproject.toml").read_text()
     data = re.search(r"^stepscope = (\[[^\]]*\])", text, re.MULTILINE)
     kinds = {Path(pattern).name.removeprefix("*") for pattern in ast.literal_eval(data[1])} | {".py"}
@@ -176,7 +178,7 @@ def test_a_wheel_holds_all_that_is_read():
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
-def test_no_path_of_a_machine_is_written_down():
+def test_files_contain_no_machine_specific_paths():
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=PROJECT, capture_output=True, text=True, check=True
     ).stdout.split()

@@ -1,6 +1,6 @@
-"""What the notebooks tell readers to change: each change has the effect that its hint promises, on a CPU.
+"""The changes that notebooks suggest to readers have the promised effects on a CPU.
 
-test_benchmark.py, test_mixed_precision.py and test_nsys.py try some of them; the others are tried here.
+test_benchmark.py, test_mixed_precision.py and test_nsys.py test some of the changes, and this file the others.
 """
 
 import json
@@ -27,7 +27,7 @@ QUICK = TINY | {"warmup_steps": 1}
 PROFILE = {"context_length": 16, "vocab_size": 100, "device": "cpu"}
 MIXED = TINY | {"numerics": False}
 
-# Each hint's code, and where it is tried.
+# The code of each hint, and the test that tries it.
 HINTS = {
     "benchmark": {
         "context_length = 256": "test_longer_context_adds_tokens_and_leaves_adamw_as_it_is",
@@ -56,7 +56,7 @@ NAMES = {
     "ranged",
     "low",
     "compare_gradients",
-}  # functions and lists that a hint says where to look for
+}  # functions and lists that locate a change
 
 
 def hints(notebook: str) -> str:
@@ -149,15 +149,15 @@ def test_doubled_clock_is_kept(tmp_path):
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
-def test_another_feed_forward_is_measured_and_its_formula_is_not_used(tmp_path, capsys):
-    """As docs/notebooks.md has it."""
+def test_different_feed_forward_is_measured_without_flops_formula(tmp_path, capsys):
+    """Apply the example of docs/notebooks.md."""
     text = (PROJECT / "docs" / "notebooks.md").read_text()
     (block,) = re.findall(r"```python\n( +for block in model.blocks:.*?)```", text, re.S)
     build = "    model = TransformerLM(config)\n"
     path = edited("benchmark", tmp_path, build, build + textwrap.indent(textwrap.dedent(block), " " * 4))
     names = run_cells(path, **QUICK)
-    results, said = names["results"], capsys.readouterr().out
-    assert "our FLOPs formula doesn't apply" in said and "ffn.gate_proj.weight" in said
+    results, output = names["results"], capsys.readouterr().out
+    assert "our FLOPs formula doesn't apply" in output and "ffn.gate_proj.weight" in output
     assert results.times[["tflops", "mfu_vs_measured_peak"]].isna().all(axis=None)
     assert (results.times["status"] == "ok").all() and (results.times["wall_ms"] > 0).all()
     count = sum(parameter.numel() for parameter in names["model"].parameters())
@@ -194,8 +194,8 @@ def test_loss_without_autocast_has_fewer_operations(tmp_path):
 # -- ladder ---------------------------------------------------------------------------------------------------
 
 
-def test_transform_of_the_reader_reaches_the_rows_from_where_it_stands(tmp_path):
-    """With the code that the notebook suggests."""
+def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
+    """Use the code that the notebook suggests."""
     (block,) = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
     transform = textwrap.dedent(block)
     assert 2 <= len(transform.strip().splitlines()) <= 5

@@ -1,4 +1,4 @@
-"""What "Change this" promises in the notebooks about memory, on a CPU by running them and on a GPU by formula."""
+"""The "Change this" hints about memory hold on a CPU (by running the notebooks) and on a GPU (by formula)."""
 
 import ast
 import json
@@ -28,16 +28,16 @@ pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
 
 def hints(notebook: str) -> list[dict]:
-    """The parameters that each hint of a notebook sets."""
+    """Return the parameters that each hint of a notebook sets."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     (text,) = ("".join(cell["source"]) for cell in cells if "## Change this" in "".join(cell["source"]))
     lines = [line for line in text.splitlines() if line.startswith("* ")]
     found = [dict(re.findall(r"`(\w+) = ([^`]+)`", line)) for line in lines]
-    return [{name: ast.literal_eval(value) for name, value in one.items()} for one in found]
+    return [{name: ast.literal_eval(value) for name, value in fields.items()} for fields in found]
 
 
 def memory(**fields):
-    """Saved tensors of one block by region in MiB, and the step's predicted peak on a CPU and on a GPU."""
+    """Return the MiB saved by one block per region, and the step's predicted peaks on a CPU and on a GPU."""
     names = run_cells("memory", "is_copy = ", device="cpu", **fields)
     rows = names["tables"]["allocations"].query("what == 'saved by a block'")
     on_gpu = accounting.peak(names["config"].model_copy(update={"device": "cuda"}), "step")
@@ -62,7 +62,7 @@ def test_fused_attention_saves_no_scores():
     assert "attention.softmax" in naive.index and "attention.softmax" not in fused.index
 
 
-def test_larger_batch_doubles_what_is_saved_and_no_weights():
+def test_doubled_batch_doubles_activations_but_not_weights():
     for before, after in zip(memory()[1], memory(batch_size=8)[1], strict=True):
         assert after.kinds["weights"] == before.kinds["weights"]
         assert after.kinds["optimizer state"] == before.kinds["optimizer state"]
@@ -75,7 +75,7 @@ def checkpoints(**fields) -> pd.DataFrame:
 
 
 def predicted_gib(device: str, per_checkpoint: int, **fields) -> float:
-    """The predicted peak at the notebook's own size."""
+    """Return the predicted peak in GiB at the notebook's default size."""
     shape = {"size": "tiny", "vocab_size": 1000, "context_length": 64, "batch_size": 4}
     config = configure("memory", device="cpu", **shape | fields).model_copy(update={"device": device})
     return accounting.peak(config, "forward_backward", per_checkpoint).allocated / accounting.GIB
@@ -99,7 +99,7 @@ def test_longer_context_makes_a_checkpoint_save_a_larger_share():
         assert long > 1.1 * short
 
 
-def test_each_further_block_under_a_checkpoint_adds_the_same_to_the_peak():
+def test_peak_grows_linearly_with_blocks_per_checkpoint():
     table = checkpoints(blocks_per_checkpoint=[1, 2, 3, 4], vocab_size=50)
     gpu = [predicted_gib("cuda", k) for k in range(1, 5)]
     for peaks in (table["predicted_gib"], pd.Series(gpu)):
@@ -107,7 +107,7 @@ def test_each_further_block_under_a_checkpoint_adds_the_same_to_the_peak():
         assert (steps > 0).all() and steps.max() == pytest.approx(steps.min(), rel=0.01)
 
 
-def test_twice_the_blocks_from_the_start_run_more_than_three_times_as_often():
+def test_recomputing_from_the_input_more_than_triples_block_runs_when_blocks_double():
     table = checkpoints(blocks_per_checkpoint=[], nested_blocks=[4, 8])
     ran = table.pivot(index="checkpoint_policy", columns="blocks", values="block_runs")
     ratio = ran[8] / ran[4]
@@ -129,7 +129,7 @@ def test_every_hint_has_a_test_here():
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_memory_notebook_says_that_its_formula_does_not_describe_another_model(monkeypatch, changed):
+def test_memory_notebook_reports_when_its_formula_does_not_describe_the_model(monkeypatch, changed):
     def reglu(self, x):
         return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
 

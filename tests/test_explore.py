@@ -1,4 +1,4 @@
-"""The notebooks that explore: what their cells select, compare, sum and count."""
+"""The explore and profile notebooks: the rows that they select, compare, sum and count."""
 
 from types import SimpleNamespace
 
@@ -18,25 +18,25 @@ from stepscope.traces.kernel_names import short_name
 
 @pytest.fixture
 def no_tables(monkeypatch):
-    """Nothing is read from a folder of runs."""
+    """Load no runs."""
     monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: {})
 
 
-def test_exploring_measures_two_by_their_own_steps(no_tables):
+def test_explore_measures_both_configurations(no_tables):
     explored = run_cells("explore", device="cpu")
     walls = {
-        name: own.loc[(own["phase"] == "total") & ~own["warmup"], "wall_ms"]
-        for name, own in explored["samples"].items()
+        name: rows.loc[(rows["phase"] == "total") & ~rows["warmup"], "wall_ms"]
+        for name, rows in explored["samples"].items()
     }
     operations = explored["profile"].operations
     for row in explored["both"].to_dict("records"):
-        own, one = (
+        wall_times, fastest_step = (
             walls[row["configuration"]],
             quickest(operations[operations["case"] == row["configuration"]]),
         )
-        assert len(own) == 10 and row["operations"] == len(one)
+        assert len(wall_times) == 10 and row["operations"] == len(fastest_step)
         assert (row["wall_ms"], row["wall_std_ms"], row["operators_ms"]) == pytest.approx(
-            (np.median(own), np.std(own, ddof=1), covered_ms(one))
+            (np.median(wall_times), np.std(wall_times, ddof=1), covered_ms(fastest_step))
         )
     quicker, slower = sorted(walls.values(), key=np.median)
     for both in (explored["both"], explored["both"][::-1]):
@@ -46,10 +46,10 @@ def test_exploring_measures_two_by_their_own_steps(no_tables):
         assert shown["overlap"] == (max(quicker) >= min(slower))
 
 
-def test_exploring_compares_the_references_fp32_baselines_in_order_of_context(monkeypatch):
-    """AdamW's share falls all the way in one size of three, and the others are busier at their longest context.
+def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch):
+    """AdamW's share falls monotonically in only one of three sizes; the other two are busier at their longest context.
 
-    large has one context length, so it is not compared.
+    ``large`` has only one context length, so it isn't compared.
     """
     plain = {
         "precision": "fp32",
@@ -120,27 +120,31 @@ def test_exploring_compares_the_references_fp32_baselines_in_order_of_context(mo
 
 
 def explored(runs):
-    """What the notebook shows of a folder of runs, and the names that it leaves."""
+    """Run the notebook on a runs folder; return its displayed outputs and its variables."""
     shown = []
     replaced = {"display": shown.append, "brief": lambda frame: frame}
     return shown, run_cells("explore", until="compared =", replaced=replaced, device="cpu", runs=str(runs))
 
 
 def pictures(shown):
-    return [one for one in shown if hasattr(one, "message")]
+    return [output for output in shown if hasattr(output, "message")]
 
 
 @pytest.mark.filterwarnings("error::UserWarning:matplotlib")
 def test_sweep_of_two_axes_shows_both(tmp_path):
     for context_length in (8, 16):
         for batch_size in (1, 2):
-            own = {"context_length": context_length, "batch_size": batch_size, "runs": str(tmp_path / "runs")}
-            run_cells("benchmark", **TINY | own)
+            fields = {
+                "context_length": context_length,
+                "batch_size": batch_size,
+                "runs": str(tmp_path / "runs"),
+            }
+            run_cells("benchmark", **TINY | fields)
     shown, names = explored(tmp_path / "runs")
     assert {*zip(names["share"]["configuration"], names["share"]["context_length"])} == {
         (f"batch_size {batch_size}", context_length) for batch_size in (1, 2) for context_length in (8, 16)
     }
-    (picture,) = pictures(shown)  # a CPU has no picture of how busy the GPU is
+    (picture,) = pictures(shown)  # a CPU run has no figure of GPU utilization
     labels = [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
     assert labels == ["batch_size 1", "batch_size 2"]
     lines = [line.get_xdata().tolist() for line in picture.axes[0].lines if len(line.get_xdata())]
@@ -150,15 +154,15 @@ def test_sweep_of_two_axes_shows_both(tmp_path):
 
 def test_sweep_without_context_lengths_has_a_bar_for_each_configuration(tmp_path):
     for optimizer, attention in (("foreach", "naive"), ("fused", "naive"), ("fused", "sdpa")):
-        own = {"optimizer": optimizer, "attention": attention, "runs": str(tmp_path / "runs")}
-        run_cells("benchmark", **TINY | own)
+        fields = {"optimizer": optimizer, "attention": attention, "runs": str(tmp_path / "runs")}
+        run_cells("benchmark", **TINY | fields)
     shown, _ = explored(tmp_path / "runs")
     (picture,) = pictures(shown)
     labels = {text.get_text() for text in picture.axes[0].get_yticklabels()}
     assert labels == {"naive, foreach", "naive, fused", "sdpa, fused"}
 
 
-def test_exploring_shows_the_ladder_with_the_slowest_step():
+def test_explore_shows_the_ladder_with_the_slowest_step():
     rows = [
         (size, context, change, wall)
         for size, context, least in (("small", 512, 5.0), ("2.7B", 512, 90.0), ("2.7B", 128, 9.0))
@@ -175,11 +179,11 @@ def test_exploring_shows_the_ladder_with_the_slowest_step():
     ]
 
 
-# What the notebooks suggest to change
+# Changes that the notebooks suggest
 
 
 def compared(tmp_path, before, after):
-    """The names that the second half of the notebook leaves once a piece of its code is replaced."""
+    """Replace a piece of the notebook's code, run it and return its variables."""
     notebook = edited("explore", tmp_path, before, after)
     return run_cells(notebook, device="cpu")
 
@@ -205,8 +209,8 @@ def test_batch_sizes_are_compared(tmp_path, no_tables):
     assert "Both run the same operations" in names["answer"]
 
 
-def test_compared_steps_leave_the_weights_as_they_are(no_tables, monkeypatch):
-    """A step of AdamW with its usual learning rate changes every weight."""
+def test_compared_steps_do_not_change_the_weights(no_tables, monkeypatch):
+    """With its usual learning rate, a step of AdamW would change every weight."""
     built = []
 
     def build(config):
@@ -220,12 +224,12 @@ def test_compared_steps_leave_the_weights_as_they_are(no_tables, monkeypatch):
         assert all(map(torch.equal, model.parameters(), weights))
 
 
-def test_context_length_of_the_comparison_can_be_changed(tmp_path, no_tables):
+def test_compared_context_length_can_be_changed(tmp_path, no_tables):
     names = compared(tmp_path, "512 if on_gpu else 64", "512 if on_gpu else 32")
     assert [config.context_length for config in names["configs"]] == [32, 32]
 
 
-def test_capture_of_your_choice_is_shown_and_its_tables_can_be_queried(monkeypatch):
+def test_profile_notebook_shows_any_capture_and_its_tables_can_be_queried(monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     other = PACKAGE.parents[1] / "tests" / "data" / "nsys" / "nsys_2026_3_cuda_gpu_trace.csv"
     names = run_cells("profile", replaced={"display": lambda *_: None}, file=str(other))
@@ -247,25 +251,28 @@ def test_answer_of_the_profile_notebook_is_folded(monkeypatch):
         assert start < answer.index(number(ms, "ms")) < end
 
 
-def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
+def test_profile_notebook_shows_the_median_step(monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     names = run_cells("profile", replaced={"display": lambda *_: None})
     gpu, accounts, operations = names["gpu"], names["breakdowns"], names["capture"].operations
     middle = accounts["wall"].sort_values().index[len(accounts) // 2]
-    own = operations[operations["step"] == middle]
+    step_operations = operations[operations["step"] == middle]
     table = (
         names["table"]
         .astype({"phase": str, "kernel_category": str})
         .set_index(["phase", "kernel_category"])["ms"]
     )
     summed = (
-        own["duration_ns"]
+        step_operations["duration_ns"]
         .div(1e6)
-        .groupby([own["phase"].astype(str), own["kernel_category"].astype(str)])
+        .groupby([step_operations["phase"].astype(str), step_operations["kernel_category"].astype(str)])
         .sum()
     )
     assert table.to_dict() == pytest.approx(summed.to_dict()) and table.is_monotonic_decreasing
-    shares = own.groupby(own["name"].astype(str))["duration_ns"].sum().nlargest(15) / own["duration_ns"].sum()
+    shares = (
+        step_operations.groupby(step_operations["name"].astype(str))["duration_ns"].sum().nlargest(15)
+        / step_operations["duration_ns"].sum()
+    )
     assert names["kernels"]["share"].tolist() == pytest.approx(shares.tolist())
     assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
     assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
@@ -284,10 +291,10 @@ def test_a_capture_is_shown_by_its_middle_step(monkeypatch):
         )
         for number, lasting in enumerate(([9, 1], [6, 6], [1, 1, 1]))
     ]
-    for asked, found in ((-1, 1), (2, 2)):
+    for device, expected in ((-1, 1), (2, 2)):
         assert (
-            executed("profile", "gpu = max(", names | {"devices": lambda capture: gpus, "device": asked})[
+            executed("profile", "gpu = max(", names | {"devices": lambda capture: gpus, "device": device})[
                 "gpu"
             ].number
-            == found
+            == expected
         )

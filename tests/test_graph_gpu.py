@@ -1,4 +1,4 @@
-"""What only a GPU can show of steps in CUDA graphs:
+"""Tests of CUDA graphs that need a GPU:
 
 python -m pytest tests/test_graph_gpu.py
 """

@@ -1,4 +1,4 @@
-"""A sweep that is killed again and again ends with the records of one that was left alone."""
+"""A sweep that is killed repeatedly ends with the same records as an undisturbed one."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def sweep(write_sweep):
 
 
 def records(store):
-    """The bytes of every record there is; each must be whole, whatever has just been killed."""
+    """Return the bytes of each record by seed; check that every record is complete."""
     found, errors = store.records(check_files=True)
     assert not errors
     return {
@@ -35,22 +35,22 @@ def records(store):
 
 
 def begun(faults, what="seed"):
-    """The seeds of the runs that have begun, or their kernels' process ids."""
+    """Return the seeds of the runs that have started, or the process ids of their kernels."""
     path = faults / "began"
     lines = path.read_text().splitlines() if path.exists() else []
     return [int(line.split()[what == "pid"]) for line in lines]
 
 
 def send(started, number, group):
-    """Send a signal to the sweep's process, or to its whole group, as a terminal, timeout and service managers do."""
+    """Send a signal to the sweep's process, or to its process group, as terminals and service managers do."""
     with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(started.process.pid, number)
 
 
 def quiet(started):
-    """Whether a sweep's end left no word of Python's or multiprocessing's own, nor spoke of what it ended itself."""
-    said = started.said.read_text()
-    return not re.search("Traceback|Error|Warning|running it again", said), said
+    """Return whether the output is free of errors, warnings and retries, and the output."""
+    output = started.said.read_text()
+    return not re.search("Traceback|Error|Warning|running it again", output), output
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def quiet(started):
         ),
     ],
 )
-def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(
+def test_stopped_sweep_cleans_up_and_can_be_continued(
     program, sweep, store, faults, number, group, tmp_path, monkeypatch
 ):
     temporary = tmp_path / "tmp"
@@ -83,14 +83,14 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(
     send(first, number, group)
     assert first.process.wait(60) == (-9 if number == signal.SIGKILL else 75)
     child = int((faults / "child").read_text())
-    if number == signal.SIGKILL:  # multiprocessing may say that it cleans up after a process that could not
+    if number == signal.SIGKILL:  # multiprocessing may report that it cleans up after the killed process
         assert first.all_ended()  # workers end with the sweep, and runs with their workers
     else:
         assert quiet(first)[0], quiet(first)[1]
         assert f"stopped by {number.name}; runs left: 1" in first.said.read_text() and first.all_ended(5)
         assert not store.partial.exists()
     assert ended(child)
-    assert not [one for one in temporary.iterdir() if not one.name.startswith("pymp")]
+    assert not [path for path in temporary.iterdir() if not path.name.startswith("pymp")]
     before = records(store)
     assert before.keys() == {0}
 
@@ -109,9 +109,7 @@ def test_a_stopped_sweep_leaves_nothing_behind_and_is_continued(
         *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
     ],
 )
-def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_once(
-    program, sweep, store, faults, number
-):
+def test_run_is_not_failed_when_group_is_stopped_after_a_worker_died(program, sweep, store, faults, number):
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -121,29 +119,29 @@ def test_a_stop_of_the_whole_group_makes_no_failed_run_of_one_whose_worker_died_
     first.wait_for((faults / "child").exists)
     send(first, number, group=True)
     assert first.process.wait(60) == 75 and first.all_ended(5)
-    said = first.said.read_text()
-    assert said.count("running it again") == 1 and "Traceback" not in said and "failed:" not in said
-    assert "0 failed" in said and f"stopped by {number.name}; runs left: 1" in said
+    output = first.said.read_text()
+    assert output.count("running it again") == 1 and "Traceback" not in output and "failed:" not in output
+    assert "0 failed" in output and f"stopped by {number.name}; runs left: 1" in output
     assert store.records() == ([], []) and not store.partial.exists()
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
     assert records(store).keys() == {HANGS}
 
 
-def test_a_second_signal_ends_a_sweep_at_once(program, sweep, store, faults):
+def test_second_signal_ends_sweep_immediately(program, sweep, store, faults):
     first = program("sweep", sweep([HANGS]), "--runs", store.root)
     first.wait_for((faults / "child").exists)
     sweeping = psutil.Process(first.process.pid)
     first.process.send_signal(signal.SIGINT)
-    time.sleep(1.2)  # a terminal's several signals are one request
+    time.sleep(1.2)  # signals in quick succession count as one request
     with suppress(psutil.NoSuchProcess):
         sweeping.send_signal(signal.SIGINT)
-    assert first.process.wait(30) in (75, 130, -2)  # it had ended all, was at it, or listened no more
+    assert first.process.wait(30) in (75, 130, -2)  # depending on how far the first stop had come
     assert first.all_ended() and ended(int((faults / "child").read_text()))
 
 
-def test_runs_of_a_dead_sweep_are_ended_by_the_next(program, sweep, store, faults):
-    """Sweep, worker and run are killed together: nobody is left who knows the run's children but by their mark."""
+def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
+    """When sweep, worker and run are killed together, only the mark identifies the run's children."""
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -155,14 +153,14 @@ def test_runs_of_a_dead_sweep_are_ended_by_the_next(program, sweep, store, fault
     for process in killed:
         process.kill()
     assert first.process.wait(30) == -9 and child.is_running()
-    assert semaphores(store.root)  # multiprocessing's own tracker of them was killed, too
+    assert semaphores(store.root)  # their tracker in multiprocessing was killed, too
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
     assert ended(child.pid) and records(store).keys() == {HANGS} and not semaphores(store.root)
 
 
 def _victims(started):
-    """By kind: the sweep's own process, its worker, a run, a kernel; as far as there are any now."""
+    """Return the running processes by kind: the sweep, its workers, runs and kernels."""
     found = {"sweep": [psutil.Process(started.process.pid)], "worker": [], "run": [], "kernel": []}
     for process in started.processes():
         with suppress(psutil.Error):
@@ -191,7 +189,7 @@ def _victims(started):
         ),
     ],
 )
-def test_random_kills_lose_nothing_and_double_nothing(
+def test_random_kills_neither_lose_nor_repeat_runs(
     program, sweep, store, faults, chance, seeds, kills, within_s
 ):
     path, chance, before = sweep(seeds), random.Random(chance), {}
@@ -213,7 +211,7 @@ def test_random_kills_lose_nothing_and_double_nothing(
         status = started.process.wait(90)
         assert started.all_ended(), (number, kind)
         done = {seed: text for seed, text in records(store).items() if json.loads(text)["status"] != "failed"}
-        assert before.items() <= done.items(), (number, kind, status)  # not lost, and not done again
+        assert before.items() <= done.items(), (number, kind, status)  # neither lost nor repeated
         assert "Traceback" not in started.said.read_text(), started.said.read_text()
         before = done
     last = program("sweep", path, "--runs", store.root, "--workers", 2)
@@ -223,12 +221,12 @@ def test_random_kills_lose_nothing_and_double_nothing(
     assert {path.name for path in store.root.iterdir()} == {
         ".lock",
         "benchmark",
-    }  # nothing half-made or temporary
+    }  # no partial or temporary files
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
-def test_a_full_disk_stops_a_sweep_and_loses_nothing(program, sweep, store, faults):
+def test_full_disk_stops_sweep_without_losing_runs(program, sweep, store, faults):
     import subprocess
 
     store.root.mkdir()
@@ -236,13 +234,13 @@ def test_a_full_disk_stops_a_sweep_and_loses_nothing(program, sweep, store, faul
         ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", store.root], capture_output=True
     )
     if mounted.returncode:
-        pytest.skip("nothing can be mounted here")
+        pytest.skip("mounting is not permitted here")
     try:
         (store.root / "ballast").write_bytes(bytes(3 * 2**20 - 600_000))
         started = program("sweep", sweep([0, 20, 21, RAISES]), "--runs", store.root)
         status = started.process.wait(120)
-        said = started.said.read_text()
-        assert status in (1, 2, 75) and "Traceback" not in said
+        output = started.said.read_text()
+        assert status in (1, 2, 75) and "Traceback" not in output
         before = records(store)
         (store.root / "ballast").unlink()
         (faults / "mended").touch()

@@ -1,4 +1,4 @@
-"""A trial: each notebook as a student meets it, in JupyterLab in a real browser, on a CPU and with its defaults."""
+"""Slow tests that run each notebook with its defaults on a CPU, in JupyterLab in a real browser."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from stepscope import PROJECT
 
 PICTURES = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", "lab/screenshots"))
 TOKEN = "trial"
-RUN_LIMIT_S = 300  # of a notebook, on a machine that is loaded too
+RUN_LIMIT_S = 300  # per notebook, generous enough for a busy machine
 
-# What a person who scrolls from top to bottom sees: outputs as they are on the page, not as they are in the file.
+# Outputs as rendered on the page, not as stored in the file.
 SEEN = """() => ({
     errors: [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.error"]')].map(e => e.innerText),
     warnings: [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.stderr"]')].map(e => e.innerText),
@@ -35,7 +35,7 @@ SEEN = """() => ({
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
-    """The project as it is in this checkout, where copies of notebooks may be written and run."""
+    """Copy the checkout into a folder in which notebooks can be written and run."""
     folder = tmp_path_factory.mktemp("trial") / "project"
     assert PROJECT is not None
     shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "lab"))
@@ -45,7 +45,7 @@ def project(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def lab(project, tmp_path_factory):
-    """A JupyterLab as `make lab` starts it, with settings of nobody's home; its address."""
+    """Start JupyterLab like `make lab`, with an empty home folder; yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -58,11 +58,11 @@ def lab(project, tmp_path_factory):
         "IPYTHONDIR": str(home / "ipython"),
         "PYTHONPATH": str(project / "lib"),
     }
-    # The whole notebook is on the page, so that all of it can be looked at.
+    # Render all cells, not only the visible ones, so that they can be inspected.
     settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
-    said = home / "said.txt"
+    log = home / "said.txt"
     command = [
         sys.executable,
         "-m",
@@ -75,43 +75,43 @@ def lab(project, tmp_path_factory):
         "--ServerApp.port_retries=0",
         f"--IdentityProvider.token={TOKEN}",
     ]
-    with said.open("w") as stream:
+    with log.open("w") as stream:
         server = subprocess.Popen(command, cwd=project, env=os.environ | places, stdout=stream, stderr=stream)
     address = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
         while True:
-            assert server.poll() is None and time.monotonic() < deadline, said.read_text()
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             with suppress(OSError):
                 urllib.request.urlopen(f"{address}/api?token={TOKEN}").close()
                 break
             time.sleep(0.2)
         yield address
     finally:
-        server.terminate()  # it ends its kernels first
+        server.terminate()  # the server ends its kernels before it exits
         server.wait(30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [path.stem for path in NOTEBOOKS])
-def test_a_notebook_runs_in_jupyterlab(project, lab, name):
-    with browser() as on:
-        page = on.new_page(viewport={"width": 1440, "height": 900})
+def test_notebook_runs_in_jupyterlab(project, lab, name):
+    with browser() as session:
+        page = session.new_page(viewport={"width": 1440, "height": 900})
         page.goto(f"{lab}/lab/tree/lab/{name}.ipynb?token={TOKEN}&reset")
-        # Cells come one after another, and only those that are there are run.
+        # JupyterLab adds cells one by one, and "Run All Cells" runs only those already added.
         cells = len(json.loads((project / "lab" / f"{name}.ipynb").read_text())["cells"])
         page.wait_for_function(
             "cells => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= cells",
             arg=cells,
             timeout=60_000,
         )
-        has_kernel(lab, name)
+        wait_for_kernel(lab, name)
         idle = page.locator('.jp-NotebookPanel-toolbar [data-status="idle"]')
         idle.wait_for(timeout=60_000)
         begin = time.monotonic()
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        # Each cell that has run has a number, one that waits has a star: the last one's number is the end.
+        # An executed cell shows a number and a pending one a star, so the run is over when all show numbers.
         page.wait_for_function(
             """() => {
             const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText.trim())
@@ -121,7 +121,7 @@ def test_a_notebook_runs_in_jupyterlab(project, lab, name):
         )
         idle.wait_for(timeout=60_000)
         took_s = time.monotonic() - begin
-        page.wait_for_timeout(1_000)  # the last picture is still being drawn
+        page.wait_for_timeout(1_000)  # the last figure is still being drawn
         seen = page.evaluate(SEEN)
         print(f"{name}: {took_s:.0f} s, {seen}")
         photograph(page, name)
@@ -130,8 +130,8 @@ def test_a_notebook_runs_in_jupyterlab(project, lab, name):
     assert seen["pictures"] and seen["tables"] and seen["folded"]
 
 
-def has_kernel(lab: str, name: str) -> None:
-    """Wait until the notebook's session has its kernel: asked to run before, JupyterLab asks which one to select."""
+def wait_for_kernel(lab: str, name: str) -> None:
+    """Wait for the notebook's kernel; without one, JupyterLab would ask the user to select a kernel."""
     deadline = time.monotonic() + 60
     while True:
         with urllib.request.urlopen(f"{lab}/api/sessions?token={TOKEN}") as answer:
@@ -143,7 +143,7 @@ def has_kernel(lab: str, name: str) -> None:
 
 
 def photograph(page, name: str) -> None:
-    """The whole notebook in one picture: its cells at their full height, and nothing else on the page."""
+    """Save one screenshot of the full notebook, without the rest of the page."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
     page.set_viewport_size({"width": 1440, "height": min(16_000, int(height) + 200)})

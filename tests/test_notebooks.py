@@ -1,4 +1,4 @@
-"""Notebooks: what their tags promise, how they are run by papermill alone and by a sweep, and what is kept."""
+"""Notebooks: their tags and names, running them by hand, with papermill and in sweeps, and the resulting records."""
 
 import ast
 import functools
@@ -53,7 +53,7 @@ def cell(source, *tags):
 
 
 def write(folder, *cells, study="benchmark"):
-    """A notebook of such cells behind parameters and set-up; its path."""
+    """Write a notebook of parameters, set-up and these cells; return its path."""
     listed = [cell(PARAMETERS, "parameters"), cell(SET_UP), *cells]
     content = {
         "nbformat": 4,
@@ -79,7 +79,7 @@ def write(folder, *cells, study="benchmark"):
 
 @pytest.fixture
 def run(tmp_path, tiny, monkeypatch):
-    """Run such a notebook as a sweep's worker does; its record and its folder."""
+    """Run a notebook of these cells like a sweep's worker; return its record and its folder."""
 
     def make(*cells, environment=None, **fields):
         monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(write(tmp_path / "own", *cells).parent))
@@ -90,17 +90,17 @@ def run(tmp_path, tiny, monkeypatch):
     return make
 
 
-# What stands in the package's notebooks.
+# The package's notebooks.
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_papermill_tells_every_parameter_with_type_and_help(path):
+def test_papermill_shows_type_and_help_of_every_parameter(path):
     found = papermill.inspect_notebook(path)
     assert all(one["inferred_type_name"] != "None" and one["help"] for one in found.values()), found
 
 
 @pytest.mark.parametrize("study", studies())
-def test_a_studys_notebooks_have_all_its_fields_as_parameters(study):
+def test_notebooks_of_study_have_all_its_fields_as_parameters(study):
     of_study = [
         path
         for path in NOTEBOOKS
@@ -112,13 +112,13 @@ def test_a_studys_notebooks_have_all_its_fields_as_parameters(study):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_cells_are_tagged_for_what_they_do(path):
+def test_cells_have_the_right_tags(path):
     cells = code_cells(path)
     assert not leaks(cells)
     assert all("raises-exception" in cell.tags for cell in cells if cell.shows)
 
 
-def test_a_name_that_leaks_out_of_a_cell_that_shows_is_found():
+def test_name_that_leaks_from_a_display_cell_is_reported():
     shows = cell("for mode in modes:\n    print(mode)\npicture = draw(lambda own: own)", "show")
     assert leaks([shows, cell("def f(picture):\n    return picture\nfor mode in ():\n    mode")]) == []
     assert leaks([shows, cell("def f():\n    return picture")]) == ["picture of cell 1, read by cell 2"]
@@ -172,7 +172,7 @@ def names_in_library():
 
 
 def resolves(dotted, imports):
-    """Whether a dotted name can be imported, or is an attribute of something that the notebook imports."""
+    """Return whether a dotted name can be imported or is an attribute of an import of the notebook."""
     first, *rest = dotted.split(".")
     try:
         return bool(pydoc.locate(dotted)) or bool(operator.attrgetter(".".join(rest))(imports[first]))
@@ -221,10 +221,10 @@ def test_invented_name_in_backticks_is_reported():
     assert unknown_names(f"{known} {text}", code) == invented
 
 
-# The digest of what measured.
+# The digest of the measuring cells.
 
 
-def test_the_digest_is_of_what_measures(tmp_path):
+def test_digest_covers_only_measuring_code(tmp_path):
     def digest(*cells):
         return notebook_source(write(tmp_path, *cells))
 
@@ -244,14 +244,14 @@ def test_the_digest_is_of_what_measures(tmp_path):
     assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain  # no Python
 
 
-def test_by_hand_the_digest_is_the_notebooks_where_only_its_cells_ran(tmp_path):
+def test_digest_by_hand_equals_notebook_digest_when_only_its_cells_ran(tmp_path):
     path = write(tmp_path, cell("ms = 1", "measure"), cell(KEEP))
     own = [one.source for one in code_cells(path)]
     assert source_by_hand(["", own[0], "# Parameters\nseed = 4\n", *own[1:]], path) == notebook_source(path)
     assert source_by_hand([*own[:2], "ms = 2 * ms()", own[3]], path) != notebook_source(path)
 
 
-def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
+def test_record_without_digest_counts_as_done_and_mixed_digests_are_reported(tiny):
     before, first, second = (
         record_of(tiny(seed=seed), software={"notebook_source": source} if source else {})
         for seed, source in enumerate(["", "a", "b"])
@@ -266,7 +266,7 @@ def test_a_record_without_a_digest_is_done_by_its_id_and_two_are_named(tiny):
 SHOWS = ("show", "raises-exception")
 
 
-def test_error_in_a_cell_that_only_shows_costs_no_measurement(run):
+def test_error_in_display_cell_keeps_the_measurement(run):
     record, folder = run(
         cell(SLIP, *SHOWS),
         cell('run.keep({"table": pd.DataFrame({"ms": [1.0]})}, {"kept": True})'),
@@ -314,7 +314,7 @@ def by_papermill(*arguments, cwd):
     return done.returncode, done.stderr
 
 
-def test_papermill_alone_writes_a_run_that_can_be_read(tmp_path, tiny):
+def test_papermill_without_sweep_writes_a_readable_run(tmp_path, tiny):
     benchmark = next(path for path in NOTEBOOKS if path.stem == "benchmark")
     given = [part for name, value in TINY.items() for part in ("-p", name, value)]
     code, said = by_papermill(benchmark, "out.ipynb", *given, "-p", "runs", "mine", cwd=tmp_path)
@@ -330,12 +330,12 @@ def test_papermill_alone_writes_a_run_that_can_be_read(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_notebook_refuses_a_wrong_name(path):
+def test_notebook_rejects_unknown_parameter(path):
     sources = "".join(cell.source for cell in code_cells(path) if not cell.shows)
     assert re.search(r"= from_notebook\(|^require_parameters\(globals\(\)\)", sources, re.MULTILINE)
 
 
-def test_wrong_names_are_refused_and_a_sweeps_are_not():
+def test_unknown_parameters_are_rejected_except_in_sweeps():
     cells = [
         "",
         "batch_size: int = 4",
@@ -354,7 +354,7 @@ def test_wrong_names_are_refused_and_a_sweeps_are_not():
 
 @pytest.fixture
 def by_hand(tiny, tmp_path):
-    """Runs by hand of this process, which leaves torch's threads as they were."""
+    """Allow runs by hand in this process; restore torch's number of threads."""
     threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     yield lambda **fields: Run(tiny(**fields), runs=tmp_path / "mine")
     torch.set_num_threads(threads)
@@ -364,7 +364,7 @@ def by_hand(tiny, tmp_path):
 TABLES = {"table": pd.DataFrame({"ms": [1.0]})}
 
 
-def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
+def test_run_by_hand_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_path):
     store = Store(tmp_path / "mine")
     (tmp_path / "trace.csv").write_text("a")
     run = by_hand()
@@ -379,13 +379,13 @@ def test_a_run_by_hand_is_kept_at_once_and_again(by_hand, tmp_path):
         and set(record.tables) == {"table", "trace.csv"}
     )
     run.conclude("It is 42.")
-    run.keep(TABLES)  # the cell once more
+    run.keep(TABLES)  # run the cell again
     assert store.records(check_files=True)[0][0].results == {}
     with pytest.raises(RecordError, match=r"results\.list"):
         run.keep(TABLES, {"list": [1]})
 
 
-def test_by_hand_a_folder_that_cannot_take_the_run_is_refused_first(by_hand, tmp_path):
+def test_run_by_hand_rejects_unusable_folder_before_measuring(by_hand, tmp_path):
     by_hand(seed=1).keep(TABLES)
     store = Store(tmp_path / "mine")
     with store.writing(), pytest.raises(StoreBusy):
@@ -400,16 +400,16 @@ def from_record(record: Record):
     return configure(**record.config)
 
 
-def test_the_smallest_models_have_one_thread_on_a_cpu(by_hand, monkeypatch):
+def test_smallest_models_use_one_cpu_thread(by_hand, monkeypatch):
     torch.set_num_threads(2)
     by_hand(context_length=512)
     assert torch.get_num_threads() == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # as Dask would have it
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # as Dask sets it
     by_hand(context_length=256)
     assert torch.get_num_threads() == 1 and os.environ["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_folders_name_is_the_projects_wherever_in_it_one_stands(tmp_path, monkeypatch):
+def test_runs_folder_is_relative_to_the_project_from_any_subfolder(tmp_path, monkeypatch):
     from stepscope.runs import store
 
     (tmp_path / "project" / "lab" / "here").mkdir(parents=True)
@@ -436,7 +436,7 @@ def test_cells_run_in_this_process_with_names_replaced(by_hand):
         run_cells("benchmark", contxt=8)
 
 
-# A study of one's own.
+# A custom study.
 
 OWN = {
     "__init__.py": '"""A study of a user."""\n',
@@ -448,8 +448,8 @@ OWN = {
 }
 
 
-def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, monkeypatch, by_hand):
-    """As docs/notebooks.md has it: no views, figures, evidence page or sweep that ships."""
+def test_study_needs_only_notebook_config_schema_and_sweep_block(tmp_path, monkeypatch, by_hand):
+    """As docs/notebooks.md describes: without views, figures, evidence page or bundled sweep."""
     from stepscope import studies as package
     from stepscope.report.machine import compose
     from stepscope.runs.sweep_file import find_sweeps, load_sweeps
@@ -489,10 +489,10 @@ def test_a_study_is_a_notebook_a_config_a_schema_and_a_sweep_block(tmp_path, mon
             del sys.modules[name]
 
 
-# The look.
+# Matplotlib styles.
 
 
-def test_to_import_the_package_changes_no_look_and_a_students_changes_no_picture():
+def test_importing_the_package_keeps_rcparams_and_user_rcparams_do_not_change_figures():
     code = (
         "import matplotlib as m; before = dict(m.rcParams)\n"
         "import importlib, pkgutil, stepscope\n"

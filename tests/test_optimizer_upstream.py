@@ -1,8 +1,8 @@
-"""PyTorch's own optimizer tests, of MasterAdamW.
+"""Apply PyTorch's optimizer tests to MasterAdamW.
 
 ``torch.testing._internal.common_optimizers`` holds the inputs of PyTorch's TestOptimRenewed for each optimizer.
-Its checks are methods of that class, which no package contains: these are its checks, over those inputs. Its
-models multiply fp32 weights, so here they cast the weights, which are bf16.
+The checks themselves are methods of that class, which no package contains, so we repeat them here with the same
+inputs. PyTorch's models multiply fp32 weights, whereas our weights are bf16, so the models here cast them.
 """
 
 import copy
@@ -14,17 +14,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stepscope.optimizations import MasterAdamW
 
-pytest.importorskip("expecttest")  # which torch.testing imports
+pytest.importorskip("expecttest")  # imported by torch.testing
 from torch.testing._internal import common_optimizers
 
 ADAMW = next(info for info in common_optimizers.optim_db if info.optim_cls is torch.optim.AdamW)
 
 # The checks of TestOptimRenewed that do not apply, and why.
 NOT_APPLICABLE = {
-    "test_forloop_goes_right_direction_multigpu": "weights lie on one device",
-    "test_param_group_with_lrscheduler_goes_right_direction": "adds a group, which is refused",
+    "test_forloop_goes_right_direction_multigpu": "all weights are on one device",
+    "test_param_group_with_lrscheduler_goes_right_direction": "adds a group, which is rejected",
     "test_can_load_older_state_dict": "older versions of this optimizer are not supported",
-    "test_complex, test_complex_2d": "complex parameters are refused",
+    "test_complex, test_complex_2d": "complex parameters are rejected",
     "test_foreach_*, test_fused_*, test_set_default_dtype_works_with_foreach": "there is one implementation",
     "test_capturable_*": "tests/test_fast_step_gpu.py captures it",
     "test_mixed_device_dtype": "weights of two dimensions become bf16, others fp32, on one device",
@@ -32,10 +32,10 @@ NOT_APPLICABLE = {
     "test_peak_memory_foreach, test_fused_cpu_matches_cuda": "there is one implementation",
     "test_grad_scaling_autocast_fused_optimizers": "only for fused=True; Trainer and Lightning scale outside",
 }
-# Inputs and errors that do not apply: a text that their description holds, and why.
+# Inputs and errors that do not apply: a part of their description, and the reason.
 OTHER_INPUTS = {
-    "maximize": "refused",
-    "amsgrad": "refused",
+    "maximize": "rejected",
+    "amsgrad": "rejected",
     "foreach": "there is no such argument",
     "betas must be either both floats or both Tensors": "both are read as numbers",
 }
@@ -75,12 +75,12 @@ def closure_of(optimizer, weight, bias):
     return closure
 
 
-def test_upstream_inputs_that_apply_are_most():
+def test_most_upstream_inputs_apply():
     assert len(INPUTS) >= 3 and len(error_inputs()) >= 6
 
 
 @pytest.mark.parametrize("wrong", error_inputs(), ids=lambda wrong: wrong.optimizer_error_input.desc)
-def test_upstream_error_inputs_are_refused(wrong):
+def test_upstream_error_inputs_are_rejected(wrong):
     given = wrong.optimizer_error_input
     parameters = weight_and_bias() if given.params is None else given.params
     if issubclass(wrong.error_type, Warning):
@@ -181,7 +181,7 @@ def test_upstream_hooks_are_called_in_order():
     assert called == list(kinds)
 
 
-def test_a_compiled_step_trains():
+def test_compiled_step_trains():
     weight, bias = weight_and_bias()
     optimizer = MasterAdamW([weight, bias], 1e-2)
     closure = closure_of(optimizer, weight, bias)

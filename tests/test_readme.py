@@ -1,4 +1,4 @@
-"""The commands of README and docs: each one does what the text promises, on a machine without a GPU."""
+"""The commands of README and docs have the effects that the text promises, on a machine without a GPU."""
 
 import os
 import re
@@ -77,7 +77,7 @@ def commands(document: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder in which commands run like in a checkout: with notebooks and a sweep file, but runs of its own."""
+    """Make a folder like a checkout, with notebooks and sweep files, but with separate runs."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "notebooks").symlink_to(ROOT / "notebooks")
     YAML().dump({"study": "benchmark", "fixed": TINY}, folder / "mine.yaml")
@@ -88,7 +88,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def do(place, monkeypatch, capsys):
-    """Run a command that has to be in a document; return its output."""
+    """Run a documented command; return its output."""
     monkeypatch.chdir(place)
 
     def run(command: str, **replaced: str) -> str:
@@ -97,12 +97,12 @@ def do(place, monkeypatch, capsys):
         arguments = [replaced.get(argument, argument) for argument in arguments]
         if program == "stepscope":  # in this process, which has imported what it needs
             code = call(program, *arguments)
-            said = "".join(capsys.readouterr())
+            output = "".join(capsys.readouterr())
         else:
             done = program_in(place, sys.executable, "-m", program, *arguments)
-            code, said = done.returncode, done.stdout + done.stderr
-        assert code == 0, said
-        return said
+            code, output = done.returncode, done.stdout + done.stderr
+        assert code == 0, output
+        return output
 
     return run
 
@@ -126,15 +126,15 @@ def program_in(folder: Path, *command: object) -> subprocess.CompletedProcess:
     )
 
 
-# -- what the documents say -----------------------------------------------------------------------------------
+# -- the text of the documents -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_command_of_a_document_is_tried_or_has_a_reason(document):
+def test_documented_command_is_tested_or_has_a_reason(document):
     assert not {*commands(document)} - RUN.keys() - ELSEWHERE.keys()
 
 
-def test_every_command_tried_is_in_a_document():
+def test_tested_commands_are_documented():
     assert {*RUN, *ELSEWHERE} == {command for document in DOCUMENTS for command in commands(document)}
 
 
@@ -156,11 +156,11 @@ def test_sweep_files_of_a_document_are_valid(document, place):
             assert load_sweeps([path], "cpu").configs
 
 
-# -- what the commands do -------------------------------------------------------------------------------------
+# -- the effects of the commands -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_own_sweep_measures_and_renders_a_report(do, place):
+def test_custom_sweep_measures_and_renders_a_report(do, place):
     do("stepscope sweep mine.yaml --runs runs/mine")
     do("stepscope render --runs runs/mine")
     swept = place / "runs" / "mine"
@@ -170,13 +170,13 @@ def test_own_sweep_measures_and_renders_a_report(do, place):
 
 
 def test_fit_names_the_sizes_that_fit(do):
-    said = do("stepscope fit --memory 80")
-    assert "80" in said and all(size in said for size in ("small", "medium", "large", "xl", "2.7B"))
+    output = do("stepscope fit --memory 80")
+    assert "80" in output and all(size in output for size in ("small", "medium", "large", "xl", "2.7B"))
 
 
-def test_profile_summarizes_a_capture_with_what_to_do(do):
-    said = do("stepscope profile FILE", FILE=str(PACKAGE / "captures" / "example.sqlite.gz"))
-    assert re.search("^step on GPU", said, re.MULTILINE) and re.search("^to do", said, re.MULTILINE)
+def test_profile_summarizes_a_capture_with_advice(do):
+    output = do("stepscope profile FILE", FILE=str(PACKAGE / "captures" / "example.sqlite.gz"))
+    assert re.search("^step on GPU", output, re.MULTILINE) and re.search("^to do", output, re.MULTILINE)
 
 
 def test_readme_reads_the_tables_as_dataframes(capsys):
@@ -188,8 +188,8 @@ def test_readme_reads_the_tables_as_dataframes(capsys):
 
 
 def test_help_of_a_notebook_lists_its_parameters(do):
-    said = do("papermill --help-notebook notebooks/benchmark.ipynb")
-    assert "context_length: int" in said and "sequences" in said
+    output = do("papermill --help-notebook notebooks/benchmark.ipynb")
+    assert "context_length: int" in output and "sequences" in output
 
 
 def test_make_doctor_describes_this_machine(capsys):
@@ -200,36 +200,36 @@ def test_make_doctor_describes_this_machine(capsys):
 
 def recipe(target: str) -> str:
     """Return what a target of the Makefile runs once the virtual environment is there."""
-    said = subprocess.run(
+    done = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.ready", target],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert said.returncode == 0, said.stderr
-    return said.stdout.strip().removeprefix(".venv/bin/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().removeprefix(".venv/bin/")
 
 
-# -- what takes minutes ---------------------------------------------------------------------------------------
+# -- tests that take minutes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_make_report_measures_every_study_on_a_cpu(tmp_path):
     assert recipe("report") == "stepscope report"
-    said = program_in(tmp_path, sys.executable, "-m", "stepscope.cli", "report", "--runs", "here")
-    assert said.returncode == 0, said.stderr
+    done = program_in(tmp_path, sys.executable, "-m", "stepscope.cli", "report", "--runs", "here")
+    assert done.returncode == 0, done.stderr
     found = read(Store(tmp_path / "here"))
     assert not found.errors and {record.study for record in found.records} == {*studies()}
     assert (tmp_path / "here" / "report.html").is_file()
 
 
 @pytest.mark.slow
-def test_ladder_of_an_own_shape_measures_each_optimization(place):
-    """With the small shape that README names for a CPU."""
+def test_ladder_of_custom_shape_measures_each_optimization(place):
+    """Use the small shape that README suggests for a CPU."""
     assert "`--shape 64/128/2/2`" in (ROOT / "README.md").read_text()
     options = ["--shape", "64/128/2/2", "--runs", "runs/shape"]
-    said = program_in(place, sys.executable, "-m", "stepscope.cli", "ladder", *options)
-    assert said.returncode == 0, said.stderr
+    done = program_in(place, sys.executable, "-m", "stepscope.cli", "ladder", *options)
+    assert done.returncode == 0, done.stderr
     steps = load(place / "runs" / "shape")["ladder.steps"]
     assert (steps["status"] == "ok").sum() > 3
 

@@ -1,4 +1,4 @@
-"""Workers of a scheduler that is somebody's: the same sweep, ended and continued in the same way."""
+"""Sweeps on an external Dask scheduler and its workers, stopped and continued like local sweeps."""
 
 import json
 import os
@@ -18,7 +18,7 @@ QUIET = {"DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "error"}
 
 
 class Cluster:
-    """A scheduler and its workers, as processes of the command line that Dask has."""
+    """A scheduler and its workers, started with Dask's command line."""
 
     def __init__(self, folder, environment):
         self.folder, self.environment, self.started = folder, os.environ | QUIET | environment, []
@@ -81,7 +81,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path, faults):  # faults: workers are to find these notebooks, too
+def cluster(tmp_path, faults):  # faults: sets the environment that workers inherit
     made = []
 
     def make(**environment):
@@ -108,59 +108,57 @@ def seeds(store, status="ok"):
     return {record.config["seed"] for record in store.records(check_files=True)[0] if record.status == status}
 
 
-def test_a_sweep_on_somebodys_workers_is_stopped_killed_and_continued(cluster, sweep, store, faults):
-    there = cluster()
-    worker = there.worker()
+def test_sweep_on_external_workers_can_be_stopped_killed_and_continued(cluster, sweep, store, faults):
+    dask = cluster()
+    worker = dask.worker()
     for number, status in ((signal.SIGTERM, 75), (signal.SIGKILL, -9)):
         (faults / "child").unlink(missing_ok=True)
-        first = sweep(there, [0, HANGS])
+        first = sweep(dask, [0, HANGS])
         first.wait_for((faults / "child").exists)
         first.process.send_signal(number)
         assert first.process.wait(60) == status
-        # The worker goes on, and has ended the run that nobody waits for any more.
+        # The worker survives, and has ended the abandoned run.
         assert ended(int((faults / "child").read_text())) and worker.poll() is None
         assert seeds(store) == {0}
     (faults / "mended").touch()
-    assert sweep(there, [0, HANGS]).process.wait(120) == 0
+    assert sweep(dask, [0, HANGS]).process.wait(120) == 0
     assert seeds(store) == {0, HANGS} and not store.partial.exists()
 
 
-def test_a_worker_that_dies_hands_its_run_to_another(cluster, sweep, store, faults):
-    there = cluster()
-    workers = [there.worker()]
-    first = sweep(there, [HANGS, RAISES])
+def test_run_moves_to_another_worker_when_its_worker_dies(cluster, sweep, store, faults):
+    dask = cluster()
+    workers = [dask.worker()]
+    first = sweep(dask, [HANGS, RAISES])
     first.wait_for((faults / "child").exists)
     (faults / "mended").touch()
-    workers.append(there.worker())
-    os.killpg(workers[0].pid, signal.SIGKILL)  # with its nanny: it does not come back
+    workers.append(dask.worker())
+    os.killpg(workers[0].pid, signal.SIGKILL)  # also kills its nanny, which would restart the worker
     assert first.process.wait(120) == 0 and seeds(store) == {HANGS, RAISES}
     assert first.said.read_text().count("running it again") == 1
     assert ended(int((faults / "child").read_text()))
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_dies_is_said_and_its_runs_are_ended(cluster, sweep, store, faults):
-    there = cluster()
-    there.worker()
-    first = sweep(there, [0, HANGS])
+def test_dead_scheduler_is_reported_and_its_runs_are_ended(cluster, sweep, store, faults):
+    dask = cluster()
+    dask.worker()
+    first = sweep(dask, [0, HANGS])
     first.wait_for((faults / "child").exists)
-    there.scheduler.kill()
+    dask.scheduler.kill()
     assert first.process.wait(120) == 75 and "the scheduler is gone" in first.said.read_text()
     assert seeds(store) == {0} and ended(int((faults / "child").read_text()))
 
 
-def test_workers_that_offer_nothing_are_refused_and_no_folder_is_made(cluster, sweep, store):
-    there = cluster()
-    there.worker("OTHER=1")
-    first = sweep(there, [0])
+def test_workers_without_resources_are_rejected_before_creating_a_folder(cluster, sweep, store):
+    dask = cluster()
+    dask.worker("OTHER=1")
+    first = sweep(dask, [0])
     assert first.process.wait(60) == 2 and "offer neither GPU nor RUNS" in first.said.read_text()
     assert not store.root.exists()
 
 
 @pytest.mark.slow
-def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(
-    cluster, sweep, store, tmp_path, monkeypatch
-):
+def test_sweep_joins_tls_scheduler_with_dask_configuration(cluster, sweep, store, tmp_path, monkeypatch):
     security, tls = Security.temporary(), "DASK_DISTRIBUTED__COMM__TLS__"
     files = {"CA_FILE": "tls_ca_file"} | {
         f"{role}__{part}": f"tls_client_{part.lower()}"
@@ -170,18 +168,18 @@ def test_a_scheduler_with_tls_is_joined_by_dasks_own_configuration(
     for name in files.values():
         (tmp_path / name).write_text(getattr(security, name))
     environment = {f"{tls}{option}": str(tmp_path / name) for option, name in files.items()}
-    there = cluster(DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME="tls", **environment)
-    assert there.address.startswith("tls://")
-    there.worker()
-    refused = sweep(there, [0])
+    dask = cluster(DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME="tls", **environment)
+    assert dask.address.startswith("tls://")
+    dask.worker()
+    refused = sweep(dask, [0])
     assert refused.process.wait(60) == 2 and not store.root.exists()
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    joined = sweep(there, [0])
+    joined = sweep(dask, [0])
     assert joined.process.wait(120) == 0, joined.said.read_text()
 
 
-def test_local_workers_listen_on_the_loopback_alone_and_end_with_the_sweep(tmp_path):
+def test_local_workers_listen_only_on_loopback_and_end_with_the_sweep(tmp_path):
     gpus = [{"visible": "3", "name": "x", "gib": 79.6}, {"visible": "GPU-ab", "name": "x", "gib": 79.6}]
     with local_workers(gpus, 2, tmp_path / "scratch") as client:
         workers = workers_of(client)

@@ -1,5 +1,7 @@
-"""mypy over the package, bench, the tests and the cells of the notebooks: ``python tests/typecheck.py``; or over
-files."""
+"""Run mypy on the package, bench, the tests and the notebooks, or on the given files.
+
+python tests/typecheck.py [FILE ...]
+"""
 
 import re
 import sys
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def code_of(notebook: Path) -> list[tuple[str, str]]:
-    """Each line of its code cells, with its place as ruff names it: ``path:cell 3:1``."""
+    """Return each line of the code cells with its location as ruff formats it: ``path:cell 3:1``."""
     cells = nbformat.read(notebook, as_version=4).cells
     return [
         (f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
@@ -24,12 +26,11 @@ def code_of(notebook: Path) -> list[tuple[str, str]]:
 
 
 def typecheck(files: list[str]) -> tuple[str, int]:
-    """What mypy says of files, or of all where none is named, with a notebook's findings by its cells, and its
-    exit status."""
+    """Run mypy on files (default: everything); return its output, with locations in notebook cells, and its status."""
     settings = ["--config-file", str(ROOT / "pyproject.toml")]
     if files:
-        said, complaints, status = api.run([*settings, *files])
-        return said + complaints, status
+        output, complaints, status = api.run([*settings, *files])
+        return output + complaints, status
     with tempfile.TemporaryDirectory() as folder:
         places: dict[str, str] = {}
         for notebook in sorted(ROOT.glob("notebooks/*.ipynb")):
@@ -38,9 +39,9 @@ def typecheck(files: list[str]) -> tuple[str, int]:
             path.write_text("\n".join(line for _, line in code) + "\n", encoding="utf-8")
             places |= {f"{path}:{at}": place for at, (place, _) in enumerate(code, 1)}
         targets = [ROOT / "lib" / "stepscope", ROOT / "bench", ROOT / "tests", *Path(folder).iterdir()]
-        said, complaints, status = api.run([*settings, *map(str, targets)])
+        output, complaints, status = api.run([*settings, *map(str, targets)])
     pattern = re.escape(folder) + r"/\w+\.py:\d+"
-    return re.sub(pattern, lambda found: places.get(found[0], found[0]), said) + complaints, status
+    return re.sub(pattern, lambda match: places.get(match[0], match[0]), output) + complaints, status
 
 
 if __name__ == "__main__":
