@@ -1,6 +1,6 @@
-"""Views: a few wide, tidy tables of one dataset per study, in which documents look numbers up.
+"""Define views: a few wide, tidy tables per study, in which documents look up numbers.
 
-A view is a function with a key. It selects no rows itself: the document chooses rows by naming fields of the key.
+A view is a function with a key. It doesn't select rows; a document does, by specifying values of key fields.
 A column's name ends in its unit (``wall_ms``, ``busy_share``); :func:`unit_of` parses it.
 
     @view(key=[*CONFIG, "optimization", "batch_size"], columns=["wall_ms", "speedup"], studies=["ladder"])
@@ -21,7 +21,7 @@ from stepscope.config import SIZE_RANKS
 from stepscope.report.schemas import Tables
 
 MODULES = ("ladder", "ladder_parts", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
-# Units by the suffix of a column's name. A column without a suffix is a label, a count or a truth value.
+# Units by column name suffix. A column without one of these suffixes contains labels, counts or booleans.
 UNITS = {
     "ms": "ms",
     "s": "s",
@@ -51,11 +51,11 @@ ORDER = ("size", "context_length", "vocab_size", "batch_size")
 
 
 class ViewError(StepscopeError, ValueError):
-    """A view whose rows violate its schema; the message names the view, and what was expected."""
+    """A violation of a view's schema; the message names the view and the problem."""
 
 
 class MissingTable(StepscopeError, LookupError):
-    """A table that no run of the folder has."""
+    """A required table that no run in the folder contains."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class View:
 
     @property
     def config(self) -> list[str]:
-        """Return the configuration fields that the tables of these studies have."""
+        """Return the configuration fields in these studies' tables, without duplicates."""
         fields = [
             importlib.import_module(f"stepscope.studies.{study}.tables").CONFIG for study in self.studies
         ]
@@ -83,7 +83,7 @@ def view(
     """Declare a function as a view.
 
     Args:
-        key: columns that identify a row: each configuration field of its studies, and the table's own key.
+        key: columns that identify a row: the studies' configuration fields, and the table's own key.
         columns: the remaining columns.
         studies: studies whose tables the view reads.
         over: configuration fields that the view aggregates over, so that its key omits them.
@@ -107,10 +107,10 @@ def all_views() -> dict[str, View]:
 
 
 class Views(Mapping[str, pd.DataFrame]):
-    """The views of a folder's tables, each computed once, at its first lookup.
+    """A mapping from names to views of a folder's tables; each view is computed once, at its first lookup.
 
     Raises:
-        MissingTable: a view needs a table that no run has.
+        MissingTable: a view requires a table that no run contains.
         ViewError: a view's rows violate its schema.
     """
 
@@ -120,7 +120,7 @@ class Views(Mapping[str, pd.DataFrame]):
         self._made: dict[str, pd.DataFrame] = {}
 
     def table(self, name: str) -> pd.DataFrame:
-        """Return the table "<study>.<table>" of all runs, smallest model size first."""
+        """Return the table named "<study>.<table>" for all runs, smallest model size first."""
         if name not in self._tables:
             raise MissingTable(f"no run here has the table {name}")
         return in_order(self._tables[name].copy())
@@ -141,7 +141,7 @@ class Views(Mapping[str, pd.DataFrame]):
 
 
 def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the declared columns of a view, after checking that its key is unique."""
+    """Check that a view's keys are unique, and return its declared columns."""
     expected = [*declared.key, *declared.columns]
     if missing := [column for column in expected if column not in frame]:
         raise ViewError(f"view {name}: has no column {', '.join(missing)}, but declares it")
@@ -157,7 +157,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class Names(tuple):
-    """Column names in a frame's ``attrs``, not copied when pandas deep-copies ``attrs`` in each operation."""
+    """Column names for a frame's ``attrs``; pandas deep-copies ``attrs`` in each operation, but not this tuple."""
 
     def __deepcopy__(self, memo: dict) -> "Names":
         return self
@@ -168,12 +168,12 @@ def _first(rows: pd.DataFrame, declared: View) -> str:
 
 
 def varying(frame: pd.DataFrame, names: Sequence[str]) -> list[str]:
-    """Return those of the named columns in which the rows differ."""
+    """Return the named columns that contain more than one value."""
     return [name for name in names if name in frame and frame[name].nunique(dropna=False) > 1]
 
 
 def in_order(frame: pd.DataFrame) -> pd.DataFrame:
-    """Sort rows by size, context length, vocabulary and batch size, smallest first."""
+    """Sort rows by model size, context length, vocabulary size and batch size, smallest first."""
     keys = [name for name in ORDER if name in frame]
     return frame.sort_values(keys, kind="stable", key=_rank) if keys else frame
 
@@ -183,6 +183,6 @@ def _rank(column: pd.Series) -> pd.Series:
 
 
 def unit_of(column: str) -> str:
-    """Return the unit in which a column's name ends; empty for a label, a count or a truth value."""
+    """Return the unit given by a column name's suffix ("" for labels, counts and booleans)."""
     endings = [suffix for suffix in UNITS if column == suffix or column.endswith(f"_{suffix}")]
     return UNITS[max(endings, key=len)] if endings else ""

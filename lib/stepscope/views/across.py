@@ -1,4 +1,4 @@
-"""Views that join studies: all runs, one step in two programs, one kernel with two sets of weights."""
+"""Define views that join studies: all runs, steps timed by two studies, and one kernel with different weights."""
 
 import pandas as pd
 
@@ -24,10 +24,10 @@ RECORDED = [
 
 @view(key=["study", "run_id"], columns=[*RECORDED, "concurrent_runs"], studies=[])
 def runs(data: Views) -> pd.DataFrame:
-    """Return one row per run; ``concurrent_runs`` counts the runs under way at its start, including itself."""
+    """Return one row per run; ``concurrent_runs`` counts the runs in progress at its start, including itself."""
     names = {name: name.removeprefix("machine_") for name in data.table("runs") if "machine_" in name}
     found = data.table("runs").rename(columns=names | {"seconds": "duration_s"})
-    found = found.reindex(columns=["study", "run_id", *RECORDED])  # runs on a CPU lack the GPU's columns
+    found = found.reindex(columns=["study", "run_id", *RECORDED])  # CPU runs lack the GPU columns
     ends = found["started_at"] + pd.to_timedelta(found["duration_s"], unit="s")
     concurrent = [
         int(((found["started_at"] <= start) & (ends > start)).sum()) for start in found["started_at"]
@@ -53,7 +53,8 @@ def same_steps(data: Views) -> pd.DataFrame:
     """Return one row per TF32 or bf16 step that two studies measured, each in a separate process.
 
     The ladder runs steps back to back, whereas mixed_precision synchronizes after each step. ``wall_ratio`` is the
-    larger median wall time over the smaller one, and ``gpu_error`` the relative difference of the GPU times.
+    longer median wall time divided by the shorter one, and ``gpu_error`` is the relative difference between the
+    GPU times.
     """
     ladder = data["steps"].query("optimization in ['tf32', 'bf16'] and wall_ms.notna()")
     ladder = ladder.assign(
@@ -94,12 +95,12 @@ WITHOUT_PRECISION = [name for name in CONFIG if name != "precision"]
     over=["precision"],
 )
 def divisions(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and mode: GPU time of PyTorch's division kernels, in naive softmax.
+    """Return one row per configuration and mode: the GPU time of PyTorch's division kernels in naive softmax.
 
-    The time depends on the weights. ``fp32_ms`` was measured by the benchmark, and ``trained_...`` by
-    mixed_precision, whose weights had been trained for more steps on one batch. ``added_share`` is the share that
-    the slower division adds to bf16's GPU time, and ``profiled_excess_share`` the share by which bf16's profiled
-    steps exceed the wall time of its timed steps.
+    The time depends on the weights. The benchmark measured ``fp32_ms``, and mixed_precision measured
+    ``trained_...``, after training the weights for more steps on one batch. ``added_share`` is the slower
+    division's additional time as a share of bf16's GPU time. ``profiled_excess_share`` is the share by which
+    bf16's profiled GPU time exceeds the wall time of its timed steps.
     """
     case = [*WITHOUT_PRECISION, "mode"]
     found = data["operations"][data["operations"]["name"].str.contains("DivFunctor")]

@@ -1,4 +1,4 @@
-"""Views of the attention study: time, memory and error of attention alone."""
+"""Define the attention study's views: time, memory and error of attention alone."""
 
 import pandas as pd
 
@@ -42,9 +42,10 @@ PART_NAMES = {"rows": "one number per row"}
 def attention_phases(data: Views) -> pd.DataFrame:
     """Return one row per case (implementation, context length and setting) and phase, forward or backward.
 
-    ``wall_text`` is the median with its quartiles. ``gpu_wall_ratio`` is GPU time over wall time. If a case runs
-    out of memory, ``allocated_gib`` is the memory already allocated, ``requested_gib`` the request that failed,
-    and ``out_of_memory`` describes both in words. ``device_gib`` is the free GPU memory before the run.
+    ``wall_text`` gives the median wall time with its quartiles. ``gpu_wall_ratio`` is GPU time divided by wall
+    time. If a case runs out of memory, ``allocated_gib`` is the memory already allocated, ``requested_gib`` is the
+    size of the failed request, and ``out_of_memory`` describes the failure. ``device_gib`` is the free GPU memory
+    before the run.
     """
     frame = _cases(data)
     texts = [
@@ -60,12 +61,12 @@ def attention_phases(data: Views) -> pd.DataFrame:
 
 
 def _cases(data: Views) -> pd.DataFrame:
-    """Return the table of cases: fp32 first, then by context length, in the handout's order of implementations."""
+    """Return the cases table, sorted by :func:`_ordered`, with readable names."""
     return _ordered(data.table("attention.cases"))
 
 
 def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
-    """Sort rows by precision, head dimension, context length and implementation, and add readable names."""
+    """Sort rows by precision (fp32 first), head dimension, context length, implementation; add readable names."""
     ranks = {name: rank for rank, name in enumerate((*PRECISION_NAMES, *IMPLEMENTATIONS))}
     ranked = frame.sort_values(
         ["precision", "d_model", "context_length", "implementation"],
@@ -79,11 +80,11 @@ def _ordered(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _outcomes(frame: pd.DataFrame) -> pd.Series:
-    """Describe why and in which phase each case ran out of memory; empty for the other cases.
+    """Describe why and in which phase each case ran out of memory ("" for cases that didn't).
 
-    Both phases of a case have one status, because a case is checked before it is timed. To tell them apart, we
-    scale forward's memory at the longest context length that ran by the square of the ratio of context lengths: if
-    that fits, the case ran out of memory in backward.
+    Both phases of a case share one status, because a case is checked before it is timed. To distinguish them, we
+    scale forward's peak memory at the longest context length that ran by the square of the context length ratio.
+    If the result fits into GPU memory, the case ran out of memory in backward.
     """
     alike = [*SETTING, "implementation"]
     ran = frame[(frame["phase"] == "forward") & frame["peak_mib"].notna()]
@@ -143,11 +144,12 @@ def _outcome(reason: str, forward_fits: bool) -> str:
 def attention(data: Views) -> pd.DataFrame:
     """Return one row per case: attention's forward and backward together, and the wall time of each phase.
 
-    Speedups are over naive attention in the same setting. ``rank`` orders a setting's implementations by GPU time,
-    where 1 is the fastest; ``lead_speedup`` is the speedup of the fastest one over the second. ``saved_mib`` is
-    the memory saved for backward besides q, k, v and the output; ``in_use_mib`` is all memory allocated before
-    backward. ``formula_error`` is the difference between the peak and its prediction. ``square_gib`` is the size
-    of one T x T matrix in the setting's precision, and ``row_mib`` the size of one fp32 number per row.
+    Speedups are relative to naive attention in the same setting. ``rank`` orders a setting's implementations by
+    GPU time, where 1 is the fastest; ``lead_speedup`` is the fastest implementation's speedup over the second
+    fastest. ``saved_mib`` is the memory saved for backward, excluding q, k, v and the output; ``in_use_mib`` is
+    all memory allocated before backward. ``formula_error`` is the peak's relative difference from its prediction.
+    ``square_gib`` is the size of one T x T matrix per sequence in the setting's precision, and ``row_mib`` is the
+    size of one fp32 number per row.
     """
     frame = _ordered(_cases(data).drop_duplicates(CASE))[
         [*CASE, "name", "precision_name", "status", "device_gib"]
@@ -186,7 +188,7 @@ def _second_smallest(values: pd.Series) -> float:
 
 
 def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
-    """Return one phase's times of each case; for backward also the number of passes, memory and outcome."""
+    """Return each case's times in one phase; for backward, also passes, memory and outcome."""
     phases = data["attention_phases"]
     own = phases[phases["phase"] == phase]
     names = {
@@ -216,8 +218,8 @@ def _phase_columns(data: Views, phase: str) -> pd.DataFrame:
 def compiled_attention(data: Views) -> pd.DataFrame:
     """Return one row per setting and context length: naive attention, uncompiled and compiled.
 
-    ``setting`` names precision and head dimension. ``naive_forward`` and similar columns are wall times with
-    quartiles; ``compiled_speedup`` compares GPU times of forward and backward together.
+    ``setting`` names the precision and the head dimension. ``naive_forward`` and similar columns give wall times
+    with quartiles; ``compiled_speedup`` compares the GPU times of forward and backward together.
     """
     frame = data["attention"]
     key = [*SETTING, "context_length"]
@@ -241,7 +243,7 @@ def compiled_attention(data: Views) -> pd.DataFrame:
     studies=["attention"],
 )
 def attention_parts(data: Views) -> pd.DataFrame:
-    """Return one row per case and part of its predicted peak, in GiB; the part "total" is the complete peak."""
+    """Return one row per case and part of its predicted peak in GiB; the part "total" is the peak itself."""
     rows = []
     for case in _cases(data).drop_duplicates(CASE)[CASE].to_dict("records"):
         arguments = [case[name] for name in PART_ARGUMENTS]
@@ -263,8 +265,8 @@ def attention_parts(data: Views) -> pd.DataFrame:
 def attention_errors(data: Views) -> pd.DataFrame:
     """Return one row per precision and implementation: the largest relative error against float64.
 
-    The maximum is over outputs, gradients, head dimensions and context lengths; ``worst`` and ``allowed`` are
-    text.
+    The maximum is over outputs, gradients, head dimensions and context lengths. ``worst`` and ``allowed`` format
+    the largest error and the error limit as text.
     """
     checks = data.table("attention.checks")
     checks["error"] = checks[[f"{quantity}_error" for quantity in QUANTITIES]].max(axis=1)

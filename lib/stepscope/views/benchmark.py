@@ -1,4 +1,4 @@
-"""The benchmark's views: times of a training step in all precisions, and their repeatability."""
+"""Define the benchmark's views: a training step's times in all precisions, and their repeatability."""
 
 import pandas as pd
 
@@ -18,7 +18,7 @@ PLACES = ("first", "second", "third")
 
 
 def both_studies(data: Views, table: str) -> pd.DataFrame:
-    """Return a table of benchmark and mixed_precision with the column ``study``; mixed_precision has repeat 0."""
+    """Return both studies' rows of a table, with the column ``study``; mixed_precision's rows get repeat 0."""
     frames = [
         data.table(f"{study}.{table}").assign(study=study) for study in BOTH if data.has(f"{study}.{table}")
     ]
@@ -59,17 +59,17 @@ def both_studies(data: Views, table: str) -> pd.DataFrame:
 def times(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase ("total" for all phases of the mode).
 
-    * ``launch_bound``: :func:`stepscope.stats.launch_bound`. Use the value for "total", because one phase can wait
-      for launches while another runs long kernels.
-    * ``fastest_ms``: the fastest timed step, only for launch-bound rows, because their medians do not repeat;
-      ``fastest_idle_share``: the share of it in which no kernel runs.
+    * ``launch_bound``: see :func:`stepscope.stats.launch_bound`. Use the value for "total", because one phase can
+      wait for launches while another phase runs long kernels.
+    * ``fastest_ms``: the fastest timed step's wall time, only for launch-bound rows, because their medians vary
+      between runs; ``fastest_idle_share``: the share of ``fastest_ms`` during which no kernel runs.
     * ``launch_us`` (median step) and ``fastest_launch_us``: wall time per kernel, only for launch-bound rows;
       ``kernel_us``: GPU time per kernel.
-    * ``wall_std_share``: the standard deviation over the median.
-    * ``phase_share``: the phase's share of the GPU time of all phases of its mode.
-    * ``mfu`` (relative to the data sheet) and ``matmul_rate_share`` (relative to the fastest large matmul of all
-      runs in that precision): FLOPs over wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and ``gpu_tflops``:
-      FLOPs over GPU time.
+    * ``wall_std_share``: the wall time's standard deviation divided by its median.
+    * ``phase_share``: the phase's share of its mode's total GPU time.
+    * ``mfu`` (relative to the data sheet's rate) and ``matmul_rate_share`` (relative to the fastest large matmul
+      in all runs with that precision): FLOPs per wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and
+      ``gpu_tflops``: FLOPs per GPU time.
     """
     found = both_studies(data, "times")
     case = found.groupby(["study", *CONFIG, "mode"], sort=False).ngroup()
@@ -100,7 +100,7 @@ def times(data: Views) -> pd.DataFrame:
 
 
 def _matmul_tflops(data: Views) -> dict[str, float]:
-    """Return the rate of the fastest large matmul in all benchmark runs, by precision."""
+    """Return the fastest large matmul's rate in TFLOP/s over all benchmark runs, by precision."""
     if not data.has("benchmark.results"):
         return {}
     results = data.table("benchmark.results")
@@ -113,7 +113,7 @@ def _matmul_tflops(data: Views) -> dict[str, float]:
     studies=BOTH,
 )
 def operations(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode, phase and kernel name: GPU time of the kernel in one step."""
+    """Return one row per configuration, mode, phase and kernel name: launches and GPU time per step."""
     return both_studies(data, "operations")
 
 
@@ -123,7 +123,7 @@ def operations(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def kernel_categories(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and kernel category: GPU time, launches, and share of kernel time."""
+    """Return one row per configuration, mode and kernel category: GPU time, launches and share of kernel time."""
     case = ["study", *CONFIG, "mode"]
     found = data["operations"].groupby([*case, "kernel_category"], sort=False)[["gpu_ms", "count"]].sum()
     found = found.reset_index()
@@ -133,9 +133,9 @@ def kernel_categories(data: Views) -> pd.DataFrame:
 
 @view(key=[*CONFIG, "mode", "phase", "step"], columns=["warmup", "wall_ms", "enqueue_ms"], studies=BOTH[:1])
 def samples(data: Views) -> pd.DataFrame:
-    """Return one row per step (and phase) that the benchmark timed, starting with the first step of a mode.
+    """Return one row per step (and phase) that the benchmark timed, starting with each mode's first step.
 
-    ``warmup`` marks the steps that the medians leave out.
+    ``warmup`` marks the steps that the medians exclude.
     """
     return in_order(data.table("benchmark.samples").sort_values("repeat", kind="stable"))
 
@@ -157,7 +157,7 @@ def peak_rates(data: Views) -> pd.DataFrame:
     over=[name for name in CONFIG if name != "size"],
 )
 def models(data: Views) -> pd.DataFrame:
-    """Return one row per named size that was measured: its dimensions, and its name in the 2026 handout."""
+    """Return one row per measured named size: its dimensions, and its name in the 2026 handout."""
     found = data.table("benchmark.results")[["size", "parameters"]].drop_duplicates("size")
     found = found[found["size"].isin([*SIZES])]
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index", columns=["d_model", "d_ff", "layers", "heads"])
@@ -226,8 +226,9 @@ def handout_times(data: Views) -> pd.DataFrame:
 def warm_up(data: Views) -> pd.DataFrame:
     """Return one row per configuration and number of warm-up steps.
 
-    The columns are the mean and deviation of the ten full steps after the warm-up, and the first of the ten. One
-    run is enough for all numbers of warm-up steps, because the samples keep every step of a process.
+    The columns give the mean and standard deviation of the ten full steps after the warm-up (or fewer, if fewer
+    were timed), and the first of these steps. One run suffices for all warm-up lengths, because the samples
+    include each of a process's steps.
     """
     found = data["samples"]
     found = found[(found["mode"] == "step") & (found["phase"] == "total")]
@@ -269,10 +270,10 @@ def warm_up(data: Views) -> pd.DataFrame:
 def first_steps(data: Views) -> pd.DataFrame:
     """Return one row per process and phase of its full steps: the first three steps next to the median.
 
-    The columns are wall time and enqueue time of the first three steps, the median of the timed steps
-    (``later_ms``), and how much the first three exceed it. ``first_delay_share`` is the phase's share of the time
-    that the first step loses. A step is slow if it exceeds the median by more than the usual variation of single
-    steps: 1%, or 20% if the timed steps are launch-bound.
+    The columns give the first three steps' wall times and enqueue times, the timed steps' median (``later_ms``),
+    and how much the first three steps exceed it. ``first_delay_share`` is the phase's share of the first step's
+    total delay. A step is slow if it exceeds the median by more than single steps usually vary: 1%, or 20% if the
+    timed steps are launch-bound.
     """
     key = [*CONFIG, "phase"]
     found = data["samples"]
@@ -330,11 +331,11 @@ def first_steps(data: Views) -> pd.DataFrame:
     over=["repeat"],
 )
 def repeats(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase that several processes measured: how well it repeats.
+    """Return one row per configuration, mode and phase that several processes measured: how much its times vary.
 
-    The columns are the minimum and maximum of the median wall times, of the fastest steps and of the GPU times,
-    and their differences. ``apart_h`` is the time between the starts of the first and the last of the runs.
-    ``has_other_ram`` is true if their hosts have different amounts of memory and so are different machines.
+    The columns give the minimum and maximum over the processes' median wall times, fastest steps and GPU times,
+    and the ratio of maximum to minimum. ``apart_h`` is the time between the first and the last run's start.
+    ``has_other_ram`` is true if the hosts' amounts of memory differ, which means that they are different machines.
     """
     found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
     runs = data["runs"][["study", "run_id", "started_at", "ram_gib"]]
@@ -381,9 +382,10 @@ def repeats(data: Views) -> pd.DataFrame:
     studies=BOTH,
 )
 def phases(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: GPU time of the full step's phases and their shares of the sum.
+    """Return one row per configuration: the GPU times of the full step's phases, and their shares of the total.
 
-    ``backward_ratio`` is backward over forward, ``model_share`` forward and backward together.
+    ``backward_ratio`` is backward's time divided by forward's; ``model_share`` is the share of forward and
+    backward together.
     """
     found = data["times"].query("mode == 'step' and phase != 'total'").set_index(["study", *CONFIG, "phase"])
     gpu_ms, shares = (
@@ -408,7 +410,7 @@ WITHOUT_OPTIMIZER = [name for name in CONFIG if name != "optimizer"]
     over=["optimizer"],
 )
 def optimizers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration measured with both: GPU time of AdamW, default (foreach) and fused."""
+    """Return one row per configuration measured with both AdamWs, foreach (the default) and fused: GPU times."""
     found = data["times"].query("study == 'benchmark' and mode == 'step' and phase == 'optimizer'")
     made = found.set_index([*WITHOUT_OPTIMIZER, "optimizer"])["gpu_ms"].unstack("optimizer")
     made = made.reindex(columns=["foreach", "fused"]).dropna().add_suffix("_ms").reset_index()
@@ -453,11 +455,11 @@ COMPARED = [
 def compiled(data: Views) -> pd.DataFrame:
     """Return one row per compiled configuration and mode that was also measured uncompiled (``eager_...``).
 
-    The uncompiled step comes from the benchmark, or from mixed_precision if the benchmark did not measure it.
-    ``wall_speedup`` is :func:`stepscope.stats.wall_speedup`: missing if the difference is within the variation of
-    launch-bound times. ``break_even_steps`` is the compile time over the time saved per step, using the fastest
-    steps if either is launch-bound. ``other_...`` are the non-matmul kernels. ``optimizer_share`` is the
-    optimizer's share of the compiled step's GPU time.
+    The uncompiled step comes from the benchmark, or from mixed_precision if the benchmark didn't measure it.
+    ``wall_speedup`` (see :func:`stepscope.stats.wall_speedup`) is missing if the difference is within the usual
+    variation of launch-bound times. ``break_even_steps`` is the compile time divided by the time saved per step;
+    it compares the fastest steps if either step is launch-bound. ``other_...`` describe the non-matmul kernels.
+    ``optimizer_share`` is the optimizer's share of the compiled step's GPU time.
     """
     made = _beside_eager(data["times"])
     launch_bound = made["launch_bound"] | made["eager_launch_bound"]
@@ -480,7 +482,7 @@ EAGER_CASE = [*[name for name in CONFIG if name != "compile"], "mode"]
 
 
 def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
-    """Return the compiled rows, with the uncompiled columns of the same case as ``eager_...``."""
+    """Return the compiled rows, each with its uncompiled counterpart's columns as ``eager_...``."""
     rows = times.query("phase == 'total' and status == 'ok'")
     eager = rows[rows["compile"] == "none"].sort_values(
         "study", kind="stable"
@@ -491,7 +493,7 @@ def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_other_kernels(categories: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add GPU time and launches of the non-matmul kernels, compiled and uncompiled."""
+    """Add the non-matmul kernels' GPU times and launches, both compiled and uncompiled."""
     key = ["study", *CONFIG, "mode"]
     other = categories[~categories["is_matmul"]].groupby(key, sort=False)[["gpu_ms", "count"]].sum()
     rows = rows.join(other.add_prefix("other_"), on=key, validate="one_to_one")

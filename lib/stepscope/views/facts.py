@@ -1,6 +1,6 @@
-"""The few numbers of the writeup that take some code to derive: one function per fact.
+"""Derive the writeup's few numbers that require some code, with one function per fact.
 
-A template calls a fact by its name: ``{{ ten_steps(cold.first_ms, warm.mean_ms).mean_ms|ms }}``.
+A template calls a fact by name: ``{{ ten_steps(cold.first_ms, warm.mean_ms).mean_ms|ms }}``.
 """
 
 from collections.abc import Callable
@@ -22,23 +22,24 @@ def fact(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @fact
 def ten_steps(first_ms: float, later_ms: float) -> dict[str, float]:
-    """Return mean and sample standard deviation of ten steps, one slow and nine equal.
+    """Return the mean and sample standard deviation of ten steps: one slow step and nine equal ones.
 
-    The deviation of one outlier among n numbers is its distance from the others divided by the square root of n.
+    If all but one of n numbers are equal, the standard deviation is the outlier's distance from them divided by
+    the square root of n.
     """
     return {"mean_ms": (first_ms + 9 * later_ms) / 10, "std_ms": (first_ms - later_ms) / 10**0.5}
 
 
 @fact
 def flops_of_step(step: pd.Series) -> dict[str, float]:
-    """Return the parts of a step's FLOPs, by formula.
+    """Compute a step's FLOPs by formula, in total and by part.
 
-    Each matmul weight takes 2 FLOPs per token in forward and 4 in backward; the rest are attention's two matmuls
-    with T x T matrices.
+    Each matmul weight requires 2 FLOPs per token in forward and 4 in backward; attention's two matmuls with T x T
+    matrices account for the rest.
 
     Returns:
-        ``tokens``, ``weights`` (in matmuls), and in TFLOP ``weights_tflop``, ``attention_tflop`` and
-            ``total_tflop``.
+        a dict with ``tokens``, ``weights`` (the number of weights in matmuls), ``weights_tflop``,
+            ``attention_tflop`` and ``total_tflop``.
     """
     shape: dict[str, Any] = {name: int(step[name]) for name in ("context_length", "batch_size", "vocab_size")}
     config = StepConfig(study="benchmark", device="cpu", size=step["size"], **shape)

@@ -1,8 +1,8 @@
-"""Views of the ladder: a training step from the fp32 baseline to the fastest, one optimization at a time.
+"""Define the ladder's views: a training step from the fp32 baseline to the fastest, one optimization at a time.
 
-A speedup is a ratio of GPU times unless it is called a wall speedup. If one of two wall times is launch-bound, the
-fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` are too small to
-call.
+A speedup is a ratio of GPU times unless it is called a wall speedup. If either of two wall times is launch-bound,
+the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` are too small
+to call.
 """
 
 from itertools import combinations
@@ -22,8 +22,8 @@ CASE = [*SHAPE, "batch_size"]  # identifies one ladder
 KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
 GRAPH = "cuda_graph"  # compared in wall time, because it removes launches but no kernels
-AT_LIMIT = 0.95  # share of the power limit, on average over the timed steps
-SMOOTHED_STEPS = 10  # training steps, because the loss fluctuates from step to step
+AT_LIMIT = 0.95  # share of the power limit, averaged over the timed steps
+SMOOTHED_STEPS = 10  # in a moving average, because the loss fluctuates from step to step
 FINAL_STEPS = 50
 NAMES = {
     "fp32": "fp32, naive attention",
@@ -76,15 +76,16 @@ RATES = {
 
 @view(key=["device"], columns=[*RATES, "sheet_clock_mhz"], studies=["ladder"], over=SHAPE)
 def rates(data: Views) -> pd.DataFrame:
-    """Return one row per GPU: its measured rates, over all ladder runs on it.
+    """Return one row per GPU: its measured rates over all ladder runs.
 
     * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
-      milliseconds. We take the fastest of all runs, because a disturbance can only slow such a burst down.
-    * ``sustained_...``: large bf16 matmuls back to back for a second; medians over the runs.
+      milliseconds. We use the fastest run, because a disturbance can only slow such a burst.
+    * ``sustained_...``: large bf16 matmuls back to back for a second; medians over the runs, except for the
+      minimum and maximum power.
     * ``sheet_bf16_tflops``: the data sheet's rate, at the SM clock ``sheet_clock_mhz``.
-    * ``..._second_moment``: the value of a second moment that should decrease, in bf16 with one of two roundings.
-    * ``..._numbers``: how many numbers from the optimizer's kernel were compared with NumPy's, and how many
-      differ.
+    * ``..._second_moment``: a second moment that should decrease, after updates in fp32 or in bf16 with one of two
+      rounding modes.
+    * ``..._numbers``: how many of the optimizer kernel's numbers were compared with NumPy's, and how many differ.
     """
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
@@ -94,13 +95,13 @@ def rates(data: Views) -> pd.DataFrame:
 
 
 def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``device`` of its run to each row of a table."""
+    """Add each run's ``device`` to its rows."""
     devices = data.table("runs")[["run_id", "device"]].drop_duplicates("run_id")
     return rows.merge(devices, on="run_id", how="left", validate="many_to_one")
 
 
 def config_of(row: pd.Series) -> StepConfig:
-    """Return the configuration of a row of a ladder view."""
+    """Return the configuration that a ladder view's row describes."""
     return StepConfig(study="ladder", device="cpu", **{name: row[name] for name in CASE})
 
 
@@ -172,22 +173,24 @@ COMPARED = [
 def steps(data: Views) -> pd.DataFrame:
     """Return one row per case and optimization, including those that ran out of memory.
 
-    * ``launch_bound``: in steps run back to back, the CPU takes longer to enqueue a step than the GPU to run it;
-      ``best_ms`` is then the fastest step, and ``launch_us`` is ``best_ms`` divided by the number of kernels.
-    * ``power_limited``: the GPU draws at least 95% of its power limit.
-    * ``mean_...`` and costs of tokens: costs are sums over steps, so they use the mean step, ``wall_mean_ms``.
-      Older records lack it; for them ``energy_per_step_j / power_w`` of the same steps replaces it. ``wall_ms`` is
-      the median.
-    * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s over the large matmul's, in a
-      burst or sustained; ``at_clock_mfu``: ``mean_mfu`` relative to the data sheet's rate scaled to the step's SM
-      clock. All three are only for bf16 steps.
-    * ``reference_ms``: matmul FLOPs at the large matmul's rate (``matmul_ms``), plus optimizer bytes at the copy's
-      rate (``memory_traffic_ms``). It is a reference, not a bound. ``sustained_reference_ms`` uses the sustained
-      matmul rate. Missing for FP8, whose matmuls have two rates.
+    * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
+      run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
+      number of kernels.
+    * ``power_limited``: the GPU draws over 95% of its power limit.
+    * ``mean_...`` and costs per token: costs are sums over steps, so they use the mean step time,
+      ``wall_mean_ms``, rather than the median, ``wall_ms``. For older records without ``wall_mean_ms``, they use
+      ``energy_per_step_j / power_w`` of the same steps.
+    * ``large_matmul_share``, ``sustained_matmul_share``: the mean step's FLOP/s divided by the large matmul's, in
+      a burst or sustained; ``at_clock_mfu``: ``mean_mfu`` relative to the data sheet's rate scaled to the step's
+      SM clock. All three apply only to bf16 steps.
+    * ``reference_ms``: the time of the matmul FLOPs at the large matmul's rate (``matmul_ms``), plus the time of
+      the optimizer's bytes at the copy's rate (``memory_traffic_ms``). It is a reference, not a bound.
+      ``sustained_reference_ms`` uses the sustained matmul rate. Both are missing for FP8, which mixes matmuls at
+      two rates.
     * ``previous_...``, ``fp32_...``, ``graph_...``: the step with the preceding optimization (bf16 moments for FP8
       and a chunked loss), in fp32, and with the CUDA graph; ``..._speedup`` is this step's speedup over it.
-    * ``speedup``: over the preceding optimization, in GPU time (wall time for the CUDA graph). Missing if it is
-      under 3%, or if the CUDA graph's gain is smaller than either step's interquartile range.
+    * ``speedup``: the speedup over the preceding optimization, in GPU time (wall time for the CUDA graph). It is
+      missing if it is under 3%, or if the CUDA graph's gain is smaller than either step's interquartile range.
     """
     rows = _measured(data)
     ladder = rows[rows.optimization.isin(LADDER_OPTIMIZATIONS) & rows.wall_ms.notna()]
@@ -215,7 +218,7 @@ def steps(data: Views) -> pd.DataFrame:
 
 
 def _measured(data: Views) -> pd.DataFrame:
-    """Return the rows of :func:`steps` without the comparisons."""
+    """Return :func:`steps`' rows without the columns that compare steps."""
     rows = _with_device(data, data.table("ladder.steps"))
     rows = rows.merge(data["rates"], on="device", how="left", validate="many_to_one")
     columns = ["parameters", "matmul_bf16", "copy"]
@@ -232,7 +235,7 @@ def _measured(data: Views) -> pd.DataFrame:
         mean_ms = rows.wall_mean_ms.fillna(mean_ms)
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
-    # reference times use the rates of the same run
+    # Reference times use the same run's rates.
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
     memory_traffic_ms = rows.memory_traffic_ms * rows["copy"] / rows.copy_tb_per_s
@@ -269,13 +272,13 @@ def _with_number(words: pd.Series, between: str, numbers: pd.Series) -> pd.Serie
 
 
 def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
-    """Return, aligned with ``rows``, the row of ``others`` for the same case; missing if there is none."""
+    """Return each case's row of ``others``, aligned with ``rows``; cases without one get missing values."""
     found = rows[CASE].merge(others, on=CASE, how="left", validate="many_to_one")
     return found.set_axis(rows.index)
 
 
 def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
-    """Return the wall-time speedup of ``rows`` over ``others``; missing if it is too small to call."""
+    """Return the wall-time speedups of ``rows`` over ``others``; those too small to call are missing."""
     waits = rows.launch_bound | others.launch_bound.eq(True)
     speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
     is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
@@ -283,24 +286,24 @@ def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
 
 
 def _callable(speedup: pd.Series) -> pd.Series:
-    """Return the speedups (or slowdowns) of at least 3%; smaller ones are too small to call and become missing."""
+    """Return the speedups and slowdowns of at least 3%; smaller ones are missing (too small to call)."""
     return speedup.where((speedup - 1).abs() >= MIN_GAIN)
 
 
 def timed(data: Views, names: list[str]) -> pd.DataFrame:
-    """Return the measured steps of the named optimizations."""
+    """Return the named optimizations' measured steps."""
     rows = data["steps"]
     return rows[rows.optimization.isin(names) & rows.wall_ms.notna()]
 
 
 @view(key=KEY, columns=["name", "tokens", "column", "speedup", "product_error"], studies=["ladder"])
 def speedups(data: Views) -> pd.DataFrame:
-    """Return one row per case and optimization, as printed: its ``speedup`` over the preceding one.
+    """Return one row per case and optimization: its printed ``speedup`` over the preceding optimization.
 
-    FP8 is compared with bf16 moments. ``all`` and ``all_wall`` are the speedups of bf16 moments over fp32 in GPU
-    time and wall time; the latter is missing if fp32's step times vary by over 3%. In the row ``all``,
-    ``product_error`` is the relative difference between its speedup and the product of the case's printed GPU-time
-    speedups. ``column`` names size and tokens: "small, 2,048".
+    FP8 is compared with bf16 moments. The rows ``all`` and ``all_wall`` give bf16 moments' speedups over fp32 in
+    GPU time and in wall time; the latter is missing if the interquartile range of fp32's step times exceeds 3%.
+    In the row ``all``, ``product_error`` is the relative difference between its speedup and the product of the
+    case's printed GPU-time speedups. ``column`` names the size and the tokens per step: "small, 2,048".
     """
     single = timed(data, [*LADDER_OPTIMIZATIONS[1:], "fp8"])
     fp32 = _same_case(data["steps"], timed(data, [FIRST]))
@@ -329,11 +332,11 @@ def speedups(data: Views) -> pd.DataFrame:
 def ablations(data: Views) -> pd.DataFrame:
     """Return one row per case and optimization that was removed from the fully optimized step.
 
-    * ``slowdown_ratio``: the GPU time without the optimization over the GPU time with it (wall time for the CUDA
-      graph); missing if it is too small to call.
-    * ``repeat_ratio``: the longer over the shorter GPU time of the same step, measured twice in a process. Without
-      bf16 weights, the step equals the CUDA graph's; without bf16 moments, it equals that with bf16 weights.
-      ``power_limited`` is true if both measurements were.
+    * ``slowdown_ratio``: the GPU time without the optimization divided by the GPU time with it (wall times for the
+      CUDA graph); missing if it is too small to call.
+    * ``repeat_ratio``: the longer GPU time divided by the shorter one, for a step that one process measured twice:
+      removing bf16 weights gives the CUDA graph's step again, and removing bf16 moments gives the step with bf16
+      weights again. ``power_limited`` is true if both measurements were power-limited.
     """
     rows = timed(data, [*WITHOUT])
     left_out = rows.optimization.map(dict(zip(WITHOUT, ABLATABLE)))
@@ -356,7 +359,7 @@ def ablations(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "kernel_category"], columns=["gpu_ms", "share"], studies=["ladder"])
 def kernel_shares(data: Views) -> pd.DataFrame:
-    """Return one row per step and kernel category: its GPU time, and its share of all kernel time."""
+    """Return one row per step and kernel category: the category's GPU time, and its share of all kernel time."""
     kernels = data.table("ladder.kernels")
     found = kernels.groupby([*KEY, "kernel_category"], sort=False).gpu_ms.sum().reset_index()
     total = found.groupby(KEY).gpu_ms.transform("sum")
@@ -389,17 +392,18 @@ RATIOS = [
     studies=["ladder"],
 )
 def baselines(data: Views) -> pd.DataFrame:
-    """Return one row per case and mode of Hugging Face's Llama, next to two steps of our model.
+    """Return one row per case and Hugging Face Llama variant, compared with two of our model's steps.
 
-    ``ours_...`` is our fastest step. ``torch_adamw_...`` is our step with PyTorch's AdamW: as a CUDA graph, before
-    bf16 weights and moments.
+    ``ours_...`` describes our fastest step. ``torch_adamw_...`` describes our step with PyTorch's AdamW: as a CUDA
+    graph, before bf16 weights and moments.
 
-    * ``fastest_without_mask``: the fastest mode whose attention gets no explicit mask, as in our model.
-    * ``speedup``: our fastest step over Llama's, in wall time; ``low_precision_speedup``: our fastest step over
-      our step with PyTorch's AdamW, in GPU time.
-    * ``gpu_ratio``, ``attention_ratio``: Llama's GPU time, and its attention's, over our step with PyTorch's
-      AdamW; ``substituted_ratio``: ``gpu_ratio`` after substituting our attention time. ``same_kernels``: both run
-      attention kernels of the same names, cuDNN's if ``cudnn_attention``.
+    * ``fastest_without_mask``: true for the fastest variant without an explicit attention mask; our model doesn't
+      use one either.
+    * ``speedup``: our fastest step's speedup over Llama's, in wall time; ``low_precision_speedup``: our fastest
+      step's speedup over our step with PyTorch's AdamW, in GPU time.
+    * ``gpu_ratio``, ``attention_ratio``: Llama's GPU time and its attention's GPU time, divided by those of our
+      step with PyTorch's AdamW; ``substituted_ratio``: ``gpu_ratio`` after substituting our attention time.
+    * ``same_kernels``: both run attention kernels with the same names; ``cudnn_attention``: Llama's are cuDNN's.
     """
     attention = _attention(data)
     names = [name for name in NAMES if name.startswith("hugging_face")]
@@ -426,7 +430,7 @@ def baselines(data: Views) -> pd.DataFrame:
 
 
 def _attention(data: Views) -> pd.DataFrame:
-    """Return each step's fused attention time in ms, and the names of its kernels as one text."""
+    """Return each step's fused attention time in ms, and the names of its kernels, joined by spaces."""
     kernels = data.table("ladder.kernels").query("kernel_category == 'fused attention'")
     found = kernels.sort_values("name").groupby(KEY)
     return found.agg(attention_ms=("gpu_ms", "sum"), attention_kernels=("name", " ".join)).reset_index()
@@ -446,10 +450,10 @@ def _attention(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def fp8(data: Views) -> pd.DataFrame:
-    """Return one row per case that has the fully optimized step both in bf16 and with FP8 matmuls.
+    """Return one row per case whose fully optimized step was measured both in bf16 and with FP8 matmuls.
 
-    ``gpu_speedup`` compares GPU times; ``speedup`` is the same, but missing if under 3%. ``clear_gain``: over 3%,
-    and the wall times differ by more than either step's interquartile range.
+    ``gpu_speedup`` compares GPU times; ``speedup`` is the same, but missing if under 3%. ``clear_gain`` is true if
+    the speedup is at least 3% and FP8's wall time is shorter by more than either step's interquartile range.
     """
     rows = timed(data, ["fp8"])
     bf16 = _same_case(rows, timed(data, [LAST]))
@@ -471,10 +475,10 @@ def fp8(data: Views) -> pd.DataFrame:
     studies=["ladder"],
 )
 def loss_curves(data: Views) -> pd.DataFrame:
-    """Return one row per training step of each optimization and seed.
+    """Return one row per training step for each optimization and seed.
 
-    ``baseline`` is the optimization trained with several seeds (fp32 or bf16 moments). ``smooth_nats`` is the mean
-    of the last ten losses, and ``shift_nats`` is ``smooth_nats`` minus the baseline's for its first seed.
+    ``baseline`` is the optimization trained with several seeds (fp32 or bf16 moments). ``smooth_nats`` is the
+    mean of the last ten losses, and ``shift_nats`` is its difference from the baseline's with the first seed.
     """
     curves = data.table("ladder.curves").rename(columns={"loss": "loss_nats"})
     curves = curves.sort_values("step", kind="stable")
@@ -499,10 +503,10 @@ def loss_curves(data: Views) -> pd.DataFrame:
 def training(data: Views) -> pd.DataFrame:
     """Return one row per pair of trainings on the same text: the distance between their smoothed losses.
 
-    ``mean_nats`` is the mean distance over all ``steps``, ``final_nats`` over the last 50. ``kind``:
+    ``mean_nats`` is the mean distance over all ``steps``, and ``final_nats`` over the last 50. ``kind`` is one of:
 
-    * "optimization": an optimization and the baseline, from the same initial weights;
-    * "seeds": the baseline with two seeds;
+    * "optimization": an optimization and the baseline, with the same initial weights;
+    * "seeds": the baseline with two different seeds;
     * "graph": compiled blocks with and without the CUDA graph, which do the same arithmetic.
     """
     curves = data["loss_curves"]
@@ -519,7 +523,7 @@ def training(data: Views) -> pd.DataFrame:
 
 
 def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
-    """Return kind and columns (optimization, seed) of the trainings to compare."""
+    """Return the pairs to compare, each with its kind and its two columns (optimization, seed)."""
     seeds = [column for column in losses if column[0] == baseline]
     others = [column for column in losses if column[0] != baseline and column[1] == seeds[0][1]]
     order = [*NAMES]
@@ -533,6 +537,6 @@ def _pairs(losses: pd.DataFrame, baseline: str) -> list[tuple[str, tuple]]:
 
 
 def _distance(one: pd.Series, other: pd.Series) -> tuple[int, float, float]:
-    """Return the number of steps, and the mean distance of two curves over all steps and over the last ones."""
+    """Return the number of steps, and the mean distance between two curves over all steps and over the last 50."""
     apart = (one - other).abs()
     return len(apart), float(apart.mean()), float(apart.tail(FINAL_STEPS).mean())

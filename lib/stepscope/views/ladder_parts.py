@@ -1,4 +1,4 @@
-"""Break a step's time into parts. FLOPs and bytes come from formulas, milliseconds from the profiled kernels."""
+"""Divide a step's time into parts. FLOPs and bytes come from formulas, and times come from profiled kernels."""
 
 import pandas as pd
 
@@ -22,21 +22,22 @@ PARTS = {
 }
 ORDER = [*PARTS.values(), REST, GAPS, TOTAL]
 SQUARES = ("attention.scores", "attention.value")
-# FLOPs of AdamW per parameter, counting square root and division as one each: 3 for the first moment, 4 for
-# the second, 7 for the weight.
+# AdamW's FLOPs per parameter, counting a square root or a division as one: 3 for the first moment, 4 for the
+# second moment, and 7 for the weight.
 ADAMW_FLOPS = 14
-# Numbers read or written between matmuls, per token and layer, as multiples of d_model and d_ff. Forward:
-# residual and norm 4 twice, RoPE 4, SwiGLU 3; backward: 6 and 5 (sums of three and two gradients), 4, and 5.
-# STREAMED_FLOPS counts the operations on them, an exponential or a division as one.
+# Numbers read or written between matmuls, per token and layer, as multiples of d_model and d_ff. Forward: 4 for
+# each of the two residuals and norms, 4 for RoPE, 3 for SwiGLU. Backward: 6 and 5 for residuals and norms (sums of
+# three and two gradients), 4 for RoPE, 5 for SwiGLU. STREAMED_FLOPS counts the operations on these numbers, with
+# an exponential or a division as one.
 STREAMED = (27, 8)
 STREAMED_FLOPS = (45, 16)
-# The same for T x T matrices of naive attention: scale, mask and softmax, 2 in forward and 3 in backward.
+# The same for naive attention's T x T matrices: scale, mask and softmax, 2 in forward and 3 in backward.
 SQUARE = 5
 SQUARE_FLOPS = 12
 
 
 def causal_flops(config: StepConfig) -> float:
-    """Return the FLOPs of a step's attention, counting only scores on and below the diagonal."""
+    """Return a step's attention FLOPs, counting only scores on and below the diagonal."""
     forward = forward_flops(config)
     square = sum(forward[region] for region in SQUARES)
     context = config.context_length
@@ -45,9 +46,10 @@ def causal_flops(config: StepConfig) -> float:
 
 
 def attention_bytes(config: StepConfig) -> int:
-    """Return the bytes that a step's fused attention must move, at 2 bytes per number.
+    """Return the bytes that a step's fused attention must move, with 2 bytes per number.
 
-    Forward reads or writes queries, keys, values and output once; backward moves them and their gradients.
+    Forward reads the queries, keys and values and writes the output once; backward moves all four and their
+    gradients.
     """
     tokens = config.batch_size * config.context_length
     numbers = config.num_layers * tokens * config.d_model
@@ -59,7 +61,7 @@ def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
 
     Args:
         width: bytes per number.
-        is_naive: include attention's two matmuls with T x T matrices.
+        is_naive: whether to include attention's two matmuls with T x T matrices.
     """
     tokens = config.batch_size * config.context_length
     d, f = config.d_model, config.d_ff
@@ -75,7 +77,7 @@ def matmul_bytes(config: StepConfig, width: int, is_naive: bool) -> float:
 
 
 def _square(config: StepConfig) -> int:
-    """Return the number of elements in a layer's T x T matrices."""
+    """Return the number of elements in all T x T matrices of a layer."""
     matrices = config.batch_size * config.num_heads
     return matrices * config.context_length**2
 
@@ -102,12 +104,14 @@ def _tera_per_s(amount: pd.Series, ms: pd.Series) -> pd.Series:
 def parts(data: Views) -> pd.DataFrame:
     """Return one row per profiled step and part; the parts' ``ms`` add up to the wall time, "the step".
 
-    "between kernels" is wall time minus kernel time, negative if the profiled step was slower than the median
-    timed step.
+    "between kernels" is the wall time minus the kernel time; it is negative if the profiled step's kernels took
+    longer than the median timed step.
 
-    * ``reference_ms``: FLOPs of matmuls and attention (on and below the diagonal) at the large bf16 matmul's rate,
-      bytes of AdamW at the copy's rate; 0 for other parts, missing with FP8. ``over_ms`` is ``ms - reference_ms``.
-    * ``sustained_ms``: FLOPs at the sustained rate; ``memory_traffic_ms``: ``bytes`` at the copy's rate.
+    * ``reference_ms``: the time of matmul and attention FLOPs (on and below the diagonal) at the large bf16
+      matmul's rate, and of AdamW's bytes at the copy's rate; 0 for all other parts, missing with FP8. ``over_ms``
+      is ``ms - reference_ms``.
+    * ``sustained_ms``: the time of ``flops`` at the sustained rate; ``memory_traffic_ms``: the time of ``bytes``
+      at the copy's rate.
     * ``tflops``, ``tb_per_s``: achieved rates.
     """
     rows = _milliseconds(data)
@@ -153,7 +157,7 @@ def parts(data: Views) -> pd.DataFrame:
 
 
 def _milliseconds(data: Views) -> pd.DataFrame:
-    """Return the time of each part of each timed step, including the time between kernels."""
+    """Return the time in ms of each timed step's parts, including the time between kernels."""
     kernels = data.table("ladder.kernels")
     part = kernels.kernel_category.map(PARTS).fillna(REST).rename("part")
     ms = kernels.groupby([*KEY, part]).gpu_ms.sum().unstack("part")
@@ -164,7 +168,7 @@ def _milliseconds(data: Views) -> pd.DataFrame:
 
 
 def _attention(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return FLOPs and bytes of fused attention for each case."""
+    """Return fused attention's FLOPs and bytes for each case."""
     cases = rows[CASE].drop_duplicates()
     configs = [config_of(case) for _, case in cases.iterrows()]
     return cases.assign(
@@ -174,7 +178,7 @@ def _attention(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
-    """Sort rows by a column whose values have a given order."""
+    """Sort rows by a column, with its values in the given order."""
     return rows.sort_values(column, key=lambda values: values.map(order.index), kind="stable")
 
 
@@ -192,14 +196,14 @@ def _sorted(rows: pd.DataFrame, column: str, order: list[str]) -> pd.DataFrame:
 def roofline(data: Views) -> pd.DataFrame:
     """Return one row per part of the fp32 step and of the fully optimized step, the two ends of a ladder.
 
-    Steps between these two are omitted, because they mix numbers of two widths. Each byte that must be read or
-    written counts once:
+    Intermediate steps are omitted, because they mix numbers of two widths. Each byte that must be read or written
+    counts once:
 
     * matmuls: :func:`matmul_bytes`, including naive attention's in fp32;
     * fused attention: :func:`attention_bytes`;
     * AdamW: 28 bytes per parameter, 20 with bf16 moments;
-    * between matmuls: :data:`STREAMED` and :data:`SQUARE`, for norms, RoPE, SwiGLU and residuals, although the
-      milliseconds of this part include all other kernels.
+    * between matmuls: :data:`STREAMED` and :data:`SQUARE`, for norms, RoPE, SwiGLU and residuals, although this
+      part's time includes all remaining kernels.
 
     ``intensity`` is FLOPs per byte.
     """
@@ -221,7 +225,7 @@ def roofline(data: Views) -> pd.DataFrame:
 
 
 def _work(step: pd.Series) -> pd.DataFrame:
-    """Return FLOPs and bytes by part, from formulas, for an fp32 step or the fully optimized step."""
+    """Compute FLOPs and bytes by part, from formulas, for the fp32 step or the fully optimized step."""
     config = config_of(step)
     is_naive = step.optimization == FIRST
     width = 4 if is_naive else 2
@@ -247,7 +251,7 @@ def _work(step: pd.Series) -> pd.DataFrame:
 
 
 def _per_layer(config: StepConfig, numbers: tuple[int, int]) -> int:
-    """Return the total of all tokens in a layer, from the numbers per d_model and per d_ff."""
+    """Return a layer's total over all tokens, given multiples of d_model and d_ff per token."""
     of_model, of_ff = numbers
     tokens = config.batch_size * config.context_length
     per_token = of_model * config.d_model + of_ff * config.d_ff

@@ -1,4 +1,4 @@
-"""Views of the memory study: contents of a step's peaks, the code that allocated them, and checkpoint savings."""
+"""Define the memory study's views: what memory peaks contain, which code allocated it, what checkpoints save."""
 
 from collections.abc import Callable
 
@@ -16,8 +16,8 @@ STEP = [*CONFIG]
 KIND_COLUMNS = [column(kind) for kind in KINDS]
 STAGES = ["forward", "loss", "backward", "optimizer"]
 PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048)
-# Memory that each operation of a block saves for backward in fp32 with naive attention, in bytes, by the letters
-# of :func:`stepscope.model.accounting.terms`. A tensor saved by several operations counts for the first.
+# Memory in bytes that a block's operations save for backward in fp32 with naive attention. The letters come from
+# :func:`stepscope.model.accounting.terms`. A tensor saved by several operations counts for the first one.
 OPERATION_FORMULAS = {
     "second multiplication of SwiGLU (by up_proj's output)": "8G",
     "attention weights @ v": "4S + 4X",
@@ -46,7 +46,7 @@ BLOCK_FORMULAS = [
     "scores_mib",
 ]
 CHECKPOINT_FORMULAS = ["input_mib", "block_saved_mib", "block_gradients_mib"]
-TRAINING_BYTES = 16  # per parameter: weight, gradient and AdamW's two moments in fp32
+TRAINING_BYTES = 16  # per parameter: its weight, gradient and two AdamW moments in fp32
 
 
 @view(
@@ -71,9 +71,9 @@ TRAINING_BYTES = 16  # per parameter: weight, gradient and AdamW's two moments i
 def peaks(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase: the peak of allocated memory and its contents by kind.
 
-    The phase "total" is the highest of the mode's phases, and the only one with a prediction. ``reserved_ratio``
-    is reserved memory over the peak. ``beyond_formula_bytes`` is requested memory minus the formula's prediction.
-    ``begins_backward`` is true if the peak is in the backward pass of the loss or of the last block.
+    The phase "total" gives the mode's highest peak; it is the only phase with a prediction. ``reserved_ratio`` is
+    the reserved memory divided by the peak. ``beyond_formula_bytes`` is the requested memory minus the formula's
+    prediction. ``begins_backward`` is true if the peak occurs in the loss's or the last block's backward pass.
     """
     frame = _ordered(data.table("memory.peaks"), ["mode"])
     last_layer = frame["size"].map({size: shape.num_layers - 1 for size, shape in SIZES.items()})
@@ -95,7 +95,7 @@ def peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def peak_kinds(data: Views) -> pd.DataFrame:
-    """Return one row per peak and kind of tensor: the GiB of that kind at the peak; the kind "all" is the peak."""
+    """Return one row per peak and kind of tensor: that kind's memory in GiB; the kind "all" is the peak itself."""
     frame = data["peaks"]
     stage = frame["phase"].where(frame["mode"] != "forward", frame["phase"] + " alone")
     names = dict(zip(KIND_COLUMNS, KINDS)) | {"peak_gib": "all"}
@@ -110,10 +110,10 @@ def peak_kinds(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def stage_peaks(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and mode that fits: the peak of each stage, and details of the total.
+    """Return one row per configuration and mode that fits: each stage's peak, and details of the overall peak.
 
-    For the total, the columns are the stage with the peak, the memory added by the allocator's rounding, and the
-    reserved memory.
+    The details are the stage in which it occurs, the memory added by the allocator's rounding, and the reserved
+    memory.
     """
     frame = data["peaks"]
     frame = frame[frame["status"] == "ok"]
@@ -130,9 +130,9 @@ def stage_peaks(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def timeline(data: Views) -> pd.DataFrame:
-    """Return one row per moment of a recorded step: live requested memory (GiB) by kind.
+    """Return one row per event of a recorded step: the live requested memory in GiB, by kind.
 
-    A moment is identified by the number of allocations and frees before it.
+    An event is identified by the number of allocations and frees before it.
     """
     return data.table("memory.timeline")
 
@@ -146,8 +146,8 @@ def allocations(data: Views) -> pd.DataFrame:
     """Return one row per group of equal tensors allocated by the same line of code.
 
     The groups are "allocated in forward" (the largest groups), "saved by a block" or "gradients of a block" (all
-    groups). ``sum_share`` is the group's share of everything that a block saves, or of its gradients; it is
-    missing for forward, whose small groups aren't recorded.
+    groups). ``sum_share`` is the group's share of all tensors that a block saves, or of its gradients; it is
+    missing for forward, because forward's small groups aren't recorded.
     """
     frame = data.table("memory.allocations")
     together_mib = frame["mib"] * frame["count"]
@@ -173,11 +173,12 @@ def allocations(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_memory(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: the memory that one block saves for backward, and its gradients.
+    """Return one row per configuration: the memory that a block saves for backward, and its gradients' memory.
 
-    ``five_lines_share`` is the share of the five largest groups; ``formula_...`` is computed from dimensions
-    (:mod:`stepscope.model.accounting`); ``saved_ratio`` is saved bytes over gradient bytes. ``residual_mib`` is
-    one fp32 tensor of the residual stream, 4 B T C; ``scores_mib`` one fp32 T x T matrix per head, 4 B H T T.
+    ``five_lines_share`` is the five largest groups' share of the saved memory; ``formula_...`` is computed from
+    dimensions (:mod:`stepscope.model.accounting`); ``saved_ratio`` is saved memory divided by gradient memory.
+    ``residual_mib`` is the size of one fp32 residual stream tensor, 4 B T C bytes; ``scores_mib`` is the size of
+    one fp32 T x T matrix per head and sequence, 4 B H T T bytes.
     """
     groups = data["allocations"]
     saved = groups[groups["what"] == "saved by a block"]
@@ -202,11 +203,11 @@ def block_memory(data: Views) -> pd.DataFrame:
     studies=["memory"],
 )
 def block_operations(data: Views) -> pd.DataFrame:
-    """Return one row per fp32 configuration with naive attention and operation: memory saved for backward.
+    """Return one row per operation and fp32 configuration with naive attention: memory saved for backward.
 
-    The memory comes from :data:`OPERATION_FORMULAS`, along with its share of everything that the block saves and
-    its rank by size. Records can't show this, because they know only the line of code that saves a tensor, and a
-    line has several operations.
+    :data:`OPERATION_FORMULAS` predicts the memory; the view adds its share of all that the block saves, and its
+    rank by size. Records can't provide this, because they include only the line of code that saved a tensor, and
+    a line can contain several operations.
     """
     blocks = data["block_memory"]
     is_covered = (blocks["precision"] == "fp32") & (blocks["attention"] == "naive")
@@ -227,7 +228,7 @@ def _five_largest(shares: pd.Series) -> float:
 
 
 def _block_by_formula(config: StepConfig) -> dict[str, float]:
-    """Return a block's dimensions, and the sizes (MiB) computed from them."""
+    """Return a block's dimensions, and the sizes in MiB computed from them."""
     gradient_bytes = value(BLOCK_GRADIENTS, config)
     naive = config.model_copy(update={"attention": "naive"})
     return {
@@ -246,14 +247,14 @@ def _block_by_formula(config: StepConfig) -> dict[str, float]:
 def _by_formula(
     frame: pd.DataFrame, compute: Callable[[StepConfig], dict[str, float]], columns: list[str]
 ) -> pd.DataFrame:
-    """Add columns computed from each row's configuration; they are missing for unnamed sizes."""
+    """Return columns computed from each row's configuration; rows with unnamed sizes get missing values."""
     named = frame[frame["size"].isin([*SIZES])]
     computed = pd.DataFrame([compute(config) for config in _configs(named)], named.index, columns)
     return computed.reindex(frame.index)
 
 
 def _configs(frame: pd.DataFrame) -> list[StepConfig]:
-    """Return the configuration of each row, as a step on a GPU."""
+    """Return each row's configuration, as a step on a GPU."""
     fields = [name for name in STEP if name != "expandable_segments"]
     configs = [StepConfig(**row, device="cpu") for row in frame[fields].to_dict("records")]
     return [config.model_copy(update={"device": "cuda"}) for config in configs]
@@ -286,16 +287,16 @@ def _configs(frame: pd.DataFrame) -> list[StepConfig]:
     studies=["memory"],
 )
 def checkpoints(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode, number of blocks and checkpoint policy: peak and time.
+    """Return one row per configuration, mode, number of blocks and checkpoint policy: peak memory and time.
 
-    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpoints. ``beyond_state_gib`` is the
-    peak minus weights and gradients.
+    ``peak_ratio`` and ``gpu_ratio`` are relative to the same case without checkpointing. ``beyond_state_gib`` is
+    the peak minus the state (weights and gradients).
 
     ``best_group`` is the number of blocks per checkpoint, k (a real number), that minimizes the sum of N/k inputs
-    (``input_mib`` each) and the memory saved by k blocks (``block_saved_mib`` each): k = sqrt(N x input / saved).
-    ``added_gib`` is the memory that each block beyond the first in a checkpoint adds to the peak. By formula it is
-    the memory that a block saves minus its gradients, because the peak occurs when backward reaches the first
-    checkpoint, where the gradients of all other blocks are already allocated.
+    (``input_mib`` each) and k blocks' saved memory (``block_saved_mib`` each): k = sqrt(N x input / saved).
+    ``added_gib`` is the memory that each block after a checkpoint's first block adds to the peak. By formula, it
+    is the memory that a block saves minus its gradients, because the peak occurs when backward reaches the first
+    checkpoint, by which time all later blocks' gradients are allocated.
     """
     frame = data.table("memory.checkpoints")
     frame = frame.rename(columns={"expected_saved_gib": "formula_saved_gib"})
@@ -324,14 +325,14 @@ def checkpoints(data: Views) -> pd.DataFrame:
 
 
 def _group_text(blocks: float) -> str:
-    """Format the number of blocks per checkpoint; "none" for 0, empty for a nested policy."""
+    """Format the number of blocks per checkpoint ("none" for 0, "" for nested policies)."""
     if pd.isna(blocks):
         return ""
     return digits(blocks, "n") if blocks else "none"
 
 
 def _checkpoint_by_formula(config: StepConfig) -> dict[str, float]:
-    """Return the sizes (MiB) of a block's input, of the tensors that it saves, and of its gradients."""
+    """Return the sizes in MiB of a block's input, saved tensors and gradients."""
     return {
         "input_mib": value("4X", config) / MIB,
         "block_saved_mib": _saved_bytes(config) / MIB,
@@ -340,7 +341,7 @@ def _checkpoint_by_formula(config: StepConfig) -> dict[str, float]:
 
 
 def _saved_bytes(config: StepConfig) -> int:
-    """Return the bytes that a block saves for backward, including autocast's copies of its weights."""
+    """Return the memory in bytes that a block saves for backward, including autocast's copies of its weights."""
     formulas = formulas_of(config)
     return value(formulas.saved, config) + value(formulas.weight_cache, config)
 
@@ -351,11 +352,11 @@ def _saved_bytes(config: StepConfig) -> int:
     studies=["memory"],
 )
 def memory_savings(data: Views) -> pd.DataFrame:
-    """Return one row per configuration and measured change to it: the memory before and after the change.
+    """Return one row per configuration and measured change: the memory before and after the change.
 
-    The key is the configuration before the change. ``measure`` names the memory that is compared: the peak of a
-    full step, the memory reserved by it, or the peak of forward and backward. ``less_share`` is 1 - after /
-    before.
+    The key is the configuration before the change. ``measure`` names the memory that is compared: the
+    full step's peak, the memory that it reserves, or the peak of forward and backward. ``less_share`` is
+    1 - after / before.
     """
     totals = data["peaks"]
     steps = totals[(totals["mode"] == "step") & (totals["phase"] == "total")]
@@ -389,7 +390,7 @@ def memory_savings(data: Views) -> pd.DataFrame:
 def _saving(
     frame: pd.DataFrame, change: str, before: dict, after: dict, measured: str = "peak_gib"
 ) -> pd.DataFrame:
-    """Pair rows that have the values ``before`` with rows that have ``after`` and agree in all other fields."""
+    """Pair rows that match ``before`` with rows that match ``after`` and agree in all remaining fields."""
     alike = [name for name in (*STEP, "mode") if name not in before]
     changed = frame[_have(frame, after)][[*alike, measured]]
     pairs = frame[_have(frame, before)].merge(
@@ -405,7 +406,7 @@ def _saving(
 
 
 def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
-    """Return a mask of the rows that have all the given values."""
+    """Return a mask of the rows that contain all the given values."""
     return (frame[[*values]] == pd.Series(values)).all(axis=1)
 
 
@@ -429,9 +430,9 @@ def _have(frame: pd.DataFrame, values: dict) -> pd.Series:
 def predictions(data: Views) -> pd.DataFrame:
     """Return one row per handout size, context length and precision: the predicted peak of the full step.
 
-    The step is the assignment's own (naive attention, PyTorch's default AdamW). ``state_gib`` is weights,
-    gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share that grows
-    with the context length: saved tensors, and temporaries if they come from activations rather than AdamW.
+    The step is the assignment's (naive attention, PyTorch's default AdamW). ``state_gib`` is the memory for
+    weights, gradients and AdamW's two moments in fp32, 16 bytes per parameter. ``growing_share`` is the share that
+    grows with the context length: saved tensors, and temporaries if they come from activations, not from AdamW.
     ``runs_out`` is true if the step was measured and ran out of memory.
     """
     steps = [
@@ -453,7 +454,7 @@ def predictions(data: Views) -> pd.DataFrame:
 
 
 def _prediction(config: StepConfig) -> dict:
-    """Return a step's configuration, its dimensions and its predicted peak."""
+    """Return a step's configuration, dimensions and predicted peak as a row's columns."""
     top = peak(config)
     fields = {name: getattr(config, name, False) for name in STEP}
     dimensions = SIZES[config.size]._asdict()
@@ -474,7 +475,7 @@ def _prediction(config: StepConfig) -> dict:
     studies=["memory"],
 )
 def snapshots(data: Views) -> pd.DataFrame:
-    """Return one row per run with a snapshot for PyTorch's memory viewer: its path in the folder of runs."""
+    """Return one row per run with a snapshot for PyTorch's memory viewer: its path in the runs folder."""
     runs = data.table("runs")
     kept = (runs["study"] == "memory") & runs["save_snapshot"].eq(True)
     frame = runs[kept & (runs["status"] == "ok")]

@@ -1,6 +1,6 @@
-"""Views of the mixed_precision study: a step in TF32, bf16 and fp16 next to fp32, and the number formats.
+"""Define mixed_precision's views, which compare steps in TF32, bf16 and fp16 with fp32, and number formats.
 
-All precisions of one configuration were measured in one process. bf16 and fp16 use autocast over fp32 weights.
+One process measured all of a configuration's precisions. bf16 and fp16 use autocast over fp32 weights.
 """
 
 import math
@@ -24,10 +24,10 @@ PARTS = {
     "full_step": ("step", "total"),
 }
 NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
-# The range of fp16: smaller values round to zero, larger ones to infinity.
+# fp16's range: smaller values round to zero, and larger ones round to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
 NORM_FEATURES = 1024  # number of LayerNorm's inputs
-FINAL = 4  # divisor: the last quarter of a training's steps
+FINAL = 4  # the final part of a training is its last quarter
 
 
 # -- how much faster ------------------------------------------------------------------------------------------
@@ -57,10 +57,11 @@ FINAL = 4  # divisor: the last quarter of a training's steps
 def precision_gains(data: Views) -> pd.DataFrame:
     """Return one row per configuration, precision below fp32 and mode, compared with fp32 in the same process.
 
-    ``gpu_speedup`` is fp32's GPU time over this precision's, and ``peak_ratio`` this precision's peak memory over
-    fp32's. ``matmul_share`` is the matmuls' share of fp32's kernel time. ``matmul_speedup`` and ``other_speedup``
-    are fp32's time over this precision's, for matmuls and for all other kernels; ``other_ratio`` is the inverse of
-    ``other_speedup``. ``cast_share`` is the share of this precision's kernel time spent on casts.
+    ``gpu_speedup`` is fp32's GPU time divided by this precision's, and ``peak_ratio`` is this precision's peak
+    memory divided by fp32's. ``matmul_share`` is the matmuls' share of fp32's kernel time. ``matmul_speedup`` and
+    ``other_speedup`` are fp32's time divided by this precision's, for matmuls and for non-matmul kernels;
+    ``other_ratio`` is the inverse of ``other_speedup``. ``cast_share`` is the casts' share of this precision's
+    kernel time.
     """
     times = data.table("mixed_precision.times")
     times = times[times["phase"] == "total"]
@@ -93,7 +94,7 @@ def precision_gains(data: Views) -> pd.DataFrame:
 def precision_kernels(data: Views) -> pd.DataFrame:
     """Return one row per configuration, precision below fp32, mode and kernel category.
 
-    The columns are GPU times in fp32 and in this precision. The categories are matmul, elementwise (including
+    The columns give the GPU times in fp32 and in this precision. The categories are matmul, elementwise (including
     softmax's kernels), optimizer, cast, and other.
     """
     kernels, fp32_kernels = _beside_fp32(_kernel_times(data))
@@ -103,13 +104,13 @@ def precision_kernels(data: Views) -> pd.DataFrame:
 
 
 def _is_launch_bound(times: pd.DataFrame) -> pd.Series:
-    """Return a mask of launch-bound rows; rows of a CPU (without peak memory) are never launch-bound."""
+    """Return a mask of launch-bound rows, which excludes CPU rows (those without peak memory)."""
     on_gpu = times.groupby(CASE)["peak_gib"].transform("max").notna()
     return launch_bound_rows(times) & on_gpu
 
 
 def _kernel_times(data: Views) -> pd.DataFrame:
-    """Return the GPU time (ms) by case (rows) and kernel category (columns)."""
+    """Return GPU times in ms, with one row per case and one column per kernel category."""
     rows = data.table("mixed_precision.operations")
     category = rows["kernel_category"].map(CATEGORIES).fillna("other")
     category = category.mask(is_cast(rows["name"]), "cast")
@@ -122,10 +123,10 @@ def _kernel_times(data: Views) -> pd.DataFrame:
 
 
 def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the cases below fp32 and, with the same index, the fp32 row of each; drop cases without one.
+    """Return the cases below fp32 and, with the same index, each one's fp32 row; omit cases without one.
 
     Args:
-        table: indexed by CASE.
+        table: a table indexed by CASE.
     """
     is_fp32 = table.index.get_level_values("precision") == "fp32"
     fp32 = table[is_fp32].droplevel("precision")
@@ -144,8 +145,8 @@ def _beside_fp32(table: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
 def precision_times(data: Views) -> pd.DataFrame:
     """Return one row per configuration and precision: wall times as text, "21.4 (16.2 to 22.3), at best 13.5".
 
-    The text has the median, the quartiles, and, if a part is launch-bound, the fastest time. ``steps``, tokens/s
-    and memory belong to the full step.
+    The text gives the median, the quartiles and, if a part is launch-bound, the fastest time. ``steps``, tokens/s
+    and memory describe the full step.
     """
     keys = [*KEY, "precision"]
     times = data.table("mixed_precision.times")
@@ -158,7 +159,7 @@ def precision_times(data: Views) -> pd.DataFrame:
 
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add the precision's name; sort by size and other dimensions, precision and mode."""
+    """Add the precision's name; sort rows by size and the other dimensions, precision and mode."""
     rank = {precision: place for place, precision in enumerate(NAMES)}
     keys = ["rank", "mode"] if "mode" in rows else ["rank"]
     ranked = rows.assign(name=rows["precision"].map(NAMES), rank=rows["precision"].map(rank))
@@ -166,7 +167,7 @@ def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cells(times: pd.DataFrame) -> pd.Series:
-    """Format each row's wall time; None if the case did not run."""
+    """Format each row's wall time as text (None if the case didn't run)."""
     median = times["wall_ms"].map(lambda ms: digits(ms, "ms"))
     fastest = times["wall_min_ms"].map(lambda ms: f", at best {digits(ms, 'ms')}")
     fastest = fastest.where(_is_launch_bound(times), "")
@@ -174,17 +175,17 @@ def _cells(times: pd.DataFrame) -> pd.Series:
     return texts.where(times["wall_ms"].notna(), None)
 
 
-# -- what becomes of the numbers ------------------------------------------------------------------------------
+# -- numerical effects ----------------------------------------------------------------------------------------
 
 
 def _numbers(data: Views, experiment: str) -> pd.DataFrame:
-    """Return the rows of one experiment of the notebook."""
+    """Return the rows of one of the notebook's experiments."""
     rows = data.table("mixed_precision.numerics")
     return rows[rows["experiment"] == experiment]
 
 
 def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
-    """Return an experiment with one column per quantity, rows in their original order."""
+    """Return an experiment's values with one column per quantity, keeping the order of the rows."""
     rows = _numbers(data, experiment)
     table = rows.pivot(index=keys, columns="quantity", values="value")
     made = pd.MultiIndex.from_frame(rows[keys].drop_duplicates())
@@ -197,9 +198,9 @@ def _by_quantity(data: Views, experiment: str, keys: list[str]) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def repeated_sums(data: Views) -> pd.DataFrame:
-    """Return one row per method of adding 0.01 a thousand times: the ``result`` and the parts of its error.
+    """Return one row per method of adding 0.01 a thousand times: the ``result``, and two sources of its error.
 
-    The distance from 10 comes partly from ``storing`` 0.01 and partly from ``adding``.
+    The error (the distance from 10) comes partly from ``storing`` 0.01 and partly from ``adding``.
     """
     rows = _by_quantity(data, "sums", [*KEY, "case"])
     return rows.assign(
@@ -211,7 +212,7 @@ def repeated_sums(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "precision", "tensor"], columns=["dtype"], studies=["mixed_precision"])
 def autocast_dtypes(data: Views) -> pd.DataFrame:
-    """Return one row per tensor of ToyModel and precision of autocast: the tensor's dtype."""
+    """Return one row per ToyModel tensor and autocast precision: the tensor's dtype."""
     return _numbers(data, "toy").rename(columns={"case": "precision", "quantity": "tensor"})
 
 
@@ -223,8 +224,8 @@ def autocast_dtypes(data: Views) -> pd.DataFrame:
 def layer_norm(data: Views) -> pd.DataFrame:
     """Return one row per precision, part of LayerNorm and ``scale``, the standard deviation of its normal inputs.
 
-    ``error`` is the median relative error against float64, where inf or NaN counts as 1. ``lost_share`` is the
-    share of values that are inf, NaN or wrongly 0; ``is_lost`` is true if it exceeds one in a thousand.
+    ``error`` is the median relative error against float64, with inf and NaN counted as 1. ``lost_share`` is the
+    share of values that are inf, NaN or incorrectly 0; ``is_lost`` is true if it exceeds one in a thousand.
     ``expected_lost_share`` is the share expected from fp16's range, for the mean and the squares.
     """
     keys = [*KEY, "case", "at", "quantity"]
@@ -240,10 +241,10 @@ def layer_norm(data: Views) -> pd.DataFrame:
 
 
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
-    """Return the share of a normal variable's values outside fp16's range; NaN for other parts.
+    """Return the expected share of values outside fp16's range, for mean and squares (NaN for other parts).
 
-    The standard deviation of the mean of n inputs is theirs over √n. A square leaves the range when its root
-    leaves the range of square roots.
+    The mean of n inputs has their standard deviation divided by √n. An input's square is outside the range if the
+    input's magnitude is outside the range of square roots.
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)
@@ -275,9 +276,10 @@ def _outside(low: pd.Series, high: pd.Series) -> pd.Series:
     studies=["mixed_precision"],
 )
 def layer_norm_parts(data: Views) -> pd.DataFrame:
-    """Return one row per part of LayerNorm: the input scales at which a precision loses values, and its error.
+    """Return one row per part of LayerNorm: the input scales at which fp16 and bf16 lose values, and their errors.
 
-    The scales are text ("0.1 and less, 100 and more"; ``..._loses_below`` is "0.1"). The error is at scale 1.
+    The scales are formatted as text ("0.1 and less, 100 and more"; ``..._loses_below`` is "0.1"). The errors are
+    those at scale 1.
     """
     rows = data["layer_norm"]
     keys = [*KEY, "part"]
@@ -294,7 +296,7 @@ def layer_norm_parts(data: Views) -> pd.DataFrame:
 
 
 def _ends(below: pd.Series, above: pd.Series) -> list[str]:
-    """Join the two ends of a failing range: "0.1 and less, 100 and more", or "none"."""
+    """Describe the scales that lose values: "0.1 and less, 100 and more", or "none"."""
     texts = []
     for less, more in zip(below, above):
         ends = [f"{less} and less"] if pd.notna(less) else []
@@ -311,8 +313,8 @@ def _ends(below: pd.Series, above: pd.Series) -> list[str]:
 def rounded_gradients(data: Views) -> pd.DataFrame:
     """Return one row per precision: the first step's gradients, compared with fp32's.
 
-    "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 in this
-    precision only; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.
+    "fp16, unscaled" is fp16 without loss scaling. ``zero_share`` is the share of elements that are 0 only in
+    this precision; ``norm_error`` and ``loss_error`` are the relative errors of the gradient norm and the loss.
     """
     rows = _by_quantity(data, "gradients", [*KEY, "case"])
     columns = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}
@@ -325,10 +327,10 @@ def rounded_gradients(data: Views) -> pd.DataFrame:
     studies=["mixed_precision"],
 )
 def precision_training(data: Views) -> pd.DataFrame:
-    """Return one row per training on the same text: the distance of its loss from fp32's with the first seed.
+    """Return one row per training on the same text: its loss's distance from that of fp32 with the first seed.
 
-    ``final_nats`` is the mean distance over the last quarter of the steps. ``kind`` is "precision" (with the first
-    seed) or "seed".
+    ``final_nats`` is the mean distance over the last quarter of the steps. ``kind`` is "precision" (another
+    precision with the first seed) or "seed" (fp32 with another seed).
     """
     rows = _numbers(data, "training")
     losses = rows.pivot(index=[*KEY, "at"], columns="case", values="value")
