@@ -337,7 +337,7 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
 
     Args:
         address: the scheduler's address, such as tcp://10.0.0.1:8786.
-        asked: a list that receives the signals that ask the sweep to end, which also end the wait for workers.
+        signals: a list that receives the signals that ask the sweep to end, which also end the wait for workers.
 
     Raises:
         WorkersError: the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
