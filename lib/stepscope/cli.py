@@ -473,7 +473,7 @@ def fit(
         float | None,
         typer.Option(
             help="GPU memory in GiB: nvidia-smi's MiB divided by 1,024, not the GB of a data sheet.",
-            show_default="the smallest GPU here, or 80",
+            show_default="that of the smallest GPU here, or 80",
         ),
     ] = None,
 ) -> None:

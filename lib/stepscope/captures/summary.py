@@ -373,7 +373,7 @@ def _waiting_text(gpu: Device, parts: Exposed) -> str:
             f"; its bytes take at least {least} at {speed}; {waiting} is latency and waiting for other GPUs"
         )
     if parts.waiting_ms >= MIN_WAITING * gpu.median["exposed communication"]:
-        return f"; at least {waiting} is waiting for other GPUs ({short(parts.longest)})"
+        return f"; at least {waiting} is spent waiting for other GPUs ({short(parts.longest)})"
     return ""
 
 

@@ -358,7 +358,11 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
             time.sleep(0.2)
         offered = {resource for worker in workers_of(client).values() for resource in worker["resources"]}
         if not offered & set(RESOURCE.values()) and not signals:
-            problem = "its workers offer neither GPU nor RUNS" if workers_of(client) else "it has no workers"
+            problem = (
+                "its workers offer neither the resource GPU nor RUNS"
+                if workers_of(client)
+                else "it has no workers"
+            )
             raise WorkersError(f"--scheduler: {address}: {problem}; start some with: {START}")
         yield client
     finally:
