@@ -1,4 +1,4 @@
-"""Sweep files: read YAML blocks and expand them into configurations."""
+"""Read sweep files, which consist of YAML blocks, and expand the blocks into configurations."""
 
 import itertools
 import math
@@ -29,12 +29,14 @@ from stepscope.yaml_files import load_yaml
 ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
 STUDIES = PACKAGE / "studies"  # sweeps of single studies
 LARGEST = "LARGEST"  # placeholder for the largest size that is predicted to fit
-MAX_RUNS_PER_BLOCK = 100_000  # per block; more, such as ten axes with ten values each, are probably a mistake
-MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory for the step of LARGEST
+MAX_RUNS_PER_BLOCK = (
+    100_000  # more runs, such as those of ten axes with ten values each, are probably a mistake
+)
+MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory that the step at LARGEST may use
 
 
 class SweepError(StepscopeError, ValueError):
-    """A sweep that can't start; the text names the file, the block, and the problem."""
+    """An error for a sweep that can't start; the message names the file, the block and the problem."""
 
 
 class Block(BaseModel):
@@ -42,10 +44,10 @@ class Block(BaseModel):
 
     Args:
         study: the study to run.
-        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose whose
-            size names to use; it isn't a field of the configuration.
+        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose the
+            handout whose size names to use; it isn't a field of the configuration.
         axes: lists of values by field; the last axis varies fastest.
-        skip_too_large: omit a run if even its smallest measurement is predicted not to fit into GPU memory.
+        skip_too_large: omit a run if we predict that even its smallest measurement doesn't fit into GPU memory.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -69,7 +71,7 @@ class Block(BaseModel):
 
 @dataclass
 class SweepPlan:
-    """The configurations to run (``configs``, without duplicates) and those omitted (``too_large``)."""
+    """The configurations to run (``configs``, without duplicates) and the omitted ones (``too_large``)."""
 
     configs: list[RunConfig] = field(default_factory=list)
     too_large: list[RunConfig] = field(default_factory=list)
@@ -82,7 +84,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
     A study's name selects its GPU sweep, or its part of ``cpu`` if ``device`` is "cpu".
 
     Args:
-        device: where the sweep will run, "cuda" or "cpu".
+        device: the device on which the sweep will run, "cuda" or "cpu".
 
     Raises:
         SweepError: there is no such sweep, or it needs a GPU and ``device`` is "cpu".
@@ -114,8 +116,8 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
 
     Args:
         sources: sweep files, each with one :class:`Block` or a list of blocks, or blocks as dicts.
-        device: the device that ``auto`` stands for where the runs will execute.
-        gpu_gib: memory of the smallest GPU there, in GiB.
+        device: the device that ``auto`` denotes on the machines that will execute the runs.
+        gpu_gib: the memory of these machines' smallest GPU in GiB.
 
     Raises:
         YamlFileError: a file is missing or isn't plain YAML.
@@ -157,7 +159,7 @@ def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunCon
 
 
 def peak_gib(config: RunConfig) -> float:
-    """Predict the peak memory in GiB of the assignment's fp32 step with the run's model; 0 without a step."""
+    """Predict the assignment's fp32 step's peak memory in GiB with the run's model; return 0 without a step."""
     if not isinstance(config, StepConfig):
         return 0.0
     step = config.step(
@@ -174,7 +176,7 @@ def min_peak_gib(config: RunConfig) -> float:
     if not isinstance(config, StepConfig):
         return 0.0
     modes = getattr(config, "modes", list(PHASES) if config.mode == "all" else [config.mode])
-    # The fp32 or TF32 forward needs less memory than the bf16 forward, which also holds bf16 copies of weights.
+    # The fp32 or TF32 forward needs less memory than the bf16 forward, which also stores bf16 copies of weights.
     precision = "tf32" if config.precision == "all" else config.precision
     steps = [config.step(mode=mode, precision=precision, compile="none", device="cuda") for mode in modes]
     return min(peak(step, step.mode).allocated for step in steps) / 2**30
@@ -194,7 +196,7 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 
 def sweep_description(path: Path) -> str | None:
-    """Return the comment in a sweep file's first line, such as its time on an H200; None without one."""
+    """Return the comment in a sweep file's first line, such as its time on an H200; None without a comment."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = file.readline(500).strip()
