@@ -61,7 +61,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
         for path, temporary in temporaries.items():
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
-            temporary.unlink(missing_ok=True)  # left by a killed process, or a planted link to follow
+            temporary.unlink(missing_ok=True)  # left by a killed process; open would follow a link
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(texts[path])
                 file.flush()

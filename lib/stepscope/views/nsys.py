@@ -371,7 +371,7 @@ def profiled_attention(data: Views) -> pd.DataFrame:
     Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
     d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and
     ``flops_share`` compare softmax with both matmuls. A layer's scores take ``matrix_bytes`` in fp32; softmax
-    moves ``softmax_bytes``, which is eight times ``matrix_bytes`` in every layer.
+    moves ``softmax_bytes`` in all layers together, eight times ``matrix_bytes`` per layer.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
