@@ -1,4 +1,4 @@
-"""Test docs/fast_step.py, which the report quotes in part."""
+"""Test docs/fast_step.py, parts of which the report quotes."""
 
 import copy
 import importlib.util
@@ -45,7 +45,7 @@ def script():
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request, monkeypatch):
-    """Return the step's device; nothing is compiled on a CPU, and algorithms are deterministic on a GPU."""
+    """Return the step's device; we compile nothing on a CPU, and use deterministic algorithms on a GPU."""
     if request.param == "cpu":
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
@@ -130,8 +130,8 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
 
 
 def test_first_step_matches_an_eager_bf16_step(make, device):
-    """On a GPU, kernels round in a different order, and AdamW's first step moves a weight by the rate in the
-    direction opposite to its gradient, so some weights move the opposite way.
+    """On a GPU, kernels round in a different order. AdamW's first step moves each weight by the learning rate,
+    against its gradient's sign, so some weights move in the opposite direction.
     """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
@@ -255,7 +255,7 @@ def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
 
 
 class Images(torch.nn.Module):
-    """Smallest model that the step accepts, with batch statistics and dropout."""
+    """The smallest model that the step accepts, with batch statistics and dropout."""
 
     def __init__(self):
         super().__init__()

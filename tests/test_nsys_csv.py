@@ -46,7 +46,7 @@ def test_read_nsys_csv_matches_the_values_in_the_file():
     assert trace["name"].iloc[2].endswith("float *, unsigned long)") and trace["src_mem_kd"].iloc[2] == ""
 
 
-def test_older_versions_trace_has_the_same_columns(tmp_path):
+def test_older_versions_trace_contains_the_same_columns(tmp_path):
     old = read_nsys_csv(written(tmp_path, OLD_TRACE))
     new = read_nsys_csv(DATA / "nsys_2026_3_cuda_gpu_trace.csv")
     assert old.attrs == new.attrs and set(new) - set(old) == {"green_ctx"} and not set(old) - set(new)
