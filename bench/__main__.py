@@ -1,4 +1,4 @@
-"""Compare capture readers by their seconds, peak memory and the GPU time that they account for.
+"""Compare capture readers by their run time, peak memory and the GPU time that they account for.
 
     python -m bench [kernels]    synthetic captures (nsys and torch.profiler) with this many kernels
     python -m bench FILE         your own capture

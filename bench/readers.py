@@ -1,4 +1,4 @@
-"""Capture readers to compare; each returns its run time, its peak memory and the GPU time that it finds.
+"""Measure capture readers; each function returns a reader's run time, peak memory and the GPU time that it finds.
 
 Run each reader in a new process, because :func:`peak_mib` covers the process's entire lifetime.
 """

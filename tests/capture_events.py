@@ -95,7 +95,7 @@ def longest_gap(gpu: Device) -> list:
 
 
 def summary_line(path: Path, label: str, **options: object) -> Line:
-    """Return the first line with a label, or an empty line if there is none."""
+    """Return the summary's first line with this label, or an empty line if there is none."""
     lines = profile(path, **options)  # type: ignore[arg-type]
     return next((line for line in lines if line.label == label), Line(label, ""))
 

@@ -26,7 +26,7 @@ MAX_HASH = 0xFFFFFFFF
 def factor_of(run: str, case: str, factor: float, jitter: float) -> float:
     """Return the factor for a run's case, which depends on a hash of the run's and the case's names."""
     digest = hashlib.md5(f"{run} {case}".encode()).hexdigest()
-    between = int(digest[:8], 16) / MAX_HASH  # 0 to 1
+    between = int(digest[:8], 16) / MAX_HASH  # between 0 and 1
     return factor * (1 - jitter + 2 * jitter * between)
 
 

@@ -167,7 +167,7 @@ def test_fully_optimized_bytes_sum_all_components(moment):
 def test_fully_optimized_peak_includes_all_gradients():
     """With a short context, the blocks' saved tensors take less memory than the final gradients."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
-    bf16, fp32 = 2, 4  # weights, gradients and both moments; masters
+    bf16, fp32 = 2, 4  # bytes per weight, gradient and moment in bf16, and per master weight in fp32
     assert fit.fully_optimized_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
 
 
@@ -259,7 +259,7 @@ def test_largest_values_fit_and_one_more_does_not():
             fitting, larger = (bytes_of(step.model_copy(update={field: largest + n})) for n in (0, 1))
             assert fitting <= 80 * GIB < larger, (row.step, field)
     baseline, _, checkpointed, optimized = (row.peak_gib for row in rows)
-    assert optimized < checkpointed < baseline == pytest.approx(65.56, rel=0.01)  # as measured
+    assert optimized < checkpointed < baseline == pytest.approx(65.56, rel=0.01)  # the measured peak
     columns = {
         " ".join(column.header.split()): [*column.cells] for column in fit_table(config, 80, 2025).columns
     }

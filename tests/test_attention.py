@@ -140,7 +140,7 @@ def test_float64_attention_matches_autograd():
 def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
     inputs = Inputs(small(), 32)
     at_once = attention_in_float64(inputs)
-    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries; the last has two
+    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries, the last of two
     for expected, chunked in zip(at_once, attention_in_float64(inputs), strict=True):
         torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=0)
 

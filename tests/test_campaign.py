@@ -123,7 +123,7 @@ class Template:
         return {view for name in names for view in self.views.get(name, ())}
 
     def lines_printing(self, view: str, columns: Iterable[str]) -> list[int]:
-        """Return the line numbers that print any of these columns of a view."""
+        """Return the numbers of the lines that print any of these columns of a view."""
         word = re.compile(rf"(\.|\")({'|'.join(columns)})\b")
         return [
             number

@@ -96,7 +96,7 @@ def waiting_for_an_event() -> list[dict]:
 
 
 def one_known_launch() -> list[dict]:
-    """Return 101 kernels separated by gaps; the capture contains only the first one's launch."""
+    """Return 101 kernels separated by gaps; the capture contains only the first kernel's launch."""
     return [*launch(GEMM, 0, 7, 50), *(unlaunched(ADD, 200 * number, 50) for number in range(1, 101))]
 
 
@@ -228,7 +228,7 @@ def test_warmup_operations_are_excluded_and_counted(tmp_path):
 
 
 def test_empty_steps_are_counted_without_shifting_outlier_names(tmp_path):
-    late_kernels = kernels(4800, 5)  # launched in step 4; they end in step 5
+    late_kernels = kernels(4800, 5)  # these kernels are launched in step 4 and end in step 5
     last_step = [profiler_step(6, 8000, 100), *kernels(8001, 2)]
     events = [*steps(6, empty=(0, 3)), *late_kernels, *last_step]
     gpu = first_gpu(tmp_path, events)

@@ -33,7 +33,7 @@ HINTS = {
         "context_length = 256": "test_longer_context_adds_tokens_without_changing_adamw",
         "batch_size = 16": "test_longer_context_adds_tokens_without_changing_adamw",
         "2 * (default_timer() - start) * 1e3": "test_benchmark.py",
-        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_papermill_run_records_doubled_times",
+        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_doubled_time_is_saved",
         "synchronize()": "test_step_without_synchronization_is_unchanged_on_a_cpu",
         'optimizer = "fused"': "test_fused_adamw_runs_fewer_operations",
     },
@@ -60,7 +60,7 @@ NAMES = {
 
 
 def hints(notebook: str) -> str:
-    """Return a notebook's texts on what to change, up to the question that follows."""
+    """Return a notebook's suggested changes, up to the question that follows them."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     found = [
@@ -130,7 +130,7 @@ def test_step_without_synchronization_is_unchanged_on_a_cpu(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_papermill_run_records_doubled_times(tmp_path):
+def test_doubled_time_is_saved(tmp_path):
     clock = "wall_ms = (default_timer() - start) * 1e3"
     (tmp_path / "lab").mkdir()
     edited("benchmark", tmp_path / "lab", clock, clock.replace("(", "2 * (", 1))
@@ -150,7 +150,7 @@ def test_papermill_run_records_doubled_times(tmp_path):
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
 def test_different_feed_forward_is_measured_without_flops_formula(tmp_path, capsys):
-    """Apply the example of docs/notebooks.md."""
+    """The test applies the example in docs/notebooks.md."""
     text = (PROJECT / "docs" / "notebooks.md").read_text()
     (block,) = re.findall(r"```python\n( +for block in model.blocks:.*?)```", text, re.S)
     build = "    model = TransformerLM(config)\n"
@@ -195,7 +195,7 @@ def test_loss_without_autocast_runs_fewer_operations(tmp_path):
 
 
 def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
-    """Use the code that the notebook suggests."""
+    """The test uses the code that the notebook suggests."""
     (block,) = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
     transform = textwrap.dedent(block)
     assert 2 <= len(transform.strip().splitlines()) <= 5

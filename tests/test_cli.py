@@ -19,7 +19,7 @@ from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command; return its exit status, stdout and stderr."""
+    """Return a function that runs a command and returns its exit status, stdout and stderr."""
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])

@@ -7,7 +7,9 @@ import os
 import re
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # deterministic matmuls; CUDA reads it at its start
 
 import pytest
 import torch
@@ -104,7 +106,7 @@ def test_script_model_matches_the_librarys_model(script):
         "context_length": 16,
     }
     expected = TransformerLM(StepConfig(device="cpu", **sizes))
-    for name, weight in model.named_parameters():  # large, so that the norms' eps doesn't matter
+    for name, weight in model.named_parameters():  # large weights, so that the norms' eps doesn't matter
         torch.nn.init.normal_(weight, std=0.3 if "blocks" in name else 1)
         parts = [NAMES_IN_LIBRARY.get(part, part) for part in name.split(".")]
         expected.get_parameter(".".join(parts)).data = weight.data

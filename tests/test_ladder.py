@@ -121,7 +121,7 @@ def test_stochastic_rounding_is_unbiased_and_rounds_to_neighbors(value):
 
 
 def test_random_bits_match_numpy_and_are_uncorrelated():
-    index = torch.arange(100_000) + 2**31 - 50_000  # across the largest signed 32-bit integer
+    index = torch.arange(100_000) + 2**31 - 50_000  # the range includes the largest signed 32-bit integer
     bits = random_bits(index, torch.tensor(7))
     other_step = random_bits(index, torch.tensor(8))
     assert abs(np.corrcoef([bits, other_step, bits.roll(1)]) - np.eye(3)).max() < 0.02

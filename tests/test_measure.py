@@ -26,7 +26,7 @@ FULL = torch.OutOfMemoryError(
 
 
 def fail_holding_memory(references, error):
-    class Cycle:  # as in models
+    class Cycle:  # a reference cycle, as in models
         def __init__(self):
             self.itself = self
 
@@ -254,4 +254,4 @@ def test_pass_memory_on_a_cpu_excludes_inputs_output_and_masks():
     memory = measure.pass_memory(
         lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"
     )
-    assert memory == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the output is the exponential
+    assert memory == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the exponential is the output

@@ -144,7 +144,7 @@ def test_peaks_include_optimizer_state_only_in_a_full_step():
     peaks = tables["peaks"].set_index(["mode", "phase"])
     gib = peaks[[column("gradients"), column("optimizer state")]]
     weights = 4 * parameter_count(config) / GIB
-    moments = 2 * weights + 4 * (9 * config.num_layers + 3) / GIB  # and the step counts
+    moments = 2 * weights + 4 * (9 * config.num_layers + 3) / GIB  # both moments and the step counts
     assert gib.loc["step", "forward"].tolist() == [0, moments]
     assert gib.loc["step", "optimizer"].tolist() == [weights, moments]
     assert gib.loc["forward", "forward"].tolist() == [0, 0]

@@ -145,7 +145,7 @@ NAME_IN_BACKTICKS = re.compile(r"@?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\)| ?
 
 
 def names_in_code(source):
-    """Return every name that the code binds, reads, or uses as a keyword of an argument."""
+    """Return every name that the code binds, reads, or uses as an argument's keyword."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         for field in ("id", "arg", "attr", "name", "asname"):

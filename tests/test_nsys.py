@@ -217,7 +217,7 @@ def test_backward_kernels_get_the_forward_passs_regions(tables):
     count = matmuls.groupby(["phase", "region"])["count"].sum()["forward"]
     assert count[["attention.qkv", "ffn", "attention.scores"]].tolist() == [3 * LAYERS, 3 * LAYERS, LAYERS]
     time = operations.groupby(["phase", "region"])["total_ns"].sum()
-    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # twice the FLOPs
+    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # backward computes twice the FLOPs
 
 
 def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
@@ -252,7 +252,7 @@ def test_timeline_includes_a_late_operation_launched_within_the_window():
 
 
 def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
-    """A graph's operations share one launch; the warm-up step's operations have many."""
+    """A graph's operations share one launch, whereas the warm-up step's operations are launched separately."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]

@@ -9,7 +9,9 @@ import pickle
 import weakref
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # deterministic matmuls; CUDA reads it at its start
 
 import pytest
 import torch

@@ -178,7 +178,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes and loads; threads 2, 1 and an unknown one end the first, second and third gap."""
+    """Thread 1 synchronizes and loads. Threads 2, 1 and an unknown thread end the first, second and third gap."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),

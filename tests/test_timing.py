@@ -536,7 +536,7 @@ def test_rates_use_each_rows_flops_precision_and_clock(monkeypatch):
     )
     monkeypatch.setattr(rates, "sheet_clock_mhz", lambda precision, device: 2000.0)
     config = StepConfig(**TINY | {"batch_size": 3})
-    forward_ms = cells.step_flops(config) / 3 / 1e9  # at 1 TFLOP/s
+    forward_ms = cells.step_flops(config) / 3 / 1e9  # the time at 1 TFLOP/s
     rows = [
         ("bf16", "step", "backward", forward_ms, nan),
         ("bf16", "step", "loss", forward_ms, nan),

@@ -273,7 +273,7 @@ def test_kernels_without_a_launch_record_are_outside_all_phases(tmp_path):
         (20, 30, 0, 7, 0, PROCESS_KEY, 1),
         (40, 60, 0, 7, 99, PROCESS_KEY, 2),
         (70, 75, 0, 8, None, PROCESS_KEY, 2),
-        # from a different process, with the correlation id of this process's call
+        # this kernel is from a different process, but has the correlation id of this process's call
         (80, 81, 0, 7, 0, PROCESS_KEY + (1 << 24), 1),
     ]
     path = made(tmp_path / "a.sqlite", [(20, MAIN)], STEP, kernels)
@@ -306,8 +306,8 @@ def test_waiting_calls_lists_slow_launches_and_synchronizations(tmp_path):
 
 
 def test_phase_clocks_handles_overlapping_streams_gaps_and_outside_operations(tmp_path):
-    # Forward is busy from 100 to 130 and from 140 to 160. Two of the step's operations are outside forward, and one
-    # operation runs after the step.
+    # Forward is busy from 100 to 130 and from 140 to 160. Two of the step's operations are outside forward, and
+    # one operation runs after the step.
     lasted = [
         (100, 120, 7),
         (110, 130, 8),

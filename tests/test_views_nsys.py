@@ -286,7 +286,7 @@ def agreement() -> dict[tuple, Row]:
 def busy() -> dict[tuple, Row]:
     result = {}
     for key, rows in grouped(TABLES["nsys.timeline"].to_dict("records"), "mode").items():
-        runs = np.zeros(1_000_000, dtype=bool)  # each nanosecond of the first millisecond
+        runs = np.zeros(1_000_000, dtype=bool)  # for each nanosecond of the first millisecond
         for row in rows:
             begin, end = row["start_ns"], row["start_ns"] + row["duration_ns"]
             runs[max(begin, 0) : max(end, 0)] = True

@@ -36,10 +36,10 @@ CALL_REMEDIES = {
     "Memcpy": " (use pinned memory and non_blocking=True)",
     "Module|Library|Launch|GetFunc|Graph": " (a kernel's first use loads it: warm up first)",
 }
-MIN_ADVICE_SHARE = 0.01  # of the step; smaller savings don't justify advice
+MIN_ADVICE_SHARE = 0.01  # share of the step; smaller savings don't justify advice
 MAX_ADVICE = 3
 MAX_NAME_CHARS = 60
-MIN_KNOWN_LAUNCH_SHARE = 0.5  # of the operations; below this share, causes of idle time are unknown
+MIN_KNOWN_LAUNCH_SHARE = 0.5  # share of the operations; below this share, causes of idle time are unknown
 OPERATOR = re.compile(r"^[\w.]+::")  # such as "aten::item"
 
 
@@ -248,7 +248,7 @@ def _advice_for_attention(gpu: Device) -> list[Advice]:
 
 
 def _advice_for_matmuls(gpu: Device) -> list[Advice]:
-    """Advise on matmuls that don't use tensor cores or load unaligned data."""
+    """Advise on matmuls that don't use tensor cores, and on matmuls that load unaligned data."""
     rows, sheet = gpu.running_ops, gpu.sheet
     is_matmul = rows["kernel_category"] == MATMUL
     is_half = is_matmul & (

@@ -82,7 +82,7 @@ DTYPES = {
 
 @dataclass
 class Capture:
-    """The GPU operations, steps and host events of a capture.
+    """A capture's GPU operations, steps and host events.
 
     Attributes:
         operations: a row per operation, ordered by start. Columns, with the value for "none" or "unknown":
@@ -387,7 +387,7 @@ def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
 def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np.ndarray) -> pd.DataFrame:
     """Add the FLOPs and dtype of each operation's operator, and the bytes of a generated kernel's arguments.
 
-    All kernels of an operator get the operator's total.
+    Each of an operator's kernels gets the operator's total.
     """
     work_by_id = {key: _operator_work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external_ids, return_inverse=True)

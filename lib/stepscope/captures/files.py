@@ -1,4 +1,4 @@
-"""Recognize the kind of a capture file, and unzip or export it if necessary."""
+"""Recognize a capture file's kind, and unzip or export the file if necessary."""
 
 import gzip
 import shutil

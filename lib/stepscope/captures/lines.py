@@ -1,4 +1,4 @@
-"""Render the lines of a summary, and format the names, counts and times in them."""
+"""Render a summary's lines, and format the names, counts and times in them."""
 
 import json
 import textwrap
@@ -18,7 +18,7 @@ FORMATS = ("text", "json", "markdown")
 
 @dataclass
 class Line:
-    """One fact of a summary: a label, a text, and its numbers, whose keys end with their units."""
+    """One fact in a summary: a label, a text, and the text's numbers, with keys that end with their units."""
 
     label: str
     text: str

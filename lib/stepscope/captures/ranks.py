@@ -25,7 +25,7 @@ from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 
 KEY = ["step", "communicator", "kind", "number"]
-MIN_SHARE_SHOWN = 0.005  # of the step; shorter waiting is omitted
+MIN_SHARE_SHOWN = 0.005  # share of the step; shorter waiting is omitted
 MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between a collective's ends are normal
 PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # parts of the step breakdown
 

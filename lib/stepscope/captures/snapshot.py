@@ -21,14 +21,14 @@ from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
 
-MAX_BYTES = 2**29  # of the pickle
+MAX_BYTES = 2**29  # maximum size of the pickle
 MAX_OBJECT_BYTES = 40  # bytes of objects that each byte of the pickle may create
 EXPECTED = "expected a memory snapshot that torch.cuda.memory._dump_snapshot wrote"
 MAX_HOLDERS = 6  # lines of code that the summary lists
 NEVER = np.iinfo(np.int64).max
 LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|^torch/|/lib/python3|^<frozen")
 PYTHON = re.compile(r"\.py$|^<|ipykernel")
-AUTOGRAD_NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # among C++ frames
+AUTOGRAD_NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # matches C++ frames of autograd nodes
 NO_STACK, BEFORE_HISTORY = "no stack was recorded", "allocated before the history begins"
 COLUMNS = ["size", "allocated_at", "freed_at", "file", "line", "function"]
 
@@ -191,12 +191,12 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
     """Summarize a memory snapshot, one line per fact.
 
     Args:
-        device: the GPU; None for the one with the highest peak.
+        device: the GPU's index; None for the GPU with the highest peak.
         csv: a file to write the allocations to, one per line.
 
     Raises:
         TraceError: the file isn't a memory snapshot, or contains no allocations of the GPU.
-        OSError: the CSV cannot be written.
+        OSError: the CSV can't be written.
     """
     snapshot = read_snapshot(path)
     with _checking_format(path):

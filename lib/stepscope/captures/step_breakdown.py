@@ -260,9 +260,9 @@ class Device:
         """The GPU's idle gaps in the median step, which add up to the breakdown's idle time.
 
         Columns:
-            begin, end: in ns; and ms, the duration.
-            next: the row in ``classified_ops`` of the operation that ends the gap; -1 if the step ends it.
-            head: whether the gap is before the first operation of the step.
+            begin, end: the gap's begin and end in ns; and ms, its duration.
+            next: the row in ``classified_ops`` of the operation that ends the gap; -1 if the step ends the gap.
+            head: whether the gap precedes the step's first operation.
             returned: the time in ns when the call that launched ``next`` returned; LATEST if the step ends the
                 gap, -LATEST if the capture omits the launch.
         """

@@ -1,10 +1,10 @@
-"""Decide which ranges of a capture are its steps.
+"""Decide which of a capture's ranges are its steps.
 
 A step is a range that repeats on one thread of a process and encloses most of the process's launches. Some
 ranges meet these conditions but aren't steps:
 
 - parts of a step: ranges within a phase's range, and ranges named after a layer;
-- ranges that a library opens for its own purposes;
+- ranges that a library opens for internal purposes;
 - warm-ups and the ranges inside them, provided that the process launched other work, too.
 
 If no range is a step, but one repeated phase launches nearly all work (for example, in a benchmark of the forward
@@ -34,7 +34,9 @@ MIN_STEP_SHARE = 0.5  # minimum share of all operations that a step's ranges enc
 MIN_NAMED_STEP_SHARE = 0.2  # the same for a name with a word such as "step"
 MIN_PHASE_SHARE = 0.9  # the same for a phase used as a step
 MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
-MIN_MEASURED_SHARE = 0.05  # of all operations; if fewer are outside warm-ups, the warm-ups are the steps
+MIN_MEASURED_SHARE = (
+    0.05  # share of all operations; if fewer are outside warm-ups, the warm-ups are the steps
+)
 
 
 @dataclass

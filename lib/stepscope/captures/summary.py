@@ -40,8 +40,8 @@ from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.kernel_categories import MATMUL
 
 MIN_OPS_TO_JUDGE = 5  # with fewer operations, the bound is unknown
-MIN_SHARE_SHOWN = 0.0005  # of the step; smaller parts are omitted
-MIN_WAITING = 0.05  # of exposed communication; shorter waiting is omitted
+MIN_SHARE_SHOWN = 0.0005  # share of the step; smaller parts are omitted
+MIN_WAITING = 0.05  # share of exposed communication; shorter waiting is omitted
 MAX_NAMED = 4  # outliers or causes of idle time in one line
 BOUND_BY_CAUSE = {
     "sync": "sync-bound",

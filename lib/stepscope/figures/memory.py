@@ -22,7 +22,7 @@ KIND_COLORS = {
     "other": style.FILL,
 }
 MAX_POINTS = 160  # maximum number of points in a timeline, because each point takes space in the SVG
-MIN_NAMED_SHARE = 0.08  # of the height or width; thinner parts aren't labeled
+MIN_NAMED_SHARE = 0.08  # share of the height or width; thinner parts aren't labeled
 
 
 @style.look()

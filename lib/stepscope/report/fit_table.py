@@ -1,4 +1,4 @@
-"""Terminal tables that show which steps fit into a GPU's memory, from :mod:`stepscope.model.fit`."""
+"""Make terminal tables that show which steps fit into a GPU's memory, based on :mod:`stepscope.model.fit`."""
 
 from typing import Any
 

@@ -44,8 +44,8 @@ class TableError(StepscopeError, ValueError):
 class Read:
     """A runs folder's contents.
 
-    Tables are named "<study>.<table>", for studies that have runs, plus ``runs``. Tables omit the records in
-    ``replaced``, because newer runs have the same keys.
+    Tables are named "<study>.<table>", for studies with runs, and ``runs``. They omit the records in ``replaced``,
+    because newer runs have the same keys.
     """
 
     records: list[Record]
@@ -56,10 +56,10 @@ class Read:
 
 
 def load(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """Load all tables of a runs folder for your own analysis: ``load()["benchmark.times"]``.
+    """Load all of a runs folder's tables for your own analysis: ``load()["benchmark.times"]``.
 
     Each table is tidy: one row per key, the configuration of its run in the first columns, and units in column
-    names. ``runs`` has one row per run, and "<study>.results" holds each run's scalar results.
+    names. ``runs`` contains one row per run, and "<study>.results" contains each run's scalar results.
 
     Args:
         runs: the folder, relative to the checkout if there is one; empty for the committed reference.
@@ -227,7 +227,7 @@ def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFr
 
 
 def steady(tables: Tables) -> Tables:
-    """Return the tables without rows that a run marked as inconsistent.
+    """Remove rows that a run marked as inconsistent from the tables.
 
     If other tables contain times of the same run and case, such as single steps and kernels, those rows are
     removed, too. Therefore, we report, draw and tabulate nothing about an inconsistent case except its name.

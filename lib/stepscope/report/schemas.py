@@ -1,4 +1,4 @@
-"""Pandera columns that several studies' tables share.
+"""Define pandera columns that several studies' tables share.
 
 Numbers are finite and at least 0, or missing if they weren't measured. Values are converted to the column's type
 where possible, because a Parquet column without values has no type.

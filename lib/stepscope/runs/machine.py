@@ -27,8 +27,8 @@ MEASURING = (
     "studies",
 )
 OF_REPORT = ("tables.py", "figures.py")  # a study's files that only the report uses
-# GPU use by other processes below these limits isn't reported. An idle CUDA context holds more memory, and NVML
-# may still show a little utilization from a process that has just ended.
+# GPU use by other processes below these limits isn't reported. An idle CUDA context uses more memory than that,
+# and NVML may still show a little utilization from a process that has just ended.
 MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 
@@ -42,7 +42,7 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
-    import torch  # imported lazily, here and below: the command line starts faster without it
+    import torch  # imported lazily, here and below, because the command line starts faster without it
 
     gpu = torch.cuda.get_device_properties(0)
     return {
@@ -131,7 +131,7 @@ def foreign_gpu_use() -> str:
 
 @functools.cache
 def gpus_here() -> list[dict[str, Any]]:
-    """Return the GPUs that this process may use, or an empty list without a GPU.
+    """Return the GPUs that this process may use, or an empty list if there are none.
 
     Each GPU's dict contains ``visible`` (its name in ``CUDA_VISIBLE_DEVICES``: an index or the UUID of a GPU or
     MIG instance), ``name``, and ``gib`` (memory in GiB). A subprocess runs the query, so that this process doesn't

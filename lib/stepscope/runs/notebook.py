@@ -87,12 +87,12 @@ class Run:
         results: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
     ) -> None:
-        """Save the measurements. Call it right after measuring, so that an error in a later cell loses nothing.
+        """Save the measurements; call this right after measuring, so that a later cell's error loses no data.
 
         Args:
             tables: tables by name; each is written as ``<name>.parquet``.
             results: numbers, strings and booleans by name.
-            files: other programs' files to save with the record, under their own names.
+            files: files from other programs to save with the record, under their own names.
 
         Raises:
             RecordError: a result of a run by hand has a different type.

@@ -1,4 +1,4 @@
-"""The record of one run, and the checks that decide whether it is usable.
+"""Define a run's record, and the checks that decide whether it is usable.
 
 All of the checks are in :func:`read_record`, so every command rejects the same records, and names them.
 """
@@ -104,7 +104,7 @@ class Record(BaseModel):
     config: dict[str, Any]
     results: dict[str, Result] = {}
     tables: dict[PlainPath, Table] = {}
-    notebook_sha256: Digest | None = None  # of the executed notebook
+    notebook_sha256: Digest | None = None  # the executed notebook's digest
     machine: Machine = {}
     software: dict[str, str | Whole | None] = {}
     started_at: Moment
@@ -164,7 +164,7 @@ def plain(result: Any) -> Any:
 
 
 def append_outcome(folder: Path, **fields: Any) -> None:
-    """Append a line with these fields to the outcome file of the run in ``folder``."""
+    """Append a line with these fields to the outcome file in a run's folder."""
     with (folder / OUTCOME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(fields)) + "\n")
 
@@ -182,7 +182,7 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 
 
 def read_record(folder: Path, check_files: bool = False) -> Record:
-    """Read and validate the record of one run folder.
+    """Read and validate the record in a run's folder.
 
     Args:
         check_files: also compare the executed notebook and each table with the digests in the record.
@@ -224,7 +224,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
 
 
 def _parse(content: bytes) -> Record:
-    """Parse a record.json, converting old field names to the current ones.
+    """Parse a record.json, and convert old field names to the current names.
 
     Raises:
         ValidationError: the content isn't JSON or doesn't match the schema.

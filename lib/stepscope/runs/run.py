@@ -186,7 +186,7 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
 
 
 def _cleaned(value: Any, folder: Path) -> Any:
-    """Remove this machine's paths and names from all strings of a JSON value, recursively.
+    """Remove this machine's paths and names from all strings in a JSON value, recursively.
 
     Cell and output types remain unchanged, and so do images, because their base64 may contain a short path by
     chance.

@@ -33,7 +33,7 @@ BASELINES = {
     "hugging_face_causal": "hugging_face_no_mask",
     "hugging_face_captured": "hugging_face_no_mask_cuda_graph",
 }
-# Values of configuration fields that are lists of names.
+# Renamed values, by the configuration fields that list them.
 CONFIG_VALUES = {"optimizations": OPTIMIZATIONS, "ablations": OPTIMIZATIONS, "baselines": BASELINES}
 RESULTS = {
     "unsteady": "inconsistent",
@@ -42,7 +42,7 @@ RESULTS = {
     "kept_up_power_w": "sustained_power_w",
 }
 TABLES = {"nsys": {"clocks": "times"}}
-# Columns of all tables, and of one study's tables.
+# Renamed columns of all tables, and of one study's tables.
 COLUMNS = {
     "unsteady": "inconsistent",
     "step_j": "energy_per_step_j",

@@ -1,4 +1,4 @@
-"""Runs folders: save runs atomically, and find them again.
+"""Save runs atomically in runs folders, and find them again.
 
 A runs folder contains a folder ``<study>/<run id>/`` for each run, with ``record.json``, the executed
 ``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final place only after
@@ -48,7 +48,7 @@ class Store:
         self.partial = self.root.absolute() / ".partial"
 
     def folder(self, config: RunConfig) -> Path:
-        """Return the folder of a configuration's run, which may not exist yet."""
+        """Return the path of a configuration's run folder, which may not exist yet."""
         return self.root / config.study / config.run_id
 
     @contextmanager
@@ -122,7 +122,7 @@ class Store:
         return place
 
     def rewrite_record(self, record: Record) -> None:
-        """Overwrite the record of a saved run."""
+        """Overwrite a saved run's record."""
         path = self.root / record.study / record.run_id / RECORD
         write_text_durably(path, record.model_dump_json(indent=1) + "\n")
 
@@ -144,7 +144,7 @@ class Store:
         """Return all usable records, sorted by study and run id, and the errors for unusable records."""
         records, errors = [], []
         for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
-            # Checked here because glob silently skips unreadable folders.
+            # We check permissions here because glob silently skips unreadable folders.
             if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
                 errors.append(RecordError(f"{truncated_repr(folder.name)}: folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):

@@ -40,7 +40,7 @@ SAME_REQUEST_S = 1.0  # a closing terminal sends its signal more than once
 
 @dataclass
 class SweepOptions:
-    """Options for executing a sweep's runs; by default, on all GPUs of this machine, or else on its CPU.
+    """Options for executing a sweep's runs, by default on all of this machine's GPUs, or else on its CPU.
 
     Args:
         workers: the maximum number of GPUs; without a GPU, the number of parallel runs, at most one per core.
@@ -80,7 +80,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
     """Run the sweep files' configurations that the store doesn't contain yet, and print each outcome.
 
     Raises:
-        SweepError, WorkersError: the sweep can't start, or a worker's device differs from the folder's.
+        SweepError, WorkersError: the sweep can't start, or a worker's device differs from the folder's device.
         StoreBusy: another sweep is writing into the folder.
         StoreError: the folder isn't writable.
     """
@@ -327,7 +327,7 @@ class _Sweep:
         if self.signals and (isinstance(result, Exception) or not result.done):
             return  # the signal may have killed the run, so we don't save it, and the next sweep repeats it
         if isinstance(result, Exception):
-            kill_run_processes(folder)  # only reaches processes on this machine
+            kill_run_processes(folder)  # reaches only processes on this machine
             shutil.rmtree(folder, ignore_errors=True)
             if _name(config) not in self.died:
                 self.died.add(_name(config))

@@ -28,7 +28,7 @@ from stepscope.yaml_files import load_yaml
 
 ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
 STUDIES = PACKAGE / "studies"  # sweeps of single studies
-LARGEST = "LARGEST"  # placeholder for the largest size that is predicted to fit
+LARGEST = "LARGEST"  # a placeholder for the largest size that we predict to fit
 MAX_RUNS_PER_BLOCK = (
     100_000  # more runs, such as those of ten axes with ten values each, are probably a mistake
 )
@@ -78,7 +78,7 @@ class SweepPlan:
 
 
 def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
-    """Return the files of a sweep, given its path or the name of a built-in sweep.
+    """Return a sweep's files, given the path of a sweep file or the name of a built-in sweep.
 
     ``reference``, ``tour`` and ``2026`` run all studies on a GPU, and ``cpu`` runs all studies with tiny models.
     A study's name selects its GPU sweep, or its part of ``cpu`` if ``device`` is "cpu".
@@ -87,7 +87,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         device: the device on which the sweep will run, "cuda" or "cpu".
 
     Raises:
-        SweepError: there is no such sweep, or it needs a GPU and ``device`` is "cpu".
+        SweepError: the sweep doesn't exist, or it requires a GPU and ``device`` is "cpu".
     """
     on_cpu = _sweeps_of_studies("sweep_cpu.yaml")
     on_gpu = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))} | _sweeps_of_studies("sweep.yaml")
@@ -112,7 +112,7 @@ def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:
-    """Return all configurations of the sweeps, in order and without duplicates.
+    """Return all of the sweeps' configurations, in order and without duplicates.
 
     Args:
         sources: sweep files, each with one :class:`Block` or a list of blocks, or blocks as dicts.
@@ -169,7 +169,7 @@ def peak_gib(config: RunConfig) -> float:
 
 
 def min_peak_gib(config: RunConfig) -> float:
-    """Predict the peak memory in GiB of a run's smallest measurement, or return 0 if it has no training step.
+    """Predict the peak memory in GiB of a run's smallest measurement; return 0 if the run has no training step.
 
     A run's other modes and precisions can be too large, because they then become rows with status "oom".
     """
@@ -183,7 +183,7 @@ def min_peak_gib(config: RunConfig) -> float:
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Return the handout's largest size whose step is predicted to fit, or the smallest size without a GPU."""
+    """Return the handout's largest size whose step we predict to fit, or its smallest size without a GPU."""
 
     def fits(size: str) -> bool:
         config = configure(

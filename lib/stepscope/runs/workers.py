@@ -53,7 +53,7 @@ class SchedulerGone(StepscopeError, RuntimeError):
 
 @dataclass
 class Assignment:
-    """A run that is assigned to a worker."""
+    """A run and the worker to which it is assigned."""
 
     config: RunConfig
     folder: Path
@@ -88,7 +88,9 @@ class Workers:
     def refresh(self) -> None:
         """Update the list of workers; raise SchedulerGone if the scheduler is unreachable."""
         try:
-            if self.client.status != "running":  # also true while it reconnects, which cancels its futures
+            if (
+                self.client.status != "running"
+            ):  # also true while the client reconnects, which cancels its futures
                 raise OSError(f"the connection is {self.client.status}")
             self.offers = workers_of(self.client)
         except Exception as error:  # noqa: BLE001 Dask raises many types of errors for a lost scheduler
