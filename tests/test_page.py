@@ -294,7 +294,7 @@ def test_footer_shows_version_gpu_and_citation(campaign, report):
 
 
 def test_injected_scripts_and_styles_are_blocked(chromium, report, tmp_path):
-    """The content security policy blocks injected scripts and styles."""
+    """The page's content security policy blocks them."""
     hostile = tmp_path / "hostile.html"
     hostile.write_text(
         report.read_text().replace(

@@ -399,7 +399,7 @@ def render(
 
 
 def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
-    """Render a runs folder; print the omitted runs and the paths of the files."""
+    """Render a runs folder; print the omitted runs and the files' paths."""
     console.print("Reading the runs and drawing the figures.")
     from stepscope.report import machine, output, writeup
     from stepscope.report.load import read, steady

@@ -4,7 +4,7 @@
 and attributes their operations; ``steps`` decides which ranges are steps, based on ``range_names``.
 ``step_breakdown`` breaks each GPU's step down into parts, ``idle_time`` explains its idle gaps,
 ``communication`` separates transfer from waiting, and ``advice`` ranks the possible optimizations. ``summary``
-and ``kernel_summary`` turn the results into ``lines``; ``ranks`` compares the ranks of a step. ``snapshot``
+and ``kernel_summary`` turn the results into ``lines``; ``ranks`` compares a step's ranks. ``snapshot``
 summarizes memory snapshots instead.
 """
 

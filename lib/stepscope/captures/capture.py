@@ -177,7 +177,7 @@ def load_capture(
     ``.csv``, or torch.profiler's ``.json`` from CUDA or ROCm.
 
     Args:
-        step: the name of the steps' ranges, without numbers; None to detect it.
+        step: the step ranges' name, without numbers; None to detect it.
         phases: phases by range name or pattern, such as "*(F)"; other ranges' names determine their phases.
 
     Raises:

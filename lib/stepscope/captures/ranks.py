@@ -1,4 +1,4 @@
-"""Compare the ranks of a training step: how much of each collective is transfer, and how much is waiting.
+"""Compare a training step's ranks: how much of each collective is transfer, and how much is waiting.
 
 A collective's kernel starts when its rank arrives. It ends on all ranks at about the same time, once the last
 rank has arrived and the data has been moved. Therefore, the rank with the shortest kernel arrived last: its

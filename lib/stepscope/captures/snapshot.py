@@ -41,7 +41,7 @@ class _DataOnly(pickle.Unpickler):
 
 
 def is_pickle(path: Path) -> bool:
-    """Return whether a file begins with the header of a pickle of protocol 2 to 5."""
+    """Return whether a file begins like a pickle that uses protocol 2 to 5."""
     if not path.is_file():
         return False
     with open_capture(path) as stream:

@@ -39,7 +39,7 @@ REFERENCE = Path(__file__).with_name("reference.parquet")
 THERE = "_there"  # suffix of the reference's columns
 MAX_ROWS_OPEN = 30  # longer tables are folded
 MAX_ROWS = 1_000
-RELATIVE_TOLERANCE = 1e-9  # sums depend on the order of their terms
+RELATIVE_TOLERANCE = 1e-9  # because sums depend on the order of their terms
 # Views that the templates use, and the columns shown next to the reference's.
 COMPARED = {
     "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],

@@ -201,7 +201,7 @@ def stacked_bars(
 ) -> None:
     """Draw one horizontal bar per row, from top to bottom, with one part per column.
 
-    Columns without a color are combined as "other".
+    The legend lists all columns without a color as "other".
 
     Args:
         text: returns the label of a part; used if the part is wider than ``min_width``.

@@ -42,11 +42,11 @@ UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
         "nats",
     )
 }
-MIN_PERCENT = 0.001  # for nonzero values
+MIN_PERCENT = 0.001  # smaller nonzero percentages are printed as "under 0.001"
 IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {
     unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
-}  # in column names
+}  # units in column names
 # Units of columns in runs' tables whose names contain no unit: shares, and counts that may be missing.
 UNSAID = dict.fromkeys(
     ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
@@ -170,7 +170,7 @@ def _cell(value: Any, unit: str, sign: str) -> str:
 
 
 def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's, too
+    return isinstance(value, bool) or type(value).__name__ == "bool"  # includes NumPy's bool
 
 
 def markdown(frame: pd.DataFrame, unit: str = "", rows: int = MAX_ROWS) -> str:

@@ -12,7 +12,7 @@ from stepscope.report.page import Section, page
 from stepscope.report.runs_list import runs_page
 from stepscope.views import Views, facts
 
-FOLDER = "writeup"  # in the checkout
+FOLDER = "writeup"  # a folder in the checkout
 EVIDENCE = "evidence/"
 
 
@@ -21,7 +21,7 @@ class NoTemplatesError(StepscopeError):
 
 
 def templates_folder() -> Path:
-    """Return the folder of the writeup's templates.
+    """Return the folder that contains the writeup's templates.
 
     Raises:
         NoTemplatesError: this is an installed package, or the folder has no templates.

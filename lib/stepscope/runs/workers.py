@@ -321,7 +321,7 @@ def _interrupts_blocked() -> Iterator[None]:
     """
     signals = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    resource_tracker.ensure_running()  # it must inherit the block too; starting it unblocks SIGINT
+    resource_tracker.ensure_running()  # the tracker must inherit the block, too; starting it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

@@ -299,7 +299,7 @@ def profile_categories(data: Views) -> pd.DataFrame:
 
 
 def _operations(data: Views) -> pd.DataFrame:
-    """Return the operations of one pass of each profile, by region and kernel.
+    """Return one pass's operations in each profile, by region and kernel.
 
     ``of_name`` is the category according to the kernel's name; ``kernel_category`` is the same, except that
     attention's softmax is a separate category. ``column`` names the size and mode.
@@ -500,7 +500,7 @@ def _by_category(data: Views) -> pd.DataFrame:
 def launch_timeline(data: Views) -> pd.DataFrame:
     """Return one row per operation in a window of forward, with the times of its CPU launch and GPU execution.
 
-    Times count from the start of the window. In the mode "replayed", forward runs as a CUDA graph.
+    Times count from the window's start. In the mode "replayed", forward runs as a CUDA graph.
     """
     return data.table("nsys.timeline")
 
