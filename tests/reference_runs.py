@@ -69,7 +69,7 @@ def read_records(folder: Path = RUNS) -> list[tuple[Path, Row]]:
 
 
 def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return these studies' tables, with these fields of each run's configuration, and the table of runs."""
+    """Return the given studies' tables, with columns for the given configuration fields, and the table of runs."""
     frames = defaultdict(list)
     for place, record in read_records(folder):
         study = record["study"]

@@ -309,7 +309,7 @@ def test_time_span_includes_only_complete_steps(tmp_path):
     assert capture.between(1.3, None).steps == [f"ProfilerStep#{number}" for number in (2, 3, 4, 5)]
     lines = profile(path, from_ms=2.9, to_ms=3.9)
     assert lines[0].values["steps"] == 1 and lines[1].values["compute_ms"] == pytest.approx(0.4)
-    message = r"no operation begins between .* expected a span within the 5\.\d+ ms"
+    message = r"no operation begins between .* expected a time span within the 5\.\d+ ms"
     with pytest.raises(TraceError, match=message):
         capture.between(90, 95)
 

@@ -62,7 +62,7 @@ def run(monkeypatch, capsys):
         (["profile", "/nowhere"], "/nowhere"),
         (
             ["sweep", "/proc/self/mem"],
-            "/proc/self/mem: Input/output error, expected plain YAML",
+            "/proc/self/mem: Input/output error; expected plain YAML",
         ),  # an unreadable file
         (["check", "--runs", ".", "--out", ""], "got an empty string"),
     ],

@@ -47,7 +47,7 @@ def script():
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request, monkeypatch):
-    """Return the step's device; we compile nothing on a CPU, and use deterministic algorithms on a GPU."""
+    """Return the step's device. Compilation is disabled on a CPU, and algorithms are deterministic on a GPU."""
     if request.param == "cpu":
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)

@@ -354,7 +354,7 @@ def test_unknown_parameters_are_rejected_except_in_sweeps():
 
 @pytest.fixture
 def by_hand(tiny, tmp_path):
-    """Yield a function that makes runs by hand in this process; restore torch's number of threads."""
+    """Yield a function that makes runs in this process, as a user would by hand; restore torch's thread count afterwards."""
     threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     yield lambda **fields: Run(tiny(**fields), runs=tmp_path / "mine")
     torch.set_num_threads(threads)

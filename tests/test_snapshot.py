@@ -80,7 +80,7 @@ def test_snapshot_shows_its_peak_and_the_holders(tmp_path, name):
     lines = snapshot_lines(path)
     values = {line.label: line.values for line in lines if line.label}
     assert values["peak"] == {
-        "peak_bytes": 580 * MIB,  # 50 MiB before the history, and 200, 30 and 300 MiB
+        "peak_bytes": 580 * MIB,  # 50 MiB from before the history, and then 200 + 30 + 300 MiB
         "allocations": 4,
         "reserved_bytes": 964 * MIB,  # before the 64 MiB segment was released
         "event": 5,
@@ -115,7 +115,7 @@ def test_snapshot_lines_show_the_requested_gpu_and_write_its_allocations(tmp_pat
     assert snapshot_lines(path, device=1, csv=tmp_path / "a.csv")[1].values["peak_bytes"] == 50 * MIB
     table = pd.read_csv(tmp_path / "a.csv")
     assert table["size"].tolist() == [50 * MIB] and table["freed_at"].tolist() == [-1]
-    with pytest.raises(TraceError, match=r"no allocations of GPU 2, expected one of \[0, 1\]"):
+    with pytest.raises(TraceError, match=r"no allocations of GPU 2; expected one of \[0, 1\]"):
         snapshot_lines(path, device=2)
 
 
@@ -138,12 +138,12 @@ REFUSED = {
     "cut": (pickle.dumps(SNAPSHOT)[:-300], "is cut off|truncated"),
     "memory": (b"\x80\x02Nr" + struct.pack("<I", 2**28) + b".", "needs more memory than its size explains"),
     "number": (pickle.dumps(3), "is a pickle without the lists segments and device_traces"),
-    "form": (pickle.dumps({"segments": [1], "device_traces": []}), "has an entry with an unknown format"),
+    "form": (pickle.dumps({"segments": [1], "device_traces": []}), "unknown format"),
     "sizes": (
         pickle.dumps({"segments": [], "device_traces": [[event("alloc", 1, -5)]]}),
         "unknown format .ValueError size -5242880",
     ),
-    "empty": (pickle.dumps({"segments": [], "device_traces": []}), "has no allocations"),
+    "empty": (pickle.dumps({"segments": [], "device_traces": []}), "no allocations"),
     "stack": (b"\x80\x04...", "cannot be read as plain data"),
 }
 

@@ -99,7 +99,7 @@ def test_altered_run_is_rejected(store, tiny, alter, words):
             store.find(tiny())
 
 
-def test_only_one_sweep_may_write_until_its_process_ends(store):
+def test_sweep_blocks_other_writers_until_its_process_ends(store):
     with store.writing(), pytest.raises(StoreBusy, match="another sweep"), store.writing():
         pass
     code = (

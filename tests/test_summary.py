@@ -267,7 +267,7 @@ def test_inner_ranges_are_listed_excluding_library_ranges(tmp_path):
     assert "'attn two' 0.0420, 'mlp one' 0.0410" in text and "nccl" not in text and "chunk" not in text
     phases = {"attn*": "forward", "mlp one": "backward"}
     assert "forward 0.0820 | backward 0.0410 ms" in line_text(path, "phase", phases=phases)
-    with pytest.raises(TraceError, match=r"no range is named mlp\?x, expected one of"):
+    with pytest.raises(TraceError, match=r"no range is named mlp\?x; expected one of"):
         load_capture(path, phases={"mlp?x": "forward"})
     path = write_trace(tmp_path / "b.json", ranged("attn(F)", "mlp(B)", "mlp(W)"))
     assert line_text(path, "phase").startswith("forward 0.0400 | backward 0.0830 ms")
@@ -458,7 +458,7 @@ def test_data_sheet_is_empty_for_similar_gpu_names(name):
 def test_profile_rejects_pipes_and_devices_without_reading_them(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero")):
-        with pytest.raises(TraceError, match=f"{path.name}: is not a regular file, expected"):
+        with pytest.raises(TraceError, match=f"{path.name}: not a regular file; expected"):
             profile(path)
 
 
@@ -470,7 +470,7 @@ def test_all_formats_contain_the_same_lines(path):
     text = rendered(lines)
     markdown = rendered(lines, "markdown").replace("\\", "").replace("\u2060", "")
     assert all(line.text in text and line.text in markdown for line in lines)
-    with pytest.raises(TraceError, match=f"got 'html', expected one of {', '.join(FORMATS)}"):
+    with pytest.raises(TraceError, match=f"got 'html'; expected one of {', '.join(FORMATS)}"):
         rendered(lines, "html")
 
 
@@ -496,9 +496,9 @@ def test_nsys_kernel_sum_report_gets_a_short_summary(tmp_path):
     lines = profile(path, csv=tmp_path / "out.csv")
     assert lines[0].values == {"kernels": 39, "launches": 1330, "kernel_ms": pytest.approx(18.266582)}
     assert len(pd.read_csv(tmp_path / "out.csv")) == 39 and "idle time" in lines[-1].text
-    with pytest.raises(TraceError, match=r"kern_sum.csv: is nsys's report .* expected a capture with"):
+    with pytest.raises(TraceError, match=r"kern_sum.csv: this is the nsys report .* expected a capture with"):
         load_capture(path)
-    with pytest.raises(TraceError, match=r"is nsys's report cuda_api_sum, expected cuda_gpu_trace"):
+    with pytest.raises(TraceError, match=r"the nsys report cuda_api_sum; expected cuda_gpu_trace"):
         profile(DATA / "nsys" / "sample_cuda_api_sum.csv")
 
 

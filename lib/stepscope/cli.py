@@ -570,7 +570,7 @@ def profile(
         elif is_pickle(file):
             if step or phase or from_ms is not None or to_ms is not None:
                 raise StepscopeError(
-                    f"{file}: is a memory snapshot, so --step, --phase, --from and --to don't apply"
+                    f"{file}: this is a memory snapshot, so --step, --phase, --from and --to don't apply"
                 )
             lines = snapshot_lines(file, device=device, csv=csv)
         else:

@@ -32,4 +32,4 @@ def load_yaml(path: Path) -> Any:
         return YAML(typ="safe", pure=True).load(path.read_text("utf-8-sig"))
     except UNREADABLE as error:
         problem = getattr(error, "strerror", None) or error
-        raise YamlFileError(f"{path}: {' '.join(str(problem).split()):.300}, expected plain YAML") from None
+        raise YamlFileError(f"{path}: {' '.join(str(problem).split()):.300}; expected plain YAML") from None

@@ -152,7 +152,7 @@ class Capture:
         is_inside = (start >= begin) & (start < stop)
         if not is_inside.any():
             raise TraceError(
-                f"{self.path}: no operation begins between --from and --to, expected a span within the"
+                f"{self.path}: no operation begins between --from and --to; expected a time span within the"
                 f" {(last - first) / 1e6:g} ms of the capture"
             )
         step_columns = ["process", "step"]
@@ -187,7 +187,7 @@ def load_capture(
     capture = load_capture_or_sums(path, step, phases)
     if not isinstance(capture, Capture):
         raise TraceError(
-            f"{path}: is nsys's report {KERNEL_REPORT}, which only sums kernels, expected a capture with"
+            f"{path}: this is the nsys report {KERNEL_REPORT}, which contains only sums; expected a capture with"
             " their times, such as the report cuda_gpu_trace"
         )
     return capture

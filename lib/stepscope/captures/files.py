@@ -32,7 +32,7 @@ def readable_capture(path: Path) -> Iterator[tuple[str, Path]]:
         TraceError: the path isn't a file, or the file has none of these kinds.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would block
-        raise TraceError(f"{path}: is not a regular file, {EXPECTED}")
+        raise TraceError(f"{path}: not a regular file; {EXPECTED}")
     with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
         export = Path(folder, "capture.sqlite")
         try:
@@ -57,14 +57,14 @@ def _recognize(path: Path, export: Path) -> tuple[str, Path]:
         _export(path, export)
         return "sqlite", export
     if path.suffix in UNREADABLE_SUFFIXES:
-        raise TraceError(f"{path}: is {UNREADABLE_SUFFIXES[path.suffix]} {path.name}")
+        raise TraceError(f"{path}: this is {UNREADABLE_SUFFIXES[path.suffix]} {path.name}")
     if _is_text(head):
         with open_capture(path) as stream:
             text = decode_text(stream.read(MAX_PREAMBLE), "replace")
         if is_report(text):
             return "csv", path
-    problem = f"no capture: it begins with {head[:16]!r}" if head else "empty"
-    raise TraceError(f"{path}: is {problem}, {EXPECTED}")
+    problem = f"not a capture, because it begins with {head[:16]!r}" if head else "an empty file"
+    raise TraceError(f"{path}: {problem}; {EXPECTED}")
 
 
 def _is_text(head: bytes) -> bool:
@@ -76,12 +76,12 @@ def _export(path: Path, export: Path) -> None:
     nsys = find_nsys()
     if nsys is None:
         raise TraceError(
-            f"{path}: is nsys's own report, and nsys is not installed here; expected its export:"
+            f"{path}: this is an nsys report, and nsys is not installed here; expected its export:"
             f" run 'nsys export --type sqlite {path.name}' where nsys is"
         )
     try:
         export_capture(nsys, path, export)
     except (OSError, RuntimeError) as error:
         raise TraceError(
-            f"{path}: {' '.join(str(error).split())}, expected a report that nsys can export"
+            f"{path}: {' '.join(str(error).split())}; expected a report that nsys can export"
         ) from None

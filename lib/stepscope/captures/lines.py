@@ -41,7 +41,7 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
             items.append(f"* **{escape(label)}**: {escape_all(line.text)}")
         return "\n".join([escape_all(lines[0].text), "", *items])
     if how != "text":
-        raise TraceError(f"--format: got {clean(how)!r}, expected one of {', '.join(FORMATS)}")
+        raise TraceError(f"--format: got {clean(how)!r}; expected one of {', '.join(FORMATS)}")
     return "\n".join([lines[0].text, *(f"{line.label:<14} {line.text}" for line in lines[1:])])
 
 

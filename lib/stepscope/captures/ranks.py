@@ -58,7 +58,9 @@ def compare_ranks(gpus: Sequence[Device]) -> Comparison:
     common = set(step_names[0]).intersection(*step_names[1:])
     if not common:
         names = "; ".join(", ".join(map(clean, each[:3])) for each in step_names)
-        raise TraceError(f"the ranks have no step in common, expected captures of the same steps: {names}")
+        raise TraceError(
+            f"the ranks have no step in common; expected captures of the same steps, but got {names}"
+        )
     collectives, unmatched = match_collectives(gpus, common)
     rows = []
     for rank, gpu in enumerate(gpus):
@@ -162,7 +164,9 @@ def profile_ranks(
     )
     lines = rank_lines(gpus, names)
     if not lines:
-        raise TraceError(f"{paths[0]}: shares no collective with the others, expected the ranks of one step")
+        raise TraceError(
+            f"{paths[0]}: no collective in common with the other captures; expected the ranks of one step"
+        )
     files = ", ".join(clean(Path(gpu.capture.path).name) for gpu in gpus)
     return [Line("capture", f"{counted(paths, 'capture')}: {files}", {"captures": len(paths)}), *lines]
 

@@ -31,14 +31,16 @@ def read_report(file: Path) -> pd.DataFrame:
     table = parse_nsys_csv(text, file)
     report = table.attrs["report"]
     if table.empty:
-        raise TraceError(f"{file}: has no GPU work, expected a report of a program that runs kernels")
+        raise TraceError(f"{file}: no GPU work; expected a report of a program that runs kernels")
     if report not in (TRACE_REPORT, KERNEL_REPORT):
         raise TraceError(
-            f"{file}: is nsys's report {report}, expected {TRACE_REPORT}, or {KERNEL_REPORT} for sums of kernels"
+            f"{file}: this is the nsys report {report}; expected {TRACE_REPORT}, or {KERNEL_REPORT} for sums"
         )
     for column in ("strm", "corr_id") if report == TRACE_REPORT else ():
         if not pd.api.types.is_integer_dtype(table[column]) or table[column].isna().any():
-            raise TraceError(f"{file}: has a value in column {column} that is not an integer, expected ids")
+            raise TraceError(
+                f"{file}: column {column} contains a value that isn't an integer; expected integer ids"
+            )
     return table
 
 

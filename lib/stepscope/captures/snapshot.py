@@ -61,24 +61,24 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     with open_capture(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise TraceError(f"{path}: has more than {MAX_BYTES:,} bytes, {EXPECTED} with fewer max_entries")
+        raise TraceError(f"{path}: more than {MAX_BYTES:,} bytes; {EXPECTED} with fewer max_entries")
     try:
         with _limited_memory(MAX_OBJECT_BYTES * len(data) + 2**30):
             snapshot = _DataOnly(io.BytesIO(data)).load()
     except MemoryError:
-        raise TraceError(f"{path}: needs more memory than its size explains, {EXPECTED}") from None
+        raise TraceError(f"{path}: needs more memory than its size explains; {EXPECTED}") from None
     except EOFError:
-        raise TraceError(f"{path}: the file is cut off, {EXPECTED}") from None
+        raise TraceError(f"{path}: the file is cut off; {EXPECTED}") from None
     except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
-        raise TraceError(f"{path}: cannot be read as plain data: {reason}, {EXPECTED}") from None
+        raise TraceError(f"{path}: cannot be read as plain data: {reason}; {EXPECTED}") from None
     if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns the segments alone
         snapshot = {"segments": snapshot, "device_traces": []}
     parts = [
         snapshot.get(key) if isinstance(snapshot, dict) else None for key in ("segments", "device_traces")
     ]
     if not all(isinstance(part, list) for part in parts):
-        raise TraceError(f"{path}: is a pickle without the lists segments and device_traces, {EXPECTED}")
+        raise TraceError(f"{path}: this is a pickle without the lists segments and device_traces; {EXPECTED}")
     return snapshot
 
 
@@ -150,7 +150,7 @@ def _checking_format(path: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         reason = f"{type(error).__name__} {clean(error)}"
-        raise TraceError(f"{path}: has an entry with an unknown format ({reason}), {EXPECTED}") from None
+        raise TraceError(f"{path}: an entry has an unknown format ({reason}); {EXPECTED}") from None
 
 
 def _events(snapshot: dict[str, Any], device: int) -> list[dict]:
@@ -205,9 +205,9 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
     tables = {number: allocations_of(path, snapshot, number) for number in sorted(numbers)}
     tables = {number: table for number, table in tables.items() if len(table)}
     if not tables:
-        raise TraceError(f"{path}: has no allocations, {EXPECTED} (after _record_memory_history)")
+        raise TraceError(f"{path}: no allocations; {EXPECTED} (after _record_memory_history)")
     if device is not None and device not in tables:
-        raise TraceError(f"{path}: has no allocations of GPU {device}, expected one of {[*tables]}")
+        raise TraceError(f"{path}: no allocations of GPU {device}; expected one of {[*tables]}")
     device_shown = (
         device if device is not None else max(tables, key=lambda number: peak_of(tables[number])[1])
     )

@@ -433,12 +433,12 @@ def busiest_device(capture: Capture, number: int | None = None) -> Device:
     if not gpus:
         raise TraceError(
             f"{capture.path}: all {capture.left_out:,} operations were launched before"
-            f" {'its first step' if capture.steps else 'the capture'}, expected some within"
+            f" {'its first step' if capture.steps else 'the capture'}; expected some after that"
         )
     candidates = [gpu for gpu in gpus if number is None or gpu.number == number]
     if not candidates:
         numbers = ", ".join(str(number) for number in sorted({gpu.number for gpu in gpus}))
-        raise TraceError(f"{capture.path}: has no operations of GPU {number}, expected one of {numbers}")
+        raise TraceError(f"{capture.path}: no operations of GPU {number}; expected one of {numbers}")
     return max(candidates, key=lambda gpu: gpu.all_operations["duration_ns"].sum())
 
 

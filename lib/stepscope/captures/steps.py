@@ -178,5 +178,5 @@ def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
         f"{str(name)[:60]!r} ({count})" for name, count in zip(longest["name"], longest["count"])
     )
     return TraceError(
-        f"{path}: no range is named {name}, expected one of {expected or 'none: the capture has no ranges'}"
+        f"{path}: no range is named {name}; expected one of {expected or 'none: the capture has no ranges'}"
     )

@@ -120,7 +120,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
         phase, _, name = text.partition("=")
         if not phase or not name:
             raise TraceError(
-                f"--phase: got {clean(text)!r}, expected forward=NAME, with the name of a range"
+                f"--phase: got {clean(text)!r}; expected forward=NAME, with the name of a range"
                 " or a pattern such as *(F)"
             )
         phases[name] = phase

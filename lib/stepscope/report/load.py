@@ -159,7 +159,7 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
-                f"{record.study}/{record.run_id}: its result {name} is {truncated_repr(value)}, expected a number"
+                f"{record.study}/{record.run_id}: its result {name} is {truncated_repr(value)}; expected a number"
             )
     tables = {
         table: _file(store, record, table)

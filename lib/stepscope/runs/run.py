@@ -37,7 +37,7 @@ from stepscope.runs.source import code_cells, notebook_source
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
 IMAGES = "STEPSCOPE_IMAGES"
 PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
-TEMPORARY = "tmp"  # a subfolder of the run's folder, which is deleted when the run ends
+TEMPORARY = "tmp"  # a subfolder of the run's folder; it is deleted when the run ends
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
 # of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}

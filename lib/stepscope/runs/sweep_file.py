@@ -144,7 +144,7 @@ def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None =
                 place = "" if isinstance(source, dict) else f"{source}, block {number}: "
                 raise SweepError(f"{place}{message}") from None
     if not configs:
-        raise SweepError(f"{', '.join(map(str, sources))}: contains no configurations")
+        raise SweepError(f"{', '.join(map(str, sources))}: no configurations")
     return SweepPlan(list(configs.values()), list(too_large.values()))
 
 

@@ -333,7 +333,7 @@ def ablations(data: Views) -> pd.DataFrame:
     """Return one row per case and optimization that was removed from the fully optimized step.
 
     * ``slowdown_ratio``: the GPU time without the optimization divided by the GPU time with it (wall times for the
-      CUDA graph); missing if it is too small to call.
+      CUDA graph); missing if the difference is too small to be conclusive.
     * ``repeat_ratio``: the longer GPU time divided by the shorter one, for a step that one process measured twice:
       removing bf16 weights gives the CUDA graph's step again, and removing bf16 moments gives the step with bf16
       weights again. ``power_limited`` is true if both measurements were power-limited.
