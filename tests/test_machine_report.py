@@ -13,6 +13,7 @@ from stepscope.report import machine
 from stepscope.report.load import RunsError, load, read, steady
 from stepscope.report.output import OutputError, Report, write
 from stepscope.runs.store import Store
+from stepscope.studies.memory.tables import CONFIG
 from stepscope.views import Views
 
 CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, excluding notebooks
@@ -213,6 +214,12 @@ def test_load_without_a_checkout_requires_a_folder(tmp_path, monkeypatch):
     assert len(load(runs)["runs"]) == 1
     with pytest.raises(RunsError):
         load()
+
+
+def test_load_adds_only_configuration_and_run_to_recorded_columns(tmp_path):
+    run = H200 / "memory" / SMALL["memory"]
+    loaded = load(copy_runs(tmp_path / "runs", run))["memory.peaks"]
+    assert {*loaded} == {*pd.read_parquet(run / "peaks.parquet"), *CONFIG, "run_id"}
 
 
 def test_links_point_to_writeup_headings():
