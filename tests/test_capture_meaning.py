@@ -220,6 +220,17 @@ def test_range_within_a_phase_does_not_count_as_a_step_despite_its_name(tmp_path
     assert bool(load_capture(path).steps) == has_steps
 
 
+def test_range_that_begins_with_a_phase_and_outlasts_it_counts_as_a_step(tmp_path):
+    starts = range(0, 400, 100)
+    ranges = [
+        annotation(name, start, dur)
+        for start in starts
+        for name, dur in (("train step", 90), ("forward", 40))
+    ]
+    work = [part for start in starts for part in kernels(start + 5, 3)]
+    assert load_capture(write_trace(tmp_path / "a.json", [*ranges, *work])).steps == ["train step"] * 4
+
+
 def test_warmup_operations_are_excluded_and_counted(tmp_path):
     path = write_trace(tmp_path / "a.json", warmed_up())
     assert "left out: 90 launched in a warm-up (1.80 ms)" in line_text(path, "capture")

@@ -10,9 +10,10 @@ import pytest
 
 from stepscope import PROJECT
 from stepscope.report import machine
-from stepscope.report.load import read, steady
+from stepscope.report.load import RunsError, load, read, steady
 from stepscope.report.output import OutputError, Report, write
 from stepscope.runs.store import Store
+from stepscope.studies.memory.tables import CONFIG
 from stepscope.views import Views
 
 CPU = Path(__file__).parent / "data" / "cpu"  # runs of `stepscope sweep cpu`, excluding notebooks
@@ -205,6 +206,20 @@ def test_folder_without_usable_runs_is_rejected(tmp_path):
     (next((runs / "memory").iterdir()) / "record.json").write_text("{}")
     with pytest.raises(OutputError, match=r"record.json: not a valid record"):
         composed(runs)
+
+
+def test_load_without_a_checkout_requires_a_folder(tmp_path, monkeypatch):
+    runs = copy_runs(tmp_path / "runs", H200 / "memory" / SMALL["memory"])
+    monkeypatch.setattr("stepscope.report.load.PROJECT", None)
+    assert len(load(runs)["runs"]) == 1
+    with pytest.raises(RunsError):
+        load()
+
+
+def test_load_adds_only_configuration_and_run_to_recorded_columns(tmp_path):
+    run = H200 / "memory" / SMALL["memory"]
+    loaded = load(copy_runs(tmp_path / "runs", run))["memory.peaks"]
+    assert {*loaded} == {*pd.read_parquet(run / "peaks.parquet"), *CONFIG, "run_id"}
 
 
 def test_links_point_to_writeup_headings():

@@ -134,6 +134,7 @@ def expected_case(key: tuple) -> Row:
         "predicted_gib": predicted / 2**30,
         "formula_error": abs(backward.get("peak_mib", NAN) * 2**20 / predicted - 1),
         "square_gib": batch * length**2 * (2 if precision == "bf16" else 4) / 2**30,
+        "row_mib": batch * length * 4 / 2**20,
     }
 
 

@@ -457,6 +457,13 @@ def test_view_keeps_every_row_of_its_table(view: str, table: str):
     assert len(VIEWS[view]) == len(RAW[table])
 
 
+@pytest.mark.parametrize(("timed", "warmup_steps"), [(1, []), (2, [0, 1, 2, 5])])
+def test_warm_up_omits_configurations_with_one_timed_step(timed: int, warmup_steps: list[int]):
+    samples = RAW["benchmark.samples"]
+    first = samples[(samples["run_id"] == samples["run_id"].iloc[0]) & (samples["step"] < 5 + timed)]
+    assert [*Views({"benchmark.samples": first})["warm_up"]["warmup_steps"]] == warmup_steps
+
+
 def test_operations_include_both_studies():
     both = (RAW[f"{study}.operations"] for study in ("benchmark", "mixed_precision"))
     gpu_ms = sum(table["gpu_ms"].sum() for table in both)

@@ -147,6 +147,7 @@ def test_block_operations_sum_to_their_modules_recorded_size():
             named = [name for name in by_name.index if name.startswith(tuple(starts))]
             assert by_name[named].sum() == pytest.approx(recorded[region]), region
         assert by_name.sum() == pytest.approx(sum(recorded.values()))
+        assert rows.saved_share.tolist() == pytest.approx((by_name / by_name.sum()).tolist())
         by_rank = rows.sort_values("rank").saved_mib.tolist()
         assert by_rank == sorted(by_rank, reverse=True)
 

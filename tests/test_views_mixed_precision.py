@@ -149,7 +149,10 @@ def norm_parts() -> dict[tuple, Row]:
         lost[tuple(key)] += [scale] if row["is_lost"] else []
     for (*config, precision, part), scales in lost.items():
         small, large = ([scale for scale in scales if (scale < 1) == below] for below in (True, False))
+        ends = [f"{max(small):g} and less"] if small else []
+        ends += [f"{min(large):g} and more"] if large else []
         expected[(*config, part)] |= {
+            f"{precision}_loses": ", ".join(ends) or "none",
             f"{precision}_loses_below": f"{max(small):g}" if small else NAN,
             f"{precision}_loses_above": f"{min(large):g}" if large else NAN,
         }
