@@ -211,7 +211,7 @@ def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_pa
     expected = "expected one of 'measurement step 1' \\(2\\), 'Forward' \\(3\\)"
     with pytest.raises(TraceError, match=f"no range is named 'train'; {expected}"):
         load_capture(path, step="train")
-    with pytest.raises(TraceError, match=f"no range is named nowhere, {expected}"):
+    with pytest.raises(TraceError, match=f"no range is named nowhere; {expected}"):
         load_capture(path, phases={"nowhere": "forward"})
 
 
