@@ -112,7 +112,7 @@ def covered_ms(rows: pd.DataFrame) -> float:
     return total / 1e6
 
 
-def quickest(operations: pd.DataFrame) -> pd.DataFrame:
+def fastest_complete_step(operations: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest profiled step that contains all operations."""
     steps = [own for _, own in operations.groupby("number")]
     return min((own for own in steps if len(own) == max(map(len, steps))), key=covered_ms)
@@ -131,7 +131,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
     """Compute a phase's table row from a mode's raw samples and profiled operations."""
-    timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], quickest(operations)
+    timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], fastest_complete_step(operations)
     own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {
         "gpu_ms": covered_ms(own),

@@ -171,8 +171,8 @@ class Program:
 
     def __init__(self, folder: Path, *arguments: object):
         self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
-        self.said = folder / f"said-{uuid.uuid4().hex[:8]}.txt"
-        with self.said.open("w") as stream:
+        self.output_file = folder / f"output-{uuid.uuid4().hex[:8]}.txt"
+        with self.output_file.open("w") as stream:
             # A shell that starts tests in the background makes them, and so the program, ignore SIGINT.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stepscope.cli", *map(str, arguments)],
@@ -186,7 +186,7 @@ class Program:
     def wait_for(self, sign) -> None:
         deadline = time.monotonic() + 120
         while not sign():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output_file.read_text()
             time.sleep(0.01)
 
     def processes(self) -> list[psutil.Process]:

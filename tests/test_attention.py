@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from cells import by_name, covered_ms, edited, quickest, run_cells, spread
+from cells import by_name, covered_ms, edited, fastest_complete_step, run_cells, spread
 from stepscope import measure
 from stepscope.config import ConfigError, configure
 from stepscope.measure import oom, profiler, timing
@@ -194,7 +194,7 @@ def test_case_row_matches_passes_kernels_and_bytes(calls):
         case, phase = (row["implementation"], row["context_length"]), row["phase"]
         walls, sizes = measurement.walls[case][phase].tolist(), measurement.memory[case]
         operations = measurement.operations[case, phase]
-        fastest, lasting = quickest(operations), by_name(operations, "name")
+        fastest, lasting = fastest_complete_step(operations), by_name(operations, "name")
         expected = spread(walls) | {
             "passes": len(walls),
             "gpu_ms": covered_ms(fastest),

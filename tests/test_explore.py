@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 
-from cells import covered_ms, edited, executed, quickest, run_cells
+from cells import covered_ms, edited, executed, fastest_complete_step, run_cells
 from conftest import TINY
 from stepscope import PACKAGE
 from stepscope.model.training_step import build_step
@@ -32,7 +32,7 @@ def test_explore_measures_both_configurations(no_tables):
     for row in explored["both"].to_dict("records"):
         wall_times, fastest_step = (
             walls[row["configuration"]],
-            quickest(operations[operations["case"] == row["configuration"]]),
+            fastest_complete_step(operations[operations["case"] == row["configuration"]]),
         )
         assert len(wall_times) == 10 and row["operations"] == len(fastest_step)
         assert (row["wall_ms"], row["wall_std_ms"], row["operators_ms"]) == pytest.approx(

@@ -49,7 +49,7 @@ def send(started, number, group):
 
 def quiet(started):
     """Return whether the output contains no errors, warnings or retries, and the output itself."""
-    output = started.said.read_text()
+    output = started.output_file.read_text()
     return not re.search("Traceback|Error|Warning|running it again", output), output
 
 
@@ -87,7 +87,9 @@ def test_stopped_sweep_cleans_up_and_can_be_continued(
         assert first.all_ended()  # workers end with the sweep, and runs with their workers
     else:
         assert quiet(first)[0], quiet(first)[1]
-        assert f"stopped by {number.name}; runs left: 1" in first.said.read_text() and first.all_ended(5)
+        assert f"stopped by {number.name}; runs left: 1" in first.output_file.read_text() and first.all_ended(
+            5
+        )
         assert not store.partial.exists()
     assert ended(child)
     assert not [path for path in temporary.iterdir() if not path.name.startswith("pymp")]
@@ -121,7 +123,7 @@ def test_run_is_not_recorded_as_failed_when_group_is_stopped_after_worker_death(
     first.wait_for((faults / "child").exists)
     send(first, number, group=True)
     assert first.process.wait(60) == 75 and first.all_ended(5)
-    output = first.said.read_text()
+    output = first.output_file.read_text()
     assert output.count("running it again") == 1 and "Traceback" not in output and "failed:" not in output
     assert "0 failed" in output and f"stopped by {number.name}; runs left: 1" in output
     assert store.records() == ([], []) and not store.partial.exists()
@@ -214,10 +216,10 @@ def test_random_kills_neither_lose_nor_repeat_runs(
         assert started.all_ended(), (number, kind)
         done = {seed: text for seed, text in records(store).items() if json.loads(text)["status"] != "failed"}
         assert before.items() <= done.items(), (number, kind, status)  # neither lost nor repeated
-        assert "Traceback" not in started.said.read_text(), started.said.read_text()
+        assert "Traceback" not in started.output_file.read_text(), started.output_file.read_text()
         before = done
     last = program("sweep", path, "--runs", store.root, "--workers", 2)
-    assert last.process.wait(300) == 0, last.said.read_text()
+    assert last.process.wait(300) == 0, last.output_file.read_text()
     assert records(store).keys() == set(seeds) and before.items() <= records(store).items()
     assert last.all_ended(5)
     assert {path.name for path in store.root.iterdir()} == {
@@ -241,7 +243,7 @@ def test_full_disk_stops_sweep_without_losing_runs(program, sweep, store, faults
         (store.root / "ballast").write_bytes(bytes(3 * 2**20 - 600_000))
         started = program("sweep", sweep([0, 20, 21, RAISES]), "--runs", store.root)
         status = started.process.wait(120)
-        output = started.said.read_text()
+        output = started.output_file.read_text()
         assert status in (1, 2, 75) and "Traceback" not in output
         before = records(store)
         (store.root / "ballast").unlink()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cells import by_name, quickest, step_flops, times_of
+from cells import by_name, fastest_complete_step, step_flops, times_of
 from conftest import TINY
 from stepscope import measure
 from stepscope.config import PHASES, TOTAL, ConfigError, StepConfig, configure
@@ -92,7 +92,7 @@ def test_times_and_operations_match_samples_and_profile(toy):
         expected = times_of(samples, profiled, row["phase"]) | {"status": "ok", "reason": ""}
         assert {name: row[name] for name in expected} == pytest.approx(expected)
     for mode, rows in results.operations.groupby("mode"):
-        fastest = quickest(results.profiled[results.profiled["case"] == mode])
+        fastest = fastest_complete_step(results.profiled[results.profiled["case"] == mode])
         assert rows["count"].sum() == len(fastest)
         by_phase = rows.set_index(["phase", "name"])["gpu_ms"].to_dict()
         assert by_phase == pytest.approx(by_name(fastest, "phase", "name"))

@@ -134,7 +134,7 @@ def test_run_moves_to_another_worker_when_its_worker_dies(cluster, sweep, store,
     workers.append(dask.worker())
     os.killpg(workers[0].pid, signal.SIGKILL)  # also kills its nanny, which would restart the worker
     assert first.process.wait(120) == 0 and seeds(store) == {HANGS, RAISES}
-    assert first.said.read_text().count("running it again") == 1
+    assert first.output_file.read_text().count("running it again") == 1
     assert ended(int((faults / "child").read_text()))
 
 
@@ -145,7 +145,7 @@ def test_dead_scheduler_is_reported_and_its_runs_are_ended(cluster, sweep, store
     first = sweep(dask, [0, HANGS])
     first.wait_for((faults / "child").exists)
     dask.scheduler.kill()
-    assert first.process.wait(120) == 75 and "the scheduler is gone" in first.said.read_text()
+    assert first.process.wait(120) == 75 and "the scheduler is gone" in first.output_file.read_text()
     assert seeds(store) == {0} and ended(int((faults / "child").read_text()))
 
 
@@ -153,7 +153,10 @@ def test_workers_without_resources_are_rejected_before_creating_a_folder(cluster
     dask = cluster()
     dask.worker("OTHER=1")
     first = sweep(dask, [0])
-    assert first.process.wait(60) == 2 and "offer neither the resource GPU nor RUNS" in first.said.read_text()
+    assert (
+        first.process.wait(60) == 2
+        and "offer neither the resource GPU nor RUNS" in first.output_file.read_text()
+    )
     assert not store.root.exists()
 
 
@@ -176,7 +179,7 @@ def test_sweep_joins_tls_scheduler_with_dask_configuration(cluster, sweep, store
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     joined = sweep(dask, [0])
-    assert joined.process.wait(120) == 0, joined.said.read_text()
+    assert joined.process.wait(120) == 0, joined.output_file.read_text()
 
 
 def test_local_workers_listen_only_on_loopback_and_end_with_the_sweep(tmp_path):
