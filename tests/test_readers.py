@@ -289,13 +289,13 @@ REFUSED = {
         REPORT.replace("Name", "Source,Name").replace("gemm", "a,b").encode(),
         "report mpi_event_sum",
     ),
-    "no_stream.csv": (trace_report(strm=""), "a value in column strm that is not an integer"),
-    "text_stream.csv": (trace_report(strm="{13"), "a value in column strm that is not an integer"),
+    "no_stream.csv": (trace_report(strm=""), "column strm contains a value that isn't an integer"),
+    "text_stream.csv": (trace_report(strm="{13"), "column strm contains a value that isn't an integer"),
     "more_values.csv": (trace_report(strm="13,14,15"), "Length of header or names does not match"),
     "old.qdrep": (b"\x00qdrep", "nsys export --type sqlite old.qdrep"),
     "raw.qdstrm": (b"\x00qdstrm", "QdstrmImporter -i raw.qdstrm"),
-    "log.txt": (b"epoch 1\n" * 9, "is no capture: it begins with b'epoch 1"),
-    "long_line.txt": (b"a," * 10**6, "is no capture: it begins with b'a,a,"),
+    "log.txt": (b"epoch 1\n" * 9, "not a capture, because it begins with b'epoch 1"),
+    "long_line.txt": (b"a," * 10**6, "not a capture, because it begins with b'a,a,"),
 }
 
 
