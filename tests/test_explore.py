@@ -30,10 +30,8 @@ def test_explore_measures_both_configurations(no_tables):
     }
     operations = explored["profile"].operations
     for row in explored["both"].to_dict("records"):
-        wall_times, fastest_step = (
-            walls[row["configuration"]],
-            fastest_complete_step(operations[operations["case"] == row["configuration"]]),
-        )
+        wall_times = walls[row["configuration"]]
+        fastest_step = fastest_complete_step(operations[operations["case"] == row["configuration"]])
         assert len(wall_times) == 10 and row["operations"] == len(fastest_step)
         assert (row["wall_ms"], row["wall_std_ms"], row["operators_ms"]) == pytest.approx(
             (np.median(wall_times), np.std(wall_times, ddof=1), covered_ms(fastest_step))
@@ -278,11 +276,10 @@ def test_profile_notebook_shows_the_median_step(monkeypatch):
     assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
     longest, placed = names["longest"], gpu.classified_ops
     # the span shows equal times before and after the gap
-    reach = 2 * longest["end"] - longest["begin"], 2 * longest["begin"] - longest["end"]
-    assert (
-        names["rows"].index.tolist()
-        == placed.index[(placed["start_ns"] < reach[0]) & (placed["end_ns"] > reach[1])].tolist()[:2000]
-    )
+    until = 2 * longest["end"] - longest["begin"]
+    since = 2 * longest["begin"] - longest["end"]
+    is_shown = (placed["start_ns"] < until) & (placed["end_ns"] > since)
+    assert names["rows"].index.tolist() == placed.index[is_shown].tolist()[:2000]
     gpus = [
         SimpleNamespace(
             number=number, all_operations=pd.DataFrame({"duration_ns": lasting}), breakdowns=gpu.breakdowns

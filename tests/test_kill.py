@@ -87,9 +87,8 @@ def test_stopped_sweep_cleans_up_and_can_be_continued(
         assert first.all_ended()  # workers end with the sweep, and runs with their workers
     else:
         assert quiet(first)[0], quiet(first)[1]
-        assert f"stopped by {number.name}; runs left: 1" in first.output_file.read_text() and first.all_ended(
-            5
-        )
+        assert f"stopped by {number.name}; runs left: 1" in first.output_file.read_text()
+        assert first.all_ended(5)
         assert not store.partial.exists()
     assert ended(child)
     assert not [path for path in temporary.iterdir() if not path.name.startswith("pymp")]

@@ -85,16 +85,10 @@ def test_shifted_timestamps_are_attributed_to_the_shifted_rank(tmp_path):
 
 
 def test_clocks_of_separate_process_groups_are_not_compared(tmp_path):
-    paths = [
-        rank_trace(
-            tmp_path,
-            rank,
-            (0, 0, 0, 0),
-            shift=20_000 * (rank == 1),
-            **{"In msg nelems": 4, "Process Group Name": str(rank // 2)},
-        )
-        for rank in range(4)
-    ]
+    paths = []
+    for rank in range(4):
+        group = {"In msg nelems": 4, "Process Group Name": str(rank // 2)}
+        paths.append(rank_trace(tmp_path, rank, (0, 0, 0, 0), shift=20_000 * (rank == 1), **group))
     text = rendered(profile_ranks(paths), "json")
     assert "NaN" not in text
     (clocks,) = [line for line in json.loads(text)["lines"] if line["label"] == "clocks"]
@@ -187,7 +181,7 @@ def test_gpus_of_one_capture_divide_their_communication_by_comparison(tmp_path):
     for device, waiting in ((0, 16), (1, 0)):
         (line,) = [line for line in profile(path, device=device) if line.label == "communication"]
         assert line.values["waiting_ms"] == pytest.approx(waiting)
-        assert f"10.0 ms is transfer and {waiting or '0'}" in line.text
+        assert f"10.0 ms is transfer and {waiting}" in line.text
         assert "message sizes are unknown" not in "".join(line.text for line in profile(path, device=device))
 
 

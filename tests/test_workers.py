@@ -153,10 +153,8 @@ def test_workers_without_resources_are_rejected_before_creating_a_folder(cluster
     dask = cluster()
     dask.worker("OTHER=1")
     first = sweep(dask, [0])
-    assert (
-        first.process.wait(60) == 2
-        and "offer neither the resource GPU nor RUNS" in first.output_file.read_text()
-    )
+    assert first.process.wait(60) == 2
+    assert "offer neither the resource GPU nor RUNS" in first.output_file.read_text()
     assert not store.root.exists()
 
 

@@ -209,7 +209,7 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
     collectives = comparison.collectives
     if collectives.empty:
         return []
-    lines = [_ranks_line(comparison, gpus)]
+    lines = [_overview_line(comparison, gpus)]
     for rank, gpu in enumerate(gpus):
         gpu.transfer_ns = collectives[collectives["rank"] == rank].set_index("position")["transfer_ns"]
     per_step = lines[0].values["collectives"]
@@ -226,7 +226,7 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
     return [line for line in lines if line.text]
 
 
-def _ranks_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
+def _overview_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
     """Count the steps and collectives that the ranks share, and what they don't share."""
     matched = comparison.collectives.drop_duplicates(KEY)
     per_step = len(matched) / comparison.step_count

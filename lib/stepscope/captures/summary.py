@@ -88,11 +88,13 @@ def summarize(capture: Capture, device: int | None = None) -> list[Line]:
     gpus = [details.get((gpu.number, gpu.process), gpu) for gpu in devices(capture)]
     gaps = explain_gaps(busiest)
     causes = sum_by_cause(gaps, len(busiest.median_indices))
+    # before the lines on communication, because the comparison divides it into transfer and waiting
+    compared = _rank_lines(gpus)
     breakdowns = [_breakdown_line(gpu.name if len(gpus) > 1 else "step on GPU", gpu) for gpu in gpus]
     lines = [
         _capture_line(busiest, gpus),
         *breakdowns,
-        *_rank_lines(gpus),
+        *compared,
         _outliers_line(busiest),
         _startup_line(busiest, gaps),
         phases_line(busiest),

@@ -30,9 +30,9 @@ QUIET_S = 2.0
 SOFTWARE = ("torch", "cuda", "driver")
 # Columns that contain times, and columns that identify a case, whose rows a run measured together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
-
-# What `measure.find_inconsistencies` writes if only the profiled steps differ, and NVML's reason.
-SPREAD, POWER_CAP = r"profiled steps range from \S+ to \S+ ms", "power cap"
+# The text of `measure.find_inconsistencies` if only the profiled steps differ.
+SPREAD = r"profiled steps range from \S+ to \S+ ms"
+POWER_CAP = "power cap"  # one of NVML's reasons for a lowered clock, in `clock_reasons`
 
 
 class RunsError(StepscopeError, ValueError):

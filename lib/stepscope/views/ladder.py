@@ -1,8 +1,7 @@
 """Define the ladder's views: a training step from the fp32 baseline to the fastest, one optimization at a time.
 
 A speedup is a ratio of GPU times unless it is called a wall speedup. If either of two wall times is launch-bound,
-the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` count
-as noise.
+the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` count as noise.
 """
 
 from itertools import combinations
@@ -214,7 +213,7 @@ def steps(data: Views) -> pd.DataFrame:
     is_clear = apart >= rows.spread_ms.combine(before.spread_ms, max)
     in_wall_time = rows.previous_wall_speedup.where(is_clear)
     speedup = rows.previous_gpu_speedup.mask(rows.optimization == GRAPH, in_wall_time)
-    return rows.assign(speedup=_callable(speedup))
+    return rows.assign(speedup=_without_noise(speedup))
 
 
 def _measured(data: Views) -> pd.DataFrame:
@@ -285,7 +284,7 @@ def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
     return speedup.mask(waits & is_close)
 
 
-def _callable(speedup: pd.Series) -> pd.Series:
+def _without_noise(speedup: pd.Series) -> pd.Series:
     """Return the speedups and slowdowns of at least 3%; smaller ones are missing, because they may be noise."""
     return speedup.where((speedup - 1).abs() >= MIN_GAIN)
 
@@ -351,7 +350,7 @@ def ablations(data: Views) -> pd.DataFrame:
         optimization=left_out,
         name=left_out.map(PRINTED_NAMES),
         column=_with_number(rows["size"], " ", rows.context_length),
-        slowdown_ratio=_callable(slowdown),
+        slowdown_ratio=_without_noise(slowdown),
         repeat_ratio=ratio.combine(1 / ratio, max),
         power_limited=rows.power_limited & twin.power_limited.eq(True),
     )
@@ -417,7 +416,7 @@ def baselines(data: Views) -> pd.DataFrame:
     same_kernels = rows.attention_kernels.notna() & (rows.attention_kernels == graph.attention_kernels)
     added = rows.assign(
         fastest_without_mask=candidates == fastest,
-        speedup=_callable(_wall_speedup(ours, rows)),
+        speedup=_without_noise(_wall_speedup(ours, rows)),
         gpu_ratio=rows.gpu_ms / graph.gpu_ms,
         attention_ratio=rows.attention_ms / graph.attention_ms,
         same_kernels=same_kernels,
@@ -463,7 +462,7 @@ def fp8(data: Views) -> pd.DataFrame:
     both = [rows, bf16[[*OURS, "mfu"]].add_prefix("bf16_"), rows[OURS].add_prefix("fp8_")]
     found = pd.concat(both, axis="columns").assign(
         gpu_speedup=speedup,
-        speedup=_callable(speedup),
+        speedup=_without_noise(speedup),
         clear_gain=is_clear & (speedup >= 1 + MIN_GAIN),
     )
     return found[bf16.wall_ms.notna()]
