@@ -126,6 +126,7 @@ MEASURED = [
     "reserved_gib",
     "power_w",
     "sm_clock_mhz",
+    "clock_reasons",
     "energy_per_step_j",
     "compile_s",
     "gradient_error",
@@ -251,6 +252,7 @@ def _measured(data: Views) -> pd.DataFrame:
         best_ms=best_ms,
         launch_us=best_ms / rows.operations * 1e3,
         power_limited=rows.power_w > AT_LIMIT * rows.power_limit_w,
+        clock_reasons=rows.get("clock_reasons"),  # missing on a CPU, and in older records
         mean_ms=mean_ms,
         mean_tokens_per_s=tokens / mean_ms * 1e3,
         mean_mfu=mean_mfu,
