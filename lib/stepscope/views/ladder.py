@@ -131,6 +131,7 @@ MEASURED = [
     "compile_s",
     "gradient_error",
     "trained_gradient_error",
+    "inconsistent",
 ]
 DERIVED = [
     "name",
@@ -178,6 +179,7 @@ def steps(data: Views) -> pd.DataFrame:
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
     * ``power_limited``: the GPU draws over 95% of its power limit.
+    * ``inconsistent``: how the profiled steps of a power-limited step differ by more than 3%; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they use the mean step time,
       ``wall_mean_ms``, rather than the median, ``wall_ms``. For older records without ``wall_mean_ms``, they use
       ``energy_per_step_j / power_w`` of the same steps.
