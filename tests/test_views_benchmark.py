@@ -1,6 +1,5 @@
 """Test the benchmark study's views against an independent recomputation from the files in runs/h200."""
 
-import datetime
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -32,7 +31,6 @@ SHEET_TFLOPS = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5}
 
 MACHINE = ("cpu", "cpu_cores", "ram_gib", "gpu_memory_gib")
 RECORDS = read_records()
-RUNS = {record["run_id"]: record for _, record in RECORDS if record["study"] == "benchmark"}
 RAW = read_tables(
     {
         "benchmark": CONFIG,
@@ -261,10 +259,6 @@ def expected_repeats() -> Rows:
             times_ms = sorted(row[column] for row in rows)
             made |= {f"{name}_min_ms": times_ms[0], f"{name}_max_ms": times_ms[-1]}
             made[f"{name}_ratio"] = times_ms[-1] / times_ms[0]
-        hosts = [RUNS[row["run_id"]] for row in rows]
-        starts = [datetime.datetime.fromisoformat(host["started_at"]) for host in hosts]
-        made["apart_h"] = (max(starts) - min(starts)).total_seconds() / 3600
-        made["has_other_ram"] = len({host["machine"]["ram_gib"] for host in hosts}) > 1
         steps = sorted(row["steps"] for row in rows)
         made |= {"steps_min": steps[0], "steps_max": steps[-1]}
         made |= {f"{name}_ratio_text": f"{made[f'{name}_ratio']:.3f}" for name in ("wall", "gpu")}
@@ -358,15 +352,9 @@ def expected_models() -> Rows:
 
 
 def expected_runs() -> Rows:
-    spans = []
-    for _, record in RECORDS:
-        start = datetime.datetime.fromisoformat(record["started_at"])
-        spans.append((start, start + datetime.timedelta(seconds=record["duration_s"])))
     result = {}
-    for (start, _), row in zip(spans, dicts("runs")):
-        concurrent = sum(begin <= start < end for begin, end in spans)
+    for row in dicts("runs"):
         result[row["study"], row["run_id"]] = {
-            "concurrent_runs": concurrent,
             "duration_s": row["seconds"],
             **{name: row[f"machine_{name}"] for name in MACHINE},
             **{name: row[name] for name in DECLARED["runs"] if name in row},
@@ -400,25 +388,14 @@ def expected_divisions() -> Rows:
     for study in ("benchmark", "mixed_precision"):
         for row in dicts(f"{study}.operations"):
             if "DivFunctor" in row["name"]:
-                key = (study, *(row[name] for name in CONFIG), row["mode"])
+                key = (study, *(row.get(name, 0) for name in CONFIG), row["mode"])
                 sums[key] += row["gpu_ms"]
     result = {}
-    for (study, *config, mode), fp32_ms in sums.items():
-        if study != "benchmark" or config[CONFIG.index("precision")] != "fp32":
-            continue
-        exact = (*config[:-1], 0)
-        low = tuple("bf16" if name == "precision" else value for name, value in zip(CONFIG, exact))
-        trained = [sums.get(("mixed_precision", *key, mode), NAN) for key in (exact, low)]
-        bf16 = TIMES.get(("mixed_precision", *low, mode, "total"), {"gpu_ms": NAN, "busy": NAN})
-        without_precision = [value for name, value in zip(CONFIG, config) if name != "precision"]
-        result[*without_precision, mode] = {
-            "fp32_ms": fp32_ms,
-            "trained_fp32_ms": trained[0],
-            "trained_bf16_ms": trained[1],
-            "trained_ratio": trained[0] / fp32_ms,
-            "added_share": (trained[1] - fp32_ms) / bf16["gpu_ms"],
-            "profiled_excess_share": bf16["busy"] - 1,
-        }
+    for (study, *key), gpu_ms in sums.items():
+        other_ms = sums.get(("mixed_precision", *key))
+        if study == "benchmark" and other_ms:
+            ratio = max(gpu_ms / other_ms, other_ms / gpu_ms)
+            result[tuple(key)] = {"gpu_ms": gpu_ms, "other_gpu_ms": other_ms, "ratio": ratio}
     return result
 
 

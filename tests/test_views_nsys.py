@@ -251,32 +251,19 @@ def answer(key: tuple, shown: dict[tuple, Row], clock: Row, softmax: Row) -> Row
 
 
 def agreement() -> dict[tuple, Row]:
-    clock, divisions = times(), Counter()
-    for row in WITH_TOTALS:
-        if "DivFunctor" in row["name"]:
-            divisions[of(row, "mode", "phase")] += row["total_ns"] / 1e6
+    clock = times()
     result = {}
     for study in ("benchmark", "mixed_precision"):
-        theirs = Counter()
-        for row in TABLES[f"{study}.operations"].to_dict("records"):
-            if "DivFunctor" in row["name"]:
-                for phase in (row["phase"], "total"):
-                    theirs[of(row, "mode", "run_id"), phase] += row["gpu_ms"]
         for row in TABLES[f"{study}.times"].to_dict("records"):
-            phase = row["phase"].replace("total", "total")
+            phase = row["phase"]
             ours = clock.get((*of(row, "mode"), phase))
             if ours:
                 key = of(row | {"study": study, "repeat": row.get("repeat", 0)}, "study", "compile", "repeat")
-                division = divisions[*of(row, "mode"), phase] or NAN
-                other = theirs[of(row, "mode", "run_id"), phase] or NAN
                 result[(*key, row["mode"], phase)] = {
                     "gpu_ms": ours["gpu_ms"],
                     "in_process_gpu_ms": row["gpu_ms"],
                     "difference_ms": abs(ours["gpu_ms"] - row["gpu_ms"]),
                     "gpu_error": abs(ours["gpu_ms"] / row["gpu_ms"] - 1),
-                    "division_ms": division,
-                    "in_process_division_ms": other,
-                    "division_difference_ms": other - division,
                     "mode_name": MODES[row["mode"]],
                     "configuration": f"{row['size']}, {row['context_length']:,}",
                 }

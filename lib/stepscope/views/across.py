@@ -22,17 +22,13 @@ RECORDED = [
 ]
 
 
-@view(key=["study", "run_id"], columns=[*RECORDED, "concurrent_runs"], studies=[])
+@view(key=["study", "run_id"], columns=RECORDED, studies=[])
 def runs(data: Views) -> pd.DataFrame:
-    """Return one row per run; ``concurrent_runs`` counts the runs in progress at its start, including the run."""
+    """Return one row per run."""
     names = {name: name.removeprefix("machine_") for name in data.table("runs") if "machine_" in name}
     found = data.table("runs").rename(columns=names | {"seconds": "duration_s"})
     found = found.reindex(columns=["study", "run_id", *RECORDED])  # CPU runs lack the GPU columns
-    ends = found["started_at"] + pd.to_timedelta(found["duration_s"], unit="s")
-    concurrent = [
-        int(((found["started_at"] <= start) & (ends > start)).sum()) for start in found["started_at"]
-    ]
-    return found.assign(concurrent_runs=concurrent).sort_values(["study", "run_id"], kind="stable")
+    return found.sort_values(["study", "run_id"], kind="stable")
 
 
 TIMED_TWICE = ["wall_ms", "wall_min_ms", "enqueue_ms", "gpu_ms", "busy", "launch_bound"]
@@ -78,54 +74,22 @@ def _named(rows: pd.DataFrame, prefix: str) -> pd.DataFrame:
     )
 
 
-WITHOUT_PRECISION = [name for name in CONFIG if name != "precision"]
-
-
 @view(
-    key=[*WITHOUT_PRECISION, "mode"],
-    columns=[
-        "fp32_ms",
-        "trained_fp32_ms",
-        "trained_bf16_ms",
-        "trained_ratio",
-        "added_share",
-        "profiled_excess_share",
-    ],
+    key=[*CONFIG, "mode"],
+    columns=["gpu_ms", "other_gpu_ms", "ratio"],
     studies=["benchmark", "mixed_precision"],
-    over=["precision"],
 )
 def divisions(data: Views) -> pd.DataFrame:
     """Return one row per configuration and mode: the GPU time of PyTorch's division kernels in naive softmax.
 
-    The time depends on the weights. The benchmark measured ``fp32_ms``, and mixed_precision measured
-    ``trained_...``, after training the weights for more steps on one batch. ``added_share`` is the slower
-    division's additional time as a share of bf16's GPU time. ``profiled_excess_share`` is the share by which
-    bf16's profiled GPU time exceeds the wall time of its timed steps.
+    The time depends on the weights, and the benchmark and mixed_precision (``other_gpu_ms``) run different
+    numbers of steps before they profile. ``ratio`` is the longer time over the shorter.
     """
-    case = [*WITHOUT_PRECISION, "mode"]
-    found = data["operations"][data["operations"]["name"].str.contains("DivFunctor")]
-    sums = found.groupby(["study", "precision", *case], sort=False)["gpu_ms"].sum().reset_index()
-    made = _of(sums, "benchmark", "fp32").rename(columns={"gpu_ms": "fp32_ms"})
-    on = [name for name in case if name != "repeat"]  # mixed_precision has one run per configuration
-    total = data["times"][data["times"]["phase"] == "total"]
-    others = {
-        "trained_fp32_ms": _of(sums, "mixed_precision", "fp32")[[*on, "gpu_ms"]],
-        "trained_bf16_ms": _of(sums, "mixed_precision", "bf16")[[*on, "gpu_ms"]],
-        "bf16_ms": _of(total, "mixed_precision", "bf16")[[*on, "gpu_ms"]],
-        "bf16_busy": _of(total, "mixed_precision", "bf16")[[*on, "busy"]],
-    }
-    for name, rows in others.items():
-        rows = rows.set_axis([*on, name], axis="columns")
-        made = made.merge(rows, on=on, how="left", validate="many_to_one")
-    return in_order(
-        made.assign(
-            trained_ratio=made["trained_fp32_ms"] / made["fp32_ms"],
-            added_share=(made["trained_bf16_ms"] - made["fp32_ms"]) / made["bf16_ms"],
-            profiled_excess_share=made["bf16_busy"] - 1,
-        )
-    )
-
-
-def _of(rows: pd.DataFrame, study: str, precision: str) -> pd.DataFrame:
-    chosen = rows[(rows["study"] == study) & (rows["precision"] == precision)]
-    return chosen.drop(columns=["study", "precision"])
+    operations = data["operations"]
+    found = operations[operations["name"].str.contains("DivFunctor")]
+    sums = found.groupby(["study", *CONFIG, "mode"], sort=False)["gpu_ms"].sum().reset_index()
+    benchmark = sums[sums["study"] == "benchmark"].drop(columns="study")
+    others = sums[sums["study"] == "mixed_precision"].rename(columns={"gpu_ms": "other_gpu_ms"})
+    made = benchmark.merge(others.drop(columns="study"), on=[*CONFIG, "mode"], validate="one_to_one")
+    ratio = made["gpu_ms"] / made["other_gpu_ms"]
+    return in_order(made.assign(ratio=ratio.combine(1 / ratio, max)))

@@ -322,8 +322,6 @@ def first_steps(data: Views) -> pd.DataFrame:
         "steps_max",
         "is_ever_launch_bound",
         "is_always_launch_bound",
-        "apart_h",
-        "has_other_ram",
         "wall_ratio_text",
         "gpu_ratio_text",
     ],
@@ -334,12 +332,9 @@ def repeats(data: Views) -> pd.DataFrame:
     """Return one row per configuration, mode and phase that several processes measured: how much its times vary.
 
     The columns give the minimum and maximum over the processes' median wall times, fastest steps and GPU times,
-    and the ratio of maximum to minimum. ``apart_h`` is the time between the first and the last run's start.
-    ``has_other_ram`` is true if the hosts' amounts of memory differ, which means that they are different machines.
+    and the ratio of maximum to minimum.
     """
     found = data["times"].query("study == 'benchmark' and gpu_ms.notna()")
-    runs = data["runs"][["study", "run_id", "started_at", "ram_gib"]]
-    found = found.merge(runs, on=["study", "run_id"], how="left", validate="many_to_one")
     made = found.groupby([*WITHOUT_REPEAT, "mode", "phase"], sort=False).agg(
         processes=("gpu_ms", "count"),
         wall_min_ms=("wall_ms", "min"),
@@ -352,17 +347,11 @@ def repeats(data: Views) -> pd.DataFrame:
         steps_max=("steps", "max"),
         is_ever_launch_bound=("launch_bound", "any"),
         is_always_launch_bound=("launch_bound", "all"),
-        first_start=("started_at", "min"),
-        last_start=("started_at", "max"),
-        amounts_of_ram=("ram_gib", "nunique"),
     )
     made = made[made["processes"] > 1].reset_index()
-    apart = made["last_start"] - made["first_start"]
     for name in ("wall", "gpu", "fastest"):
         made[f"{name}_ratio"] = made[f"{name}_max_ms"] / made[f"{name}_min_ms"]
     return made.assign(
-        apart_h=apart.dt.total_seconds() / 3600,
-        has_other_ram=made["amounts_of_ram"] > 1,
         wall_ratio_text=made["wall_ratio"].map("{:.3f}".format),
         gpu_ratio_text=made["gpu_ratio"].map("{:.3f}".format),
     )

@@ -125,10 +125,12 @@ MEASURED = [
     "reserved_gib",
     "power_w",
     "sm_clock_mhz",
+    "clock_reasons",
     "energy_per_step_j",
     "compile_s",
     "gradient_error",
     "trained_gradient_error",
+    "inconsistent",
 ]
 DERIVED = [
     "name",
@@ -176,6 +178,7 @@ def steps(data: Views) -> pd.DataFrame:
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
     * ``power_limited``: the GPU draws over 95% of its power limit.
+    * ``inconsistent``: how the profiled steps of a power-limited step differ by more than 3%; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they use the mean step time,
       ``wall_mean_ms``, rather than the median, ``wall_ms``. For older records without ``wall_mean_ms``, they use
       ``energy_per_step_j / power_w`` of the same steps.
@@ -250,6 +253,7 @@ def _measured(data: Views) -> pd.DataFrame:
         best_ms=best_ms,
         launch_us=best_ms / rows.operations * 1e3,
         power_limited=rows.power_w > AT_LIMIT * rows.power_limit_w,
+        clock_reasons=rows.get("clock_reasons"),  # missing on a CPU, and in older records
         mean_ms=mean_ms,
         mean_tokens_per_s=tokens / mean_ms * 1e3,
         mean_mfu=mean_mfu,

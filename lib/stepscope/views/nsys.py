@@ -156,23 +156,16 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
         "in_process_gpu_ms",
         "difference_ms",
         "gpu_error",
-        "division_ms",
-        "in_process_division_ms",
-        "division_difference_ms",
     ],
     studies=["nsys", "benchmark", "mixed_precision"],
 )
 def profiler_agreement(data: Views) -> pd.DataFrame:
     """Return one row for each profile and phase, and each run of another study that used torch.profiler.
 
-    ``gpu_error`` is the difference between the two GPU times, relative to the other study's time. ``division_ms``
-    is the time of PyTorch's division kernels, which softmax uses.
+    ``gpu_error`` is the difference between the two GPU times, relative to the other study's time.
     """
     keys = [*KEY, "mode", "phase"]
     ours = data["profile_times"][[*keys, "gpu_ms"]]
-    operations = _and_total(data.table("nsys.operations"))
-    division_ms = _divisions(operations, keys, "total_ns") / 1e6
-    ours = ours.join(division_ms.rename("division_ms"), on=keys)
     measured = [study for study in IN_PROCESS if data.has(f"{study}.times")] or IN_PROCESS
     theirs = pd.concat([_in_process(data, study) for study in measured], ignore_index=True)
     rows = ours.merge(theirs, on=keys, validate="one_to_many")
@@ -183,26 +176,17 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
         mode_name=rows["mode"].map(MODE_NAMES),
         difference_ms=difference_ms.abs(),
         gpu_error=(difference_ms / rows["in_process_gpu_ms"]).abs(),
-        division_difference_ms=rows["in_process_division_ms"] - rows["division_ms"],
     )
 
 
 def _in_process(data: Views, study: str) -> pd.DataFrame:
-    """Return the GPU times of a study's steps and of the division kernels in these steps."""
+    """Return the GPU times of a study's steps."""
     keys = [*KEY, "compile", "repeat", "mode", "phase"]
     times = data.table(f"{study}.times")
-    operations = _and_total(data.table(f"{study}.operations"))
     if "repeat" not in times:
-        times, operations = times.assign(repeat=0), operations.assign(repeat=0)
-    division_ms = _divisions(operations, keys, "gpu_ms").rename("in_process_division_ms")
+        times = times.assign(repeat=0)
     rows = times[[*keys, "gpu_ms"]].rename(columns={"gpu_ms": "in_process_gpu_ms"})
-    return rows.join(division_ms, on=keys).assign(study=study)
-
-
-def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Series:
-    """Sum a column of times over the division kernels."""
-    divides = operations["name"].str.contains("DivFunctor")
-    return operations[divides].groupby(keys)[time].sum()
+    return rows.assign(study=study)
 
 
 # -- kernels --------------------------------------------------------------------------------------------------
