@@ -102,7 +102,7 @@ def time_of(passes: list[Row], named: int) -> Row:
         "projected_ratio": ratio,
         "projected_error": abs(ratio - 1),
         "single_error": max(singles),
-        "slowed": bool(ratio > 1.2),
+        "slowed": bool(ratio > 1 / 0.95),
     }
 
 

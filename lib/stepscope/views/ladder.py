@@ -59,6 +59,7 @@ RATES = {
     "copy_tb_per_s": ("copy", "max"),
     "runs": ("matmul_bf16", "count"),
     "sustained_tflops": ("sustained_tflops", "median"),
+    "max_sustained_tflops": ("sustained_tflops", "max"),
     "sustained_clock_mhz": ("sustained_clock_mhz", "median"),
     "min_sustained_power_w": ("sustained_power_w", "min"),
     "max_sustained_power_w": ("sustained_power_w", "max"),
@@ -73,14 +74,14 @@ RATES = {
 }
 
 
-@view(key=["device"], columns=[*RATES, "sheet_clock_mhz"], studies=["ladder"], over=SHAPE)
+@view(key=["device"], columns=[*RATES, "sheet_clock_mhz", "hottest_sustained_tflops"], studies=["ladder"], over=SHAPE)
 def rates(data: Views) -> pd.DataFrame:
     """Return one row per GPU: its measured rates over all ladder runs.
 
     * ``bf16_tflops``, ``fp32_tflops``, ``fp8_tflops`` and ``copy_tb_per_s``: one large matmul or copy for a few
       milliseconds. We use the fastest run, because a disturbance can only slow such a burst.
     * ``sustained_...``: large bf16 matmuls back to back for a second; medians over the runs, except for the
-      minimum and maximum power.
+      minima and maxima. ``hottest_sustained_tflops`` belongs to the run with the most power.
     * ``sheet_bf16_tflops``: the data sheet's rate, at the SM clock ``sheet_clock_mhz``.
     * ``..._second_moment``: a second moment that should decrease, after updates in fp32 or in bf16 with one of two
       rounding modes.
@@ -89,8 +90,11 @@ def rates(data: Views) -> pd.DataFrame:
     results = _with_device(data, data.table("ladder.results"))
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
     found = results.groupby("device", sort=False).agg(**RATES).reset_index()
+    hottest = results.sort_values("sustained_power_w").drop_duplicates("device", keep="last")
+    hottest = hottest[["device", "sustained_tflops"]].rename(columns={"sustained_tflops": "hottest_sustained_tflops"})
     clocks = [data_sheet(device).get("tensor_mhz") for device in found.device]
-    return found.assign(sheet_clock_mhz=pd.Series(clocks, found.index, dtype=float))
+    found = found.assign(sheet_clock_mhz=pd.Series(clocks, found.index, dtype=float))
+    return found.merge(hottest, on="device", how="left", validate="one_to_one")
 
 
 def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:

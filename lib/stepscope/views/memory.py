@@ -15,7 +15,7 @@ from stepscope.views import Views, in_order, view
 STEP = [*CONFIG]
 KIND_COLUMNS = [column(kind) for kind in KINDS]
 STAGES = ["forward", "loss", "backward", "optimizer"]
-PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048)
+PREDICTED_CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 # Memory in bytes that a block's operations save for backward in fp32 with naive attention. The letters come from
 # :func:`stepscope.model.accounting.terms`. A tensor saved by several operations counts for the first one.
 OPERATION_FORMULAS = {

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from stepscope.config import MODE_NAMES, SIZES
-from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound_rows
+from stepscope.stats import LAUNCH_BOUND, launch_bound_rows
 from stepscope.studies.nsys.tables import CONFIG, busy_share
 from stepscope.traces.kernel_categories import ATTENTION_SOFTMAX, MATMUL, detailed_category
 from stepscope.traces.kernel_names import short_name, short_names
@@ -83,8 +83,8 @@ def profile_times(data: Views) -> pd.DataFrame:
     number of operations.
 
     ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` is its distance from 1, and ``single_error``
-    is a single profiled pass's largest distance from 1. A pass is ``slowed`` if the profiler adds more than the
-    variation of launch-bound times (MIN_LAUNCH_BOUND_GAIN).
+    is a single profiled pass's largest distance from 1. A pass is ``slowed`` if the GPU has gaps only under
+    the profiler: wall_ms is less than 95% of projected_ms (LAUNCH_BOUND).
     """
     keys = [*KEY, "mode", "phase"]
     clocks = data.table("nsys.times")
@@ -103,7 +103,7 @@ def profile_times(data: Views) -> pd.DataFrame:
         projected_ratio=ratio,
         projected_error=(ratio - 1).abs(),
         single_error=np.maximum(shortest_error, longest_error),
-        slowed=ratio > 1 + MIN_LAUNCH_BOUND_GAIN,
+        slowed=1 / ratio < LAUNCH_BOUND,
     )
 
 
