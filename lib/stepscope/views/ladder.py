@@ -74,7 +74,12 @@ RATES = {
 }
 
 
-@view(key=["device"], columns=[*RATES, "sheet_clock_mhz", "hottest_sustained_tflops"], studies=["ladder"], over=SHAPE)
+@view(
+    key=["device"],
+    columns=[*RATES, "sheet_clock_mhz", "hottest_sustained_tflops"],
+    studies=["ladder"],
+    over=SHAPE,
+)
 def rates(data: Views) -> pd.DataFrame:
     """Return one row per GPU: its measured rates over all ladder runs.
 
@@ -91,10 +96,10 @@ def rates(data: Views) -> pd.DataFrame:
     results = results.reindex(columns=["device", *{source for source, _ in RATES.values()}])
     found = results.groupby("device", sort=False).agg(**RATES).reset_index()
     hottest = results.sort_values("sustained_power_w").drop_duplicates("device", keep="last")
-    hottest = hottest[["device", "sustained_tflops"]].rename(columns={"sustained_tflops": "hottest_sustained_tflops"})
+    hottest = hottest.set_index("device")["sustained_tflops"].rename("hottest_sustained_tflops")
     clocks = [data_sheet(device).get("tensor_mhz") for device in found.device]
     found = found.assign(sheet_clock_mhz=pd.Series(clocks, found.index, dtype=float))
-    return found.merge(hottest, on="device", how="left", validate="one_to_one")
+    return found.join(hottest, on="device")
 
 
 def _with_device(data: Views, rows: pd.DataFrame) -> pd.DataFrame:
