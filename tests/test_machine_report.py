@@ -30,9 +30,9 @@ SMALL = {
     "benchmark": "small-ctx512-fp32-a45ad60b",
     "nsys": "small-ctx512-fp32-a45ad60b",
     "mixed_precision": "small-ctx512-08d00f3f",
-    "memory": "small-ctx512-fp32-5866c153",
-    "attention": "d64-ctx16384-bf16-0322a67d",
-    "ladder": "small-ctx512-aefaf096",
+    "memory": "small-ctx512-fp32-15a1cda7",
+    "attention": "d64-ctx16384-bf16-fe1f9fae",
+    "ladder": "small-ctx512-e47d3200",
 }
 TWO_AXES = {  # context length x repeat
     "small-ctx256-fp32-70cfafda",
@@ -150,7 +150,7 @@ def test_reference_columns_match_copied_reference_runs(reports):
 def test_report_numbers_match_the_run(reports):
     _, text = reports("one run of benchmark")
     times = pd.read_parquet(H200 / "benchmark" / SMALL["benchmark"] / "times.parquet")
-    totals = times[times["phase"] == "whole"].set_index("mode")  # the name in schema 3
+    totals = times[times["phase"] == "total"].set_index("mode")
     [medians] = tables_of(text, "Medians")
     shown = medians.set_index("mode")[["wall, ms", "GPU time, ms"]].astype(float)
     expected = totals[["wall_ms", "gpu_ms"]]
@@ -159,7 +159,7 @@ def test_report_numbers_match_the_run(reports):
 
 
 def test_oom_step_is_listed_with_its_configuration(tmp_path):
-    _, text = composed(copy_runs(tmp_path, H200 / "ladder" / "2.7B-ctx512-fcef9447"))
+    _, text = composed(copy_runs(tmp_path, H200 / "ladder" / "2.7B-ctx512-eafd3124"))
     [rows] = tables_of(text, "Optimizations without a time")
     assert [*rows["optimization"]] == ["fused AdamW"] and [*rows["status"]] == ["oom"]
     assert "size 2.7B, context length 512, vocabulary size 10,000, batch size 32." in text

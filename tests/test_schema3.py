@@ -10,16 +10,15 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from stepscope import PROJECT
 from stepscope.config import configure
 from stepscope.report.load import read
 from stepscope.runs import schema3
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import SweepError, SweepOptions, run_sweep
 
-REFERENCE = Path(str(PROJECT), "runs", "h200")
-CPU = Path(__file__).parent / "data" / "cpu"
-SCHEMA_3 = [path for path in (REFERENCE, CPU) if (path / "benchmark").is_dir()]
+DATA = Path(__file__).parent / "data"
+GPU = DATA / "schema3"  # one H200 run of each study, measured by version 0.2, without notebooks
+CPU = DATA / "cpu"
 
 
 def documents(folder):
@@ -31,7 +30,7 @@ def digest(folder):
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-@pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [GPU, CPU], ids=lambda path: path.name)
 def test_schema_3_folder_loads_under_new_names_and_stays_unchanged(folder):
     before = digest(folder)
     loaded = read(Store(folder))
@@ -45,7 +44,7 @@ def test_schema_3_folder_loads_under_new_names_and_stays_unchanged(folder):
     assert digest(folder) == before
 
 
-@pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [GPU, CPU], ids=lambda path: path.name)
 def test_schema_3_values_are_unchanged_under_new_names(folder):
     """Every table cell is compared with the file by position, so only names may differ."""
     for document in documents(folder):
@@ -65,7 +64,7 @@ def test_schema_3_values_are_unchanged_under_new_names(folder):
                 )
 
 
-@pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", [GPU, CPU], ids=lambda path: path.name)
 def test_schema_3_run_ids_are_derived_from_the_old_names(folder):
     for document in documents(folder):
         config = configure(**schema3.upgrade_record(document)["config"])

@@ -17,7 +17,7 @@ from stepscope.captures.snapshot import (
 )
 from stepscope.traces.attribution import TraceError
 
-RUN = Path(__file__).parents[1] / "runs/h200/memory/small-ctx512-fp32-5866c153"
+RUN = Path(__file__).parents[1] / "runs/h200/memory/small-ctx512-fp32-15a1cda7"
 MIB = 2**20
 
 

@@ -37,14 +37,16 @@ BF16_MOMENTS = (
 
 
 def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return a folder's ladder tables, excluding rows that a run marks as inconsistent."""
+    """Return a folder's ladder tables, excluding inconsistent rows unless the power limit explains them."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
-    marked = steps[steps.inconsistent.fillna("") != ""]
+    at_power_limit = steps.inconsistent.str.contains("profiled steps range") & (
+        steps.clock_reasons == "power cap"
+    )
+    marked = steps[(steps.inconsistent.fillna("") != "") & ~at_power_limit]
     case = ["run_id", "optimization", "batch_size"]
     is_marked = kernels.set_index(case).index.isin(marked.set_index(case).index)
-    consistent = steps.drop(marked.index).assign(inconsistent="")
-    return tables | {"ladder.kernels": kernels[~is_marked], "ladder.steps": consistent}
+    return tables | {"ladder.kernels": kernels[~is_marked], "ladder.steps": steps.drop(marked.index)}
 
 
 TABLES = read_ladder()
@@ -136,7 +138,7 @@ def expected_steps() -> Iterator[tuple[tuple, Row]]:
     for (*place, optimization), step in STEPS.items():
         case = tuple(place)
         tokens, launch_bound = case[1] * case[3], waits(step)
-        mean_s = step["energy_per_step_j"] / step["power_w"]
+        mean_s = step["wall_mean_ms"] / 1e3
         mean_mfu = step["mfu"] * step["wall_ms"] / mean_s / 1e3
         best = step["wall_min_ms"] if launch_bound else NAN
         matmul = (3 * dense_flops(case) + causal_flops(case)) / MOST["matmul_bf16"] / 1e9
@@ -435,6 +437,8 @@ def expected_rates() -> Iterator[tuple[tuple, Row]]:
             "copy_tb_per_s": max(results["copy"]),
             "runs": len(results),
             "sustained_tflops": sorted(results.sustained_tflops)[len(results) // 2],
+            "max_sustained_tflops": max(results.sustained_tflops),
+            "hottest_sustained_tflops": results.sustained_tflops[results.sustained_power_w.idxmax()],
             "sustained_clock_mhz": sorted(results.sustained_clock_mhz)[len(results) // 2],
             "min_sustained_power_w": min(results.sustained_power_w),
             "max_sustained_power_w": max(results.sustained_power_w),
