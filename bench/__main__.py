@@ -1,4 +1,4 @@
-"""Compare capture readers by their seconds, peak memory and the GPU time that they account for.
+"""Compare capture readers by their run time, peak memory and the GPU time that they account for.
 
     python -m bench [kernels]    synthetic captures (nsys and torch.profiler) with this many kernels
     python -m bench FILE         your own capture
@@ -24,10 +24,10 @@ from stepscope.captures import EXAMPLE
 
 
 def compare(path: Path, kind: str) -> dict[str, Found]:
-    """Run each program on one file; print and return its results, with times relative to load_capture."""
+    """Run each program on one file; print and return their results, with times relative to load_capture."""
     found: dict[str, Found] = {}
     for program in PROGRAMS[kind]:
-        # A new process for each program, so that its peak memory excludes the others.
+        # Each program runs in a new process, so that its peak memory excludes the other programs.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             try:
                 one = found[program.__name__] = pool.submit(program, str(path)).result()
@@ -51,7 +51,7 @@ def compare(path: Path, kind: str) -> dict[str, Found]:
 
 
 def first_line() -> None:
-    """Print the seconds until ``stepscope profile`` prints its first and last lines, as minima of three runs."""
+    """Print how many seconds ``stepscope profile`` takes to print its first and last lines (minima of 3 runs)."""
 
     def until(*command: str) -> tuple[float, float]:
         started = default_timer()

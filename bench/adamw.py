@@ -44,7 +44,7 @@ def matrices(layers: int, device: str) -> nn.Sequential:
 
 
 def shares(layers: int, device: str) -> dict[str, float]:
-    """Measure each optimizer's rate as a fraction of the copy rate; return the fractions by optimizer."""
+    """Measure each optimizer's throughput as a fraction of a copy's; return the fractions by optimizer."""
     copy, found = ceilings(device, [])["copy"], {}
     kinds: dict[str, tuple[int, bool, Callable[..., torch.optim.Optimizer]]] = {
         "PyTorch's fused AdamW": (28, False, lambda model: torch.optim.AdamW(model.parameters(), fused=True)),

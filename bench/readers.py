@@ -1,6 +1,6 @@
-"""Capture readers to compare; each returns its run time, peak memory and the GPU time that it finds.
+"""Measure capture readers; each function returns a reader's run time, peak memory and the GPU time that it finds.
 
-Run each reader in a new process, because :func:`peak_mib` covers the process's lifetime.
+Run each reader in a new process, because :func:`peak_mib` covers the process's entire lifetime.
 """
 
 import logging
@@ -46,7 +46,7 @@ def ours_whole(path: str) -> Found:
 
 
 def nsys_ai(path: str) -> Found:
-    """Measure nsys-ai's mapping of kernels to ranges, without kernels outside ranges, copies or fills."""
+    """Measure nsys-ai's mapping of kernels to ranges, which excludes copies, fills and kernels outside ranges."""
     try:
         from nsys_ai.nvtx_attribution import attribute_kernels_to_nvtx
     except ImportError:

@@ -1,4 +1,4 @@
-"""Builds captures from single events, and reads lines and advice from their summaries.
+"""Build captures from single events, and read lines and advice from their summaries.
 
 Times are in µs. Correlation ids and external ids are numbered automatically.
 """
@@ -35,7 +35,7 @@ def profiler_step(number: int, ts: float, dur: float) -> dict:
 
 
 def operator(name: str, dtype: str, *shapes: list, ts: float = 0, tid: int = 1) -> dict:
-    """Return an operator's event for ``launch``; all the operator's arguments have the same dtype."""
+    """Return an operator's event for ``launch``; all of the operator's arguments share one dtype."""
     inputs = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)}
     return event("cpu_op", name, ts, 4, tid, **{"External id": next(ids)}, **inputs)
 
@@ -95,7 +95,7 @@ def longest_gap(gpu: Device) -> list:
 
 
 def summary_line(path: Path, label: str, **options: object) -> Line:
-    """Return the first line with a label, or an empty line if there is none."""
+    """Return the summary's first line with this label, or an empty line if there is none."""
     lines = profile(path, **options)  # type: ignore[arg-type]
     return next((line for line in lines if line.label == label), Line(label, ""))
 

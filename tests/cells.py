@@ -1,4 +1,4 @@
-"""Execute cells of notebooks in this process, and analyze their code."""
+"""Execute notebook cells in this process, and analyze their code."""
 
 import dis
 import functools
@@ -36,11 +36,11 @@ def run_cells(
     """Execute a notebook's code cells in this process, in order; return their variables.
 
     Args:
-        notebook: its path, or the name of one of the package's.
+        notebook: the notebook's path, or the name of one of the package's notebooks.
         until: stop before the first cell that contains this text.
-        replaced: values for names, set after each cell: a clock, a library's function.
-        wrapped: for names of functions, wrappers that are applied once a cell has defined the function.
-        parameters: values that override those of the parameters cell.
+        replaced: values for names, such as a clock or a library's function, set after each cell.
+        wrapped: wrappers by function name, which are applied once a cell has defined the function.
+        parameters: values that override the parameters cell's values.
     """
     path = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     names: dict[str, Any] = {"__name__": "__main__"}
@@ -48,7 +48,7 @@ def run_cells(
     for number, cell in enumerate(code_cells(path), 1):
         if until is not None and until in cell.source:
             return names
-        place = f"{path.name}, code cell {number}"  # under which inspect finds the source, as in a kernel
+        place = f"{path.name}, code cell {number}"  # where inspect finds the source, as in a kernel
         linecache.cache[place] = (len(cell.source), None, cell.source.splitlines(keepends=True), place)
         exec(compile(cell.source, place, "exec"), names)
         if "parameters" in cell.tags:
@@ -65,8 +65,10 @@ def run_cells(
 
 
 def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
-    """Copy a notebook, given by its path or its name in the package, into a folder, with a piece of one cell's
-    code replaced."""
+    """Copy a notebook into a folder, and replace a piece of one cell's code in the copy.
+
+    The notebook is given by its path or by its name in the package.
+    """
     source = PACKAGE / "notebooks" / f"{notebook}.ipynb" if isinstance(notebook, str) else notebook
     content = json.loads(source.read_text())
     (cell,) = (
@@ -79,7 +81,7 @@ def edited(notebook: str | Path, folder: Path, before: str, after: str) -> Path:
 
 
 def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Execute the one cell that contains this text with these variables; return the variables."""
+    """Execute the only cell that contains this text with these variables; return the variables."""
     (source,) = [
         cell.source
         for cell in code_cells(PACKAGE / "notebooks" / f"{notebook}.ipynb")
@@ -90,7 +92,7 @@ def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, An
 
 
 def spread(wall_times_ms: list[float]) -> dict[str, float]:
-    """Compute the wall-time columns of tables with the standard library."""
+    """Compute the tables' wall-time columns with the standard library."""
     q1, _, q3 = statistics.quantiles(wall_times_ms, n=4, method="inclusive")
     return {
         "wall_ms": statistics.median(wall_times_ms),
@@ -103,7 +105,7 @@ def spread(wall_times_ms: list[float]) -> dict[str, float]:
 
 
 def covered_ms(rows: pd.DataFrame) -> float:
-    """Return the milliseconds during which at least one of these operations runs."""
+    """Return the time in milliseconds during which at least one of these operations runs."""
     total = reached = 0
     for start, end in sorted(zip(rows["start_ns"], rows["end_ns"])):
         total, reached = total + max(0, end - max(start, reached)), max(reached, end)
@@ -111,13 +113,13 @@ def covered_ms(rows: pd.DataFrame) -> float:
 
 
 def quickest(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest of the profiled steps that have all operations."""
+    """Return the fastest profiled step that contains all operations."""
     steps = [own for _, own in operations.groupby("number")]
     return min((own for own in steps if len(own) == max(map(len, steps))), key=covered_ms)
 
 
 def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
-    """Return the total milliseconds of operations, grouped by these columns."""
+    """Return the operations' total time in milliseconds, grouped by these columns."""
     return (
         (operations["end_ns"] - operations["start_ns"])
         .groupby([operations[name] for name in names])
@@ -128,7 +130,7 @@ def by_name(operations: pd.DataFrame, *names: str) -> dict[Any, float]:
 
 
 def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dict[str, float]:
-    """Compute a phase's row from a mode's raw samples and profiled operations."""
+    """Compute a phase's table row from a mode's raw samples and profiled operations."""
     timed, own = samples[(samples["phase"] == phase) & ~samples["warmup"]], quickest(operations)
     own = own if phase == "total" else own[own["phase"] == phase]
     found = spread(timed["wall_ms"].tolist()) | {
@@ -143,7 +145,7 @@ def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dic
 
 
 def step_flops(config: Any) -> float:
-    """Return the matmul FLOPs of a full step: three times those of forward, with weights and in attention."""
+    """Return a full step's matmul FLOPs: three times forward's FLOPs, with weights and in attention."""
     weights = (
         config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
         + config.vocab_size * config.d_model
@@ -157,7 +159,7 @@ def step_flops(config: Any) -> float:
 
 
 def leaks(cells: list[Cell]) -> list[str]:
-    """Return names that a display cell binds and another cell only reads: if the first fails, so does the second."""
+    """Return names that a display cell binds and another cell only reads, which fails if the display cell does."""
     found = []
     for number, cell in enumerate(cells):
         if cell.shows:
@@ -173,7 +175,7 @@ def leaks(cells: list[Cell]) -> list[str]:
 
 
 def names_of(source: str) -> tuple[set[str], set[str]]:
-    """Return the global names that a cell reads anywhere, and those that it binds."""
+    """Return the global names that a cell reads anywhere, and the global names that it binds."""
     module = compile(source, "cell", "exec")
     read, bound, todo = set(), set(), [module]
     while todo:

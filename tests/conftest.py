@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny configurations, sweep files, records, and notebooks that fail."""
+"""Define shared fixtures: tiny configurations, sweep files, records, and notebooks that fail."""
 
 import json
 import os
@@ -22,12 +22,12 @@ from stepscope.config import RunConfig, configure, studies
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 
-# Tests must not depend on the number of cores, nor take all cores from tests that run in parallel.
+# Tests must not depend on the number of cores, or take all cores from tests that run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Skip Inductor's check of the vector instructions that the processor reports: it takes 15 CPU seconds in each
-# process that compiles.
+# Skip Inductor's check of the vector instructions that the processor reports, because the check takes 15 CPU
+# seconds in each process that compiles.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Compile in this process: there is little to compile, and each compile worker would import torch first.
+# Compile in this process, because there is little to compile and each compile worker would import torch first.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The smallest useful run: a few thousand parameters, two timed steps, no warm-up.
@@ -41,8 +41,8 @@ TINY: dict[str, Any] = {
     "timed_steps": 2,
 }
 
-# The behavior of a run in tests of sweeps, selected by its seed; runs need no torch and end immediately. The child
-# process is orphaned in its own session, so that it can't be found by walking the process tree.
+# Behaviors of runs in sweep tests, selected by the run's seed; runs don't need torch and end immediately. The
+# child process is orphaned in a separate session, so that walking the process tree can't find it.
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
     1, 11
 )
@@ -99,8 +99,8 @@ def _cell(source: str, **metadata) -> dict:
 
 @pytest.fixture
 def threads_of_torch(monkeypatch):
-    """Restore torch's number of threads: a notebook gives a tiny model one thread."""
-    import torch  # imported lazily: most tests need no torch
+    """Restore torch's number of threads, because a notebook limits a tiny model to one thread."""
+    import torch  # imported lazily: most tests don't need torch
 
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", str(before))
@@ -110,7 +110,7 @@ def threads_of_torch(monkeypatch):
 
 @pytest.fixture
 def faults(tmp_path, monkeypatch) -> Path:
-    """Make runs of this test execute the notebook above for every study; return its folder."""
+    """Make this test's runs execute the notebook above for every study; return the notebook's folder."""
     folder = tmp_path / "faults"
     folder.mkdir()
     content = {
@@ -127,7 +127,7 @@ def faults(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def tiny():
-    """Make a tiny configuration, with any field replaced."""
+    """Return a function that makes a tiny configuration with the given fields replaced."""
 
     def make(**fields) -> RunConfig:
         return configure(**{"study": "benchmark", **TINY, **fields})
@@ -142,7 +142,7 @@ def store(tmp_path) -> Store:
 
 @pytest.fixture
 def write_sweep(tmp_path):
-    """Write a sweep file: strings unchanged, anything else as YAML."""
+    """Return a function that writes a sweep file: strings unchanged, other values as YAML."""
 
     def write(content: object, name: str = "some.yaml") -> Path:
         path = tmp_path / name
@@ -156,24 +156,24 @@ def write_sweep(tmp_path):
 
 
 def record_of(config: RunConfig, **fields) -> Record:
-    """Return the record of a successful run of this configuration, with any field replaced."""
+    """Return the record of a successful run of this configuration, with the given fields replaced."""
     defaults = {"status": "ok", "started_at": datetime(2025, 1, 2, tzinfo=UTC), "duration_s": 1.0}
     return Record.of(config, **defaults | fields)
 
 
 def put(store: Store, config: RunConfig, **fields) -> Path:
-    """Commit the record of such a run into a runs folder; return its folder."""
+    """Commit the record of such a run to a runs folder; return the run's folder."""
     return store.commit(store.new_staging_folder(), record_of(config, **fields))
 
 
 class Program:
-    """The command line in a separate session; an environment variable marks all its processes."""
+    """The command line, run in a separate session; an environment variable marks all of its processes."""
 
     def __init__(self, folder: Path, *arguments: object):
         self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
         self.said = folder / f"said-{uuid.uuid4().hex[:8]}.txt"
         with self.said.open("w") as stream:
-            # A shell that starts tests in the background lets them ignore SIGINT, which the program would inherit.
+            # A shell that starts tests in the background makes them, and so the program, ignore SIGINT.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stepscope.cli", *map(str, arguments)],
                 stdout=stream,
@@ -212,7 +212,7 @@ class Program:
 
 @pytest.fixture
 def program(tmp_path):
-    """Start the command line as a program, any number of times."""
+    """Return a function that starts the command line as a program, any number of times."""
     made: list[Program] = []
 
     def start(*arguments: object) -> Program:
@@ -225,7 +225,7 @@ def program(tmp_path):
 
 
 def ended(pid: int, within_s: float = 30) -> bool:
-    """Wait for a process to end; return whether it did."""
+    """Wait for a process to end; return whether it ended in time."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -239,7 +239,7 @@ def campaign() -> SimpleNamespace:
     """Read and render the reference once for all tests.
 
     Returns:
-        ``found``, as it was read; ``tables`` without inconsistent rows; ``views`` and ``report``, the writeup.
+        ``found``, as read; ``tables`` without inconsistent rows; ``views``; and ``report``, the writeup.
     """
     from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views

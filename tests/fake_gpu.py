@@ -1,4 +1,4 @@
-"""Defines a fake GPU with a work queue and exactly known times."""
+"""Define a fake GPU with a work queue and exactly known times."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -9,12 +9,12 @@ from stepscope.measure import timing
 
 
 class FakeGpu:
-    """A simulated GPU and host clock, both in ms.
+    """A simulated GPU and a simulated host clock, both in ms.
 
-    A launch takes the host 1 ms. The host's clock reaches the end of the work only by synchronizing.
+    A launch takes the host 1 ms. The host's clock reaches the end of the GPU's work only by synchronizing.
 
     Args:
-        modules: extra modules whose ``default_timer`` is replaced by the host's clock.
+        modules: additional modules whose ``default_timer`` is replaced with the host's clock.
     """
 
     def __init__(self, monkeypatch, *modules):

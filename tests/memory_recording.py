@@ -1,4 +1,4 @@
-"""A fake CUDA allocator that answers the recorder's calls from the storages of a CPU step."""
+"""A fake CUDA allocator that answers the memory recorder's calls, based on a CPU step's storages."""
 
 import weakref
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """Record the storages that operations allocate and free as an allocator's history, in units of 512 bytes."""
+    """A recorder of the storages that operations allocate and free, as a history with 512-byte allocations."""
 
     def __init__(self):
         super().__init__()
@@ -61,7 +61,7 @@ class Storages(TorchDispatchMode):
 
 
 def stand_in(monkeypatch) -> Storages:
-    """Patch torch.cuda's memory calls; return the context manager to enter around the recording."""
+    """Patch torch.cuda's memory calls; return the context manager in which to make the recording."""
     storages = Storages()
     for name, answer in {
         "synchronize": lambda: None,
@@ -78,10 +78,10 @@ def stand_in(monkeypatch) -> Storages:
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Apply CUDA's bf16 autocast rules on a CPU, whose autocast rules differ.
+    """A mode that applies CUDA's bf16 autocast rules on a CPU, where PyTorch's autocast rules differ.
 
-    Matmuls run in bf16, with a copy of each weight kept until the region ends; exponentials, powers, inverse
-    roots, sums and the loss in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
+    Matmuls run in bf16, with a copy of each weight kept until the region ends. Exponentials, powers, inverse
+    roots, sums and the loss run in fp32 (PyTorch's "CUDA Ops that can autocast to float16 / float32").
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The files of runs/h200, read by code that imports nothing of the package, and how views are compared with them."""
+"""Read the files in runs/h200 without importing the package, and compare views with the values in the files."""
 
 import json
 import math
@@ -22,7 +22,7 @@ DIMENSIONS = {
     "2.7B": (2560, 10240, 32, 32),
     "10B": (4608, 12288, 50, 36),
 }
-# The names of schema 3 that versions from 0.3 on have replaced, repeated here on purpose: the tests of views
+# The schema 3 names that versions from 0.3 on have replaced, repeated here on purpose, because the views' tests
 # share no code with the package.
 COLUMNS = {
     "unsteady": "inconsistent",
@@ -63,13 +63,13 @@ Rows = dict[tuple, Row]
 
 
 def read_records(folder: Path = RUNS) -> list[tuple[Path, Row]]:
-    """Return the folder and the record of each run."""
+    """Return each run's folder and record."""
     paths = sorted(folder.glob("*/*/record.json"))
     return [(path.parent, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return all tables of these studies, with these fields of each run's configuration, and the table of runs."""
+    """Return these studies' tables, with these fields of each run's configuration, and the table of runs."""
     frames = defaultdict(list)
     for place, record in read_records(folder):
         study = record["study"]
@@ -93,7 +93,7 @@ def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a table of schema 3 under today's names."""
+    """Read a schema 3 table under today's names."""
     rows = pd.read_parquet(path).rename(columns=COLUMNS)
     for column in RENAMED_VALUES_OF:
         if column in rows:
@@ -102,7 +102,7 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def keyed(rows: pd.DataFrame, key: Iterable[str]) -> Rows:
-    """Return rows by the values of these columns, which must be unique."""
+    """Return rows keyed by the values of these columns, which must be unique."""
     names = [*key]
     found = {tuple(row[name] for name in names): row for row in rows.to_dict("records")}
     assert len(found) == len(rows)
@@ -118,7 +118,7 @@ def is_same(shown: Any, expected: Any) -> bool:
 
 
 def assert_same(shown: Rows, expected: Rows) -> None:
-    """Compare the expected columns of all rows; neither side may have other rows."""
+    """Check that both sides contain the same rows, and that the expected columns match in all of them."""
     assert shown.keys() == expected.keys()
     wrong = [
         (key, column, shown[key][column], value)

@@ -3,9 +3,9 @@
     python tests/simulated_campaign.py runs/h200 /tmp/slower --factor 1.3 --jitter 0.2
     stepscope render --writeup --runs /tmp/slower --out /tmp/slower/report
 
-Each case of a run (mode, precision, optimization, ...) gets one factor between ``factor * (1 - jitter)`` and
-``factor * (1 + jitter)``, the same in each of the run's tables. Times and energy are multiplied by it, rates are
-divided. Bounds stay, since they are computed and not measured.
+Each of a run's cases (mode, precision, optimization, ...) gets one factor between ``factor * (1 - jitter)`` and
+``factor * (1 + jitter)``, the same in each of the run's tables. Times and energy are multiplied by the factor, and
+rates are divided by it. Bounds remain unchanged, because they are computed rather than measured.
 """
 
 import argparse
@@ -24,9 +24,9 @@ MAX_HASH = 0xFFFFFFFF
 
 
 def factor_of(run: str, case: str, factor: float, jitter: float) -> float:
-    """Return the factor of a case of a run, from a hash of their names."""
+    """Return the factor for a run's case, which depends on a hash of the run's and the case's names."""
     digest = hashlib.md5(f"{run} {case}".encode()).hexdigest()
-    between = int(digest[:8], 16) / MAX_HASH  # 0 to 1
+    between = int(digest[:8], 16) / MAX_HASH  # between 0 and 1
     return factor * (1 - jitter + 2 * jitter * between)
 
 
@@ -49,7 +49,7 @@ def scaled(table: pd.DataFrame, run: str, factor: float, jitter: float) -> pd.Da
 
 
 def write(runs: Path, out: Path, factor: float, jitter: float) -> None:
-    """Copy a folder of runs with scaled times, and update the digests of its files.
+    """Copy a runs folder with scaled times, and update the digests of its files.
 
     Raises:
         FileExistsError: ``out`` already exists.

@@ -1,4 +1,4 @@
-"""Test memory formulas against live CPU storages, H200 runs and the allocator's rounding, and test what fits."""
+"""Test memory formulas against live CPU storages, H200 runs and the allocator's rounding; test what fits."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -77,7 +77,7 @@ def cells():
 
 
 def peak_of_step(config, mode, monkeypatch, blocks=0):
-    """Return the peak requested bytes of a step after the first."""
+    """Return the peak number of requested bytes in a step after the first."""
     names = cells()
     names["autocast"] = CudaAutocast() if config.precision == "bf16" else nullcontext()
     names["modes"] = [mode]
@@ -94,7 +94,7 @@ def peak_of_step(config, mode, monkeypatch, blocks=0):
 
 WITH_CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
     ("forward_backward", {}),
-    ("forward_backward", {"vocab_size": 1000}),  # peaks at the head
+    ("forward_backward", {"vocab_size": 1000}),  # memory peaks at the head
     ("step", {"attention": "sdpa", "optimizer": "fused"}),
 ]
 CASES: list[tuple[dict[str, Any], str, int]] = []
@@ -116,7 +116,7 @@ def test_predicted_peak_matches_live_storages(fields, mode, blocks, monkeypatch)
 
 
 def measured(source):
-    """Yield each peak of an earlier reference's runs with its configuration."""
+    """Yield each measured peak in an earlier reference's runs, with its configuration."""
     rows = pd.read_csv(H200)
     fields = ("size", "context_length", "precision", "attention", "optimizer")
     for row in rows[rows["source"] == source].itertuples():
@@ -134,7 +134,7 @@ def test_requested_bytes_match_h200_runs(source, min_runs):
 
 
 def test_allocated_bytes_are_close_to_h200_runs():
-    """Rounding depends on earlier frees, so it's predicted only for fresh memory."""
+    """Rounding depends on earlier frees, so we predict it only for fresh memory."""
     errors = []
     for row, config in measured("benchmark"):
         error = abs(accounting.peak(config, row.mode).allocated / MIB / row.allocated_mib - 1)
@@ -167,7 +167,7 @@ def test_fully_optimized_bytes_sum_all_components(moment):
 def test_fully_optimized_peak_includes_all_gradients():
     """With a short context, the blocks' saved tensors take less memory than the final gradients."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
-    bf16, fp32 = 2, 4  # weights, gradients and both moments; masters
+    bf16, fp32 = 2, 4  # bytes per weight, gradient and moment in bf16, and per master weight in fp32
     assert fit.fully_optimized_bytes(config) > (4 * bf16 + fp32) * parameter_count(config)
 
 
@@ -175,7 +175,7 @@ def test_fully_optimized_peak_includes_all_gradients():
 
 
 def allocate(size, number):
-    """Return the bytes that c10's caching allocator counts for tensors of equal size, by its rules."""
+    """Return how many bytes c10's caching allocator counts, by its rules, for tensors of equal size."""
     free, counted = [], 0
     small = size <= 2**20
     for _ in range(number):
@@ -259,7 +259,7 @@ def test_largest_values_fit_and_one_more_does_not():
             fitting, larger = (bytes_of(step.model_copy(update={field: largest + n})) for n in (0, 1))
             assert fitting <= 80 * GIB < larger, (row.step, field)
     baseline, _, checkpointed, optimized = (row.peak_gib for row in rows)
-    assert optimized < checkpointed < baseline == pytest.approx(65.56, rel=0.01)  # as measured
+    assert optimized < checkpointed < baseline == pytest.approx(65.56, rel=0.01)  # the measured peak
     columns = {
         " ".join(column.header.split()): [*column.cells] for column in fit_table(config, 80, 2025).columns
     }

@@ -1,4 +1,4 @@
-"""The house's own rules: which module may import which, how long they are, and what a wheel holds."""
+"""Test the project's own rules: the modules' imports and lengths, and the contents of a wheel."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from stepscope import PACKAGE, PROJECT
 from stepscope.studies import STUDIES
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_NODES = 3300  # of the syntax tree, because lines can be packed
+MAX_NODES = 3300  # nodes of the syntax tree rather than lines, because lines can be packed
 # A module may import only from layers above its own, or from its own folder.
 LAYERS = [
     ["stepscope"],
@@ -43,7 +43,7 @@ def name_of(path: Path) -> str:
 
 
 def layer_of(module: str) -> tuple[int, str]:
-    """The layer of a module, by the longest name that it begins with."""
+    """Return a module's layer, according to the longest layer name with which the module's name begins."""
     found = [
         (len(name), place, name)
         for place, names in enumerate(LAYERS)
@@ -57,7 +57,7 @@ def layer_of(module: str) -> tuple[int, str]:
 
 
 def imports(source: str) -> set[str]:
-    """Modules of ours that a module's source imports, anywhere in it."""
+    """Return the package's modules that a module imports anywhere in its source."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "stepscope":
@@ -71,7 +71,7 @@ def imports(source: str) -> set[str]:
 
 
 def upward(module: str, source: str) -> list[str]:
-    """Return the imports of a module from layers below its own."""
+    """Return a module's imports from layers below its own."""
     own, _ = layer_of(module)
     return [f"{module} imports {other}" for other in imports(source) if layer_of(other)[0] > own]
 
@@ -118,7 +118,7 @@ def test_study_has_required_files():
 
 
 def count_nodes(source: str) -> int:
-    """Count the nodes of a module's syntax tree, without ``Load``, ``Store`` and ``Del``."""
+    """Count the nodes of a module's syntax tree, excluding ``Load``, ``Store`` and ``Del``."""
     return sum(not isinstance(node, ast.expr_context) for node in ast.walk(ast.parse(source)))
 
 

@@ -70,7 +70,7 @@ def measured(complete_run):
 
 
 def protocol_of(names, cases):
-    """Return a protocol with the notebook's functions, before it measures anything."""
+    """Return a protocol that uses the notebook's functions and hasn't measured anything yet."""
     return protocol.Protocol(cases, names["prepare"], names["check"], names["config"], float("nan"))
 
 
@@ -140,13 +140,13 @@ def test_float64_attention_matches_autograd():
 def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
     inputs = Inputs(small(), 32)
     at_once = attention_in_float64(inputs)
-    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries; the last has two
+    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries, the last of two
     for expected, chunked in zip(at_once, attention_in_float64(inputs), strict=True):
         torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=0)
 
 
 def run_with_scores(change, **fields):
-    """Run the notebook with flash attention and with naive attention with changed scores; return its tables."""
+    """Run the notebook with flash attention and naive attention with changed scores; return its tables."""
 
     def naive(q, k, v, mask):
         scores = change(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)
@@ -167,7 +167,7 @@ def test_incorrect_implementation_fails_without_being_timed(factor):
     attention.SCHEMAS["checks"].validate(tables["checks"])
 
 
-# -- what a run leaves -----------------------------------------------------------------------------------------
+# -- a run's results -----------------------------------------------------------------------------------------
 
 
 def test_unsupported_implementation_reports_torchs_reason(measured):
@@ -463,7 +463,7 @@ def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():
-    """GPU time may exceed wall time by 2%, and by any factor on a CPU, where it comes from different passes."""
+    """GPU time may exceed wall time by 2%, or by any factor on a CPU, where different passes are measured."""
     cases = [
         case_rows("naive"),
         case_rows("compiled", gpu_ms=(1.0, 2.02)),

@@ -1,4 +1,4 @@
-"""The benchmarking study: the tables of a CPU run, out-of-memory errors, and the notebook's own step and timer."""
+"""Test the benchmarking study: a CPU run's tables, out-of-memory errors, and the notebook's own step and timer."""
 
 import math
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def run(variables):
     return variables["checked"], variables["run"].outcome["results"], variables["sentence"]
 
 
-def test_run_has_wall_and_gpu_time_of_every_phase_and_mode(run):
+def test_run_records_wall_and_gpu_time_of_every_phase_and_mode(run):
     times = run[0]["times"]
     assert list(times[["mode", "phase"]].itertuples(index=False, name=None)) == [
         (mode, phase) for mode in MODES for phase in [*PHASES[mode], TOTAL]
@@ -86,7 +86,7 @@ def test_cpu_results_omit_the_data_sheet_peak(run):
 
 
 def test_run_fails_when_weights_do_not_fit():
-    """A run that ends with this error has the status ``oom``."""
+    """A run that ends with this error gets the status ``oom``."""
 
     def build(config):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -114,13 +114,13 @@ def test_recorded_step_time_doubles_when_notebook_timer_is_doubled(tmp_path):
         assert ms[TOTAL] >= 2 * ms.drop(TOTAL).sum() > 0, mode
 
 
-# The step and timer in the notebook agree with the library's.
+# The notebook's step and timer match the library's.
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"precision": "bf16", "seed": 1}, {"precision": "fp16", "optimizer": "fused"}]
 )
-def test_notebook_step_gives_same_weights_as_library_step(fields):
+def test_notebook_step_produces_the_same_weights_as_the_library_step(fields):
     names = run_cells("benchmark", until="def timed(", **QUICK | fields)
     assert torch.get_float32_matmul_precision() == "highest"
     library_step, differentiable, losses = build_step(Config(**QUICK | fields)), [], []
@@ -161,7 +161,7 @@ class Ticking:
         self.now_ms += 1000
 
 
-def test_notebook_timer_gives_same_rows_as_library_timer(monkeypatch):
+def test_notebook_timer_produces_the_same_rows_as_the_library_timer(monkeypatch):
     names = run_cells("benchmark", until="measure.steps(", **QUICK)
     clock = Ticking()
     monkeypatch.setattr(timing, "default_timer", clock)

@@ -31,7 +31,7 @@ if PROJECT is None:
 FOLDER = writeup.templates_folder()
 
 
-# -- one version ----------------------------------------------------------------------------------------------
+# -- code version ----------------------------------------------------------------------------------------------
 
 
 def test_unfinished_campaign_uses_a_single_code_version():
@@ -71,7 +71,7 @@ def test_writeup_is_independent_of_run_order(campaign):
     assert not [name for name, drawn in figures.items() if not alike(drawn, written[f"figures/{name}.svg"])]
 
 
-# -- other times ----------------------------------------------------------------------------------------------
+# -- changed times ----------------------------------------------------------------------------------------------
 
 
 def test_false_sentences_are_listed_with_line_and_numbers(campaign, monkeypatch):
@@ -105,8 +105,8 @@ class Template:
     def __init__(self, path: Path, document: Document, views: Iterable[str]) -> None:
         environment = document._environment
         self.name = path.relative_to(FOLDER).as_posix()
-        self.views = {name: {name} for name in views}  # by each name in the template
-        self.expressions: dict[int, str] = {}  # that each line prints
+        self.views = {name: {name} for name in views}  # by the template's names for them
+        self.expressions: dict[int, str] = {}  # printed expressions by line number
         self._sets, self._lines = {}, {}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if assigned := re.match(r"\{% set (\w+)", line):
@@ -123,7 +123,7 @@ class Template:
         return {view for name in names for view in self.views.get(name, ())}
 
     def lines_printing(self, view: str, columns: Iterable[str]) -> list[int]:
-        """Return the line numbers that print any of these columns of a view."""
+        """Return the numbers of the lines that print any of these columns of a view."""
         word = re.compile(rf"(\.|\")({'|'.join(columns)})\b")
         return [
             number
@@ -135,7 +135,7 @@ class Template:
         """Return each printing line's text, or its error if it fails, by line number."""
         known = dict(names)
         for name, source in self._sets.items():
-            with suppress(Exception):  # then each line that uses the name fails
+            with suppress(Exception):  # if this fails, each line that uses the name fails
                 known[name] = getattr(source.make_module(known), name)
         texts = {}
         for number, source in self._lines.items():
@@ -147,9 +147,9 @@ class Template:
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Return a view in which each measured column has the values of a different column, if possible in the same unit.
+    """Return a view in which each measured column contains a different column's values, preferably in its unit.
 
-    Rows get different factors, because a column may match its neighbor or have no neighbor.
+    Rows get different factors, because a column may equal its neighbor or have no neighbor.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -160,7 +160,7 @@ def rotated(view: pd.DataFrame) -> pd.DataFrame:
 
 
 def measured(view: pd.DataFrame) -> list[str]:
-    """Return the numeric columns excluding the key, grouped by unit."""
+    """Return the numeric columns, excluding the key, grouped by unit."""
     numbers = view.select_dtypes("number").columns.difference(view.attrs["key"])
     return sorted(numbers, key=lambda name: (unit_of(name), name))
 

@@ -41,7 +41,7 @@ DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "nsys" / "sample.sqlite"
 CAPTURES = [
     *sorted((DATA / "captures").glob("*.gz")),
-    *sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz")),  # beside the checkout, if at all
+    *sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz")),  # next to the checkout, if present
 ]
 COPY = "Memcpy HtoD (Pinned -> Device)"
 NODE = "autograd::engine::evaluate_function: MmBackward0"
@@ -147,7 +147,7 @@ def test_flops_and_bytes_are_computed_from_operand_shapes(tmp_path, name, shapes
 def test_operations_between_backward_are_forward_only_when_launched_by_node_creators(
     tmp_path, operators, between
 ):
-    """Pipelines and split backward passes run forward operations there; accumulating gradients doesn't."""
+    """Pipelines and split backward passes run forward operations in between; accumulating gradients doesn't."""
     nodes = [event("cpu_op", NODE, ts, 10, 2, **{"Sequence number": 1 + (ts > 10)}) for ts in (10, 30)]
     creators = [event("cpu_op", "aten::mm", ts, 2, **{"Sequence number": number}) for ts, number in operators]
     calls = ((1, 1), (12, 2), (22, 1), (25, 1), (27, 1), (32, 2), (50, 1))
@@ -251,7 +251,7 @@ def test_generated_kernel_is_compared_with_the_other_kernels_rate(tmp_path):
     ]
     (advice,) = [each for each in advice_for(first_gpu(tmp_path, events)) if "speed up" in each.what]
     assert "triton_poi_1" in advice.what
-    assert advice.ms == pytest.approx(0.09)  # it takes 0.1 ms; at the other kernel's rate, 0.01 ms
+    assert advice.ms == pytest.approx(0.09)  # it takes 0.1 ms, not 0.01 ms as at the other kernel's rate
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_advice_ignores_hidden_communication_and_optimizer_fusion(tmp_path):
     ]
     saved_ms = [advice.ms for advice in advice_for(first_gpu(tmp_path, events))]
     assert "75% hidden" in line_text(tmp_path / "a.json", "communication")
-    # Communication overlaps the last 0.015 ms of the second kernel's 0.05 ms; removing it wouldn't save those.
+    # Communication overlaps the last 0.015 ms of the second kernel's 0.05 ms, which removing it wouldn't save.
     assert saved_ms == pytest.approx([0.035, 0.005])
 
 
@@ -497,9 +497,9 @@ GPU_STREAMS = [(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)]
 
 
 def training_on_two_gpus(seed: int) -> list[dict]:
-    """Return events of four or five steps of different lengths, and of work outside them, on two GPUs.
+    """Return the events of four or five steps with different lengths, and of work outside them, on two GPUs.
 
-    Each GPU has two streams. All times are whole µs, and each GPU's operations start at distinct times.
+    Each GPU uses two streams. All times are integer µs, and each GPU's operations start at distinct times.
     """
     random, events, call = Random(seed), [], 0
     busy_until, starts = Counter(), set()
@@ -531,7 +531,7 @@ def training_on_two_gpus(seed: int) -> list[dict]:
 
 
 def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[dict]]]:
-    """Return each GPU with all its operations, including those before the steps, sorted by start time."""
+    """Return each GPU with all of its operations, including operations before the steps, sorted by start time."""
     capture = load_capture(write_trace(path, events, **H100))
     early, later = capture.excluded.assign(is_early=True), capture.operations.assign(is_early=False)
     operations = pd.concat([early, later]).sort_values("start_ns")
@@ -613,7 +613,7 @@ def test_step_breakdown_matches_counting_microseconds(tmp_path, seed):
 
 
 def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> list[tuple]:
-    """Return each gap's begin, end, whether it's first, and the next operation's start and launch end, in µs."""
+    """Return each gap's begin, end, whether it's first, and the next operation's start and launch end (in µs)."""
     idle = set(range(begin, end)) - busy_ticks(rows, begin, end)
     gaps = []
     for start in sorted(tick for tick in idle if tick - 1 not in idle):

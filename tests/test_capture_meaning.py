@@ -41,7 +41,7 @@ TWO_GPUS = Path(__file__).parent / "data" / "nccl_payloads.sqlite.gz"
 
 
 def steps(count: int = 3, name: str = "ProfilerStep#{}", empty: tuple[int, ...] = ()) -> list[dict]:
-    """Return steps of 1 ms, each with 20 kernels in its first 610 µs; steps in ``empty`` have no kernels."""
+    """Return 1 ms steps, each with 20 kernels in its first 610 µs; steps in ``empty`` run no kernels."""
     events = []
     for number in range(count):
         events.append(annotation(name.format(number), 1000 * number, 999))
@@ -96,7 +96,7 @@ def waiting_for_an_event() -> list[dict]:
 
 
 def one_known_launch() -> list[dict]:
-    """Return 101 kernels separated by gaps; the capture contains only the first one's launch."""
+    """Return 101 kernels separated by gaps; the capture contains only the first kernel's launch."""
     return [*launch(GEMM, 0, 7, 50), *(unlaunched(ADD, 200 * number, 50) for number in range(1, 101))]
 
 
@@ -141,8 +141,8 @@ def decode_steps() -> list[dict]:
     return events
 
 
-# name: events, steps (0: the capture counts as one), median wall time and busy time in ms, the label of what
-# bounds the step, and the beginning of the first piece of advice
+# name: events, steps (0: the capture counts as one step), median wall time and busy time in ms, the label of the
+# step's bound, and the beginning of the first piece of advice
 CASES = {
     "baseline": (steps(), 3, 1.0, 0.4, "host-bound", "find out what the host does"),
     "layers": (layered("layer {}", "forward"), 0, 4.727, 2.16, "launch-bound", "launch fewer"),
@@ -228,14 +228,14 @@ def test_warmup_operations_are_excluded_and_counted(tmp_path):
 
 
 def test_empty_steps_are_counted_without_shifting_outlier_names(tmp_path):
-    late_kernels = kernels(4800, 5)  # launched in step 4; they end in step 5
+    late_kernels = kernels(4800, 5)  # these kernels are launched in step 4 and end in step 5
     last_step = [profiler_step(6, 8000, 100), *kernels(8001, 2)]
     events = [*steps(6, empty=(0, 3)), *late_kernels, *last_step]
     gpu = first_gpu(tmp_path, events)
     text = line_text(tmp_path / "a.json", "capture")
     assert "7 steps (ProfilerStep#0 to ProfilerStep#6), 2 of them without GPU work" in text
     assert gpu.step_names == [f"ProfilerStep#{number}" for number in (1, 2, 4, 5, 6)]
-    # The empty step 3 is not part of step 2.
+    # The empty step 3 isn't part of step 2.
     assert gpu.breakdowns["wall"].tolist()[1] == pytest.approx(0.999)
     outliers = [gpu.step_names[index] for index in gpu.outliers]
     assert outliers == ["ProfilerStep#5", "ProfilerStep#6"]
@@ -413,7 +413,7 @@ def test_nccl_payloads_separate_transfer_from_waiting():
     assert sizes["data"] == [[52_428_800] * 2, [26_214_400] * 2, [52_428_800] * 2]
     assert set(sized["group_size"]) == {2}
     early, late = (exposed_communication(gpu) for gpu in devices(capture))
-    # 26,214,400 B at 450 GB/s, once in and once out of each GPU, for each of three collectives
+    # Each of three collectives moves 26,214,400 B at 450 GB/s, once into and once out of each GPU.
     assert early.min_transfer_ms == pytest.approx(3 * 26_214_400 / 450e9 * 1e3, rel=0.01)
     assert early.waiting_ms > 9 > 1 > late.waiting_ms
 

@@ -1,6 +1,6 @@
-"""The changes that notebooks suggest to readers have the promised effects on a CPU.
+"""Test that the changes that notebooks suggest to readers have the promised effects on a CPU.
 
-test_benchmark.py, test_mixed_precision.py and test_nsys.py test some of the changes, and this file the others.
+test_benchmark.py, test_mixed_precision.py and test_nsys.py test some of the changes, and this file tests the rest.
 """
 
 import json
@@ -27,27 +27,27 @@ QUICK = TINY | {"warmup_steps": 1}
 PROFILE = {"context_length": 16, "vocab_size": 100, "device": "cpu"}
 MIXED = TINY | {"numerics": False}
 
-# The code of each hint, and the test that tries it.
+# Each hint's code, and the test that tries it.
 HINTS = {
     "benchmark": {
-        "context_length = 256": "test_longer_context_adds_tokens_and_leaves_adamw_as_it_is",
-        "batch_size = 16": "test_longer_context_adds_tokens_and_leaves_adamw_as_it_is",
+        "context_length = 256": "test_longer_context_adds_tokens_without_changing_adamw",
+        "batch_size = 16": "test_longer_context_adds_tokens_without_changing_adamw",
         "2 * (default_timer() - start) * 1e3": "test_benchmark.py",
-        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_doubled_clock_is_kept",
-        "synchronize()": "test_step_without_waiting_is_the_same_on_a_cpu",
-        'optimizer = "fused"': "test_fused_adamw_has_fewer_operations",
+        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_doubled_time_is_saved",
+        "synchronize()": "test_step_without_synchronization_is_unchanged_on_a_cpu",
+        'optimizer = "fused"': "test_fused_adamw_runs_fewer_operations",
     },
     "mixed_precision": {
         "TERM = Fraction(1, 128)": "test_mixed_precision.py",
         '[*low, "fp16"]': "test_mixed_precision.py",
         'size = "tiny"': "test_larger_model_gives_matmuls_a_larger_share",
         "context_length = 128": "test_larger_model_gives_matmuls_a_larger_share",
-        "autocast(precision)": "test_loss_without_autocast_has_fewer_operations",
+        "autocast(precision)": "test_loss_without_autocast_runs_fewer_operations",
     },
     "nsys": {
         "context_length = 256": "test_longer_context_shows_softmax_next_to_its_matmuls",
         'attention = "sdpa"': "test_nsys.py",
-        "synchronize()": "test_wait_after_forward_changes_no_operation",
+        "synchronize()": "test_wait_after_forward_leaves_operations_unchanged",
     },
 }
 NAMES = {
@@ -60,7 +60,7 @@ NAMES = {
 
 
 def hints(notebook: str) -> str:
-    """Return a notebook's texts on what to change, up to the question that follows."""
+    """Return a notebook's suggested changes, up to the question that follows them."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     found = [
@@ -70,14 +70,14 @@ def hints(notebook: str) -> str:
 
 
 @pytest.mark.parametrize("notebook", HINTS)
-def test_every_change_in_a_notebook_is_tried(notebook):
+def test_every_suggested_change_is_tested(notebook):
     code = {*re.findall("`([^`]+)`", hints(notebook))}
     assert code - NAMES == HINTS[notebook].keys()
 
 
 @pytest.mark.parametrize(("notebook", "fields"), [("benchmark", QUICK), ("mixed_precision", MIXED)])
-def test_pictures_are_shown_once(notebook, fields):
-    """An open figure would be shown again below its cell, empty."""
+def test_figures_are_shown_once(notebook, fields):
+    """An open figure would be shown again, empty, below its cell."""
     run_cells(notebook, **fields)
     assert plt.get_fignums() == []
 
@@ -95,7 +95,7 @@ def plain():
 
 
 @pytest.mark.parametrize("field", [{"context_length": 256}, {"batch_size": 16}])
-def test_longer_context_adds_tokens_and_leaves_adamw_as_it_is(plain, field):
+def test_longer_context_adds_tokens_without_changing_adamw(plain, field):
     times = run_cells("benchmark", **QUICK | field)["results"].times
     assert operations(times, "optimizer") == operations(plain, "optimizer")
     step = times.query("mode == 'step' and phase == 'total'").iloc[0]
@@ -103,8 +103,8 @@ def test_longer_context_adds_tokens_and_leaves_adamw_as_it_is(plain, field):
     assert step["tokens_per_s"] * step["wall_ms"] / 1e3 == pytest.approx(tokens)
 
 
-def test_longer_context_on_a_gpu_raises_tokens_per_second_and_leaves_adamw_as_it_is():
-    """The hint promises this of GPUs only: a CPU has no idle units that more tokens could use."""
+def test_longer_context_on_a_gpu_raises_tokens_per_second_without_slowing_adamw():
+    """The hint promises this effect only for GPUs, because a CPU has no idle units that more tokens could use."""
     times = reference(quiet=True)["benchmark.times"]
     baseline = (
         "mode == 'step' and size == 'small' and precision == 'fp32' and attention == 'naive'"
@@ -117,20 +117,20 @@ def test_longer_context_on_a_gpu_raises_tokens_per_second_and_leaves_adamw_as_it
     assert "On a GPU tokens/s rise" in hint
 
 
-def test_fused_adamw_has_fewer_operations(plain):
+def test_fused_adamw_runs_fewer_operations(plain):
     fused = run_cells("benchmark", **QUICK | {"optimizer": "fused"})["results"].times
     assert operations(fused, "optimizer") < operations(plain, "optimizer")
     assert operations(fused, "forward") == operations(plain, "forward")
 
 
-def test_step_without_waiting_is_the_same_on_a_cpu(plain, tmp_path):
+def test_step_without_synchronization_is_unchanged_on_a_cpu(plain, tmp_path):
     wait = "        synchronize()  # now the work is done\n"
     times = run_cells(edited("benchmark", tmp_path, wait, ""), **QUICK)["results"].times
     assert times["operations"].tolist() == plain["operations"].tolist() and (times["wall_ms"] > 0).all()
 
 
 @pytest.mark.slow
-def test_doubled_clock_is_kept(tmp_path):
+def test_doubled_time_is_saved(tmp_path):
     clock = "wall_ms = (default_timer() - start) * 1e3"
     (tmp_path / "lab").mkdir()
     edited("benchmark", tmp_path / "lab", clock, clock.replace("(", "2 * (", 1))
@@ -150,7 +150,7 @@ def test_doubled_clock_is_kept(tmp_path):
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
 def test_different_feed_forward_is_measured_without_flops_formula(tmp_path, capsys):
-    """Apply the example of docs/notebooks.md."""
+    """The test applies the example in docs/notebooks.md."""
     text = (PROJECT / "docs" / "notebooks.md").read_text()
     (block,) = re.findall(r"```python\n( +for block in model.blocks:.*?)```", text, re.S)
     build = "    model = TransformerLM(config)\n"
@@ -176,11 +176,11 @@ def flops_per_operation(**fields):
 
 @pytest.mark.slow
 def test_larger_model_gives_matmuls_a_larger_share():
-    """By FLOPs, because shares of time depend on the machine."""
+    """The shares are of FLOPs, because shares of time depend on the machine."""
     assert flops_per_operation(size="tiny", context_length=128) > flops_per_operation(context_length=64)
 
 
-def test_loss_without_autocast_has_fewer_operations(tmp_path):
+def test_loss_without_autocast_runs_fewer_operations(tmp_path):
     loss = 'with phase("loss"), autocast(precision):'
     path = edited("mixed_precision", tmp_path, loss, 'with phase("loss"):')
     counts = []
@@ -195,7 +195,7 @@ def test_loss_without_autocast_has_fewer_operations(tmp_path):
 
 
 def test_custom_transform_affects_its_row_and_later_rows(tmp_path):
-    """Use the code that the notebook suggests."""
+    """The test uses the code that the notebook suggests."""
     (block,) = re.findall(r"```python\n(.*?)```", hints("ladder"), re.S)
     transform = textwrap.dedent(block)
     assert 2 <= len(transform.strip().splitlines()) <= 5
@@ -226,7 +226,7 @@ def test_longer_context_shows_softmax_next_to_its_matmuls():
 
 
 @pytest.mark.slow
-def test_wait_after_forward_changes_no_operation(tmp_path):
+def test_wait_after_forward_leaves_operations_unchanged(tmp_path):
     line = "                logits = step.model(step.tokens)\n"
     path = edited("nsys", tmp_path, line, f"{line}            synchronize()\n")
     counts = []
@@ -236,8 +236,8 @@ def test_wait_after_forward_changes_no_operation(tmp_path):
     assert counts[0].equals(counts[1])
 
 
-def test_answer_of_the_nsys_notebook_follows_from_the_measured_phases():
-    """The loss, not AdamW, lowers the share of these times most."""
+def test_nsys_notebooks_answer_follows_from_the_measured_phases():
+    """The loss, rather than AdamW, lowers the share of these times the most."""
     rows = [
         ("forward", "forward", "matrix multiply", 50),
         ("forward", "forward", "other", 50),

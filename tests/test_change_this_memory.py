@@ -1,4 +1,4 @@
-"""The "Change this" hints about memory hold on a CPU (by running the notebooks) and on a GPU (by formula)."""
+"""Test the "Change this" hints about memory on a CPU (by running the notebooks) and on a GPU (by formula)."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
 
 def hints(notebook: str) -> list[dict]:
-    """Return the parameters that each hint of a notebook sets."""
+    """Return the parameters that each of a notebook's hints sets."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     (text,) = ("".join(cell["source"]) for cell in cells if "## Change this" in "".join(cell["source"]))
     lines = [line for line in text.splitlines() if line.startswith("* ")]
@@ -37,7 +37,7 @@ def hints(notebook: str) -> list[dict]:
 
 
 def memory(**fields):
-    """Return the MiB saved by one block per region, and the step's predicted peaks on a CPU and on a GPU."""
+    """Return the MiB that a block saves per region, and the step's predicted peaks on a CPU and on a GPU."""
     names = run_cells("memory", "is_copy = ", device="cpu", **fields)
     rows = names["tables"]["allocations"].query("what == 'saved by a block'")
     on_gpu = accounting.peak(names["config"].model_copy(update={"device": "cuda"}), "step")
@@ -114,7 +114,7 @@ def test_recomputing_from_the_input_more_than_triples_block_runs_when_blocks_dou
     assert (ratio[["none", "square root", "every block"]] == 2).all() and ratio["from the input"] > 3
 
 
-def test_every_hint_has_a_test_here():
+def test_every_hint_is_tested():
     assert hints("memory") == [
         {"context_length": 8},
         {"context_length": 8, "optimizer": "fused"},

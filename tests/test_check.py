@@ -1,4 +1,4 @@
-"""Test that the committed writeup is compared with its records."""
+"""Test the comparison of the committed writeup with its records."""
 
 from pathlib import Path
 

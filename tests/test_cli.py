@@ -19,7 +19,7 @@ from stepscope.runs.sweep_file import find_sweeps, load_sweeps
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a command; return its exit status, stdout and stderr."""
+    """Return a function that runs a command and returns its exit status, stdout and stderr."""
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["stepscope", *map(str, arguments)])
@@ -74,7 +74,7 @@ def test_invalid_input_exits_with_one_line_error_and_status_2(run, monkeypatch, 
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
-    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no temporary file
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no temporary file's path
     assert not (tmp_path / "runs").exists()
 
 
@@ -111,7 +111,7 @@ def test_invalid_folder_is_rejected_before_anything_runs(run, monkeypatch, tmp_p
 )
 def test_unwritable_output_prints_a_one_line_error(tmp_path, tiny, closed, code, words):
     put(Store(tmp_path), tiny())
-    # The pipe's reader exits before anything is written.
+    # The pipe's reader exits before the program writes anything.
     shell = f"(sleep 0.2; '{sys.executable}' -m stepscope.cli list --runs '{tmp_path}') {closed}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, words)

@@ -1,4 +1,4 @@
-"""The explore and profile notebooks: the rows that they select, compare, sum and count."""
+"""Test the explore and profile notebooks: the rows that they select, compare, sum and count."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ from stepscope.traces.kernel_names import short_name
 
 @pytest.fixture
 def no_tables(monkeypatch):
-    """Load no runs."""
+    """Replace the loading of runs, so that no tables are loaded."""
     monkeypatch.setattr("stepscope.report.load.load", lambda runs, quiet: {})
 
 
@@ -47,9 +47,9 @@ def test_explore_measures_both_configurations(no_tables):
 
 
 def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch):
-    """AdamW's share falls monotonically in only one of three sizes; the other two are busier at their longest context.
+    """AdamW's share falls monotonically for one of three sizes; the others are busier at their longest context.
 
-    ``large`` has only one context length, so it isn't compared.
+    ``large`` was measured at only one context length, so it isn't compared.
     """
     plain = {
         "precision": "fp32",
@@ -144,7 +144,7 @@ def test_sweep_of_two_axes_shows_both(tmp_path):
     assert {*zip(names["share"]["configuration"], names["share"]["context_length"])} == {
         (f"batch_size {batch_size}", context_length) for batch_size in (1, 2) for context_length in (8, 16)
     }
-    (picture,) = pictures(shown)  # a CPU run has no figure of GPU utilization
+    (picture,) = pictures(shown)  # a CPU run shows no figure of GPU utilization
     labels = [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
     assert labels == ["batch_size 1", "batch_size 2"]
     lines = [line.get_xdata().tolist() for line in picture.axes[0].lines if len(line.get_xdata())]
@@ -152,7 +152,7 @@ def test_sweep_of_two_axes_shows_both(tmp_path):
     assert {*shown[-1]["configuration"]} == {"batch_size 1", "batch_size 2"}
 
 
-def test_sweep_without_context_lengths_has_a_bar_for_each_configuration(tmp_path):
+def test_sweep_without_context_lengths_shows_a_bar_for_each_configuration(tmp_path):
     for optimizer, attention in (("foreach", "naive"), ("fused", "naive"), ("fused", "sdpa")):
         fields = {"optimizer": optimizer, "attention": attention, "runs": str(tmp_path / "runs")}
         run_cells("benchmark", **TINY | fields)
@@ -191,7 +191,7 @@ def compared(tmp_path, before, after):
 FIELDS = '[{"attention": "naive"}, {"attention": "sdpa"}]'
 
 
-def test_fused_optimizer_has_fewer_operations_and_a_row_for_each_phase(tmp_path, no_tables):
+def test_fused_optimizer_runs_fewer_operations_and_gets_a_row_for_each_phase(tmp_path, no_tables):
     names = compared(tmp_path, FIELDS, '[{"optimizer": "foreach"}, {"optimizer": "fused"}]')
     operations = names["both"].set_index("configuration")["operations"]
     assert operations["optimizer fused"] < operations["optimizer foreach"]
@@ -202,7 +202,7 @@ def test_fused_optimizer_has_fewer_operations_and_a_row_for_each_phase(tmp_path,
         assert {*samples["phase"]} == {"forward", "loss", "backward", "optimizer", "total"}
 
 
-def test_batch_sizes_are_compared(tmp_path, no_tables):
+def test_explore_compares_batch_sizes(tmp_path, no_tables):
     names = compared(tmp_path, FIELDS, '[{"batch_size": 4}, {"batch_size": 8}]')
     assert names["both"]["configuration"].tolist() == ["batch_size 4", "batch_size 8"]
     assert [config.batch_size for config in names["configs"]] == [4, 8]
@@ -210,7 +210,7 @@ def test_batch_sizes_are_compared(tmp_path, no_tables):
 
 
 def test_compared_steps_do_not_change_the_weights(no_tables, monkeypatch):
-    """With its usual learning rate, a step of AdamW would change every weight."""
+    """At the usual learning rate, an AdamW step would change every weight."""
     built = []
 
     def build(config):
@@ -240,7 +240,7 @@ def test_profile_notebook_shows_any_capture_and_its_tables_can_be_queried(monkey
     assert len(names["gpu"].breakdowns) >= 1
 
 
-def test_answer_of_the_profile_notebook_is_folded(monkeypatch):
+def test_profile_notebooks_answer_is_folded(monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     shown = []
     names = run_cells("profile", replaced={"display": shown.append})
@@ -280,7 +280,7 @@ def test_profile_notebook_shows_the_median_step(monkeypatch):
     reach = (
         2 * longest["end"] - longest["begin"],
         2 * longest["begin"] - longest["end"],
-    )  # as long before and after
+    )  # the span shows equal times before and after the gap
     assert (
         names["rows"].index.tolist()
         == placed.index[(placed["start_ns"] < reach[0]) & (placed["end_ns"] > reach[1])].tolist()[:2000]

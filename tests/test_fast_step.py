@@ -1,4 +1,4 @@
-"""Test docs/fast_step.py, which the report quotes in part."""
+"""Test docs/fast_step.py, parts of which the report quotes."""
 
 import copy
 import importlib.util
@@ -7,7 +7,9 @@ import os
 import re
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # deterministic matmuls; CUDA reads it at its start
 
 import pytest
 import torch
@@ -45,7 +47,7 @@ def script():
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request, monkeypatch):
-    """Return the step's device; nothing is compiled on a CPU, and algorithms are deterministic on a GPU."""
+    """Return the step's device; we compile nothing on a CPU, and use deterministic algorithms on a GPU."""
     if request.param == "cpu":
         monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: None)
@@ -104,7 +106,7 @@ def test_script_model_matches_the_librarys_model(script):
         "context_length": 16,
     }
     expected = TransformerLM(StepConfig(device="cpu", **sizes))
-    for name, weight in model.named_parameters():  # large, so that the norms' eps doesn't matter
+    for name, weight in model.named_parameters():  # large weights, so that the norms' eps doesn't matter
         torch.nn.init.normal_(weight, std=0.3 if "blocks" in name else 1)
         parts = [NAMES_IN_LIBRARY.get(part, part) for part in name.split(".")]
         expected.get_parameter(".".join(parts)).data = weight.data
@@ -130,8 +132,8 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
 
 
 def test_first_step_matches_an_eager_bf16_step(make, device):
-    """On a GPU, kernels round in a different order, and AdamW's first step moves a weight by the rate in the
-    direction opposite to its gradient, so some weights move the opposite way.
+    """On a GPU, kernels round in a different order. AdamW's first step moves each weight by the learning rate,
+    against its gradient's sign, so some weights move in the opposite direction.
     """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
@@ -255,7 +257,7 @@ def test_step_copies_its_batch_and_rejects_different_shapes(make, device):
 
 
 class Images(torch.nn.Module):
-    """Smallest model that the step accepts, with batch statistics and dropout."""
+    """The smallest model that the step accepts, with batch statistics and dropout."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Test MasterAdamW's kernels and its steps in CUDA graphs captured by docs/master_adamw.py; these require a GPU.
+"""Test MasterAdamW's kernels, and its steps in CUDA graphs captured by docs/master_adamw.py, on a GPU.
 
-The tests assert no times.
+The tests don't check any times.
 """
 
 import importlib
@@ -71,7 +71,7 @@ def test_kernel_matches_numpy_formula_bit_for_bit(moments):
 @pytest.mark.skipif(torch.cuda.is_available() and not fp8.has_fp8("cuda"), reason="needs FP8")
 @MOMENTS
 def test_fp8_kernel_matches_the_formula(moments):
-    """The model has matrices of several tiles, with sides that aren't powers of two, and non-FP8 parameters."""
+    """The model contains non-FP8 parameters, and matrices of several tiles with sides that aren't powers of 2."""
     models, pair = [], []
     for device in ("cuda", "cpu"):
         torch.manual_seed(0)
@@ -184,7 +184,7 @@ def stepping(moments, rate=RATE):
 
 
 def scheduled(optimizer, feed, *launches):
-    """Run scheduled steps, launched in these ways in turn; return the gradient norms before clipping."""
+    """Run scheduled steps, alternating between these ways of launching; return gradient norms before clipping."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
     for number in range(STEPS):  # without synchronization

@@ -1,4 +1,4 @@
-"""Tests of CUDA graphs that need a GPU:
+"""Test CUDA graphs on a GPU:
 
 python -m pytest tests/test_graph_gpu.py
 """

@@ -146,7 +146,7 @@ LAUGHS = (
         (
             "{study: benchmark, fixed: {size: nano, context_length: 1:30}}",
             "context_length: got '1:30'",
-        ),  # not 90
+        ),  # YAML 1.1 would read 90
         ("{study: benchmark, fixed: {size: nano, context_length: 8, device: yes}}", "device: got 'yes'"),
         (
             "{study: benchmark, fixed: {size: nano, context_length: 2025-01-01}}",
@@ -293,7 +293,7 @@ def test_built_in_sweeps_load_on_every_device(name, device):
 
 @pytest.mark.parametrize("name", ["reference", "tour"])
 def test_built_in_ladders_do_not_repeat_measurements(name):
-    """A report drops a whole run if a later run measures one of its changes again."""
+    """A report drops an entire run if a later run measures one of its changes again."""
     ladders = [
         config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"
     ]

@@ -68,7 +68,7 @@ def test_identifiers_exclude_parameter_lists():
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # the same words in the function's name, in a template argument and in a parameter
+        # the same words occur in the function's name, a template argument and a parameter
         ("void softmax_kernel<NormPolicy>(GemmParams)", "softmax"),
         ("void apply_kernel<NormPolicy, SoftmaxPolicy>(GemmParams)", "reduction and norm"),
         ("void apply_kernel<Policy>(GemmParams, PhiloxCudaState)", "other"),
@@ -79,7 +79,7 @@ def test_identifiers_exclude_parameter_lists():
             "copy and cast",
         ),
         ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
-        # kernels over a list of tensors may copy: inference doesn't run an optimizer
+        # kernels over a list of tensors may copy, because inference doesn't run an optimizer
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
         (
             "void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)",
@@ -120,7 +120,9 @@ def test_is_cast_matches_copies_to_a_different_dtype():
 
 def test_short_names_are_distinct():
     names = KERNELS["name"].tolist()
-    assert len({name[:100] for name in names}) < len(names)  # cutting at 100 characters would merge some
+    assert len({name[:100] for name in names}) < len(
+        names
+    )  # cutting at 100 characters would merge some names
     for width in (10, 40, 80):
         shown = short_names(names + names, width)
         assert set(shown) == set(names)

@@ -1,4 +1,4 @@
-"""A sweep that is killed repeatedly ends with the same records as an undisturbed one."""
+"""Test that a repeatedly killed sweep ends with the same records as an undisturbed sweep."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def sweep(write_sweep):
 
 
 def records(store):
-    """Return the bytes of each record by seed; check that every record is complete."""
+    """Return each record's bytes by seed; check that every record is complete."""
     found, errors = store.records(check_files=True)
     assert not errors
     return {
@@ -48,7 +48,7 @@ def send(started, number, group):
 
 
 def quiet(started):
-    """Return whether the output is free of errors, warnings and retries, and the output."""
+    """Return whether the output contains no errors, warnings or retries, and the output itself."""
     output = started.said.read_text()
     return not re.search("Traceback|Error|Warning|running it again", output), output
 
@@ -109,7 +109,9 @@ def test_stopped_sweep_cleans_up_and_can_be_continued(
         *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
     ],
 )
-def test_run_is_not_failed_when_group_is_stopped_after_a_worker_died(program, sweep, store, faults, number):
+def test_run_is_not_recorded_as_failed_when_group_is_stopped_after_worker_death(
+    program, sweep, store, faults, number
+):
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -136,12 +138,12 @@ def test_second_signal_ends_sweep_immediately(program, sweep, store, faults):
     time.sleep(1.2)  # signals in quick succession count as one request
     with suppress(psutil.NoSuchProcess):
         sweeping.send_signal(signal.SIGINT)
-    assert first.process.wait(30) in (75, 130, -2)  # depending on how far the first stop had come
+    assert first.process.wait(30) in (75, 130, -2)  # depending on the progress of the first stop
     assert first.all_ended() and ended(int((faults / "child").read_text()))
 
 
 def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
-    """When sweep, worker and run are killed together, only the mark identifies the run's children."""
+    """If the sweep, worker and run are killed together, only the mark identifies the run's children."""
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -153,7 +155,7 @@ def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
     for process in killed:
         process.kill()
     assert first.process.wait(30) == -9 and child.is_running()
-    assert semaphores(store.root)  # their tracker in multiprocessing was killed, too
+    assert semaphores(store.root)  # multiprocessing's resource tracker was killed, too
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
     assert ended(child.pid) and records(store).keys() == {HANGS} and not semaphores(store.root)

@@ -1,4 +1,4 @@
-"""Slow tests that run each notebook with its defaults on a CPU, in JupyterLab in a real browser."""
+"""Test each notebook with its defaults on a CPU, in JupyterLab in a real browser (slow)."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def lab(project, tmp_path_factory):
         "IPYTHONDIR": str(home / "ipython"),
         "PYTHONPATH": str(project / "lib"),
     }
-    # Render all cells, not only the visible ones, so that they can be inspected.
+    # Render all cells rather than only the visible ones, so that they can be inspected.
     settings = home / "config" / "lab" / "user-settings" / "@jupyterlab" / "notebook-extension"
     settings.mkdir(parents=True)
     (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
@@ -98,7 +98,7 @@ def test_notebook_runs_in_jupyterlab(project, lab, name):
     with browser() as session:
         page = session.new_page(viewport={"width": 1440, "height": 900})
         page.goto(f"{lab}/lab/tree/lab/{name}.ipynb?token={TOKEN}&reset")
-        # JupyterLab adds cells one by one, and "Run All Cells" runs only those already added.
+        # JupyterLab adds cells one by one, and "Run All Cells" runs only the cells already added.
         cells = len(json.loads((project / "lab" / f"{name}.ipynb").read_text())["cells"])
         page.wait_for_function(
             "cells => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= cells",
@@ -111,7 +111,7 @@ def test_notebook_runs_in_jupyterlab(project, lab, name):
         begin = time.monotonic()
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        # An executed cell shows a number and a pending one a star, so the run is over when all show numbers.
+        # Executed cells show a number and pending cells show a star, so the run is over when all show numbers.
         page.wait_for_function(
             """() => {
             const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText.trim())

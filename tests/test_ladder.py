@@ -95,7 +95,7 @@ def test_formula_check_detects_changed_results(monkeypatch, changed):
 
 
 def test_optimizer_moves_the_bytes_assumed_by_the_bounds():
-    """A step reads and writes the master and the moments, writes the bf16 weight and reads a bf16 gradient."""
+    """A step reads and writes the masters and the moments, writes the bf16 weights and reads bf16 gradients."""
     moved = {}
     for name, moments in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         optimizer = MasterAdamW(checks.make_parameters(), 1e-2, moments)
@@ -121,7 +121,7 @@ def test_stochastic_rounding_is_unbiased_and_rounds_to_neighbors(value):
 
 
 def test_random_bits_match_numpy_and_are_uncorrelated():
-    index = torch.arange(100_000) + 2**31 - 50_000  # across the largest signed 32-bit integer
+    index = torch.arange(100_000) + 2**31 - 50_000  # the range includes the largest signed 32-bit integer
     bits = random_bits(index, torch.tensor(7))
     other_step = random_bits(index, torch.tensor(8))
     assert abs(np.corrcoef([bits, other_step, bits.roll(1)]) - np.eye(3)).max() < 0.02
@@ -280,7 +280,7 @@ def test_fp8_layer_raises_or_returns_nan_without_master_adamw():
 
 # -- transforms -----------------------------------------------------------------------------------------------
 
-LADDER = LADDER_OPTIMIZATIONS[1:]  # excluding fp32, which has no transform
+LADDER = LADDER_OPTIMIZATIONS[1:]  # excludes fp32, which has no transform
 
 
 def other_model(batch_size):
@@ -581,7 +581,7 @@ def test_utilization_is_relative_to_the_data_sheets_rate_and_clock(
     case.precision = precision
     case.row |= {"wall_ms": 8.0, "sm_clock_mhz": 1000.0}
     rates = ladder.rates(case)
-    tflops = 1.5 * step_flops(ladder.config) / 8e-3 / 1e12  # the configuration has two sequences
+    tflops = 1.5 * step_flops(ladder.config) / 8e-3 / 1e12  # the configuration's batch contains two sequences
     assert rates["mfu"] == pytest.approx(tflops / sheet_tflops)
     assert rates["mfu_clock_adjusted"] == pytest.approx(1.8 * rates["mfu"])
 
@@ -624,7 +624,7 @@ def test_measuring_steps_keeps_the_weights_and_restores_the_learning_rate(config
 
 
 def recorded(subject):
-    """Return a function different from the eager step, as a CUDA graph would be."""
+    """Return a function that differs from the eager step, as a CUDA graph would."""
     return lambda: subject.eager_step()
 
 
@@ -765,7 +765,7 @@ def test_llama_matches_the_parameter_count_and_trains(notebook):
 
 
 def test_llama_stays_causal_without_its_mask(notebook, monkeypatch):
-    """Compiled SDPA gets is_causal instead of a mask, and loss and gradients stay close."""
+    """Compiled SDPA receives is_causal instead of a mask, and the loss and gradients stay close."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     calls, results = [], []
 

@@ -126,7 +126,7 @@ def test_report_renders_a_partial_folder_completely(reports, name):
     assert "\0" not in text and "{{" not in text
 
 
-def test_each_sweep_axis_has_a_column(reports):
+def test_each_sweep_axis_gets_a_column(reports):
     _, text = reports("benchmark, two axes")
     [times] = tables_of(text, "Forward, backward and the full step")
     cases = {*times[["context length", "repeat"]].itertuples(index=False, name=None)}
@@ -237,7 +237,7 @@ def test_second_report_removes_the_first_reports_figures(reports, tmp_path):
 
 @pytest.mark.parametrize("study", SECTIONS)
 def test_single_study_paragraphs_do_not_refer_to_omitted_text(tmp_path, study):
-    """A sentence such as "On the H200 it is 2.0%" needs the sentence before it, which a CPU's report omits."""
+    """A sentence such as "On the H200 it is 2.0%" requires the sentence before it, which a CPU report omits."""
     runs = [path.parent for path in (CPU / study).glob("*/record.json")]
     _, text = composed(copy_runs(tmp_path / "runs", *runs))
     for paragraph in re.split(r"\n{2,}", text):

@@ -26,7 +26,7 @@ FULL = torch.OutOfMemoryError(
 
 
 def fail_holding_memory(references, error):
-    class Cycle:  # as in models
+    class Cycle:  # a reference cycle, as in models
         def __init__(self):
             self.itself = self
 
@@ -207,7 +207,7 @@ def test_saved_tensors_that_share_a_storage_count_once():
     x = torch.ones(4, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
     _, saved = measure.saved_for_backward(lambda x: ((x @ weight) ** 2).exp(), x)
-    # x, the weight, their product and the exponentials (the output)
+    # the saved tensors are x, the weight, their product and the exponentials (the output)
     assert measure.storage_bytes(saved) == 4 * (32 + 64 + 32 + 32)
     assert measure.storage_bytes(x, [x.view(-1), {"weight": weight}], None) == 4 * (32 + 64)
 
@@ -234,7 +234,7 @@ def test_reset_peak_memory_frees_cached_memory_first(monkeypatch):
 
 
 def test_pass_memory_includes_new_and_previously_held_bytes(monkeypatch):
-    """Each tensor takes 512 bytes; two exponentials remain after forward, and one of them is the output."""
+    """Each tensor takes 512 bytes. Two exponentials remain after forward, and one of them is the output."""
     x, gradient = torch.ones(128, requires_grad=True), torch.ones(128)
     x.grad = torch.ones(128)
     with stand_in(monkeypatch):
@@ -254,4 +254,4 @@ def test_pass_memory_on_a_cpu_excludes_inputs_output_and_masks():
     memory = measure.pass_memory(
         lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"
     )
-    assert memory == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the output is the exponential
+    assert memory == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the exponential is the output

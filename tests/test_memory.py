@@ -73,7 +73,7 @@ def recorded_steps():
 
 
 def checkpoint_table(config, **wrapped):
-    """Return the checkpointing notebook's table, with some of its cells' functions wrapped."""
+    """Return the checkpointing notebook's table after wrapping some of its cells' functions."""
     return cells_of(config, "names = ", wrapped)["table"]
 
 
@@ -87,17 +87,18 @@ def bytes_before(recording):
 
 # Recorded steps
 
-# After the loss, besides what blocks save: final norm, the head's copy and logits; the copy; what the loss saves.
+# Live tensors after the loss, in addition to the blocks' saved tensors: the final norm, the head's copy and the
+# logits; the copy; the loss's saved tensors.
 AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V + 2E", "2E", "6V + 4")}
 
 
 def bytes_after_loss(config):
-    """Return the bytes that the formulas predict before backward, by kind."""
+    """Return how many bytes the formulas predict before backward, by kind."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])
     saved, copies, logits, end, head, loss = (accounting.value(text, config) for text in texts)
-    # the step's variables hold logits and loss
+    # the step's variables keep the logits and the loss alive
     return at_rest | {
         "saved for backward": config.num_layers * saved + end - head - logits + loss,
         "autocast weight cache": config.num_layers * copies + head,
@@ -131,7 +132,9 @@ def test_activation_as_large_as_a_weight_is_not_an_autocast_copy():
     config = config_of(shape, precision="bf16", modes=["forward"])
     [recording] = recorded(config)["recordings"].histories
     table = history.classify(recording, config)
-    copies = table.query("kind == 'autocast weight cache' and region != 'head'")  # logits have the same size
+    copies = table.query(
+        "kind == 'autocast weight cache' and region != 'head'"
+    )  # logits have the copy's size
     expected = accounting.value(accounting.formulas_of(config).weight_cache, config)
     assert copies["size"].sum() == config.num_layers * expected
 
@@ -141,7 +144,7 @@ def test_peaks_include_optimizer_state_only_in_a_full_step():
     peaks = tables["peaks"].set_index(["mode", "phase"])
     gib = peaks[[column("gradients"), column("optimizer state")]]
     weights = 4 * parameter_count(config) / GIB
-    moments = 2 * weights + 4 * (9 * config.num_layers + 3) / GIB  # and the step counts
+    moments = 2 * weights + 4 * (9 * config.num_layers + 3) / GIB  # both moments and the step counts
     assert gib.loc["step", "forward"].tolist() == [0, moments]
     assert gib.loc["step", "optimizer"].tolist() == [weights, moments]
     assert gib.loc["forward", "forward"].tolist() == [0, 0]
@@ -302,7 +305,7 @@ def test_saved_tensor_is_named_by_its_line_and_region():
 
 @pytest.mark.parametrize("blocks", [1, 5, 8])
 def test_checkpoint_policies_keep_gradients_and_match_predicted_bytes_and_block_runs(blocks, monkeypatch):
-    """Beyond the formula, each policy's step needs the same memory for any number of blocks."""
+    """In addition to the formula, each policy's step needs the same memory for any number of blocks."""
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, nested_blocks=[number])
@@ -346,7 +349,7 @@ def test_checkpoint_policy_costs_for_16_blocks(name, runs, inputs, saved_blocks)
     assert policies.saved_bytes(policy, 0, 1) == saved_blocks
 
 
-def test_checkpoint_table_has_a_row_per_setting_and_names_the_extremes(monkeypatch):
+def test_checkpoint_table_lists_every_setting_and_names_the_extremes(monkeypatch):
     states = count()
     monkeypatch.setattr(protocol, "allocated_memory", lambda device: {"state_gib": next(states)})
     shape = SHAPES[0] | {"num_layers": 3}
@@ -367,7 +370,7 @@ def test_checkpoint_table_has_a_row_per_setting_and_names_the_extremes(monkeypat
 
 @pytest.mark.parametrize(("complete_steps", "runs"), [(0, [4, 0]), (1, [4, 2])])
 def test_oom_checkpoint_policy_keeps_its_row(complete_steps, runs):
-    """The number of block runs is taken from a complete step, if any."""
+    """The number of block runs is taken from a complete step if there is one."""
     steps = count()
 
     def fail(run_blocks):

@@ -50,7 +50,7 @@ def sums(experiments):
 
 
 def rounded(value: Fraction, bits: int) -> Fraction:
-    """Round a positive number to a number of significant bits, ties to even, as a binary type does."""
+    """Round a positive number to a number of significant bits, with ties to even, like a binary type."""
     exponent = value.numerator.bit_length() - value.denominator.bit_length()
     if value < Fraction(2) ** exponent:
         exponent -= 1
@@ -129,7 +129,7 @@ def norm(experiments):
 def test_layer_norm_loses_range_in_fp16_and_digits_in_bf16(norm):
     error, lost = norm["norm error"], norm["norm lost"]
     assert lost["fp16", "variance", 1000.0] == 1 and lost["fp16", "variance", 1.0] == 0
-    assert lost["fp16", "squares", 1e-4] > 0.9  # below 2**-25
+    assert lost["fp16", "squares", 1e-4] > 0.9  # because values below 2**-25 round to zero
     assert error["fp16", "output", 1000.0] == 1
     assert error["fp16", "PyTorch's output", 1000.0] < 2**-10  # computed in fp32
     assert (lost["bf16"] < 1e-3).all()
@@ -143,7 +143,7 @@ def test_lost_value_has_an_error_of_one():
     value = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double()
     true = torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
     error, lost = numerics.error_and_lost(value, true)
-    assert error == pytest.approx(0.1) and lost == 0.5  # torch's median is the lower one
+    assert error == pytest.approx(0.1) and lost == 0.5  # torch's median is the lower of the two middle values
 
 
 # -- gradients and training -----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_gradients_match_the_librarys_step(cells):
 
 
 def test_scaled_loss_keeps_fp16_gradients_nonzero(cells):
-    """This is what a reader sees on a CPU after adding fp16 to the list."""
+    """A reader sees this result on a CPU after adding fp16 to the list."""
     compare, rows = cells["compare_gradients"], []
     names = compare.__globals__ | {"rows": rows}
     types.FunctionType(compare.__code__, names)(cells["build"](cells["config"]), [*cells["low"], "fp16"])

@@ -118,8 +118,8 @@ def in_llama(name):
 def llama_like(model, config, exact):
     """Return Hugging Face's Llama with the same weights.
 
-    It computes norms and rotary tables in float32. With ``exact``, they are replaced by torch's RMSNorm and
-    tables from complex exponentials; projections, rotation, attention, MLP and residuals stay Llama's.
+    Llama computes norms and rotary tables in float32. With ``exact``, torch's RMSNorm and tables from complex
+    exponentials replace them; projections, rotation, attention, MLP and residuals remain Llama's.
     """
     with float64():
         llama = LlamaForCausalLM(
@@ -231,7 +231,7 @@ def test_forward_flops_by_region_match_torchs_flop_counter(monkeypatch):
     model, counts, open_regions = TransformerLM(config), Counter(), []
 
     class Counting:
-        """Count each region's FLOPs, excluding nested regions."""
+        """A counter of each region's FLOPs, excluding nested regions."""
 
         def attribute(self):
             counts[open_regions[-1] if open_regions else ""] += counter.get_total_flops() - counts.total()
@@ -329,7 +329,7 @@ def test_step_keeps_the_configured_mode_and_precision_unless_changed():
 
 
 class TwoRegions(nn.Module):
-    """Module with two regions and an operation between them."""
+    """A module with two regions and an operation between them."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Notebooks: their tags and names, running them by hand, with papermill and in sweeps, and the resulting records."""
+"""Test notebooks: their tags and names, runs by hand, with papermill and in sweeps, and the runs' records."""
 
 import ast
 import functools
@@ -53,7 +53,7 @@ def cell(source, *tags):
 
 
 def write(folder, *cells, study="benchmark"):
-    """Write a notebook of parameters, set-up and these cells; return its path."""
+    """Write a notebook that consists of parameters, set-up and these cells; return its path."""
     listed = [cell(PARAMETERS, "parameters"), cell(SET_UP), *cells]
     content = {
         "nbformat": 4,
@@ -79,7 +79,7 @@ def write(folder, *cells, study="benchmark"):
 
 @pytest.fixture
 def run(tmp_path, tiny, monkeypatch):
-    """Run a notebook of these cells like a sweep's worker; return its record and its folder."""
+    """Return a function that runs these cells like a sweep's worker and returns the run's record and folder."""
 
     def make(*cells, environment=None, **fields):
         monkeypatch.setenv("STEPSCOPE_NOTEBOOKS", str(write(tmp_path / "own", *cells).parent))
@@ -100,7 +100,7 @@ def test_papermill_shows_type_and_help_of_every_parameter(path):
 
 
 @pytest.mark.parametrize("study", studies())
-def test_notebooks_of_study_have_all_its_fields_as_parameters(study):
+def test_study_notebooks_define_all_fields_as_parameters(study):
     of_study = [
         path
         for path in NOTEBOOKS
@@ -112,7 +112,7 @@ def test_notebooks_of_study_have_all_its_fields_as_parameters(study):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_cells_have_the_right_tags(path):
+def test_cells_are_tagged_correctly(path):
     cells = code_cells(path)
     assert not leaks(cells)
     assert all("raises-exception" in cell.tags for cell in cells if cell.shows)
@@ -125,7 +125,7 @@ def test_name_that_leaks_from_a_display_cell_is_reported():
     assert leaks([cell("mode = 1"), shows, cell("print(mode)")]) == ["mode of cell 2, read by cell 3"]
 
 
-# Names in backticks that are neither in a notebook's code nor in the library.
+# Names in backticks that occur neither in a notebook's code nor in the library.
 OTHER_NAMES = {
     "nsys": "a program",
     "cuda_gpu_trace": "a report of nsys",
@@ -145,7 +145,7 @@ NAME_IN_BACKTICKS = re.compile(r"@?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\)| ?
 
 
 def names_in_code(source):
-    """Return every name that some code binds, reads, or passes an argument by."""
+    """Return every name that the code binds, reads, or uses as an argument's keyword."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         for field in ("id", "arg", "attr", "name", "asname"):
@@ -157,7 +157,7 @@ def names_in_code(source):
 
 @functools.cache
 def names_in_library():
-    """Return the library's names, the columns of its tables, their allowed values, and the model's regions."""
+    """Return the library's names, its tables' columns, the columns' allowed values, and the model's regions."""
     names = set(re.findall(r'@region\("([\w.]+)"\)', inspect.getsource(transformer)))
     for path in PACKAGE.rglob("*.py"):
         names |= names_in_code(path.read_text())
@@ -172,7 +172,7 @@ def names_in_library():
 
 
 def resolves(dotted, imports):
-    """Return whether a dotted name can be imported or is an attribute of an import of the notebook."""
+    """Return whether a dotted name can be imported or is an attribute of one of the notebook's imports."""
     first, *rest = dotted.split(".")
     try:
         return bool(pydoc.locate(dotted)) or bool(operator.attrgetter(".".join(rest))(imports[first]))
@@ -221,7 +221,7 @@ def test_invented_name_in_backticks_is_reported():
     assert unknown_names(f"{known} {text}", code) == invented
 
 
-# The digest of the measuring cells.
+# The measuring cells' digest.
 
 
 def test_digest_covers_only_measuring_code(tmp_path):
@@ -240,11 +240,11 @@ def test_digest_covers_only_measuring_code(tmp_path):
         assert digest(*same) == plain
     text = (tmp_path / "benchmark.ipynb").read_text()
     (tmp_path / "benchmark.ipynb").write_text(text.replace("context_length = 8", "context_length = 9"))
-    assert notebook_source(tmp_path / "benchmark.ipynb") == plain  # another default
-    assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain  # no Python
+    assert notebook_source(tmp_path / "benchmark.ipynb") == plain  # a different default
+    assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain  # not valid Python
 
 
-def test_digest_by_hand_equals_notebook_digest_when_only_its_cells_ran(tmp_path):
+def test_digest_by_hand_matches_notebook_digest_when_only_its_cells_ran(tmp_path):
     path = write(tmp_path, cell("ms = 1", "measure"), cell(KEEP))
     own = [one.source for one in code_cells(path)]
     assert source_by_hand(["", own[0], "# Parameters\nseed = 4\n", *own[1:]], path) == notebook_source(path)
@@ -261,7 +261,7 @@ def test_record_without_digest_counts_as_done_and_mixed_digests_are_reported(tin
     assert "2 notebook versions (a, b)" in mixed_notebook_warnings([before, first, second])[0]
 
 
-# Runs of a sweep.
+# A sweep's runs.
 
 SHOWS = ("show", "raises-exception")
 
@@ -280,7 +280,7 @@ def test_error_in_display_cell_keeps_the_measurement(run):
     assert record.notebook_source == notebook_source(folder / "notebook.ipynb")
 
 
-def test_changed_notebook_replaces_a_record_only_when_asked(tmp_path, store, write_sweep):
+def test_changed_notebook_replaces_a_record_only_when_requested(tmp_path, store, write_sweep):
     notebooks = tmp_path / "lab"
     path = write_sweep({"study": "benchmark", "fixed": TINY})
 
@@ -300,7 +300,7 @@ def test_changed_notebook_replaces_a_record_only_when_asked(tmp_path, store, wri
     assert doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
 
 
-# By hand.
+# Runs by hand.
 
 
 def by_papermill(*arguments, cwd):
@@ -314,7 +314,7 @@ def by_papermill(*arguments, cwd):
     return done.returncode, done.stderr
 
 
-def test_papermill_without_sweep_writes_a_readable_run(tmp_path, tiny):
+def test_papermill_without_a_sweep_writes_a_readable_run(tmp_path, tiny):
     benchmark = next(path for path in NOTEBOOKS if path.stem == "benchmark")
     given = [part for name, value in TINY.items() for part in ("-p", name, value)]
     code, said = by_papermill(benchmark, "out.ipynb", *given, "-p", "runs", "mine", cwd=tmp_path)
@@ -354,7 +354,7 @@ def test_unknown_parameters_are_rejected_except_in_sweeps():
 
 @pytest.fixture
 def by_hand(tiny, tmp_path):
-    """Allow runs by hand in this process; restore torch's number of threads."""
+    """Yield a function that makes runs by hand in this process; restore torch's number of threads."""
     threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     yield lambda **fields: Run(tiny(**fields), runs=tmp_path / "mine")
     torch.set_num_threads(threads)
@@ -421,10 +421,10 @@ def test_runs_folder_is_relative_to_the_project_from_any_subfolder(tmp_path, mon
     assert runs_folder("runs/mine") == Path("runs/mine")
 
 
-# In this process.
+# Cells that run in this process.
 
 
-def test_cells_run_in_this_process_with_names_replaced(by_hand):
+def test_run_cells_replaces_names_and_rejects_unknown_parameters(by_hand):
     def build(config):
         raise StopIteration(config.context_length)
 
@@ -449,7 +449,7 @@ OWN = {
 
 
 def test_study_needs_only_notebook_config_schema_and_sweep_block(tmp_path, monkeypatch, by_hand):
-    """As docs/notebooks.md describes: without views, figures, evidence page or bundled sweep."""
+    """As docs/notebooks.md describes, the study needs no views, figures, evidence page or bundled sweep."""
     from stepscope import studies as package
     from stepscope.report.machine import compose
     from stepscope.runs.sweep_file import find_sweeps, load_sweeps

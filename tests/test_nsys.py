@@ -41,7 +41,7 @@ OUTCOME = {
     "profiled_ms": [70.0, 71.0, 72.0],
 }
 
-# Fake nsys that writes the same files and exports a real capture.
+# A fake nsys that writes the same files as nsys and exports a real capture.
 FAKE = """#!/bin/sh
 case "$1" in
 profile) while [ "$1" != --output ]; do shift; done; touch "$2.nsys-rep"; shift 2; shift; shift; shift; shift
@@ -54,9 +54,9 @@ esac
 
 
 def reports_of(export, folder):
-    """Write the reports that ``nsys stats`` makes from an export.
+    """Write the reports that ``nsys stats`` creates from an export.
 
-    A range's GPU projection covers the operations launched by its own thread.
+    A range's GPU projection covers the operations that the range's own thread launched.
     """
     (operations, ranges), totals = load_trace(export), activity_totals(export)["duration_ns"]
     for name, kinds in {
@@ -98,12 +98,12 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Replace the notebook's step, which is already captured."""
+    """Replace the notebook's step, which is already profiled, and must not run."""
 
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Return a function that profiles with a fake nsys; ``replaced`` sets names of the profiling module."""
+    """Return a function that profiles with a fake nsys; ``replaced`` sets names in the profiling module."""
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
@@ -134,7 +134,7 @@ def tables(profile):
 
 
 def test_csv_reports_split_by_ranges_match_the_operations(profile):
-    """This includes backward, although its range's projection covers no operations."""
+    """The ranges include backward, although its range's projection covers no operations."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()
@@ -195,7 +195,7 @@ def test_step_metrics_ignore_one_disturbed_step():
 
 
 def test_timeline_shows_a_step_without_region_ranges(capture):
-    """Naming regions slows the host, so launches would appear later than in an ordinary step."""
+    """Naming regions slows down the host, so launches would appear later than in an ordinary step."""
     timeline = capture(("forward",) * STEPS).timeline
     loaded = load_trace(EXPORT)[0]
     columns = ["duration_ns", "launch_duration_ns"]
@@ -217,7 +217,7 @@ def test_backward_kernels_get_the_forward_passs_regions(tables):
     count = matmuls.groupby(["phase", "region"])["count"].sum()["forward"]
     assert count[["attention.qkv", "ffn", "attention.scores"]].tolist() == [3 * LAYERS, 3 * LAYERS, LAYERS]
     time = operations.groupby(["phase", "region"])["total_ns"].sum()
-    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # twice the FLOPs
+    assert 1.5 < time["backward", "ffn"] / time["forward", "ffn"] < 2.5  # backward computes twice the FLOPs
 
 
 def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
@@ -234,7 +234,7 @@ def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
             [0, 1000, 2000, 2500, 2600, 2700, 2800, 2900],
             0,
             1900,
-        ),  # less than a full window follows the middle
+        ),  # the operations after the middle don't fill a window
         ([0, 100, 200, 300], 0, 300),
         ([*range(0, 10_000, 300)], 0, 1800),
     ],
@@ -252,7 +252,7 @@ def test_timeline_includes_a_late_operation_launched_within_the_window():
 
 
 def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
-    """A graph's operations share one launch; the warm-up step's operations have many."""
+    """A graph's operations share one launch, whereas the warm-up step's operations are launched separately."""
     operations, ranges = load_trace(EXPORT)
     replayed = operations.tail(50).assign(step=-1, region="replay")
     replayed["launch_start_ns"] = [*range(20), *[1_000] * 30]
@@ -309,7 +309,7 @@ def test_cpu_profile_lists_operators_instead_of_kernels(run_here):
 
 
 def test_times_and_operations_match_the_profiled_steps(here):
-    """Each mode profiles four steps: the table lists the first (with named regions), and the others are timed."""
+    """Each mode profiles four steps: the table lists the first step (with named regions); the rest are timed."""
     profile = here["profile"]
     ends_ns = profile.trace["start_ns"] + profile.trace["duration_ns"]
     operations = profile.trace.assign(end_ns=ends_ns).astype({"name": str, "phase": str})
@@ -356,7 +356,7 @@ def test_notebook_shares_match_the_operations(here):
 
 
 class Recorder:
-    """Range domain that records each opened range's depth and name."""
+    """A range domain that records each opened range's depth and name."""
 
     def __init__(self):
         self.opened, self.depth = [], 0
@@ -496,7 +496,7 @@ def test_profiled_process_reports_oom_when_the_model_does_not_fit(monkeypatch, t
 def test_mode_with_impossible_times_is_profiled_up_to_three_times(
     monkeypatch, clock, gpu_ms, impossible, runs
 ):
-    """The named step, which comes first and takes 90 ms, is not compared."""
+    """The step with named regions, which comes first and takes 90 ms, isn't compared."""
     modes = ProfiledModes(
         Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4
     )

@@ -9,7 +9,9 @@ import pickle
 import weakref
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic matmuls; read when CUDA starts
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # deterministic matmuls; CUDA reads it at its start
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def groups_of(model):
 
 
 def test_master_adamw_groups_schedules_and_clipping_match_torch():
-    """Each learning rate also stays in the tensor that a CUDA graph reads."""
+    """Each learning rate also remains in the tensor that a CUDA graph reads."""
     ours, theirs = checks.make_parameters(), checks.make_parameters()
     pair = MasterAdamW(groups_of(ours), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20) for optimizer in pair]
@@ -87,7 +89,7 @@ def test_add_param_group_raises():
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-# -- tables of a GPU's kernels --------------------------------------------------------------------------------
+# -- the GPU kernels' tables --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -169,7 +171,7 @@ def trained(moments, seed, saved=None, eight_bits=False):
 def test_resumed_training_is_bit_identical(moments, eight_bits):
     optimizer, scheduler, train = trained(moments, 0, eight_bits=eight_bits)
     train(0, 14)
-    optimizer.masters()["2.weight"].mul_(100)  # the scale of an FP8 weight follows one step later
+    optimizer.masters()["2.weight"].mul_(100)  # an FP8 weight's scale follows one step later
     train(14, 15)
     file = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
@@ -285,7 +287,7 @@ def test_torch_state_dict_continues_from_the_models_weights():
         theirs.step()
     for weight, master in zip(model.parameters(), optimizer.masters().values()):
         torch.testing.assert_close(master, weight.detach(), rtol=1e-5, atol=1e-6)
-    theirs.load_state_dict(optimizer.state_dict())  # and back
+    theirs.load_state_dict(optimizer.state_dict())  # and in the other direction
     step_once(model, theirs)
 
 
@@ -573,7 +575,7 @@ def test_step_rejects_sparse_gradients():
 
 @MOMENTS
 def test_parameters_without_a_gradient_are_skipped_as_in_torch(moments):
-    """Two parameters take turns, and a third has no gradient; each counts its steps."""
+    """Two parameters take turns, and a third never has a gradient; each parameter counts its own steps."""
     pair = [[nn.Parameter(torch.linspace(-1, 1, 40)) for _ in range(3)] for _ in range(2)]
     mine, theirs = MasterAdamW(pair[0], 1e-2, moments), torch.optim.AdamW(pair[1], 1e-2)
     generator = torch.Generator().manual_seed(0)

@@ -81,7 +81,7 @@ class Sequences(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
 def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monkeypatch, kind):
-    """In bf16, Llama (with norms that cast back to fp32) and GPT-2 (with biases) train as with torch's AdamW."""
+    """In bf16, Llama (whose norms cast back to fp32) and GPT-2 (with biases) train as with torch's AdamW."""
     pytest.importorskip("accelerate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     transformers = pytest.importorskip("transformers")
@@ -126,7 +126,7 @@ def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
 def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
-    """The order follows torch's documentation: get the new state dicts, load into them, set them."""
+    """The order follows torch's documentation: get the new state dicts, load into them, and set them."""
 
     def make(seed, rate):
         torch.manual_seed(seed)

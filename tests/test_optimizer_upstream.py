@@ -1,8 +1,8 @@
 """Apply PyTorch's optimizer tests to MasterAdamW.
 
-``torch.testing._internal.common_optimizers`` holds the inputs of PyTorch's TestOptimRenewed for each optimizer.
-The checks themselves are methods of that class, which no package contains, so we repeat them here with the same
-inputs. PyTorch's models multiply fp32 weights, whereas our weights are bf16, so the models here cast them.
+``torch.testing._internal.common_optimizers`` contains TestOptimRenewed's inputs for each optimizer. The checks
+themselves are methods of this PyTorch class, which no package contains, so we repeat them here with the same
+inputs. PyTorch's models multiply fp32 weights, whereas our weights are bf16, so our models here cast them.
 """
 
 import copy
@@ -19,7 +19,7 @@ from torch.testing._internal import common_optimizers
 
 ADAMW = next(info for info in common_optimizers.optim_db if info.optim_cls is torch.optim.AdamW)
 
-# The checks of TestOptimRenewed that do not apply, and why.
+# TestOptimRenewed's checks that do not apply, and the reasons.
 NOT_APPLICABLE = {
     "test_forloop_goes_right_direction_multigpu": "all weights are on one device",
     "test_param_group_with_lrscheduler_goes_right_direction": "adds a group, which is rejected",
@@ -32,7 +32,7 @@ NOT_APPLICABLE = {
     "test_peak_memory_foreach, test_fused_cpu_matches_cuda": "there is one implementation",
     "test_grad_scaling_autocast_fused_optimizers": "only for fused=True; Trainer and Lightning scale outside",
 }
-# Inputs and errors that do not apply: a part of their description, and the reason.
+# Inputs and errors that do not apply: a part of each description, and the reason.
 OTHER_INPUTS = {
     "maximize": "rejected",
     "amsgrad": "rejected",
@@ -93,7 +93,7 @@ def test_upstream_error_inputs_are_rejected(wrong):
 
 @OPTIONS
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "strided"])
-def test_upstream_goes_right_direction_with_every_scheduler(options, contiguous):
+def test_upstream_steps_reduce_the_loss_with_every_scheduler(options, contiguous):
     for make_schedulers in [[], *([make] for make in ADAMW.scheduler_inputs[0]), *ADAMW.scheduler_inputs]:
         weight, bias = weight_and_bias(contiguous)
         optimizer = MasterAdamW([weight, bias], **options)
@@ -107,7 +107,7 @@ def test_upstream_goes_right_direction_with_every_scheduler(options, contiguous)
         assert closure().item() < first
 
 
-def test_upstream_tensor_rates_equal_numbers():
+def test_upstream_tensor_learning_rates_match_numbers():
     ends = []
     for rate in (1e-3, torch.tensor(1e-3, dtype=torch.float64)):
         weight, bias = weight_and_bias()
@@ -154,7 +154,7 @@ def test_upstream_state_dict_is_deterministic_and_not_modified(options, named):
     assert ("param_names" in other.state_dict()["param_groups"][0]) == named[1]
 
 
-def test_upstream_state_dict_loads_with_weights_only_and_steps_that_are_numbers(tmp_path):
+def test_upstream_state_dict_loads_with_weights_only_and_numeric_steps(tmp_path):
     weight, bias = weight_and_bias()
     optimizer = MasterAdamW([weight, bias])
     closure = closure_of(optimizer, weight, bias)

@@ -20,11 +20,11 @@ from stepscope.report.tables import escape
 from stepscope.runs.store import Store
 from stepscope.yaml_files import load_yaml
 
-PAPER = (673, 985)  # A4 excluding margins, in CSS pixels
+PAPER = (673, 985)  # an A4 page excluding margins, in CSS pixels
 
 
 class Elements(HTMLParser):
-    """Parser that collects a page's elements, their attributes and wrongly closed tags."""
+    """A parser that collects a page's elements, their attributes and wrongly closed tags."""
 
     VOID = ("meta", "img", "hr", "br")
 
@@ -157,7 +157,7 @@ def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, 
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """Add a table and a code line wider than any screen to the report."""
+    """Write a copy of the report with an added table and line of code that are wider than any screen."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(
@@ -294,7 +294,7 @@ def test_footer_shows_version_gpu_and_citation(campaign, report):
 
 
 def test_injected_scripts_and_styles_are_blocked(chromium, report, tmp_path):
-    """The content security policy blocks injected scripts and styles."""
+    """The page's content security policy blocks them."""
     hostile = tmp_path / "hostile.html"
     hostile.write_text(
         report.read_text().replace(

@@ -26,7 +26,7 @@ nan = math.nan
 
 
 class Toy:
-    """Wrapper around the library's step for a tiny model.
+    """A wrapper around the library's step for a tiny model.
 
     ``log`` lists each step's case, its kind (plain, timed or profiled), and whether AdamW's moments exist.
     ``before`` is called before each step.
@@ -147,7 +147,7 @@ def test_learning_rate_is_none_without_an_optimizer(toy):
 
 
 def test_all_cases_are_timed_before_any_case_is_profiled_or_replayed(toy, monkeypatch):
-    """Launches stay slower once a profiler has run. Moments exist only in full steps."""
+    """Launches remain slower once a profiler has run. Moments exist only in full steps."""
     order = []
 
     def replay(step, *_, optimizer, **__):
@@ -202,7 +202,7 @@ def test_long_steps_are_repeated_less_often(toy, monkeypatch, fastest_ms, warmup
 
 
 def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
-    """Power is measured in an extra run only for a full step that is too short for the energy counter."""
+    """An additional run measures the power only if a full step is too short for the energy counter."""
     peaks, watts, replayed_ms = count(1), iter([nan, nan, 6.0]), iter([[1.0, 20.0, 3.0], [9.0, 2.0, 4.0]])
     settled = []
 

@@ -1,4 +1,4 @@
-"""Test comparing a distributed step's ranks: transfer, waiting, and which rank waits for which."""
+"""Test comparisons of a distributed step's ranks: transfer, waiting, and which rank waits for which."""
 
 from pathlib import Path
 
@@ -28,8 +28,8 @@ def rank_trace(
     """Write a rank's three steps, each with compute before every all-reduce.
 
     Args:
-        delays: how late each rank's compute ends in µs; a collective begins once the latest rank has arrived.
-        shift: added to all times, in µs.
+        delays: the delay of each rank's compute in µs; a collective begins once the latest rank has arrived.
+        shift: the offset in µs that is added to all times.
         group: the collective kernels' arguments, such as their process group.
     """
     events = []

@@ -15,13 +15,13 @@ from stepscope.captures.summary import profile
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import read_trace
 
-STEPS, KERNELS = 3, 20  # of 1 ms and 30 µs each
+STEPS, KERNELS = 3, 20  # each step lasts 1 ms, and each kernel 30 µs
 
 
 def trace_events(
     pid: object = 1, gpu: object = 0, device: int = 0, offset: float = 0.0, tid: object = 1
 ) -> list[dict]:
-    """Return three 1 ms steps, each with 20 consecutive 30 µs kernels; correlation ids are always the same."""
+    """Return three 1 ms steps, each with 20 consecutive 30 µs kernels, always with the same correlation ids."""
     events: list[dict] = []
     for step in range(STEPS):
         begin = 1000.0 * step + offset
@@ -41,7 +41,7 @@ def renamed(events: list[dict], names: dict[str, str]) -> list[dict]:
 
 
 def steps_of(capture: Capture) -> list[tuple[int, float, float]]:
-    """Return the step count, and the median step's length and busy time in ms, per GPU and process."""
+    """Return, for each GPU and process, the step count and the median step's length and busy time in ms."""
     gpus = devices(capture)
     return [(len(gpu.breakdowns), *gpu.median[["wall", "compute"]].round(3)) for gpu in gpus]
 

@@ -1,4 +1,4 @@
-"""The commands of README and docs have the effects that the text promises, on a machine without a GPU."""
+"""Test that the commands in README and docs have the promised effects on a machine without a GPU."""
 
 import os
 import re
@@ -27,7 +27,7 @@ DOCUMENTS = sorted(
     if path.stem != "writeup"
 )
 
-# Commands that a test below runs, one test per effect.
+# Commands that the tests below run, with one test per effect.
 RUN = {
     "make report": "slow",
     "make doctor": "",
@@ -45,7 +45,7 @@ RUN = {
     "stepscope list --runs runs/context": "slow",
     "stepscope render --runs runs/context": "slow",
 }
-# Commands that no test here runs, and why.
+# Commands that no test in this file runs, and the reasons.
 ELSEWHERE = {
     "git clone --depth 1 REPOSITORY stepscope": "needs the published repository",
     "cd stepscope": "follows the clone",
@@ -63,13 +63,13 @@ ELSEWHERE = {
 
 
 def fences(document: str, language: str) -> list[str]:
-    """Return the fenced code blocks of a document that are in this language."""
+    """Return a document's fenced code blocks in this language."""
     text = (ROOT / document).read_text()
     return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
 
 
 def commands(document: str) -> list[str]:
-    """Return the commands of a document without their comments and the virtual environment's folder."""
+    """Return a document's commands without comments and without the virtual environment's folder."""
     lines = [line for block in fences(document, "sh") for line in block.splitlines()]
     stripped = [re.sub(r"\s+#.*", "", line).strip().removeprefix(".venv/bin/") for line in lines]
     return [line for line in stripped if line]
@@ -77,7 +77,7 @@ def commands(document: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Make a folder like a checkout, with notebooks and sweep files, but with separate runs."""
+    """Make a folder that resembles a checkout, with notebooks and sweep files, but contains its own runs."""
     folder = tmp_path_factory.mktemp("place")
     (folder / "notebooks").symlink_to(ROOT / "notebooks")
     YAML().dump({"study": "benchmark", "fixed": TINY}, folder / "mine.yaml")
@@ -88,14 +88,14 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def do(place, monkeypatch, capsys):
-    """Run a documented command; return its output."""
+    """Return a function that runs a documented command and returns its output."""
     monkeypatch.chdir(place)
 
     def run(command: str, **replaced: str) -> str:
         assert command in RUN
         program, *arguments = shlex.split(command)
         arguments = [replaced.get(argument, argument) for argument in arguments]
-        if program == "stepscope":  # in this process, which has imported what it needs
+        if program == "stepscope":  # in this process, which has already imported the required modules
             code = call(program, *arguments)
             output = "".join(capsys.readouterr())
         else:
@@ -126,11 +126,11 @@ def program_in(folder: Path, *command: object) -> subprocess.CompletedProcess:
     )
 
 
-# -- the text of the documents -----------------------------------------------------------------------------------
+# -- the documents' texts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_documented_command_is_tested_or_has_a_reason(document):
+def test_documented_command_is_tested_or_excluded_with_a_reason(document):
     assert not {*commands(document)} - RUN.keys() - ELSEWHERE.keys()
 
 
@@ -139,7 +139,7 @@ def test_tested_commands_are_documented():
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_make_targets_and_commands_named_in_a_text_exist(document):
+def test_documented_make_targets_and_commands_exist(document):
     text = (ROOT / document).read_text()
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {*re.findall(r"`(?:\w+=\S+ )?make ([a-z-]+)[^`\n]*`", text)} <= {*targets}
@@ -148,7 +148,7 @@ def test_make_targets_and_commands_named_in_a_text_exist(document):
 
 
 @pytest.mark.parametrize("document", ["docs/notebooks.md", "docs/sweeps.md"])
-def test_sweep_files_of_a_document_are_valid(document, place):
+def test_documented_sweep_files_are_valid(document, place):
     for number, block in enumerate(fences(document, "yaml")):
         if "study: mine" not in block:  # a study that the reader adds; test_notebooks.py adds it
             path = place / f"{number}.yaml"
@@ -156,7 +156,7 @@ def test_sweep_files_of_a_document_are_valid(document, place):
             assert load_sweeps([path], "cpu").configs
 
 
-# -- the effects of the commands -------------------------------------------------------------------------------------
+# -- the commands' effects -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_profile_summarizes_a_capture_with_advice(do):
     assert re.search("^step on GPU", output, re.MULTILINE) and re.search("^to do", output, re.MULTILINE)
 
 
-def test_readme_reads_the_tables_as_dataframes(capsys):
+def test_readme_example_reads_tables_as_dataframes(capsys):
     (block,) = fences("README.md", "python")
     names: dict = {}
     exec(block, names)
@@ -187,7 +187,7 @@ def test_readme_reads_the_tables_as_dataframes(capsys):
     assert "wall_ms" in capsys.readouterr().out
 
 
-def test_help_of_a_notebook_lists_its_parameters(do):
+def test_notebook_help_lists_its_parameters(do):
     output = do("papermill --help-notebook notebooks/benchmark.ipynb")
     assert "context_length: int" in output and "sequences" in output
 
@@ -199,7 +199,7 @@ def test_make_doctor_describes_this_machine(capsys):
 
 
 def recipe(target: str) -> str:
-    """Return what a target of the Makefile runs once the virtual environment is there."""
+    """Return the command that a Makefile target runs once the virtual environment exists."""
     done = subprocess.run(
         ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.ready", target],
         cwd=ROOT,
@@ -224,8 +224,8 @@ def test_make_report_measures_every_study_on_a_cpu(tmp_path):
 
 
 @pytest.mark.slow
-def test_ladder_of_custom_shape_measures_each_optimization(place):
-    """Use the small shape that README suggests for a CPU."""
+def test_ladder_with_custom_shape_measures_each_optimization(place):
+    """The test uses the small shape that README suggests for a CPU."""
     assert "`--shape 64/128/2/2`" in (ROOT / "README.md").read_text()
     options = ["--shape", "64/128/2/2", "--runs", "runs/shape"]
     done = program_in(place, sys.executable, "-m", "stepscope.cli", "ladder", *options)
@@ -244,7 +244,7 @@ def test_papermill_executes_a_notebook(do, place, command):
 
 
 @pytest.mark.slow
-def test_sweep_of_the_docs_is_continued_and_rendered(do, place):
+def test_documented_sweep_is_continued_and_rendered(do, place):
     runs = place / "runs" / "context"
     do("stepscope sweep context.yaml --runs runs/context --time-budget 20")
     configs = load_sweeps([place / "context.yaml"], "cpu").configs

@@ -94,8 +94,8 @@ def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed
     assert {*rows["mode"]} == {*modes} and {*rows["phase"]} <= {TOTAL}
 
 
-def test_table_describes_inconsistencies_in_all_rows_of_a_case():
-    """Each phase takes 10 ms, except for bf16 forward alone and one fp32 forward step."""
+def test_inconsistencies_are_described_in_all_rows_of_a_case():
+    """Each phase takes 10 ms, except forward alone in bf16 and one forward step in fp32."""
     cases = [(precision, mode) for precision in ("bf16", "fp32") for mode in ("step", "forward")]
     rows, samples = [], {}
     for case in cases:
@@ -143,7 +143,7 @@ def test_table_describes_inconsistencies_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """Steps suffice at 30 or 2 s, at 100 or 3 s if launch-bound, and at the requested 7 if they are long."""
+    """We need 30 steps or 2 s, 100 steps or 3 s if launch-bound, and only the requested 7 if steps are long."""
     rows = [(0, True, TOTAL, 9e9, 0.0), (1, False, "forward", 9e9, 0.0)]
     rows += [(1, False, TOTAL, wall_ms, enqueue_ms)] * steps
     assert has_enough_samples(rows, 7, device)
@@ -176,7 +176,7 @@ def test_inconsistent_rows_names_the_rows():
 
 
 def test_steady_drops_inconsistent_cases_from_the_studys_time_tables():
-    """Each remaining row differs from the inconsistent one in one key."""
+    """Each remaining row differs from the inconsistent row in one key."""
     keys = ["run_id", "mode", "precision", "optimization", "batch_size"]
     samples = pd.DataFrame("a", index=range(6), columns=keys).assign(wall_ms=1.0)
     for row, key in enumerate(keys, 1):
@@ -198,7 +198,7 @@ def test_steady_drops_inconsistent_cases_from_the_studys_time_tables():
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_newest_run_replaces_earlier_runs_of_a_configuration(order):
-    """Among runs with the same start time, the last by name counts as the newest."""
+    """Among runs with the same start time, the run with the last name counts as the newest."""
     runs = [
         ("early", 1, "small", "step"),
         ("a_late", 3, "small", "step"),

@@ -47,7 +47,7 @@ def test_schema_3_folder_loads_under_new_names_and_stays_unchanged(folder):
 
 @pytest.mark.parametrize("folder", SCHEMA_3, ids=lambda path: path.name)
 def test_schema_3_values_are_unchanged_under_new_names(folder):
-    """Every table cell is compared with the file by position; only names may differ."""
+    """Every table cell is compared with the file by position, so only names may differ."""
     for document in documents(folder):
         for table in document["tables"].values():
             if table["rows"] is None:

@@ -1,4 +1,4 @@
-"""Test PyTorch memory snapshots: peaks, holders, and that their code is never executed."""
+"""Test PyTorch memory snapshots: their peaks, their holders, and that we never execute their code."""
 
 import gzip
 import pickle
@@ -80,7 +80,7 @@ def test_snapshot_shows_its_peak_and_the_holders(tmp_path, name):
     lines = snapshot_lines(path)
     values = {line.label: line.values for line in lines if line.label}
     assert values["peak"] == {
-        "peak_bytes": 580 * MIB,  # 50 before the history, 200, 30 and 300
+        "peak_bytes": 580 * MIB,  # 50 MiB before the history, and 200, 30 and 300 MiB
         "allocations": 4,
         "reserved_bytes": 964 * MIB,  # before the 64 MiB segment was released
         "event": 5,

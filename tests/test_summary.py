@@ -61,7 +61,7 @@ COPY = "Memcpy HtoD (Pinned -> Device)"
 
 def test_step_time_includes_host_work_before_the_first_operation():
     step = summary_line(BEFORE, "step on GPU").values
-    assert step["wall_ms"] == pytest.approx(382.6, abs=0.5)  # its range on the host lasts 382.5 ms
+    assert step["wall_ms"] == pytest.approx(382.6, abs=0.5)  # the step's range on the host lasts 382.5 ms
     before = summary_line(BEFORE, "before").values
     assert before["before_ms"] == pytest.approx(218, abs=1) and before["where"].endswith("preprocess")
 
@@ -128,7 +128,7 @@ def test_advice_names_the_synchronizing_call_and_operator():
 
 @pytest.mark.parametrize(("sync_us", "cause"), [(80, "sync"), (1, "launch")])
 def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_us, cause):
-    """Ten times, a .to call waits for 80 µs of work, and four short kernels are launched late."""
+    """Ten times, a .to call waits for 80 µs of work, and then four short kernels are launched late."""
     events = []
     for at in range(0, 2000, 200):
         events += [
@@ -178,7 +178,7 @@ def test_gaps_are_summed_by_cause_call_and_place():
 
 
 def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
-    """Thread 1 synchronizes and loads; threads 2, 1 and an unknown one end the first, second and third gap."""
+    """Thread 1 synchronizes and loads. Threads 2, 1 and an unknown thread end the first, second and third gap."""
     events = [
         *launch(GEMM, 0, 5, 95),
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 90),
@@ -203,10 +203,10 @@ def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
 @pytest.mark.parametrize(
     ("cat", "name", "ts", "dur", "tid", "cause"),
     [
-        ("user_annotation", "load", 150, 800, 1, "host"),  # nothing is launched in it
+        ("user_annotation", "load", 150, 800, 1, "host"),  # the range launches nothing
         ("user_annotation", "load", 150, 1600, 1, "host"),  # the gap takes up most of the range
         ("user_annotation", "epoch", -2000, 9000, 1, "unnamed"),
-        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # launches slowly
+        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # the operator launches slowly
         ("cuda_runtime", "cudaMalloc", 450, 540, 1, "call"),
         ("cuda_runtime", "cudaMalloc", 900, 90, 1, "unnamed"),
         ("cuda_runtime", "cudaMalloc", 150, 400, 2, "unnamed"),  # on a different thread
@@ -252,7 +252,7 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return an outer range around one range and kernel per name, and NCCL's range with its kernel."""
+    """Return an outer range around one range with a kernel per name, and around NCCL's range with its kernel."""
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number
@@ -302,7 +302,7 @@ def test_advice_covers_unfused_attention_and_unaligned_matmuls_in_a_real_capture
         (["softmax_warp_forward", "nll_loss_forward", "softmax_warp_backward"], 7, 0),
         (["cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>"], 7, 0),
         ([ADD, "softmax_warp_forward"], 7, 2),
-        ([ADD, "softmax_warp_forward"], [8, 7, 7, 8], 0),  # the matmuls run on another stream
+        ([ADD, "softmax_warp_forward"], [8, 7, 7, 8], 0),  # the matmuls run on a different stream
         (["ncclDevKernel_AllReduce(x)", "softmax_warp_forward"], 7, 0),
         ([*[ADD] * 7, "softmax_warp_forward"], 7, 8),
         ([*[ADD] * 9, "softmax_warp_forward"], 7, 0),
@@ -321,7 +321,7 @@ def test_fp32_matmul_advice_depends_on_the_gpu():
 
 
 def advised_ms(gpu) -> dict[str, float]:
-    """Return the savings in ms by the advice's first characters."""
+    """Return each piece of advice's saving in ms, by the first characters of its text."""
     return {advice.what[:5]: advice.ms for advice in advice_for(gpu)}
 
 
@@ -368,8 +368,8 @@ def test_matmul_advice_uses_the_gpus_peak_rate(tmp_path):
     assert advised_ms(gpu) == pytest.approx(expected, rel=1e-4)
     texts = " ".join(advice.what for advice in advice_for(gpu))
     assert "unaligned loads (align2)" in texts and "such as volta_sgemm" in texts
-    assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)  # an unnamed GPU
-    # With unknown FLOPs, the data sheet's fp32 rate counts, and the split-K sum doesn't count as a matmul.
+    assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)  # the GPU has no name
+    # If FLOPs are unknown, the data sheet's fp32 rate is used, and the split-K sum doesn't count as a matmul.
     kernels_only = [each for each in events if each["cat"] != "cpu_op"]
     saved_ms = advised_ms(first_gpu(tmp_path, kernels_only, **H100))["run f"]
     assert saved_ms == pytest.approx(0.39 * (1 - 67 / 989.5), rel=1e-2)
@@ -423,7 +423,7 @@ BF16_TFLOPS = {
 def test_data_sheet_is_found_by_gpu_name(name):
     sheet = data_sheet(name)
     assert sheet.get("bf16") == BF16_TFLOPS[name] and sheet["fp32"] > 0 and sheet["tb_s"] > 0
-    assert BF16_TFLOPS[name] or sheet["fp16"] > 5 * sheet["fp32"]  # with tensor cores
+    assert BF16_TFLOPS[name] or sheet["fp16"] > 5 * sheet["fp32"]  # the GPU has tensor cores
     assert sheet["source"] and sheet["url"].startswith("https://")
 
 

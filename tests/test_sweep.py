@@ -45,7 +45,7 @@ HERE = SweepOptions()
 
 @pytest.fixture
 def sweep(write_sweep, store, faults):
-    """Return a function that sweeps over seeds in this process; ``sweep.output`` contains its printed text."""
+    """Return a function that sweeps over seeds in this process and stores the printed text in ``sweep.output``."""
 
     def run(seeds, how=HERE, **fields):
         path = write_sweep({"study": "benchmark", "fixed": TINY | fields, "axes": {"seed": seeds}})
@@ -208,14 +208,14 @@ def test_sweep_rejects_a_folder_with_runs_of_a_different_gpu(sweep, store, tiny)
 
 
 def test_device_name_comes_from_the_first_record_with_a_device(store, tiny):
-    put(store, tiny(study="benchmark"), status="failed")  # it failed before it knew its device
+    put(store, tiny(study="benchmark"), status="failed")  # the run failed before it recorded its device
     assert store.device_name() is None
     put(store, tiny(study="memory"), machine={"device_name": "H200"})
     assert store.device_name() == "H200"
 
 
 def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
-    """Collect records with these fields as results of a sweep over configurations."""
+    """Collect records with these fields as the results of a sweep over these configurations."""
     workers: Any = SimpleNamespace(places=lambda device: 1)
     end = SweepEnd(left=configs)
     running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)

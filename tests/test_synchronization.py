@@ -1,4 +1,4 @@
-"""Test on a fake GPU that all code reading the host's clock first waits for the GPU."""
+"""Test, on a fake GPU, that all code that reads the host's clock first waits for the GPU."""
 
 import math
 from contextlib import nullcontext
@@ -59,7 +59,7 @@ def test_nsys_profiled_step_and_its_range_end_with_the_gpus_work(gpu, monkeypatc
 
 
 def attention(gpu):
-    """Return a function with a 1 s forward and a 2 s backward."""
+    """Return a function that takes 1 s in forward and 2 s in backward."""
 
     def call(*qkv):
         gpu.launch(999)
@@ -87,7 +87,7 @@ def attention_on(gpu, **fields):
 def test_forward_and_backward_are_timed_separately_within_the_time_limit(
     gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
-    """A pass takes 3 s. A warm-up takes a quarter of the limit; before long passes the clock settles."""
+    """A pass takes 3 s. The warm-up takes a quarter of the limit, and the clock settles before long passes."""
     monkeypatch.setattr(attention_protocol, "LONG_MS", 2999.0 if is_long else 3001.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(

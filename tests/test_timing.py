@@ -1,4 +1,4 @@
-"""Test clocks on a fake GPU, CUDA graphs, profiled steps' GPU time, power and rates."""
+"""Test clocks on a fake GPU, CUDA graphs, the GPU time of profiled steps, power and rates."""
 
 import gc
 import json
@@ -86,7 +86,7 @@ def test_repeated_steps_start_on_an_idle_device(gpu):
     [({}, 2), ({"at_least_s": 3.1}, 3), ({"until_enough": True}, 2)],
 )
 def test_time_steps_stops_after_enough_steps(gpu, options, timed_steps):
-    """A step takes 1.1 seconds, so the requested number is enough; a step's phases don't count as steps."""
+    """A step takes 1.1 s, so the requested number of steps is enough; a step's phases don't count as steps."""
 
     def step(phase):
         for name in ("forward", "loss"):
@@ -108,7 +108,7 @@ def test_seconds_with_compiling_includes_the_devices_work(gpu, monkeypatch):
 
 def test_compiling_more_shapes_than_allowed_raises():
     limits = {"recompile_limit": 8, "accumulated_recompile_limit": 256, "fail_on_recompile_limit_hit": False}
-    with torch._dynamo.config.patch(limits):  # restores them
+    with torch._dynamo.config.patch(limits):  # restores the limits
         compiler.allow_recompiling(2)
         call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
         call(torch.ones(3))
@@ -333,7 +333,7 @@ def test_kernel_without_a_launch_raises_capture_error(read):
 
 
 def operations_of(rows):
-    """Return operations from rows of step number, start and end in ms."""
+    """Return operations, given rows of step number, start and end in ms."""
     return pd.DataFrame(rows, columns=["number", "start_ns", "end_ns"]) * [1, 10**6, 10**6]
 
 
@@ -380,7 +380,7 @@ def test_launch_time_divides_warm_enqueue_time_by_a_complete_steps_launches(monk
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("seconds", [0.45, 0.5, 0.57, 2.0])
 def test_mean_power_uses_intervals_between_energy_counter_updates(seconds, first):
-    """The counter updates every 0.1 s and is already stale at the first reading."""
+    """The counter is updated every 0.1 s, and is already stale at the first reading."""
     times = [index * 0.02 for index in range(round(seconds / 0.02) + 1)]
     readings = [Reading(t, 1800.0, 7e6 + 500 * 0.1 * math.floor(t / 0.1 + 1e-9)) for t in times]
     assert mean_power_w(readings[first:]) == pytest.approx(500)
@@ -443,7 +443,7 @@ def test_power_monitor_reads_in_a_thread_until_its_block_exits():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """Fake an NVML driver with one GPU, used by this process."""
+    """Fake an NVML driver with one GPU, which this process uses."""
     for name, value in {
         "EnforcedPowerLimit": 450_000,
         "TotalEnergyConsumption": 8_000_000,
@@ -536,7 +536,7 @@ def test_rates_use_each_rows_flops_precision_and_clock(monkeypatch):
     )
     monkeypatch.setattr(rates, "sheet_clock_mhz", lambda precision, device: 2000.0)
     config = StepConfig(**TINY | {"batch_size": 3})
-    forward_ms = cells.step_flops(config) / 3 / 1e9  # at 1 TFLOP/s
+    forward_ms = cells.step_flops(config) / 3 / 1e9  # the time at 1 TFLOP/s
     rows = [
         ("bf16", "step", "backward", forward_ms, nan),
         ("bf16", "step", "loss", forward_ms, nan),

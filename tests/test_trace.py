@@ -1,4 +1,4 @@
-"""Test how GPU operations are attributed to steps, phases and regions in a real and in synthetic captures."""
+"""Test the attribution of GPU operations to steps, phases and regions in a real capture and synthetic captures."""
 
 import sqlite3
 from contextlib import closing
@@ -42,7 +42,7 @@ def report(name: str) -> pd.DataFrame:
 
 
 def sums(operations: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """Return the total time in ns and the operation count, grouped by these columns."""
+    """Return the operations' total time in ns and their count, grouped by these columns."""
     return operations.groupby(list(by), observed=True)["duration_ns"].agg(["sum", "size"])
 
 
@@ -154,7 +154,7 @@ STRINGS = [
 
 
 def nvtx(start, end, name, thread, domain=0) -> tuple:
-    """Return a row of NVTX_EVENTS; the name is a string or a registered string's id."""
+    """Return a row of NVTX_EVENTS, where ``name`` is a string or a registered string's id."""
     text, text_id = (name, None) if isinstance(name, str) else (None, name)
     return start, end, 59, text, thread, text_id, domain
 
@@ -273,7 +273,7 @@ def test_kernels_without_a_launch_record_are_outside_all_phases(tmp_path):
         (20, 30, 0, 7, 0, PROCESS_KEY, 1),
         (40, 60, 0, 7, 99, PROCESS_KEY, 2),
         (70, 75, 0, 8, None, PROCESS_KEY, 2),
-        # from a different process, with the correlation id of this process's call
+        # this kernel is from a different process, but has the correlation id of this process's call
         (80, 81, 0, 7, 0, PROCESS_KEY + (1 << 24), 1),
     ]
     path = made(tmp_path / "a.sqlite", [(20, MAIN)], STEP, kernels)
@@ -306,7 +306,8 @@ def test_waiting_calls_lists_slow_launches_and_synchronizations(tmp_path):
 
 
 def test_phase_clocks_handles_overlapping_streams_gaps_and_outside_operations(tmp_path):
-    # Forward is busy from 100 to 130 and from 140 to 160; two operations of the step and one after it are outside.
+    # Forward is busy from 100 to 130 and from 140 to 160. Two of the step's operations are outside forward, and
+    # one operation runs after the step.
     lasted = [
         (100, 120, 7),
         (110, 130, 8),
@@ -507,11 +508,11 @@ def test_deeply_nested_ranges_are_read_quickly(tmp_path):
     assert operations["region"].tolist() == ["range 000012", "range 019999"]
 
 
-# Vectorized attribution against a plain loop
+# Vectorized attribution, compared with a plain loop
 
 
 def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0) -> list[tuple[int, int]]:
-    """Return random nested intervals, some of them empty, touching or sharing an end."""
+    """Return random nested intervals, some of which are empty, touch or share an end."""
     found, at = [], start
     while at < end and depth < 5:
         inner = sorted(generator.integers(at, end, 2, endpoint=True).tolist())
@@ -526,7 +527,7 @@ def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0)
 def test_enclosing_matches_a_plain_loop(seed):
     generator = np.random.default_rng(seed)
     keys = (generator.integers(0, 2**50, 3) << 4).tolist()
-    # An empty interval counts as 1 ns long. Keep one of several equal intervals, as any of them is correct.
+    # An empty interval counts as 1 ns long. Keep one of several equal intervals, because any of them is correct.
     given = {
         (key, start, max(end, start + 1)): (key, start, end)
         for key in keys
@@ -537,7 +538,7 @@ def test_enclosing_matches_a_plain_loop(seed):
     innermost, parent, depth = enclosing(*np.array([given[i] for i in intervals]).T, *np.array(points).T)
 
     def holders(key, first, last):
-        """Return the indices of the intervals that enclose [first, last), innermost last."""
+        """Return the indices of the intervals that enclose [first, last), with the innermost interval last."""
         around = [
             i for i, (k, start, end) in enumerate(intervals) if k == key and start <= first and last <= end
         ]
@@ -554,7 +555,7 @@ def test_enclosing_ignores_intervals_of_different_threads():
 
 
 def test_cpu_operators_count_only_self_time(tmp_path):
-    """An operator's own time is placed after its callees' time, so the total time stays the same."""
+    """An operator's own time is placed after its callees' time, so the total time is unchanged."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),

@@ -60,7 +60,7 @@ GITHUB = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table"
 
 
 class Foreign(HTMLParser):
-    """Parser that collects a page's elements, attributes and links that our pages never contain."""
+    """A parser that collects elements, attributes and links that our pages never contain."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def markup_on_github(text: str) -> list[str]:
 
 @pytest.fixture
 def runs(tmp_path) -> Path:
-    """Return a folder with one run of each study, which a test may change."""
+    """Return a folder that contains one run of each study, which a test may change."""
     return copy_runs(tmp_path / "runs", *FOLDERS["tour"])
 
 
@@ -127,7 +127,7 @@ def change_table(run: Path, table: str, change: Callable[[pd.DataFrame], pd.Data
 
 
 def reported(runs: Path) -> Report:
-    """Return a folder's report, with its list of runs as an extra page."""
+    """Return a folder's report, with its list of runs as an additional page."""
     found = read(Store(runs))
     report = machine.compose(found, runs, runs / "out")
     report.texts["evidence/runs.md"] = runs_page(found, runs, runs / "out" / "evidence")
@@ -147,7 +147,7 @@ def test_escape_returns_one_line_without_markup(text):
 
 
 def test_rendered_markup_finds_planted_markup():
-    """Otherwise, the tests below couldn't fail."""
+    """If planted markup weren't found, the tests below couldn't fail."""
     for text in (*MARKUP[:3], MARKUP[4]):
         assert rendered_markup(Report({"report.md": text})), text
     assert rendered_markup(Report({"report.html": MARKUP[1]}))
@@ -198,7 +198,7 @@ def test_errors_do_not_render_markup_from_unusable_runs(runs):
         lambda record: record["results"].update({MARKUP[2]: [1]}),
         lambda record: record.update(study=MARKUP[0]),
     ]
-    for run, change in zip(others[1:], changes):  # one run stays as it was
+    for run, change in zip(others[1:], changes):  # one run remains unchanged
         change_record(run, change)
     change_table(first, "times", lambda table: table.rename(columns={"wall_ms": MARKUP[1]}))
     report = reported(runs)

@@ -22,7 +22,7 @@ PHASES = keyed(CONSISTENT, [*CASE, "phase"])
 
 
 def written(value: float) -> str:
-    """Format milliseconds with three significant digits."""
+    """Format a time in milliseconds with three significant digits."""
     rounded = float(f"{value:.2e}")
     decimals = 2 - math.floor(math.log10(rounded))
     return f"{value:,.{max(decimals, 0)}f}"
@@ -57,7 +57,7 @@ def test_phases_match_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Return the phase in which a case ran out of memory: backward if forward, with a quadratic peak, fits."""
+    """Return the phase in which a case ran out of memory: backward if forward fits with its quadratic peak."""
     if row["status"] != "oom":
         return ""
     *case, length, _ = key
@@ -88,7 +88,7 @@ def test_out_of_memory_column_states_phase_and_reason():
 
 
 def both(key: tuple, column: str) -> float:
-    """Return the total time of forward and backward, or nan if either one is unknown."""
+    """Return forward's and backward's total time, or nan if either time is unknown."""
     return sum(PHASES.get((*key, phase), {}).get(column, NAN) for phase in ("forward", "backward"))
 
 
@@ -97,12 +97,12 @@ GPU_MS = {key: both(key, "gpu_ms") for key in CASES}
 
 
 def peak_bytes(key: tuple) -> float:
-    """Return the bytes that a pass holds at its peak, summed tensor by tensor."""
+    """Return a pass's peak memory in bytes, summed tensor by tensor."""
     d, precision, batch, name, length = key
     item = 2 if precision == "bf16" else 4
     vector, row = batch * length * d * item, batch * length * 4
     square = batch * length**2
-    if name == "naive":  # six T x T matrices, a mask, six T x d tensors, the rows' sums
+    if name == "naive":  # six T x T matrices, a mask, six T x d tensors and the rows' sums
         return 6 * square * item + length**2 + 6 * vector + row * item / 4
     if name == "compiled":
         return 3 * square * item + length**2 + 6 * vector + 2 * row

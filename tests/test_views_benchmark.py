@@ -1,4 +1,4 @@
-"""The benchmark's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the benchmark study's views against an independent recomputation from the files in runs/h200."""
 
 import datetime
 import math
@@ -72,7 +72,7 @@ def timed_rows() -> Rows:
 
 
 def samples_by_process() -> dict[tuple, list[Row]]:
-    """Return a process's steps, in order, by configuration, mode and phase."""
+    """Return each process's steps in order, by configuration, mode and phase."""
     result = defaultdict(list)
     for row in sorted(dicts("benchmark.samples"), key=lambda row: row["step"]):
         result[*(row[name] for name in CONFIG), row["mode"], row["phase"]].append(row)
@@ -95,18 +95,18 @@ def forward_flops(size: str, context_length: int, batch_size: int, vocab_size: i
 
 
 def mean_text(values: list[float]) -> str:
-    """Return mean and deviation as a regular expression's groups would find them: two printed numbers."""
+    """Format the mean and the standard deviation, such as "3.14 ± 0.05"."""
     return f"{shown(statistics.mean(values))} ± {shown(statistics.stdev(values))}"
 
 
 def shown(value: float) -> str:
-    """Return three significant digits, whole from a hundred on."""
+    """Format a number with three significant digits, or as an integer from 100 on."""
     if value >= 99.95:
         return f"{value:,.0f}"
     return f"{value:.{2 - math.floor(math.log10(float(f'{value:.2e}')))}f}"
 
 
-# -- what each view should have -------------------------------------------------------------------------------
+# -- each view's expected rows -------------------------------------------------------------------------------
 
 
 def expected_times() -> Rows:
@@ -442,7 +442,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_view_matches_recomputation_from_files(name: str):
     view, expected = all_views()[name], EXPECTED[name]()
     assert_same(keyed(VIEWS[name], view.key), expected)
     lacking = {column for row in expected.values() for column in view.columns if column not in row}

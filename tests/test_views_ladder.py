@@ -1,4 +1,4 @@
-"""The ladder's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the ladder study's views against an independent recomputation from the files in runs/h200."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ BF16_MOMENTS = (
 
 
 def read_ladder(folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return the tables of a folder's ladders, without what a run marks as inconsistent."""
+    """Return a folder's ladder tables, excluding rows that a run marks as inconsistent."""
     tables = read_tables({"ladder": CASE[:3]}, folder)
     steps, kernels = tables["ladder.steps"], tables["ladder.kernels"]
     marked = steps[steps.inconsistent.fillna("") != ""]
@@ -62,7 +62,7 @@ def forward_flops(case: tuple) -> float:
 
 
 def dense_flops(case: tuple) -> float:
-    """Return a forward pass's FLOPs without those of T x T."""
+    """Return a forward pass's FLOPs, excluding its T x T matmuls."""
     size, context, vocabulary, batch = case
     d, f, layers, _ = DIMENSIONS[size]
     return 2 * batch * context * (layers * (4 * d * d + 3 * d * f) + d * vocabulary)
@@ -75,7 +75,7 @@ def square_flops(case: tuple) -> float:
 
 
 def causal_flops(case: tuple) -> float:
-    """Return a step's FLOPs of T x T on and below the diagonal: T (T + 1) / 2 of its T² numbers."""
+    """Return a step's T x T matmul FLOPs on and below the diagonal: T (T + 1) / 2 of the T² numbers."""
     context = case[1]
     return 3 * square_flops(case) * (context * (context + 1) / 2) / context**2
 
@@ -106,13 +106,13 @@ def clear(ratio: float) -> float:
 
 
 def step_of(case: tuple, optimization: str) -> Row:
-    """Return a timed step, empty if there is none."""
+    """Return an optimization's timed step; empty if the step wasn't timed."""
     step = STEPS.get((*case, optimization), {})
     return step if step.get("wall_ms", 0) > 0 else {}
 
 
 def previous_of(case: tuple, optimization: str) -> Row:
-    """Return the timed step that an optimization adds to, empty if there is none."""
+    """Return the timed step to which an optimization was added; empty if there is none."""
     if optimization in ("fp8", "chunked_loss"):
         return step_of(case, "bf16_moments")
     if optimization not in LADDER or not step_of(case, optimization):
@@ -122,7 +122,7 @@ def previous_of(case: tuple, optimization: str) -> Row:
 
 
 def speedup_of(case: tuple, optimization: str) -> float:
-    """Return the speedup over the step before, as tables print it."""
+    """Return the speedup over the previous step, as printed by tables."""
     step, before = step_of(case, optimization), previous_of(case, optimization)
     if not step or not before:
         return NAN
@@ -228,7 +228,7 @@ def expected_ablations() -> Iterator[tuple[tuple, Row]]:
 
 
 def kernel_ms() -> dict[tuple, dict[str, float]]:
-    """Return by step the GPU time of each kernel category."""
+    """Return each step's GPU time by kernel category."""
     times: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in RAW["kernels"].to_dict("records"):
         times[*(row[name] for name in CASE), row["optimization"]][row["kernel_category"]] += row["gpu_ms"]
@@ -302,7 +302,7 @@ def expected_fp8() -> Iterator[tuple[tuple, Row]]:
 
 
 def smooth_losses() -> dict[tuple, dict[tuple, list[float]]]:
-    """Return by case, and by optimization and seed, the means of the last ten losses, from the fifth on."""
+    """Return moving averages over ten losses, from the fifth step on, by case, and by optimization and seed."""
     smooth: dict[tuple, dict[tuple, list[float]]] = defaultdict(dict)
     columns = [*CASE, "optimization", "seed"]
     for key, rows in RAW["curves"].groupby(columns):
@@ -467,12 +467,12 @@ EXPECTED: dict[str, Callable[[], Iterator[tuple[tuple, Row]]]] = {
 
 
 def is_text(name: str) -> bool:
-    """Whether a column is printed text: an optimization's name, or quartiles."""
+    """Return whether a column contains printed text: an optimization's name or quartiles."""
     return name == "name" or name.endswith("quartiles")
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_view_matches_recomputation_from_files(name: str):
     view, expected = VIEWS[name], dict(EXPECTED[name]())
     key = view.attrs["key"]
     columns = [column for column in view if column not in key and not is_text(column)]
@@ -486,7 +486,7 @@ def test_view_equals_recomputation_from_files(name: str):
     assert not wrong[:10]
 
 
-def test_views_do_not_depend_on_the_order_of_rows():
+def test_views_are_independent_of_row_order():
     shuffled = Views({name: table.sample(frac=1, random_state=1) for name, table in TABLES.items()})
     for name in EXPECTED:
         key = [*VIEWS[name].attrs["key"]]
@@ -495,9 +495,9 @@ def test_views_do_not_depend_on_the_order_of_rows():
         pd.testing.assert_frame_equal(actual, expected)
 
 
-def test_views_of_a_cpu_run_lack_only_gpu_measurements():
+def test_cpu_run_views_omit_only_gpu_measurements():
     raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
-    views = Views(raw)  # the run's size has no name
+    views = Views(raw)  # because the run uses a custom size
     rows = {name: len(views[name]) for name in EXPECTED}
     assert rows["steps"] == len(raw["ladder.steps"]) > 0
     assert rows["loss_curves"] == len(raw["ladder.curves"]) > 0

@@ -89,7 +89,7 @@ def test_highest_stage_peak_matches_the_steps_peak():
 
 
 def groups() -> dict[tuple, list[Row]]:
-    """Return the allocation groups of each configuration and kind of allocation."""
+    """Return the allocation groups by configuration and kind of allocation."""
     result = defaultdict(list)
     for row in RAW["allocations"].to_dict("records"):
         result[(*(row[name] for name in STEP), row["what"])].append(row)
@@ -120,7 +120,7 @@ def test_block_memory_formulas_match_recorded_sizes():
         assert {name: view[key][name] for name in sizes} == pytest.approx(sizes)
 
 
-# module: name prefixes of operations that save tensors
+# name prefixes of the operations that save tensors, by module
 REGIONS = {
     "ffn": ["second multiplication", "first multiplication", "sigmoid", "down_proj", "gate_proj"],
     "attention.value": ["attention weights"],

@@ -47,7 +47,7 @@ def experiment(name: str, *names: str) -> dict[tuple, Any]:
 
 
 def kernel_times() -> dict[tuple, Counter]:
-    """Return times in ms by configuration, precision and mode, and then by kernel category."""
+    """Return times in ms by configuration, precision and mode, and by kernel category."""
     result = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
@@ -197,7 +197,7 @@ def test_mixed_precision_view_matches_recomputation_from_files(name: str):
 
 
 def test_repeated_sums_match_numpy():
-    """NumPy adds the numbers one by one in fp32 and fp16."""
+    """NumPy adds the numbers one at a time in fp32 and fp16."""
     cases = {
         "fp32 into fp32": (np.float32, np.float32),
         "fp16 into fp16": (np.float16, np.float16),

@@ -1,4 +1,4 @@
-"""The nsys study's views, recomputed from the files of runs/h200 by code that imports nothing but the views."""
+"""Test the nsys study's views against an independent recomputation from the files in runs/h200."""
 
 import math
 import statistics
@@ -66,7 +66,7 @@ CLOCKS = [
 PASSES = grouped(CLOCKS, "mode", "phase")
 
 
-# -- what is expected -----------------------------------------------------------------------------------------
+# -- expected rows -----------------------------------------------------------------------------------------
 
 
 def times() -> dict[tuple, Row]:
@@ -107,13 +107,13 @@ def time_of(passes: list[Row], named: int) -> Row:
 
 
 def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
-    """Places of the longest, second longest, ...; of equal times the first comes first."""
+    """Return each time's rank, starting with 1 for the longest; equal times are ranked in their given order."""
     order = sorted(times_ns, key=lambda key: -times_ns[key])
     return {key: place for place, key in enumerate(order, 1)}
 
 
 def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
-    """Time, and share of its profile, of each group of a profile's operations."""
+    """Return the time of each group of a profile's operations, and the group's share of the profile."""
     result = {}
     for key, own in grouped(WITH_TOTALS if phases else OPERATIONS, "mode", *names).items():
         total_ns = summed(PROFILES[key[: len(CONFIG) + 1]])
@@ -122,7 +122,7 @@ def parts(*names: str, phases: bool = False) -> dict[tuple, Row]:
 
 
 def places(result: dict[tuple, Row], depth: int, skipped: Set[tuple] = frozenset()) -> dict[tuple, int]:
-    """Ranks by time among the groups whose keys begin with the same ``depth`` fields; 0 of those skipped."""
+    """Return each group's rank by time among groups whose first ``depth`` key fields match; 0 if skipped."""
     together = defaultdict(dict)
     for key, row in result.items():
         if key not in skipped:
@@ -286,7 +286,7 @@ def agreement() -> dict[tuple, Row]:
 def busy() -> dict[tuple, Row]:
     result = {}
     for key, rows in grouped(TABLES["nsys.timeline"].to_dict("records"), "mode").items():
-        runs = np.zeros(1_000_000, dtype=bool)  # each nanosecond of the first millisecond
+        runs = np.zeros(1_000_000, dtype=bool)  # for each nanosecond of the first millisecond
         for row in rows:
             begin, end = row["start_ns"], row["start_ns"] + row["duration_ns"]
             runs[max(begin, 0) : max(end, 0)] = True
@@ -314,11 +314,11 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
     "launch_timeline_busy": (("mode",), busy),
     "profile_runs": ((), tools),
 }
-NAMES = {"kernel", "full_kernel", "both_kernel", "column"}  # words; tested on their own
+NAMES = {"kernel", "full_kernel", "both_kernel", "column"}  # columns of words, which are tested separately
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_view_equals_recomputation_from_files(name: str):
+def test_view_matches_recomputation_from_files(name: str):
     names, expect = EXPECTED[name]
     expected = expect()
     view = VIEWS[name]

@@ -1,4 +1,4 @@
-"""Sweeps on an external Dask scheduler and its workers, stopped and continued like local sweeps."""
+"""Test sweeps on an external Dask scheduler and its workers, which are stopped and continued like local sweeps."""
 
 import json
 import os
@@ -18,7 +18,7 @@ QUIET = {"DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "error"}
 
 
 class Cluster:
-    """A scheduler and its workers, started with Dask's command line."""
+    """A scheduler and its workers, which Dask's command line starts."""
 
     def __init__(self, folder, environment):
         self.folder, self.environment, self.started = folder, os.environ | QUIET | environment, []
@@ -81,7 +81,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path, faults):  # faults: sets the environment that workers inherit
+def cluster(tmp_path, faults):  # faults sets the environment that workers inherit
     made = []
 
     def make(**environment):
@@ -117,7 +117,7 @@ def test_sweep_on_external_workers_can_be_stopped_killed_and_continued(cluster, 
         first.wait_for((faults / "child").exists)
         first.process.send_signal(number)
         assert first.process.wait(60) == status
-        # The worker survives, and has ended the abandoned run.
+        # The worker survives, and has killed the abandoned run.
         assert ended(int((faults / "child").read_text())) and worker.poll() is None
         assert seeds(store) == {0}
     (faults / "mended").touch()

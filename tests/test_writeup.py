@@ -1,4 +1,4 @@
-"""Test the writeup's templates: their rules and units."""
+"""Test the rules and units of the writeup's templates."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def operators(expression: nodes.Expr) -> int:
 
 
 def broken_rules(text: str) -> list[tuple[int, str]]:
-    """Return the line and reason of each rule violation in a template."""
+    """Return each rule violation's line and reason in a template."""
     tree = jinja2.Environment().parse(text)
     found = [
         (node.lineno, f"a {type(node).__name__}, which belongs into a view")
@@ -65,7 +65,7 @@ def crowded_lines(text: str) -> list[tuple[int, str]]:
 
 
 def wrong_units(text: str) -> list[tuple[int, str]]:
-    """Return the places where a column isn't printed in its name's unit."""
+    """Return the places where a column isn't printed with the unit in its name."""
     found = []
     for node in jinja2.Environment().parse(text).find_all(nodes.Filter):
         name = node.name
@@ -83,7 +83,7 @@ def wrong_units(text: str) -> list[tuple[int, str]]:
 
 
 def printed_column(node: nodes.Expr | None) -> str:
-    """Return the column that an expression prints, also through ``.min()`` and the like ("" for arithmetic)."""
+    """Return the column that an expression prints, even through ``.min()`` and the like; "" for arithmetic."""
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         return printed_column(node.node.node)
     return node.attr if isinstance(node, nodes.Getattr) else ""
@@ -115,7 +115,7 @@ def test_planted_fault_is_reported(text: str, why: str):
 
 
 def test_view_key_contains_every_configuration_field():
-    """In ``over``, a view declares the fields that it joins or omits."""
+    """A view declares in ``over`` the fields that it joins or omits."""
     lacking = {
         name: [field for field in view.config if field not in (*view.key, *view.over)]
         for name, view in all_views().items()

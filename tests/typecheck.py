@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def code_of(notebook: Path) -> list[tuple[str, str]]:
-    """Return each line of the code cells with its location as ruff formats it: ``path:cell 3:1``."""
+    """Return each line in the code cells with its location in ruff's format, ``path:cell 3:1``."""
     cells = nbformat.read(notebook, as_version=4).cells
     return [
         (f"{notebook.relative_to(ROOT)}:cell {number}:{at}", line)
@@ -26,7 +26,7 @@ def code_of(notebook: Path) -> list[tuple[str, str]]:
 
 
 def typecheck(files: list[str]) -> tuple[str, int]:
-    """Run mypy on files (default: everything); return its output, with locations in notebook cells, and its status."""
+    """Run mypy on files (default: all); return its output, with locations in notebook cells, and exit status."""
     settings = ["--config-file", str(ROOT / "pyproject.toml")]
     if files:
         output, complaints, status = api.run([*settings, *files])

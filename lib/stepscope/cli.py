@@ -1,4 +1,4 @@
-"""The command line, a thin layer over functions that a notebook can call, too."""
+"""Define the command line, a thin layer over functions that notebooks can call, too."""
 
 import errno
 import math
@@ -19,7 +19,7 @@ from stepscope import PROJECT, StepscopeError, __version__
 from stepscope.files import one_line
 from stepscope.runs.machine import gpus_here, machine, software
 
-# Other modules are imported lazily: until main has set its action, Ctrl-C during an import gives a traceback.
+# Other modules are imported lazily: Ctrl-C during an import prints a traceback until main has set its action.
 if TYPE_CHECKING:
     from stepscope.runs.record import Record
     from stepscope.runs.sweep import SweepOptions
@@ -42,7 +42,7 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_LEFT = 1, 2, 75  # 75 is EX_TEMPFAIL in sysexi
 
 
 def _folder(text: str) -> Path:
-    """Parse a folder's path; reject "", which Path would read as the current folder (from an unset variable)."""
+    """Parse a folder's path; reject "" (from an unset variable), which Path would read as the current folder."""
     if not text:
         raise typer.BadParameter(
             "got an empty string, but expected the path of a folder (. is the current folder)"
@@ -148,10 +148,10 @@ def _seconds(minutes: float | None) -> float | None:
 
 
 def _local_runs(runs: Path | None, reading: bool = False) -> Path:
-    """Return ``runs``, or by default the runs folder of this machine, which is named after its device.
+    """Return ``runs``, or by default this machine's runs folder, which is named after the machine's device.
 
     The default is in the checkout, where git ignores it, or else in the current directory. When ``reading``, a
-    single existing local folder is used whatever its device.
+    single existing local folder is used regardless of its device.
     """
     if runs:
         return runs
@@ -195,7 +195,7 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
 
 
 def _program() -> str:
-    """Return the command that starts this program from the current directory."""
+    """Return the command that runs this program from the current directory."""
     if shutil.which("stepscope"):
         return "stepscope"
     called = Path(sys.argv[0])
@@ -399,7 +399,7 @@ def render(
 
 
 def _render(folder: Path, out: Path, is_writeup: bool = False) -> None:
-    """Render a runs folder; print the omitted runs and the paths of the files."""
+    """Render a runs folder; print the omitted runs and the files' paths."""
     console.print("Reading the runs and drawing the figures.")
     from stepscope.report import machine, output, writeup
     from stepscope.report.load import read, steady
@@ -575,7 +575,7 @@ def profile(
             lines = snapshot_lines(file, device=device, csv=csv)
         else:
             lines = profiled(file, step, phases_of(phase or []), device, csv, from_ms, to_ms)
-    except OSError as error:  # concerns the output, because input errors are TraceErrors
+    except OSError as error:  # an output error, because input errors are TraceErrors
         raise StepscopeError(f"{error.filename or csv or file}: {error.strerror or error}") from None
     print(rendered(lines, form))
 
@@ -599,7 +599,7 @@ def doctor() -> None:
 
 
 def _nsys_status() -> str:
-    """Describe the installed nsys, or what is used instead if it is missing or incomplete."""
+    """Describe the installed nsys, or the tool that replaces it if nsys is missing or incomplete."""
     from stepscope.traces.nsys_tool import find_nsys, missing_libraries, nsys_version
 
     nsys = find_nsys()
@@ -617,8 +617,8 @@ def _nsys_status() -> str:
 
 
 def main() -> None:
-    """Run the command line. Input and file errors print one line, without a traceback, and exit with status 2."""
-    # Until a sweep handles it, Ctrl-C simply ends the process, because imports can swallow a KeyboardInterrupt.
+    """Run the command line; on an input or file error, print one line, without a traceback, and exit with 2."""
+    # Until a sweep handles Ctrl-C, it simply ends the process, because imports can swallow a KeyboardInterrupt.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.stdout is None:  # stdout was closed before the start, so writing to it should fail
@@ -633,7 +633,7 @@ def main() -> None:
     except OSError as error:
         if error.strerror is None:  # raised by a library, not by the OS
             raise
-        if error.filename is None:  # Python would flush the rest, and fail again, at exit
+        if error.filename is None:  # otherwise, Python would flush the rest at exit and fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if error.errno == errno.EPIPE:  # the reader has closed the pipe
             sys.exit(EXIT_FAILED)

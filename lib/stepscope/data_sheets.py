@@ -1,4 +1,4 @@
-"""Peak rates of GPUs from their vendors' data sheets."""
+"""Look up GPUs' peak rates in their vendors' data sheets."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,10 @@ from stepscope.yaml_files import load_yaml
 
 
 def data_sheet(name: str) -> dict[str, Any]:
-    """Return a GPU's data sheet, which is found by the words of its name; empty if it is not listed.
+    """Return a GPU's data sheet, which we find by the words in the GPU's name; empty if the GPU isn't listed.
 
-    Keys: the dense rate of each precision in TFLOP/s, the memory bandwidth ``tb_s`` in TB/s, the ``link`` to
-    other GPUs and its bandwidth ``link_gb_s`` in GB/s, ``source`` and ``url``.
+    Keys: each precision's dense rate in TFLOP/s, the memory bandwidth ``tb_s`` in TB/s, the ``link`` to other GPUs
+    and its bandwidth ``link_gb_s`` in GB/s, ``source`` and ``url``.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     return next(

@@ -1,7 +1,7 @@
-"""Safe reading from a runs folder, and durable, atomic writing.
+"""Read files safely from a runs folder, and write files durably and atomically.
 
 A folder may come from anywhere, and may contain symlinks to other places, pipes without a writer, or devices.
-Every file of a run is read with :func:`open_within`.
+Therefore, every file in a run is read with :func:`open_within`.
 """
 
 import errno
@@ -19,21 +19,21 @@ def open_within(root: Path, name: str) -> BufferedReader:
         name: the file's path relative to ``root``.
 
     Raises:
-        OSError: the file is missing, is not a regular file, or lies outside ``root``, by its path or by a link.
+        OSError: the file is missing, isn't a regular file, or is outside ``root`` according to its path or a link.
     """
     path = Path(os.path.realpath(root / name))
     if not path.is_relative_to(os.path.realpath(root)):
         raise OSError(errno.EINVAL, "it is outside of the folder")
-    if path.exists() and not path.is_file():  # opening a pipe would wait for its other end
+    if path.exists() and not path.is_file():  # opening a pipe would wait until another process opens it, too
         raise OSError(errno.EINVAL, "it is not a regular file")
     return path.open("rb")
 
 
 def read_within(root: Path, name: str, max_bytes: int) -> bytes:
-    """Read a whole file below ``root``.
+    """Read an entire file below ``root``.
 
     Raises:
-        OSError: as :func:`open_within`, or the file has more than ``max_bytes``.
+        OSError: as in :func:`open_within`; or the file contains more than ``max_bytes``.
     """
     with open_within(root, name) as file:
         content = file.read(max_bytes + 1)
@@ -43,25 +43,25 @@ def read_within(root: Path, name: str, max_bytes: int) -> bytes:
 
 
 def write_text_durably(path: Path, text: str) -> None:
-    """Replace a file atomically: at every instant, the disk holds either the old or the complete new text."""
+    """Replace a file atomically: the disk always contains either the old text or the complete new text."""
     write_texts_durably({path: text})
 
 
 def write_texts_durably(texts: Mapping[Path, str]) -> None:
     """Write files that belong together.
 
-    All new files are on disk, under temporary names, before the first one replaces its old version. A full
-    disk therefore leaves the old files, and no temporary ones.
+    All new files are on disk, under temporary names, before the first new file replaces its old version.
+    Therefore, if the disk is full, the old files remain unchanged and no temporary files remain.
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file can't be written.
     """
     temporaries = {path: path.with_name(f".{path.name}.tmp") for path in texts}
     try:
         for path, temporary in temporaries.items():
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, f"{path.name} is a folder")
-            temporary.unlink(missing_ok=True)  # left by a killed process; a planted link would be followed
+            temporary.unlink(missing_ok=True)  # left by a killed process; open would follow a link
             with temporary.open("w", encoding="utf-8") as file:
                 file.write(texts[path])
                 file.flush()
@@ -77,7 +77,7 @@ def write_texts_durably(texts: Mapping[Path, str]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the renames in a folder, survive a power failure."""
+    """Ensure that a file's content, or a folder's renames, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -88,7 +88,7 @@ def sync(path: Path) -> None:
 def one_line(text: object, max_chars: int) -> str:
     """Return untrusted text on one line.
 
-    Unprintable characters become spaces, and longer text than ``max_chars`` is cut with an ellipsis.
+    Unprintable characters become spaces, and text longer than ``max_chars`` is cut off with an ellipsis.
     """
     prefix = str(text)[: 4 * max_chars]
     printable = "".join(char if char.isprintable() else " " for char in prefix)

@@ -9,12 +9,12 @@ from ruamel.yaml.error import YAMLError
 from stepscope import StepscopeError
 
 MAX_BYTES = 2**20
-# includes the errors of ruamel's constructors for invalid dates, unknown tags and deep nesting
+# These include errors that ruamel's constructors raise for invalid dates, unknown tags and deep nesting.
 UNREADABLE = (OSError, YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 class YamlFileError(StepscopeError, ValueError):
-    """A file that isn't plain YAML; the text has the file, the problem and its position."""
+    """An error for a file that isn't plain YAML; the message names the file, the problem and its position."""
 
 
 def load_yaml(path: Path) -> Any:

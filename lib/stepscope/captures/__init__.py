@@ -1,10 +1,11 @@
 """Summaries of profiler captures: where a step's time goes, why the GPU is idle, and what to optimize.
 
 ``capture`` reads captures of any program (``files`` recognizes the kind of file, ``reports`` reads nsys's CSV)
-and attributes their operations; ``steps`` decides which ranges are steps, based on ``range_names``. ``account``
-breaks each step of a GPU into parts, ``causes`` explains its idle gaps, ``communication`` separates transfer
-from waiting, and ``advice`` ranks what could save time. ``verdict`` and ``kernel_summary`` turn the results into
-``lines``. ``snapshot`` summarizes memory snapshots instead.
+and attributes their operations; ``steps`` decides which ranges are steps, based on ``range_names``.
+``step_breakdown`` breaks each GPU's step down into parts, ``idle_time`` explains its idle gaps,
+``communication`` separates transfer from waiting, and ``advice`` ranks the possible optimizations. ``summary``
+and ``kernel_summary`` turn the results into ``lines``; ``ranks`` compares a step's ranks. ``snapshot``
+summarizes memory snapshots instead.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Rank what is worth optimizing by the time that it could save per step.
+"""Rank possible optimizations by the time that each could save per step.
 
-A kernel can save the time in which nothing else runs, an idle gap its length, and a copy or collective its
-exposed time. These are upper bounds: an optimization saves at most that. Each piece of advice names the one
-place that it is about.
+Optimizing a kernel can save the time in which nothing else runs, closing an idle gap saves its length, and hiding
+a copy or collective saves its exposed time. These are upper bounds: an optimization saves at most this time. Each
+piece of advice concerns one place and names it.
 """
 
 import math
@@ -22,24 +22,24 @@ from stepscope.traces.kernel_categories import MATMUL
 from stepscope.traces.kernel_names import short_names, words
 
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
-BETWEEN_MATMULS = (*FUSABLE, "random")  # what runs between attention's two matmuls
+BETWEEN_MATMULS = (*FUSABLE, "random")  # kernel categories between attention's two matmuls
 MAX_OPS_TO_MATMUL = 8  # from a softmax to the matmul before or after it
 LOSS = re.compile(r"nll|entropy|log ?soft ?max", re.IGNORECASE)
 MISALIGNED = re.compile(r"align[12](?![0-9])")
 HALF_PRECISION = re.compile(r"bf16|f16(?!8)|fp16|half|hgemm|tensorop|s16816|s1688", re.IGNORECASE)
 PLAIN_FP32 = re.compile(r"sgemm|simt_s|gemm_f32f32_f32f32_f32|gemmSN|ffma", re.IGNORECASE)
 TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
-# What to do about a driver call in an idle gap, by a pattern of its name.
+# Remedies for driver calls in idle gaps, by a pattern that matches the call's name.
 CALL_REMEDIES = {
     "Malloc|Free|HostAlloc": " (the allocator grows: reuse sizes, or set"
     " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)",
     "Memcpy": " (use pinned memory and non_blocking=True)",
     "Module|Library|Launch|GetFunc|Graph": " (a kernel's first use loads it: warm up first)",
 }
-MIN_ADVICE_SHARE = 0.01  # of the step: smaller savings are not worth advising
+MIN_ADVICE_SHARE = 0.01  # share of the step; smaller savings don't justify advice
 MAX_ADVICE = 3
 MAX_NAME_CHARS = 60
-MIN_KNOWN_LAUNCH_SHARE = 0.5  # of the operations: below it, idle time has no known cause
+MIN_KNOWN_LAUNCH_SHARE = 0.5  # share of the operations; below this share, causes of idle time are unknown
 OPERATOR = re.compile(r"^[\w.]+::")  # such as "aten::item"
 
 
@@ -49,10 +49,10 @@ class Advice(NamedTuple):
 
 
 def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
-    """Return up to MAX_ADVICE pieces of advice, the one that could save the most time first.
+    """Return up to MAX_ADVICE pieces of advice, starting with the largest possible saving.
 
     Args:
-        causes: the idle time as ``sum_by_cause`` returns it.
+        causes: the idle time by cause, as returned by ``sum_by_cause``.
     """
     if again := capture_again(gpu):
         return [Advice(0.0, again)]
@@ -70,7 +70,7 @@ def rank_advice(gpu: Device, causes: pd.DataFrame) -> list[Advice]:
 
 
 def _advice_for_communication(gpu: Device) -> list[Advice]:
-    """Advise hiding transfers and balancing GPUs that wait for one another; nothing during a start-up."""
+    """Advise hiding transfers and balancing GPUs that wait for one another; skip captures with a start-up."""
     if gpu.startup_ms:
         return []
     parts = exposed_communication(gpu)
@@ -101,7 +101,7 @@ def _copy_advice_text(gpu: Device) -> str:
 
 
 def capture_again(gpu: Device) -> str:
-    """Return what a new capture should record if this one lacks what advice is based on; "" if it does not."""
+    """Return what a new capture should record if this one lacks data that advice needs; "" if it lacks none."""
     if gpu.untraced_graphs:
         return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
     has_mostly_empty_steps = len(gpu.host_steps) > 0 and not gpu.has_steps
@@ -120,7 +120,7 @@ def capture_again(gpu: Device) -> str:
 
 
 def _advice_for_idle(causes: pd.DataFrame, startup_ms: float) -> list[Advice]:
-    """Advise on each cause of idle time, at each place."""
+    """Advise on each cause of idle time at each place, or on a later capture if this one contains a start-up."""
     if startup_ms:
         return [
             Advice(
@@ -173,12 +173,12 @@ def _text_for_launches(_: str, __: str) -> str:
 
 
 def short_kernel_name(name: str) -> str:
-    """Return a kernel's short name, at most MAX_NAME_CHARS long."""
+    """Return a kernel's short name of at most MAX_NAME_CHARS characters."""
     return short_names([name], MAX_NAME_CHARS)[name]
 
 
 def _location_text(place: str) -> str:
-    """Return " in" and the place; "" for an unknown one."""
+    """Return " in" followed by the place; "" if the place is unknown."""
     return f" in {one_line(place, MAX_NAME_CHARS)}" if place else ""
 
 
@@ -195,8 +195,7 @@ TEXT_BY_CAUSE = {
 def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
     """Return a mask of the operations between the two matmuls of unfused attention.
 
-    These are the softmax and the masks, scales, casts and dropout around it. The softmax of a loss is not
-    included.
+    These are the softmax and the masks, scales, casts and dropout around it, but not a loss's softmax.
     """
     is_unfused = np.full(len(rows), False)
     family = rows["kernel_category"].astype(str).to_numpy()
@@ -216,7 +215,7 @@ def unfused_attention(rows: pd.DataFrame) -> np.ndarray:
 
 
 def _indices_until_matmul(family: np.ndarray, indices: np.ndarray) -> list[int] | None:
-    """Return the indices before the first matmul; None if there is no matmul or other work comes first."""
+    """Return the indices before the first matmul; None if no matmul follows or unrelated work comes first."""
     between: list[int] = []
     for index in indices:
         if family[index] == MATMUL:
@@ -249,7 +248,7 @@ def _advice_for_attention(gpu: Device) -> list[Advice]:
 
 
 def _advice_for_matmuls(gpu: Device) -> list[Advice]:
-    """Advise on matmuls that don't use tensor cores or load unaligned data."""
+    """Advise on matmuls that don't use tensor cores, and on matmuls that load unaligned data."""
     rows, sheet = gpu.running_ops, gpu.sheet
     is_matmul = rows["kernel_category"] == MATMUL
     is_half = is_matmul & (
@@ -290,10 +289,10 @@ def _alignment_text(rows: pd.DataFrame) -> str:
 def _time_saved_at_rate(
     gpu: Device, is_matmul: pd.Series, target_tflops: float | None, current_tflops: float | None = None
 ) -> float:
-    """Return the ms per step saved if these matmuls ran at ``target_tflops``.
+    """Return the time in ms per step that running these matmuls at ``target_tflops`` would save.
 
-    Their current rate follows from their FLOPs; if these are unknown, it is taken to be ``current_tflops``.
-    Without a target, all of their time counts as saved.
+    Their FLOPs determine their current rate; if the FLOPs are unknown, we assume ``current_tflops``. Without a
+    target, all of the matmuls' time counts as saved.
     """
     rows = gpu.running_ops[is_matmul.to_numpy()]
     total = gpu.time_saved_without(is_matmul)
@@ -307,7 +306,7 @@ def _time_saved_at_rate(
 
 
 def _advice_for_generated(gpu: Device) -> list[Advice]:
-    """Advise on the compiler-generated kernel that loses the most time by moving its bytes too slowly."""
+    """Advise on the compiler-generated kernel that loses the most time to slow memory traffic."""
     kernels = gpu.generated
     if len(kernels) < 2:
         return []

@@ -1,8 +1,8 @@
-"""Read a capture of any program, by nsys or torch.profiler, and attribute its operations.
+"""Read any program's capture, recorded by nsys or torch.profiler, and attribute its operations.
 
-Steps and phases follow from the names of ranges. Autograd's ranges mark the backward pass, and the operators
-that created the nodes it runs mark the forward pass. Operations launched before the capture, before its first
-step or in a warm-up are excluded, but counted.
+Range names determine steps and phases. Autograd's ranges mark the backward pass, and the operators that created
+autograd's nodes mark the forward pass. Operations launched before the capture, before its first step or in a
+warm-up are excluded, but counted.
 """
 
 import fnmatch
@@ -59,9 +59,9 @@ from stepscope.traces.torch_trace import (
 )
 
 GRAPH_LAUNCH = re.compile(r"GraphLaunch")
-WHOLE_GRAPH = "CUDA graph"  # the category of a graph that was traced as a whole
+WHOLE_GRAPH = "CUDA graph"  # the category of graphs that were traced as a whole
 SEQUENCE_NUMBER = re.compile(r", seq = (\d+)")
-MAX_RANGE_DEPTH = 4  # of nested ranges whose names are considered
+MAX_RANGE_DEPTH = 4  # levels of nested ranges that we consider
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
@@ -82,26 +82,26 @@ DTYPES = {
 
 @dataclass
 class Capture:
-    """A capture's GPU work.
+    """A capture's GPU operations, steps and host events.
 
     Attributes:
-        operations: a row per operation, in order of start. Columns, with the value for "none" or "unknown":
+        operations: a row per operation, ordered by start. Columns, with the value for "none" or "unknown":
             kind (kernel, memcpy, memset), name, family, device, stream, start_ns, duration_ns,
             launch_start_ns and launch_duration_ns (NA), thread (-1), process, phase ("outside"), range (the
-            outermost one that is not a step, a phase or a library's; ""), inner_range (the innermost such
-            range), step (-1), bytes (of a copy, a fill or a generated kernel's arguments; -1), flops (-1) and
-            dtype ("") of a matmul, message_bytes (-1), group_size (1) and communicator ("") of a collective.
+            outermost range that isn't a step, a phase or a library's range; ""), inner_range (the innermost such
+            range), step (-1), bytes (of a copy, a fill or a generated kernel's arguments; -1), a matmul's flops
+            (-1) and dtype (""), and a collective's message_bytes (-1), group_size (1) and communicator ("").
         excluded: operations launched before the capture, before its first step or (warm_up) in a warm-up.
         ranges: the steps' ranges, by process and step: name, and start_ns and end_ns on the host.
         host: long host events: kind (call, operator, range, frame), name, process, thread, start_ns, end_ns;
-            empty if the capture has none.
-        autograd: whether the backward phase follows from autograd's ranges.
+            empty if the capture contains none.
+        autograd: whether autograd's ranges determine the backward phase.
         gpus: GPU names by id.
         rank: the process's rank and the number of ranks.
-        base_ns: what the capture's times count from, in ns since 1970; 0 if unknown.
+        base_ns: the zero point of the capture's times, in ns since 1970; 0 if unknown.
         shapes: whether operators' shapes were recorded.
-        untraced_graphs: CUDA graph launches (process, start_ns) whose operations the capture lacks.
-        unfinished: the number of host events without an end; they are dropped.
+        untraced_graphs: CUDA graph launches (process, start_ns) whose operations the capture omits.
+        unfinished: the number of host events without an end; these events are dropped.
         processes: the capture's name for each process, by number.
     """
 
@@ -123,7 +123,7 @@ class Capture:
 
     @property
     def steps(self) -> list[str]:
-        """The name of each step number, from the first process that has it."""
+        """The name of each step, by number, as given by the first process that ran the step."""
         return self.ranges.drop_duplicates("step")["name"].tolist()
 
     @cached_property
@@ -135,13 +135,13 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return the operations that start in a time span; steps that are only partly in it are dropped.
+        """Return a capture of the operations that start in a time span; drop steps only partly inside it.
 
         Args:
-            from_ms, to_ms: time after the first operation; None means the start or end of the capture.
+            from_ms, to_ms: times in ms after the first operation; None means the capture's start or end.
 
         Raises:
-            TraceError: no operation starts in the span.
+            TraceError: no operation starts in the time span.
         """
         rows = pd.concat([self.excluded, self.operations])
         start, end = rows["start_ns"], rows["start_ns"] + rows["duration_ns"]
@@ -171,18 +171,18 @@ class Capture:
 def load_capture(
     path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
 ) -> Capture:
-    """Read a capture, gzipped or not.
+    """Read a capture file, which may be gzipped.
 
     The file may be nsys's ``.sqlite``, its ``.nsys-rep`` (if nsys is installed), its report cuda_gpu_trace as
     ``.csv``, or torch.profiler's ``.json`` from CUDA or ROCm.
 
     Args:
-        step: the name of the steps' ranges, without numbers; None to find them.
-        phases: phases by range name or pattern, such as "*(F)"; other ranges' phases follow from their names.
+        step: the step ranges' name, without numbers; None to detect it.
+        phases: phases by range name or pattern, such as "*(F)"; other ranges' names determine their phases.
 
     Raises:
-        TraceError: the file is none of these, is cut off or has no GPU work; or no range has the name of the
-            step or of a phase.
+        TraceError: the file has none of these formats, is cut off or contains no GPU work; or no range matches
+            the name of the step or of a phase.
     """
     capture = load_capture_or_sums(path, step, phases)
     if not isinstance(capture, Capture):
@@ -196,7 +196,7 @@ def load_capture(
 def load_capture_or_sums(
     path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
 ) -> Capture | pd.DataFrame:
-    """Read a capture like ``load_capture``; nsys's report cuda_gpu_kern_sum becomes a table."""
+    """Read a capture like ``load_capture``, but return nsys's report cuda_gpu_kern_sum as a table."""
     path = Path(path)
     with readable_capture(path) as (kind, file):
         if kind == "json":
@@ -233,7 +233,7 @@ def load_capture_or_sums(
 
 
 def _gpu_ranges(records: Records, trace: Trace) -> pd.DataFrame:
-    """Return the ranges that a trace only has on the GPU's timeline, in the form of Records."""
+    """Return the ranges that a trace records only on the GPU's timeline, in the format of Records' ranges."""
     rows = pd.DataFrame(trace.gpu_ranges, columns=["name", "start_ns", "end_ns"])
     key = np.full(len(rows), records.process[0])
     rows = rows.astype({"name": "category"}).assign(sequence=-1, **thread_columns(key))
@@ -243,9 +243,9 @@ def _gpu_ranges(records: Records, trace: Trace) -> pd.DataFrame:
 def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
     """Add message_bytes (-1 if unknown), group_size and communicator to operations launched inside NCCL's ranges.
 
-    NCCL reports bytes per rank, so the larger side of an all-gather or reduce-scatter is that times the number
-    of ranks. We take the GPUs that communicate in this capture to be all ranks. If there is only one, the
-    other ranks were captured separately, and the sizes stay unknown.
+    NCCL reports bytes per rank, so we multiply by the number of ranks to obtain the larger side of an all-gather
+    or reduce-scatter. We assume that the GPUs that communicate in this capture are all of the ranks. If only one
+    GPU communicates, the other ranks were captured separately, and the sizes stay unknown.
     """
     operations = records.operations
     operations[["message_bytes", "group_size", "communicator"]] = -1, 1, ""
@@ -282,7 +282,7 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
 
 
 def _mark_whole_graphs(operations: pd.DataFrame) -> None:
-    """Move CUDA graphs that were traced as a whole into a separate category."""
+    """Assign CUDA graphs that were traced as a whole to a separate category."""
     is_graph = matching(operations["name"], lambda name: name.startswith(GRAPH_REPLAY))
     if is_graph.any():
         family = operations["kernel_category"].astype(str).mask(is_graph, WHOLE_GRAPH)
@@ -292,17 +292,17 @@ def _mark_whole_graphs(operations: pd.DataFrame) -> None:
 def _untraced_graphs(
     records: Records, key: np.ndarray, correlation: np.ndarray, start: np.ndarray
 ) -> pd.DataFrame:
-    """Return the CUDA graph launches (process, start_ns) whose operations the capture lacks.
+    """Return the CUDA graph launches (process, start_ns) whose operations the capture omits.
 
     Args:
-        key, correlation, start: thread key, correlation id and start in ns of each graph launch.
+        key, correlation, start: each graph launch's thread key, correlation id and start in ns.
     """
     process = key & PROCESS
     if not len(process):
         return pd.DataFrame({"process": process, "start_ns": start})
     traced = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
     is_untraced = ~pd.MultiIndex.from_arrays([process, correlation]).isin(traced)
-    # operations without a launch may belong to a graph whose records have no id
+    # operations without a launch may belong to a graph whose records omit the id
     without_launch = (
         pd.Series(records.operations["launch_start_ns"].isna().to_numpy()).groupby(records.process).sum()
     )
@@ -323,10 +323,10 @@ def _capture_of_report(path: Path, table: pd.DataFrame) -> Capture:
 
 @dataclass
 class Autograd:
-    """Autograd's ranges in backward, and the operators that created its nodes.
+    """Autograd's ranges in the backward pass, and the operators that created its nodes.
 
-    Both have the form of Records' ranges plus ``sequence``: an operator and the backward range of the node
-    that it created have the same number.
+    Both tables have the columns of Records' ranges and ``sequence``, a number that an operator shares with the
+    backward range of the node that it created.
     """
 
     backward: pd.DataFrame
@@ -336,7 +336,7 @@ class Autograd:
 def _autograd_from_nvtx(ranges: pd.DataFrame) -> Autograd:
     """Read sequence numbers from emit_nvtx's ranges.
 
-    "aten::addmm, seq = 7" creates the node that "autograd::engine::…, seq = 7" runs.
+    The operator "aten::addmm, seq = 7" creates the node that "autograd::engine::…, seq = 7" runs.
     """
     names = ranges["name"].cat.categories.to_series().astype(str)
     sequence = names.str.extract(SEQUENCE_NUMBER)[0].fillna("-1").astype("int64").to_numpy()
@@ -346,7 +346,7 @@ def _autograd_from_nvtx(ranges: pd.DataFrame) -> Autograd:
 
 
 def _host_events_from_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Return the long NVTX ranges as host events; those of emit_nvtx are operators."""
+    """Return the long NVTX ranges as host events; emit_nvtx's ranges become operators."""
     rows = ranges[ranges["end_ns"] - ranges["start_ns"] >= SHORT_NS]
     kind = np.where(matching(rows["name"], OPERATOR_RANGE.search), "operator", "range")
     name = rows["name"].astype(str).str.replace(r", (op_id|seq|sizes) = .*", "", regex=True)
@@ -378,7 +378,7 @@ def _records_of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.Da
 
 
 def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
-    """Return a trace's rank and the number of ranks."""
+    """Return a trace's rank and the number of ranks; None if the trace doesn't record them."""
     ranks = header.get("distributedInfo")
     rank, size = (ranks.get(key) if isinstance(ranks, dict) else None for key in ("rank", "world_size"))
     return (rank, size) if isinstance(rank, int) and isinstance(size, int) else None
@@ -387,7 +387,7 @@ def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
 def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np.ndarray) -> pd.DataFrame:
     """Add the FLOPs and dtype of each operation's operator, and the bytes of a generated kernel's arguments.
 
-    All kernels of an operator get the operator's total.
+    Each of an operator's kernels gets the operator's total.
     """
     work_by_id = {key: _operator_work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external_ids, return_inverse=True)
@@ -402,8 +402,10 @@ def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np
 
 
 def _operator_work(name: str, shapes: Any, types: Any) -> tuple[float, str, int]:
-    """Return a matmul's FLOPs (2 m n k) and dtype, and the bytes of a generated kernel's tensors; -1 or "" if
-    unknown."""
+    """Return a matmul's FLOPs (2 m n k) and dtype, and the bytes of a generated kernel's tensors.
+
+    Unknown numbers are -1, and an unknown dtype is "".
+    """
     try:
         tensors = [
             (shape, DTYPES.get(dtype, ("fp8" if "Float8" in dtype else dtype, 1)))
@@ -427,9 +429,9 @@ def _attribute(
     phases: Mapping[str, str] | None,
     uses_gpu_ranges: bool = False,
 ) -> Capture:
-    """Attribute each operation to the step, phase and ranges open in its process when it was launched.
+    """Attribute each operation to the step, phase and ranges that were open in its process at its launch.
 
-    Ranges from the GPU's timeline are compared with the operation's start instead.
+    Ranges from the GPU's timeline must be open at the operation's start instead.
     """
     operations, process = records.operations, records.process
     join_launches(records)
@@ -484,7 +486,7 @@ def _attribute(
 def _nested_names(
     ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the names of the outermost and the innermost range around each launch; "" for none."""
+    """Return the names of the outermost and the innermost range around each launch; "" if no range is open."""
     outer = inner = np.full(len(launch), "", object)
     for level in range(MAX_RANGE_DEPTH):
         if ranges.empty:
@@ -499,7 +501,7 @@ def _nested_names(
 def _has_backward_node(
     autograd: Autograd, steps: pd.DataFrame, process: np.ndarray, launch: np.ndarray
 ) -> np.ndarray:
-    """Return a mask of the operations of operators whose node runs in backward later in the same step."""
+    """Return a mask of the operations whose operator created a node that backward runs later in the same step."""
     operators, nodes = autograd.operators, autograd.backward
     operators = operators[
         ~operators["key"].isin(nodes["key"])
@@ -522,10 +524,10 @@ def _has_backward_node(
 def _mark_forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, has_node: np.ndarray
 ) -> np.ndarray:
-    """Mark the forward phase if phases are only known from autograd's ranges.
+    """Mark the forward phase if only autograd's ranges determine the phases.
 
-    Forward is everything that a step launches before its first backward operation. Later, it is what creates
-    nodes for another backward pass, and everything between two such operations.
+    Forward includes everything that a step launches before its first backward operation. Later in the step, it
+    includes operations that create nodes for another backward pass, and everything between two such operations.
     """
     order = np.lexsort((launch, step, process))
     rows = pd.DataFrame(
@@ -551,8 +553,8 @@ def _launched_too_early(
 ) -> np.ndarray:
     """Return a mask of the operations launched before the capture or before its first step.
 
-    An operation was launched before the capture if the capture lacks its launch and it starts before all
-    operations whose launch is known.
+    An operation was launched before the capture if the capture omits its launch and the operation starts before
+    all operations with a known launch.
     """
     first_traced_ns = start.where(launch < NEVER, NEVER).groupby(process).transform("min").to_numpy()
     process_keys = steps["key"].to_numpy("int64") & PROCESS
@@ -565,7 +567,7 @@ def _launched_too_early(
 
 
 def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
-    """Return each range's phase, by ``phases`` or else by its name; "" for none.
+    """Return each range's phase according to ``phases``, or else to its name; "" if it has no phase.
 
     Raises:
         TraceError: a name in ``phases`` matches no range.
@@ -583,7 +585,7 @@ def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str]
 
 
 def _matches_name(name: str, pattern: str) -> bool:
-    """Return whether a range's name matches another, ignoring numbers and signs, or a pattern with "*" or "?"."""
+    """Return whether a range's name matches a pattern with "*" or "?", or a name, ignoring numbers and signs."""
     if set(pattern) & set("*?"):
         return fnmatch.fnmatchcase(name, pattern)
     return plain_name(name) == plain_name(pattern)

@@ -1,8 +1,8 @@
 """Split exposed communication into the minimum time to transfer its bytes and the time spent waiting.
 
 A collective kernel starts on each GPU when that GPU arrives, and ends once the last GPU has arrived and the
-data has been moved. The minimum transfer time follows from the bytes and the data sheet's link bandwidth;
-the rest of an exposed collective is latency and waiting for other GPUs.
+data has been moved. The bytes and the data sheet's link bandwidth determine the minimum transfer time; the GPU
+spends the rest of an exposed collective on latency and on waiting for other GPUs.
 """
 
 import re
@@ -25,15 +25,15 @@ HYPHENATED = {
     "alltoall": "all-to-all",
     "sendrecv": "send-recv",
 }
-MIN_OPS_TO_COMPARE = 5  # with fewer operations of a name, there is no typical time
-WAITING_RATIO = 10  # an operation this many times longer than is typical of its name has waited
+MIN_OPS_TO_COMPARE = 5  # with fewer operations of a name, no time is typical
+WAITING_RATIO = 10  # an operation that takes this many times its name's typical time has waited
 
 
 class Exposed(NamedTuple):
-    """A step's exposed communication in ms; transfer and waiting sum to all of it.
+    """A step's exposed communication in ms, divided into transfer and waiting.
 
-    min_transfer_ms: of the exposed collectives; nan if a size or the bandwidth is unknown.
-    longest: the name of the operation that waits longest, "" for none.
+    min_transfer_ms: the exposed collectives' minimum transfer time; nan if a size or the bandwidth is unknown.
+    longest: the name of the operation that waits longest; "" if none waits.
     """
 
     transfer_ms: float
@@ -43,9 +43,9 @@ class Exposed(NamedTuple):
 
 
 def exposed_communication(gpu: Device) -> Exposed:
-    """Split the exposed communication of the median step into transfer and waiting.
+    """Split the median step's exposed communication into transfer and waiting.
 
-    An operation of unknown size counts as transfer, unless it takes far longer than is typical of its name.
+    An operation of unknown size counts as transfer unless it takes far longer than its name's typical time.
     """
     exposed_ms = float(gpu.median["exposed communication"])
     rows = gpu.running_ops[gpu.running_ops["part"] == COMMUNICATION]
@@ -72,8 +72,8 @@ def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
     """Return the minimum transfer time of collectives in ns; nan if the size or bandwidth is unknown.
 
     Without in-switch reduction, each of n GPUs sends and receives at least 2 (n - 1) / n of the tensor in an
-    all-reduce, (n - 1) / n of the larger side in an all-gather, reduce-scatter or all-to-all, and all of it
-    otherwise.
+    all-reduce, (n - 1) / n of the larger side in an all-gather, reduce-scatter or all-to-all, and the entire
+    tensor otherwise.
     """
     n = np.maximum(1.0, rows["group_size"].to_numpy(float))
     kinds = rows["name"].map(collective, na_action="ignore").astype(str).to_numpy()
@@ -85,7 +85,7 @@ def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
 
 
 def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Return for each operation the ns in which none of ``others`` runs."""
+    """Return the time in ns of each operation during which none of ``others`` runs."""
     others = others.sort_values("start_ns")
     starts, ends = others["start_ns"].to_numpy("int64"), others["end_ns"].to_numpy("int64")
     begins, stops = rows["start_ns"].to_numpy("int64"), rows["end_ns"].to_numpy("int64")
@@ -105,9 +105,9 @@ def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 
 
 def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
-    """Return how much of an operation of unknown size may be transfer, in ns.
+    """Return how many ns of each operation of unknown size may count as transfer.
 
-    This is the median for its name if the operation takes far longer than that, otherwise infinity.
+    The limit is its name's median time if the operation takes far longer than that, otherwise infinity.
     """
     collectives = gpu.classified_ops[gpu.classified_ops["part"] == COMMUNICATION]
     durations = collectives.groupby("name", observed=True)["duration_ns"].agg(["median", "size"])
@@ -120,14 +120,14 @@ def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
 
 
 def collective(name: str) -> str:
-    """Return the kind of collective that a kernel's name says, such as "all-reduce"; "other" if none."""
+    """Return the kind of collective that a kernel's name contains, such as "all-reduce"; "other" if none."""
     match = COLLECTIVE.search(words(name))
     kind = match[0].replace(" ", "") if match else "other"
     return HYPHENATED.get(kind, kind)
 
 
 def communicates_on_compute_stream(gpu: Device) -> bool:
-    """Return whether most of the step's communication runs on the compute stream, where nothing can hide it."""
+    """Return whether most of the step's communication runs on the compute stream, where compute can't hide it."""
     rows = gpu.operations[gpu.operations["part"] == COMMUNICATION]
     on_stream_ns = rows.loc[rows["stream"] == gpu.stream, "duration_ns"].sum()
     return bool(on_stream_ns > 0.5 * max(1, rows["duration_ns"].sum()))

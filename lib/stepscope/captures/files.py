@@ -1,4 +1,4 @@
-"""Recognize the kind of a capture file, and unzip or export it if necessary."""
+"""Recognize a capture file's kind, and unzip or export the file if necessary."""
 
 import gzip
 import shutil
@@ -15,9 +15,9 @@ from stepscope.traces.torch_trace import open_capture
 EXPECTED = (
     "expected nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats, also gzipped"
 )
-HEAD_BYTES = 8192  # a file is recognized by this many bytes
-MAX_PREAMBLE = 2**26  # a report's headings are looked for in this many bytes
-# Why files with these suffixes can't be read, and what to do.
+HEAD_BYTES = 8192  # the first bytes of a file, by which we recognize its kind
+MAX_PREAMBLE = 2**26  # bytes in which we search for a report's headings
+# Reasons why files with these suffixes can't be read, and what to do instead.
 UNREADABLE_SUFFIXES = {
     ".qdrep": "a report of nsys before 2021.4; export it with that nsys: nsys export --type sqlite",
     ".qdstrm": "a capture that nsys has not finished; import it with that nsys: QdstrmImporter -i",
@@ -29,7 +29,7 @@ def readable_capture(path: Path) -> Iterator[tuple[str, Path]]:
     """Yield a capture's kind ("json", "sqlite" or "csv") and a file to read: itself, or a temporary export.
 
     Raises:
-        TraceError: the path is not a file, or none of these kinds.
+        TraceError: the path isn't a file, or the file has none of these kinds.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would block
         raise TraceError(f"{path}: is not a regular file, {EXPECTED}")
@@ -68,7 +68,7 @@ def _recognize(path: Path, export: Path) -> tuple[str, Path]:
 
 
 def _is_text(head: bytes) -> bool:
-    """Return whether a file's first bytes are text; the last character may be cut off."""
+    """Return whether a file's first bytes are text, even if they end in the middle of a character."""
     return bool(head) and "\0" not in decode_text(head, "ignore")
 
 

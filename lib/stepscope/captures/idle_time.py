@@ -1,13 +1,13 @@
 """Explain why a GPU is idle: what the host did during each idle gap.
 
 A gap ends with an operation that some thread launched. The host causes the gap only until that launch
-returned; afterwards, the GPU itself waits for an event, another stream or another GPU ("device"). If the
-launch is not in the capture, the cause is "unknown". Until the launch returned, the thread was late because it
+returns; afterwards, the GPU itself waits for an event, another stream or another GPU ("device"). If the
+capture omits the launch, the cause is "unknown". Until the launch returned, the thread was late because it
 
 - did something else for most of a long gap: it was in a driver call ("call"), in a range, operator or Python
-  frame that launched nothing ("host"), or in something that the capture does not name ("unnamed");
+  frame that launched nothing ("host"), or in code that the capture does not name ("unnamed");
 - had waited for the GPU ("sync"). Without the synchronizing call, the thread would have been ahead by the time
-  it spent there, so the call explains later gaps up to that total;
+  it spent in the call, so the call explains later gaps up to that total;
 - was busy launching ("launch").
 """
 
@@ -25,27 +25,27 @@ SYNCHRONIZES = re.compile(
     r"|cuMemcpy\w*(?<!Async)(?:_v2)?$"
 )
 MIN_LONG_GAP_NS = 200_000  # a host that is busy launching leaves shorter gaps
-MAX_START_LATENCY_NS = 10_000  # an idle GPU starts an operation this soon after its launch
-MAX_EXPLAINED_GAPS = 2_000  # the longest ones; the rest counts as "launch"
-MAX_PARTS = 4  # host events that explain one gap together
+MAX_START_LATENCY_NS = 10_000  # an idle GPU starts an operation at most this long after its launch
+MAX_EXPLAINED_GAPS = 2_000  # the longest gaps; all others count as "launch"
+MAX_PARTS = 4  # host events that together explain one gap
 # Frames and operators that don't show what the program itself does.
 LIBRARY = re.compile(
     r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
     r"|selectors|functools)\.py|^nn\.Module|^autograd::|^ProfilerStep|^PyTorch Profiler"
 )
 COLUMNS = ["cause", "call", "where", "event", "begin", "end", "ms", "head", "next"]
-HOST_CAUSES = ("launch", "sync", "call", "host", "unnamed")  # all but "device" and "unknown"
+HOST_CAUSES = ("launch", "sync", "call", "host", "unnamed")  # all causes except "device" and "unknown"
 CAUSES_WITH_PLACE = ("sync", "call", "host", "unnamed", "device")  # causes that are reported per place
 
 
 def explain_gaps(gpu: Device) -> pd.DataFrame:
-    """Explain the idle gaps of the median step.
+    """Explain the median step's idle gaps.
 
     Returns:
-        A row per gap or part of a gap; the parts sum to the gaps. Columns: cause (device, unknown, sync, call,
-        host, unnamed, launch); call (the driver call, for sync and call); where (the operator, range or frame
-        that was open, or for device the operation that waits; "" if unknown); event (the number of the host
-        event, or -1); and begin, end, ms, head and next as in ``Device.gaps``.
+        A row per gap or part of a gap; a gap's parts add up to the gap. Columns: cause (device, unknown, sync,
+        call, host, unnamed, launch); call (the driver call, for sync and call); where (the open operator, range
+        or frame, or for device the operation that waits; "" if unknown); event (the host event's number; -1 if
+        none); and begin, end, ms, head and next as in ``Device.gaps``.
     """
     gaps = _split_at_launch_return(gpu.gaps)
     is_long = gaps["end"] - gaps["begin"] >= MIN_LONG_GAP_NS
@@ -65,7 +65,7 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 
 
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
-    """Return the host events in the median step and in a step's time before it, by thread and start."""
+    """Return the host events during the median step and one step time before it, ordered by thread and start."""
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
     earlier = begin - int((windows[:, 1] - windows[:, 0]).max())
@@ -74,7 +74,7 @@ def _host_events_near_median(gpu: Device) -> pd.DataFrame:
 
 
 def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Split each gap where the launch returned: the host causes the time before, the GPU the time after."""
+    """Split each gap when the launch returned: the host causes the part before, and the GPU the part after."""
     begin, end, returned = (gaps[name].to_numpy("int64") for name in ("begin", "end", "returned"))
     is_known = returned > -LATEST
     host_end = np.where(is_known, returned.clip(begin, end), begin)
@@ -90,13 +90,13 @@ def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
 def _assign_causes(
     gpu: Device, late: pd.DataFrame, host: pd.DataFrame, is_rest: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Find the cause of gaps that end with a late launch, in order of time, from what the host did.
+    """Find the causes of gaps that end with a late launch, in order of time, from the host's activity.
 
     Args:
-        is_rest: whether the gaps are what remains of longer ones, so that no earlier call caused them.
+        is_rest: whether the gaps are remainders of longer gaps, so that no earlier call caused them.
 
     Returns:
-        The gaps, cut to the events that explain them; and the remainders, with the cause launch.
+        The gaps, cut to the events that explain them; and the remaining parts, with the cause launch.
     """
     rows = gpu.classified_ops
     following = late["next"].to_numpy()
@@ -109,7 +109,7 @@ def _assign_causes(
     calls = np.full(len(late), -1) if is_rest else _last_sync_calls(host, thread, begin)
     starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
     kinds, names = host["kind"].astype(object).tolist(), host["name"].astype(object).tolist()
-    remaining_ns: dict[int, int] = {}  # by sync call: how far ahead the host would still be without it, in ns
+    remaining_ns: dict[int, int] = {}  # by sync call: the host's remaining lead without the call, in ns
     known_launches = _known_launches(gpu)
     without_launches = _are_without_launches(known_launches, host)
     is_silent = _is_thread_silent(known_launches, thread, begin, end)
@@ -151,7 +151,7 @@ def _assign_causes(
 def _cut_to_events(
     gaps: pd.DataFrame, starts: np.ndarray, ends: np.ndarray
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Cut gaps to the events that explain them; return them and the time left before and after."""
+    """Cut gaps to the events that explain them; return these gaps and the remaining parts before and after."""
     begin, end = (gaps[name].to_numpy("int64") for name in ("begin", "end"))
     event = gaps["event"].to_numpy()
     is_event = gaps["cause"].isin(["call", "host"]).to_numpy()
@@ -168,9 +168,10 @@ def _cut_to_events(
 def _is_thread_silent(
     launches: pd.DataFrame, thread: np.ndarray, begin: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return a mask of the intervals in most of which, and for long, the thread launches nothing.
+    """Return a mask of the intervals during which the thread is silent, i.e., launches nothing.
 
-    This silence lasts from the thread's last launch to the launch that ends the interval.
+    The thread's silence lasts from its last launch to the launch that ends the interval. It must last at least
+    MIN_LONG_GAP_NS and fill at least half of the interval.
     """
     is_silent = np.full(len(begin), False)
     for key in np.unique(thread):
@@ -191,14 +192,14 @@ def _is_thread_silent(
 
 
 def _known_launches(gpu: Device) -> pd.DataFrame:
-    """Return the launches of the process's operations on any GPU, as far as the capture has them."""
+    """Return the known launches of the process's operations on any GPU."""
     rows = gpu.capture.operations
     known = (rows["process"] == gpu.process) & rows["launch_start_ns"].notna()
     return rows.loc[known, ["thread", "launch_start_ns", "launch_duration_ns"]]
 
 
 def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
-    """Return a mask of the host events during which their thread launches nothing."""
+    """Return a mask of the host events whose thread launches nothing while they last."""
     is_without = np.full(len(host), True)
     for thread, rows in launches.groupby("thread"):
         event_indices = np.flatnonzero(host["thread"] == thread)
@@ -220,7 +221,7 @@ def _is_generic(gpu: Device, kind: str, name: str) -> bool:
 
 
 def _last_sync_calls(host: pd.DataFrame, thread: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Return the index of the last synchronizing call that each thread began before each time; -1 for none."""
+    """Return the index of the last synchronizing call that the thread began before each time; -1 if none."""
     sync_names = [name for name in host["name"].unique() if SYNCHRONIZES.search(str(name))]
     calls = host[(host["kind"] == "call") & host["name"].isin(sync_names)]
     last_calls = np.full(len(time), -1)
@@ -237,7 +238,7 @@ def _longest_events(
     """Find the innermost event on a thread that is open in the middle of each interval and fills half of it.
 
     Returns:
-        The event's index for each interval, -1 for none; and the parent of each host event.
+        Each interval's event index (-1 if no event fits), and each host event's parent.
     """
     threads, starts, ends = (host[name].to_numpy("int64") for name in ("thread", "start_ns", "end_ns"))
     events: np.ndarray
@@ -252,9 +253,9 @@ def _longest_events(
 
 
 def _location(gpu: Device, host: pd.DataFrame, event: int, parents: np.ndarray) -> str:
-    """Describe where an event is: its outermost operator, and the innermost range and Python line of the program.
+    """Locate an event in the program: its outermost operator, innermost range and innermost Python line.
 
-    Without an operator, the description begins with the frame, the range or the event itself. It is "" if
+    If no operator is open, the description begins with the frame, the range or the event itself. It is "" if
     only the step is known.
     """
     if event < 0:
@@ -284,11 +285,11 @@ def _short_frame(frame: str) -> str:
 
 
 def sum_by_cause(gaps: pd.DataFrame, steps: int) -> pd.DataFrame:
-    """Sum the gaps by cause, call and where, largest first.
+    """Sum the gaps by cause, call and where, and sort the sums by size, largest first.
 
     Returns:
-        cause, call, where ("" for launch and unknown), ms per step, longest_ms, and the count per step: of
-        events for sync, call and host, otherwise of gaps.
+        A table with the columns cause, call, where ("" for launch and unknown), ms (per step), longest_ms, and
+        the count per step, which counts events for sync, call and host, and gaps for all other causes.
     """
     place = gaps["where"].where(gaps["cause"].isin(CAUSES_WITH_PLACE), "")
     groups = gaps.assign(where=place).groupby(["cause", "call", "where"], sort=False)

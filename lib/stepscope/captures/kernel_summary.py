@@ -1,4 +1,4 @@
-"""Summarize a capture's kernels: time by phase, category and name, and rates."""
+"""Summarize a capture's kernels: their time by phase, category and name, and their rates."""
 
 import numpy as np
 import pandas as pd
@@ -13,9 +13,9 @@ from stepscope.traces.kernel_names import short_names
 
 MAX_KERNELS = 5
 MAX_NAMED = 4  # ranges or phases in one line
-MIN_SHARE_SHOWN = 0.0005  # of all kernel time: smaller overlaps are omitted
-MAX_PHASE_SHARE = 0.9  # of all kernel time: a range with more is no phase
-MIN_RATED_BYTES = 1e8  # fewer bytes fit into caches, so that their rate means nothing
+MIN_SHARE_SHOWN = 0.0005  # share of all kernel time; smaller overlaps are omitted
+MAX_PHASE_SHARE = 0.9  # share of all kernel time; a range with a larger share isn't a phase
+MIN_RATED_BYTES = 1e8  # fewer bytes fit into caches, so their rate is meaningless
 
 
 def phases_line(gpu: Device) -> Line:
@@ -38,9 +38,9 @@ def phases_line(gpu: Device) -> Line:
 
 
 def _ranges_text(gpu: Device, min_ms: float) -> str:
-    """List the ranges that belong to no phase and launch more than communication.
+    """List the ranges that belong to no phase and don't only launch communication.
 
-    These are the outer ranges; or the inner ones, if one outer range holds nearly all of the time.
+    These are the outer ranges, or the inner ranges if one outer range contains nearly all of the time.
     """
     rows = gpu.operations[(gpu.operations["phase"] == OUTSIDE) & (gpu.operations["part"] != COMMUNICATION)]
     for column in ("range", "inner_range"):
@@ -64,7 +64,7 @@ def categories_line(gpu: Device) -> Line:
 
 
 def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
-    """List the kernels and copies with the most time, one per line: count, ms, share of the total, duration."""
+    """List the longest kernels and copies, one per line, with count, ms, share of the total and duration."""
     top = kernels.head(MAX_KERNELS)
     names = short_names([str(name) for name in top.index], MAX_NAME_CHARS)
     lines = []
@@ -77,9 +77,9 @@ def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
 
 
 def _duration_text(row: pd.Series) -> str:
-    """Describe how long one launch of a kernel takes: median, shortest and longest.
+    """Describe a kernel's median, shortest and longest time per launch.
 
-    The text is "" for a single launch per step or unknown times.
+    The text is "" if the kernel is launched once per step or its times are unknown.
     """
     shortest, longest = row.get("shortest_ms", np.nan), row.get("longest_ms", np.nan)
     if row["count"] <= 1 or not np.isfinite(longest):
@@ -91,7 +91,7 @@ def _duration_text(row: pd.Series) -> str:
 
 
 def leading_lines(gpu: Device) -> list[Line]:
-    """Name the kernel with the most time in each phase or range, its count, and where else it leads."""
+    """Name the kernel with the most time in each phase or range, its count, and the other parts that it leads."""
     leading = gpu.leading_kernels
     if len(leading) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Render the lines of a summary, and format the names, counts and times in them."""
+"""Render a summary's lines, and format the names, counts and times in them."""
 
 import json
 import textwrap
@@ -18,7 +18,7 @@ FORMATS = ("text", "json", "markdown")
 
 @dataclass
 class Line:
-    """One fact of a summary: a label, a text, and its numbers, whose keys end with their units."""
+    """One fact in a summary: a label, a text, and the text's numbers, with keys that end with their units."""
 
     label: str
     text: str
@@ -29,7 +29,7 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
     """Render lines as text, markdown or JSON.
 
     Raises:
-        TraceError: the format is none of these.
+        TraceError: the format is unknown.
     """
     if how == "json":
         facts = [{"label": line.label, "text": line.text, **line.values} for line in lines]
@@ -46,16 +46,16 @@ def rendered(lines: Sequence[Line], how: str = "text") -> str:
 
 
 def escape_all(text: str) -> str:
-    """Escape a line's text for markdown, however long it is.
+    """Escape a line's text of any length for markdown.
 
-    The text never starts a markdown line, so a number at its start must not be escaped as a list item.
+    The text never begins a markdown line, so a number at its start must not be escaped as a list item.
     """
     parts = textwrap.wrap(text, MAX_TEXT_CHARS - 2, break_on_hyphens=False)
     return " ".join(escape(f"x {part}")[2:] for part in parts)
 
 
 def clean(name: object, max_chars: int = MAX_NAME_CHARS) -> str:
-    """Make a name from a file safe to print: on one line, printable and shortened."""
+    """Make a name from a file safe to print: join its lines, remove unprintable characters and shorten it."""
     return one_line(name, max_chars)
 
 
@@ -66,7 +66,7 @@ def listed(times_ms: pd.Series, separator: str = ", ") -> str:
 
 
 def count_text(value: float) -> str:
-    """Format a count per step, which may be fractional as the mean of two steps."""
+    """Format a count per step, which may be fractional because it may be the mean of two steps."""
     return digits(value, "n" if value == round(value) or value >= 100 else "")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-# from emit_nvtx, and torch's own
+# ranges from emit_nvtx and from torch itself
 OPERATOR_RANGE = re.compile(r", (op_id|seq) = \d+|^autograd::|^ProfilerStep")
 LIBRARY_RANGE = re.compile(
     r"^(nccl|cuBLAS|cuDNN|cub::|thrust::|TRITON|c10d::)[A-Z:_]?|^## Call Compiled|^Torch-Compiled Region"
@@ -15,13 +15,13 @@ PROFILER_STEP = re.compile(r"^ProfilerStep\s?#\d+$")
 OPTIMIZER = re.compile(r"^Optimizer\.step#")
 SPLIT_PHASES = {"F": "forward", "B": "backward", "W": "backward"}  # pipeline parallelism: "attn(F)", "mlp(B)"
 SPLIT_PHASE = re.compile(r"\((F|B|W)\)$")
-WARM_UP = re.compile(r"\bwarm(?:ing)? ?up\b")  # matches a plain name
+WARM_UP = re.compile(r"\bwarm(?:ing)? ?up\b")  # matches a name returned by plain_name
 STEP_WORDS = {"step", "steps", "iter", "iteration", "batch"}
 LAYER_WORD = re.compile(
     r"\b(layer|block|attn|attention|mlp|ffn|conv|norm|layernorm|rmsnorm|linear|embed|expert|module|relu"
     r"|softmax|dropout|head)"
 )
-# Words for phases, in any case; otherwise the name may only contain FILLER_WORDS.
+# Words for phases; a phase's name may otherwise contain only FILLER_WORDS.
 PHASE_WORDS = {
     word: phase
     for phase, words in {
@@ -48,15 +48,15 @@ FILLER_WORDS = {
 
 
 def plain_name(name: str) -> str:
-    """Lower-case a range's name and drop numbers and signs: "Profiler_Step#7" becomes "profiler step"."""
+    """Convert a name to lower-case words without numbers and signs: "Profiler_Step#7" to "profiler step"."""
     text = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     return " ".join(re.findall(r"[a-z]+", text.lower()))
 
 
 def phase_of(name: str) -> str | None:
-    """Return the phase that a range's name stands for, or None.
+    """Return the phase that a range's name denotes; None if it denotes no phase.
 
-    Case and spelling don't matter: "## Forward pass ##" and "attn(F)" are both forward.
+    Case and punctuation don't matter: "## Forward pass ##" and "attn(F)" are both forward.
     """
     if OPTIMIZER.match(name):
         return "optimizer"
@@ -69,5 +69,5 @@ def phase_of(name: str) -> str | None:
 
 
 def map_categories(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Apply a function to each name of a categorical column, once per distinct name."""
+    """Map a categorical column's names through a function, which is called once per distinct name."""
     return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]

@@ -1,13 +1,13 @@
-"""Compare the ranks of a training step: how much of each collective is transfer, and how much is waiting.
+"""Compare a training step's ranks: how much of each collective is transfer, and how much is waiting.
 
 A collective's kernel starts when its rank arrives. It ends on all ranks at about the same time, once the last
-rank has arrived and the data has been moved. So the rank with the shortest kernel arrived last: its duration is
-the transfer, and what the other kernels take longer is waiting for that rank. Durations need no common clock, so
-the ranks may come from different hosts.
+rank has arrived and the data has been moved. Therefore, the rank with the shortest kernel arrived last: its
+kernel's duration is the transfer, and the other kernels spend the rest of their duration waiting for that rank.
+Durations need no common clock, so the ranks may come from different hosts.
 
-Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs have no communicators; there
-the kind and the order decide. If the ranks of a communicator have different numbers of a kind in a step, as in a
-pipeline, their order says nothing, and we match none of these.
+Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so only
+the step, the kind and the order decide. If a communicator's ranks run different numbers of a kind in a step, as in
+a pipeline, the order is meaningless, and we match none of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,21 +25,21 @@ from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 
 KEY = ["step", "communicator", "kind", "number"]
-MIN_SHARE_SHOWN = 0.005  # of the step: shorter waiting is omitted
-MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between the ends of a collective are normal
-PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # from the breakdown of a step
+MIN_SHARE_SHOWN = 0.005  # share of the step; shorter waiting is omitted
+MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between a collective's ends are normal
+PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # parts of the step breakdown
 
 
 @dataclass
 class Comparison:
-    """The ranks of a step.
+    """A comparison of a training step's ranks.
 
-    steps: a row per rank with the mean step in ms: wall, compute, transfer, waiting, copies and idle. The parts
-        add up to wall. Transfer and waiting are exposed: nothing else runs on the rank's GPU meanwhile.
+    steps: a row per rank with its mean times per step in ms: wall, compute, transfer, waiting, copies and idle.
+        The parts add up to wall. Transfer and waiting are exposed: nothing else runs on the rank's GPU meanwhile.
     collectives: a row per rank and matched collective: :data:`KEY`, rank, position (in the rank's operations),
         start_ns, end_ns, duration_ns, transfer_ns, waiting_ns, and last (the rank that arrived last).
     unmatched: the number of collectives that the ranks don't share.
-    step_count: the number of steps that all ranks have.
+    step_count: the number of steps that all ranks share.
     """
 
     steps: pd.DataFrame
@@ -49,10 +49,10 @@ class Comparison:
 
 
 def compare_ranks(gpus: Sequence[Device]) -> Comparison:
-    """Compare the GPUs of a distributed step, one per rank.
+    """Compare a distributed step's GPUs, one per rank.
 
     Raises:
-        TraceError: the ranks have no step in common.
+        TraceError: the ranks share no step.
     """
     step_names = [gpu.step_names or ["capture"] for gpu in gpus]
     common = set(step_names[0]).intersection(*step_names[1:])
@@ -69,7 +69,7 @@ def compare_ranks(gpus: Sequence[Device]) -> Comparison:
 
 
 def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataFrame, int]:
-    """Return the collectives that all ranks of a communicator share, and the number of the others."""
+    """Return the collectives that all of a communicator's ranks share, and the number of unmatched collectives."""
     tables = [_collectives_of_rank(rank, gpu) for rank, gpu in enumerate(gpus)]
     rows = pd.concat(tables, ignore_index=True)
     rows = rows[rows["step"].isin(steps)]
@@ -114,10 +114,10 @@ def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
 
 
 def _steps_of_rank(gpu: Device, waiting_ns: pd.Series) -> pd.DataFrame:
-    """Return a row per step in ms: wall, and the parts that add up to it.
+    """Return a row per step with its wall time in ms and the parts that add up to it.
 
     Args:
-        waiting_ns: how long each collective waits, by its position in the GPU's operations.
+        waiting_ns: each collective's waiting time, by its position in the GPU's operations.
     """
     waits = np.zeros(len(gpu.classified_ops), np.int64)
     waits[waiting_ns.index] = waiting_ns
@@ -143,14 +143,14 @@ def profile_ranks(
     phases: Mapping[str, str] | None = None,
     device: int | None = None,
 ) -> list[Line]:
-    """Summarize captures of a step's ranks, one file per rank; the first line names the files.
+    """Summarize captures of a step's ranks, one file per rank; name the files in the first line.
 
     Args:
         step, phases: as in :func:`stepscope.captures.capture.load_capture`.
-        device: the GPU of each capture; None for its busiest one.
+        device: each capture's GPU; None for its busiest GPU.
 
     Raises:
-        TraceError: a file is not a capture, or the captures share no steps or collectives.
+        TraceError: a file isn't a capture, or the captures share no steps or collectives.
     """
     gpus = [busiest_device(load_capture(path, step, phases), device) for path in paths]
     ranks = [gpu.capture.rank[0] for gpu in gpus if gpu.capture.rank]
@@ -168,10 +168,10 @@ def profile_ranks(
 
 
 def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
-    """Describe the ranks of a step: each rank's time, who waits for whom, and clocks that differ.
+    """Describe a step's ranks: each rank's times, the ranks that wait for others, and clocks that differ.
 
     Args:
-        names: of the ranks, such as "rank 0" or "GPU 1".
+        names: the ranks' names, such as "rank 0" or "GPU 1".
     """
     comparison = compare_ranks(gpus)
     collectives = comparison.collectives
@@ -198,7 +198,7 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
 
 
 def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
-    """Name the ranks that wait for another, and how long per step, hidden waiting included."""
+    """Name the ranks that wait for another rank, and their waiting time per step, including hidden waiting."""
     waits_ms = comparison.collectives.groupby(["rank", "last"])["waiting_ns"].sum() / 1e6
     waits_ms = (waits_ms / comparison.step_count).sort_values(ascending=False)
     limit_ms = MIN_SHARE_SHOWN * comparison.steps["wall"].max()
@@ -212,7 +212,7 @@ def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
 
 
 def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
-    """Report ranks whose timestamps are offset from the first rank's: a collective ends on all ranks together."""
+    """Report ranks whose clocks differ from the first rank's, because collectives end on all ranks together."""
     ends = collectives.pivot_table(index=KEY, columns="rank", values="end_ns", aggfunc="first")
     offsets_ms = ends.sub(ends.iloc[:, 0], axis=0).median() / 1e6
     differing = offsets_ms[offsets_ms.abs() > MIN_CLOCK_OFFSET_MS]

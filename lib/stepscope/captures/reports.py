@@ -1,6 +1,7 @@
 """Read nsys's CSV reports as captures.
 
-cuda_gpu_trace lists every GPU operation, but no launches or ranges; cuda_gpu_kern_sum only sums kernels.
+The report cuda_gpu_trace lists every GPU operation, but no launches or ranges; cuda_gpu_kern_sum lists only
+total times per kernel.
 """
 
 import re
@@ -20,10 +21,10 @@ DEVICE_NAME = re.compile(r"^(.*) \((\d+)\)$")  # "NVIDIA A100 (0)"
 
 
 def read_report(file: Path) -> pd.DataFrame:
-    """Read cuda_gpu_trace or cuda_gpu_kern_sum from a file, gzipped or not.
+    """Read cuda_gpu_trace or cuda_gpu_kern_sum from a file, which may be gzipped.
 
     Raises:
-        TraceError: as in ``read_nsys_csv``; or the file is another report, or has no operations.
+        TraceError: as in ``read_nsys_csv``; or the file contains a different report or no operations.
     """
     with open_capture(file) as stream:
         text = decode_text(stream.read(), "replace")
@@ -42,7 +43,7 @@ def read_report(file: Path) -> pd.DataFrame:
 
 
 def operations_of_report(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Return the operations of a report cuda_gpu_trace, with a capture's columns, and the GPUs' names by id.
+    """Return a cuda_gpu_trace report's operations with a capture's columns, and the GPUs' names by id.
 
     Launches, ranges and steps are unknown.
     """

@@ -1,7 +1,7 @@
 """Summarize a PyTorch memory snapshot: the peak, and the lines of code whose allocations make it up.
 
-``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Loading a pickle can
-run arbitrary code, so we load it without classes: a file that names one is rejected.
+``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Because loading a
+pickle can run arbitrary code, we load it without classes and reject files that name one.
 """
 
 import io
@@ -21,27 +21,27 @@ from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
 
-MAX_BYTES = 2**29  # of the pickle
-MAX_OBJECT_BYTES = 40  # allowed for each byte of the pickle
+MAX_BYTES = 2**29  # maximum size of the pickle
+MAX_OBJECT_BYTES = 40  # bytes of objects that each byte of the pickle may create
 EXPECTED = "expected a memory snapshot that torch.cuda.memory._dump_snapshot wrote"
-MAX_HOLDERS = 6  # lines of code in the summary
+MAX_HOLDERS = 6  # lines of code that the summary lists
 NEVER = np.iinfo(np.int64).max
 LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|^torch/|/lib/python3|^<frozen")
 PYTHON = re.compile(r"\.py$|^<|ipykernel")
-AUTOGRAD_NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # among C++ frames
+AUTOGRAD_NODE = re.compile(r"\b(\w+Backward\w*)::apply")  # matches C++ frames of autograd nodes
 NO_STACK, BEFORE_HISTORY = "no stack was recorded", "allocated before the history begins"
 COLUMNS = ["size", "allocated_at", "freed_at", "file", "line", "function"]
 
 
 class _DataOnly(pickle.Unpickler):
-    """An unpickler that rejects everything but plain data."""
+    """An unpickler that accepts only plain data."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is code")
 
 
 def is_pickle(path: Path) -> bool:
-    """Return whether a file starts like a pickle of protocol 2 to 5."""
+    """Return whether a file begins like a pickle that uses protocol 2 to 5."""
     if not path.is_file():
         return False
     with open_capture(path) as stream:
@@ -50,13 +50,13 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_snapshot(path: Path) -> dict[str, Any]:
-    """Read a memory snapshot without executing anything from it.
+    """Read a memory snapshot without executing any of its contents.
 
     Returns:
-        The snapshot's segments and device_traces, as PyTorch documents them.
+        The snapshot's segments and device_traces, as documented by PyTorch.
 
     Raises:
-        TraceError: the file is too large, cut off, or no memory snapshot.
+        TraceError: the file is too large or cut off, or isn't a memory snapshot.
     """
     with open_capture(path) as stream:
         data = stream.read(MAX_BYTES + 1)
@@ -69,7 +69,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path}: needs more memory than its size explains, {EXPECTED}") from None
     except EOFError:
         raise TraceError(f"{path}: the file is cut off, {EXPECTED}") from None
-    except Exception as error:  # noqa: BLE001  what an unpickler raises depends on the damage
+    except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
         raise TraceError(f"{path}: cannot be read as plain data: {reason}, {EXPECTED}") from None
     if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns the segments alone
@@ -84,7 +84,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _limited_memory(extra_bytes: int) -> Iterator[None]:
-    """Limit how many more bytes this process can map: a tiny pickle can request any amount of memory."""
+    """Limit how many more bytes this process can map, because a tiny pickle can request any amount of memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -101,18 +101,18 @@ def _limited_memory(extra_bytes: int) -> Iterator[None]:
 
 
 def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.DataFrame:
-    """List every allocation of a device in the snapshot, one row each with :data:`COLUMNS`.
+    """List a device's allocations in the snapshot, one row per allocation, with :data:`COLUMNS`.
 
     ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are indices into the device's
     history: -1 if the allocation is older than the history, NEVER if it is still alive at the end. ``file``,
-    ``line`` and ``function`` are the innermost Python frame outside installed packages, or the innermost one
-    if all are inside.
+    ``line`` and ``function`` describe the innermost Python frame outside installed packages, or the innermost
+    frame if all are inside.
 
     Raises:
-        TraceError: an entry does not have the format that PyTorch documents.
+        TraceError: an entry's format differs from PyTorch's documentation.
     """
     events = _events(snapshot, device)
-    locations: dict[int, tuple[str, int, str]] = {}  # by id of the list of frames, which events share
+    locations: dict[int, tuple[str, int, str]] = {}  # by the id of the list of frames, which events share
     rows: list[list[Any]] = []
     live: dict[int, int] = {}
 
@@ -145,7 +145,7 @@ def allocations_of(path: Path, snapshot: dict[str, Any], device: int) -> pd.Data
 
 @contextmanager
 def _checking_format(path: Path) -> Iterator[None]:
-    """Raise TraceError if an entry does not have the format that PyTorch documents."""
+    """Raise TraceError if an entry's format differs from PyTorch's documentation."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
@@ -160,7 +160,7 @@ def _events(snapshot: dict[str, Any], device: int) -> list[dict]:
 
 
 def _blocks(snapshot: dict[str, Any], device: int) -> Iterator[dict]:
-    """Yield the blocks of a device's segments; add addresses, which PyTorch before 2.1 omits."""
+    """Yield the blocks of a device's segments; add their addresses, which PyTorch before 2.1 omits."""
     for segment in snapshot["segments"]:
         if segment.get("device", 0) != device:
             continue
@@ -176,7 +176,7 @@ def _frames_of_block(block: dict) -> Any:
 
 
 def _location(frames: Any) -> tuple[str, int, str]:
-    """Return the file, line and function that allocated, from frames that start with the innermost."""
+    """Return the allocation's file, line and function from its frames, which start with the innermost."""
     python_frames = [frame for frame in frames if PYTHON.search(str(frame.get("filename", "")))]
     user_frames = [frame for frame in python_frames if not LIBRARY.search(str(frame["filename"]))]
     for frame in (user_frames or python_frames)[:1]:
@@ -191,12 +191,12 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
     """Summarize a memory snapshot, one line per fact.
 
     Args:
-        device: the GPU; None for the one with the highest peak.
+        device: the GPU's index; None for the GPU with the highest peak.
         csv: a file to write the allocations to, one per line.
 
     Raises:
-        TraceError: the file is not a memory snapshot, or has no allocations of the GPU.
-        OSError: the CSV cannot be written.
+        TraceError: the file isn't a memory snapshot, or contains no allocations of the GPU.
+        OSError: the CSV can't be written.
     """
     snapshot = read_snapshot(path)
     with _checking_format(path):
@@ -218,7 +218,7 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
 
 
 def peak_of(table: pd.DataFrame) -> tuple[int, int]:
-    """Return the event after which allocated memory peaks (-1 for before the history) and the peak in bytes."""
+    """Return the event after which allocated memory peaks (-1 if before the history), and the peak in bytes."""
     begin, end = table["allocated_at"].to_numpy(), table["freed_at"].to_numpy()
     is_freed = end < NEVER
     events = np.concatenate([begin, end[is_freed]])
@@ -285,7 +285,7 @@ def _header_line(table: pd.DataFrame, device: int, devices: int, events: int) ->
 
 
 def _bytes_reserved_after(events: list[dict], event: int) -> int:
-    """Return the bytes reserved minus the bytes released after an event."""
+    """Return the number of bytes reserved minus those released after an event."""
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
     later_events = events[event + 1 :]
     return sum(

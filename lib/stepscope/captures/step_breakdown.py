@@ -1,8 +1,8 @@
-"""Break a step's time on one GPU down into compute, exposed copies, exposed communication and idle time.
+"""Break down a step's time on one GPU into compute, exposed copies, exposed communication and idle time.
 
-The parts are unions of intervals, so they sum to the wall time. Copies are exposed while no compute runs,
-communication while nothing else runs. All numbers describe the median step (with an even
-number of steps, the mean of the two middle ones), so they add up and outliers don't distort them.
+The parts are unions of intervals, so they add up to the wall time. Copies are exposed while no compute runs, and
+communication is exposed while nothing else runs. All numbers describe the median step (the mean of the two middle
+steps if their number is even), so they add up and outliers don't distort them.
 """
 
 import re
@@ -21,14 +21,14 @@ from stepscope.traces.attribution import LATEST, OUTSIDE, TraceError, matching
 from stepscope.traces.kernel_categories import MATMUL
 
 COMMUNICATION, GENERATED = "communication", "compiler-generated"
-HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # only for names of copies
+HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # applies only to names of copies
 # an fp32 matmul that runs on tensor cores is TF32
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
-MIN_SHARE_RATED = 0.5  # of matmul time with known shapes: below it, no rate is reported
+MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, we report no rate
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
-STARTUP_BUSY_RATIO = 2  # the GPU is at least this many times busier after the start-up
-MIN_OPS_FOR_STARTUP = 100  # with fewer operations, no start-up is looked for
-MIN_SHARE_OF_STEPS = 0.5  # with operations: if fewer have any, no step is typical
+STARTUP_BUSY_RATIO = 2  # after the start-up, the GPU is at least this many times busier
+MIN_OPS_FOR_STARTUP = 100  # with fewer operations, we don't look for a start-up
+MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no step is typical
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Device:
 
     @cached_property
     def stream(self) -> int:
-        """The main compute stream: the one with the most kernel time, communication aside."""
+        """The main compute stream: the stream with the most kernel time, excluding communication."""
         rows = self.all_operations
         rows = rows[(rows["kind"] == "kernel") & (rows["kernel_category"] != COMMUNICATION)]
         rows = rows if len(rows) else self.all_operations
@@ -66,9 +66,9 @@ class Device:
 
     @cached_property
     def first_starts(self) -> pd.Series:
-        """When each step's first operation on the main stream starts, in ns, ordered by time.
+        """The start of each step's first operation on the main stream, in ns, ordered by time.
 
-        Empty if most steps have no operation there, because then no step is typical.
+        Empty if most steps run no operation on the main stream, because then no step is typical.
         """
         rows = self.all_operations
         rows = rows[(rows["step"] >= 0) & (rows["stream"] == self.stream)]
@@ -87,24 +87,24 @@ class Device:
 
     @cached_property
     def step_names(self) -> list[str]:
-        """The step name of each window; empty if the capture has no steps."""
+        """Each window's step name; empty if the capture contains no steps."""
         return self.host_steps["name"].reindex(self.first_starts.index).astype(str).tolist()
 
     @cached_property
     def windows(self) -> np.ndarray:
-        """Start and end of each step, (steps, 2) in ns.
+        """Each step's start and end in ns, as an array of shape (steps, 2).
 
-        A step starts with its first operation on the main stream; if the GPU is idle before that, it starts
-        with its range on the host. It ends when the next step starts. The last step, and any step followed by
-        one without operations, ends when both its operations and its host range have ended.
+        A step starts with its first operation on the main stream; if the GPU is idle before that, the step
+        starts with its range on the host. It ends when the next step starts. The last step, and any step followed
+        by a step without operations, ends when both its operations and its host range have ended.
         """
         rows = self.all_operations
         ends = rows["start_ns"] + rows["duration_ns"]
         first = self.first_starts
         if first.empty:
             return np.array([[rows["start_ns"].min(), ends.max()]])
-        # When the GPU finished the work launched before each step. Integers, because float64 cannot hold
-        # nanoseconds since 1970.
+        # The times when the GPU finished the work launched before each step. They remain integers, because
+        # float64 cannot represent nanoseconds since 1970 exactly.
         step_ends = ends.groupby(rows["step"]).max().reindex(first.index).cummax()
         gpu_idle_from = step_ends.shift(fill_value=-LATEST).to_numpy("int64")
         excluded_ends = self.excluded["start_ns"] + self.excluded["duration_ns"]
@@ -121,7 +121,7 @@ class Device:
         return np.stack([begin, np.maximum(begin, end)], axis=1)
 
     def _end_of_step(self, step: int) -> int:
-        """Return when a step's operations (except copies on other streams) and its host range end, in ns."""
+        """Return the time in ns when a step's operations (except copies on other streams) and host range end."""
         rows = self.all_operations
         operations = rows[
             (rows["step"] == step) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))
@@ -131,8 +131,10 @@ class Device:
 
     @cached_property
     def classified_ops(self) -> pd.DataFrame:
-        """All operations in order, with ``end_ns`` and ``part``: compute, copies (to or from the host) or
-        communication."""
+        """All operations in order, with ``end_ns`` and ``part``.
+
+        A part is compute, copies (to or from the host) or communication.
+        """
         return self._classify(self.all_operations)
 
     def _classify(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -146,9 +148,9 @@ class Device:
 
     @cached_property
     def ops_with_carryover(self) -> pd.DataFrame:
-        """``classified_ops`` together with excluded operations, which may still run in the first step.
+        """The classified and the excluded operations; excluded operations may still run in the first step.
 
-        ``position`` is the row in ``classified_ops``; -1 for an excluded operation.
+        ``position`` is an operation's row in ``classified_ops``; -1 for an excluded operation.
         """
         rows = pd.concat(
             [
@@ -177,7 +179,7 @@ class Device:
 
     @cached_property
     def breakdowns(self) -> pd.DataFrame:
-        """A row per step, in ms: wall time and the parts that sum to it."""
+        """A row per step with its wall time in ms and the parts that add up to it."""
         records = []
         for (begin, end), rows in zip(self.windows, self.ops_per_step):
             compute_ns, any_ns = busy_ns(rows[rows["part"] == "compute"]), busy_ns(rows)
@@ -195,19 +197,21 @@ class Device:
 
     @cached_property
     def median_indices(self) -> list[int]:
-        """The index of the median step; the two middle ones if the number of steps is even."""
+        """The median step's index, or the two middle steps' indices if the number of steps is even."""
         order = np.argsort(self.breakdowns["wall"].to_numpy(), kind="stable")
         return sorted(order[(len(order) - 1) // 2 : len(order) // 2 + 1].tolist())
 
     @cached_property
     def median(self) -> pd.Series:
-        """The breakdown of the median step, in ms."""
+        """The median step's breakdown in ms."""
         return self.breakdowns.iloc[self.median_indices].mean()
 
     @cached_property
     def outliers(self) -> list[int]:
-        """The steps whose time is far from the median; none with fewer than three steps, because
-        neither of two steps is typical."""
+        """The steps whose time is far from the median.
+
+        Empty if there are fewer than three steps, because neither of two steps is typical.
+        """
         walls = self.breakdowns["wall"]
         is_outlier = (walls > OUTLIER_RATIO * self.median["wall"]) | (
             walls * OUTLIER_RATIO < self.median["wall"]
@@ -229,36 +233,38 @@ class Device:
         return rows[inside]
 
     def ms_per_step(self, ns: Any) -> Any:
-        """Convert ns summed over the median step (or the two middle ones) to ms per step."""
+        """Convert a sum in ns over the median step (or the two middle steps) to ms per step."""
         return ns / 1e6 / len(self.median_indices)
 
     def total_ms_by(self, rows: pd.DataFrame, by: str) -> pd.Series:
-        """Sum the operations' times by a column; return ms per step, longest first."""
+        """Sum the operations' times by a column; return times in ms per step, longest first."""
         sums = rows.groupby(by, observed=True)["duration_ns"].sum()
         return self.ms_per_step(sums[sums > 0].sort_values(ascending=False))
 
     def time_saved_without(self, is_removed: pd.Series) -> float:
-        """Return the ms per step that removing these running operations would save: the time in which no
-        other operation runs."""
+        """Return the time in ms per step that removing these running operations would save.
+
+        This is the time in which only these operations run.
+        """
         return float(
             self.ms_per_step(busy_ns(self.running_ops) - busy_ns(self.running_ops[~is_removed.to_numpy()]))
         )
 
     def time_saved_by_label(self, labels: pd.Series) -> pd.Series:
-        """Return the ms per step that removing each label's running operations would save."""
+        """Return the time in ms per step that removing each label's running operations would save."""
         saved_ms = {label: self.time_saved_without(labels == label) for label in labels.dropna().unique()}
         return pd.Series(saved_ms, dtype=float).sort_values(ascending=False)
 
     @cached_property
     def gaps(self) -> pd.DataFrame:
-        """Idle gaps of the GPU in the median step; they sum to the breakdown's idle time.
+        """The GPU's idle gaps in the median step, which add up to the breakdown's idle time.
 
         Columns:
-            begin, end: in ns; and ms, the duration.
-            next: the row in ``classified_ops`` of the operation that ends the gap; -1 if the step ends it.
-            head: whether the gap is before the first operation of the step.
-            returned: when the call that launched ``next`` returned, in ns; LATEST if the step ends the gap,
-                -LATEST if the launch is not in the capture.
+            begin, end: the gap's begin and end in ns; and ms, its duration.
+            next: the row in ``classified_ops`` of the operation that ends the gap; -1 if the step ends the gap.
+            head: whether the gap precedes the step's first operation.
+            returned: the time in ns when the call that launched ``next`` returned; LATEST if the step ends the
+                gap, -LATEST if the capture omits the launch.
         """
         operations = self.ops_with_carryover
         starts = operations["start_ns"].to_numpy()
@@ -282,9 +288,9 @@ class Device:
 
     @cached_property
     def untraced_graphs(self) -> int:
-        """The number of CUDA graph launches in the windows whose operations the capture lacks.
+        """The number of CUDA graph launches within steps whose operations the capture omits.
 
-        The GPU may be running these graphs when it looks idle. Without steps, all launches count.
+        The GPU may be running these graphs when it appears idle. If there are no steps, all launches count.
         """
         graphs = self.capture.untraced_graphs
         launch_ns = graphs.loc[graphs["process"] == self.process, "start_ns"]
@@ -294,22 +300,22 @@ class Device:
 
     @cached_property
     def known_launch_share(self) -> float:
-        """The share of the median step's operations whose launch the capture has."""
+        """The share of the median step's operations whose launch the capture contains."""
         return float(self.operations["launch_start_ns"].notna().mean()) if len(self.operations) else 0.0
 
     @cached_property
     def host_lead_ms(self) -> float:
-        """The median time from an operation's launch to its start, in ms."""
+        """The median time in ms from the end of an operation's launch to the operation's start."""
         launched = (self.operations["launch_start_ns"] + self.operations["launch_duration_ns"]).dropna()
         lead_ns = self.operations.loc[launched.index, "start_ns"] - launched.astype("int64")
         return float(lead_ns.median()) / 1e6
 
     @cached_property
     def startup_ms(self) -> float:
-        """The duration of the start-up in ms; 0 if there are steps or no start-up is found.
+        """The start-up's duration in ms; 0 if there are steps or we find no start-up.
 
-        A start-up takes at least half of the capture, and the GPU is far less busy in it than afterwards: it
-        is idle, or its communication waits for other GPUs.
+        A start-up takes at least half of the capture, and the GPU is far less busy during it than afterwards: the
+        GPU is idle, or its communication waits for other GPUs.
         """
         rows = self.classified_ops[self.classified_ops["part"] != COMMUNICATION].reset_index(drop=True)
         if self.has_steps or len(rows) < MIN_OPS_FOR_STARTUP:
@@ -322,22 +328,22 @@ class Device:
         busy_after = (remaining_ns - (idle_ns[-1] - idle_ns))[1:] / np.maximum(remaining_ns[1:], 1)
         is_busier_after = busy_after > STARTUP_BUSY_RATIO * busy_before
         is_candidate = is_busier_after & (elapsed_ns[1:] > 0.5 * (end - begin))
-        is_candidate[-MIN_OPS_FOR_STARTUP // 2 :] = False  # a short burst at the end is no steady work
-        # Otsu's threshold: where the two parts differ most, weighted by their lengths.
+        is_candidate[-MIN_OPS_FOR_STARTUP // 2 :] = False  # a short burst at the end isn't steady work
+        # Otsu's threshold: the time at which the two parts differ most, weighted by their lengths.
         weights = elapsed_ns[1:] * remaining_ns[1:]
         separation = np.where(is_candidate, weights * (busy_after - busy_before) ** 2.0, 0)
         return float(elapsed_ns[1:][separation.argmax()]) / 1e6 if is_candidate.any() else 0.0
 
     @cached_property
     def matmuls(self) -> pd.DataFrame:
-        """The ms per step and TFLOP/s of matmuls with known shapes, by dtype, longest first.
+        """The time in ms per step and the TFLOP/s of matmuls with known shapes, by dtype, longest first.
 
-        Empty if the shapes of too few matmuls are known.
+        Empty if too few matmuls have known shapes.
         """
         rows = self.operations[self.operations["flops"] > 0]
         is_tf32 = (rows["dtype"] == "fp32") & matching(rows["name"], TENSOR_CORES.search)
         dtype = rows["dtype"].mask(is_tf32, "tf32")
-        # an operator's FLOPs count once, however many kernels it runs
+        # an operator's FLOPs count once, regardless of the number of kernels that it runs
         flops = rows["flops"].mask(rows.duplicated("operator"), 0)
         rows = rows.assign(dtype=dtype, flops=flops)
         sums = rows.groupby("dtype")[["flops", "duration_ns"]].sum()
@@ -350,15 +356,18 @@ class Device:
 
     @cached_property
     def generated(self) -> pd.DataFrame:
-        """The bytes and ns of compiler-generated kernels with known argument sizes, by name."""
+        """The bytes and the time in ns of compiler-generated kernels with known argument sizes, by name."""
         rows = self.operations
         rows = rows[(rows["kernel_category"] == GENERATED) & (rows["bytes"] > 0) & (rows["kind"] == "kernel")]
         return rows.groupby("name", observed=True)[["bytes", "duration_ns"]].sum()
 
     @cached_property
     def kernels(self) -> pd.DataFrame:
-        """Operations by name, longest first: count and ms per step, the share of all operations' time, and the
-        median, shortest and longest time of one operation in ms."""
+        """Operations by name, longest first.
+
+        Columns: count and ms per step, the share of all operations' time, and one operation's median, shortest
+        and longest time in ms.
+        """
         return self._by_name(self.operations)
 
     def _by_name(self, rows: pd.DataFrame) -> pd.DataFrame:
@@ -381,7 +390,8 @@ class Device:
     def leading_kernels(self) -> pd.DataFrame:
         """The kernel with the most time in each phase, or in each range if no phase is known.
 
-        Columns: part (the phase or range), part_ms, name, and those of ``kernels``; share is of the part.
+        Columns: part (the phase or range), part_ms, name, and the columns of ``kernels``; share is relative to
+        the part's time.
         """
         rows = self.operations
         rows = rows[(rows["kind"] == "kernel") & (rows["part"] != COMMUNICATION)]
@@ -414,10 +424,10 @@ def devices(capture: Capture) -> Iterator[Device]:
 
 
 def busiest_device(capture: Capture, number: int | None = None) -> Device:
-    """Return the GPU with the most kernel time, or the busiest of those with a number.
+    """Return the GPU with the most kernel time, considering only GPUs with this number unless it is None.
 
     Raises:
-        TraceError: the capture has no operations in steps, or none of that GPU.
+        TraceError: the capture contains no operations in steps, or none on that GPU.
     """
     gpus = list(devices(capture))
     if not gpus:
@@ -433,5 +443,5 @@ def busiest_device(capture: Capture, number: int | None = None) -> Device:
 
 
 def busy_ns(rows: pd.DataFrame) -> float:
-    """Return the ns in which at least one of the operations runs."""
+    """Return the time in ns in which at least one of the operations runs."""
     return union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())

@@ -1,15 +1,15 @@
-"""Decide which ranges of a capture are its steps.
+"""Decide which of a capture's ranges are its steps.
 
-A step is a range that repeats on one thread of a process and encloses most of what the process launches. Some
-other ranges do so too, and are not steps:
+A step is a range that repeats on one thread of a process and encloses most of the process's launches. Some
+ranges meet these conditions but aren't steps:
 
 - parts of a step: ranges within a phase's range, and ranges named after a layer;
-- ranges that a library opens for its own purposes;
-- warm-ups and everything in them, as long as something else was launched.
+- ranges that a library opens for internal purposes;
+- warm-ups and the ranges inside them, provided that the process launched other work, too.
 
-If no range is a step, but one repeated phase launches nearly all work (for example, in a benchmark of forward),
-that phase's ranges are the steps. Without such a phase, each replay of a large CUDA graph begins a step, as in
-an inference server.
+If no range is a step, but one repeated phase launches nearly all work (for example, in a benchmark of the forward
+pass), that phase's ranges are the steps. Without such a phase, each replay of a large CUDA graph begins a step, as
+in an inference server.
 """
 
 from dataclasses import dataclass
@@ -28,18 +28,20 @@ from stepscope.captures.range_names import (
 )
 from stepscope.traces.attribution import LATEST, NEVER, PROCESS, TraceError, matching, open_range, outermost
 
-MAX_CANDIDATES = 50  # range names considered: those with the most time
+MAX_CANDIDATES = 50  # we consider only the range names with the most time
 MAX_STEPS = 10_000
-MIN_STEP_SHARE = 0.5  # of all operations: a step's ranges enclose more
+MIN_STEP_SHARE = 0.5  # minimum share of all operations that a step's ranges enclose
 MIN_NAMED_STEP_SHARE = 0.2  # the same for a name with a word such as "step"
 MIN_PHASE_SHARE = 0.9  # the same for a phase used as a step
 MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
-MIN_MEASURED_SHARE = 0.05  # of all operations: if fewer are outside warm-ups, the warm-ups are the steps
+MIN_MEASURED_SHARE = (
+    0.05  # share of all operations; if fewer are outside warm-ups, the warm-ups are the steps
+)
 
 
 @dataclass
 class Steps:
-    """The steps of a capture.
+    """A capture's steps and warm-ups.
 
     rows: the ranges that are steps, with ``step``, their number in each process.
     warm_up: the ranges named as a warm-up; empty if nothing else was measured.
@@ -55,9 +57,9 @@ def find_steps(
     """Find the ranges that are steps.
 
     Args:
-        ranges: the ranges of Records, with ``plain`` (see ``plain_name``) and ``phase`` ("" for none).
-        process, launch: the process key and launch time of each operation (NEVER if unknown).
-        name: the name of the steps; None to find it.
+        ranges: Records' ranges, with ``plain`` (see ``plain_name``) and ``phase`` ("" if none).
+        process, launch: each operation's process key and launch time (NEVER if unknown).
+        name: the steps' name; None to detect it.
 
     Raises:
         TraceError: no range has this name.
@@ -90,7 +92,7 @@ def find_steps(
 
 
 def _are_within(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
-    """Return a mask of the ranges that one of ``outer`` encloses (or is), on any thread of the process."""
+    """Return a mask of the ranges that a range in ``outer`` encloses or equals, on any thread of the process."""
     processes = ranges["key"].to_numpy("int64") & PROCESS
     index = open_range(outer, processes, ranges["start_ns"].to_numpy("int64"))
     outer_end = outer["end_ns"].reindex(index, fill_value=-LATEST).to_numpy()
@@ -98,15 +100,15 @@ def _are_within(outer: pd.DataFrame, ranges: pd.DataFrame) -> np.ndarray:
 
 
 def _launch_share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> float:
-    """Return the share of operations launched within the ranges."""
+    """Return the share of operations that were launched within the ranges."""
     return float((open_range(rows, process, launch) >= 0).sum() / max(1, len(launch)))
 
 
 def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges whose name repeats and encloses most operations.
+    """Return the ranges whose name repeats and which enclose the most operations.
 
-    A name with a word such as "step" comes first; of two names that enclose as many operations, the one with
-    more time.
+    Names with a word such as "step" take precedence. If two names enclose the same number of operations, the name
+    with more time wins.
     """
     best, score = ranges[:0], (False, True, MIN_STEP_SHARE, 0)
     is_phase = ranges["phase"] != ""
@@ -117,7 +119,7 @@ def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndar
     total_ns = (ranges["end_ns"] - ranges["start_ns"]).groupby(ranges["plain"]).sum()
     candidates = ranges[ranges["plain"].isin(total_ns.nlargest(MAX_CANDIDATES).index)]
     for name, rows in candidates.groupby("plain"):
-        is_layer = LAYER_WORD.search(str(name)) is not None  # so "batch norm" is no batch
+        is_layer = LAYER_WORD.search(str(name)) is not None  # so "batch norm" doesn't count as a batch
         has_step_word = bool({*str(name).split()} & STEP_WORDS) and not is_layer
         is_part = in_phase[rows.index].mean() > 0.5 or is_layer
         is_on_several_threads = rows["key"].nunique() > (rows["key"] & PROCESS).nunique()
@@ -141,7 +143,7 @@ def _repeated_phase(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarra
 
 
 def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return a step for each replay of the CUDA graph with the most operations, up to its next replay.
+    """Return a step for each replay of the largest CUDA graph; a step lasts until the next replay.
 
     A call that launched many operations counts as a graph's launch.
     """
@@ -159,11 +161,11 @@ def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
     steps = pd.DataFrame(
         {"name": name, "start_ns": start, "end_ns": end, "key": main_replays["key"].to_numpy()}
     )
-    return steps.set_axis(range(-1 - len(steps), -1))  # collides with no row of ranges
+    return steps.set_axis(range(-1 - len(steps), -1))  # avoids collisions with the rows of ranges
 
 
 def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
-    """Return an error that lists the ranges of the capture, longest first."""
+    """Return an error that lists the capture's ranges, longest first."""
     is_step = matching(ranges["name"], PROFILER_STEP.search)
     rows = ranges[is_step | ~matching(ranges["name"], OPERATOR_RANGE.search)]
     longest = (

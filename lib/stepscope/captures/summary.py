@@ -40,8 +40,8 @@ from stepscope.traces.attribution import OUTSIDE, TraceError
 from stepscope.traces.kernel_categories import MATMUL
 
 MIN_OPS_TO_JUDGE = 5  # with fewer operations, the bound is unknown
-MIN_SHARE_SHOWN = 0.0005  # of the step: smaller parts are omitted
-MIN_WAITING = 0.05  # of exposed communication: less waiting is omitted
+MIN_SHARE_SHOWN = 0.0005  # share of the step; smaller parts are omitted
+MIN_WAITING = 0.05  # share of exposed communication; shorter waiting is omitted
 MAX_NAMED = 4  # outliers or causes of idle time in one line
 BOUND_BY_CAUSE = {
     "sync": "sync-bound",
@@ -61,17 +61,17 @@ def profile(
     from_ms: float | None = None,
     to_ms: float | None = None,
 ) -> list[Line]:
-    """Summarize a capture file, one line per fact; the first line describes the capture itself.
+    """Summarize a capture file, one line per fact; describe the capture itself in the first line.
 
     Args:
         step, phases: as in ``load_capture``.
-        device: the GPU to summarize; None for the busiest one.
+        device: the GPU to summarize; None for the busiest GPU.
         csv: a file to write all operations to, one per line.
         from_ms, to_ms: as in ``Capture.between``.
 
     Raises:
-        TraceError: the capture cannot be read, or has no such GPU, step or phase.
-        OSError: the CSV cannot be written.
+        TraceError: the capture can't be read, or lacks this GPU, step or phase.
+        OSError: the CSV can't be written.
     """
     capture = load_capture_or_sums(path, step, phases)
     if isinstance(capture, Capture) and (from_ms is not None or to_ms is not None):
@@ -110,10 +110,10 @@ def summarize(capture: Capture, device: int | None = None) -> list[Line]:
 
 
 def phases_of(options: Sequence[str]) -> dict[str, str] | None:
-    """Parse options such as "forward=NAME" into a phase by range name or pattern; None without options.
+    """Parse options such as "forward=NAME" into phases by range name or pattern; return None without options.
 
     Raises:
-        TraceError: an option has another form.
+        TraceError: an option has a different form.
     """
     phases = {}
     for text in options:
@@ -128,7 +128,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
 
 
 def _rank_lines(gpus: Sequence[Device]) -> list[Line]:
-    """Compare the GPUs of a capture, if they share steps; the times of each GPU are in other lines."""
+    """Compare a capture's GPUs if they share steps; omit each GPU's times, which other lines contain."""
     names = [gpu.name for gpu in gpus]
     with suppress(TraceError):
         return [line for line in rank_lines(gpus, names) if line.label not in names]
@@ -180,7 +180,7 @@ def _capture_line(gpu: Device, gpus: Sequence[Device]) -> Line:
 
 
 def _steps_text(gpu: Device) -> str:
-    """Describe the capture's steps, and how many of them have no GPU work."""
+    """Describe the capture's steps, and how many of them contain no GPU work."""
     names, count = gpu.host_steps["name"].tolist(), len(gpu.host_steps)
     if not count:
         return "no steps found: the whole capture counts as one"
@@ -214,7 +214,7 @@ def _breakdown_line(label: str, gpu: Device) -> Line:
 
 
 def _outliers_line(gpu: Device) -> Line:
-    """Name the steps whose time is far from the median, and the part that differs most."""
+    """Name the steps whose time is far from the median, and the part that differs the most."""
     texts = []
     for index in gpu.outliers[:MAX_NAMED]:
         extra_ms = (gpu.breakdowns.iloc[index] - gpu.median).drop("wall")
@@ -228,7 +228,7 @@ def _outliers_line(gpu: Device) -> Line:
 
 
 def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
-    """Describe the time before the GPU works: a start-up if there are no steps, else the start of each step."""
+    """Describe the time before the GPU works: the start of each step, or the start-up if there are no steps."""
     wall = gpu.median["wall"]
     if gpu.startup_ms:
         share = number(gpu.startup_ms / wall, "%")
@@ -256,7 +256,7 @@ def _startup_line(gpu: Device, gaps: pd.DataFrame) -> Line:
 
 
 def _bound_line(gpu: Device, gap_causes: pd.DataFrame, causes: pd.DataFrame) -> Line:
-    """Name what bounds the step: the GPU, launches, synchronization or other host work."""
+    """Name the step's bound: the GPU, launches, synchronization or other host work."""
     known = gpu.operations["launch_start_ns"].notna().sum()
     if not known:
         return Line("bound", "unknown: the capture has no launch records")
@@ -345,7 +345,7 @@ def _communication_line(gpu: Device) -> Line:
     exposed = gpu.median["exposed communication"]
     parts = exposed_communication(gpu)
     values = {"communication_ms": total, "exposed_ms": exposed, "waiting_ms": parts.waiting_ms}
-    if np.isfinite(parts.min_transfer_ms):  # JSON has no nan
+    if np.isfinite(parts.min_transfer_ms):  # JSON doesn't support nan
         values["min_transfer_ms"] = parts.min_transfer_ms
     text = f"{number(total, 'ms')}, {number(1 - exposed / total, '%')} hidden"
     if exposed:
@@ -364,7 +364,7 @@ def _communication_line(gpu: Device) -> Line:
 
 
 def _waiting_text(gpu: Device, parts: Exposed) -> str:
-    """Describe how much of the exposed communication is waiting for other GPUs."""
+    """Describe how much of the exposed communication time the GPU spends waiting for other GPUs."""
     waiting = number(parts.waiting_ms, "ms")
     if np.isfinite(parts.min_transfer_ms):
         speed = f"{gpu.sheet['link_gb_s']:g} GB/s ({gpu.sheet['link']})"
@@ -400,7 +400,7 @@ def _advice_lines(gpu: Device, causes: pd.DataFrame) -> list[Line]:
 
 
 def _not_available_line(gpu: Device) -> Line:
-    """List what the capture does not contain."""
+    """List the kinds of data that the capture doesn't contain."""
     rows, missing, capture = gpu.operations, [], gpu.capture
     if capture.rank and capture.rank[1] > 1:
         missing.append("other ranks")

@@ -1,4 +1,4 @@
-"""Figures, one module per study. Each function draws rows of views under a title from the document."""
+"""Draw figures, with one module per study. Each function draws rows of views under a title from the document."""
 
 import importlib
 from collections.abc import Callable

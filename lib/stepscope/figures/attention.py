@@ -1,4 +1,4 @@
-"""Figures of the attention study."""
+"""Draw the attention study's figures."""
 
 import pandas as pd
 import seaborn as sns
@@ -8,7 +8,7 @@ from stepscope.report import style
 from stepscope.report.tables import digits
 from stepscope.studies.attention.figures import LINE_COLORS
 
-MIN_TICK_RATIO = 4  # between labeled context lengths, because closer labels would overlap
+MIN_TICK_RATIO = 4  # minimum ratio of neighboring labeled context lengths; closer labels would overlap
 
 
 @style.look()
@@ -16,7 +16,7 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
     """Draw the GPU time of forward and backward over the context length, with one line per implementation.
 
     Args:
-        rows: of the view ``attention``, for one head dimension and precision.
+        rows: rows of the view ``attention``, for one head dimension and precision.
     """
     rows = rows.dropna(subset="gpu_ms")
     drawn, axes = style.figure(title, height=4)
@@ -30,7 +30,7 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    # labels are at the right edge, even for implementations that ran out of memory at shorter contexts
+    # labels are at the right edge, even if an implementation ran out of memory at a shorter context length
     last = rows.sort_values("context_length").groupby("name")["gpu_ms"].last()
     ends = {name: (lengths[-1], ms) for name, ms in last.items()}
     style.label_ends(axes, ends, {name: LINE_COLORS[name] for name in last.index})
@@ -39,10 +39,10 @@ def attention_time(title: str, rows: pd.DataFrame) -> style.Picture:
 
 @style.look()
 def attention_heatmap(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw one implementation's GPU time of forward and backward by head dimension and context length.
+    """Draw one implementation's GPU time for forward and backward by head dimension and context length.
 
     Args:
-        rows: of the view ``attention``, one per head dimension and context length.
+        rows: rows of the view ``attention``, one per head dimension and context length.
     """
     times, status = (
         rows.pivot(index="d_model", columns="context_length", values=name) for name in ("gpu_ms", "status")

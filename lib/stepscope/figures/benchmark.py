@@ -1,4 +1,4 @@
-"""Figures of the benchmark study."""
+"""Draw the benchmark study's figures."""
 
 import numpy as np
 import pandas as pd
@@ -11,10 +11,10 @@ from stepscope.stats import LAUNCH_BOUND
 
 @style.look()
 def phases(title: str, rows: pd.DataFrame) -> style.Picture:
-    """Draw the share of each phase in the GPU time of each size's full step.
+    """Draw each phase's share of the full step's GPU time, for each size.
 
     Args:
-        rows: of the view ``phases``, one per size.
+        rows: rows of the view ``phases``, one per size.
     """
     names = [*style.PHASE_COLORS]
     by_size = rows.set_index("size")
@@ -37,7 +37,7 @@ def busy(title: str, rows: pd.DataFrame) -> style.Picture:
     """Draw how busy the GPU is over the context length, with one line per size and hollow GPU-bound points.
 
     Args:
-        rows: of the view ``times``, one per size and context length.
+        rows: rows of the view ``times``, one per size and context length.
     """
     drawn, axes = style.figure(title, 3.4)
     ends = style.lines(axes, rows, "context_length", "busy", "size", style.SIZE_COLORS)
@@ -67,7 +67,7 @@ def compile_kernels(title: str, rows: pd.DataFrame) -> style.Picture:
     """Draw the GPU time of non-matmul kernels, with two bars per size: eager and compiled.
 
     Args:
-        rows: of the view ``compiled``, one per size.
+        rows: rows of the view ``compiled``, one per size.
     """
     drawn, axes = style.figure(title, 1.0 + 0.7 * len(rows))
     labels, values, texts = [], [], []

@@ -1,4 +1,4 @@
-"""Figures of the ladder study."""
+"""Draw the ladder study's figures."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,13 +14,13 @@ OFFSET = "offset points"
 
 @style.look()
 def ladder(title: str, rows: pd.DataFrame) -> Picture:
-    """Draw the wall time of each configuration on a logarithmic axis. Those of Hugging Face are orange.
+    """Draw each configuration's wall time on a logarithmic axis, with Hugging Face's configurations in orange.
 
-    Dashed lines are references for our fully optimized step: the time of its FLOPs and bytes at burst rates, and
-    with matmuls at the sustained rate.
+    Dashed lines show reference times for our fully optimized step: the time that its FLOPs and bytes take at burst
+    rates, and the time that they take if matmuls run at the sustained rate.
 
     Args:
-        rows: of the view ``steps``, for one case, with our configurations in order.
+        rows: rows of the view ``steps``, for one case, with our configurations in order.
     """
     is_peer = rows.optimization.str.startswith("hugging_face")
     ours = rows[~is_peer].tail(1)
@@ -85,7 +85,7 @@ def last_step_parts(title: str, parts: pd.DataFrame) -> Picture:
     for height, left, over, reference in zip(heights, lefts, rows.over_ms, rows.reference_ms):
         text = f"{digits(over)} over {digits(reference)} ms" if reference else number(over, "ms")
         right = left + over
-        is_left = left - total.reference_ms > total.ms - right  # more room on the left
+        is_left = left - total.reference_ms > total.ms - right  # the left side has more room
         axes.annotate(
             text,
             (left if is_left else right, height),
@@ -116,9 +116,9 @@ def ladder_roofline(
 
     Args:
         points: rows of the view ``roofline``.
-        rates: one row of the view ``rates``. Its large matmuls and its copy are the roofs.
-        launched: one step. Its FLOPs over the time of its launches are the dashed line.
-        launching: steps with ``launch_us``. The dashed line uses the minimum.
+        rates: one row of the view ``rates``, whose large matmuls and copy are the roofs.
+        launched: one step, whose FLOPs divided by the time of its launches give the dashed line.
+        launching: steps with ``launch_us``; the dashed line uses the minimum.
     """
     rate, step = rates.iloc[0], launched.iloc[0]
     launch_s = launching.launch_us.min() * step.operations / 1e6
@@ -153,7 +153,7 @@ def ladder_roofline(
 
 
 def _roofs(axes: Axes, rate: pd.Series, left: float, right: float) -> None:
-    """Draw the roofs: the rate of a copy, and those of large matmuls from their ridge points on."""
+    """Draw the roofs: a copy's rate, and the rates of large matmuls from their ridge points on."""
     copy, bf16, fp32 = rate.copy_tb_per_s, rate.bf16_tflops, rate.fp32_tflops
     ridge = bf16 / copy
     axes.plot([left, ridge], [left * copy, bf16], color=INK, linewidth=1)
@@ -179,11 +179,11 @@ def _roofs(axes: Axes, rate: pd.Series, left: float, right: float) -> None:
 
 
 def _points(axes: Axes, points: pd.DataFrame, color: str) -> None:
-    """Draw the parts of a step as points with labels."""
+    """Draw a step's parts as labeled points."""
     axes.scatter(points.intensity, points.tflops, s=36, color=color, zorder=3)
     for x, y, part in zip(points.intensity, points.tflops, points.part):
         is_above = part in ("AdamW", "attention")
-        is_left = part == "AdamW" and color == BLUE  # its right side is next to the roof
+        is_left = part == "AdamW" and color == BLUE  # because its right side is next to the roof
         axes.annotate(
             part,
             (x, y),
@@ -220,7 +220,7 @@ def fp8(title: str, rows: pd.DataFrame) -> Picture:
 def ladder_training(title: str, curves: pd.DataFrame) -> Picture:
     """Draw each optimization's training loss minus the baseline's.
 
-    Blue curves start from the same weights as the baseline. Gray curves are the baseline with other seeds.
+    Blue curves start from the same weights as the baseline. Gray curves show the baseline with different seeds.
 
     Args:
         curves: rows of the view ``loss_curves``, for one case.

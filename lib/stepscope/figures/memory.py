@@ -1,4 +1,4 @@
-"""Figures of the memory study."""
+"""Draw the memory study's figures."""
 
 from typing import Any
 
@@ -21,17 +21,17 @@ KIND_COLORS = {
     "workspaces": style.MUTED,
     "other": style.FILL,
 }
-MAX_POINTS = 160  # points in a drawn timeline, because each takes space in the SVG
+MAX_POINTS = 160  # maximum number of points in a timeline, because each point takes space in the SVG
 MIN_NAMED_SHARE = 0.08  # share of the height or width; thinner parts aren't labeled
 
 
 @style.look()
 def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> style.Picture:
-    """Draw requested memory over the allocations and frees of each recorded mode, by kind.
+    """Draw the requested memory by kind over each recorded mode's allocations and frees.
 
     Args:
         timeline: rows of the view ``timeline`` for one configuration, with at least one mode.
-        peaks: rows of the view ``peaks``, with the total of each of the modes.
+        peaks: rows of the view ``peaks``, with each mode's total.
     """
     modes = [mode for mode in PHASES if (timeline["mode"] == mode).any()]
     widths = [max(2, len(PHASES[mode])) for mode in modes]
@@ -54,13 +54,13 @@ def memory_timeline(title: str, timeline: pd.DataFrame, peaks: pd.DataFrame) -> 
 
 
 def _live(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the live memory (GiB) at each moment, one column per kind."""
+    """Return the live memory in GiB at each moment, with one column per kind."""
     kinds = [kind for kind in KIND_COLORS if kind in LIVE]
     return rows[[column(kind) for kind in kinds]].set_axis(kinds, axis="columns")
 
 
 def _highest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Thin a timeline to at most :data:`MAX_POINTS` rows by keeping the highest of each interval."""
+    """Thin a timeline to at most :data:`MAX_POINTS` rows by keeping each interval's highest row."""
     total = _live(rows).sum(axis=1)
     stretch = np.arange(len(rows)) // -(-len(rows) // MAX_POINTS)
     return rows.loc[total.groupby(stretch).idxmax()]
@@ -88,7 +88,7 @@ def _stack(axis: Axes, rows: pd.DataFrame, limit: float) -> None:
 
 
 def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
-    """Write a kind's name next to its highest spike, which is too narrow for a label inside."""
+    """Write a kind's name next to its highest spike, which is too narrow to contain the label."""
     axis.annotate(
         kind,
         (place, top[place]),
@@ -100,7 +100,7 @@ def _name_spike(axis: Axes, place: int, top: np.ndarray, kind: str) -> None:
 
 
 def _mark_phases(axis: Axes, phases: pd.Series) -> None:
-    """Draw a labeled line at the start of each phase; a narrow last phase has its label end at the edge."""
+    """Draw a labeled line at the start of each phase; if the last phase is narrow, end its label at the edge."""
     starts = phases.ne(phases.shift()).to_numpy().nonzero()[0]
     if len(starts) < 2:
         return
@@ -118,7 +118,7 @@ def _mark_phases(axis: Axes, phases: pd.Series) -> None:
 
 
 def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
-    """Mark the highest moment. ``text`` is the allocated peak, slightly more than the requested memory drawn."""
+    """Mark the highest point with ``text``: the allocated peak, slightly more than the requested memory drawn."""
     place = int(total.to_numpy().argmax())
     axis.plot([place], [total.iloc[place]], "v", color=style.INK)
     axis.annotate(
@@ -128,10 +128,10 @@ def _mark_peak(axis: Axes, total: pd.Series, text: str) -> None:
 
 @style.look()
 def memory_peak(title: str, sizes: pd.DataFrame, longer: pd.DataFrame) -> style.Picture:
-    """Draw predicted peaks of a full step by kind: several sizes, then one size at longer context lengths.
+    """Draw a full step's predicted peaks by kind: several sizes, then one size at longer context lengths.
 
     Args:
-        sizes, longer: rows of the view ``predictions``, drawn as one bar each; steps that ran out of memory are
+        sizes, longer: rows of the view ``predictions``, each drawn as one bar; steps that ran out of memory are
             hatched.
     """
     rows = pd.concat([sizes, longer])

@@ -1,4 +1,4 @@
-"""Figures of the mixed_precision study."""
+"""Draw the mixed_precision study's figures."""
 
 import pandas as pd
 from matplotlib.ticker import NullLocator

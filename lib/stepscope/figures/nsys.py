@@ -1,4 +1,4 @@
-"""Figures of the nsys study."""
+"""Draw the nsys study's figures."""
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ PHASES = {"forward": "forward", "backward": "backward", "optimizer": "AdamW"}  #
 
 @style.look()
 def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Picture:
-    """Draw a bar per size and phase of a full step, divided by kernel category, in shares of the step.
+    """Draw a bar for each size and phase of a full step, divided by kernel category, in shares of the step.
 
     Args:
         categories: rows of the view ``profile_categories`` for one mode, one row per size, phase and category.
@@ -36,7 +36,7 @@ def kernel_categories_by_size(title: str, categories: pd.DataFrame) -> style.Pic
 
 @style.look()
 def launches_timeline(title: str, operations: pd.DataFrame) -> style.Picture:
-    """Draw a millisecond of forward: CPU launches, GPU kernels, and the GPU kernels when run as a CUDA graph.
+    """Draw one millisecond of forward: CPU launches, GPU kernels, and the GPU kernels of the same CUDA graph.
 
     Args:
         operations: rows of the view ``launch_timeline`` for one configuration.

@@ -10,14 +10,14 @@ from stepscope.report.output import Report, stale_figures
 from stepscope.runs.store import Store
 from stepscope.views import Views
 
-NEARLY = 0.05  # points in a drawing's coordinates; another machine rounds the last digit differently
+NEARLY = 0.05  # points in a drawing's coordinates; machines round the last digit differently
 MAX_BYTES = 2**28
 
 
 def check(runs: Path, out: Path) -> list[str]:
     """Return the differences between the writeup in ``out`` and the records in ``runs``, one line per file.
 
-    Write nothing. The package's ``reference.parquet`` is compared, too.
+    Write no files. The package's ``reference.parquet`` is compared, too.
 
     Raises:
         StepscopeError: as in :func:`stepscope.report.writeup.compose`.
@@ -51,7 +51,7 @@ def _compared(out: Path, name: str, expected: str) -> str:
 
 
 def alike(old: str, new: str) -> bool:
-    """Return True if two drawings have the same words and tags, and nearly the same numbers in the tags."""
+    """Return whether two drawings contain the same words and tags, and nearly the same numbers in the tags."""
     pieces = [re.split(r"(<[^>]*>)", re.sub(r"\b[a-z][0-9a-f]{10}\b", "", text)) for text in (old, new)]
     if len(pieces[0]) != len(pieces[1]) or pieces[0][::2] != pieces[1][::2]:
         return False

@@ -1,4 +1,4 @@
-"""Render a document about one dataset from Jinja2 templates whose numbers are cells of views.
+"""Render a document about one dataset from Jinja2 templates, whose numbers are cells of views.
 
     {% set big = rows(steps, size="2.7B", context_length=512) %}
     A step takes {{ row(big, optimization="fp32").wall_ms|ms }}.{{ holds(big.wall_ms.max() < 2000) }}
@@ -41,7 +41,7 @@ EACH = object()  # rows(view, size=each) names a field but keeps all of its valu
 
 
 class DocumentError(StepscopeError):
-    """A document that cannot be rendered; the message names each faulty template, line and sentence."""
+    """An error for an unrenderable document; the message names each faulty template, line and sentence."""
 
     has_lines = True
 
@@ -50,10 +50,10 @@ class DocumentError(StepscopeError):
 
 
 def rows(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values; there is at least one.
+    """Return the rows with the given values, at least one.
 
     Args:
-        values: for each column a value, a list of allowed values, or ``each`` to allow all values.
+        values: for each column, a value, a list of allowed values, or ``each`` to allow all values.
 
     Raises:
         LookupError: a column doesn't exist, or no row matches.
@@ -79,7 +79,7 @@ def row(view: pd.DataFrame, **values: object) -> pd.Series:
     """Return the only row with the given values.
 
     Raises:
-        LookupError: no row matches, or several do.
+        LookupError: no row matches, or several rows match.
     """
     selected = rows(view, **values)
     if len(selected) > 1:
@@ -94,7 +94,7 @@ def wide(view: pd.DataFrame, index: str, columns: str, values: str) -> pd.DataFr
     """Return a table with one column per value of ``columns``, in the view's order.
 
     Raises:
-        LookupError: two rows fall into the same cell.
+        LookupError: two rows belong in the same cell.
     """
     if view.duplicated([index, columns]).any():
         other_columns = varying(
@@ -118,13 +118,13 @@ def table(
     """Print a table as markdown.
 
     Args:
-        columns: "name" or "name: heading, unit"; without any, all columns are printed.
-        unit: unit of numbers whose heading has none.
+        columns: "name" or "name: heading, unit"; if none are given, all columns are printed.
+        unit: unit of numbers whose heading contains no unit.
         rows: maximum number of rows to print.
-        drop_empty: leave out columns without values instead of raising an error.
+        drop_empty: omit columns without values instead of raising an error.
 
     Raises:
-        LookupError: a column doesn't exist or is empty, or the table has no rows.
+        LookupError: a column doesn't exist or is empty, or the table contains no rows.
     """
     headings = {}
     for column in columns:
@@ -168,7 +168,7 @@ def _formatter(unit: str) -> Callable[[Any], str]:
 
 
 def span(values: pd.Series, name: str) -> str:
-    """Format the smallest and the largest value with another filter: "0.98x to 1.00x"."""
+    """Format the smallest and the largest value with the named filter, such as "0.98x to 1.00x"."""
     _require_named(values)
     ends = [FILTERS[name](end) for end in (values.min(), values.max())]
     return " to ".join(dict.fromkeys(ends))
@@ -209,7 +209,7 @@ FILTERS |= {
 
 
 def _require_named(values: pd.Series) -> None:
-    """Refuse to reduce rows that differ in a field of the key that no lookup named."""
+    """Raise an error if the rows to reduce differ in a key field that no lookup named."""
     if unnamed := values.attrs.get("unnamed"):
         raise LookupError(
             f"rows that differ in {', '.join(unnamed)} are joined to one number, but the lookup names no such"
@@ -218,7 +218,7 @@ def _require_named(values: pd.Series) -> None:
 
 
 class _Context(jinja2.runtime.Context):
-    """Names of a template; a view is computed only when the template uses it."""
+    """A template's names, which computes a view only when the template uses it."""
 
     def resolve_or_missing(self, key: str) -> Any:
         value = super().resolve_or_missing(key)
@@ -227,10 +227,10 @@ class _Context(jinja2.runtime.Context):
 
 
 class _Environment(jinja2.Environment):
-    """Jinja2 environment for templates over views.
+    """A Jinja2 environment for templates over views.
 
-    A column takes precedence over a pandas attribute of the same name (``row.size``, ``row.mode``), and ``holds``
-    gets its line and the numbers that its condition compares.
+    A column takes precedence over a pandas attribute with the same name (``row.size``, ``row.mode``), and
+    ``holds`` receives its line and the numbers that its condition compares.
     """
 
     context_class = _Context
@@ -275,7 +275,7 @@ def _comparisons(condition: nodes.Expr) -> list[nodes.Expr]:
 
 
 class Document:
-    """Templates of a folder, rendered over views; collects errors and drawn figures."""
+    """A folder's templates, rendered over views, with the errors and figures that rendering produced."""
 
     def __init__(
         self, folder: Path, views: Mapping[str, Any], figures: Mapping[str, Callable[..., str]]
@@ -283,7 +283,7 @@ class Document:
         """Prepare the templates.
 
         Args:
-            folder: folder of the templates, ``*.md.j2``.
+            folder: folder that contains the templates, ``*.md.j2``.
             views: views, facts and texts that templates look up by name.
             figures: functions (title, *frames) that return an SVG, by name.
         """
@@ -333,16 +333,16 @@ class Document:
         return text
 
     def check(self) -> None:
-        """Raise an error if any template failed so far.
+        """Raise an error if any template has failed so far.
 
         Raises:
-            DocumentError: names each sentence that no longer holds, and the first failure of each template.
+            DocumentError: names each sentence that no longer holds, and each template's first failure.
         """
         if self._errors or self._false:
             raise DocumentError("\n\n".join([*self._errors, *self._false]))
 
     def _holds(self, condition: Any, sides: list, name: str, line: int) -> str:
-        """Return an empty string if the condition is true; otherwise a mark that locates the rendered sentence."""
+        """Return an empty string if the condition is true, otherwise a mark that locates the rendered sentence."""
         if bool(condition):
             return ""
         compared = "; ".join(" vs. ".join(_shown(value) for value in side) for side in sides)

@@ -1,4 +1,4 @@
-"""Terminal tables that show which steps fit into a GPU's memory, from :mod:`stepscope.model.fit`."""
+"""Make terminal tables that show which steps fit into a GPU's memory, based on :mod:`stepscope.model.fit`."""
 
 from typing import Any
 
@@ -16,9 +16,9 @@ LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "title_justif
 
 
 def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
-    """Return a table for one configuration that shows which steps fit.
+    """Return a table that shows which of one configuration's steps fit.
 
-    It also has the largest context length, batch size and model size that fit.
+    The table also lists the largest context length, batch size and model size that fit.
     """
     title = (
         f"{config.shape}, context {config.context_length:,}, batch {config.batch_size:,}, vocabulary"
@@ -41,10 +41,10 @@ def fit_table(config: StepConfig, memory_gib: float, edition: int) -> Table:
 
 
 def grid_tables(config: StepConfig, context: int | None, memory_gib: float, edition: int) -> list[Table]:
-    """Return the peaks of the assignment's grid, and the largest size that fits for each step.
+    """Return a table of the assignment grid's peaks, and a table of the largest size that fits for each step.
 
     Args:
-        context: the only context length to show; None shows those of the assignment.
+        context: the only context length to show; None shows the assignment's context lengths.
     """
     contexts = CONTEXTS if context is None else [context]
 

@@ -1,6 +1,6 @@
 """Load a runs folder into tables: read, validated once, and joined over all runs of a study.
 
-A faulty run is reported in one sentence and left out, so bad input never ends in a traceback.
+A faulty run is reported in one sentence and omitted, so bad input never causes a traceback.
 """
 
 import importlib
@@ -28,24 +28,24 @@ from stepscope.runs.store import Store, runs_folder
 MAX_ROWS, MAX_BYTES = 2_000_000, 2**28  # limits of one table, in memory
 QUIET_S = 2.0
 SOFTWARE = ("torch", "cuda", "driver")
-# Columns with times, and columns that identify the case of a run that was measured together.
+# Columns that contain times, and columns that identify a case, whose rows a run measured together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
 
 
 class RunsError(StepscopeError, ValueError):
-    """A runs folder without usable runs."""
+    """An error for a runs folder without usable runs."""
 
 
 class TableError(StepscopeError, ValueError):
-    """A run's table that cannot be used; the message names the run, table, column, and what was expected."""
+    """An error for an unusable table; the message names the run, table, column and expected contents."""
 
 
 @dataclass
 class Read:
-    """Contents of a runs folder.
+    """A runs folder's contents.
 
-    Tables are named "<study>.<table>", for studies that have runs, plus ``runs``. Records in ``replaced`` are in
-    no table, because a newer run has the same key.
+    Tables are named "<study>.<table>", for studies with runs, and ``runs``. They omit the records in ``replaced``,
+    because newer runs have the same keys.
     """
 
     records: list[Record]
@@ -56,17 +56,17 @@ class Read:
 
 
 def load(runs: str | Path = "", quiet: bool = False) -> Tables:
-    """Load all tables of a runs folder for your own analysis: ``load()["benchmark.times"]``.
+    """Load all of a runs folder's tables for your own analysis: ``load()["benchmark.times"]``.
 
     Each table is tidy: one row per key, the configuration of its run in the first columns, and units in column
-    names. ``runs`` has one row per run, and "<study>.results" holds each run's scalar results.
+    names. ``runs`` contains one row per run, and "<study>.results" contains each run's scalar results.
 
     Args:
         runs: the folder, relative to the checkout if there is one; empty for the committed reference.
-        quiet: print no warnings about runs that were left out.
+        quiet: suppress warnings about omitted runs.
 
     Raises:
-        RunsError: the folder doesn't exist or holds no usable run.
+        RunsError: the folder doesn't exist or contains no usable run.
     """
     if not runs and not PROJECT:
         raise RunsError(
@@ -81,10 +81,10 @@ def load(runs: str | Path = "", quiet: bool = False) -> Tables:
 
 
 def read(store: Store, chosen: Callable[[Record], bool] = lambda record: True) -> Read:
-    """Read a runs folder; leave out unusable runs and name them in ``errors``.
+    """Read a runs folder; omit unusable runs and name them in ``errors``.
 
     Args:
-        chosen: selects the records to read.
+        chosen: returns True for the records to read.
 
     Raises:
         RunsError: the folder doesn't exist.
@@ -139,7 +139,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
     if tables and hasattr(module, "tables"):
         try:
             tables |= module.tables(tables)
-        except Exception as error:  # noqa: BLE001 a table that it needs may be missing
+        except Exception as error:  # noqa: BLE001 a required table may be missing
             found.errors.append(f"{name}: cannot compute its derived tables ({_describe(error)})")
     found.replaced += [record for run, record in usable.items() if run in older]
     newest = [record for run, record in usable.items() if run not in older]
@@ -155,7 +155,7 @@ def _study(store: Store, module: ModuleType, name: str, records: list[Record], f
 
 
 def _files(store: Store, module: ModuleType, record: Record) -> Tables:
-    """Return the tables of one run; empty unless the run finished."""
+    """Return one run's tables; empty unless the run finished."""
     for name in getattr(module, "NUMBERS", ()):
         if isinstance(value := record.results.get(name), str):
             raise TableError(
@@ -174,7 +174,7 @@ def _files(store: Store, module: ModuleType, record: Record) -> Tables:
 
 
 def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
-    """Return one table from its file, whose size is checked before its contents are read."""
+    """Read one table from its file, but check the file's size first."""
     path = f"{record.study}/{record.run_id}/{record.tables[table].file}"
     try:
         with open_within(store.root, path) as file:
@@ -194,10 +194,10 @@ def _file(store: Store, record: Record, table: str) -> pd.DataFrame:
 
 
 def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Validate one table of several runs, all together; if that fails, one by one.
+    """Validate several runs' versions of a table together; if that fails, validate them one by one.
 
     Returns:
-        The valid rows with ``run_id``, and by run the reason why its table cannot be used.
+        The valid rows with ``run_id``, and for each faulty run the reason why its table can't be used.
     """
     frames = {run: _with_optional(schema, frame) for run, frame in frames.items()}
     if all(set(frame) == set(schema.columns) for frame in frames.values()):
@@ -207,7 +207,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             checks=schema.checks,
             unique=["run_id", *schema.unique],
         )
-        with suppress(Exception):  # pandera's own errors, and those that its checks raise on odd types
+        with suppress(Exception):  # pandera's own errors, and errors that its checks raise on odd types
             return by_run.validate(_together(frames)), {}
     fit, wrong = {}, {}
     for run, frame in frames.items():
@@ -215,22 +215,22 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             fit[run] = schema.validate(frame, lazy=True)
         except SchemaErrors as error:
             wrong[run] = _why(error)
-        except Exception as error:  # noqa: BLE001 checks raise anything on odd types
+        except Exception as error:  # noqa: BLE001 checks may raise any error on odd types
             wrong[run] = _describe(error)
     return _together(fit), wrong
 
 
 def _with_optional(schema: pa.DataFrameSchema, frame: pd.DataFrame) -> pd.DataFrame:
-    """Add the optional columns that older records lack, as empty columns."""
+    """Add empty columns for the optional columns that older records omit."""
     optional = [name for name, column in schema.columns.items() if not column.required]
     return frame.assign(**{name: None for name in optional if name not in frame})
 
 
 def steady(tables: Tables) -> Tables:
-    """Return the tables without rows that a run marked as inconsistent.
+    """Remove rows that a run marked as inconsistent from the tables.
 
-    Tables with times of the same run and case, such as single steps and kernels, lose those rows, too. Nothing
-    inconsistent is therefore reported, drawn or tabulated, apart from its name.
+    If other tables contain times of the same run and case, such as single steps and kernels, those rows are
+    removed, too. Therefore, we report, draw and tabulate nothing about an inconsistent case except its name.
     """
     # A run's results repeat its rows in one cell, and aren't a timed case.
     marked = {
@@ -261,7 +261,7 @@ def _together(frames: Tables) -> pd.DataFrame:
 
 
 def _why(error: SchemaErrors) -> str:
-    """Describe in one line why a table is invalid."""
+    """Explain in one line why a table is invalid."""
     case = error.failure_cases.iloc[0]
     value = case["failure_case"]
     value = truncated_repr(value.item() if hasattr(value, "item") else value)
@@ -280,7 +280,7 @@ def _describe(error: Exception) -> str:
 
 
 def _config(module: ModuleType, record: Record) -> dict:
-    """Return the columns of a run's configuration; a custom size is named by its dimensions."""
+    """Return a run's configuration columns; name a custom size by its dimensions."""
     config = {name: record.config[name] for name in module.CONFIG}
     if config.get("size") == "custom":
         config["size"] = " ".join(
@@ -291,7 +291,7 @@ def _config(module: ModuleType, record: Record) -> dict:
 
 
 def _configured(module: ModuleType, frame: pd.DataFrame, records: dict[str, Record]) -> pd.DataFrame:
-    """Return a table with the columns of its runs' configurations first."""
+    """Return a table with its runs' configuration columns placed first."""
     configs = pd.DataFrame([_config(module, record) for record in records.values()], [*records])
     added = configs[[name for name in configs if name not in frame]].loc[frame["run_id"]]
     return pd.concat([added.reset_index(drop=True), frame.reset_index(drop=True)], axis="columns")

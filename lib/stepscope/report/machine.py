@@ -1,8 +1,8 @@
 """Compare your machine with the reference: a report of any runs folder, with tables and figures but no claims.
 
-The report shows the writeup's views, if the folder has the data, next to the reference's rows of the same key.
-The reference comes from ``reference.parquet``, so an installed package has it, too. The templates of ``machine/``
-are rendered in order, once per device.
+The report shows the writeup's views, if the folder contains the data, next to the reference rows with the same
+keys. The reference comes from ``reference.parquet``, so an installed package includes it, too. The templates in
+``machine/`` are rendered in order, once per device.
 """
 
 import itertools
@@ -39,7 +39,7 @@ REFERENCE = Path(__file__).with_name("reference.parquet")
 THERE = "_there"  # suffix of the reference's columns
 MAX_ROWS_OPEN = 30  # longer tables are folded
 MAX_ROWS = 1_000
-RELATIVE_TOLERANCE = 1e-9  # sums depend on the order of their terms
+RELATIVE_TOLERANCE = 1e-9  # because sums depend on the order of their terms
 # Views that the templates use, and the columns shown next to the reference's.
 COMPARED = {
     "handout_times": ["forward", "backward", "forward_and_backward", "full_step"],
@@ -64,7 +64,7 @@ COMPARED = {
     "attention": ["wall_ms", "gpu_ms", "saved_mib"],
     "attention_errors": [],
 }
-# Peak rates of a machine, the fastest of all runs: view, column, words and unit.
+# A machine's peak rates, each from its fastest run: view, column, words and unit.
 RATES = (
     ("peak_rates", "matmul_tflops", "large fp32 matmul", "TFLOP/s"),
     ("rates", "bf16_tflops", "large bf16 matmul", "TFLOP/s"),
@@ -86,7 +86,7 @@ ALWAYS_NAMED = ("size", "context_length", "batch_size", "d_model", "precision")
 
 
 def reference_views(views: Views) -> dict[str, pd.DataFrame]:
-    """Return the views to compare with: the key and the compared columns of each, and ``about`` with one row."""
+    """Return the reference views with their keys and compared columns, and ``about`` with one row."""
     declared = all_views()
     frames = {}
     for name, columns in COMPARED.items():
@@ -97,7 +97,7 @@ def reference_views(views: Views) -> dict[str, pd.DataFrame]:
 
 
 def machine_rates(views: Views) -> pd.DataFrame:
-    """Return the peak rates of a machine: ``what``, and ``text``, formatted with its unit."""
+    """Return a machine's peak rates: ``what`` names each rate, and ``text`` formats it with its unit."""
     rates = []
     for name, column, what, unit in RATES:
         with suppress(MissingTable):
@@ -109,17 +109,17 @@ def machine_rates(views: Views) -> pd.DataFrame:
 
 
 def about(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return one row about the runs of one device: its name, the newest run's software, and the number of runs."""
+    """Return one row about a device's runs: its name, the newest run's software, and the number of runs."""
     newest = runs.sort_values("started_at").iloc[[-1]]
     texts = newest[["device", "torch", "driver"]].astype(object).fillna("")
     return texts.assign(runs=len(runs)).reset_index(drop=True)
 
 
 def write_reference(runs: Path | str) -> None:
-    """Write the package's ``reference.parquet`` from a folder of runs.
+    """Write the package's ``reference.parquet`` from a runs folder.
 
-    The file has one row and one column per view, which holds the view's rows as a list. That keeps all views in
-    one file and preserves their types.
+    The file consists of one row with one column per view, which contains the view's rows as a list. This format
+    keeps all views in one file and preserves their types.
     """
     frames = reference_views(Views(steady(read(Store(Path(runs))).tables)))
     columns = {}
@@ -130,7 +130,7 @@ def write_reference(runs: Path | str) -> None:
 
 
 def reference() -> dict[str, pd.DataFrame]:
-    """Return the views of the reference, see :func:`reference_views`."""
+    """Read the reference's views, which :func:`reference_views` created."""
     stored = pq.read_table(REFERENCE)
     frames = {}
     for name in stored.column_names:
@@ -140,7 +140,7 @@ def reference() -> dict[str, pd.DataFrame]:
 
 
 def reference_difference(views: Views) -> str:
-    """Return how ``reference.parquet`` differs from the given views; empty if it doesn't."""
+    """Describe how ``reference.parquet`` differs from the given views; return "" if it matches."""
     expected, stored = reference_views(views), reference()
     for name, frame in expected.items():
         try:
@@ -158,11 +158,11 @@ def reference_difference(views: Views) -> str:
     return ""
 
 
-# -- what templates use ---------------------------------------------------------------------------------------
+# -- functions for templates -------------------------------------------------------------------------------------
 
 
 def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Return a view with the reference's columns, ``wall_ms_there``, filled where all key fields match."""
+    """Add the reference's columns, such as ``wall_ms_there``, to a view; fill them where all key fields match."""
     declared = all_views()[name]
     joined = view
     if name in there and len(view):
@@ -174,7 +174,7 @@ def with_reference(name: str, view: pd.DataFrame, there: Mapping[str, pd.DataFra
 
 
 def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
-    """Return the rows with the given values, possibly none. A list allows any of its values."""
+    """Return the rows with the given values, possibly none; a list allows any of its values."""
     rows = view
     for column, value in values.items():
         rows = rows[rows[column].isin(value if isinstance(value, list) else [value])]
@@ -183,13 +183,13 @@ def some(view: pd.DataFrame, **values: object) -> pd.DataFrame:
 
 
 def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str:
-    """Print rows of a view: the fields of its key, then columns next to the reference's.
+    """Print a view's rows: the fields of its key, then columns next to the reference's columns.
 
-    A configuration field with the same value in all rows is named below the table; one that the template has
-    chosen is left out.
+    A configuration field with the same value in all rows is named below the table; a field that the template has
+    chosen is omitted.
 
     Args:
-        columns: "name" or "name: heading, unit"; empty strings and columns without values are left out.
+        columns: "name" or "name: heading, unit"; empty strings and columns without values are omitted.
         hide: fields of the key that another column already names.
     """
     formatted = {*view.attrs["config"], *view.attrs["chosen"]} - {*varying(view, view.attrs["key"])}
@@ -211,12 +211,12 @@ def compared(view: pd.DataFrame, *columns: str, hide: Sequence[str] = ()) -> str
 
 
 def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield each configuration's name and rows: "small, context length 512, batch size 4".
+    """Yield each configuration's name and rows; a name is, e.g., "small, context length 512, batch size 4".
 
-    The name contains the fields in which the view's rows differ, and a few that are always named.
+    The name contains the fields in which the view's rows differ, and a few fields that are always named.
 
     Args:
-        within: fields of the configuration in which the rows of one case may differ.
+        within: configuration fields in which one case's rows may differ.
     """
     fields = [name for name in view.attrs["named"] if name not in within]
     spoken = [*ALWAYS_NAMED, *varying(view, fields)]
@@ -231,7 +231,7 @@ def by_case(view: pd.DataFrame, *within: str) -> Iterator[tuple[str, pd.DataFram
 
 
 def ordered(view: pd.DataFrame, column: str, ascending: bool = False) -> pd.DataFrame:
-    """Sort rows by a column within each group that shares all key fields but the last."""
+    """Sort rows by a column within each group of rows that share all key fields except the last."""
     group = view.groupby(view.attrs["key"][:-1], sort=False, dropna=False).ngroup()
     values = view[column] if ascending else -view[column]
     order = pd.DataFrame({"group": group, "value": values}).sort_values(["group", "value"], kind="stable")
@@ -243,13 +243,13 @@ def _words(name: str) -> str:
 
 
 def _heading_there(heading: str) -> str:
-    """Return the heading of the reference's column: "wall (reference), ms" for "wall, ms"."""
+    """Return the reference column's heading, such as "wall (reference), ms" for "wall, ms"."""
     words, comma, unit = heading.rpartition(", ")
     return f"{words} (reference), {unit}" if comma else f"{heading} (reference)"
 
 
 def _heading(name: str) -> str:
-    """Return a column's heading with its unit: "wall, ms" for wall_ms, "speedup, x" for speedup."""
+    """Return a column's heading with its unit, such as "wall, ms" for wall_ms or "speedup, x" for speedup."""
     unit = unit_of(name)
     [heading] = headed(pd.DataFrame(columns=[name]))
     return heading if ", " in heading or not unit else f"{heading}, {unit}"
@@ -260,9 +260,9 @@ def _value(value: object) -> str:
 
 
 def link(out: Path) -> Callable[[str], str]:
-    """Return a function that links to a heading of the writeup.
+    """Return a function that links to one of the writeup's headings.
 
-    Outside a checkout it names the heading instead, so that no report contains a local path.
+    Outside a checkout, the function names the heading instead, so that no report contains a local path.
     """
     is_inside = PROJECT is not None and out.resolve().is_relative_to(PROJECT)
 
@@ -287,7 +287,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
         found: contents of ``runs``.
 
     Raises:
-        OutputError: the folder has no usable run.
+        OutputError: the folder contains no usable run.
     """
     if not found.records:
         raise OutputError(f"{runs}: {found.errors[0] if found.errors else 'contains no runs'}")
@@ -332,7 +332,7 @@ def compose(found: Read, runs: Path, out: Path) -> Report:
 
 
 def _without_repetition(text: str) -> str:
-    """Remove repeated lines of fixed fields, so that each chapter shows them once."""
+    """Remove repeated lines of fixed fields, so that each chapter shows each such line once."""
     kept: list[str] = []
     last = ""
     for line in text.splitlines():
@@ -364,9 +364,9 @@ def device_of(record: Record) -> str:
 
 
 def _names(found: Read, there: Mapping[str, pd.DataFrame]) -> tuple[dict[str, Any], list[str]]:
-    """Return the names available to one device's templates, views included, and the views that failed.
+    """Return the names available to one device's templates, including views, and the views that failed.
 
-    A view of a study without runs is empty.
+    A view is empty if its study has no runs.
     """
     views, declared = Views(steady(found.tables)), all_views()
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Write the files of a report: all are made first, then put in place together."""
+"""Write a report's files: create all of them first, then move them into place together."""
 
 import re
 from collections.abc import Iterable
@@ -16,11 +16,11 @@ STORY = ("<!-- story -->\n", "<!-- /story -->")
 FOOT = Path(__file__).with_name("page_foot.md")
 MAX_README_BYTES = 2**20
 FOLDERS = ("evidence", "figures")
-MAX_NAMED = 3  # devices, or versions of the code, that a page's footer names
+MAX_NAMED = 3  # maximum number of devices or code versions that a page's footer names
 
 
 class OutputError(StepscopeError, OSError):
-    """A report that cannot be written; the message names the path and the reason."""
+    """An error for a report that can't be written; the message names the path and the reason."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -28,7 +28,7 @@ class OutputError(StepscopeError, OSError):
 
 @dataclass
 class Report:
-    """All files of a report, by path within its folder, and the runs that could not be used."""
+    """A report's files, by path within its folder, with the errors and notes about its runs."""
 
     texts: dict[str, str]
     errors: list[str] = field(default_factory=list)
@@ -36,12 +36,12 @@ class Report:
 
 
 def write(report: Report, out: Path) -> list[Path]:
-    """Write a report's files into ``out``; keep the old files until all new ones are on disk.
+    """Write a report's files into ``out``; keep the old files until all new files are on disk.
 
-    Figures of an earlier report that aren't part of this one are removed.
+    An earlier report's figures are removed unless this report includes them.
 
     Raises:
-        OutputError: the report cannot be written there.
+        OutputError: the report can't be written into ``out``.
     """
     for folder in FOLDERS:
         if (out / folder).is_symlink():
@@ -62,7 +62,7 @@ def write(report: Report, out: Path) -> list[Path]:
 
 
 def stale_figures(report: Report, out: Path) -> list[Path]:
-    """Return the files in ``out/figures`` that are named like figures but aren't part of this report."""
+    """Return the files in ``out/figures`` that are named like our figures but aren't part of this report."""
     kinds = "|".join(map(re.escape, all_figures()))
     ours = re.compile(rf"({kinds})(-\d+)?\.svg")
     paths = sorted((out / "figures").glob("*.svg"))
@@ -72,10 +72,10 @@ def stale_figures(report: Report, out: Path) -> list[Path]:
 
 
 def readme(out: Path, first: str) -> dict[str, str]:
-    """Return a folder's README with the first screen inserted between its marks; empty if it has no marks.
+    """Return a folder's README with the first screen inserted between its marks; empty if it contains no marks.
 
     Raises:
-        OutputError: one of the two marks is missing, or the README cannot be read.
+        OutputError: only one of the two marks is present, or the README can't be read.
     """
     place = out / "README.md"
     try:
@@ -98,7 +98,7 @@ def readme(out: Path, first: str) -> dict[str, str]:
 
 
 def foot(records: list[Record]) -> str:
-    """Return a page's footer: the runs, with their dates (not today's), and how to cite the page."""
+    """Return a page's footer: the runs with their dates (not today's date), and how to cite the page."""
     days = sorted(record.started_at.date().isoformat() for record in records)
     return FOOT.read_text(encoding="utf-8").format(
         runs="1 run" if len(records) == 1 else f"{len(records):,} runs",

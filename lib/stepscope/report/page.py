@@ -1,6 +1,6 @@
-"""Build the report as one HTML file: markdown-it renders the markdown, raw HTML disabled, into one template.
+"""Build the report as one HTML file: markdown-it renders the markdown, without raw HTML, into one template.
 
-Pictures are embedded, evidence is folded, and the content security policy blocks scripts and external resources.
+Images are embedded, evidence is folded, and the content security policy blocks scripts and external resources.
 """
 
 import base64
@@ -18,14 +18,14 @@ from markdown_it.token import Token
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("page.css")
-SAFE = "/ :;=,'()&?!@*+$-._~"  # characters of a picture's text that need no escaping in its address
-# Markers of a fold, each in its own paragraph. No other text contains them, because escape() marks "<".
+SAFE = "/ :;=,'()&?!@*+$-._~"  # characters in an image's text that need no escaping in its URL
+# A fold's markers, each in a separate paragraph. Other text can't contain them, because escape() escapes "<".
 FOLD, FOLD_END = re.compile(r"<details><summary>(.+)</summary>"), "</details>"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A separate page of the report, folded into this one: its path in the report's folder, and its markdown."""
+    """A separate page that is folded into the report: its path in the report's folder, and its markdown."""
 
     path: str
     text: str
@@ -57,7 +57,7 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
         summary = html.escape(first.lstrip("# "))
         place = evidence if "/" in section.path else contents
         place.append(f'<li><a href="#{section.anchor}">{summary}</a></li>')
-        # Browsers open a fold for a link to something inside it, but not for a link to the fold.
+        # Browsers open a fold for a link to an element inside it, but not for a link to the fold itself.
         folded.append(
             f'<details><summary>{summary}</summary>\n<div id="{section.anchor}">\n'
             f"{_linked(writer.html(rest, section))}</div></details>"
@@ -77,13 +77,13 @@ def page(writeup: str, sections: list[Section], figures: dict[str, str], foot: s
 
 
 def _parted(written: str) -> tuple[str, str]:
-    """Split off the page's heading, empty if there is none, from the rest."""
+    """Split the page into its heading ("" if it has none) and the rest."""
     parts = re.match(r"<h1[^>]*>.*?</h1>", written)
     return (parts[0], written[parts.end() :]) if parts else ("", written)
 
 
 def _contents(written: str) -> list[str]:
-    """Return a list item for each chapter, with its parts nested."""
+    """Return a list item for each chapter, with the chapter's parts nested inside."""
     chapters: list[tuple[str, list[str]]] = []
     for level, anchor, words in re.findall(r'<h([23]) id="([^"]+)">(.*?)</h[23]>', written):
         link = f'<a href="#{anchor}">{_plain(words)}</a>'
@@ -98,7 +98,7 @@ def _contents(written: str) -> list[str]:
 
 
 def _linked(written: str) -> str:
-    """Add a link to itself after the heading of each chapter and part."""
+    """Add, after each chapter's and part's heading, a link to that heading."""
     return re.sub(
         r'(<h([23]) id="([^"]+)">)(.*?)</h\2>',
         lambda found: (
@@ -110,10 +110,10 @@ def _linked(written: str) -> str:
 
 
 def _fold(paragraph: list[Token]) -> None:
-    """Turn a paragraph that consists of a fold marker into HTML; leave others unchanged."""
+    """Convert a paragraph that consists of a fold marker to HTML; leave other paragraphs unchanged."""
     opened, inline, closed = paragraph
     if begin := FOLD.fullmatch(inline.content):
-        title = html.escape(html.unescape(begin[1]))  # GitHub reads it as HTML, with "<" as "&lt;"
+        title = html.escape(html.unescape(begin[1]))  # GitHub reads the title as HTML, with "<" as "&lt;"
         html_block = f"<details><summary>{title}</summary>\n<div>"
     elif inline.content == FOLD_END:
         html_block = "</div></details>\n"
@@ -133,9 +133,9 @@ def _plain(written: str) -> str:
 
 
 class _Writer:
-    """Renders markdown as HTML.
+    """A renderer that converts markdown to HTML.
 
-    Raw HTML becomes text, links go within the page or to https, and images are the figures.
+    Raw HTML becomes text, links lead to places within the page or to https addresses, and images are the figures.
     """
 
     def __init__(self, figures: dict[str, str], anchors: dict[str, str]) -> None:
@@ -143,7 +143,7 @@ class _Writer:
         self.markdown = MarkdownIt("commonmark", {"html": False, "typographer": False}).enable("table")
 
     def html(self, text: str, section: Section | None = None) -> str:
-        """Return a text's HTML; a section's heading anchors get the section's anchor as a prefix."""
+        """Return a text's HTML; prefix a section's heading anchors with the section's anchor."""
         prefix = f"{section.anchor}-" if section else ""
         folder = posixpath.dirname(section.path) if section else ""
         tokens = self.markdown.parse(text)
@@ -181,7 +181,7 @@ class _Writer:
         return token
 
     def _href(self, link: str, folder: str) -> str:
-        """Convert a link in a text of this folder to a link of the page, which is in the folder above."""
+        """Convert a link in this folder's text to a link in the page, which is in the parent folder."""
         if link.startswith(("https://", "#")):
             return link
         path, _, anchor = link.partition("#")

@@ -1,4 +1,4 @@
-"""List a folder's runs: the finding of each with a link to its notebook, and the runs that no table shows."""
+"""List a folder's runs: each run's finding with a link to its notebook, and the runs that no table shows."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ def runs_found(found: Read, runs: Path, folder: Path) -> str:
     """Return each run's finding, in one list per study; long lists are folded.
 
     Args:
-        runs: the folder of runs; links from ``folder`` point into it.
+        runs: the runs folder; links from ``folder`` point into it.
     """
     place = quote(os.path.relpath(runs, folder).replace(os.sep, "/"))
     lists = []
@@ -40,7 +40,7 @@ def runs_found(found: Read, runs: Path, folder: Path) -> str:
 
 
 def left_out(found: Read) -> list[str]:
-    """Return one line per run, or part of a run, that no table shows."""
+    """Return one line for each run, or part of a run, that no table shows."""
     replaced = [f"{record.study}/{record.run_id}: replaced by a newer run" for record in found.replaced]
     return [*found.errors, *found.notes, *replaced]
 

@@ -1,6 +1,6 @@
-"""Pandera columns that the tables of several studies share.
+"""Define pandera columns that several studies' tables share.
 
-Numbers are finite and at least 0, and missing if nothing was measured. Values are converted to the column's type
+Numbers are finite and at least 0, or missing if they weren't measured. Values are converted to the column's type
 where possible, because a Parquet column without values has no type.
 """
 
@@ -14,7 +14,7 @@ from stepscope.config import PHASES, PRECISIONS
 
 Tables = dict[str, pd.DataFrame]  # by "<study>.<table>" for all runs; by table name within one study
 
-MAX = 1e15  # upper limit of any value in its unit: a larger one is a measurement error
+MAX = 1e15  # upper limit of any value in its unit; a larger value is a measurement error
 
 
 def number_column(minimum: float = 0, nullable: bool = True, required: bool = True) -> pa.Column:
@@ -24,16 +24,16 @@ def number_column(minimum: float = 0, nullable: bool = True, required: bool = Tr
 
 
 def text_column(*allowed: str) -> pa.Column:
-    """Return a column of texts, restricted to ``allowed`` if any are given."""
+    """Return a column of texts, restricted to the values in ``allowed`` if any are given."""
     return pa.Column(str, [pa.Check.isin(allowed)] if allowed else [], coerce=True)
 
 
 def table_schema(unique: Sequence[str], **columns: pa.Column) -> pa.DataFrameSchema:
-    """Return a schema with exactly these columns, in any order, and one row per key ``unique``."""
+    """Return a schema for tables with exactly these columns, in any order, and one row per key ``unique``."""
     return pa.DataFrameSchema(columns, strict=True, unique=list(unique))
 
 
-# Columns of timed steps that older records lack.
+# Columns of timed steps that older records omit.
 LATER: dict[str, pa.Column] = {
     "wall_mean_ms": number_column(required=False),
     "clock_reasons": pa.Column(str, nullable=True, required=False, coerce=True),

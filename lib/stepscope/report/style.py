@@ -1,7 +1,7 @@
-"""Style shared by all figures, without changing the style of any other.
+"""Define the style of all our figures, without changing the style of other figures.
 
-A figure is one SVG for light and dark: its colors are variables set by the reader's color scheme, and its text
-remains text. It is 432 points wide, so that 11 points are 9 pixels on a phone 390 pixels wide.
+A figure is one SVG for light and dark mode: its colors are variables set by the reader's color scheme, and its
+text remains text. A figure is 432 points wide, so that 11 points are 9 pixels on a phone that is 390 pixels wide.
 """
 
 import io
@@ -96,16 +96,16 @@ STYLE = {
 
 @contextmanager
 def look() -> Iterator[None]:
-    """Apply this style to drawing within the context, with matplotlib or seaborn; other drawings keep their style.
+    """Apply this style to matplotlib and seaborn drawings within the context; other drawings keep their style.
 
-    Also usable as a decorator, ``@look()``, of a function that draws.
+    You can also use this context as a decorator, ``@look()``, of a function that draws.
     """
     with matplotlib.rc_context(STYLE):
         yield
 
 
 class Picture(Figure):
-    """A figure with its message; notebooks display it as PNG."""
+    """A figure with its message, which notebooks display as PNG."""
 
     message: str = ""
 
@@ -121,7 +121,7 @@ class Picture(Figure):
 def figure(
     message: str, height: float = 3.2, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Picture, Any]:
-    """Return a figure and its axes (as ``Figure.subplots`` does); its title is the wrapped message."""
+    """Return a figure, with the wrapped message as its title, and its axes (as ``Figure.subplots`` does)."""
     made = Picture(figsize=(WIDTH, height), dpi=110, layout="constrained")
     made.message = " ".join(message.split())
     made.suptitle(_wrapped(made.message, 54), x=0.01, ha="left", fontsize=TEXT + 1.5, fontweight="bold")
@@ -129,7 +129,7 @@ def figure(
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Wrap text into as few lines as possible, of about equal length."""
+    """Wrap text into as few lines as possible, with about equal lengths."""
     lines = -(-len(text) // width)
     target, out = len(text) / lines, [""]
     for word in text.split():
@@ -142,7 +142,7 @@ def _wrapped(text: str, width: int) -> str:
 def lines(
     axes: Axes, rows: pd.DataFrame, x: str, y: str, hue: str, colors: Mapping[str, str]
 ) -> dict[str, tuple[float, float]]:
-    """Draw a line with markers for each value of ``hue``; return the end of each, for :func:`label_ends`."""
+    """Draw a line with markers for each value of ``hue``; return each line's end, for :func:`label_ends`."""
     palette = {name: colors.get(name, INK) for name in rows[hue].unique()}
     sns.lineplot(
         rows,
@@ -169,12 +169,12 @@ def label_ends(axes: Axes, ends: Mapping[str, tuple[float, float]], colors: Mapp
     def place_of(at: tuple[float, float]) -> tuple[float, float]:
         return tuple(axes.transAxes.inverted().transform(axes.transData.transform(at)))
 
-    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will use some of them
+    height = axes.bbox.height / axes.figure.dpi * 72 * 0.8  # points; the layout will use some of the height
     step = LABEL_GAP * TEXT / height
     place = {name: place_of(at)[1] for name, at in ends.items()}
     order = sorted(place, key=lambda name: place[name])
     at = [place[name] for name in order]
-    for _ in range(200):  # push neighbors apart until none overlap
+    for _ in range(200):  # push neighbors apart until no labels overlap
         for low in range(len(at) - 1):
             short = step - (at[low + 1] - at[low])
             if short > 1e-4:
@@ -199,12 +199,12 @@ def stacked_bars(
     text: Callable[[str, int], str] | None = None,
     min_width: float = 0.09,
 ) -> None:
-    """Draw a horizontal bar per row, from the top down, with a part per column.
+    """Draw one horizontal bar per row, from top to bottom, with one part per column.
 
-    Columns without a color are "other".
+    The legend lists all columns without a color as "other".
 
     Args:
-        text: returns a label from a part's column; used if the part is wider than ``min_width``.
+        text: returns the label of a part; used if the part is wider than ``min_width``.
     """
     left, places = np.zeros(len(parts)), range(len(parts))
     uncolored = [name for name in parts if name not in colors]
@@ -255,7 +255,7 @@ def bars(
     texts: Sequence[str],
     colors: str | Sequence[str] = BLUE,
 ) -> None:
-    """Draw horizontal bars from the top down, labeled at their ends, so that no axis is needed."""
+    """Draw horizontal bars from top to bottom, labeled at their ends, so that no axis is needed."""
     places = range(len(values))
     axes.barh(places, values, color=colors, height=0.66)
     axes.set_yticks(places, labels)
@@ -267,7 +267,7 @@ def bars(
 
 
 def plain_ticks(drawn: Figure) -> None:
-    """Label logarithmic axes with plain numbers, few enough not to overlap; leave other axes unchanged."""
+    """Label logarithmic axes with plain, non-overlapping numbers; leave other axes unchanged."""
     for axis in (axis for axes in drawn.axes for axis in (axes.xaxis, axes.yaxis)):
         if isinstance(axis.get_major_formatter(), LogFormatterMathtext):
             axis.set_major_locator(LogLocator(numticks=6))
@@ -279,7 +279,7 @@ def plain_ticks(drawn: Figure) -> None:
 
 @look()
 def svg(drawn: Figure) -> str:
-    """Return a figure as SVG for light and dark, without a date and with numbers rounded to 0.01 points."""
+    """Return a figure as SVG for light and dark mode, without a date and with numbers rounded to 0.01 points."""
     plain_ticks(drawn)
     for words in drawn.findobj(Text):
         words.set_parse_math(False)
@@ -301,5 +301,5 @@ def svg(drawn: Figure) -> str:
 
 
 def _variable(color: str) -> str:
-    """Return the variable of a color that the dark scheme replaces; any other color stays the same."""
+    """Return the CSS variable for a color that the dark scheme replaces; return any other color unchanged."""
     return f"var(--c{color[1:]},{color})" if color in DARK else color

@@ -1,6 +1,6 @@
 """Format all numbers and tables in one place, which also escapes text.
 
-A column's unit is the end of its heading: "wall, ms". A share of 0.742 is printed as 74%.
+A column's heading ends with its unit, as in "wall, ms". A share of 0.742 is printed as 74%.
 """
 
 import math
@@ -16,8 +16,9 @@ from stepscope.stats import launch_bound
 
 NONE = "–"
 MAX_ROWS = 15
-MAX_TEXT_CHARS = 200  # characters of a text from a record
-# Suffix of a number in a sentence. "n" counts, "" has no unit, "billion" is "3.41 billion" or "129 million".
+MAX_TEXT_CHARS = 200  # maximum number of characters printed from a record's text
+# Suffixes of numbers in sentences. "n" is for counts, "" is for numbers without a unit, and "billion" formats
+# numbers as "3.41 billion" or "129 million".
 UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
     unit: f" {unit}"
     for unit in (
@@ -41,12 +42,12 @@ UNITS = {"%": "%", "x": "x", "n": "", "": "", "billion": "", "us": " µs"} | {
         "nats",
     )
 }
-MIN_PERCENT = 0.001  # for nonzero values
+MIN_PERCENT = 0.001  # smaller nonzero percentages are printed as "under 0.001"
 IN_CELLS = ("x", "%")  # units printed in each cell, not in the heading
 SUFFIXES = {"us": "µs"} | {
     unit.lower(): unit for unit in ("ms", "s", "GiB", "MiB", "KiB", "MHz", "W", "J")
-}  # in column names
-# Units of columns in runs' tables whose names have none: shares, and counts that may be missing.
+}  # units in column names
+# Units of columns in runs' tables whose names contain no unit: shares, and counts that may be missing.
 UNSAID = dict.fromkeys(
     ("busy", "share", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"), "%"
 ) | dict.fromkeys(("operations", "count", "passes", "steps", "launches", "kernels"), "n")
@@ -56,8 +57,8 @@ WORDS = {"gpu": "GPU time", "sm clock": "SM clock", "tokens_per_s": "tokens/s", 
 def digits(value: Any, unit: str = "") -> str:
     """Format a number without its unit: three significant digits, thousands with commas; "–" if missing.
 
-    Counts and bytes are integers, shares have two digits (99.6%, 74%, 4.6%), ratios one decimal (3.3x), two below
-    2 (1.02x), none from 100.
+    Counts and bytes are printed as integers, and shares with two digits (99.6%, 74%, 4.6%). Ratios are printed
+    with one decimal (3.3x), but with two decimals below 2 (1.02x) and with none from 100.
     """
     if missing(value):
         return NONE
@@ -80,7 +81,7 @@ def digits(value: Any, unit: str = "") -> str:
 
 
 def missing(value: Any) -> bool:
-    """Return True if a value is missing (None, NA, NaN) or infinite."""
+    """Return whether a value is missing (None, NA, NaN) or infinite."""
     return value is None or value is pd.NA or (isinstance(value, Real) and not math.isfinite(value))
 
 
@@ -96,7 +97,7 @@ def number(value: Any, unit: str = "") -> str:
     """Format a number with its unit: "1,092 ms", "94.2 ms", "74%", "3.3x", "128,625,408".
 
     Raises:
-        ValueError: unknown unit.
+        ValueError: the unit is unknown.
     """
     if unit not in UNITS:
         raise ValueError(f"unit {unit!r}: known units are {', '.join(filter(None, UNITS))}")
@@ -104,7 +105,7 @@ def number(value: Any, unit: str = "") -> str:
 
 
 def escape(text: object) -> str:
-    """Escape a record's text for markdown, so that it shows literally, on one line and without links."""
+    """Escape a record's text for markdown, so that it is displayed literally, on one line and without links."""
     cut = str(text)[: MAX_TEXT_CHARS + 1]
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in cut)
     line = unicodedata.normalize("NFC", " ".join(line.split()))
@@ -126,7 +127,7 @@ def listed(words: Sequence[str]) -> str:
 
 
 def headed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the frame with headings as column names: "wall, ms" for wall_ms, "peak, GiB" for peak_gib."""
+    """Rename a frame's columns to headings, such as "wall, ms" for wall_ms and "peak, GiB" for peak_gib."""
 
     def heading(name: Any) -> Any:
         if not isinstance(name, str) or ", " in name:
@@ -141,7 +142,7 @@ def headed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _cells(frame: pd.DataFrame, common: str) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return headings, columns of text, and units ("text" for columns without numbers)."""
+    """Return a frame's headings, columns of text, and units ("text" for columns without numbers)."""
     headings, columns, units = [], [], []
     for place, name in enumerate(frame.columns):
         heading, values = str(name), list(frame.iloc[:, place])
@@ -169,14 +170,14 @@ def _cell(value: Any, unit: str, sign: str) -> str:
 
 
 def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool) or type(value).__name__ == "bool"  # NumPy's, too
+    return isinstance(value, bool) or type(value).__name__ == "bool"  # includes NumPy's bool
 
 
 def markdown(frame: pd.DataFrame, unit: str = "", rows: int = MAX_ROWS) -> str:
-    """Return a frame as a GitHub table. Named index levels become columns; all text is escaped.
+    """Format a frame as a GitHub table with escaped text; named index levels become columns.
 
     Args:
-        unit: unit of numeric columns whose heading has none, such as a pivot's columns.
+        unit: unit of numeric columns whose heading contains no unit, such as a pivot's columns.
         rows: maximum number of rows to print.
     """
     if any(frame.index.names):
@@ -192,7 +193,7 @@ def markdown(frame: pd.DataFrame, unit: str = "", rows: int = MAX_ROWS) -> str:
 
 
 def quartiles(rows: pd.DataFrame) -> pd.Series:
-    """Format each row's ``wall_q1_ms`` and ``wall_q3_ms`` as "58.3 to 58.6"; None for cases that did not run."""
+    """Format each row's ``wall_q1_ms`` and ``wall_q3_ms`` as "58.3 to 58.6", or None if the case did not run."""
     texts = [
         None if missing(low) else f"{digits(low, 'ms')} to {digits(high, 'ms')}"
         for low, high in zip(rows["wall_q1_ms"], rows["wall_q3_ms"])
@@ -213,9 +214,10 @@ def wall_cell(row: Mapping[str, Any]) -> str:
 
 
 def brief(frame: pd.DataFrame, columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """Return selected columns of a notebook's table, printed like the report's.
+    """Return selected columns of a notebook's table, formatted like the report's tables.
 
-    Headings have units, numbers three significant digits, shares are percentages, counts integers; no index.
+    Headings include units, numbers have three significant digits, shares are percentages, and counts are integers.
+    The table has no index.
     """
     rows = frame[list(columns)] if columns is not None else frame
     named = {

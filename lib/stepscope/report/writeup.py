@@ -12,16 +12,16 @@ from stepscope.report.page import Section, page
 from stepscope.report.runs_list import runs_page
 from stepscope.views import Views, facts
 
-FOLDER = "writeup"  # in the checkout
+FOLDER = "writeup"  # a folder in the checkout
 EVIDENCE = "evidence/"
 
 
 class NoTemplatesError(StepscopeError):
-    """The writeup's templates are missing."""
+    """An error for missing writeup templates."""
 
 
 def templates_folder() -> Path:
-    """Return the folder of the writeup's templates.
+    """Return the folder that contains the writeup's templates.
 
     Raises:
         NoTemplatesError: this is an installed package, or the folder has no templates.
@@ -36,16 +36,16 @@ def templates_folder() -> Path:
 
 
 def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
-    """Return the writeup of one full campaign, as it would be written into ``out``.
+    """Return one full campaign's writeup, as it would be written into ``out``.
 
     Args:
         found: contents of the campaign's folder, ``runs``.
-        views: views of its consistent tables.
+        views: views of the campaign's consistent tables.
 
     Raises:
-        DocumentError: names each sentence that does not hold, and the first lookup failure of each template.
+        DocumentError: names each sentence that does not hold, and each template's first lookup failure.
         NoTemplatesError: the templates are missing.
-        OutputError: the README in ``out`` has one mark without the other.
+        OutputError: the README in ``out`` contains only one of the two marks.
     """
     texts, figures = render_views(templates_folder(), views)
     chapters = [text for name, text in texts.items() if not name.startswith(EVIDENCE)]
@@ -67,16 +67,16 @@ def _title(text: str) -> str:
 
 
 def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, str]]:
-    """Render all templates of a writeup over the views of one campaign.
+    """Render all of a writeup's templates over one campaign's views.
 
     Args:
-        folder: folder with ``*.md.j2``, the chapters in order, and ``evidence/*.md.j2``.
+        folder: folder that contains ``*.md.j2``, the chapters in order, and ``evidence/*.md.j2``.
 
     Returns:
-        Texts by template ("00-first", "evidence/nsys") and figures by name, as SVG.
+        Texts by template ("00-first", "evidence/nsys"), and figures by name, as SVG.
 
     Raises:
-        DocumentError: names each sentence that does not hold, and the first lookup failure of each template.
+        DocumentError: names each sentence that does not hold, and each template's first lookup failure.
     """
     names = ChainMap({"code": code}, facts.FACTS, views)  # type: ignore[arg-type, misc]  # nothing is assigned
     document = Document(folder, names, all_figures())
@@ -89,6 +89,6 @@ def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, 
 
 
 def code(path: str, part: str) -> str:
-    """Return the part of a project file between its lines ``# <part>`` and ``# </part>``."""
+    """Return the text of a project file between the lines ``# <part>`` and ``# </part>``."""
     text = Path(str(PROJECT), path).read_text(encoding="utf-8")
     return text.partition(f"# <{part}>\n")[2].partition(f"# </{part}>")[0].strip()

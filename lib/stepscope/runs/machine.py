@@ -1,4 +1,4 @@
-"""Describe the machine and the software of a measurement, without host names, addresses or paths."""
+"""Describe a measurement's machine and software, without host names, addresses or paths."""
 
 import functools
 import hashlib
@@ -15,8 +15,8 @@ from typing import Any
 
 import stepscope
 
-# Sources that can change a measured number: the packages that measure and their dependencies. Sweeps and reports
-# can't, except for the script that the report contains, because the ladder measures that script.
+# Sources that can change a measured number: the packages that measure, and their dependencies. Sweeps and reports
+# can't change a number, except for the script in the report, because the ladder measures that script.
 MEASURING = (
     "config.py",
     "stats.py",
@@ -26,15 +26,15 @@ MEASURING = (
     "traces",
     "studies",
 )
-OF_REPORT = ("tables.py", "figures.py")  # files of a study that only the report uses
-# GPU use by other processes below these limits isn't reported. An idle CUDA context holds more memory, and NVML
-# may still show a little utilization from a process that has just ended.
+OF_REPORT = ("tables.py", "figures.py")  # a study's files that only the report uses
+# GPU use by other processes below these limits isn't reported, so that neither an idle CUDA context counts nor the
+# little utilization that NVML may still show after a process has ended.
 MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 
 
 def machine(device: str) -> dict[str, Any]:
-    """Return the hardware: GPU (if ``device`` is "cuda"), processor and memory."""
+    """Describe the hardware: the GPU (if ``device`` is "cuda"), the processor and the memory."""
     cpu = {
         "cpu": _cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
@@ -42,7 +42,7 @@ def machine(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return {"device_name": cpu["cpu"]} | cpu
-    import torch  # imported lazily, here and below: the command line starts faster without it
+    import torch  # imported lazily, here and below, because the command line starts faster without it
 
     gpu = torch.cuda.get_device_properties(0)
     return {
@@ -62,7 +62,7 @@ def _cpu_name() -> str:
 
 
 def software() -> dict[str, str | int | None]:
-    """Return the versions of everything that can change a number, and a digest of our measuring source."""
+    """Return the versions of all software that can change a number, and a digest of our measuring source."""
     versions: dict[str, str | int | None] = {"python": platform.python_version(), "os": platform.system()}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -99,11 +99,11 @@ def _driver() -> str | None:
 
 
 def foreign_gpu_use() -> str:
-    """Describe how other processes use this process's first GPU; return "" if they don't.
+    """Describe how other processes use this process's first GPU; return "" if they don't use it.
 
     NVML reports a GPU's memory and utilization even when it hides the processes, as in a container. The result
-    is also "" if this process has already used the GPU (for example, when a notebook is run again), because its
-    use can't be separated from others' use.
+    is also "" if this process has already used the GPU (for example, when a notebook is run again), because we
+    can't separate its use from the other processes' use.
     """
     import pynvml
     import torch
@@ -131,16 +131,16 @@ def foreign_gpu_use() -> str:
 
 @functools.cache
 def gpus_here() -> list[dict[str, Any]]:
-    """Return the GPUs that this process may use, or an empty list without a GPU.
+    """Return the GPUs that this process may use, or an empty list if there are none.
 
-    Each has ``visible`` (its name in ``CUDA_VISIBLE_DEVICES``: an index or the UUID of a GPU or MIG instance),
-    ``name``, and ``gib`` (memory in GiB). A subprocess makes the query, so that this process neither creates a
-    CUDA context nor waits for torch's import.
+    Each GPU's dict contains ``visible`` (its name in ``CUDA_VISIBLE_DEVICES``: an index or the UUID of a GPU or
+    MIG instance), ``name``, and ``gib`` (memory in GiB). A subprocess runs the query, so that this process doesn't
+    create a CUDA context or wait for torch's import.
     """
     import pynvml
 
     try:
-        pynvml.nvmlInit()  # returns early without a driver, when no GPU can be found
+        pynvml.nvmlInit()  # fails fast without a driver, in which case there is no GPU
     except pynvml.NVMLError:
         return []
     command = [sys.executable, "-c", "import stepscope.runs.machine as m; m.print_gpus()"]

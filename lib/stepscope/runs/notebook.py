@@ -1,4 +1,4 @@
-"""The notebook's side of a run: show the machine, save the measurements, show the finding."""
+"""Support a study's notebook during its run: show the machine, save the measurements, show the finding."""
 
 import hashlib
 import os
@@ -47,8 +47,8 @@ class Run:
         runs: the runs folder to save the run in, if the notebook is run by hand; if empty, nothing is written.
 
     Raises:
-        ConfigError: this machine can't run the configuration, or the folder holds runs from another device.
-        StoreError, StoreBusy: the folder isn't writable, or another sweep holds it.
+        ConfigError: this machine can't run the configuration, or the folder contains runs from another device.
+        StoreError, StoreBusy: the folder isn't writable, or another sweep has locked it.
     """
 
     def __init__(self, config: RunConfig, run_folder: str | Path = "", runs: str | Path = ""):
@@ -68,7 +68,7 @@ class Run:
             self.outcome["machine"]["gpu_shared_with"] = shared
         on = self.outcome["machine"]["device_name"]
         if self.store:
-            with self.store.writing():  # fails now rather than after measuring
+            with self.store.writing():  # an unwritable folder raises an error now rather than after measuring
                 folder_device = self.store.device_name()
             if folder_device and folder_device != on:
                 raise ConfigError(
@@ -87,15 +87,15 @@ class Run:
         results: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
     ) -> None:
-        """Save the measurements. Call it right after measuring, so that an error in a later cell loses nothing.
+        """Save the measurements; call this right after measuring, so that a later cell's error loses no data.
 
         Args:
             tables: tables by name; each is written as ``<name>.parquet``.
             results: numbers, strings and booleans by name.
-            files: other programs' files to save with the record, under their own names.
+            files: files from other programs to save with the record, under their own names.
 
         Raises:
-            RecordError: a result of a run by hand has another type.
+            RecordError: a result of a run by hand has a different type.
         """
         named = {"inconsistent": words} if (words := inconsistent_rows(tables)) else {}
         self.outcome["results"] = plain(named | dict(results or {}))
@@ -122,7 +122,7 @@ class Run:
             self.store.rewrite_record(self._record())
 
     def _record(self) -> Record:
-        """Return the record of a run by hand so far; its status is ok, because no process watches it."""
+        """Return the current record of a run by hand; its status is ok, because no process monitors the run."""
         shell = get_ipython()
         executed = shell.user_ns["In"] if shell else []
         source = source_by_hand(executed, notebook_of(self.config)) if executed else None

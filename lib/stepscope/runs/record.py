@@ -1,4 +1,4 @@
-"""The record of one run, and the checks that decide if it is usable.
+"""Define a run's record, and the checks that decide whether it is usable.
 
 All of the checks are in :func:`read_record`, so every command rejects the same records, and names them.
 """
@@ -22,7 +22,7 @@ from pydantic import (
     ValidationError,
     with_config,
 )
-from typing_extensions import TypedDict  # before Python 3.12, pydantic doesn't support typing's
+from typing_extensions import TypedDict  # pydantic doesn't support typing's TypedDict before Python 3.12
 
 from stepscope import StepscopeError
 from stepscope.config import ConfigError, RunConfig, configure, format_errors, studies, truncated_repr
@@ -31,18 +31,18 @@ from stepscope.runs import schema3
 
 RECORD, NOTEBOOK = "record.json", "notebook.ipynb"
 # A run reports its machine, its saved tables, its finding and its status here, one JSON object per line. The file
-# is deleted once the record has its content.
+# is deleted once the record includes its content.
 OUTCOME = "outcome.jsonl"
 LOG = "kernel.log"  # output of a failed run's processes, which includes crashes below Python
 MAX_RECORD_BYTES = 2**24
 
 
 class RecordError(StepscopeError, ValueError):
-    """An unusable record; the text names the file by its path in the runs folder."""
+    """An error for an unusable record; the message names the file by its path in the runs folder."""
 
 
 def _none_if_not_finite(value: Any) -> Any:
-    """Replace a NaN or an infinity by None, because JSON can't represent it."""
+    """Replace NaN and infinity with None, because JSON can't represent them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -64,7 +64,7 @@ Result = Annotated[Whole | float | str | bool | None, AfterValidator(_none_if_no
 
 
 class Table(BaseModel):
-    """One table of a run: a Parquet file next to its record, or another program's file (without ``rows``)."""
+    """A run's table: a Parquet file next to the run's record, or another program's file (without ``rows``)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -89,9 +89,9 @@ Status = Literal["ok", "oom", "failed"]
 
 
 class Record(BaseModel):
-    """The outcome of one run. ``oom`` is a result: the configuration doesn't fit on this device.
+    """One run's outcome. The status ``oom`` is a result: the configuration doesn't fit on this device.
 
-    Times must have a time zone, and are converted to UTC.
+    Times must include a time zone, and are converted to UTC.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -104,7 +104,7 @@ class Record(BaseModel):
     config: dict[str, Any]
     results: dict[str, Result] = {}
     tables: dict[PlainPath, Table] = {}
-    notebook_sha256: Digest | None = None  # of the executed notebook
+    notebook_sha256: Digest | None = None  # the executed notebook's digest
     machine: Machine = {}
     software: dict[str, str | Whole | None] = {}
     started_at: Moment
@@ -113,7 +113,7 @@ class Record(BaseModel):
 
     @classmethod
     def of(cls, config: RunConfig, **fields: Any) -> "Record":
-        """Build the record of a configuration's run."""
+        """Build the record for a configuration's run."""
         identity = {"run_id": config.run_id, "study": config.study, "config": config.model_dump(mode="json")}
         return cls(**fields | identity)
 
@@ -124,17 +124,17 @@ class Record(BaseModel):
 
     @property
     def notebook_source(self) -> str | None:
-        """The digest of the notebook that measured, or None if the record is older than the digest."""
+        """The digest of the notebook that measured the run, or None if the record predates such digests."""
         source = self.software.get("notebook_source")
         return source if isinstance(source, str) else None
 
     def matches_notebook(self, source: str) -> bool:
-        """Return True if the notebook with this digest measured the run, or if the record has no digest."""
+        """Return whether the notebook with this digest measured the run; True if the record contains no digest."""
         return self.notebook_source in (None, source)
 
 
 def inconsistency_warnings(records: list[Record]) -> list[str]:
-    """Return one warning per run with measurements that failed a sanity check."""
+    """Return one warning per run whose measurements failed a sanity check."""
     return [
         f"{record.study}/{record.run_id}: inconsistent, and omitted from reports: {words}"
         for record in records
@@ -143,7 +143,7 @@ def inconsistency_warnings(records: list[Record]) -> list[str]:
 
 
 def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
-    """Return one warning per notebook that exists in more than one version among the records."""
+    """Return one warning per notebook if more than one version of it measured the records' runs."""
     sources: dict[str, set[str]] = {}
     for record in records:
         if record.done and record.notebook_source:
@@ -164,13 +164,13 @@ def plain(result: Any) -> Any:
 
 
 def append_outcome(folder: Path, **fields: Any) -> None:
-    """Append a line with these fields to the outcome file of the run in ``folder``."""
+    """Append a line with these fields to the outcome file in a run's folder."""
     with (folder / OUTCOME).open("a", encoding="utf-8") as file:
         file.write(json.dumps(plain(fields)) + "\n")
 
 
 def read_outcome(folder: Path) -> dict[str, Any]:
-    """Return the merged outcome of the run in ``folder`` so far, ignoring truncated lines."""
+    """Return the merged lines of the outcome file in a run's folder, ignoring truncated lines."""
     outcome: dict[str, Any] = {}
     with suppress(FileNotFoundError):
         for line in (folder / OUTCOME).read_text(encoding="utf-8", errors="replace").splitlines():
@@ -182,14 +182,14 @@ def read_outcome(folder: Path) -> dict[str, Any]:
 
 
 def read_record(folder: Path, check_files: bool = False) -> Record:
-    """Read and validate the record of one run folder.
+    """Read and validate the record in a run's folder.
 
     Args:
         check_files: also compare the executed notebook and each table with the digests in the record.
 
     Raises:
         RecordError: the record is missing, isn't JSON, doesn't match the schema, is in another run's folder or
-            has an invalid configuration, or a file is missing or modified.
+            contains an invalid configuration, or a file is missing or modified.
     """
     root, run = folder.parent.parent, f"{folder.parent.name}/{folder.name}"
     try:
@@ -202,7 +202,10 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         raise unusable(run, RECORD, f"not a valid record ({format_errors(error, Record)[:500]})") from None
     try:
         config: RunConfig = configure(**record.config)
-    except (ConfigError, TypeError) as error:  # TypeError: a field named as a parameter of configure
+    except (
+        ConfigError,
+        TypeError,
+    ) as error:  # TypeError: a field has the name of one of configure's parameters
         reason = f"has an invalid configuration ({str(error)[:500]})"
         raise unusable(run, RECORD, reason) from None
     run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id
@@ -221,7 +224,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
 
 
 def _parse(content: bytes) -> Record:
-    """Parse a record.json, converting old field names to the current ones.
+    """Parse a record.json, and convert old field names to the current names.
 
     Raises:
         ValidationError: the content isn't JSON or doesn't match the schema.
@@ -234,7 +237,7 @@ def _parse(content: bytes) -> Record:
 
 
 def unusable(run: str, file: str, reason: str) -> RecordError:
-    """Return an error about a file of a run (study/run id), on one line even if the name has line breaks."""
+    """Return an error about a file of a run (study/run id), on one line even if the name contains line breaks."""
     path = f"{run}/{file}"
     return RecordError(f"{path if path.isprintable() else truncated_repr(path)}: {reason}")
 

@@ -1,4 +1,4 @@
-"""One run: papermill executes the study's notebook in a new kernel, and the outcome becomes a record.
+"""Execute one run: papermill executes the study's notebook in a new kernel, and the outcome becomes a record.
 
 An error in a cell tagged ``show`` doesn't fail the run, because such cells only display results.
 
@@ -37,7 +37,7 @@ from stepscope.runs.source import code_cells, notebook_source
 MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOKS"
 IMAGES = "STEPSCOPE_IMAGES"
 PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
-TEMPORARY = "tmp"  # a subfolder of the run's folder, deleted when the run ends
+TEMPORARY = "tmp"  # a subfolder of the run's folder, which is deleted when the run ends
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
 # of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
@@ -48,14 +48,14 @@ DASKS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MALLOC_T
 def notebook_of(config: RunConfig, environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the notebook that a run executes.
 
-    The environment can name another folder than the package's ``notebooks``, which is a link in a checkout and a
-    real folder in a wheel.
+    The environment can name a folder that replaces the package's ``notebooks``, which is a link in a checkout and
+    a real folder in a wheel.
     """
     return Path(environment.get(NOTEBOOKS) or PACKAGE / "notebooks") / f"{config.notebook}.ipynb"
 
 
 class Abandoned(StepscopeError, RuntimeError):
-    """The sweep that requested a run is gone, and the run's processes were killed."""
+    """An error for a run that was killed because the sweep that requested it is gone."""
 
 
 def make_run(
@@ -105,7 +105,7 @@ def make_run(
         str(folder),
     ]
     with (folder / LOG).open("wb") as log:
-        # Its stdin is a pipe from this process, so it sees EOF and ends the run when this process exits.
+        # The run's stdin is a pipe from this process, so the run sees EOF and ends when this process exits.
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -150,7 +150,7 @@ def parameters_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callable[[], bool]) -> str | None:
-    """Wait until the run's process ends and return None, or return the reason to kill it."""
+    """Wait until the run's process ends and return None, or return a reason to kill the process."""
     began = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
@@ -163,7 +163,7 @@ def _wait(process: subprocess.Popen, timeout_s: float | None, abandoned: Callabl
 
 
 def _tidy(folder: Path, status: str, keep_images: bool) -> None:
-    """Remove temporary files and this machine's paths from a run's folder, and images unless they are kept."""
+    """Remove temporary files, this machine's paths, and images (unless ``keep_images``) from a run's folder."""
     (folder / OUTCOME).unlink(missing_ok=True)
     # rm also removes folders without our write bit
     subprocess.run(["rm", "-rf", str(folder / TEMPORARY)], check=False)
@@ -186,9 +186,10 @@ def _tidy(folder: Path, status: str, keep_images: bool) -> None:
 
 
 def _cleaned(value: Any, folder: Path) -> Any:
-    """Remove this machine's paths and names from all strings of a JSON value, recursively.
+    """Remove this machine's paths and names from all strings in a JSON value, recursively.
 
-    Cell and output types are kept. So are images, because their base64 may contain a short path by chance.
+    Cell and output types remain unchanged, and so do images, because their base64 may contain a short path by
+    chance.
     """
     if isinstance(value, dict):
         unchanged = ("cell_type", "output_type", "image/png")
@@ -211,7 +212,7 @@ def without_machine(text: str, folder: Path) -> str:
     }
     if PROJECT:
         places[str(PROJECT)] = "."
-    home = f"{Path.home()}/"  # tracebacks write it as a tilde
+    home = f"{Path.home()}/"  # tracebacks abbreviate it to a tilde
     places |= {
         f"~/{place.removeprefix(home)}": name for place, name in places.items() if place.startswith(home)
     }
@@ -224,8 +225,8 @@ def without_machine(text: str, folder: Path) -> str:
 def kill_run_processes(folder: Path) -> None:
     """Kill all processes of the run in this folder, or of the runs in its subfolders, except this process.
 
-    A process is found even if its session or parent has changed. The search repeats until it finds no process
-    twice in a row, because a process has no visible environment during an exec.
+    We find processes even if their session or parent has changed. The search repeats until it finds no process
+    twice in a row, because a process's environment is invisible during an exec.
     """
     rounds = 2
     for _ in range(500):
@@ -269,7 +270,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
 
     If only a ``show`` cell fails, the status is still ok and the cause describes the error.
     """
-    # jsonschema imports it to check URLs if JupyterLab has installed it, which costs each run a second.
+    # jsonschema imports this module to check URLs if JupyterLab has installed it, which costs each run a second.
     sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     import papermill
     from jupyter_client.manager import AsyncKernelManager

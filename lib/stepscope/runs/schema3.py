@@ -1,8 +1,8 @@
 """Read records of schema 3 under today's names.
 
-Version 0.3 renamed fields, columns and values whose names misled. Records that earlier versions wrote stay as
-they are on disk. They are translated when they are read, by the tables in this module, each from the old name
-to the new one. CHANGELOG.md lists the same names, because :func:`stepscope.report.load.load` is public.
+Version 0.3 renamed fields, columns and values with misleading names. Records written by earlier versions remain
+unchanged on disk, and are translated when they are read. The tables in this module map the old names to the new
+names. CHANGELOG.md lists the same names, because :func:`stepscope.report.load.load` is public.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import pandas as pd
 
 from stepscope.config import RunConfig, digest_of
 
-# Fields of a study's configuration. They are also the parameters of its notebook.
+# The fields of each study's configuration, which are also the parameters of its notebook.
 CONFIG_FIELDS = {
     "attention": {
         "sequences": "context_lengths",
@@ -33,7 +33,7 @@ BASELINES = {
     "hugging_face_causal": "hugging_face_no_mask",
     "hugging_face_captured": "hugging_face_no_mask_cuda_graph",
 }
-# Values of configuration fields that are lists of names.
+# Renamed values, by the configuration fields that list them.
 CONFIG_VALUES = {"optimizations": OPTIMIZATIONS, "ablations": OPTIMIZATIONS, "baselines": BASELINES}
 RESULTS = {
     "unsteady": "inconsistent",
@@ -42,7 +42,7 @@ RESULTS = {
     "kept_up_power_w": "sustained_power_w",
 }
 TABLES = {"nsys": {"clocks": "times"}}
-# Columns of all tables, and of one study's tables.
+# Renamed columns of all tables, and of one study's tables.
 COLUMNS = {
     "unsteady": "inconsistent",
     "step_j": "energy_per_step_j",
@@ -65,7 +65,7 @@ COLUMN_VALUES = {
 
 
 def upgrade_record(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a record.json of schema 3 under today's names, still marked as schema 3."""
+    """Return a schema 3 record.json's content under today's names, still marked as schema 3."""
     study = str(document.get("study"))
     renamed = dict(document)
     for part, names in (
@@ -81,7 +81,7 @@ def upgrade_record(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_table(study: str, table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of a schema 3 run with today's columns and values."""
+    """Return a schema 3 run's table with today's columns and values."""
     table = table.rename(columns=COLUMNS | STUDY_COLUMNS.get(study, {}))
     for column, names in COLUMN_VALUES.items():
         if column in table:
@@ -90,7 +90,7 @@ def upgrade_table(study: str, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def run_id(config: RunConfig) -> str:
-    """Return the id of the configuration's run as schema 3 made it: from the old names of its fields."""
+    """Return the id that schema 3 gave a configuration's run, which depends on the fields' old names."""
     old_values = {field: _inverse(names) for field, names in CONFIG_VALUES.items()}
     fields = _rename_values(config.fields_of_id(), old_values)
     old_fields = _rename_keys(fields, _inverse(CONFIG_FIELDS.get(config.study, {})))

@@ -1,6 +1,6 @@
-"""Digests that identify the version of a notebook's measuring code.
+"""Compute digests that identify the version of a notebook's measuring code.
 
-Comments, outputs and default parameters don't change the digest. It covers all code cells except those tagged
+Comments, outputs and default parameters don't change the digest. It covers all code cells except cells tagged
 ``parameters`` (defaults) or ``show`` (cells that only display results).
 """
 
@@ -29,12 +29,12 @@ class Cell(NamedTuple):
 
     @property
     def measures(self) -> bool:
-        """True if the cell's code affects the measurement, and so belongs in the digest."""
+        """Whether the cell's code affects the measurement and therefore belongs in the digest."""
         return not self.tags & {PARAMETERS, INJECTED, SHOW}
 
 
 def code_cells(notebook: Path) -> list[Cell]:
-    """Return the code cells of a notebook, in order.
+    """Return a notebook's code cells, in order.
 
     Raises:
         OSError: the file can't be read.
@@ -58,7 +58,7 @@ def notebook_source(notebook: Path) -> str:
     """Return the digest of a notebook's measuring cells, as twelve hexadecimal digits.
 
     Raises:
-        OSError, ValueError: see :func:`code_cells`.
+        OSError, ValueError: as in :func:`code_cells`.
     """
     return digest_of(parsed(cell.source) for cell in code_cells(notebook) if cell.measures)
 
@@ -68,10 +68,10 @@ def digest_of(cells: Iterable[str]) -> str:
 
 
 def parsed(source: str) -> str:
-    """Return a cell's code without comments and layout, or "" if it has no code.
+    """Return a cell's code without comments and layout, or "" if the cell contains no code.
 
-    The result doesn't depend on the Python version. A cell that isn't valid Python, such as one with IPython's
-    ``%`` or ``!`` commands, is returned stripped but otherwise unchanged.
+    The result doesn't depend on the Python version. If a cell isn't valid Python, for example because it contains
+    IPython's ``%`` or ``!`` commands, its source is returned stripped but otherwise unchanged.
     """
     try:
         tree = ast.parse(source)
@@ -88,10 +88,10 @@ def _plain(value: Any) -> Any:
 
 
 def source_by_hand(executed: list[str], notebook: Path) -> str:
-    """Return the digest of a notebook that is run by hand, where the kernel can't see the cells' tags.
+    """Return the digest of a notebook that is run by hand, when the kernel can't see the cells' tags.
 
-    This is the digest of the notebook file if only its cells and parameter assignments were executed, and
-    otherwise a digest of all the executed code.
+    The result is the notebook file's digest if only its cells and parameter assignments were executed, and
+    otherwise a digest of all executed code.
     """
     known_cells = {"", *(parsed(cell.source) for cell in code_cells(notebook))}
     cells = [parsed(source) for source in executed if not assigned_constants(source)]

@@ -1,8 +1,8 @@
-"""Runs folders: save runs atomically, and find them again.
+"""Save runs atomically in runs folders, and find them again.
 
-A runs folder has a ``<study>/<run id>/`` for each run, with ``record.json``, the executed ``notebook.ipynb`` and
-the tables. A run is first written to ``.partial/``, and moved to its final place only after its record is written
-and synced. So every saved run is complete, however and whenever a sweep ended.
+A runs folder contains a folder ``<study>/<run id>/`` for each run, with ``record.json``, the executed
+``notebook.ipynb`` and the tables. A run is first written to ``.partial/``, and moved to its final place only after
+its record is written and synced. Therefore, every saved run is complete, regardless of how or when a sweep ended.
 """
 
 import fcntl
@@ -21,15 +21,15 @@ from stepscope.runs.record import NOTEBOOK, RECORD, Record, RecordError, read_re
 
 
 class StoreError(StepscopeError, RuntimeError):
-    """The runs folder isn't writable."""
+    """An error for a runs folder that isn't writable."""
 
 
 class StoreBusy(StepscopeError, RuntimeError):
-    """Another sweep is writing into the same folder."""
+    """An error for a runs folder that another sweep is writing into."""
 
 
 def runs_folder(name: str | Path) -> Path:
-    """Resolve the runs folder that a notebook names.
+    """Resolve the path of the runs folder that a notebook names.
 
     In a checkout, a relative path is relative to the checkout unless it exists in the current directory, because
     JupyterLab starts kernels in their notebook's folder.
@@ -41,26 +41,26 @@ def runs_folder(name: str | Path) -> Path:
 
 
 class Store:
-    """A runs folder: lock it, write runs into it, and read their records."""
+    """A runs folder, with methods to lock it, write runs into it, and read their records."""
 
     def __init__(self, root: Path):
         self.root = Path(root)
         self.partial = self.root.absolute() / ".partial"
 
     def folder(self, config: RunConfig) -> Path:
-        """Return the folder of a configuration's run, which may not exist yet."""
+        """Return the path of a configuration's run folder, which may not exist yet."""
         return self.root / config.study / config.run_id
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Lock the folder for one sweep, and remove the leftovers of an interrupted one.
+        """Lock the folder for one sweep, and remove an interrupted sweep's leftovers.
 
-        The lock is an OS file lock, so it is released however its holder dies.
+        The lock is an OS file lock, so it is released even if its holder is killed.
 
         Raises:
             StoreBusy: another process holds the lock.
-            StoreError: the folder isn't writable, or one of its subfolders is a link, so that runs would be
-                written elsewhere.
+            StoreError: the folder isn't writable, or one of its subfolders is a link, which would make us write
+                runs elsewhere.
         """
         with self._open_lock() as lock:
             try:
@@ -122,12 +122,12 @@ class Store:
         return place
 
     def rewrite_record(self, record: Record) -> None:
-        """Overwrite the record of a saved run."""
+        """Overwrite a saved run's record."""
         path = self.root / record.study / record.run_id / RECORD
         write_text_durably(path, record.model_dump_json(indent=1) + "\n")
 
     def find(self, config: RunConfig) -> Record | None:
-        """Return this configuration's record after checking its files, or None if it has no run folder.
+        """Return this configuration's record after checking its files, or None if its run folder doesn't exist.
 
         Raises:
             RecordError: the record is unusable, or the notebook or a table is missing or modified.
@@ -141,10 +141,10 @@ class Store:
         return next(filter(None, names), None)
 
     def records(self, check_files: bool = False) -> tuple[list[Record], list[RecordError]]:
-        """Return all usable records, sorted by study and run id, and the errors of the unusable ones."""
+        """Return all usable records, sorted by study and run id, and the errors for unusable records."""
         records, errors = [], []
         for folder in (self.root, *sorted(self.root.glob("[!.]*/"))):
-            # Checked here because glob silently skips unreadable folders.
+            # We check permissions here because glob silently skips unreadable folders.
             if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
                 errors.append(RecordError(f"{truncated_repr(folder.name)}: folder cannot be read"))
         for path in sorted(self.root.glob("[!.]*/*/")):

@@ -1,6 +1,6 @@
-"""Sweeps: run every requested configuration that has no valid record yet, and save the records.
+"""Run a sweep: every requested configuration without a valid record is run, and its record is saved.
 
-To resume a sweep, give the same command again. It skips finished runs and retries failed ones.
+To resume a sweep, repeat its command, which skips finished runs and retries failed runs.
 """
 
 import hashlib
@@ -40,16 +40,16 @@ SAME_REQUEST_S = 1.0  # a closing terminal sends its signal more than once
 
 @dataclass
 class SweepOptions:
-    """Options for executing a sweep's runs; by default, on all GPUs of this machine, or else on its CPU.
+    """Options for executing a sweep's runs, by default on all of this machine's GPUs, or else on its CPU.
 
     Args:
         workers: the maximum number of GPUs; without a GPU, the number of parallel runs, at most one per core.
         scheduler: the address of a Dask scheduler, whose workers then execute the runs.
-        timeout_s: the time limit of a run in seconds; a run that exceeds it is killed and recorded as failed.
+        timeout_s: the time limit per run in seconds; a run that exceeds it is killed and recorded as failed.
         time_budget_s: the time in seconds after which the sweep starts no more runs.
-        notebooks: a folder of notebooks to execute instead of the package's notebooks of the same names.
+        notebooks: a folder of notebooks to execute instead of the package's notebooks with the same names.
         images: keep the images in executed notebooks.
-        replace: rerun configurations that another version of their notebook measured, and replace their runs.
+        replace: rerun configurations that a different version of their notebook measured, and replace their runs.
     """
 
     workers: int | None = None
@@ -63,10 +63,10 @@ class SweepOptions:
 
 @dataclass
 class SweepEnd:
-    """The outcome of a sweep.
+    """A sweep's outcome.
 
     Args:
-        counts: the number of runs by status, including those that were already done.
+        counts: the number of runs by status, including runs that were already done.
         left: the configurations that still have to run.
         stopped_by: the reason why the sweep stopped early, or None.
     """
@@ -77,16 +77,16 @@ class SweepEnd:
 
 
 def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, console: Console) -> SweepEnd:
-    """Run the configurations of the sweep files that the store doesn't hold yet, and print each outcome.
+    """Run the sweep files' configurations that the store doesn't contain yet, and print each outcome.
 
     Raises:
-        SweepError, WorkersError: the sweep can't start, or a worker's device differs from the folder's.
+        SweepError, WorkersError: the sweep can't start, or a worker's device differs from the folder's device.
         StoreBusy: another sweep is writing into the folder.
         StoreError: the folder isn't writable.
     """
     began = monotonic()
     with _signals_noted() as signals, ExitStack() as closing:
-        # Invalid requests are rejected before any folder is touched.
+        # Invalid requests are rejected before any folder is changed.
         if options.scheduler:
             client = closing.enter_context(joined_workers(options.scheduler, signals))
             workers = Workers(client, options.timeout_s, options.notebooks, options.images)
@@ -117,7 +117,7 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
 
 
 def semaphores(root: Path) -> list[Path]:
-    """Return the paths of the named semaphores of a folder's sweeps; Linux shows them as files of 32 bytes."""
+    """Return the paths of the named semaphores of a folder's sweeps, which Linux shows as files of 32 bytes."""
     return [*Path("/dev/shm").glob(f"sem.{_prefix(root)}-*")]
 
 
@@ -126,7 +126,7 @@ def _prefix(root: Path) -> str:
 
 
 def _name_semaphores(root: Path) -> None:
-    """Name the semaphores of Dask's nannies after the folder, and remove those of earlier sweeps.
+    """Name the semaphores of Dask's nannies after the folder, and remove earlier sweeps' semaphores.
 
     If a sweep is killed with its process group, the process that would clean up its semaphores dies, too. The
     name identifies these leftovers, and removing them is safe because only one sweep at a time holds the folder.
@@ -163,9 +163,9 @@ def _signals_noted() -> Iterator[list[str]]:
 
 
 def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None) -> None:
-    """Check, before anything starts, that the devices exist and match the device of the folder's runs.
+    """Check, before anything starts, that the devices exist and match the device that measured the folder's runs.
 
-    A runs folder holds the runs of one device, because a report compares them.
+    A runs folder contains only one device's runs, because a report compares them.
 
     Args:
         name: the name of this machine's device; None if the workers may be on other machines.
@@ -223,13 +223,14 @@ def _sources(plan: SweepPlan, options: SweepOptions) -> dict[str, str]:
 def _what_is_left(
     plan: SweepPlan, store: Store, console: Console, sources: dict[str, str], replace: bool
 ) -> SweepEnd:
-    """Return the sweep's state before it starts: the counts of finished runs, and the runs that are left.
+    """Return the sweep's state before it starts: the counts of finished runs, and the remaining runs.
 
-    A run is finished if it has a valid record that didn't fail, measured by the current version of its notebook.
+    A run is finished if its record is valid, doesn't have status "failed", and was measured by the current version
+    of its notebook.
 
     Raises:
-        SweepError: a run's folder has no usable record, or another version of a notebook measured some of the
-            runs and ``replace`` is False.
+        SweepError: a run's folder contains no usable record, or a different version of a notebook measured some of
+            the runs and ``replace`` is False.
     """
     end, replaced = SweepEnd(), []
     for config in plan.configs:
@@ -267,7 +268,7 @@ def plain(markdown: str) -> str:
 
 
 class _Sweep:
-    """The state of a running sweep: assigns runs to workers and collects their results."""
+    """A running sweep, which assigns runs to workers and collects their results."""
 
     def __init__(
         self,
@@ -284,11 +285,11 @@ class _Sweep:
         self.requested = {_name(config): config for config in end.left}
         self.todo = dict(self.requested)
         self.done: set[str] = set()
-        self.died: set[str] = set()  # runs whose worker died once; a second time counts as a failure
+        self.died: set[str] = set()  # runs whose worker died once; a second death counts as a failure
         self.device_name = store.device_name()
 
     def run(self) -> None:
-        """Assign runs and collect results until none are left or there is a reason to stop."""
+        """Assign runs and collect results until no runs are left or there is a reason to stop."""
         if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
             by_size = sorted(self.requested.items(), key=lambda item: peak_gib(item[1]), reverse=True)
             self.todo = dict(by_size)
@@ -308,7 +309,7 @@ class _Sweep:
             kill_run_processes(self.store.partial)
 
     def _assign(self) -> None:
-        """Assign runs, in the sweep's order, to the workers that are free for their device."""
+        """Assign runs, in the sweep's order, to workers with a free place on the run's device."""
         for name, config in list(self.todo.items()):
             budget_s = self.options.time_budget_s
             if budget_s is not None and monotonic() - self.began >= budget_s:
@@ -324,9 +325,9 @@ class _Sweep:
         if isinstance(result, OSError):
             raise result
         if self.signals and (isinstance(result, Exception) or not result.done):
-            return  # the signal may have killed the run; it isn't saved, and the next sweep runs it again
+            return  # the signal may have killed the run, so we don't save it, and the next sweep repeats it
         if isinstance(result, Exception):
-            kill_run_processes(folder)  # only reaches processes on this machine
+            kill_run_processes(folder)  # reaches only processes on this machine
             shutil.rmtree(folder, ignore_errors=True)
             if _name(config) not in self.died:
                 self.died.add(_name(config))

@@ -1,4 +1,4 @@
-"""Sweep files: read YAML blocks and expand them into configurations."""
+"""Read sweep files, which consist of YAML blocks, and expand the blocks into configurations."""
 
 import itertools
 import math
@@ -28,13 +28,15 @@ from stepscope.yaml_files import load_yaml
 
 ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
 STUDIES = PACKAGE / "studies"  # sweeps of single studies
-LARGEST = "LARGEST"  # placeholder for the largest size that is predicted to fit
-MAX_RUNS_PER_BLOCK = 100_000  # per block; more, such as ten axes with ten values each, are probably a mistake
-MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory for the step of LARGEST
+LARGEST = "LARGEST"  # a placeholder for the largest size that we predict to fit
+MAX_RUNS_PER_BLOCK = (
+    100_000  # more runs, such as those of ten axes with ten values each, are probably a mistake
+)
+MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory that the step at LARGEST may use
 
 
 class SweepError(StepscopeError, ValueError):
-    """A sweep that can't start; the text names the file, the block, and the problem."""
+    """An error for a sweep that can't start; the message names the file, the block and the problem."""
 
 
 class Block(BaseModel):
@@ -42,10 +44,10 @@ class Block(BaseModel):
 
     Args:
         study: the study to run.
-        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose whose
-            size names to use; it isn't a field of the configuration.
+        fixed: fields with one value. ``edition``, the handout's year, may be given with ``size`` to choose the
+            handout whose size names to use; it isn't a field of the configuration.
         axes: lists of values by field; the last axis varies fastest.
-        skip_too_large: omit a run if even its smallest measurement is predicted not to fit into GPU memory.
+        skip_too_large: omit a run if we predict that even its smallest measurement doesn't fit into GPU memory.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -69,23 +71,23 @@ class Block(BaseModel):
 
 @dataclass
 class SweepPlan:
-    """The configurations to run (``configs``, without duplicates) and those omitted (``too_large``)."""
+    """The configurations to run (``configs``, without duplicates) and the omitted ones (``too_large``)."""
 
     configs: list[RunConfig] = field(default_factory=list)
     too_large: list[RunConfig] = field(default_factory=list)
 
 
 def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
-    """Return the files of a sweep, given its path or the name of a built-in sweep.
+    """Return a sweep's files, given the path of a sweep file or the name of a built-in sweep.
 
     ``reference``, ``tour`` and ``2026`` run all studies on a GPU, and ``cpu`` runs all studies with tiny models.
     A study's name selects its GPU sweep, or its part of ``cpu`` if ``device`` is "cpu".
 
     Args:
-        device: where the sweep will run, "cuda" or "cpu".
+        device: the device on which the sweep will run, "cuda" or "cpu".
 
     Raises:
-        SweepError: there is no such sweep, or it needs a GPU and ``device`` is "cpu".
+        SweepError: the sweep doesn't exist, or it requires a GPU and ``device`` is "cpu".
     """
     on_cpu = _sweeps_of_studies("sweep_cpu.yaml")
     on_gpu = {file.stem: [file] for file in sorted(ACROSS.glob("*.yaml"))} | _sweeps_of_studies("sweep.yaml")
@@ -110,12 +112,12 @@ def _sweeps_of_studies(file: str) -> dict[str, list[Path]]:
 
 
 def load_sweeps(sources: list[Path | dict], device: str, gpu_gib: float | None = None) -> SweepPlan:
-    """Return all configurations of the sweeps, in order and without duplicates.
+    """Return all of the sweeps' configurations, in order and without duplicates.
 
     Args:
         sources: sweep files, each with one :class:`Block` or a list of blocks, or blocks as dicts.
-        device: the device that ``auto`` stands for where the runs will execute.
-        gpu_gib: memory of the smallest GPU there, in GiB.
+        device: the device that ``auto`` denotes on the machines that will execute the runs.
+        gpu_gib: the memory of these machines' smallest GPU in GiB.
 
     Raises:
         YamlFileError: a file is missing or isn't plain YAML.
@@ -157,7 +159,7 @@ def _expand(block: Block, device: str, gpu_gib: float | None) -> Iterator[RunCon
 
 
 def peak_gib(config: RunConfig) -> float:
-    """Predict the peak memory in GiB of the assignment's fp32 step with the run's model; 0 without a step."""
+    """Predict the assignment's fp32 step's peak memory in GiB with the run's model; return 0 without a step."""
     if not isinstance(config, StepConfig):
         return 0.0
     step = config.step(
@@ -167,21 +169,21 @@ def peak_gib(config: RunConfig) -> float:
 
 
 def min_peak_gib(config: RunConfig) -> float:
-    """Predict the peak memory in GiB of a run's smallest measurement, or return 0 if it has no training step.
+    """Predict the peak memory in GiB of a run's smallest measurement; return 0 if the run has no training step.
 
     A run's other modes and precisions can be too large, because they then become rows with status "oom".
     """
     if not isinstance(config, StepConfig):
         return 0.0
     modes = getattr(config, "modes", list(PHASES) if config.mode == "all" else [config.mode])
-    # The fp32 or TF32 forward needs less memory than the bf16 forward, which also holds bf16 copies of weights.
+    # The fp32 or TF32 forward needs less memory than the bf16 forward, which also stores bf16 copies of weights.
     precision = "tf32" if config.precision == "all" else config.precision
     steps = [config.step(mode=mode, precision=precision, compile="none", device="cuda") for mode in modes]
     return min(peak(step, step.mode).allocated for step in steps) / 2**30
 
 
 def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
-    """Return the handout's largest size whose step is predicted to fit, or the smallest size without a GPU."""
+    """Return the handout's largest size whose step we predict to fit, or its smallest size without a GPU."""
 
     def fits(size: str) -> bool:
         config = configure(
@@ -194,7 +196,7 @@ def largest_that_fits(fields: dict, gpu_gib: float | None) -> str:
 
 
 def sweep_description(path: Path) -> str | None:
-    """Return the comment in a sweep file's first line, such as its time on an H200; None without one."""
+    """Return the comment in a sweep file's first line, such as its time on an H200; None without a comment."""
     try:
         with path.open(encoding="utf-8-sig", errors="replace") as file:
             first = file.readline(500).strip()

@@ -5,8 +5,8 @@ A worker is a machine with GPUs, or a part of a machine without GPUs. Its Dask r
 its share of the machine's cores, because anything that runs next to a measurement changes it.
 
 The sweep places runs itself and polls them every half second, because Dask's own scheduling doesn't fit:
-``resources=`` checks the resources that a worker has rather than those that are free, so a run could wait for one
-worker while another has a free GPU; ``priority=`` only orders the tasks of one worker; and ``as_completed`` keeps
+``resources=`` checks a worker's total resources rather than its free resources, so a run could wait for one worker
+while another worker has a free GPU; ``priority=`` only orders the tasks of one worker; and ``as_completed`` keeps
 waiting after a signal.
 """
 
@@ -40,20 +40,20 @@ START = (
 
 
 class WorkersError(StepscopeError, RuntimeError):
-    """Workers that are unavailable, or unsuitable for this sweep's runs."""
+    """An error for workers that are unavailable or unsuitable for this sweep's runs."""
 
 
 class WorkerDied(StepscopeError, RuntimeError):
-    """The worker of a run is gone or has returned an error."""
+    """An error for a run whose worker is gone or has returned an error."""
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
-    """The scheduler is no longer reachable, so the state of its runs is unknown."""
+    """An error for an unreachable scheduler, which leaves the state of its runs unknown."""
 
 
 @dataclass
 class Assignment:
-    """A run that is assigned to a worker."""
+    """A run and the worker to which it is assigned."""
 
     config: RunConfig
     folder: Path
@@ -62,7 +62,7 @@ class Assignment:
 
 
 class Workers:
-    """The workers of a scheduler and the runs assigned to them."""
+    """A scheduler's workers and the runs assigned to them."""
 
     def __init__(
         self,
@@ -88,7 +88,9 @@ class Workers:
     def refresh(self) -> None:
         """Update the list of workers; raise SchedulerGone if the scheduler is unreachable."""
         try:
-            if self.client.status != "running":  # also true while it reconnects, which cancels its futures
+            if (
+                self.client.status != "running"
+            ):  # also true while the client reconnects, which cancels its futures
                 raise OSError(f"the connection is {self.client.status}")
             self.offers = workers_of(self.client)
         except Exception as error:  # noqa: BLE001 Dask raises many types of errors for a lost scheduler
@@ -103,7 +105,7 @@ class Workers:
         ]
 
     def gpu_gib(self) -> float | None:
-        """Return the memory of the smallest GPU in GiB, or None without GPUs."""
+        """Return the smallest GPU's memory in GiB, or None without GPUs."""
         with_gpus = [address for address, worker in self.offers.items() if "GPU" in worker["resources"]]
         answers = self.client.run(gpus_here, workers=with_gpus) if with_gpus else {}
         return min((gpu["gib"] for gpus in answers.values() for gpu in gpus), default=None)
@@ -117,11 +119,11 @@ class Workers:
         return sum(offered)
 
     def busy(self) -> bool:
-        """Return True if no worker has a free thread."""
+        """Return whether all worker threads are busy."""
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
 
     def place(self, device: str) -> str | None:
-        """Return the address of the least busy worker that is free for a run on this device, or None."""
+        """Return the address of the least busy worker that can start a run on this device, or None."""
         resource, places = RESOURCE[device], []
         for address, worker in self.offers.items():
             runs = sum(assignment.address == address for assignment in self.running)
@@ -164,31 +166,31 @@ class Workers:
             return Record.model_validate_json(assignment.future.result())
         except OSError as error:
             return error
-        except Exception as error:  # noqa: BLE001 lost worker, bug, or a worker's other version of stepscope
+        except Exception as error:  # noqa: BLE001 lost worker, bug, or a worker's different stepscope version
             return WorkerDied(f"its worker returned an error: {type(error).__name__}: {_describe(error)}")
 
     def close(self, partial: Path) -> None:
         """Cancel the remaining tasks, and kill their runs in ``partial``'s subfolders on all workers."""
         if self.running:
-            with suppress(Exception):  # the scheduler or a worker may be gone, and its runs with it
+            with suppress(Exception):  # the scheduler or a worker may be gone, together with its runs
                 self.client.cancel([assignment.future for assignment in self.running], force=True)
                 self.client.run(kill_run_processes, partial)
 
 
 def workers_of(client: Any) -> dict[str, dict]:
-    """Query the scheduler for its workers by address, because the client's copy is sometimes empty."""
+    """Query the scheduler for its workers, by address, because the client's copy is sometimes empty."""
     return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
 
 
 def work(config: RunConfig, folder: str, timeout_s: float | None, environment: dict[str, str]) -> str:
-    """Execute one run on a worker, and return its record as JSON. Raise FileNotFoundError without ``folder``."""
+    """Execute one run on a worker and return its record as JSON; raise FileNotFoundError without ``folder``."""
     from distributed import Status, get_worker
 
     worker = get_worker()
     key = worker.get_current_task()
 
     def abandoned() -> bool:
-        """Return True if the scheduler has cancelled this thread's task or is gone."""
+        """Return whether the scheduler has canceled this thread's task or is gone."""
         state = worker.state.tasks.get(key)
         lives = worker.status in (Status.running, Status.paused)
         return state is None or state.state == "cancelled" or not lives
@@ -208,7 +210,7 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
 
 _gpus: queue.SimpleQueue = (
     queue.SimpleQueue()
-)  # the worker's free GPUs, each as the environment variables of a run on it
+)  # the worker's free GPUs, each represented by the environment variables for its runs
 _gpus_listed = threading.Lock()
 
 
@@ -239,10 +241,10 @@ def _free_gpu(count: int) -> Iterator[dict[str, str]]:
 def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
     """Start one Dask worker for all GPUs (or ``count`` CPU workers, at most one per core) and yield a client.
 
-    The workers exit with this process, however it ends.
+    The workers exit with this process, regardless of how it ends.
 
     Args:
-        gpus: the GPUs to use, as :func:`stepscope.runs.machine.gpus_here` returns them.
+        gpus: the GPUs to use, as returned by :func:`stepscope.runs.machine.gpus_here`.
         count: the number of CPU workers, used only without GPUs.
         scratch: a folder for Dask's temporary files.
 
@@ -298,7 +300,7 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
             )
             client = Client(cluster, set_as_default=False)
             client.wait_for_workers(len(offers), timeout=WORKERS_S)
-    except Exception as error:  # noqa: BLE001 many types: worker process, nanny, connection
+    except Exception as error:  # noqa: BLE001 many error types: worker process, nanny, connection
         if cluster:
             cluster.close(timeout=CLOSE_S)
         raise SchedulerGone(f"an error starting the local workers ({_describe(error)})") from None
@@ -313,13 +315,13 @@ def local_workers(gpus: list[dict], count: int, scratch: Path) -> Iterator[Any]:
 
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGHUP, so that processes started meanwhile inherit the block.
+    """Block SIGINT and SIGHUP, so that processes started within the context inherit the block.
 
     Ctrl-C or a closing terminal signals all of the terminal's processes, but the sweep has to end its runs itself.
     """
     signals = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    resource_tracker.ensure_running()  # it must inherit the block too; starting it unblocks SIGINT
+    resource_tracker.ensure_running()  # the tracker must inherit the block, too; starting it unblocks SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -333,11 +335,11 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
-    """Connect to an existing scheduler, with TLS if Dask's configuration says so, and yield a client.
+    """Connect to an existing scheduler, with TLS if Dask's configuration requires it, and yield a client.
 
     Args:
         address: the scheduler's address, such as tcp://10.0.0.1:8786.
-        signals: a list that receives the signals that ask the sweep to end, which also end the wait for workers.
+        signals: a list that collects signals that ask the sweep to end; they also end the wait for workers.
 
     Raises:
         WorkersError: the address is invalid, the scheduler doesn't answer, or no worker offers GPU or RUNS.
@@ -350,7 +352,7 @@ def joined_workers(address: str, signals: list[str]) -> Iterator[Any]:
         )
     try:
         client = Client(address, set_as_default=False, timeout=ANSWER_S)
-    except Exception as error:  # noqa: BLE001 many types: unknown host, no answer, no certificate
+    except Exception as error:  # noqa: BLE001 many error types: unknown host, no answer, no certificate
         raise WorkersError(f"--scheduler: nothing answers at {address!r:.100} ({_describe(error)})") from None
     try:
         deadline = time.monotonic() + WORKERS_S

@@ -1,7 +1,7 @@
 """Define views: a few wide, tidy tables per study, in which documents look up numbers.
 
-A view is a function with a key. It doesn't select rows; a document does, by specifying values of key fields.
-A column's name ends in its unit (``wall_ms``, ``busy_share``); :func:`unit_of` parses it.
+A view is a function with a key. The view itself doesn't select rows; a document selects them by specifying values
+of key fields. A column's name ends with its unit (``wall_ms``, ``busy_share``); :func:`unit_of` parses it.
 
     @view(key=[*CONFIG, "optimization", "batch_size"], columns=["wall_ms", "speedup"], studies=["ladder"])
     def steps(data: Views) -> pd.DataFrame: ...
@@ -51,11 +51,11 @@ ORDER = ("size", "context_length", "vocab_size", "batch_size")
 
 
 class ViewError(StepscopeError, ValueError):
-    """A violation of a view's schema; the message names the view and the problem."""
+    """An error for a view that violates its schema; the message names the view and the problem."""
 
 
 class MissingTable(StepscopeError, LookupError):
-    """A required table that no run in the folder contains."""
+    """An error for a required table that no run in the folder contains."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _checked(name: str, declared: View, frame: pd.DataFrame) -> pd.DataFrame:
 
 
 class Names(tuple):
-    """Column names for a frame's ``attrs``; pandas deep-copies ``attrs`` in each operation, but not this tuple."""
+    """Column names for a frame's ``attrs``; unlike other values, pandas operations don't deep-copy them."""
 
     def __deepcopy__(self, memo: dict) -> "Names":
         return self

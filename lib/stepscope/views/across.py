@@ -24,7 +24,7 @@ RECORDED = [
 
 @view(key=["study", "run_id"], columns=[*RECORDED, "concurrent_runs"], studies=[])
 def runs(data: Views) -> pd.DataFrame:
-    """Return one row per run; ``concurrent_runs`` counts the runs in progress at its start, including itself."""
+    """Return one row per run; ``concurrent_runs`` counts the runs in progress at its start, including the run."""
     names = {name: name.removeprefix("machine_") for name in data.table("runs") if "machine_" in name}
     found = data.table("runs").rename(columns=names | {"seconds": "duration_s"})
     found = found.reindex(columns=["study", "run_id", *RECORDED])  # CPU runs lack the GPU columns

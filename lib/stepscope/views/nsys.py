@@ -1,6 +1,6 @@
-"""Views of the nsys study: each configuration's forward, forward + backward and full step, profiled.
+"""Define the nsys study's views: each configuration's profiled forward, forward + backward and full step.
 
-A profile covers one mode of one configuration. Its kernels, copies and fills are *operations*.
+A profile covers one mode of one configuration. Its kernels, copies and fills are called *operations*.
 """
 
 import re
@@ -19,8 +19,8 @@ from stepscope.views import Views, view
 
 KEY = [*CONFIG]
 TOTAL = "total"
-SCORE_FLOPS = 5  # softmax, per score: max, subtract, exponentiate, sum, divide
-# Reads and writes of each score by softmax: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
+SCORE_FLOPS = 5  # softmax's FLOPs per score: max, subtract, exponentiate, sum, divide
+# Softmax's reads and writes per score: max 1, subtract 2, exponentiate 2, sum 1, divide 2.
 SCORE_PASSES = 8
 # Studies that measured the same step with torch.profiler in another process, for comparison.
 IN_PROCESS = ("benchmark", "mixed_precision")
@@ -32,10 +32,10 @@ _COMMON = re.compile(
 
 @view(key=KEY, columns=["tool", "same_as_nsys"], studies=["nsys"])
 def profile_runs(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: the ``tool`` that made its profiles, and a check of our sums.
+    """Return one row per configuration: the ``tool`` that recorded its profiles, and a check of our sums.
 
-    ``same_as_nsys`` is true if our sum of all operations equals the sum in the tool's own reports, to the
-    nanosecond; missing without such reports.
+    ``same_as_nsys`` is true if our sum over all operations matches the sum in the tool's own reports to the
+    nanosecond; it is missing without such reports.
     """
     results = data.table("nsys.results")
     if "nsys_ns" not in results:  # runs without nsys lack this column
@@ -73,16 +73,17 @@ def profile_runs(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_times(data: Views) -> pd.DataFrame:
-    """Return one row per configuration, mode and phase: medians of one pass, unprofiled and profiled.
+    """Return one row per configuration, mode and phase: the median times of unprofiled and profiled passes.
 
-    Unprofiled passes have wall times of totals only: their median ``wall_ms`` and quartiles, the CPU's
+    Unprofiled passes are timed only in total: we report the median ``wall_ms`` and quartiles, the CPU's
     ``enqueue_ms``, and the number of ``passes``. In profiled passes, ``host_ms`` lasts from the NVTX range's push
-    to its pop, ``projected_ms`` from the start of its first operation to the end of its last one, and ``gpu_ms``
-    is the time in which at least one operation runs. ``named_operations`` counts one pass's operations in the
-    tables by kernel; a profile is ``conserved`` if each profiled pass has exactly as many.
+    to its pop, ``projected_ms`` lasts from the start of the range's first operation to the end of its last
+    operation, and ``gpu_ms`` is the time in which at least one operation runs. ``named_operations`` counts one
+    pass's operations in the tables by kernel; a profile is ``conserved`` if each profiled pass runs exactly this
+    number of operations.
 
-    ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` its distance from 1, and ``single_error``
-    the largest distance of a single profiled pass. A pass is ``slowed`` if the profiler adds more than the
+    ``projected_ratio`` is projected_ms / wall_ms, ``projected_error`` is its distance from 1, and ``single_error``
+    is a single profiled pass's largest distance from 1. A pass is ``slowed`` if the profiler adds more than the
     variation of launch-bound times (MIN_LAUNCH_BOUND_GAIN).
     """
     keys = [*KEY, "mode", "phase"]
@@ -107,7 +108,7 @@ def profile_times(data: Views) -> pd.DataFrame:
 
 
 def _profiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Return medians (in ms) of the profiled passes, and their extremes."""
+    """Return the medians of the profiled passes' times in ms, and their extremes."""
     passes = clocks[clocks["profiled"]].groupby(keys, sort=False)
     projected_ms = passes["projected_ns"]
     operations = passes["operations"]
@@ -142,7 +143,7 @@ def _unprofiled(clocks: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
 
 
 def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of each phase, followed by all of them again as the phase "total"."""
+    """Return each phase's operations, followed by copies of all operations in the phase "total"."""
     return pd.concat([operations, operations.assign(phase=TOTAL)], ignore_index=True)
 
 
@@ -162,10 +163,10 @@ def _and_total(operations: pd.DataFrame) -> pd.DataFrame:
     studies=["nsys", "benchmark", "mixed_precision"],
 )
 def profiler_agreement(data: Views) -> pd.DataFrame:
-    """Return one row per profile and phase, and per run of another study that used torch.profiler.
+    """Return one row for each profile and phase, and each run of another study that used torch.profiler.
 
-    ``gpu_error`` is the difference of the two GPU times relative to the other study's. ``division_ms`` is the time
-    of PyTorch's division kernels, which softmax uses.
+    ``gpu_error`` is the difference between the two GPU times, relative to the other study's time. ``division_ms``
+    is the time of PyTorch's division kernels, which softmax uses.
     """
     keys = [*KEY, "mode", "phase"]
     ours = data["profile_times"][[*keys, "gpu_ms"]]
@@ -187,7 +188,7 @@ def profiler_agreement(data: Views) -> pd.DataFrame:
 
 
 def _in_process(data: Views, study: str) -> pd.DataFrame:
-    """Return GPU times of a study's steps, and of the division kernels in them."""
+    """Return the GPU times of a study's steps and of the division kernels in these steps."""
     keys = [*KEY, "compile", "repeat", "mode", "phase"]
     times = data.table(f"{study}.times")
     operations = _and_total(data.table(f"{study}.operations"))
@@ -225,7 +226,7 @@ def _divisions(operations: pd.DataFrame, keys: list[str], time: str) -> pd.Serie
     studies=["nsys"],
 )
 def profile_kernels(data: Views) -> pd.DataFrame:
-    """Return one row per profile and kernel: GPU time in one pass, share of all operations, and ``place``.
+    """Return one row per profile and kernel: GPU time in one pass, share of all operations' time, and ``place``.
 
     ``place`` is 1 for the kernel with the most time. A model of ``blocks`` Transformer blocks launches a kernel
     ``per_block`` times in each block, and ``beyond_blocks`` times outside the blocks.
@@ -269,7 +270,7 @@ def region_kernels(data: Views) -> pd.DataFrame:
 
 @view(key=[*KEY, "mode", "region"], columns=["column", "gpu_ms", "share"], studies=["nsys"])
 def model_parts(data: Views) -> pd.DataFrame:
-    """Return one row per profile and part of the model: GPU time of its operations, and share of the total."""
+    """Return one row per profile and part of the model: its operations' GPU time and share of the total."""
     keys = [*KEY, "mode"]
     rows = _operations(data).groupby([*keys, "column", "region"], sort=False)["gpu_ms"].sum().reset_index()
     rows["share"] = rows["gpu_ms"] / rows.groupby(keys)["gpu_ms"].transform("sum")
@@ -282,10 +283,10 @@ def model_parts(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_categories(data: Views) -> pd.DataFrame:
-    """Return one row per profile, phase ("total" for all) and kernel category: GPU time, and its share.
+    """Return one row per profile, phase ("total" for all) and kernel category: GPU time and its share.
 
-    The share is of the complete profile. ``other_place`` ranks a phase's non-matmul categories, 1 for the most
-    time. Attention's softmax is a separate category that includes all its kernels.
+    The share is relative to the complete profile. ``other_place`` ranks a phase's non-matmul categories by time,
+    starting with 1 for the longest. Attention's softmax is a separate category that includes all of its kernels.
     """
     keys = [*KEY, "mode", "phase"]
     groups = _and_total(_operations(data)).groupby([*keys, "column", "kernel_category"], sort=False)
@@ -298,10 +299,10 @@ def profile_categories(data: Views) -> pd.DataFrame:
 
 
 def _operations(data: Views) -> pd.DataFrame:
-    """Return the operations of one pass of each profile, by region and kernel.
+    """Return one pass's operations in each profile, by region and kernel.
 
-    ``of_name`` is the category by the kernel's name; ``kernel_category`` is the same, except that attention's
-    softmax is a separate category. ``column`` names size and mode.
+    ``of_name`` is the category according to the kernel's name; ``kernel_category`` is the same, except that
+    attention's softmax is a separate category. ``column`` names the size and mode.
     """
     rows = data.table("nsys.operations").rename(columns={"kernel_category": "of_name"})
     category = detailed_category(rows.assign(kernel_category=rows["of_name"]))
@@ -316,7 +317,7 @@ def _operations(data: Views) -> pd.DataFrame:
 
 
 def _longest_first(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Sort the rows of each group by GPU time, longest first; keep the order of the groups."""
+    """Sort each group's rows by GPU time, longest first, but keep the order of the groups."""
     group = rows.groupby(keys, sort=False).ngroup()
     return rows.assign(group=group).sort_values(["group", "gpu_ms"], ascending=[True, False], kind="stable")
 
@@ -328,7 +329,7 @@ def _named(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def readable(names: Iterable[str]) -> dict[str, str]:
-    """Return a short name for each distinct kernel; longer if two kernels would otherwise share it.
+    """Return a short name for each distinct kernel, or a longer name if two kernels would share the short one.
 
     sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma... becomes
     sm80_xmma_gemm_tn_128x128x8_2x2x1_ffma.
@@ -367,10 +368,10 @@ def readable(names: Iterable[str]) -> dict[str, str]:
 def profiled_attention(data: Views) -> pd.DataFrame:
     """Return one row per configuration: attention's Q Kᵀ (``scores_ms``), softmax and A V (``values_ms``).
 
-    Times are sums over all layers of one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
-    d_model per layer; ``softmax_flops`` counts 5 for each of the B H T² scores per layer. ``time_share`` and
+    Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
+    d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and
     ``flops_share`` compare softmax with both matmuls. A layer's scores take ``matrix_bytes`` in fp32; softmax
-    moves ``softmax_bytes``, eight times as much in every layer.
+    moves ``softmax_bytes`` in all layers together, eight times ``matrix_bytes`` per layer.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)
@@ -399,7 +400,7 @@ def profiled_attention(data: Views) -> pd.DataFrame:
 
 
 def _attention_times(data: Views) -> pd.DataFrame:
-    """Return the GPU time of attention's three parts in forward, by configuration."""
+    """Return the GPU times of attention's three parts in forward, by configuration."""
     operations = _operations(data)
     forward = operations[operations["mode"] == "forward"]
     is_matmul = forward["kernel_category"] == MATMUL
@@ -419,8 +420,8 @@ def _attention_times(data: Views) -> pd.DataFrame:
 def attention_at_peak_rates(data: Views) -> pd.DataFrame:
     """Return one row per configuration and GPU: the times that attention would take at peak rates.
 
-    ``copy_ms`` is softmax's bytes at a large copy's rate; ``matmul_ms`` is both matmuls at a large fp32 matmul's
-    rate.
+    ``copy_ms`` is the time to move softmax's bytes at a large copy's rate; ``matmul_ms`` is the time of both
+    matmuls at a large fp32 matmul's rate.
     """
     rows = data["profiled_attention"].merge(data["rates"], how="cross")
     copy_ms = rows["softmax_bytes"] / rows["copy_tb_per_s"] / 1e9
@@ -451,12 +452,12 @@ def attention_at_peak_rates(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def profile_answers(data: Views) -> pd.DataFrame:
-    """Return one row per configuration: the assignment's questions (a) to (e), each in a column or two.
+    """Return one row per configuration that answers the assignment's questions (a) to (e).
 
-    (b) The ``kernel`` with the most time in forward, its launches and share; ``stays_first`` is true if it is
-    still first over forward + backward, where ``both_kernel`` is first.
+    (b) The ``kernel`` with the most time in forward, its launches and share; ``stays_first`` is true if it also
+    takes the most time in forward + backward, where ``both_kernel`` is first.
     (c) The largest non-matmul category in forward.
-    (d) ``matmul_ratio`` is the matmuls' time in a full step over that in forward.
+    (d) ``matmul_ratio`` is the matmuls' time in a full step divided by their time in forward.
     """
     times = data["profile_times"]
     forward = times[(times["mode"] == "forward") & (times["phase"] == TOTAL)]
@@ -477,7 +478,7 @@ def profile_answers(data: Views) -> pd.DataFrame:
 
 
 def _by_category(data: Views) -> pd.DataFrame:
-    """Return by configuration the matmuls' time and share in forward and the step, and forward's next category."""
+    """Return each configuration's matmul time and share in forward and the step, and forward's next category."""
     categories = data["profile_categories"].query("phase == 'total'").set_index(KEY)
     matmul = categories[categories["kernel_category"] == MATMUL]
     found = {}
@@ -497,16 +498,16 @@ def _by_category(data: Views) -> pd.DataFrame:
     studies=["nsys"],
 )
 def launch_timeline(data: Views) -> pd.DataFrame:
-    """Return one row per operation in a window of forward: when the CPU launched it, and when it ran.
+    """Return one row per operation in a window of forward, with the times of its CPU launch and GPU execution.
 
-    Times count from the start of the window. In the mode "replayed", forward runs as a CUDA graph.
+    Times count from the window's start. In the mode "replayed", forward runs as a CUDA graph.
     """
     return data.table("nsys.timeline")
 
 
 @view(key=[*KEY, "mode"], columns=["busy"], studies=["nsys"])
 def launch_timeline_busy(data: Views) -> pd.DataFrame:
-    """Return one row per window: the share of its first millisecond in which an operation runs."""
+    """Return one row per window with the share of its first millisecond in which an operation runs."""
     groups = data["launch_timeline"].groupby([*KEY, "mode"], sort=False)
     busy = {key: busy_share(rows) for key, rows in groups}
     index = pd.MultiIndex.from_tuples(busy, names=[*KEY, "mode"])
