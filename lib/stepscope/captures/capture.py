@@ -48,20 +48,24 @@ from stepscope.traces.export import (
 from stepscope.traces.torch_trace import (
     LAUNCHES,
     OPERATOR,
+    RANGE,
     WORK,
     Trace,
     build_ranges,
     build_records,
     gpu_names,
     host_events,
+    is_cpu_work,
     no_work_error,
     read_trace,
+    self_times,
 )
 
 GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 WHOLE_GRAPH = "CUDA graph"  # the category of graphs that were traced as a whole
 SEQUENCE_NUMBER = re.compile(r", seq = (\d+)")
 MAX_RANGE_DEPTH = 4  # levels of nested ranges that we consider
+GLOO = re.compile("gloo:")  # collectives on a CPU
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
@@ -169,7 +173,10 @@ class Capture:
 
 
 def load_capture(
-    path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
+    path: Path | str,
+    step: str | None = None,
+    phases: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
 ) -> Capture:
     """Read a capture file, which may be gzipped.
 
@@ -179,12 +186,13 @@ def load_capture(
     Args:
         step: the step ranges' name, without numbers; None to detect it.
         phases: phases by range name or pattern, such as "*(F)"; other ranges' names determine their phases.
+        on_cpu: if a trace contains no GPU work, read the CPU's operators and gloo's collectives instead.
 
     Raises:
         TraceError: the file has none of these formats, is cut off or contains no GPU work; or no range matches
             the name of the step or of a phase.
     """
-    capture = load_capture_or_sums(path, step, phases)
+    capture = load_capture_or_sums(path, step, phases, on_cpu)
     if not isinstance(capture, Capture):
         raise TraceError(
             f"{path}: is nsys's report {KERNEL_REPORT}, which only sums kernels, expected a capture with"
@@ -194,14 +202,17 @@ def load_capture(
 
 
 def load_capture_or_sums(
-    path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
+    path: Path | str,
+    step: str | None = None,
+    phases: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
 ) -> Capture | pd.DataFrame:
     """Read a capture like ``load_capture``, but return nsys's report cuda_gpu_kern_sum as a table."""
     path = Path(path)
     with readable_capture(path) as (kind, file):
         if kind == "json":
             trace = read_trace(file, SHAPED)
-            records, autograd, host = _records_of_trace(str(path), trace)
+            records, autograd, host = _records_of_trace(str(path), trace, on_cpu)
             uses_gpu_ranges = records.ranges.empty and len(trace.gpu_ranges) > 0 and len(trace.processes) <= 1
             if uses_gpu_ranges:
                 records.ranges = _gpu_ranges(records, trace)
@@ -353,10 +364,12 @@ def _host_events_from_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
     return rows[["key", "start_ns", "end_ns"]].assign(kind=kind, name=name)
 
 
-def _records_of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]:
+def _records_of_trace(path: str, trace: Trace, on_cpu: bool) -> tuple[Records, Autograd, pd.DataFrame]:
     """Return a trace's records, autograd ranges and host events."""
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
+    if work.empty and on_cpu:
+        work = _cpu_work(events)
     if work.empty:
         raise no_work_error(path, trace)
     records, external_ids = build_records(path, events, work)
@@ -375,6 +388,14 @@ def _records_of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.Da
         ),
         host_events(events),
     )
+
+
+def _cpu_work(events: pd.DataFrame) -> pd.DataFrame:
+    """Return a CPU's operators, with their self times, and gloo's collectives, as if on a second stream."""
+    operators = self_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
+    collectives = events[(events["cat"] == RANGE) & matching(events["name"], GLOO.match)]
+    category = pd.Categorical([OPERATOR] * len(collectives), events["cat"].cat.categories)
+    return pd.concat([operators, collectives.assign(cat=category, stream=1)])
 
 
 def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
