@@ -329,7 +329,9 @@ def compile_blocks(model: nn.Module) -> None:
 
 def start_process_group() -> torch.device:
     """Join the other ranks that torchrun started, and return this rank's device."""
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # its queries would break a CUDA graph's capture
+    os.environ.setdefault(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+    )  # its queries would break a CUDA graph's capture
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -138,7 +138,7 @@ class Workers:
             *task,
             key=f"{config.study}-{config.run_id}-{folder.name}",
             workers=[address],
-            resources={RESOURCE[config.device]: 1},
+            resources={RESOURCE[config.device]: config.gpus_needed},
             retries=0,
             pure=False,
         )
@@ -204,8 +204,8 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
         )
     if config.device == "cpu":
         return make_run(config, Path(folder), environment, timeout_s, abandoned).model_dump_json()
-    with _free_gpu(int(worker.state.total_resources["GPU"])) as gpu:
-        return make_run(config, Path(folder), environment | gpu, timeout_s, abandoned).model_dump_json()
+    with _free_gpus(int(worker.state.total_resources["GPU"]), config.gpus_needed) as gpus:
+        return make_run(config, Path(folder), environment | gpus, timeout_s, abandoned).model_dump_json()
 
 
 _gpus: queue.SimpleQueue = (
@@ -227,14 +227,18 @@ def _list_gpus(count: int) -> None:
 
 
 @contextmanager
-def _free_gpu(count: int) -> Iterator[dict[str, str]]:
-    """Wait for one of this worker's ``count`` GPUs, and yield the environment that selects it and its cores."""
+def _free_gpus(count: int, needed: int) -> Iterator[dict[str, str]]:
+    """Wait for ``needed`` of this worker's ``count`` GPUs; yield the environment that selects them and their cores.
+
+    Dask starts a run only if enough GPUs are free, so no two runs wait for each other's GPUs.
+    """
     _list_gpus(count)
-    gpu = _gpus.get()
+    gpus = [_gpus.get() for _ in range(needed)]
     try:
-        yield gpu
+        yield {name: ",".join(gpu[name] for gpu in gpus) for name in gpus[0]}
     finally:
-        _gpus.put(gpu)
+        for gpu in gpus:
+            _gpus.put(gpu)
 
 
 @contextmanager

@@ -62,6 +62,8 @@ class Config(StepConfig):
     attention: Literal["sdpa"] = "sdpa"  # type: ignore[assignment]
     optimizer: Literal["fused"] = "fused"  # type: ignore[assignment]
     compile: Literal["none", "blocks"] = "blocks"  # type: ignore[assignment]
+    warmup_steps: int = Field(12, ge=3, le=10**6)  # DDP arranges its buckets in the first ones
+    timed_steps: int = Field(10, ge=1, le=50)
     gpus: int = Field(2, ge=2, le=64)  # ranks, each with batch_size sequences; on a CPU processes
     strategies: list[StrategyName] = Field([], min_length=0)  # type: ignore[valid-type] # empty: all
     collectives: bool = False  # also time collectives alone, from 1 MiB to 1 GiB
@@ -79,6 +81,10 @@ class Config(StepConfig):
     def names(self) -> list[str]:
         """The strategies to measure, without CUDA graphs on a CPU."""
         return list(self.strategies) or list(STRATEGIES if self.device == "cuda" else ON_CPU)
+
+    @property
+    def gpus_needed(self) -> int:
+        return self.gpus if self.device == "cuda" else 1
 
     def words_of_id(self) -> list[str]:
         return [*super().words_of_id(), f"gpus{self.gpus}"]

@@ -1,10 +1,10 @@
 """Measure strategies on several GPUs: start the ranks, wait for their results, and read their profiles.
 
-    results = measure_strategies(config, naive=naive)
-    results.steps        a row per strategy: wall time, communication alone, memory, power
-    results.ranks        a row per strategy and rank: the mean profiled step and its parts
-    results.kernels      GPU time by strategy, rank and kernel category
-    results.timeline     one step of rank 0, for a picture
+results = measure_strategies(config, naive=naive)
+results.steps        a row per strategy: wall time, communication alone, memory, power
+results.ranks        a row per strategy and rank: the mean profiled step and its parts
+results.kernels      GPU time by strategy, rank and kernel category
+results.timeline     one step of rank 0, for a picture
 """
 
 import inspect
@@ -89,7 +89,9 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
             f"from {distributed_step.__name__} import dist, nn, torch\n\n\n{source}"
         )
         failed = run_ranks(config, folder, names)
-        outcomes = {name: json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").exists()}
+        outcomes = {
+            name: json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").exists()
+        }
         profiles = read_profiles(config, folder, [name for name in config.names if name in outcomes])
     return Results(
         steps_table(config, outcomes, failed),
@@ -126,7 +128,14 @@ def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, t
 
 def _run_once(config: Config, folder: Path, names: list[str]) -> str:
     """Run the ranks for these measurements; return why they ended early, or "" if they ended normally."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.gpus)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(config.gpus),
+    ]
     command += ["-m", "stepscope.studies.distributed.process", str(folder)]
     command += [config.model_dump_json(), ",".join(names)]
     cores = len(os.sched_getaffinity(0))
@@ -199,6 +208,8 @@ def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
             row |= {f"{part}_ms": step[part] for part in PARTS}
             row["gpu_ms"] = step["wall"] - step["idle"]
             row["communication_ms"] = np.mean([busy_ns(rows) for rows in collectives]) / 1e6
+            mine = comparison.collectives[comparison.collectives["rank"] == rank]
+            row["transfer_total_ms"] = mine["transfer_ns"].sum() / 1e6 / comparison.step_count
             row["arrives_last"] = float(last.get(rank, 0))
             rows.append(row)
     return pd.DataFrame(rows, columns=[*SCHEMAS["ranks"].columns])
@@ -223,7 +234,11 @@ def kernels_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
                 }
             )
             tables.append(table)
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*SCHEMAS["kernels"].columns])
+    return (
+        pd.concat(tables, ignore_index=True)
+        if tables
+        else pd.DataFrame(columns=[*SCHEMAS["kernels"].columns])
+    )
 
 
 def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
@@ -236,7 +251,9 @@ def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
         for part, rows in gpu.ops_per_step[index].groupby("part"):
             ends = rows["end_ns"].cummax()
             starts_new = rows["start_ns"] - ends.shift(fill_value=-(10**18)) > MIN_GAP_NS
-            intervals = rows.groupby(starts_new.cumsum()).agg(start=("start_ns", "min"), end=("end_ns", "max"))
+            intervals = rows.groupby(starts_new.cumsum()).agg(
+                start=("start_ns", "min"), end=("end_ns", "max")
+            )
             table = pd.DataFrame(
                 {
                     "strategy": name,
@@ -246,7 +263,11 @@ def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
                 }
             )
             tables.append(table[table["duration_ms"] > 0])
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=[*SCHEMAS["timeline"].columns])
+    return (
+        pd.concat(tables, ignore_index=True)
+        if tables
+        else pd.DataFrame(columns=[*SCHEMAS["timeline"].columns])
+    )
 
 
 # -- tables ---------------------------------------------------------------------------------------------------------
@@ -257,7 +278,12 @@ def steps_table(config: Config, outcomes: dict[str, Any], failed: dict[str, tupl
     and power the sum of all."""
     rows = []
     for name in config.names:
-        row: dict[str, Any] = {"strategy": name, "control": STRATEGIES[name].control, "status": "ok", "reason": ""}
+        row: dict[str, Any] = {
+            "strategy": name,
+            "control": STRATEGIES[name].control,
+            "status": "ok",
+            "reason": "",
+        }
         if name in failed:
             row["status"], row["reason"] = failed[name]
         else:

@@ -35,8 +35,7 @@ from stepscope.studies.distributed.tables import KINDS
 
 COLLECTIVES, NUMERICS = "collectives", "numerics"  # names of measurements that are not strategies
 ERROR, STRATEGIES_FILE = "error.json", "strategies.py"
-WARMUP_STEPS = 12  # DDP arranges its buckets in the first, and torch.compile compiles
-MIN_STEPS, MAX_STEPS, TIMED_MS = 10, 50, 1500
+MAX_STEPS, TIMED_MS = 50, 1500  # on a GPU: as many steps as take this long
 POWER_MS = 2000  # a shorter time has too few changes of the energy counter
 PROFILED_STEPS = 3
 GIB, MIB = 2**30, 2**20
@@ -143,14 +142,13 @@ class Rank:
         model, batch = self.build(strategy)
         built_gib = torch.cuda.memory_allocated() / GIB if self.on_gpu else np.nan
         distributed = self.apply(strategy, model, batch)
-        for _ in range(WARMUP_STEPS):
+        for _ in range(self.config.warmup_steps):
             distributed.step()
         self.synchronize()
         warm_ms, _ = self.timed(distributed.step, 3)
-        steps = self.steps_within(TIMED_MS, float(np.median(warm_ms)))
-        steps = min(max(steps, MIN_STEPS), MAX_STEPS)
-        if not self.on_gpu:
-            steps = min(steps, MIN_STEPS)
+        steps = self.config.timed_steps
+        if self.on_gpu:
+            steps = min(max(steps, self.steps_within(TIMED_MS, float(np.median(warm_ms)))), MAX_STEPS)
         wall_ms, enqueue_ms = self.timed(distributed.step, steps)
         result = {"wall_ms": wall_ms, "enqueue_ms": enqueue_ms, "built_gib": built_gib}
         result |= self.memory.peaks | self.power(distributed.step, float(np.median(wall_ms)))
@@ -179,7 +177,7 @@ class Rank:
         step = communication_only(messages, self.device)
         for _ in range(3):
             step()
-        wall_ms, _ = self.timed(step, MIN_STEPS)
+        wall_ms, _ = self.timed(step, self.config.timed_steps)
         gib = sum(message.bytes for message in messages) / GIB
         return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
 

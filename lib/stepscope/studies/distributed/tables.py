@@ -1,5 +1,6 @@
-"""Tables of the distributed study: the schemas of a run's files."""
+"""Tables of the distributed study: the schemas of a run's files, and the tables derived from them."""
 
+import pandas as pd
 import pandera.pandas as pa
 
 from stepscope.report.schemas import STATUSES, number_column, table_schema, text_column
@@ -36,6 +37,7 @@ RANK_MEASURES = (
     *(f"{part}_ms" for part in PARTS),
     "gpu_ms",
     "communication_ms",
+    "transfer_total_ms",
     "arrives_last",
 )
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -81,3 +83,71 @@ SCHEMAS = {
         gradient_error=number_column(),
     ),
 }
+
+
+def efficiency(steps: pd.DataFrame) -> pd.DataFrame:
+    """Add each strategy's efficiency: its tokens/s over those of the same GPUs without communication.
+
+    The comparison is with the fastest step of one GPU alone, which all GPUs run at the same time.
+    """
+    alone = steps.loc[steps["strategy"].str.startswith("one_gpu"), "tokens_per_s"].max()
+    return steps.assign(efficiency=steps["tokens_per_s"] / alone)
+
+
+def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
+    """Return the parts of each strategy's profiled step in ms, as the mean of the ranks, indexed by strategy.
+
+    The columns are those of :data:`PARTS`, profiled_ms (their sum) and wall_ms (of unprofiled steps).
+    """
+    columns = ["profiled_ms", *(f"{part}_ms" for part in PARTS)]
+    means = ranks.groupby("strategy", sort=False)[columns].mean()
+    return means.join(steps.set_index("strategy")["wall_ms"])
+
+
+def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """Compare the kernels of each strategy with those of its control, which computes the same alone.
+
+    Returns:
+        strategy, kernel_category, gpu_ms and alone_ms (sums of durations per step, means of the ranks) and
+        slowdown (their ratio minus 1); kernel_category is also "all". Communication is left out.
+    """
+    rows = kernels[kernels["kernel_category"] != "communication"]
+    per_rank = rows.groupby(["strategy", "rank", "kernel_category"], as_index=False)["gpu_ms"].sum()
+    everything = per_rank.groupby(["strategy", "rank"], as_index=False)["gpu_ms"].sum()
+    per_rank = pd.concat([per_rank, everything.assign(kernel_category="all")])
+    means = per_rank.groupby(["strategy", "kernel_category"], as_index=False)["gpu_ms"].mean()
+    controls = steps.loc[steps["control"] != "", ["strategy", "control"]]
+    compared = controls.merge(means, on="strategy")
+    alone = means.rename(columns={"strategy": "control", "gpu_ms": "alone_ms"})
+    compared = compared.merge(alone, on=["control", "kernel_category"])
+    return compared.assign(slowdown=compared["gpu_ms"] / compared["alone_ms"] - 1)
+
+
+def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFrame:
+    """Return the bus bandwidth of each strategy's all-reduces in GB/s, in the step and alone.
+
+    In the step, a collective takes as long as on the rank that arrives last. FSDP is left out, because its
+    collectives are of several kinds.
+    """
+    sends = steps[(steps["messages"] > 0) & ~steps["strategy"].str.startswith("fsdp")]
+    transfer_ms = ranks.groupby("strategy")["transfer_total_ms"].mean()
+    bus_gb = sends["message_gib"] * 2**30 / 1e9 * 2 * (gpus - 1) / gpus
+    table = sends[["strategy", "messages", "message_gib"]].assign(
+        in_step_gb_s=bus_gb / sends["strategy"].map(transfer_ms) * 1e3,
+        alone_gb_s=bus_gb / sends["communication_only_ms"] * 1e3,
+    )
+    return table.reset_index(drop=True)
+
+
+def memory(steps: pd.DataFrame, parameters: int, gpus: int) -> pd.DataFrame:
+    """Put each strategy's memory next to that of its weights, gradients and moments by formula, in GiB.
+
+    A parameter takes 4 bytes for each of weight, gradient and two moments, all of them in fp32. FSDP divides all
+    four by the number of ranks, and ZeRO-1 the moments.
+    """
+    is_sharded = steps["strategy"].str.startswith("fsdp") & (steps["control"] != "")
+    is_zero1 = steps["strategy"] == "zero1"
+    share = 1.0 + 0 * is_sharded
+    share = share.mask(is_sharded, 1 / gpus).mask(is_zero1, (2 + 2 / gpus) / 4)
+    columns = ["strategy", "built_gib", "peak_backward_gib", "peak_optimizer_gib", "reserved_gib"]
+    return steps[columns].assign(states_gib=16 * parameters * share / 2**30)
