@@ -259,7 +259,7 @@ def in_graph(make: Callable[[], Distributed], device: torch.device, warmup_steps
 
 
 def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an AdamW that a CUDA graph can capture; its learning rate is a tensor, which you fill to change it."""
+    """Return an AdamW that a CUDA graph can capture. Its learning rate is a tensor; fill it to change the rate."""
     rate = torch.tensor(3e-4, device=next(model.parameters()).device)
     return torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
 

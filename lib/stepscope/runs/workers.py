@@ -122,13 +122,20 @@ class Workers:
         """Return whether all worker threads are busy."""
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
 
-    def place(self, device: str) -> str | None:
-        """Return the address of the least busy worker that can start a run on this device, or None."""
-        resource, places = RESOURCE[device], []
+    def largest_offer(self, device: str) -> int:
+        """Return how many GPUs (or CPU runs) the largest worker offers."""
+        resource = RESOURCE[device]
+        return max((int(worker["resources"].get(resource, 0)) for worker in self.offers.values()), default=0)
+
+    def place(self, config: RunConfig) -> str | None:
+        """Return the address of the least busy worker that can start a run, or None."""
+        resource, places = RESOURCE[config.device], []
         for address, worker in self.offers.items():
-            runs = sum(assignment.address == address for assignment in self.running)
-            if runs < min(worker["nthreads"], worker["resources"].get(resource, 0)):
-                places.append((runs, address))
+            running = [assignment.config for assignment in self.running if assignment.address == address]
+            used = sum(other.gpus_needed for other in running)
+            has_room = used + config.gpus_needed <= worker["resources"].get(resource, 0)
+            if has_room and len(running) < worker["nthreads"]:
+                places.append((used, address))
         return min(places)[1] if places else None
 
     def submit(self, config: RunConfig, folder: Path, address: str) -> None:
@@ -228,7 +235,7 @@ def _list_gpus(count: int) -> None:
 
 @contextmanager
 def _free_gpus(count: int, needed: int) -> Iterator[dict[str, str]]:
-    """Wait for ``needed`` of this worker's ``count`` GPUs; yield the environment that selects them and their cores.
+    """Wait for ``needed`` of this worker's ``count`` GPUs, and yield the environment that selects them.
 
     Dask starts a run only if enough GPUs are free, so no two runs wait for each other's GPUs.
     """

@@ -104,7 +104,7 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
     )
 
 
-# -- processes ------------------------------------------------------------------------------------------------------
+# -- processes ------------------------------------------------------------------------------------------------
 
 
 def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -177,7 +177,7 @@ def _failure(folder: Path, name: str, reason: str) -> tuple[str, str]:
     return "failed", f"{reason or 'a rank ended without a result'} ({last})"
 
 
-# -- profiles -------------------------------------------------------------------------------------------------------
+# -- profiles -------------------------------------------------------------------------------------------------
 
 
 def read_profiles(config: Config, folder: Path, names: Sequence[str]) -> dict[str, list[Device]]:
@@ -270,7 +270,7 @@ def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
     )
 
 
-# -- tables ---------------------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------------------
 
 
 def steps_table(config: Config, outcomes: dict[str, Any], failed: dict[str, tuple[str, str]]) -> pd.DataFrame:

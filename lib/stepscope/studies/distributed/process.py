@@ -1,4 +1,4 @@
-"""One rank's program: ``python -m torch.distributed.run -m stepscope.studies.distributed.process FOLDER CONFIG NAMES``.
+"""One rank's program, which torchrun starts: ``stepscope.studies.distributed.process FOLDER CONFIG NAMES``.
 
 It measures strategies one after another. For each, rank 0 writes ``<name>.json``, and every rank its profile. An
 error ends the process, and the launcher starts the ranks again for the strategies that are left, because a rank
@@ -132,6 +132,7 @@ class Rank:
     def write(self, name: str, result: Any) -> None:
         if self.rank == 0:
             write_text_durably(self.folder / f"{name}.json", json.dumps(result))
+        dist.barrier()
 
     # -- strategies ----------------------------------------------------------------------------------------------
 
@@ -207,14 +208,15 @@ class Rank:
         self.write(COLLECTIVES, rows)
 
     def numerics(self) -> None:
-        """Compare each strategy's loss and gradients with one GPU that accumulates all ranks' batches."""
+        """Compare each measured strategy's loss and gradients with one GPU that accumulates all ranks' batches."""
         torch.set_float32_matmul_precision("highest")
         rows = []
         for precision in ("fp32", "bf16"):
             expected_loss, expected = self.accumulated(precision)
             for name in self.config.names:
                 strategy = STRATEGIES[name]
-                if not strategy.control or strategy.is_graph:
+                has_run = (self.folder / f"{name}.json").exists()
+                if not has_run or not strategy.control or strategy.is_graph:
                     continue
                 model, batch = self.build(strategy, precision)
                 loss = self.apply(strategy, model, batch).step()
