@@ -1,5 +1,6 @@
 """Test the step on several ranks: strategies, controls, profiles of ranks, and ranks that fail."""
 
+import re
 import subprocess
 import sys
 import time
@@ -100,7 +101,8 @@ def test_ranks_compute_the_gradients_of_one_accumulating_rank_unless_they_do_not
 
 
 def test_dead_rank_is_a_row_and_later_strategies_are_measured(steps):
-    assert steps.loc["overlapped", "status"] == "failed" and "ended with" in steps.loc["overlapped", "reason"]
+    assert steps.loc["overlapped", "status"] == "failed"
+    assert re.search("rank 0|ended with", steps.loc["overlapped", "reason"])  # whoever notices it first
     assert (steps.drop(index="overlapped")["status"] == "ok").all()
 
 

@@ -265,8 +265,8 @@ def main(folder: Path, config: Config, names: list[str]) -> None:
         except Exception as error:  # noqa: BLE001 any error of a strategy is a result
             traceback.print_exc()
             status = "oom" if is_out_of_memory(error) else "failed"
-            text = json.dumps({"name": name, "status": status, "reason": error_text(error)})
-            write_text_durably(folder / ERROR, text)
+            reason = f"rank {rank.rank}: {error_text(error)}"
+            write_text_durably(folder / ERROR, json.dumps({"name": name, "status": status, "reason": reason}))
             os._exit(1)
         gc.collect()
         if rank.on_gpu:
