@@ -48,24 +48,21 @@ from stepscope.traces.export import (
 from stepscope.traces.torch_trace import (
     LAUNCHES,
     OPERATOR,
-    RANGE,
     WORK,
     Trace,
     build_ranges,
     build_records,
+    cpu_work,
     gpu_names,
     host_events,
-    is_cpu_work,
     no_work_error,
     read_trace,
-    self_times,
 )
 
 GRAPH_LAUNCH = re.compile(r"GraphLaunch")
 WHOLE_GRAPH = "CUDA graph"  # the category of graphs that were traced as a whole
 SEQUENCE_NUMBER = re.compile(r", seq = (\d+)")
 MAX_RANGE_DEPTH = 4  # levels of nested ranges that we consider
-GLOO = re.compile("gloo:")  # collectives on a CPU
 AUTOGRAD = re.compile(r"^autograd::engine::evaluate_function")
 MATMULS = re.compile(r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm|_int_mm)$")
 SHAPED = re.compile(rf"{MATMULS.pattern}|^triton_")
@@ -369,7 +366,7 @@ def _records_of_trace(path: str, trace: Trace, on_cpu: bool) -> tuple[Records, A
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
     if work.empty and on_cpu:
-        work = _cpu_work(events)
+        work = cpu_work(events)
     if work.empty:
         raise no_work_error(path, trace)
     records, external_ids = build_records(path, events, work)
@@ -388,14 +385,6 @@ def _records_of_trace(path: str, trace: Trace, on_cpu: bool) -> tuple[Records, A
         ),
         host_events(events),
     )
-
-
-def _cpu_work(events: pd.DataFrame) -> pd.DataFrame:
-    """Return a CPU's operators, with their self times, and gloo's collectives, as if on a second stream."""
-    operators = self_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
-    collectives = events[(events["cat"] == RANGE) & matching(events["name"], GLOO.match)]
-    category = pd.Categorical([OPERATOR] * len(collectives), events["cat"].cat.categories)
-    return pd.concat([operators, collectives.assign(cat=category, stream=1)])
 
 
 def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:

@@ -58,10 +58,10 @@ class Config(StepConfig):
     study: Literal["distributed"] = "distributed"
     # The step is that of fast_step.py, with bf16 autocast.
     mode: Literal["step"] = "step"
-    precision: Literal["bf16"] = "bf16"  # type: ignore[assignment]
-    attention: Literal["sdpa"] = "sdpa"  # type: ignore[assignment]
-    optimizer: Literal["fused"] = "fused"  # type: ignore[assignment]
-    compile: Literal["none", "blocks"] = "blocks"  # type: ignore[assignment]
+    precision: Literal["bf16"] = "bf16"
+    attention: Literal["sdpa"] = "sdpa"
+    optimizer: Literal["fused"] = "fused"
+    compile: Literal["none", "blocks"] = "blocks"
     warmup_steps: int = Field(12, ge=3, le=10**6)  # DDP arranges its buckets in the first ones
     timed_steps: int = Field(10, ge=1, le=50)
     gpus: int = Field(2, ge=2, le=64)  # ranks, each with batch_size sequences; on a CPU processes

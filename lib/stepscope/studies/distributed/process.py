@@ -86,7 +86,8 @@ class Rank:
         shape = config.d_model, config.d_ff, config.num_layers, config.num_heads
         with self.device:
             model = Model(*shape, config.vocab_size, config.context_length)
-            batch = Batch(*self.tokens(self.rank), precision)
+            tokens, targets = self.tokens(self.rank)
+        batch = Batch(tokens, targets, precision)
         if strategy.is_compiled and config.compile == "blocks":
             compile_blocks(model)
         return model, batch
@@ -234,7 +235,8 @@ class Rank:
         model, _ = self.build(STRATEGIES["one_gpu"], precision)
         loss = torch.zeros((), device=self.device)
         for rank in range(self.ranks):
-            loss += distributed_step.compute(model, Batch(*self.tokens(rank), precision))
+            tokens, targets = self.tokens(rank)
+            loss += distributed_step.compute(model, Batch(tokens, targets, precision))
         return loss / self.ranks, [parameter.grad / self.ranks for parameter in model.parameters()]
 
 
