@@ -16,11 +16,13 @@ COLORS = {
     "idle": style.FILL,
     "communication": style.ORANGE,
 }
+WORDS = {"gpu": "GPU", "ddp": "DDP", "fsdp": "FSDP", "zero1": "ZeRO-1", "mib": "MiB"}
 
 
 def label(strategy: str) -> str:
-    """Return a strategy's name in words, such as "ddp 25 MiB"."""
-    return strategy.removesuffix("_mib").replace("_", " ") + " MiB" * strategy.endswith("_mib")
+    """Return a strategy's name in words, such as "DDP 25 MiB"."""
+    words = strategy.split("_")
+    return " ".join(WORDS.get(word, word) for word in words)
 
 
 @style.look()
