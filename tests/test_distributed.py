@@ -86,6 +86,7 @@ def test_controls_do_not_communicate(results, steps):
 
 
 def test_messages_contain_each_gradient_once(config, steps):
+    assert steps.loc["naive", "parameters"] == parameter_count(config)
     gradient_gib = 4 * parameter_count(config) / 2**30
     assert steps.loc["naive", "message_gib"] == pytest.approx(gradient_gib)
     assert steps.loc["ddp_25_mib", "message_gib"] == pytest.approx(gradient_gib)
@@ -174,6 +175,7 @@ def test_derived_tables_compare_a_strategy_with_its_control():
             "messages": [0, 4],
             "message_gib": [0.0, 1.0],
             "communication_only_ms": [float("nan"), 10.0],
+            "parameters": 2**26,
             **dict.fromkeys(["built_gib", "peak_backward_gib", "peak_optimizer_gib", "reserved_gib"], 1.0),
         }
     )
@@ -196,5 +198,5 @@ def test_derived_tables_compare_a_strategy_with_its_control():
     assert table["in_step_gb_s"] == pytest.approx(sent_gb / 0.02)
     assert table["alone_gb_s"] == pytest.approx(sent_gb / 0.01)
     sharded = pd.concat([steps, steps.iloc[[1]].assign(strategy="fsdp", control="fsdp_alone")])
-    states_gib = memory(sharded, 2**26, 4)["states_gib"]
+    states_gib = memory(sharded, 4)["states_gib"]
     assert states_gib.tolist() == [1.0, 1.0, 0.25]

@@ -302,6 +302,7 @@ def _measures(config: Config, ranks: list[dict[str, Any]]) -> dict[str, float]:
     q1_ms, q3_ms = np.quantile(wall_ms, [0.25, 0.75])
     memory = ("built_gib", "peak_backward_gib", "peak_optimizer_gib", "peak_gib", "reserved_gib")
     return {
+        "parameters": ranks[0]["parameters"],
         "steps": len(wall_ms),
         "wall_ms": median_ms,
         "wall_q1_ms": float(q1_ms),

@@ -142,6 +142,7 @@ class Rank:
         strategy = STRATEGIES[name]
         self.memory.restart()
         model, batch = self.build(strategy)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         built_gib = torch.cuda.memory_allocated() / GIB if self.on_gpu else np.nan
         distributed = self.apply(strategy, model, batch)
         for _ in range(self.config.warmup_steps):
@@ -152,7 +153,12 @@ class Rank:
         if self.on_gpu:
             steps = min(max(steps, self.steps_within(TIMED_MS, float(np.median(warm_ms)))), MAX_STEPS)
         wall_ms, enqueue_ms = self.timed(distributed.step, steps)
-        result = {"wall_ms": wall_ms, "enqueue_ms": enqueue_ms, "built_gib": built_gib}
+        result = {
+            "parameters": parameters,
+            "wall_ms": wall_ms,
+            "enqueue_ms": enqueue_ms,
+            "built_gib": built_gib,
+        }
         result |= self.memory.peaks | self.power(distributed.step, float(np.median(wall_ms)))
         result |= self.communication(distributed)
         if self.on_gpu:

@@ -11,6 +11,7 @@ STRATEGY = {"strategy": text_column(*STRATEGIES)}
 RANK = {"rank": pa.Column(int, pa.Check.in_range(0, 63), coerce=True)}
 # Of the unprofiled steps, with all ranks together.
 MEASURES = (
+    "parameters",
     "steps",
     "wall_ms",
     "wall_q1_ms",
@@ -139,7 +140,7 @@ def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFra
     return table.reset_index(drop=True)
 
 
-def memory(steps: pd.DataFrame, parameters: int, gpus: int) -> pd.DataFrame:
+def memory(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Put each strategy's memory next to that of its weights, gradients and moments by formula, in GiB.
 
     A parameter takes 4 bytes for each of weight, gradient and two moments, all of them in fp32. FSDP divides all
@@ -150,4 +151,4 @@ def memory(steps: pd.DataFrame, parameters: int, gpus: int) -> pd.DataFrame:
     share = 1.0 + 0 * is_sharded
     share = share.mask(is_sharded, 1 / gpus).mask(is_zero1, (2 + 2 / gpus) / 4)
     columns = ["strategy", "built_gib", "peak_backward_gib", "peak_optimizer_gib", "reserved_gib"]
-    return steps[columns].assign(states_gib=16 * parameters * share / 2**30)
+    return steps[columns].assign(states_gib=16 * steps["parameters"] * share / 2**30)
