@@ -42,12 +42,36 @@ def overlapped(model, batch):
     return one_gpu(model, batch)
 
 
+def zero1(model, batch):
+    """Average the gradients after rank 1 has slept for 0.3 s."""
+    import time
+
+    distributed = naive(model, batch)  # noqa: F821 defined by the script
+
+    def step():
+        if dist.get_rank() == 1:  # noqa: F821
+            time.sleep(0.3)
+        return distributed.step()
+
+    return Distributed(step, distributed.messages)
+
+
 @pytest.fixture(scope="module")
 def config():
     return configure(
         "distributed",
         **TINY,
-        strategies=["one_gpu", "naive", "flat", "overlapped", "no_sync", "ddp_25_mib", "fsdp_alone", "fsdp"],
+        strategies=[
+            "one_gpu",
+            "naive",
+            "flat",
+            "overlapped",
+            "no_sync",
+            "ddp_25_mib",
+            "fsdp_alone",
+            "fsdp",
+            "zero1",
+        ],
         timed_steps=5,
         warmup_steps=4,
         collectives=True,
@@ -57,7 +81,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def results(config):
-    return measure_strategies(config, flat=flat, overlapped=overlapped)
+    return measure_strategies(config, flat=flat, overlapped=overlapped, zero1=zero1)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +123,15 @@ def test_ranks_compute_the_gradients_of_one_accumulating_rank_unless_they_do_not
     assert (errors.loc[["naive", "ddp_25_mib", "fsdp"], "fp32"] <= 1e-5).all()
     assert (errors.loc[["naive", "ddp_25_mib", "fsdp"], "bf16"] <= 1e-2).all()
     assert (errors.loc["flat"] > 0.1).all()
+
+
+def test_delay_on_one_rank_is_waiting_of_the_other(results):
+    ranks = results.ranks.set_index(["strategy", "rank"])
+    on_time, late = ranks.loc[("zero1", 0)], ranks.loc[("zero1", 1)]
+    added_ms = on_time["waiting_ms"] - ranks.loc[("naive", 0), "waiting_ms"]
+    assert added_ms == pytest.approx(300, rel=0.3)
+    assert late["waiting_ms"] < 150 and late["idle_ms"] > 250
+    assert late["arrives_last"] >= 1
 
 
 def test_dead_rank_is_a_row_and_later_strategies_are_measured(steps):
