@@ -66,7 +66,7 @@ def config():
             "naive",
             "flat",
             "overlapped",
-            "no_sync",
+            "ddp_alone",
             "ddp_25_mib",
             "fsdp_alone",
             "fsdp",
@@ -141,7 +141,7 @@ def test_dead_rank_is_a_row_and_later_strategies_are_measured(steps):
 
 
 def test_rank_that_hangs_is_ended_with_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "LIMIT_S", 0.5)
+    monkeypatch.setattr(launch, "FIRST_LIMIT_S", 0.5)
     process = subprocess.Popen(["sleep", "60"])
     try:
         assert launch._wait(process, tmp_path, ["naive"]) == "a rank hung: no result after 0.5 s"
@@ -215,13 +215,15 @@ def test_derived_tables_compare_a_strategy_with_its_control():
     assert efficiency(steps)["efficiency"].tolist() == [1.0, 0.75]
     kernels = pd.DataFrame(
         [
-            ("one_gpu", 0, "matrix multiply", 8.0),
-            ("one_gpu", 1, "matrix multiply", 12.0),
-            ("naive", 0, "matrix multiply", 11.0),
-            ("naive", 1, "matrix multiply", 13.0),
-            ("naive", 0, "communication", 50.0),
+            ("one_gpu", 0, "matrix multiply", 5, 8.0),
+            ("one_gpu", 1, "matrix multiply", 5, 12.0),
+            ("one_gpu", 0, "copy and cast", 5, 1.0),
+            ("naive", 0, "matrix multiply", 5, 11.0),
+            ("naive", 1, "matrix multiply", 5, 13.0),
+            ("naive", 0, "copy and cast", 9, 9.0),  # others than the control's
+            ("naive", 0, "communication", 4, 50.0),
         ],
-        columns=["strategy", "rank", "kernel_category", "gpu_ms"],
+        columns=["strategy", "rank", "kernel_category", "count", "gpu_ms"],
     )
     slower = slowdown(steps, kernels).set_index("kernel_category")["slowdown"]
     assert slower.to_dict() == pytest.approx({"matrix multiply": 0.2, "all": 0.2})

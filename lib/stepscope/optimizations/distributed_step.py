@@ -20,9 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,7 +42,7 @@ class Batch(NamedTuple):
 class Message(NamedTuple):
     """One collective of a step: its kind, and the elements and dtype of its larger side."""
 
-    kind: str  # all_reduce, all_gather or reduce_scatter
+    kind: str  # all_reduce, all_gather, reduce_scatter or broadcast
     elements: int
     dtype: torch.dtype
 
@@ -147,27 +149,28 @@ def overlapped(model: nn.Module, batch: Batch) -> Distributed:
 def ddp(
     model: nn.Module,
     batch: Batch,
-    bucket_mib: float = 25,
+    bucket_mib: float | None = 25,
     bf16_gradients: bool = False,
     communicate: bool = True,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
 ) -> Distributed:
     """Let PyTorch's DDP all-reduce buckets of gradients during backward.
 
-    Without `communicate`, the step runs in `no_sync`: a control with DDP's bookkeeping, but no all-reduce.
+    Without `communicate`, the buckets are filled and copied back, but not sent: a control.
+
+    Args:
+        bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket has 1 MiB.
     """
     # otherwise torch.compile would split each block at the buckets' ends
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
     replica.broadcast_buffers = False  # they never change
-    if bf16_gradients:
+    if not communicate:
+        replica.register_comm_hook(None, noop_hook)
+    elif bf16_gradients:
         replica.register_comm_hook(None, bf16_compress_hook)
     step = training_step(replica, make_optimizer(model), batch)
     dtype = torch.bfloat16 if bf16_gradients else torch.float32
-
-    def step_without_sync() -> torch.Tensor:
-        with replica.no_sync():
-            return step()
 
     def messages() -> list[Message]:
         if not communicate:
@@ -176,7 +179,7 @@ def ddp(
         sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # in bytes of fp32
         return [Message("all_reduce", int(size) // 4, dtype) for size in sizes.split(",")]
 
-    return Distributed(step if communicate else step_without_sync, messages)
+    return Distributed(step, messages)
 
 
 def zero1(model: nn.Module, batch: Batch) -> Distributed:
@@ -186,7 +189,24 @@ def zero1(model: nn.Module, batch: Batch) -> Distributed:
         on_gpu = next(model.parameters()).is_cuda
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=on_gpu)
 
-    return ddp(model, batch, make_optimizer=sharded_adamw)
+    parameters = list(model.parameters())
+    distributed = ddp(model, batch, make_optimizer=sharded_adamw)
+
+    def messages() -> list[Message]:
+        updates = [Message("broadcast", parameter.numel(), torch.float32) for parameter in parameters]
+        return distributed.messages() + updates
+
+    return Distributed(distributed.step, messages)
+
+
+class ReduceScatter(DefaultReduceScatter):
+    """FSDP's reduce-scatter on a communicator of its own, so that it doesn't wait for all-gathers."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return super().__call__(output_tensor, input_tensor, self.group, op, async_op)
 
 
 def fsdp(
@@ -202,12 +222,15 @@ def fsdp(
     Args:
         reshard: free the gathered weights after forward, and gather them again for backward.
         bf16_reduction: reduce the gradients in bf16.
-        separate_group: use a communicator of its own for reduce-scatters, so that they don't wait for all-gathers.
+        separate_group: reduce gradients on a communicator of their own.
         communicate: False shards over one rank: a control with FSDP's bookkeeping, but no communication.
     """
     device = batch.tokens.device.type
-    mesh = init_device_mesh(device, (dist.get_world_size(), 1), mesh_dim_names=("ranks", "alone"))
-    mesh = mesh["ranks" if communicate else "alone"]
+    ranks = dist.get_world_size()
+    if communicate:
+        mesh = init_device_mesh(device, (ranks,))
+    else:
+        mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("ranks", "alone"))["alone"]
     is_bf16 = batch.precision == "bf16"
     reduced = torch.bfloat16 if is_bf16 and bf16_reduction else torch.float32
     policy = MixedPrecisionPolicy(torch.bfloat16 if is_bf16 else None, reduced)
@@ -218,9 +241,12 @@ def fsdp(
     number_outside = sum(parameter.numel() for parameter in outside)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # with None the root's weights stay gathered until backward
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
     if separate_group:
-        model.set_separate_reduce_scatter_group(dist.new_group())
+        reduce_scatter = ReduceScatter(dist.new_group())
+        for module in (model, *model.blocks):
+            module.set_custom_reduce_scatter(reduce_scatter)
 
     def messages() -> list[Message]:
         if not communicate:
@@ -232,21 +258,24 @@ def fsdp(
     return Distributed(training_step(model, adamw(model), batch), messages)
 
 
-def in_graph(make: Callable[[], Distributed], device: torch.device, warmup_steps: int = 11) -> Distributed:
+def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: int = 11) -> Distributed:
     """Capture a strategy's step, communication included, as one CUDA graph.
 
     Args:
         make: applies the strategy; DDP must be built on the stream of the capture.
         warmup_steps: steps before the capture; DDP needs 11.
     """
-    side = torch.cuda.Stream(device)
+    side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         distributed = make()
         for _ in range(warmup_steps):
             distributed.step()
+        model.zero_grad(set_to_none=True)  # the graph allocates its own gradients
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
+    gc.collect()  # nothing must be freed during the capture
+    torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         loss = distributed.step()
@@ -267,13 +296,13 @@ def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
 def ddp_graph(model: nn.Module, batch: Batch, bucket_mib: float = 100, **options) -> Distributed:
     """Run DDP's step, all-reduces included, as one CUDA graph, so that the host launches it at once."""
     make = partial(ddp, model, batch, bucket_mib, make_optimizer=graph_adamw, **options)
-    return in_graph(make, batch.tokens.device)
+    return in_graph(make, model)
 
 
 def one_gpu_graph(model: nn.Module, batch: Batch) -> Distributed:
     """Train on each GPU alone, with the step as one CUDA graph: a control."""
     step = training_step(model, graph_adamw(model), batch)
-    return in_graph(lambda: Distributed(step, list), batch.tokens.device)
+    return in_graph(lambda: Distributed(step, list), model)
 
 
 # </strategies>
@@ -297,6 +326,8 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
         tensor_of_shards = tensor[: elements * world_size]
         if message.kind == "all_reduce":
             return dist.all_reduce(tensor, async_op=True)
+        if message.kind == "broadcast":
+            return dist.broadcast(tensor, 0, async_op=True)
         if message.kind == "all_gather":
             return dist.all_gather_into_tensor(tensor_of_shards, part, async_op=True)
         return dist.reduce_scatter_tensor(part, tensor_of_shards, async_op=True)

@@ -35,10 +35,12 @@ from stepscope.captures.step_breakdown import COMMUNICATION, Device, busiest_dev
 from stepscope.files import one_line
 from stepscope.optimizations import distributed_step
 from stepscope.studies.distributed.config import STRATEGIES, Config
-from stepscope.studies.distributed.process import COLLECTIVES, ERROR, NUMERICS, STRATEGIES_FILE
+from stepscope.studies.distributed.process import COLLECTIVES, ERROR, NUMERICS, PROFILE, STRATEGIES_FILE
 from stepscope.studies.distributed.tables import MEASURES, PARTS, SCHEMAS
 
-LIMIT_S = 240  # for one strategy; most take ten seconds, and a rank that hangs takes forever
+# Time limits for a strategy, and for the first one after a start; most take ten seconds.
+LIMIT_S, FIRST_LIMIT_S = 120, 240
+END_S = 20  # for the ranks to end
 READERS = 8  # processes that read profiles; each needs up to a GiB
 MIN_GAP_NS = 2000  # in the picture, shorter gaps are closed
 # The bytes that a ring sends and receives per GPU, over the larger side's bytes: 2 (n-1)/n or (n-1)/n.
@@ -80,7 +82,8 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
         raise DistributedError(
             f"gpus: got {config.gpus}, but this process can use {torch.cuda.device_count()} of this machine's GPUs"
         )
-    names = config.names + [COLLECTIVES] * config.collectives + [NUMERICS] * config.numerics
+    profile_names = [f"{name}{PROFILE}" for name in config.names]
+    names = config.names + [COLLECTIVES] * config.collectives + profile_names + [NUMERICS] * config.numerics
     with tempfile.TemporaryDirectory(prefix="stepscope-ranks-") as place:
         folder = Path(place)
         source = "\n\n".join(map(inspect.getsource, functions.values()))
@@ -92,7 +95,9 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
         outcomes = {
             name: json.loads(path.read_text()) for name in names if (path := folder / f"{name}.json").exists()
         }
-        profiles = read_profiles(config, folder, [name for name in config.names if name in outcomes])
+        profiles = read_profiles(
+            config, folder, [name for name in config.names if f"{name}{PROFILE}" in outcomes]
+        )
     return Results(
         steps_table(config, outcomes, failed),
         ranks_table(profiles),
@@ -114,16 +119,19 @@ def run_ranks(config: Config, folder: Path, names: Sequence[str]) -> dict[str, t
         The status and reason of each that failed.
     """
     failed: dict[str, tuple[str, str]] = {}
-    while True:
-        left = [name for name in names if name not in failed and not (folder / f"{name}.json").exists()]
-        if not left:
-            return failed
+
+    def is_left(name: str) -> bool:
+        is_done = (folder / f"{name}.json").exists()
+        return not is_done and name not in failed and name.removesuffix(PROFILE) not in failed
+
+    while left := [name for name in names if is_left(name)]:
         (folder / ERROR).unlink(missing_ok=True)
         reason = _run_once(config, folder, left)
-        left = [name for name in left if not (folder / f"{name}.json").exists()]
+        left = [name for name in left if is_left(name)]
         if left:
             failed[left[0]] = _failure(folder, left[0], reason)
             print(f"{left[0]}: {failed[left[0]][1]}")
+    return failed
 
 
 def _run_once(config: Config, folder: Path, names: list[str]) -> str:
@@ -148,6 +156,10 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
         try:
             return _wait(process, folder, names)
         finally:
+            assert process.stdin
+            process.stdin.close()  # ends the ranks, each of which is in a session of its own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -161,8 +173,9 @@ def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
         now_finished = sum((folder / f"{name}.json").exists() for name in names)
         if now_finished > finished:
             finished, since = now_finished, time.monotonic()
-        if time.monotonic() - since > LIMIT_S:
-            return f"a rank hung: no result after {LIMIT_S} s"
+        limit_s = LIMIT_S if finished else FIRST_LIMIT_S
+        if time.monotonic() - since > limit_s:
+            return f"a rank hung: no result after {limit_s} s"
     return f"the ranks ended with {process.returncode}" if process.returncode else ""
 
 
@@ -284,6 +297,8 @@ def steps_table(config: Config, outcomes: dict[str, Any], failed: dict[str, tupl
             "status": "ok",
             "reason": "",
         }
+        if f"{name}{PROFILE}" in failed:
+            row["reason"] = f"not profiled: {failed[f'{name}{PROFILE}'][1]}"
         if name in failed:
             row["status"], row["reason"] = failed[name]
         else:
@@ -299,6 +314,7 @@ def _measures(config: Config, ranks: list[dict[str, Any]]) -> dict[str, float]:
     median_ms = float(np.median(wall_ms))
     tokens = config.gpus * config.batch_size * config.context_length
     power_w = float(np.sum([rank.get("power_w", np.nan) for rank in ranks]))
+    power_step_ms = float(np.max([rank.get("power_step_ms", np.nan) for rank in ranks]))
     q1_ms, q3_ms = np.quantile(wall_ms, [0.25, 0.75])
     memory = ("built_gib", "peak_backward_gib", "peak_optimizer_gib", "peak_gib", "reserved_gib")
     return {
@@ -315,7 +331,7 @@ def _measures(config: Config, ranks: list[dict[str, Any]]) -> dict[str, float]:
         "message_gib": ranks[0]["message_gib"],
         "power_w": power_w,
         "sm_clock_mhz": float(np.mean([rank.get("sm_clock_mhz", np.nan) for rank in ranks])),
-        "energy_per_token_j": power_w * median_ms / 1e3 / tokens,
+        "energy_per_token_j": power_w * power_step_ms / 1e3 / tokens,
         **{name: float(np.max([rank.get(name, np.nan) for rank in ranks])) for name in memory},
     }
 

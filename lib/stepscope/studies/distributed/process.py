@@ -1,13 +1,14 @@
 """One rank's program, which torchrun starts: ``stepscope.studies.distributed.process FOLDER CONFIG NAMES``.
 
-It measures strategies one after another. For each, rank 0 writes ``<name>.json``, and every rank its profile. An
-error ends the process, and the launcher starts the ranks again for the strategies that are left, because a rank
-that fails leaves the others in the middle of a collective.
+It times strategies one after another, and then profiles them, because launches stay slower after a profile. For
+each, rank 0 writes ``<name>.json``, and every rank its profile. An error ends the process, and the launcher starts
+the ranks again for what is left, because a rank that fails leaves the others in the middle of a collective.
 """
 
 import gc
 import json
 import os
+import re
 import runpy
 import sys
 import threading
@@ -34,6 +35,7 @@ from stepscope.studies.distributed.config import STRATEGIES, Config, Strategy
 from stepscope.studies.distributed.tables import KINDS
 
 COLLECTIVES, NUMERICS = "collectives", "numerics"  # names of measurements that are not strategies
+PROFILE = ".profile"  # ends the name of a strategy's profile
 ERROR, STRATEGIES_FILE = "error.json", "strategies.py"
 MAX_STEPS, TIMED_MS = 50, 1500  # on a GPU: as many steps as take this long
 POWER_MS = 2000  # a shorter time has too few changes of the energy counter
@@ -45,20 +47,31 @@ class Memory:
     """Peak memory of a step's two parts, from hooks around every optimizer's step; NaN on a CPU."""
 
     def __init__(self) -> None:
-        self.peaks = {"peak_backward_gib": np.nan, "peak_optimizer_gib": np.nan}
-        self.highest_gib = 0.0
-        register_optimizer_step_pre_hook(lambda *_: self.note("peak_backward_gib"))
-        register_optimizer_step_post_hook(lambda *_: self.note("peak_optimizer_gib"))
+        self.restart()
+        self.is_on = False  # off while steps are timed
+        self.depth = 0  # of nested optimizers: ZeRO's contains an AdamW
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def _before(self, *_: object) -> None:
+        if self.depth == 0:
+            self.note("peak_backward_gib")
+        self.depth += 1
+
+    def _after(self, *_: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.note("peak_optimizer_gib")
 
     def note(self, part: str) -> None:
         """Note the peak since the last call."""
-        if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        if self.is_on and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
             self.peaks[part] = torch.cuda.max_memory_allocated() / GIB
             self.highest_gib = max(self.highest_gib, self.peaks[part])
             torch.cuda.reset_peak_memory_stats()
 
     def restart(self) -> None:
-        self.peaks = dict.fromkeys(self.peaks, np.nan)
+        self.peaks = {"peak_backward_gib": np.nan, "peak_optimizer_gib": np.nan}
         self.highest_gib = 0.0
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -138,9 +151,10 @@ class Rank:
     # -- strategies ----------------------------------------------------------------------------------------------
 
     def measure(self, name: str) -> None:
-        """Measure a strategy: memory, wall time, power, its communication alone, and a profile."""
+        """Measure a strategy: memory, wall time, power, and its communication alone."""
         strategy = STRATEGIES[name]
         self.memory.restart()
+        self.memory.is_on = True
         model, batch = self.build(strategy)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         built_gib = torch.cuda.memory_allocated() / GIB if self.on_gpu else np.nan
@@ -148,6 +162,7 @@ class Rank:
         for _ in range(self.config.warmup_steps):
             distributed.step()
         self.synchronize()
+        self.memory.is_on = False
         warm_ms, _ = self.timed(distributed.step, 3)
         steps = self.config.timed_steps
         if self.on_gpu:
@@ -160,11 +175,10 @@ class Rank:
             "built_gib": built_gib,
         }
         result |= self.memory.peaks | self.power(distributed.step, float(np.median(wall_ms)))
-        result |= self.communication(distributed)
         if self.on_gpu:
             result["peak_gib"] = max(self.memory.highest_gib, torch.cuda.max_memory_allocated() / GIB)
             result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        self.profile(distributed.step, self.folder / f"{name}.rank{self.rank}.trace.json")
+        result |= self.communication(distributed)
         self.write(name, self.gathered(result))
 
     def power(self, step: Callable[[], object], step_ms: float) -> dict[str, float]:
@@ -172,10 +186,13 @@ class Rank:
             return {}
         steps = self.steps_within(POWER_MS, step_ms)
         with PowerMonitor() as monitor:
+            start = default_timer()
             for _ in range(steps):
                 step()
             self.synchronize()
-        return {"power_w": monitor.power_w, "sm_clock_mhz": monitor.sm_clock_mhz}
+            ms = (default_timer() - start) * 1e3
+        powers = {"power_w": monitor.power_w, "sm_clock_mhz": monitor.sm_clock_mhz}
+        return powers | {"power_step_ms": ms / steps}
 
     def communication(self, distributed: Distributed) -> dict[str, Any]:
         """Time the step's collectives alone, and count their bytes."""
@@ -189,15 +206,26 @@ class Rank:
         gib = sum(message.bytes for message in messages) / GIB
         return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
 
-    def profile(self, step: Callable[[], object], trace: Path) -> None:
-        dist.barrier()
+    def profile(self, name: str) -> None:
+        """Profile steps of a strategy. The first one isn't in a range: it may be slow, and the ranks' profilers
+        don't start at the same time."""
+        strategy = STRATEGIES[name]
+        distributed = self.apply(strategy, *self.build(strategy))
+        for _ in range(self.config.warmup_steps):
+            distributed.step()
         self.synchronize()
+        step = distributed.step
         with profiled() as profiler:
+            step()
+            self.synchronize()
+            dist.barrier()
+            self.synchronize()
             for number in range(PROFILED_STEPS):
                 with torch.profiler.record_function(f"step {number}"):
                     step()
                     self.synchronize()
-        profiler.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(self.folder / f"{name}.rank{self.rank}.trace.json"))
+        self.write(f"{name}{PROFILE}", {})
 
     # -- collectives and numerics --------------------------------------------------------------------------------
 
@@ -223,18 +251,23 @@ class Rank:
             for name in self.config.names:
                 strategy = STRATEGIES[name]
                 has_run = (self.folder / f"{name}.json").exists()
-                if not has_run or not strategy.control or strategy.is_graph:
-                    continue
-                model, batch = self.build(strategy, precision)
-                loss = self.apply(strategy, model, batch).step()
-                dist.all_reduce(loss, op=dist.ReduceOp.AVG)
-                gradients = [gradient_of(parameter) for parameter in model.parameters()]
-                errors = {
-                    "loss_error": float(abs(loss - expected_loss) / expected_loss),
-                    "gradient_error": relative_error(gradients, expected),
-                }
-                rows.append({"strategy": name, "compared_in": precision} | errors)
+                if has_run and strategy.control and not strategy.is_graph:
+                    errors = self.errors(strategy, precision, expected_loss, expected)
+                    rows.append({"strategy": name, "compared_in": precision} | errors)
+                    release(self.on_gpu)
         self.write(NUMERICS, rows)
+
+    def errors(
+        self, strategy: Strategy, precision: str, expected_loss: torch.Tensor, expected: list[torch.Tensor]
+    ) -> dict[str, float]:
+        model, batch = self.build(strategy, precision)
+        loss = self.apply(strategy, model, batch).step()
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        gradients = [gradient_of(parameter) for parameter in model.parameters()]
+        return {
+            "loss_error": float(abs(loss - expected_loss) / expected_loss),
+            "gradient_error": relative_error(gradients, expected),
+        }
 
     def accumulated(self, precision: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the mean loss and gradients of all ranks' batches, computed on this rank alone."""
@@ -263,22 +296,44 @@ def end_with_launcher() -> None:
     os._exit(1)
 
 
+def release(on_gpu: bool) -> None:
+    """Free the memory of what the process no longer uses."""
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """Return the status and reason of an error. Out of memory may hide behind a failed capture, or be NCCL's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_out_of_memory(cause) or re.search("out of memory|ALLOC_FAILED", str(cause), re.IGNORECASE):
+            return "oom", error_text(cause)
+        cause = cause.__cause__ or cause.__context__
+    return "failed", error_text(error)
+
+
 def main(folder: Path, config: Config, names: list[str]) -> None:
     threading.Thread(target=end_with_launcher, daemon=True).start()
     rank = Rank(folder, config)
     others = {COLLECTIVES: rank.collectives, NUMERICS: rank.numerics}
     for name in names:
         try:
-            others.get(name, lambda name=name: rank.measure(name))()
+            if name in others:
+                others[name]()
+            elif name.endswith(PROFILE):
+                rank.profile(name.removesuffix(PROFILE))
+            else:
+                rank.measure(name)
         except Exception as error:  # noqa: BLE001 any error of a strategy is a result
             traceback.print_exc()
-            status = "oom" if is_out_of_memory(error) else "failed"
-            reason = f"rank {rank.rank}: {error_text(error)}"
-            write_text_durably(folder / ERROR, json.dumps({"name": name, "status": status, "reason": reason}))
+            status, reason = describe(error)
+            # a rank that only lost its connection doesn't overwrite the cause
+            if status == "oom" or not (folder / ERROR).exists():
+                fields = {"name": name, "status": status, "reason": f"rank {rank.rank}: {reason}"}
+                write_text_durably(folder / ERROR, json.dumps(fields))
             os._exit(1)
-        gc.collect()
-        if rank.on_gpu:
-            torch.cuda.empty_cache()
+        release(rank.on_gpu)
     dist.barrier()
     os._exit(0)  # at a normal exit, gloo may hang
 

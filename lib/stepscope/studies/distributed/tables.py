@@ -1,5 +1,6 @@
 """Tables of the distributed study: the schemas of a run's files, and the tables derived from them."""
 
+import numpy as np
 import pandas as pd
 import pandera.pandas as pa
 
@@ -41,6 +42,8 @@ RANK_MEASURES = (
     "transfer_total_ms",
     "arrives_last",
 )
+OPTIMIZER = "optimizer"  # the category of kernels
+SHARDED = tuple(name for name in STRATEGIES if name.startswith(("fsdp", "zero1")))
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 SCHEMAS = {
     "steps": table_schema(
@@ -108,29 +111,35 @@ def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
 def slowdown(steps: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
     """Compare the kernels of each strategy with those of its control, which computes the same alone.
 
+    Only categories with equally many kernels are compared: a strategy may also copy or cast gradients. Sharded
+    optimizers update fewer parameters than their control, so their kernels are left out, too.
+
     Returns:
         strategy, kernel_category, gpu_ms and alone_ms (sums of durations per step, means of the ranks) and
-        slowdown (their ratio minus 1); kernel_category is also "all". Communication is left out.
+        slowdown (their ratio minus 1); kernel_category is also "all", the sum of those compared.
     """
     rows = kernels[kernels["kernel_category"] != "communication"]
-    per_rank = rows.groupby(["strategy", "rank", "kernel_category"], as_index=False)["gpu_ms"].sum()
-    everything = per_rank.groupby(["strategy", "rank"], as_index=False)["gpu_ms"].sum()
-    per_rank = pd.concat([per_rank, everything.assign(kernel_category="all")])
-    means = per_rank.groupby(["strategy", "kernel_category"], as_index=False)["gpu_ms"].mean()
+    keys = ["strategy", "kernel_category"]
+    means = rows.groupby(keys, as_index=False)[["count", "gpu_ms"]].mean()
     controls = steps.loc[steps["control"] != "", ["strategy", "control"]]
-    compared = controls.merge(means, on="strategy")
-    alone = means.rename(columns={"strategy": "control", "gpu_ms": "alone_ms"})
-    compared = compared.merge(alone, on=["control", "kernel_category"])
-    return compared.assign(slowdown=compared["gpu_ms"] / compared["alone_ms"] - 1)
+    alone = means.rename(columns={"strategy": "control", "count": "alone_count", "gpu_ms": "alone_ms"})
+    compared = controls.merge(means, on="strategy").merge(alone, on=["control", "kernel_category"])
+    has_same_count = np.isclose(compared["count"], compared["alone_count"], rtol=0.01)
+    is_sharded_update = (compared["kernel_category"] == OPTIMIZER) & compared["strategy"].isin(SHARDED)
+    compared = compared[has_same_count & ~is_sharded_update]
+    sums = compared.groupby(["strategy", "control"], as_index=False, sort=False)[["gpu_ms", "alone_ms"]].sum()
+    table = pd.concat([compared, sums.assign(kernel_category="all")], ignore_index=True)
+    table = table.assign(slowdown=table["gpu_ms"] / table["alone_ms"] - 1)
+    return table[["strategy", "control", "kernel_category", "gpu_ms", "alone_ms", "slowdown"]]
 
 
 def bandwidth(steps: pd.DataFrame, ranks: pd.DataFrame, gpus: int) -> pd.DataFrame:
     """Return the bus bandwidth of each strategy's all-reduces in GB/s, in the step and alone.
 
-    In the step, a collective takes as long as on the rank that arrives last. FSDP is left out, because its
-    collectives are of several kinds.
+    In the step, a collective takes as long as on the rank that arrives last. FSDP and ZeRO-1 are left out,
+    because their collectives are of several kinds.
     """
-    sends = steps[(steps["messages"] > 0) & ~steps["strategy"].str.startswith("fsdp")]
+    sends = steps[(steps["messages"] > 0) & ~steps["strategy"].isin(SHARDED)]
     transfer_ms = ranks.groupby("strategy")["transfer_total_ms"].mean()
     bus_gb = sends["message_gib"] * 2**30 / 1e9 * 2 * (gpus - 1) / gpus
     table = sends[["strategy", "messages", "message_gib"]].assign(
