@@ -127,6 +127,7 @@ def test_name_that_leaks_from_a_display_cell_is_reported():
 
 # Names in backticks that occur neither in a notebook's code nor in the library.
 OTHER_NAMES = {
+    "torchrun": "a command of PyTorch",
     "nsys": "a program",
     "cuda_gpu_trace": "a report of nsys",
     "nvtx_gpu_proj_trace": "a report of nsys",

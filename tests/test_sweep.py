@@ -391,11 +391,14 @@ def test_each_gpu_gets_a_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(workers, "_gpus_listed", workers.threading.Lock())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 16)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    with workers._free_gpu(2) as first, workers._free_gpu(2) as second:
+    with workers._free_gpus(2, 1) as first, workers._free_gpus(2, 1) as second:
         assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("3", "GPU-ab")
         assert (first[workers.CORES], second[workers.CORES]) == ("10,11,12", "13,14,15")
-    with workers._free_gpu(2) as again:
+    with workers._free_gpus(2, 1) as again:
         assert again == second, "the GPU that was freed first"
+    with workers._free_gpus(2, 2) as both:
+        assert sorted(both["CUDA_VISIBLE_DEVICES"].split(",")) == ["3", "GPU-ab"]
+        assert sorted(both[workers.CORES].split(",")) == ["10", "11", "12", "13", "14", "15"]
 
 
 @pytest.mark.parametrize(("visible", "ids"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])

@@ -161,6 +161,11 @@ class RunConfig(BaseModel):
     def notebook(self) -> str:
         return self.notebook_for(dict(self))
 
+    @property
+    def gpus_needed(self) -> int:
+        """How many GPUs (or, on a CPU, places for a run) the run uses."""
+        return 1
+
     def digest(self) -> str:
         """Return a digest of the fields that differ from their defaults.
 

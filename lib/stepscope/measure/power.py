@@ -50,9 +50,12 @@ class Reading(NamedTuple):
 
 @functools.cache
 def nvml_device():
-    """Return NVML's handle of torch's first device, by UUID: CUDA_VISIBLE_DEVICES may renumber the devices."""
+    """Return NVML's handle of this process's GPU, by UUID: CUDA_VISIBLE_DEVICES may renumber the devices.
+
+    It is the current device of the thread that calls this first, so that each rank reads its own GPU.
+    """
     pynvml.nvmlInit()
-    uuid = torch.cuda.get_device_properties(0).uuid
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 

@@ -63,6 +63,8 @@ COMPARED = {
     "checkpoints": ["peak_gib", "gpu_ms"],
     "attention": ["wall_ms", "gpu_ms", "saved_mib"],
     "attention_errors": [],
+    "strategies": [],
+    "strategy_ranks": [],
 }
 # A machine's peak rates, each from its fastest run: view, column, words and unit.
 RATES = (

@@ -91,12 +91,12 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
             client = closing.enter_context(joined_workers(options.scheduler, signals))
             workers = Workers(client, options.timeout_s, options.notebooks, options.images)
             plan = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
-            _require(plan.configs, workers.devices(), store, None)
+            _require(plan.configs, workers.devices(), store, None, workers.largest_offer("cuda"))
         else:
             gpus = gpus_here()[: options.workers]
             device, name = ("cuda", gpus[0]["name"]) if gpus else ("cpu", machine("cpu")["device_name"])
             plan = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
-            _require(plan.configs, [device, "cpu"], store, name)
+            _require(plan.configs, [device, "cpu"], store, name, len(gpus))
         closing.enter_context(store.writing())
         end = _what_is_left(plan, store, console, _sources(plan, options), options.replace)
         if end.left and not signals:
@@ -162,16 +162,17 @@ def _signals_noted() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None) -> None:
+def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None, gpus: int) -> None:
     """Check, before anything starts, that the devices exist and match the device that measured the folder's runs.
 
     A runs folder contains only one device's runs, because a report compares them.
 
     Args:
         name: the name of this machine's device; None if the workers may be on other machines.
+        gpus: the number of GPUs of the machine that has the most.
 
     Raises:
-        WorkersError: a device isn't available.
+        WorkersError: a device isn't available, or not enough GPUs.
         ConfigError: a CPU can't run a configuration.
         SweepError: the sweep's runs don't belong in this folder.
     """
@@ -183,6 +184,11 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
             )
         if config.device == "cpu":
             require_device(config)
+        elif config.gpus_needed > gpus:
+            raise WorkersError(
+                f"gpus: got {config.gpus_needed} ({config.label}), but expected at most {gpus}, the number of GPUs"
+                " that a run can use here"
+            )
     if len({config.device for config in configs}) > 1:
         raise SweepError(
             "the sweep has runs on a GPU and runs on a CPU, but a runs folder holds the runs of one device;"
@@ -291,8 +297,11 @@ class _Sweep:
     def run(self) -> None:
         """Assign runs and collect results until no runs are left or there is a reason to stop."""
         if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
-            by_size = sorted(self.requested.items(), key=lambda item: peak_gib(item[1]), reverse=True)
-            self.todo = dict(by_size)
+
+            def size(item: tuple[str, RunConfig]) -> tuple[int, float]:
+                return item[1].gpus_needed, peak_gib(item[1])
+
+            self.todo = dict(sorted(self.requested.items(), key=size, reverse=True))
         try:
             while (self.todo or self.workers.running) and not self.signals:
                 self._assign()
@@ -316,7 +325,7 @@ class _Sweep:
                 self.end.stopped_by = "the time budget"
             if self.end.stopped_by or self.signals or self.workers.busy():
                 return
-            if address := self.workers.place(config.device):
+            if address := self.workers.place(config):
                 del self.todo[name]
                 self.workers.submit(config, self.store.new_staging_folder(), address)
 

@@ -44,6 +44,7 @@ NO_WORK = re.compile(
     r"|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense|unflatten|flatten"
     r"|reshape$|chunk$|split|item$)"
 )
+GLOO = re.compile("gloo:")  # collectives on a CPU
 COMPILED_LOOP = re.compile(r"graph_\d+_cpp_")  # by torch.compile on a CPU
 # The event categories that we read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
@@ -134,6 +135,14 @@ def records_of_own_trace(path: Path) -> Records:
 def is_cpu_work(name: str) -> bool:
     """Return whether an event of this name computes something on a CPU."""
     return bool(COMPILED_LOOP.match(name)) or (name.startswith("aten::") and not NO_WORK.match(name))
+
+
+def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
+    """Return a CPU's operators, with their self times, and gloo's collectives, as if on a second stream."""
+    operators = self_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
+    collectives = events[(events["cat"] == RANGE) & matching(events["name"], GLOO.match)]
+    category = pd.Categorical([OPERATOR] * len(collectives), events["cat"].cat.categories)
+    return pd.concat([operators, collectives.assign(cat=category, stream=1)])
 
 
 def self_times(operators: pd.DataFrame) -> pd.DataFrame:
