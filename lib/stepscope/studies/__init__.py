@@ -7,4 +7,5 @@ STUDIES = (
     "memory",
     "attention",
     "ladder",
+    "your_model",
 )

@@ -20,7 +20,17 @@ from stepscope import StepscopeError
 from stepscope.config import SIZE_RANKS
 from stepscope.report.schemas import Tables
 
-MODULES = ("ladder", "ladder_parts", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
+MODULES = (
+    "ladder",
+    "ladder_parts",
+    "benchmark",
+    "nsys",
+    "mixed_precision",
+    "memory",
+    "attention",
+    "your_model",
+    "across",
+)
 # Units by column name suffix. A column without one of these suffixes contains labels, counts or booleans.
 UNITS = {
     "ms": "ms",
