@@ -158,3 +158,24 @@ def annotated(model: nn.Module) -> Iterator[Annotation]:
     finally:
         for module, attribute, _ in named_methods:
             delattr(module, attribute)
+
+
+@contextmanager
+def annotated_modules(model: nn.Module, name_of: Callable[[str], str]) -> Iterator[Annotation]:
+    """Open a range around the forward pass of every module of ``model``, until the block ends.
+
+    Set the annotation's ``output`` to the loss before you call ``link_backward()``, because a module may return
+    anything.
+
+    Args:
+        name_of: the range's name for a module's path.
+    """
+    annotation = Annotation()
+    modules = list(model.named_modules())
+    for path, module in modules:
+        module.forward = _wrapped(module.forward, name_of(path), annotation)
+    try:
+        yield annotation
+    finally:
+        for _, module in modules:
+            del module.forward

@@ -153,6 +153,10 @@ class TrainedSubject(Subject):
             return torch.autocast(self.device, dtype=self.autocast)
         return nullcontext()
 
+    def without_randomness(self) -> AbstractContextManager:
+        """Return a context in which steps draw no random numbers, for comparisons; this model has no dropout."""
+        return nullcontext()
+
     def gradients(self) -> Tensor:
         """Run forward, loss and backward; return the loss, ()."""
         assert self.loss is not None

@@ -26,7 +26,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
     """Return the operations that a trace's named phases launched, on any thread.
 
     Columns: case, number and phase (from the name of the range that was open at the launch), name,
-    kernel_category, start_ns and end_ns.
+    kernel_category, start_ns, end_ns, and in_graph (whether a CUDA graph launched it).
 
     Raises:
         CaptureError: an operation's phase is unknown, because its launch is not in the trace.
@@ -58,6 +58,8 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
             "kernel_category": inside["kernel_category"].astype(str),
             "start_ns": inside["start_ns"],
             "end_ns": inside["start_ns"] + inside["duration_ns"],
+            # one call launched several operations
+            "in_graph": inside["correlation_id"].duplicated(keep=False),
         }
     )
     return table.reset_index(drop=True)

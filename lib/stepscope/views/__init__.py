@@ -28,6 +28,7 @@ MODULES = (
     "mixed_precision",
     "memory",
     "attention",
+    "your_model",
     "distributed",
     "across",
 )
