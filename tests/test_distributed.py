@@ -12,7 +12,7 @@ import pytest
 from stepscope import PROJECT
 from stepscope.config import ConfigError, configure
 from stepscope.model.flops import parameter_count
-from stepscope.optimizations.distributed_step import Distributed, adamw, one_gpu, training_step
+from stepscope.optimizations.distributed_step import Distributed, adamw, alone, training_step
 from stepscope.studies.distributed import launch
 from stepscope.studies.distributed.config import STRATEGIES
 from stepscope.studies.distributed.launch import measure_strategies
@@ -39,7 +39,7 @@ def overlapped(model, batch):
 
     if dist.get_rank() == 1:  # noqa: F821 defined by the script
         os._exit(3)
-    return one_gpu(model, batch)
+    return alone(model, batch)
 
 
 def zero1(model, batch):
@@ -62,7 +62,7 @@ def config():
         "distributed",
         **TINY,
         strategies=[
-            "one_gpu",
+            "alone",
             "naive",
             "flat",
             "overlapped",
@@ -202,8 +202,8 @@ def test_graphs_need_a_gpu():
 def test_derived_tables_compare_a_strategy_with_its_control():
     steps = pd.DataFrame(
         {
-            "strategy": ["one_gpu", "naive"],
-            "control": ["", "one_gpu"],
+            "strategy": ["alone", "naive"],
+            "control": ["", "alone"],
             "tokens_per_s": [200.0, 150.0],
             "messages": [0, 4],
             "message_gib": [0.0, 1.0],
@@ -212,12 +212,13 @@ def test_derived_tables_compare_a_strategy_with_its_control():
             **dict.fromkeys(["built_gib", "peak_backward_gib", "peak_optimizer_gib", "reserved_gib"], 1.0),
         }
     )
-    assert efficiency(steps)["efficiency"].tolist() == [1.0, 0.75]
+    compared = efficiency(steps, 2)
+    assert compared["efficiency"].tolist() == [1.0, 0.75] and compared["times_one_gpu"].tolist() == [2.0, 1.5]
     kernels = pd.DataFrame(
         [
-            ("one_gpu", 0, "matrix multiply", 5, 8.0),
-            ("one_gpu", 1, "matrix multiply", 5, 12.0),
-            ("one_gpu", 0, "copy and cast", 5, 1.0),
+            ("alone", 0, "matrix multiply", 5, 8.0),
+            ("alone", 1, "matrix multiply", 5, 12.0),
+            ("alone", 0, "copy and cast", 5, 1.0),
             ("naive", 0, "matrix multiply", 5, 11.0),
             ("naive", 1, "matrix multiply", 5, 13.0),
             ("naive", 0, "copy and cast", 9, 9.0),  # others than the control's

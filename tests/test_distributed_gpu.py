@@ -53,7 +53,7 @@ def ranks():
     return results.ranks.set_index(["strategy", "rank"])
 
 
-def test_delay_on_one_gpu_is_found_and_blamed_on_its_rank(ranks):
+def test_delay_on_alone_is_found_and_blamed_on_its_rank(ranks):
     added_ms = ranks.loc[("overlapped", 0), "waiting_ms"] - ranks.loc[("flat", 0), "waiting_ms"]
     assert added_ms == pytest.approx(20, rel=0.05)
     assert ranks.loc[("overlapped", 1), "arrives_last"] >= 1

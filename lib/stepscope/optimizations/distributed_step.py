@@ -89,7 +89,7 @@ def training_step(
 
 
 # <strategies>
-def one_gpu(model: nn.Module, batch: Batch) -> Distributed:
+def alone(model: nn.Module, batch: Batch) -> Distributed:
     """Train on each GPU alone, without communication: a control."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
@@ -299,7 +299,7 @@ def ddp_graph(model: nn.Module, batch: Batch, bucket_mib: float = 100, **options
     return in_graph(make, model)
 
 
-def one_gpu_graph(model: nn.Module, batch: Batch) -> Distributed:
+def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
     """Train on each GPU alone, with the step as one CUDA graph: a control."""
     step = training_step(model, graph_adamw(model), batch)
     return in_graph(lambda: Distributed(step, list), model)
@@ -340,14 +340,14 @@ def communication_only(messages: list[Message], device: torch.device) -> Callabl
 
 
 STRATEGIES = {
-    "one_gpu": one_gpu,
+    "alone": alone,
     "naive": naive,
     "flat": flat,
     "overlapped": overlapped,
     "ddp": ddp,
     "zero1": zero1,
     "fsdp": fsdp,
-    "one_gpu_graph": one_gpu_graph,
+    "alone_graph": alone_graph,
     "ddp_graph": ddp_graph,
 }
 

@@ -57,7 +57,7 @@ def strategies(data: Views) -> pd.DataFrame:
         config = run.iloc[0]
         own_ranks, own_kernels = ranks[ranks["run_id"] == run_id], kernels[kernels["run_id"] == run_id]
         gpus = int(config["gpus"])
-        row = study.efficiency(run).rename(columns={"efficiency": "efficiency_share"})
+        row = study.efficiency(run, gpus).rename(columns={"efficiency": "efficiency_share"})
         parts = study.parts(run, own_ranks).drop(columns="wall_ms")
         communication_ms = own_ranks.groupby("strategy")["communication_ms"].mean()
         slower = study.slowdown(run, own_kernels)

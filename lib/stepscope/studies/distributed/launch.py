@@ -167,11 +167,13 @@ def _run_once(config: Config, folder: Path, names: list[str]) -> str:
 
 def _wait(process: subprocess.Popen, folder: Path, names: list[str]) -> str:
     """Wait for the ranks to end; return the reason if they failed or took too long."""
-    finished, since = 0, time.monotonic()
+    finished: list[str] = []
+    since = time.monotonic()
     while process.poll() is None:
         time.sleep(0.1)
-        now_finished = sum((folder / f"{name}.json").exists() for name in names)
-        if now_finished > finished:
+        now_finished = [name for name in names if (folder / f"{name}.json").exists()]
+        if len(now_finished) > len(finished):
+            print("measured:", *(name for name in now_finished if name not in finished))
             finished, since = now_finished, time.monotonic()
         limit_s = LIMIT_S if finished else FIRST_LIMIT_S
         if time.monotonic() - since > limit_s:

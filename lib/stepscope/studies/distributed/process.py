@@ -271,7 +271,7 @@ class Rank:
 
     def accumulated(self, precision: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the mean loss and gradients of all ranks' batches, computed on this rank alone."""
-        model, _ = self.build(STRATEGIES["one_gpu"], precision)
+        model, _ = self.build(STRATEGIES["alone"], precision)
         loss = torch.zeros((), device=self.device)
         for rank in range(self.ranks):
             tokens, targets = self.tokens(rank)

@@ -89,13 +89,15 @@ SCHEMAS = {
 }
 
 
-def efficiency(steps: pd.DataFrame) -> pd.DataFrame:
-    """Add each strategy's efficiency: its tokens/s over those of the same GPUs without communication.
+def efficiency(steps: pd.DataFrame, gpus: int) -> pd.DataFrame:
+    """Add each strategy's efficiency, and its tokens/s as a multiple of one GPU's (times_one_gpu).
 
-    The comparison is with the fastest step of one GPU alone, which all GPUs run at the same time.
+    Efficiency is its tokens/s over those of the same GPUs without communication: the fastest step of a GPU alone,
+    which all GPUs run at the same time.
     """
-    alone = steps.loc[steps["strategy"].str.startswith("one_gpu"), "tokens_per_s"].max()
-    return steps.assign(efficiency=steps["tokens_per_s"] / alone)
+    alone = steps.loc[steps["strategy"].str.startswith("alone"), "tokens_per_s"].max()
+    efficiency = steps["tokens_per_s"] / alone
+    return steps.assign(efficiency=efficiency, times_one_gpu=gpus * efficiency)
 
 
 def parts(steps: pd.DataFrame, ranks: pd.DataFrame) -> pd.DataFrame:
