@@ -127,6 +127,8 @@ def test_name_that_leaks_from_a_display_cell_is_reported():
 
 # Names in backticks that occur neither in a notebook's code nor in the library.
 OTHER_NAMES = {
+    "fast_step.py": "a file",
+    "pass": "a statement",
     "torchrun": "a command of PyTorch",
     "nsys": "a program",
     "cuda_gpu_trace": "a report of nsys",

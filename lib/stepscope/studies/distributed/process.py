@@ -47,6 +47,8 @@ class Memory:
     """Peak memory of a step's two parts, from hooks around every optimizer's step; NaN on a CPU."""
 
     def __init__(self) -> None:
+        self.peaks: dict[str, float] = {}
+        self.highest_gib = 0.0
         self.restart()
         self.is_on = False  # off while steps are timed
         self.depth = 0  # of nested optimizers: ZeRO's contains an AdamW
