@@ -227,7 +227,7 @@ def vit(batch: int = 64, size: int = 224, layers: int = 12) -> Built:
 def dinov2(batch: int = 64, size: int = 224, layers: int = 12) -> Built:
     from transformers import Dinov2Config, Dinov2ForImageClassification
 
-    config = Dinov2Config(num_hidden_layers=layers, image_size=size, num_labels=1000)
+    config = Dinov2Config(num_hidden_layers=layers, image_size=size, num_labels=1000, use_mask_token=False)
     return images(Dinov2ForImageClassification(config), batch, size)
 
 
@@ -341,7 +341,13 @@ def whisper(batch: int = 4, frames: int = 3000, length: int = 128, layers: int =
 def wav2vec2(batch: int = 4, samples: int = 160_000, layers: int = 12, length: int = 64) -> Built:
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-    config = Wav2Vec2Config(num_hidden_layers=layers, ctc_loss_reduction="mean", apply_spec_augment=False)
+    config = Wav2Vec2Config(
+        num_hidden_layers=layers,
+        ctc_loss_reduction="mean",
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        mask_time_prob=0.0,  # no parameter without a gradient
+    )
     labels = torch.randint(1, config.vocab_size, (batch, length))
     return Wav2Vec2ForCTC(config), {"input_values": torch.randn(batch, samples), "labels": labels}
 

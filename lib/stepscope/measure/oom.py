@@ -19,7 +19,9 @@ MAX_UNSUPPORTED_CHARS = 200
 def error_text(error: BaseException) -> str:
     """Return an error's first sentences on one line: the request and the available memory, but no paths of this
     machine."""
-    first_sentences, *_ = re.split(r" (?:Including|Process \d)", str(error))
+    first_sentences, *_ = re.split(
+        r" (?:Including|Process \d)|\s(?:Search for|CUDA kernel errors)", str(error)
+    )
     line = one_line(first_sentences, 4 * MAX_REASON_CHARS)
     without_paths = re.sub(r"(?<![:/\w])/\S*/", "", line)
     return without_paths[:MAX_REASON_CHARS] or type(error).__name__

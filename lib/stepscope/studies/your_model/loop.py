@@ -12,7 +12,7 @@ complete model are both compiled, on top of the same optimizations, and the fast
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import pandas as pd
 
 from stepscope import StepscopeError, measure
 from stepscope.report.tables import number
-from stepscope.stats import launch_bound
+from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound
 from stepscope.studies.your_model.config import MEASURES, Config
 from stepscope.studies.your_model.isolation import call_isolated
 from stepscope.studies.your_model.rows import COMPILED_CODE, FP32, Job, Outcome, measure_modules, measure_row
@@ -97,7 +97,8 @@ class Ladder:
                 outcome = self.call(measure_row, name, stack)
             except StepscopeError as error:
                 outcome = Outcome({"status": "failed", "reason": str(error)})
-            reason = outcome.row["reason"] or why_dropped(outcome, before)
+            is_timed = "wall_ms" in outcome.row  # a row may be timed, but not profiled
+            reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
             if not reason and duration_ms(outcome) > duration_ms(best):
                 reason = "it helps, but its alternative is faster"
             elif not reason:
@@ -116,12 +117,13 @@ class Ladder:
         facts = self.outcomes[FP32].facts or {}
         row = outcome.row
         if name == "cuda_graph" and row["status"] != "ok" and facts.get("synchronizing"):
-            reason = f"uncompiled, {facts['synchronizing']} reads a number from the device; {reason}"
+            where = f"uncompiled, {facts['synchronizing']} reads a number from the device"
+            reason = where if reason.startswith(facts["synchronizing"]) else f"{where}; {reason}"
         row |= {
             "optimization": name,
             "stack": " + ".join(stack),
-            "kept": "yes" if outcome is best else "no",
-            "reason": reason,
+            "kept": "yes" if outcome is best and "wall_ms" in row else "no",
+            "reason": reason or row["reason"],
             "speedup": duration_ms(self.outcomes[FP32]) / duration_ms(outcome),
         }
         if "wall_ms" in row:
@@ -160,13 +162,31 @@ class Ladder:
         return facts | {"kept": " + ".join(self.kept), "eager": " + ".join(self.eager)}
 
 
+def is_launch_bound(row: Mapping[str, Any]) -> bool:
+    if "enqueue_ms" not in row:
+        return False
+    return launch_bound(row.get("busy", math.nan), row["enqueue_ms"], row.get("gpu_ms", math.nan))
+
+
 def duration_ms(outcome: Outcome) -> float:
     """Return the time by which steps are compared: the median, or the fastest if the step is launch-bound."""
     row = outcome.row
-    is_bound = launch_bound(
-        row.get("busy", math.nan), row.get("enqueue_ms", 0.0), row.get("gpu_ms", math.nan)
-    )
-    return row.get("wall_min_ms" if is_bound and "enqueue_ms" in row else "wall_ms", math.nan)
+    return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
+
+
+def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Return why an optimization isn't kept if one of the two steps waits for its launches.
+
+    Such steps repeat less well, so their wall times must differ by more. An optimization that saves GPU time is
+    kept even if the step then waits for the host, because a later CUDA graph shows the gain.
+    """
+    speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
+    gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
+    is_faster = speedup > 1 + MIN_LAUNCH_BOUND_GAIN
+    saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
+    if is_faster or saves_gpu_time or math.isnan(speedup):
+        return ""
+    return f"no faster: {number(speedup, 'x')} the speed of the step before, which waits for its launches"
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
@@ -174,6 +194,8 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
     row = outcome.row
     if not math.isfinite(row.get("loss_error", 0.0)):
         return "its loss isn't finite"
+    if is_launch_bound(row) or is_launch_bound(before.row):
+        return why_dropped_launch_bound(row, before.row)
     speedup = duration_ms(before) / duration_ms(outcome)
     min_speedup = MIN_SPEEDUP_POWER_LIMITED if measure.is_power_limited(row) else MIN_SPEEDUP
     if speedup > min_speedup or math.isnan(speedup):  # if the step before doesn't fit, it has no time

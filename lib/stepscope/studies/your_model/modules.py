@@ -46,8 +46,9 @@ def time_by_module(subject: UserSubject, device: str) -> pd.DataFrame:
     """
     names = folded_paths(subject.model)
     ranges.use_ranges(ranges.ProfilerRanges())
-    for _ in range(WARMUPS):
-        subject.eager_step()
+    with negligible_learning_rate(subject.optimizer):
+        for _ in range(WARMUPS):
+            subject.eager_step()
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device == "cuda")]
     with (
         negligible_learning_rate(subject.optimizer),

@@ -110,6 +110,8 @@ class RowLoop(Loop):
         except ModelError:
             raise
         except Exception as error:  # noqa: BLE001  the user's code raises anything
+            if case.row.get("status", "ok") != "ok" or case.row.get("reason"):
+                return  # the first error is the cause; after a CUDA error, everything raises
             reason = self.reason_of(error)
             is_timed = "wall_ms" in case.row
             case.row |= (

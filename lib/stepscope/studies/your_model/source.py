@@ -33,6 +33,7 @@ MODEL = "STEPSCOPE_MODEL"
 EXPECTED = "(model, batch) or (model, batch, loss), where batch is a dict of the model's arguments"
 # Files of these folders aren't the user's. Python's own folder may contain that of installed packages.
 LIBRARIES = (str(PACKAGE), str(Path(torch.__file__).parent), "<")
+COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # variables: folders of generated code
 PYTHON = sysconfig.get_path("stdlib")
 
 
@@ -190,4 +191,8 @@ def user_line(error: BaseException | None) -> str:
 def is_users(file: str) -> bool:
     """Return whether a file is neither Python's, PyTorch's nor ours; a package such as transformers is."""
     is_pythons = file.startswith(PYTHON) and "-packages" not in file
-    return not is_pythons and not file.startswith(LIBRARIES)
+    caches = [os.environ[name] for name in COMPILER_CACHES if os.environ.get(name)]
+    is_generated = (
+        file.startswith(tuple(caches)) or "/torchinductor_" in file or "/site-packages/triton/" in file
+    )
+    return not is_pythons and not is_generated and not file.startswith(LIBRARIES)

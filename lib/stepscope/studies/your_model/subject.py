@@ -98,6 +98,16 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
+    """Return the FLOPs of a grouped matmul, such as a mixture of experts, from the shapes of its inputs."""
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+# FLOPs of operators that torch's counter doesn't know.
+FLOPS = {torch.ops.aten._grouped_mm: _grouped_matmul_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}
+
+
 def examine(subject: UserSubject) -> dict[str, Any]:
     """Run forward and backward once, check the loss and the gradients, and return facts for the record.
 
@@ -109,8 +119,9 @@ def examine(subject: UserSubject) -> dict[str, Any]:
     Raises:
         ModelError: the step raises, the loss isn't a scalar, or no parameter gets a gradient.
     """
-    watch = SynchronizationWatch()
-    counter = FlopCounterMode(display=False)
+    device = next(iter(subject.parameters.values())).device.type
+    watch = SynchronizationWatch(device)
+    counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
     try:
         with counter, watch:
             loss = subject.loss(subject.model, *subject.batch)  # type: ignore[misc]
@@ -136,14 +147,23 @@ def examine(subject: UserSubject) -> dict[str, Any]:
 
 
 class SynchronizationWatch(TorchDispatchMode):
-    """Collects the lines of the user's code whose operators would wait for a GPU. It works on a CPU, too."""
+    """Collects the lines of the user's code whose operators would wait for a GPU. It works on a CPU, too.
 
-    def __init__(self) -> None:
+    Args:
+        device: the type of the model's device; tensors elsewhere can be read without waiting.
+    """
+
+    supports_higher_order_operators = True  # such as FlexAttention's
+
+    def __init__(self, device: str) -> None:
         super().__init__()
+        self.device = device
         self.lines: dict[str, None] = {}
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.overloadpacket.__name__ in SYNCHRONIZING:
+        packet = getattr(operator, "overloadpacket", operator)
+        is_on_device = bool(args) and isinstance(args[0], Tensor) and args[0].device.type == self.device
+        if is_on_device and getattr(packet, "__name__", "") in SYNCHRONIZING:
             frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
             for frame in frames[-1:]:
                 self.lines[f"{Path(frame.filename).name}:{frame.lineno}"] = None
