@@ -25,7 +25,7 @@ from stepscope.runs.run import make_run
 from stepscope.studies.your_model import loop, source
 from stepscope.studies.your_model.config import OPTIMIZATIONS, Config
 from stepscope.studies.your_model.isolation import ProcessFailed, call_isolated
-from stepscope.studies.your_model.loop import Ladder, why_dropped
+from stepscope.studies.your_model.loop import Ladder, why_dropped, why_dropped_launch_bound
 from stepscope.studies.your_model.modules import ELSEWHERE, folded_paths
 from stepscope.studies.your_model.rows import Job, Outcome, measure_modules
 from stepscope.studies.your_model.source import MODEL, ModelError, find
@@ -558,3 +558,18 @@ def test_network_that_synchronizes_runs_and_names_the_line(store, monkeypatch):
     assert steps.loc["cuda_graph", "reason"].startswith(
         "uncompiled, router.py:15 reads a number from the device"
     )
+
+
+@pytest.mark.parametrize(
+    ("gpu_ms", "wall_min_ms", "is_kept"),
+    [
+        (20, 42, True),  # half the GPU time, which a later graph will show
+        (40, 39, False),  # within the noise of launch-bound steps
+        (40, 30, True),
+        (20, 60, False),
+    ],
+)
+def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(gpu_ms, wall_min_ms, is_kept):
+    before = {"wall_ms": 40.5, "wall_min_ms": 40.0, "gpu_ms": 38.0}
+    row = {"wall_ms": wall_min_ms + 1, "wall_min_ms": wall_min_ms, "gpu_ms": gpu_ms}
+    assert (why_dropped_launch_bound(row, before) == "") == is_kept
