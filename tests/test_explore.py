@@ -277,10 +277,8 @@ def test_profile_notebook_shows_the_median_step(monkeypatch):
     assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
     assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
     longest, placed = names["longest"], gpu.classified_ops
-    reach = (
-        2 * longest["end"] - longest["begin"],
-        2 * longest["begin"] - longest["end"],
-    )  # the span shows equal times before and after the gap
+    # the span shows equal times before and after the gap
+    reach = 2 * longest["end"] - longest["begin"], 2 * longest["begin"] - longest["end"]
     assert (
         names["rows"].index.tolist()
         == placed.index[(placed["start_ns"] < reach[0]) & (placed["end_ns"] > reach[1])].tolist()[:2000]

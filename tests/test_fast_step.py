@@ -7,9 +7,8 @@ import os
 import re
 from pathlib import Path
 
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # deterministic matmuls; CUDA reads it at its start
+# deterministic matmuls; CUDA reads the variable at its start
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch

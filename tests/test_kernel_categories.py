@@ -120,9 +120,8 @@ def test_is_cast_matches_copies_to_a_different_dtype():
 
 def test_short_names_are_distinct():
     names = KERNELS["name"].tolist()
-    assert len({name[:100] for name in names}) < len(
-        names
-    )  # cutting at 100 characters would merge some names
+    # cutting at 100 characters would merge some names
+    assert len({name[:100] for name in names}) < len(names)
     for width in (10, 40, 80):
         shown = short_names(names + names, width)
         assert set(shown) == set(names)

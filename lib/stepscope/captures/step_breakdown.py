@@ -260,7 +260,7 @@ class Device:
         """The GPU's idle gaps in the median step, which add up to the breakdown's idle time.
 
         Columns:
-            begin, end: the gap's begin and end in ns; and ms, its duration.
+            begin, end: the gap's start and end in ns; ms: its duration.
             next: the row in ``classified_ops`` of the operation that ends the gap; -1 if the step ends the gap.
             head: whether the gap precedes the step's first operation.
             returned: the time in ns when the call that launched ``next`` returned; LATEST if the step ends the

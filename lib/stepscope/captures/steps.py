@@ -34,9 +34,8 @@ MIN_STEP_SHARE = 0.5  # minimum share of all operations that a step's ranges enc
 MIN_NAMED_STEP_SHARE = 0.2  # the same for a name with a word such as "step"
 MIN_PHASE_SHARE = 0.9  # the same for a phase used as a step
 MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
-MIN_MEASURED_SHARE = (
-    0.05  # share of all operations; if fewer are outside warm-ups, the warm-ups are the steps
-)
+# Share of all operations. If fewer are outside warm-ups, the warm-ups are the steps.
+MIN_MEASURED_SHARE = 0.05
 
 
 @dataclass

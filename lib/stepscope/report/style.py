@@ -211,9 +211,8 @@ def stacked_bars(
     is_other_visible = parts[uncolored].sum(axis=1).max() > 0.01 * parts.sum(axis=1).max()
     for name in parts:
         label = "other" if is_other_visible and name in uncolored[-1:] else "_"
-        if (
-            name in colors and parts[name].max() > 0.003 * parts.sum(axis=1).max()
-        ):  # wide enough to be visible
+        is_visible = parts[name].max() > 0.003 * parts.sum(axis=1).max()
+        if name in colors and is_visible:
             label = name
         axes.barh(
             places,

@@ -28,8 +28,8 @@ MEASURING = (
     "studies",
 )
 OF_REPORT = ("tables.py", "figures.py")  # a study's files that only the report uses
-# GPU use by other processes below these limits isn't reported, so that neither an idle CUDA context counts nor the
-# little utilization that NVML may still show after a process has ended.
+# We report other processes' GPU use only from these limits on. They exclude idle CUDA contexts, and the little
+# utilization that NVML may still show after a process has ended.
 MIN_FOREIGN_GIB, MIN_FOREIGN_SHARE = 1.0, 0.1
 PACKAGES = ("torch", "triton", "nvtx", "papermill", "ipykernel", "pandas", "numpy", "scipy", "transformers")
 

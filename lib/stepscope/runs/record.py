@@ -202,10 +202,7 @@ def read_record(folder: Path, check_files: bool = False) -> Record:
         raise unusable(run, RECORD, f"not a valid record ({format_errors(error, Record)[:500]})") from None
     try:
         config: RunConfig = configure(**record.config)
-    except (
-        ConfigError,
-        TypeError,
-    ) as error:  # TypeError: a field has the name of one of configure's parameters
+    except (ConfigError, TypeError) as error:  # TypeError: a field is named like a parameter of configure
         reason = f"has an invalid configuration ({str(error)[:500]})"
         raise unusable(run, RECORD, reason) from None
     run_id = schema3.run_id(config) if record.schema_version == 3 else config.run_id

@@ -29,9 +29,7 @@ from stepscope.yaml_files import load_yaml
 ACROSS = PACKAGE / "sweeps"  # sweeps over several studies
 STUDIES = PACKAGE / "studies"  # sweeps of single studies
 LARGEST = "LARGEST"  # a placeholder for the largest size that we predict to fit
-MAX_RUNS_PER_BLOCK = (
-    100_000  # more runs, such as those of ten axes with ten values each, are probably a mistake
-)
+MAX_RUNS_PER_BLOCK = 100_000  # more, such as those of ten axes with ten values each, are probably a mistake
 MAX_MEMORY_FRACTION = 0.9  # maximum fraction of the GPU's memory that the step at LARGEST may use
 
 

@@ -88,9 +88,8 @@ class Workers:
     def refresh(self) -> None:
         """Update the list of workers; raise SchedulerGone if the scheduler is unreachable."""
         try:
-            if (
-                self.client.status != "running"
-            ):  # also true while the client reconnects, which cancels its futures
+            # also true while the client reconnects, which cancels its futures
+            if self.client.status != "running":
                 raise OSError(f"the connection is {self.client.status}")
             self.offers = workers_of(self.client)
         except Exception as error:  # noqa: BLE001 Dask raises many types of errors for a lost scheduler
@@ -215,9 +214,8 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
         return make_run(config, Path(folder), environment | gpus, timeout_s, abandoned).model_dump_json()
 
 
-_gpus: queue.SimpleQueue = (
-    queue.SimpleQueue()
-)  # the worker's free GPUs, each represented by the environment variables for its runs
+# The worker's free GPUs, each represented by the environment variables for its runs.
+_gpus: queue.SimpleQueue = queue.SimpleQueue()
 _gpus_listed = threading.Lock()
 
 

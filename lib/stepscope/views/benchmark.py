@@ -484,9 +484,8 @@ EAGER_CASE = [*[name for name in CONFIG if name != "compile"], "mode"]
 def _beside_eager(times: pd.DataFrame) -> pd.DataFrame:
     """Return the compiled rows, each with its uncompiled counterpart's columns as ``eager_...``."""
     rows = times.query("phase == 'total' and status == 'ok'")
-    eager = rows[rows["compile"] == "none"].sort_values(
-        "study", kind="stable"
-    )  # the benchmark's rows come first
+    # the benchmark's rows come first
+    eager = rows[rows["compile"] == "none"].sort_values("study", kind="stable")
     eager = eager.drop_duplicates(EAGER_CASE)[[*EAGER_CASE, "study", *COMPARED]]
     eager = eager.rename(columns={name: f"eager_{name}" for name in ("study", *COMPARED)})
     return rows[rows["compile"] != "none"].merge(eager, on=EAGER_CASE, validate="many_to_one")

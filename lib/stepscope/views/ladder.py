@@ -1,8 +1,8 @@
 """Define the ladder's views: a training step from the fp32 baseline to the fastest, one optimization at a time.
 
 A speedup is a ratio of GPU times unless it is called a wall speedup. If either of two wall times is launch-bound,
-the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` are too small
-to call.
+the fastest steps are compared, and differences below :data:`stepscope.stats.MIN_LAUNCH_BOUND_GAIN` count
+as noise.
 """
 
 from itertools import combinations
@@ -278,7 +278,7 @@ def _same_case(rows: pd.DataFrame, others: pd.DataFrame) -> pd.DataFrame:
 
 
 def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
-    """Return the wall-time speedups of ``rows`` over ``others``; those too small to call are missing."""
+    """Return the wall-time speedups of ``rows`` over ``others``; those within the noise are missing."""
     waits = rows.launch_bound | others.launch_bound.eq(True)
     speedup = (others.wall_ms / rows.wall_ms).mask(waits, others.wall_min_ms / rows.wall_min_ms)
     is_close = speedup.between(1 / (1 + MIN_LAUNCH_BOUND_GAIN), 1 + MIN_LAUNCH_BOUND_GAIN)
@@ -286,7 +286,7 @@ def _wall_speedup(rows: pd.DataFrame, others: pd.DataFrame) -> pd.Series:
 
 
 def _callable(speedup: pd.Series) -> pd.Series:
-    """Return the speedups and slowdowns of at least 3%; smaller ones are missing (too small to call)."""
+    """Return the speedups and slowdowns of at least 3%; smaller ones are missing, because they may be noise."""
     return speedup.where((speedup - 1).abs() >= MIN_GAIN)
 
 

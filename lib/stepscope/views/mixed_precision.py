@@ -7,7 +7,7 @@ import math
 
 import pandas as pd
 
-from stepscope.config import MODE_NAMES
+from stepscope.config import MODE_NAMES, PRECISION_NAMES
 from stepscope.report.tables import digits, quartiles
 from stepscope.stats import MAX_LOST_SHARE, launch_bound_rows
 from stepscope.studies.mixed_precision.tables import CONFIG
@@ -23,7 +23,6 @@ PARTS = {
     "forward_and_backward": ("forward_backward", "total"),
     "full_step": ("step", "total"),
 }
-NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
 # fp16's range: smaller values round to zero, and larger ones round to infinity.
 FP16_MIN, FP16_MAX = 2.0**-25, 65_520.0
 NORM_FEATURES = 1024  # number of LayerNorm's inputs
@@ -160,9 +159,9 @@ def precision_times(data: Views) -> pd.DataFrame:
 
 def _ordered(rows: pd.DataFrame) -> pd.DataFrame:
     """Add the precision's name; sort rows by size and the other dimensions, precision and mode."""
-    rank = {precision: place for place, precision in enumerate(NAMES)}
+    rank = {precision: place for place, precision in enumerate(PRECISION_NAMES)}
     keys = ["rank", "mode"] if "mode" in rows else ["rank"]
-    ranked = rows.assign(name=rows["precision"].map(NAMES), rank=rows["precision"].map(rank))
+    ranked = rows.assign(name=rows["precision"].map(PRECISION_NAMES), rank=rows["precision"].map(rank))
     return in_order(ranked.sort_values(keys, kind="stable"))
 
 
@@ -318,7 +317,7 @@ def rounded_gradients(data: Views) -> pd.DataFrame:
     """
     rows = _by_quantity(data, "gradients", [*KEY, "case"])
     columns = {"zero": "zero_share", "norm off": "norm_error", "loss off": "loss_error"}
-    return rows.rename(columns=columns).assign(name=rows["case"].replace(NAMES))
+    return rows.rename(columns=columns).assign(name=rows["case"].replace(PRECISION_NAMES))
 
 
 @view(
@@ -342,7 +341,7 @@ def precision_training(data: Views) -> pd.DataFrame:
     made = made.sort_values("final_nats", kind="stable")
     is_seed = made["case"].str.startswith("fp32")
     return made.assign(
-        name=made["case"].replace(NAMES),
+        name=made["case"].replace(PRECISION_NAMES),
         kind=is_seed.map({True: "seed", False: "precision"}),
         steps=steps,
         final_steps=steps // FINAL,
