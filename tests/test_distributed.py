@@ -42,18 +42,22 @@ def overlapped(model, batch):
     return alone(model, batch)
 
 
-def zero1(model, batch):
-    """Average the gradients after rank 1 has slept for 0.3 s."""
+def slept(step, seconds):
+    """Sleep before each step; a helper that the next function calls."""
     import time
 
+    def late_step():
+        time.sleep(seconds)
+        return step()
+
+    return late_step
+
+
+def zero1(model, batch):
+    """Average the gradients after rank 1 has slept for 0.3 s."""
     distributed = naive(model, batch)  # noqa: F821 defined by the script
-
-    def step():
-        if dist.get_rank() == 1:  # noqa: F821
-            time.sleep(0.3)
-        return distributed.step()
-
-    return Distributed(step, distributed.messages)
+    seconds = 0.3 if dist.get_rank() == 1 else 0  # noqa: F821
+    return Distributed(slept(distributed.step, seconds), distributed.messages)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +85,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def results(config):
-    return measure_strategies(config, flat=flat, overlapped=overlapped, zero1=zero1)
+    return measure_strategies(config, flat=flat, overlapped=overlapped, slept=slept, zero1=zero1)
 
 
 @pytest.fixture(scope="module")

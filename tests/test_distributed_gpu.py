@@ -45,10 +45,9 @@ def overlapped(model, batch):
 
 @pytest.fixture(scope="module")
 def ranks():
-    strategies = ["naive", "overlapped", "ddp_alone_graph", "ddp_graph"]
-    results = measure_strategies(
-        configure("distributed", **SMALL, strategies=strategies), overlapped=overlapped
-    )
+    strategies = ["flat", "overlapped", "ddp_alone_graph", "ddp_graph"]
+    config = configure("distributed", **SMALL, strategies=strategies)
+    results = measure_strategies(config, averaged=averaged, flat=flat, overlapped=overlapped)
     assert (results.steps["status"] == "ok").all(), results.steps["reason"].tolist()
     return results.ranks.set_index(["strategy", "rank"])
 

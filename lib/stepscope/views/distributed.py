@@ -2,13 +2,17 @@
 
 import pandas as pd
 
+from stepscope.stats import launch_bound_rows
 from stepscope.studies.distributed import tables as study
+from stepscope.studies.distributed.config import BUCKETS_MIB
 from stepscope.studies.distributed.figures import label
 from stepscope.studies.distributed.tables import CONFIG, PARTS
 from stepscope.views import Views, view
 
 CONFIG_COLUMNS = [*CONFIG]
 CASE = [*CONFIG_COLUMNS, "strategy"]
+WITHOUT_REPEAT = [name for name in CASE if name != "repeat"]
+BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
 
 
 @view(
@@ -22,14 +26,22 @@ CASE = [*CONFIG_COLUMNS, "strategy"]
         "wall_q1_ms",
         "wall_q3_ms",
         "enqueue_ms",
+        "launch_bound",
+        "tokens",
         "tokens_per_s",
         "efficiency_share",
+        "one_gpu_speedup",
         "profiled_ms",
         *(f"{part}_ms" for part in PARTS),
         "exposed_ms",
+        "hidden_ms",
         "communication_ms",
         "communication_only_ms",
+        "control_wall_ms",
+        "without_overlap_ms",
         "kernels_slowdown_share",
+        "matmul_tflops",
+        "parameters",
         "messages",
         "message_gib",
         "in_step_gb_per_s",
@@ -48,8 +60,11 @@ CASE = [*CONFIG_COLUMNS, "strategy"]
 def strategies(data: Views) -> pd.DataFrame:
     """Return one row per strategy: all ranks' wall time and memory, and the mean of the ranks' profiled steps.
 
-    ``exposed_ms`` is the transfer and waiting that nothing else hides, and ``communication_ms`` also includes what
-    is hidden. ``kernels_slowdown_share`` compares the other kernels with those of the control.
+    ``tokens`` are those of one rank. ``exposed_ms`` is the transfer and waiting that nothing else hides,
+    ``hidden_ms`` is the rest of ``communication_ms``, and ``without_overlap_ms`` is the control's wall time plus
+    the time of the communication alone. ``kernels_slowdown_share`` compares the other kernels with those of the
+    control. ``matmul_tflops`` counts 6 FLOPs per parameter and token. A step is ``launch_bound`` if the host needs
+    longer to enqueue it than the GPU computes, transfers and copies, which takes less than 95% of the step.
     """
     steps, ranks, kernels = (data.table(f"distributed.{name}") for name in ("steps", "ranks", "kernels"))
     rows = []
@@ -57,37 +72,107 @@ def strategies(data: Views) -> pd.DataFrame:
         config = run.iloc[0]
         own_ranks, own_kernels = ranks[ranks["run_id"] == run_id], kernels[kernels["run_id"] == run_id]
         gpus = int(config["gpus"])
-        row = study.efficiency(run, gpus).rename(columns={"efficiency": "efficiency_share"})
+        row = study.efficiency(run, gpus)
+        row = row.rename(columns={"efficiency": "efficiency_share", "times_one_gpu": "one_gpu_speedup"})
         parts = study.parts(run, own_ranks).drop(columns="wall_ms")
         communication_ms = own_ranks.groupby("strategy")["communication_ms"].mean()
+        exposed_ms = parts["transfer_ms"] + parts["waiting_ms"]
         slower = study.slowdown(run, own_kernels)
         slower = slower[slower["kernel_category"] == "all"].set_index("strategy")["slowdown"]
         bandwidths = study.bandwidth(run, own_ranks, gpus).set_index("strategy")
+        matmuls = own_kernels[own_kernels["kernel_category"] == "matrix multiply"]
         by_strategy = pd.DataFrame(
             {
-                "exposed_ms": parts["transfer_ms"] + parts["waiting_ms"],
+                "exposed_ms": exposed_ms,
+                "hidden_ms": communication_ms - exposed_ms,
                 "communication_ms": communication_ms,
                 "kernels_slowdown_share": slower,
                 "in_step_gb_per_s": bandwidths["in_step_gb_s"],
                 "alone_gb_per_s": bandwidths["alone_gb_s"],
+                "matmul_ms": matmuls.groupby("strategy")["gpu_ms"].mean(),
+                "gpu_ms": parts["compute_ms"] + parts["transfer_ms"] + parts["copies_ms"],
+                "states_gib": study.memory(run, gpus).set_index("strategy")["states_gib"],
             }
         )
-        states = study.memory(run, gpus).set_index("strategy")["states_gib"]
-        row = row.join(parts, on="strategy").join(by_strategy, on="strategy").join(states, on="strategy")
-        rows.append(row)
+        row = row.join(parts, on="strategy").join(by_strategy, on="strategy")
+        rows.append(row.assign(control_wall_ms=row["control"].map(run.set_index("strategy")["wall_ms"])))
     table = pd.concat(rows, ignore_index=True)
-    return table.assign(name=table["strategy"].map(label))
+    tokens = table["batch_size"] * table["context_length"]
+    table = table.assign(busy=table["gpu_ms"] / table["wall_ms"])
+    return table.assign(
+        name=table["strategy"].map(label),
+        tokens=tokens,
+        launch_bound=launch_bound_rows(table),
+        without_overlap_ms=table["control_wall_ms"] + table["communication_only_ms"],
+        matmul_tflops=6 * table["parameters"] * tokens / table["matmul_ms"] / 1e9,
+    )
+
+
+@view(
+    key=WITHOUT_REPEAT,
+    columns=["name", "repeats", "wall_low_ms", "wall_high_ms", "wall_ratio"],
+    studies=["distributed"],
+    over=["repeat"],
+)
+def strategy_repeats(data: Views) -> pd.DataFrame:
+    """Return one row per strategy that several runs measured: the lowest and the highest of their median times."""
+    found = data["strategies"].query("wall_ms.notna()")
+    made = found.groupby([*WITHOUT_REPEAT, "name"], sort=False, as_index=False).agg(
+        repeats=("wall_ms", "count"), wall_low_ms=("wall_ms", "min"), wall_high_ms=("wall_ms", "max")
+    )
+    made = made.assign(wall_ratio=made["wall_high_ms"] / made["wall_low_ms"])
+    return made[made["repeats"] > 1]
+
+
+@view(
+    key=CASE,
+    columns=["bucket_mib", "messages", "predicted_ms", "exposed_ms", "wall_ms"],
+    studies=["distributed"],
+)
+def buckets(data: Views) -> pd.DataFrame:
+    """Return one row per size of DDP's buckets, with the overhead by formula next to the exposed communication.
+
+    The formula is s / (n w) + n o: s bytes of gradients in n buckets, at w bytes per second and o seconds per
+    all-reduce. Both are measured by all-reduces alone: w with the largest, and o with the smallest.
+    """
+    table = data["strategies"].assign(bucket_mib=data["strategies"]["strategy"].map(BUCKETS))
+    table = table[table["bucket_mib"].notna()]
+    costs = data["collective_costs"].query("kind == 'all_reduce'").set_index("gpus")
+    ms_per_gib = table["gpus"].map(costs["ms_per_gib"])
+    call_ms = table["gpus"].map(costs["call_us"]) / 1e3
+    return table.assign(
+        predicted_ms=table["message_gib"] / table["messages"] * ms_per_gib + table["messages"] * call_ms
+    )
 
 
 @view(
     key=[*CASE, "rank"],
-    columns=["name", "profiled_ms", *(f"{part}_ms" for part in PARTS), "communication_ms", "arrives_last"],
+    columns=[
+        "name",
+        "profiled_ms",
+        *(f"{part}_ms" for part in PARTS),
+        "parts_ms",
+        "communication_ms",
+        "transfer_total_ms",
+        "arrives_last",
+    ],
     studies=["distributed"],
 )
 def strategy_ranks(data: Views) -> pd.DataFrame:
-    """Return one row per strategy and rank: the mean profiled step, and the parts that add up to it."""
+    """Return one row per strategy and rank: the mean profiled step, the parts that add up to it, and their sum.
+
+    ``communication_ms`` and ``transfer_total_ms`` include communication that compute hides.
+    """
     ranks = data.table("distributed.ranks")
-    return ranks.assign(name=ranks["strategy"].map(label))
+    parts_ms = ranks[[f"{part}_ms" for part in PARTS]].sum(axis=1)
+    return ranks.assign(name=ranks["strategy"].map(label), parts_ms=parts_ms)
+
+
+@view(key=[*CASE, "part", "start_ms"], columns=["name", "duration_ms"], studies=["distributed"])
+def strategy_streams(data: Views) -> pd.DataFrame:
+    """Return when compute, communication and copies run during one step of rank 0, as intervals."""
+    timeline = data.table("distributed.timeline")
+    return timeline.assign(name=timeline["strategy"].map(label))
 
 
 @view(
@@ -111,6 +196,25 @@ def slowdowns(data: Views) -> pd.DataFrame:
 def collectives(data: Views) -> pd.DataFrame:
     """Return the time of collectives alone by kind and size, and their bus bandwidth."""
     return data.table("distributed.collectives").rename(columns={"bus_gb_s": "bus_gb_per_s"})
+
+
+@view(
+    key=["gpus", "kind"],
+    columns=["ms_per_gib", "call_us", "gb_per_s"],
+    studies=["distributed"],
+    over=["size", "context_length", "batch_size", "repeat"],
+)
+def collective_costs(data: Views) -> pd.DataFrame:
+    """Return what collectives cost: time per GiB in the largest, and the time that the smallest takes beyond that.
+
+    ``gb_per_s`` is the bus bandwidth of the largest.
+    """
+    found = data["collectives"].sort_values("mib", kind="stable")
+    ends = found.groupby(["gpus", "kind"], sort=False)
+    first, last = ends.first(), ends.last()
+    ms_per_gib = last["time_ms"] / last["mib"] * 1024
+    call_us = (first["time_ms"] - first["mib"] / 1024 * ms_per_gib) * 1e3
+    return last.assign(ms_per_gib=ms_per_gib, call_us=call_us, gb_per_s=last["bus_gb_per_s"]).reset_index()
 
 
 @view(key=[*CASE, "compared_in"], columns=["name", "loss_error", "gradient_error"], studies=["distributed"])

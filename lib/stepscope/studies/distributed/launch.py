@@ -73,7 +73,7 @@ def measure_strategies(config: Config, **functions: Callable) -> Results:
 
     Args:
         functions: replace functions of :mod:`stepscope.optimizations.distributed_step` by name. Their source
-            is copied to the ranks, where that module's names are defined.
+            is copied to the ranks, where that module's names are defined; pass the helpers that they call, too.
 
     Raises:
         DistributedError: this process sees fewer GPUs than the configuration needs.
