@@ -239,7 +239,8 @@ def campaign() -> SimpleNamespace:
     """Read and render the reference once for all tests.
 
     Returns:
-        ``found``, as read; ``tables`` without inconsistent rows; ``views``; and ``report``, the writeup.
+        ``found``, as read; ``tables`` without inconsistent rows; ``views``; ``others``, the tables of the writeup's
+            other datasets, by name; and ``report``, the writeup.
     """
     from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views
@@ -250,5 +251,6 @@ def campaign() -> SimpleNamespace:
     found = load.read(Store(runs))
     tables = load.steady(found.tables)
     views = Views(tables)
+    others = {name: load.steady(each.tables) for name, each in writeup.other_datasets(runs).items()}
     report = writeup.compose(found, runs, Path(str(PROJECT)), views)
-    return SimpleNamespace(found=found, tables=tables, views=views, report=report)
+    return SimpleNamespace(found=found, tables=tables, views=views, others=others, report=report)

@@ -193,6 +193,7 @@ UNIT_FILTERS = {
     "billion": "billion",
     "tokens_s": "tokens/s",
     "tflops": "TFLOP/s",
+    "gb_s": "GB/s",
     "tb_s": "TB/s",
 }
 FILTERS: dict[str, Callable[..., str]] = {name: _formatter(unit) for name, unit in UNIT_FILTERS.items()}

@@ -26,6 +26,7 @@ BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
         "wall_q1_ms",
         "wall_q3_ms",
         "enqueue_ms",
+        "repeat_error",
         "launch_bound",
         "tokens",
         "tokens_per_s",
@@ -63,7 +64,8 @@ def strategies(data: Views) -> pd.DataFrame:
     ``tokens`` are those of one rank. ``exposed_ms`` is the transfer and waiting that nothing else hides,
     ``hidden_ms`` is the rest of ``communication_ms``, and ``without_overlap_ms`` is the control's wall time plus
     the time of the communication alone. ``kernels_slowdown_share`` compares the other kernels with those of the
-    control. ``matmul_tflops`` counts 6 FLOPs per parameter and token. A step is ``launch_bound`` if the host needs
+    control. ``repeat_error`` is by how much the largest of several runs' wall times exceeds the smallest.
+    ``matmul_tflops`` counts 6 FLOPs per parameter and token. A step is ``launch_bound`` if the host needs
     longer to enqueue it than the GPU computes, transfers and copies, which takes less than 95% of the step.
     """
     steps, ranks, kernels = (data.table(f"distributed.{name}") for name in ("steps", "ranks", "kernels"))
@@ -99,29 +101,16 @@ def strategies(data: Views) -> pd.DataFrame:
     table = pd.concat(rows, ignore_index=True)
     tokens = table["batch_size"] * table["context_length"]
     table = table.assign(busy=table["gpu_ms"] / table["wall_ms"])
+    repeats = table.groupby(WITHOUT_REPEAT)["wall_ms"]
+    repeat_ratio = repeats.transform("max") / repeats.transform("min")
     return table.assign(
         name=table["strategy"].map(label),
         tokens=tokens,
         launch_bound=launch_bound_rows(table),
+        repeat_error=(repeat_ratio - 1).where(repeats.transform("count") > 1),
         without_overlap_ms=table["control_wall_ms"] + table["communication_only_ms"],
         matmul_tflops=6 * table["parameters"] * tokens / table["matmul_ms"] / 1e9,
     )
-
-
-@view(
-    key=WITHOUT_REPEAT,
-    columns=["name", "repeats", "wall_low_ms", "wall_high_ms", "wall_ratio"],
-    studies=["distributed"],
-    over=["repeat"],
-)
-def strategy_repeats(data: Views) -> pd.DataFrame:
-    """Return one row per strategy that several runs measured: the lowest and the highest of their median times."""
-    found = data["strategies"].query("wall_ms.notna()")
-    made = found.groupby([*WITHOUT_REPEAT, "name"], sort=False, as_index=False).agg(
-        repeats=("wall_ms", "count"), wall_low_ms=("wall_ms", "min"), wall_high_ms=("wall_ms", "max")
-    )
-    made = made.assign(wall_ratio=made["wall_high_ms"] / made["wall_low_ms"])
-    return made[made["repeats"] > 1]
 
 
 @view(
