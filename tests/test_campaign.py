@@ -24,7 +24,7 @@ from stepscope.runs.record import mixed_notebook_warnings
 from stepscope.runs.run import notebook_of
 from stepscope.runs.source import notebook_source
 from stepscope.runs.store import Store
-from stepscope.views import MODULES, MissingTable, View, Views, facts, unit_of
+from stepscope.views import MODULES, View, Views, all_views, facts, unit_of
 
 if PROJECT is None:
     pytest.skip("not in a checkout", allow_module_level=True)
@@ -181,10 +181,9 @@ def frames(campaign) -> dict[str, pd.DataFrame]:
     """Return the views that templates used, and those of other datasets by names such as h100x2_strategies."""
     found = dict(campaign.views._made)
     for dataset, tables in campaign.others.items():
-        views = Views(tables)
-        for name in views:
-            with suppress(MissingTable):
-                found[f"{dataset}_{name}"] = views[name]
+        views, studies = Views(tables), {name.partition(".")[0] for name in tables}
+        names = [name for name, view in all_views().items() if studies.issuperset(view.studies or ["none"])]
+        found |= {f"{dataset}_{name}": views[name] for name in ["runs", *names]}
     return found
 
 

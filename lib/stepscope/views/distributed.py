@@ -7,12 +7,17 @@ from stepscope.studies.distributed import tables as study
 from stepscope.studies.distributed.config import BUCKETS_MIB
 from stepscope.studies.distributed.figures import label
 from stepscope.studies.distributed.tables import CONFIG, PARTS
-from stepscope.views import Views, view
+from stepscope.views import Views, in_order, view
 
 CONFIG_COLUMNS = [*CONFIG]
 CASE = [*CONFIG_COLUMNS, "strategy"]
 WITHOUT_REPEAT = [name for name in CASE if name != "repeat"]
 BUCKETS = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB}
+
+
+def _table(data: Views, name: str) -> pd.DataFrame:
+    """Return a table of all runs, a configuration's repeats in their order."""
+    return in_order(data.table(f"distributed.{name}").sort_values(["gpus", "repeat"], kind="stable"))
 
 
 @view(
@@ -68,7 +73,7 @@ def strategies(data: Views) -> pd.DataFrame:
     ``matmul_tflops`` counts 6 FLOPs per parameter and token. A step is ``launch_bound`` if the host needs
     longer to enqueue it than the GPU computes, transfers and copies, which takes less than 95% of the step.
     """
-    steps, ranks, kernels = (data.table(f"distributed.{name}") for name in ("steps", "ranks", "kernels"))
+    steps, ranks, kernels = (_table(data, name) for name in ("steps", "ranks", "kernels"))
     rows = []
     for run_id, run in steps.groupby("run_id", sort=False):
         config = run.iloc[0]
@@ -152,7 +157,7 @@ def strategy_ranks(data: Views) -> pd.DataFrame:
 
     ``communication_ms`` and ``transfer_total_ms`` include communication that compute hides.
     """
-    ranks = data.table("distributed.ranks")
+    ranks = _table(data, "ranks")
     parts_ms = ranks[[f"{part}_ms" for part in PARTS]].sum(axis=1)
     return ranks.assign(name=ranks["strategy"].map(label), parts_ms=parts_ms)
 
@@ -160,7 +165,7 @@ def strategy_ranks(data: Views) -> pd.DataFrame:
 @view(key=[*CASE, "part", "start_ms"], columns=["name", "duration_ms"], studies=["distributed"])
 def strategy_streams(data: Views) -> pd.DataFrame:
     """Return when compute, communication and copies run during one step of rank 0, as intervals."""
-    timeline = data.table("distributed.timeline")
+    timeline = _table(data, "timeline")
     return timeline.assign(name=timeline["strategy"].map(label))
 
 
@@ -171,7 +176,7 @@ def strategy_streams(data: Views) -> pd.DataFrame:
 )
 def slowdowns(data: Views) -> pd.DataFrame:
     """Return each strategy's kernels by category, next to those of its control; "all" is their sum."""
-    steps, kernels = data.table("distributed.steps"), data.table("distributed.kernels")
+    steps, kernels = _table(data, "steps"), _table(data, "kernels")
     rows = []
     for run_id, run in steps.groupby("run_id", sort=False):
         slower = study.slowdown(run, kernels[kernels["run_id"] == run_id])
@@ -184,7 +189,7 @@ def slowdowns(data: Views) -> pd.DataFrame:
 @view(key=[*CONFIG, "kind", "mib"], columns=["time_ms", "bus_gb_per_s"], studies=["distributed"])
 def collectives(data: Views) -> pd.DataFrame:
     """Return the time of collectives alone by kind and size, and their bus bandwidth."""
-    return data.table("distributed.collectives").rename(columns={"bus_gb_s": "bus_gb_per_s"})
+    return _table(data, "collectives").rename(columns={"bus_gb_s": "bus_gb_per_s"})
 
 
 @view(
@@ -209,5 +214,5 @@ def collective_costs(data: Views) -> pd.DataFrame:
 @view(key=[*CASE, "compared_in"], columns=["name", "loss_error", "gradient_error"], studies=["distributed"])
 def distributed_errors(data: Views) -> pd.DataFrame:
     """Return the relative errors of loss and gradients against one GPU that accumulates all ranks' batches."""
-    errors = data.table("distributed.numerics")
+    errors = _table(data, "numerics")
     return errors.assign(name=errors["strategy"].map(label))
