@@ -58,6 +58,8 @@ ELSEWHERE = {
     "make reference": "overwrites the writeup; test_check.py and test_machine_report.py compare its files",
     "make reference-runs": "needs a GPU, for hours",
     "stepscope sweep reference --runs runs/h200-new": "needs a GPU, for hours",
+    "stepscope sweep distributed --runs runs/h100x2": "needs two GPUs",
+    "stepscope sweep four_gpus --runs runs/h100x4": "needs four GPUs",
     "make bench": "installs other programs to compare with",
     "make hooks": "changes the clone's git hooks",
     "dask worker tcp://10.0.0.1:8786 --nthreads 2 --resources GPU=2": "needs a GPU; see test_workers.py",
