@@ -1,12 +1,16 @@
 """Test comparisons of a distributed step's ranks: transfer, waiting, and which rank waits for which."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from capture_events import ALL_REDUCE, GEMM, launch, profiler_step, write_trace
 from stepscope import PROJECT
 from stepscope.captures.capture import load_capture
+from stepscope.captures.lines import rendered
 from stepscope.captures.ranks import compare_ranks, profile_ranks
 from stepscope.captures.step_breakdown import devices
 from stepscope.captures.summary import profile
@@ -70,6 +74,43 @@ def test_shifted_timestamps_are_detected_and_do_not_count_as_waiting(tmp_path):
     assert lines["waiting"].values["waits"] == []
 
 
+def test_shifted_timestamps_are_attributed_to_the_shifted_rank(tmp_path):
+    for shifted in range(3):
+        shifts = [20_000 * (rank == shifted) for rank in range(3)]
+        paths = [rank_trace(tmp_path, rank, (0, 0, 0), shift=shift) for rank, shift in enumerate(shifts)]
+        (clocks,) = [line for line in profile_ranks(paths) if line.label == "clocks"]
+        assert clocks.values["offsets_ms"] == pytest.approx([shift / 1000 for shift in shifts])
+        assert clocks.text.count("timestamps") == 1
+        assert f"rank {shifted}'s timestamps are 20.0 ms ahead of" in clocks.text
+
+
+def test_clocks_of_separate_process_groups_are_not_compared(tmp_path):
+    paths = [
+        rank_trace(
+            tmp_path,
+            rank,
+            (0, 0, 0, 0),
+            shift=20_000 * (rank == 1),
+            **{"In msg nelems": 4, "Process Group Name": str(rank // 2)},
+        )
+        for rank in range(4)
+    ]
+    text = rendered(profile_ranks(paths), "json")
+    assert "NaN" not in text
+    (clocks,) = [line for line in json.loads(text)["lines"] if line["label"] == "clocks"]
+    assert clocks["ranks"] == [0, 1] and clocks["offsets_ms"] == pytest.approx([0, 20])
+
+
+def test_collectives_lie_on_one_time_axis(tmp_path):
+    path = rank_trace(tmp_path, 0, (0, 0))
+    trace = json.loads(path.read_text()) | {"baseTimeNanoseconds": 10**18}
+    path.write_text(json.dumps(trace))
+    gpus = [next(devices(load_capture(path))) for path in (path, rank_trace(tmp_path, 1, (0, 0)))]
+    rows = compare_ranks(gpus).collectives
+    assert (rows["end_ns"] - rows["start_ns"] == rows["duration_ns"]).all()
+    assert (rows["start_ns"] >= 10**18).sum() == len(rows) / 2
+
+
 def test_collectives_of_different_process_groups_are_not_matched(tmp_path):
     groups = [{"In msg nelems": 4, "Process Group Name": str(rank)} for rank in range(2)]
     paths = [rank_trace(tmp_path, rank, (0, 0), **group) for rank, group in enumerate(groups)]
@@ -84,6 +125,44 @@ def test_different_numbers_of_collectives_are_not_matched(tmp_path):
     assert comparison.collectives.empty and comparison.unmatched == 3 * (2 + 3)
 
 
+def test_kernels_that_end_at_different_times_are_not_one_collective(tmp_path):
+    delays = (0, 8_000)
+    paths = [rank_trace(tmp_path, rank, delays, collectives=3) for rank in range(2)]
+    (waits,) = [line for line in profile_ranks(paths) if line.label == "waiting"]
+    assert [wait["ms"] for wait in waits.values["waits"]] == pytest.approx([24])
+    trace = json.loads(paths[1].read_text())
+    kernels = [event for event in trace["traceEvents"] if event["name"] == ALL_REDUCE]
+    for kernel in kernels[2::3]:
+        kernel["ts"] += 10_000
+        kernel["dur"] = 1_000
+    paths[1].write_text(json.dumps(trace))
+    lines = {line.label: line for line in profile_ranks(paths)}
+    assert lines["ranks"].values["collectives"] == 2 and lines["ranks"].values["mismatched"] == 3
+    assert "excluded: 3 collectives" in lines["ranks"].text
+    assert [wait["ms"] for wait in lines["waiting"].values["waits"]] == pytest.approx([16])
+    values = lines["rank 0"].values  # per collective: 5 ms of transfer, and 8 ms of waiting for rank 1
+    assert values["transfer_ms"] == pytest.approx(10) and values["unmatched_ms"] == pytest.approx(5 + 8)
+    assert "unmatched communication 13.0" in lines["rank 0"].text
+
+
+def test_missing_ranks_are_reported(tmp_path):
+    delays = (0, 0, 8_000)
+    paths = [rank_trace(tmp_path, rank, delays) for rank in range(3)]
+    lines = profile_ranks(paths)
+    assert lines[1].text.startswith("3 ranks,") and "missing" not in lines[1].text
+    lines = profile_ranks(paths[:2])
+    assert lines[1].text.startswith("2 of 3 ranks,")
+    assert "transfer includes waiting for the ranks that are missing here" in lines[1].text
+
+
+def test_waits_that_are_not_listed_are_counted(tmp_path):
+    delays = (0, 0, 0, 0, 0, 0, 20_000)
+    paths = [rank_trace(tmp_path, rank, delays) for rank in range(7)]
+    (waiting,) = [line for line in profile_ranks(paths) if line.label == "waiting"]
+    assert len(waiting.values["waits"]) == 6
+    assert waiting.text.endswith("; 2 shorter waits of other pairs of ranks")
+
+
 def test_only_common_steps_are_compared(tmp_path):
     paths = [rank_trace(tmp_path, 0, (0, 8_000)), rank_trace(tmp_path, 1, (0, 8_000), first_step=1)]
     lines = {line.label: line for line in profile_ranks(paths)}
@@ -93,6 +172,64 @@ def test_only_common_steps_are_compared(tmp_path):
     later = rank_trace(tmp_path, 1, (0, 0), first_step=7)
     with pytest.raises(TraceError, match="no step in common"):
         profile_ranks([paths[0], later])
+
+
+def test_gpus_of_one_capture_divide_their_communication_by_comparison(tmp_path):
+    """GPU 0 waits 8 ms for GPU 1 in each of two all-reduces per step; each transfer takes 5 ms."""
+    events = []
+    for gpu in range(2):
+        trace = json.loads(rank_trace(tmp_path, gpu, (0, 8_000)).read_text())
+        for item in trace["traceEvents"]:
+            if "device" in item["args"]:
+                item["args"]["device"] = gpu
+        events += [item for item in trace["traceEvents"] if gpu == 0 or item["cat"] != "user_annotation"]
+    path = write_trace(tmp_path / "both.json", events)
+    for device, waiting in ((0, 16), (1, 0)):
+        (line,) = [line for line in profile(path, device=device) if line.label == "communication"]
+        assert line.values["waiting_ms"] == pytest.approx(waiting)
+        assert f"10.0 ms is transfer and {waiting or '0'}" in line.text
+        assert "message sizes are unknown" not in "".join(line.text for line in profile(path, device=device))
+
+
+def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.DataFrame, int]:
+    """Delay a GPU before its middle collective, as if its host had slept.
+
+    The collective ends once the last GPU has arrived, so the other GPU waits longer in it, and both GPUs continue
+    later.
+
+    Returns:
+        The operations, and the time in ns by which the other GPU waits longer: the delay, unless the late GPU used to
+        wait there, too.
+    """
+    rows = operations.sort_values("start_ns").copy()
+    is_collective = rows["name"].astype(str).str.contains("nccl")
+    middle = rows[is_collective].groupby("device").nth(is_collective.sum() // 4)
+    start_ns = middle.set_index("device")["start_ns"]
+    moved_ns = max(0, start_ns[late] + delay_ns - start_ns.max())
+    for device, start in start_ns.items():
+        at = rows.index[(rows["device"] == device) & (rows["start_ns"] == start)]
+        is_later = (rows["device"] == device) & (rows["start_ns"] > start)
+        arrives_ns = delay_ns if device == late else 0
+        rows.loc[is_later, "start_ns"] += moved_ns
+        rows.loc[at, "start_ns"] += arrives_ns
+        rows.loc[at, "duration_ns"] += moved_ns - arrives_ns
+    return rows.sort_values("start_ns", ignore_index=True), moved_ns
+
+
+@pytest.mark.skipif(not PUBLIC.is_file(), reason="needs a public capture of two GPUs")
+@pytest.mark.parametrize("late", (0, 1))
+def test_delay_added_to_a_public_capture_is_attributed_to_the_late_gpu(late):
+    capture = load_capture(PUBLIC)
+
+    def waiting_ms(operations: pd.DataFrame) -> pd.Series:
+        rows = compare_ranks(list(devices(replace(capture, operations=operations)))).collectives
+        return rows.groupby(["rank", "last"])["waiting_ns"].sum() / 1e6
+
+    delayed, moved_ns = delay_gpu(capture.operations, late, 20_000_000)
+    added_ms = waiting_ms(delayed) - waiting_ms(capture.operations)
+    assert moved_ns == pytest.approx(20_000_000, rel=0.05)
+    assert added_ms[1 - late, late] == pytest.approx(moved_ns / 1e6, rel=0.05)
+    assert added_ms[late, 1 - late] == pytest.approx(0, abs=1)
 
 
 @pytest.mark.skipif(not PUBLIC.is_file(), reason="needs a public capture of two GPUs")

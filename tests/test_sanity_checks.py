@@ -196,6 +196,22 @@ def test_steady_drops_inconsistent_cases_from_the_studys_time_tables():
     assert all(table.index[-1] == 5 for table in load.steady(tables).values())
 
 
+def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ():
+    """What the check writes about a step is recognized when records are read."""
+    row = {"gpu_ms": 5.0, "wall_ms": 5.0}
+    spread = measure.find_inconsistencies(row, [5.0, 5.5])
+    spread_and_busy = measure.find_inconsistencies(row | {"wall_ms": 4.0}, [5.0, 5.5])
+    steps = pd.DataFrame(
+        [
+            {"clock_reasons": "power cap; thermal", "inconsistent": spread},
+            {"clock_reasons": "power cap", "inconsistent": spread_and_busy},
+            {"clock_reasons": None, "inconsistent": spread},
+            {"clock_reasons": None, "inconsistent": ""},
+        ]
+    ).assign(run_id="a", wall_ms=5.0)
+    assert list(load.steady({"ladder.steps": steps})["ladder.steps"].index) == [0, 3]
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_newest_run_replaces_earlier_runs_of_a_configuration(order):
     """Among runs with the same start time, the run with the last name counts as the newest."""

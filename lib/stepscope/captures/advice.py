@@ -77,7 +77,7 @@ def _advice_for_communication(gpu: Device) -> list[Advice]:
     hide = "hide communication behind compute"
     if communicates_on_compute_stream(gpu):
         hide += " (it runs on the compute stream: use a separate one)"
-    if math.isnan(parts.min_transfer_ms):
+    if math.isnan(parts.min_transfer_ms) and not parts.is_measured:
         hide += "; its message sizes are unknown, so part of it may be waiting for another GPU"
     balance = (
         f"balance the GPUs: {short_kernel_name(parts.longest)} waits for another GPU, which arrives later (compare"

@@ -33,6 +33,7 @@ class Exposed(NamedTuple):
     """A step's exposed communication in ms, divided into transfer and waiting.
 
     min_transfer_ms: the exposed collectives' minimum transfer time; nan if a size or the bandwidth is unknown.
+    is_measured: whether comparing the GPUs' kernels determined all of the transfer.
     longest: the name of the operation that waits longest; "" if none waits.
     """
 
@@ -40,12 +41,15 @@ class Exposed(NamedTuple):
     waiting_ms: float
     min_transfer_ms: float
     longest: str
+    is_measured: bool = False
 
 
 def exposed_communication(gpu: Device) -> Exposed:
     """Split the median step's exposed communication into transfer and waiting.
 
-    An operation of unknown size counts as transfer unless it takes far longer than its name's typical time.
+    If other GPUs' kernels of the same collective are known, the shortest of them is the transfer. Otherwise, the
+    size determines the minimum transfer time. An operation of unknown size counts as transfer unless it takes far
+    longer than its name's typical time.
     """
     exposed_ms = float(gpu.median["exposed communication"])
     rows = gpu.running_ops[gpu.running_ops["part"] == COMMUNICATION]
@@ -57,7 +61,10 @@ def exposed_communication(gpu: Device) -> Exposed:
     exposed_ns *= min(1.0, total_ns / max(1.0, exposed_ns.sum()))
     min_ns = min_transfer_ns(rows, gpu.sheet.get("link_gb_s"))
     is_known = np.isfinite(min_ns)
-    waiting_ns = np.maximum(0, exposed_ns - np.where(is_known, min_ns, _max_transfer_ns(gpu, rows)))
+    transfer_ns = gpu.transfer_ns.reindex(rows["position"]).to_numpy(float)
+    is_measured = np.isfinite(transfer_ns)
+    transfer_ns = np.where(is_measured, transfer_ns, np.where(is_known, min_ns, _max_transfer_ns(gpu, rows)))
+    waiting_ns = np.maximum(0, exposed_ns - transfer_ns)
     waiting_ms = min(exposed_ms, float(gpu.ms_per_step(waiting_ns.sum())))
     is_exposed_known = is_known[exposed_ns > 0]
     all_known = len(is_exposed_known) > 0 and is_exposed_known.all()
@@ -65,7 +72,8 @@ def exposed_communication(gpu: Device) -> Exposed:
         float(gpu.ms_per_step(np.minimum(min_ns, exposed_ns)[is_known].sum())) if all_known else np.nan
     )
     longest = str(rows["name"].iloc[int(waiting_ns.argmax())]) if waiting_ns.any() else ""
-    return Exposed(exposed_ms - waiting_ms, waiting_ms, min_transfer_ms, longest)
+    all_measured = bool(is_measured[exposed_ns > 0].all())
+    return Exposed(exposed_ms - waiting_ms, waiting_ms, min_transfer_ms, longest, all_measured)
 
 
 def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:

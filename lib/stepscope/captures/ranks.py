@@ -7,12 +7,14 @@ Durations need no common clock, so the ranks may come from different hosts.
 
 Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so only
 the step, the kind and the order decide. If a communicator's ranks run different numbers of a kind in a step, as in
-a pipeline, the order is meaningless, and we match none of them.
+a pipeline, the order is meaningless, and we match none of them. Kernels that we matched by order, but that end at
+different times, belong to different collectives, for example because a capture omits some; we exclude them, too.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,7 +28,10 @@ from stepscope.traces.attribution import TraceError
 
 KEY = ["step", "communicator", "kind", "number"]
 MIN_SHARE_SHOWN = 0.005  # share of the step; shorter waiting is omitted
+MIN_MS_SHOWN = 1e-6  # 1 ns; smaller parts are rounding errors of differences
+MAX_WAITS_SHOWN = 4
 MIN_CLOCK_OFFSET_MS = 0.1  # smaller differences between a collective's ends are normal
+MAX_END_DIFFERENCE_MS = 1  # on aligned clocks; kernels that end further apart are different collectives
 PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # parts of the step breakdown
 
 
@@ -34,17 +39,21 @@ PARTS = {"compute": "compute", "copies": "exposed copies", "idle": "idle"}  # pa
 class Comparison:
     """A comparison of a training step's ranks.
 
-    steps: a row per rank with its mean times per step in ms: wall, compute, transfer, waiting, copies and idle.
-        The parts add up to wall. Transfer and waiting are exposed: nothing else runs on the rank's GPU meanwhile.
+    steps: a row per rank with its mean times per step in ms: wall, compute, transfer, waiting, unmatched, copies
+        and idle. The parts add up to wall. Transfer, waiting and unmatched (communication that may be either) are
+        exposed: nothing else runs on the rank's GPU meanwhile.
     collectives: a row per rank and matched collective: :data:`KEY`, rank, position (in the rank's operations),
-        start_ns, end_ns, duration_ns, transfer_ns, waiting_ns, and last (the rank that arrived last).
-    unmatched: the number of collectives that the ranks don't share.
+        start_ns and end_ns (on the rank's own clock), duration_ns, transfer_ns, waiting_ns, and last (the rank
+        that arrived last).
+    unmatched: the number of communication kernels whose collectives the ranks don't share.
+    mismatched: the number of collectives that we excluded because their kernels end at different times.
     step_count: the number of steps that all ranks share.
     """
 
     steps: pd.DataFrame
     collectives: pd.DataFrame
     unmatched: int
+    mismatched: int
     step_count: int
 
 
@@ -61,17 +70,20 @@ def compare_ranks(gpus: Sequence[Device]) -> Comparison:
         raise TraceError(
             f"the ranks have no step in common; expected captures of the same steps, but got {names}"
         )
-    collectives, unmatched = match_collectives(gpus, common)
+    collectives, unmatched, mismatched = match_collectives(gpus, common)
     rows = []
     for rank, gpu in enumerate(gpus):
         waiting_ns = collectives[collectives["rank"] == rank].set_index("position")["waiting_ns"]
         mean = _steps_of_rank(gpu, waiting_ns)
         rows.append(mean[[name in common for name in step_names[rank]]].mean())
-    return Comparison(pd.DataFrame(rows), collectives, unmatched, len(common))
+    return Comparison(pd.DataFrame(rows), collectives, unmatched, mismatched, len(common))
 
 
-def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataFrame, int]:
-    """Return the collectives that all of a communicator's ranks share, and the number of unmatched collectives."""
+def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataFrame, int, int]:
+    """Return the collectives that all of a communicator's ranks share.
+
+    Also return the number of unmatched kernels and the number of mismatched collectives; see :class:`Comparison`.
+    """
     tables = [_collectives_of_rank(rank, gpu) for rank, gpu in enumerate(gpus)]
     rows = pd.concat(tables, ignore_index=True)
     rows = rows[rows["step"].isin(steps)]
@@ -82,9 +94,12 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
     has_all_ranks = rows.groupby(KEY)["rank"].transform("size") == members
     is_matched = is_same_count & has_all_ranks & (members > 1)
     unmatched = int((~is_matched).sum())
-    rows = rows[is_matched].reset_index(drop=True)
+    rows = rows[is_matched]
+    is_mismatched = _end_difference_ns(rows) > MAX_END_DIFFERENCE_MS * 1e6
+    mismatched = len(rows[is_mismatched].drop_duplicates(KEY))
+    rows = rows[~is_mismatched].reset_index(drop=True)
     if rows.empty:
-        return rows.assign(transfer_ns=0, waiting_ns=0, last=0), unmatched
+        return rows.assign(transfer_ns=0, waiting_ns=0, last=0), unmatched, mismatched
     durations = rows.groupby(KEY)["duration_ns"]
     shortest = durations.transform("idxmin")
     transfer_ns = durations.transform("min")
@@ -93,7 +108,15 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
         waiting_ns=rows["duration_ns"] - transfer_ns,
         last=rows["rank"].to_numpy()[shortest],
     )
-    return matched, unmatched
+    return matched, unmatched, mismatched
+
+
+def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
+    """Return how many ns apart each kernel's collective ends on its ranks, after aligning the ranks' clocks."""
+    later_ns = rows["end_ns"] - rows.groupby(KEY)["end_ns"].transform("first")
+    clock_ns = later_ns.groupby([rows["communicator"], rows["rank"]]).transform(_median)
+    ends = rows.assign(end_ns=later_ns - clock_ns).groupby(KEY)["end_ns"]
+    return ends.transform("max") - ends.transform("min")
 
 
 def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
@@ -107,7 +130,7 @@ def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
             "step": rows["step"].map(names) if gpu.has_steps else "capture",
             "communicator": rows["communicator"].astype(str),
             "kind": rows["name"].astype(str).map(collective),
-            "start_ns": rows["start_ns"],
+            "start_ns": rows["start_ns"] + gpu.capture.base_ns,
             "end_ns": rows["end_ns"] + gpu.capture.base_ns,
             "duration_ns": rows["duration_ns"],
         }
@@ -119,23 +142,26 @@ def _steps_of_rank(gpu: Device, waiting_ns: pd.Series) -> pd.DataFrame:
     """Return a row per step with its wall time in ms and the parts that add up to it.
 
     Args:
-        waiting_ns: each collective's waiting time, by its position in the GPU's operations.
+        waiting_ns: each matched collective's waiting time, by its position in the GPU's operations.
     """
     waits = np.zeros(len(gpu.classified_ops), np.int64)
     waits[waiting_ns.index] = waiting_ns
     waits_until = gpu.classified_ops["start_ns"].to_numpy() + waits
-    waiting_ms = []
+    waiting_ms, matched_ms = [], []
     for piece in gpu.ops_per_step:
         is_other = piece["part"] != COMMUNICATION
         others = piece[is_other]
-        collectives = piece[~is_other & (piece["position"] >= 0)]
+        collectives = piece[~is_other & piece["position"].isin(waiting_ns.index)]
         until = np.minimum(collectives["end_ns"], waits_until[collectives["position"]])
         waiting = collectives.assign(end_ns=np.maximum(collectives["start_ns"], until))
         waiting_ms.append((busy_ns(pd.concat([others, waiting])) - busy_ns(others)) / 1e6)
+        matched_ms.append((busy_ns(pd.concat([others, collectives])) - busy_ns(others)) / 1e6)
     parts = gpu.breakdowns
     steps = parts[["wall"]].assign(**{name: parts[column] for name, column in PARTS.items()})
     return steps.assign(
-        transfer=parts["exposed communication"] - np.array(waiting_ms), waiting=np.array(waiting_ms)
+        transfer=np.array(matched_ms) - np.array(waiting_ms),
+        waiting=np.array(waiting_ms),
+        unmatched=parts["exposed communication"] - np.array(matched_ms),
     )
 
 
@@ -174,6 +200,8 @@ def profile_ranks(
 def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
     """Describe a step's ranks: each rank's times, the ranks that wait for others, and clocks that differ.
 
+    Also set each GPU's ``transfer_ns``, so that its communication divides into transfer and waiting.
+
     Args:
         names: the ranks' names, such as "rank 0" or "GPU 1".
     """
@@ -181,24 +209,52 @@ def rank_lines(gpus: Sequence[Device], names: Sequence[str]) -> list[Line]:
     collectives = comparison.collectives
     if collectives.empty:
         return []
-    per_step = len(collectives.drop_duplicates(KEY)) / comparison.step_count
-    kinds = collectives.drop_duplicates(KEY)["kind"].value_counts()
-    text = f"{counted(gpus, 'rank')}, {counted(comparison.step_count, 'step')} in common; "
-    text += f"{per_step:.4g} collectives per step are matched ({', '.join(kinds.index)})"
-    if comparison.unmatched:
-        text += f"; {comparison.unmatched:,} are not, because the ranks don't share them"
-    values = {"steps": comparison.step_count, "collectives": per_step, "unmatched": comparison.unmatched}
-    lines = [Line("ranks", text, values)]
+    lines = [_ranks_line(comparison, gpus)]
+    for rank, gpu in enumerate(gpus):
+        gpu.transfer_ns = collectives[collectives["rank"] == rank].set_index("position")["transfer_ns"]
+    per_step = lines[0].values["collectives"]
     last = collectives.drop_duplicates(KEY)["last"].value_counts() / comparison.step_count
     for rank, name in enumerate(names):
         step = comparison.steps.iloc[rank]
-        parts = step.drop("wall").sort_values(ascending=False)
+        parts = step.drop("wall").rename({"unmatched": "unmatched communication"})
+        parts = parts[parts > MIN_MS_SHOWN].sort_values(ascending=False)
         times_last = float(last.get(rank, 0))
-        text = f"{number(step['wall'], 'ms')}: {listed(parts[parts > 0])}; arrives last at {times_last:.4g}"
+        text = f"{number(step['wall'], 'ms')}: {listed(parts)}; arrives last at {times_last:.4g}"
         values = {f"{part}_ms": float(ms) for part, ms in step.items()} | {"last": times_last}
         lines.append(Line(name, f"{text} of {per_step:.4g} collectives", values))
     lines += [_waiting_line(comparison, names), _clock_line(collectives, names)]
     return [line for line in lines if line.text]
+
+
+def _ranks_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
+    """Count the steps and collectives that the ranks share, and what they don't share."""
+    matched = comparison.collectives.drop_duplicates(KEY)
+    per_step = len(matched) / comparison.step_count
+    world_size = max(gpu.capture.rank[1] if gpu.capture.rank else 0 for gpu in gpus)
+    is_incomplete = world_size > len(gpus)
+    ranks = f"{len(gpus)} of {world_size:,} ranks" if is_incomplete else counted(gpus, "rank")
+    text = f"{ranks}, {counted(comparison.step_count, 'step')} in common; "
+    kinds = ", ".join(matched["kind"].value_counts().index)
+    text += f"{per_step:.4g} collectives per step are matched ({kinds})"
+    if comparison.unmatched:
+        kernels = counted(comparison.unmatched, "communication kernel")
+        text += f"; not matched: {kernels}, whose collectives the ranks don't share"
+    if comparison.mismatched:
+        text += (
+            f"; excluded: {counted(comparison.mismatched, 'collective')}, whose kernels end at different times on"
+            " different ranks, so the captures omit collectives or are of different runs"
+        )
+    if is_incomplete:
+        text += "; transfer includes waiting for the ranks that are missing here"
+    values = {
+        "ranks": len(gpus),
+        "world_size": max(world_size, len(gpus)),
+        "steps": comparison.step_count,
+        "collectives": per_step,
+        "unmatched": comparison.unmatched,
+        "mismatched": comparison.mismatched,
+    }
+    return Line("ranks", text, values)
 
 
 def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
@@ -209,22 +265,36 @@ def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
     shown = waits_ms[waits_ms >= limit_ms]
     texts = [
         f"{names[rank]} waits {number(ms, 'ms')} per step for {names[last]}"
-        for (rank, last), ms in shown.head(4).items()
+        for (rank, last), ms in shown.head(MAX_WAITS_SHOWN).items()
     ]
+    if len(shown) > MAX_WAITS_SHOWN:
+        texts.append(f"{counted(len(shown) - MAX_WAITS_SHOWN, 'shorter wait')} of other pairs of ranks")
     values = {"waits": [{"rank": r, "for": last, "ms": float(ms)} for (r, last), ms in shown.items()]}
     return Line("waiting", "; ".join(texts) or "no rank waits for another", values)
 
 
 def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
-    """Report ranks whose clocks differ from the first rank's, because collectives end on all ranks together."""
-    ends = collectives.pivot_table(index=KEY, columns="rank", values="end_ns", aggfunc="first")
-    offsets_ms = ends.sub(ends.iloc[:, 0], axis=0).median() / 1e6
-    differing = offsets_ms[offsets_ms.abs() > MIN_CLOCK_OFFSET_MS]
-    first = names[int(ends.columns[0])]
+    """Report ranks whose clocks differ from most ranks' clocks, because collectives end on all ranks together.
+
+    Compare the ranks of the largest communicator, because only its collectives connect all of their clocks.
+    """
+    members = collectives.groupby("communicator")["rank"].nunique()
+    rows = collectives[collectives["communicator"] == members.idxmax()]
+    ends = rows.pivot(index=KEY, columns="rank", values="end_ns")
+    offsets_ms = _median(ends.sub(ends.iloc[:, 0], axis=0)) / 1e6
+    offsets_ms -= _median(offsets_ms)
+    is_different = offsets_ms.abs() > MIN_CLOCK_OFFSET_MS
+    reference = names[int(offsets_ms.index[~is_different][0])]
     texts = [
         f"{names[int(rank)]}'s timestamps are {number(abs(ms), 'ms')} {'ahead of' if ms > 0 else 'behind'}"
-        f" {first}'s"
-        for rank, ms in differing.items()
+        f" {reference}'s"
+        for rank, ms in offsets_ms[is_different].items()
     ]
     text = f"{'; '.join(texts)}, so only durations are compared" if texts else ""
-    return Line("clocks", text, {"offsets_ms": offsets_ms.tolist()})
+    values = {"ranks": offsets_ms.index.tolist(), "offsets_ms": offsets_ms.tolist()}
+    return Line("clocks", text, values)
+
+
+def _median(offsets: pd.Series | pd.DataFrame) -> Any:
+    """Return the median, or the lower of the two middle values: an offset that a rank really has, not a mean."""
+    return offsets.quantile(0.5, interpolation="lower")

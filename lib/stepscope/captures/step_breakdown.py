@@ -7,7 +7,7 @@ steps if their number is even), so they add up and outliers don't distort them.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -33,12 +33,17 @@ MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no
 
 @dataclass
 class Device:
-    """One process's operations on one GPU, divided into steps."""
+    """One process's operations on one GPU, divided into steps.
+
+    transfer_ns: the transfer time of each collective that was compared with other GPUs' kernels, by its row in
+        ``classified_ops``; empty without a comparison.
+    """
 
     capture: Capture
     number: int
     name: str
     all_operations: pd.DataFrame
+    transfer_ns: pd.Series = field(default_factory=lambda: pd.Series(dtype="int64"))
 
     @cached_property
     def excluded(self) -> pd.DataFrame:

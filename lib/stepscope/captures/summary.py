@@ -84,7 +84,8 @@ def profile(
 def summarize(capture: Capture, device: int | None = None) -> list[Line]:
     """Summarize a loaded capture; see ``profile``."""
     busiest = busiest_device(capture, device)
-    gpus = list(devices(capture))
+    details = {(busiest.number, busiest.process): busiest}
+    gpus = [details.get((gpu.number, gpu.process), gpu) for gpu in devices(capture)]
     gaps = explain_gaps(busiest)
     causes = sum_by_cause(gaps, len(busiest.median_indices))
     breakdowns = [_breakdown_line(gpu.name if len(gpus) > 1 else "step on GPU", gpu) for gpu in gpus]
@@ -366,6 +367,11 @@ def _communication_line(gpu: Device) -> Line:
 def _waiting_text(gpu: Device, parts: Exposed) -> str:
     """Describe how much of the exposed communication time the GPU spends waiting for other GPUs."""
     waiting = number(parts.waiting_ms, "ms")
+    if parts.is_measured:
+        transfer = number(parts.transfer_ms, "ms")
+        return (
+            f"; {transfer} is transfer and {waiting} is waiting for other GPUs, compared with their kernels"
+        )
     if np.isfinite(parts.min_transfer_ms):
         speed = f"{gpu.sheet['link_gb_s']:g} GB/s ({gpu.sheet['link']})"
         least = number(parts.min_transfer_ms, "ms")

@@ -31,6 +31,9 @@ SOFTWARE = ("torch", "cuda", "driver")
 # Columns that contain times, and columns that identify a case, whose rows a run measured together.
 TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "batch_size")
 
+# What `measure.find_inconsistencies` writes if only the profiled steps differ, and NVML's reason.
+SPREAD, POWER_CAP = r"profiled steps range from \S+ to \S+ ms", "power cap"
+
 
 class RunsError(StepscopeError, ValueError):
     """An error for a runs folder without usable runs."""
@@ -231,6 +234,8 @@ def steady(tables: Tables) -> Tables:
 
     If other tables contain times of the same run and case, such as single steps and kernels, those rows are
     removed, too. Therefore, we report, draw and tabulate nothing about an inconsistent case except its name.
+
+    A power-limited step stays if only its profiled steps differ, because that has a cause: its clock fluctuates.
     """
     # A run's results repeat its rows in one cell, and aren't a timed case.
     marked = {
@@ -242,7 +247,7 @@ def steady(tables: Tables) -> Tables:
     for name, table in tables.items():
         study = name.partition(".")[0]
         odd = [
-            cases[cases["inconsistent"] != ""]
+            cases[_is_unusable(cases)]
             for other_name, cases in marked.items()
             if other_name.partition(".")[0] == study and "run_id" in cases
         ]
@@ -251,8 +256,17 @@ def steady(tables: Tables) -> Tables:
             if len(rows) and len(keys) > 1 and "run_id" in keys:
                 cases = pd.MultiIndex.from_frame(table[keys])
                 table = table[~cases.isin(pd.MultiIndex.from_frame(rows[keys]))]
-        kept[name] = table[table["inconsistent"] == ""] if name in marked else table
+        kept[name] = table[~_is_unusable(table)] if name in marked else table
     return kept
+
+
+def _is_unusable(cases: pd.DataFrame) -> pd.Series:
+    """Return for each row whether it is inconsistent, and not only because of a fluctuating clock."""
+    is_unusable = cases["inconsistent"] != ""
+    if "clock_reasons" in cases:
+        is_limited = cases["clock_reasons"].str.contains(POWER_CAP, na=False)
+        is_unusable &= ~(is_limited & cases["inconsistent"].str.fullmatch(SPREAD, na=False))
+    return is_unusable
 
 
 def _together(frames: Tables) -> pd.DataFrame:

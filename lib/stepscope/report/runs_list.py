@@ -16,7 +16,7 @@ OUTCOMES = {"oom": "out of memory", "failed": "failed"}
 
 def runs_page(found: Read, runs: Path, folder: Path) -> str:
     lines = [f"* {escape(line)}" for line in left_out(found)]
-    end = ["## Omitted, in part or completely", "\n".join(lines)] if lines else []
+    end = ["## Omitted or inconsistent", "\n".join(lines)] if lines else []
     return "\n\n".join(["# Runs", runs_found(found, runs, folder), *end]) + "\n"
 
 
@@ -40,7 +40,7 @@ def runs_found(found: Read, runs: Path, folder: Path) -> str:
 
 
 def left_out(found: Read) -> list[str]:
-    """Return one line for each run, or part of a run, that no table shows."""
+    """Return one line for each run, or part of a run, that no table shows or that is inconsistent."""
     replaced = [f"{record.study}/{record.run_id}: replaced by a newer run" for record in found.replaced]
     return [*found.errors, *found.notes, *replaced]
 

@@ -136,7 +136,7 @@ class Record(BaseModel):
 def inconsistency_warnings(records: list[Record]) -> list[str]:
     """Return one warning per run whose measurements failed a sanity check."""
     return [
-        f"{record.study}/{record.run_id}: inconsistent, and omitted from reports: {words}"
+        f"{record.study}/{record.run_id}: inconsistent: {words}"
         for record in records
         if (words := record.results.get("inconsistent"))
     ]
