@@ -221,6 +221,7 @@ def ranks_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
             collectives = [rows[rows["part"] == COMMUNICATION] for rows in gpu.ops_per_step]
             row = {"strategy": name, "rank": rank, "profiled_ms": step["wall"]}
             row |= {f"{part}_ms": step[part] for part in PARTS}
+            row["transfer_ms"] += step["unmatched"]  # 0, unless a rank lacks collectives of the others
             row["gpu_ms"] = step["wall"] - step["idle"]
             row["communication_ms"] = np.mean([busy_ns(rows) for rows in collectives]) / 1e6
             mine = comparison.collectives[comparison.collectives["rank"] == rank]
