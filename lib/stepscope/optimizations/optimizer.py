@@ -107,6 +107,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
     The parameters become views of two flat buffers: bf16 parameters of ``low``, fp32 parameters of ``master``.
+    They keep their memory format, such as ``torch.channels_last``.
     The master weights start as the model's weights. Weights that other code loads or writes later become the
     masters, with bf16's precision, in the next eager step or ``state_dict``, or on loading. To resume
     bit-identically, load the optimizer's own state dict: torch's, plus each parameter's fp32 ``master``. As in

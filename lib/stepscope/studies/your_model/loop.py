@@ -186,7 +186,7 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or saves_gpu_time or math.isnan(speedup):
         return ""
-    faster = f"no faster: {number(speedup, 'x')} the speed of the step without it"
+    faster = f"no faster: {number(speedup, 'x')} the speed of the last kept step"
     return f"{faster}, and one of the two waits for its launches"
 
 
@@ -202,5 +202,5 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
     if speedup > min_speedup or math.isnan(speedup):  # if the step before doesn't fit, it has no time
         return ""
     if outcome.signature is not None and outcome.signature == before.signature:
-        return "it changes nothing: operations, loss, optimizer and launch are those of the step without it"
-    return f"no faster: {number(speedup, 'x')} the speed of the step without it"
+        return "it changes nothing: operations, loss, optimizer and launch are those of the last kept step"
+    return f"no faster: {number(speedup, 'x')} the speed of the last kept step"
