@@ -46,6 +46,7 @@ TINY: dict[str, Any] = {
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
     1, 11
 )
+PRINTS = 20
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -77,6 +78,10 @@ if seed == {BAD_RESULT}:
     results["list"] = [1, 2]
 if seed == {PATHS}:
     print(Path.cwd(), sys.prefix, Path.home(), os.uname().nodename, os.environ["TMPDIR"])
+if seed == {PRINTS}:
+    print("half done")
+    while not (faults / "shown").exists():
+        time.sleep(0.05)
 if seed == {TURNS} or 11 <= seed < 20:
     here = faults / ("gpu" + os.environ["CUDA_VISIBLE_DEVICES"])
     here.touch(exist_ok=False); time.sleep(0.05); here.unlink()

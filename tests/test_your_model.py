@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import record_of
 from stepscope.config import ConfigError, configure
@@ -27,9 +28,9 @@ from stepscope.studies.your_model.config import OPTIMIZATIONS, Config
 from stepscope.studies.your_model.isolation import ProcessFailed, call_isolated
 from stepscope.studies.your_model.loop import Ladder, why_dropped, why_dropped_launch_bound
 from stepscope.studies.your_model.modules import ELSEWHERE, folded_paths
-from stepscope.studies.your_model.rows import Job, Outcome, measure_modules
+from stepscope.studies.your_model.rows import Job, Outcome, RowLoop, measure_modules
 from stepscope.studies.your_model.source import MODEL, ModelError, find
-from stepscope.studies.your_model.subject import examine, make_subject, without_dropout
+from stepscope.studies.your_model.subject import FLOPS, examine, make_subject, without_dropout
 from stepscope.studies.your_model.tables import SCHEMAS
 
 MODELS = Path(__file__).parent / "models"
@@ -216,6 +217,30 @@ def test_line_that_reads_a_number_from_the_device_is_found(tmp_path):
     assert facts["parameters"] == 2 * (8 * 8 + 8) + 9
 
 
+@pytest.mark.parametrize("options", [{}, {"proj_size": 4}, {"bias": False}])
+def test_flops_of_an_lstm_are_those_of_its_matmuls(options):
+    model = nn.LSTM(8, 16, num_layers=2, bidirectional=True, batch_first=True, **options)
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    forward = 2 * 3 * 5 * matrices
+    counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    if not options.get("proj_size"):  # which oneDNN lacks
+        with counter:
+            model(x)[0].sum().backward()
+        assert counter.get_total_flops() == 3 * forward
+    # A CPU has no cuDNN, but PyTorch knows the shapes of its results.
+    x, weights = x.to("meta"), model.to("meta")._flat_weights
+    with counter, torch.no_grad():
+        state, hidden = torch.zeros(4, 3, 16, device="meta"), torch.zeros(4, 3, 4, device="meta")
+        first = x, weights, len(weights) // 4, None, hidden if options.get("proj_size") else state, state
+        torch.ops.aten._cudnn_rnn(
+            *first, 2, 16, options.get("proj_size", 0), 2, True, 0.0, True, True, [], None
+        )
+    assert counter.get_total_flops() == forward
+    backward = counter.flop_registry[torch.ops.aten._cudnn_rnn_backward]
+    assert backward(*first, out_val=None) == 2 * forward
+
+
 def test_dropout_is_off_only_within_the_block():
     class DropPath(nn.Module):
         drop_prob = None
@@ -289,8 +314,18 @@ def test_transforms_of_a_convolutional_network_agree_with_fp32(tmp_path):
     images = subject.batch[0]["images"]
     assert images.is_contiguous()
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=2e-2)
-    any_model.channels_last(subject)
-    assert subject.make_batch()[0]["images"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_bf16_weights_keep_the_format_of_channels_last(tmp_path):
+    subject = make_subject(find(f"{MODELS}/convolutional.py:build", tmp_path), {}, "cpu", 0)
+    for transform in (any_model.channels_last, any_model.bf16, any_model.bf16_weights):
+        assert transform(subject) is None
+    subject.load(0)
+    subject.eager_step()
+    weight = subject.model.stem.weight
+    assert weight.dtype == torch.bfloat16
+    for x in (subject.batch[0]["images"], weight, weight.grad):
+        assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def test_transforms_give_reasons():
@@ -301,6 +336,87 @@ def test_transforms_give_reasons():
     }
     assert all(reasons.values()) and "2-D convolution" in reasons["channels_last"]
     assert "blocks of one type" in any_model.compiled_blocks(subject)
+
+
+# -- a row ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(write, tmp_path):
+    """Return a function that measures a model in fp32 and then with optimizations, all in this process.
+
+    It returns the last loop and its outcome.
+    """
+
+    def measure(forward, *stack):
+        place = write(f"""import random
+import numpy as np
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+    def forward(self, x):
+        return ({forward}).square().mean()
+def build():
+    return Model(), {{"x": torch.ones(4, 4)}}
+""")
+        for name, optimizations in (("fp32", ()), (stack[-1], stack)):
+            row = RowLoop(Job(place, configuration(place), tmp_path, name, optimizations))
+            outcome = row.measure()
+            assert outcome.row["status"] == "ok" and "wall_ms" in outcome.row, outcome.row["reason"]
+        return row, outcome
+
+    return measure
+
+
+def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
+    row, _ = measured("self.a(x)", "bf16", "bf16_weights")
+    subject = row.cases[0].subject
+    subject.load(0)
+    assert [*subject.optimizer.named] == ["a.weight", "a.bias"]
+    assert subject.model.a.weight.dtype == torch.bfloat16 and subject.model.b.weight.dtype == torch.float32
+
+
+def test_timed_steps_compile_nothing_after_the_numerics_without_dropout(measured, monkeypatch):
+    """Dynamo compiles a model with dropout and without it separately."""
+    graphs = torch._dynamo.utils.counters["stats"]
+    compiled = []
+
+    def counted(function):
+        def call(*arguments):
+            before = graphs["unique_graphs"]
+            result = function(*arguments)
+            compiled.append((function.__name__, graphs["unique_graphs"] - before))
+            return result
+
+        return call
+
+    for name in ("time_first_call", "compare", "time_steps"):
+        monkeypatch.setattr(RowLoop, name, counted(getattr(RowLoop, name)))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    graphs.clear()
+    _, outcome = measured("self.drop(self.b(self.a(x)))", "compiled_model")
+    assert compiled[-3:] == [("time_first_call", 1), ("compare", 0), ("time_steps", 0)]
+    assert graphs["unique_graphs"] == 2
+    assert outcome.row["compile_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
+)
+def test_first_losses_agree_if_a_model_draws_random_numbers(measured, draw):
+    """With autocast this model draws more numbers, so that its second step would start with others."""
+    drawn = draw.format('1 + torch.is_autocast_enabled("cpu")')
+    _, outcome = measured(f"self.a(x) * {drawn}[0]", "bf16")
+    assert outcome.row["loss_error"] < 0.02
+
+
+def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(measured):
+    _, outcome = measured('(self.b if torch.is_autocast_enabled("cpu") else self.a)(x)', "bf16")
+    assert outcome.row["gradient_error"] > 1
 
 
 # -- isolation ------------------------------------------------------------------------------------------------

@@ -189,9 +189,9 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
         console.print(f"open {runs / 'report.html'} in a browser; this one file is the complete report")
-        shape = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
-        command = f"ladder {shape} --runs runs/local-mine" if gpus_here() else f"fit {shape} --memory 80"
-        console.print(f"to use your own model's dimensions: {_program()} {command}")
+        if not any(isinstance(source, dict) and source["study"] == "your_model" for source in sources):
+            command = f"{_program()} ladder FILE.py:FUNCTION --runs runs/mine"
+            console.print(f"to measure your own model (see docs/your-model.md): {command}")
     raise typer.Exit(status)
 
 
@@ -330,7 +330,8 @@ def ladder(
         contexts = context or [512 if gpus_here() else 64]
         fixed = _requested_shape(model, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
         block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
-    _sweep_and_render([block], _local_runs(runs), SweepOptions(time_budget_s=_seconds(time_budget)))
+    options = SweepOptions(time_budget_s=_seconds(time_budget), progress=True)
+    _sweep_and_render([block], _local_runs(runs), options)
 
 
 def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:

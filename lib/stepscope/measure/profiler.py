@@ -90,7 +90,7 @@ class StepProfiler:
         try:
             if self.profiler is None:
                 raise CaptureError(self.reason or "nothing was profiled")
-            operations = read(self.profiler)
+            operations = read(self.profiler, ProfilerActivity.CUDA in self.activities)
         except (CaptureError, ConservationError, TraceError, OSError) as error:
             self.reason = str(error)
             return pd.DataFrame(columns=PROFILED_COLUMNS)
@@ -100,8 +100,8 @@ class StepProfiler:
         return operations.assign(case=operations["case"].map(case_by_index))
 
 
-def read(profiler: torch.profiler.profile) -> pd.DataFrame:
-    """Return the operations of this process's last profile.
+def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
+    """Return the operations of this process's last profile, which recorded a GPU or only the CPU.
 
     Raises:
         CaptureError: the GPU's part of the profile is lost, or as for
@@ -113,6 +113,6 @@ def read(profiler: torch.profiler.profile) -> pd.DataFrame:
         profiler.export_chrome_trace(str(trace))
         operations = profiled_operations(trace)
     has_cpu_operators = operations["name"].str.startswith("aten::").any()
-    if torch.cuda.is_initialized() and has_cpu_operators:
+    if on_gpu and has_cpu_operators:
         raise CaptureError("the profile has operators of the CPU, but no operations of the GPU")
     return operations

@@ -96,10 +96,18 @@ def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
     return key in state and state[key].shape == shape
 
 
+def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides mean nothing."""
+    if x.stride() == strides:
+        return True
+    return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), strides))
+
+
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
     The parameters become views of two flat buffers: bf16 parameters of ``low``, fp32 parameters of ``master``.
+    They keep their memory format, such as ``torch.channels_last``.
     The master weights start as the model's weights. Weights that other code loads or writes later become the
     masters, with bf16's precision, in the next eager step or ``state_dict``, or on loading. To resume
     bit-identically, load the optimizer's own state dict: torch's, plus each parameter's fp32 ``master``. As in
@@ -176,6 +184,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def _make_buffers(self) -> None:
         """Create the flat buffers. The parameters, and the moments in ``state``, become views of them."""
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
         self.counts = [parameter.numel() for parameter in self.parameters]
         indices = range(len(self.parameters))
         self.in_fp8 = [index for index in indices if hasattr(self.parameters[index], "fp8_scale")]
@@ -195,9 +204,8 @@ class MasterAdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
             buffer = self.low if parameter.dim() > 1 else self.master
-            flat = self.view(buffer, index).flatten()
-            new_storage = torch.from_dlpack(flat)  # of the same memory
-            parameter.data = new_storage.view(parameter.shape)
+            new_storage = torch.from_dlpack(self._flat(buffer, index))  # of the same memory
+            parameter.data = new_storage.as_strided(parameter.shape, self.strides[index])
             state = {
                 "step": self.count[index],
                 "exp_avg": self.view(self.m, index),
@@ -311,10 +319,13 @@ class MasterAdamW(torch.optim.Optimizer):
         type(self).__init__(self, groups, moments=state["moments"])
         self.load_state_dict(state["saved"])
 
-    def view(self, flat: Tensor, index: int) -> Tensor:
+    def _flat(self, buffer: Tensor, index: int) -> Tensor:
         start = self.offsets[index]
-        end = start + self.counts[index]
-        return flat[start:end].view(self.shapes[index])
+        return buffer[start : start + self.counts[index]]
+
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        """Return a parameter's part of a buffer, with the parameter's shape and memory format."""
+        return self._flat(buffer, index).as_strided(self.shapes[index], self.strides[index])
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 weights by parameter name: "0", "1" and so on if the parameters were not named."""
@@ -489,7 +500,7 @@ class MasterAdamW(torch.optim.Optimizer):
         """Take one step. Parameters without a gradient don't change.
 
         Raises:
-            RuntimeError: a gradient is sparse, not contiguous, or of another dtype; a parameter was moved or
+            RuntimeError: a gradient is sparse, or of another memory format or dtype; a parameter was moved or
                 cast, is no longer in its group, or has started to require a gradient; or a parameter has no
                 gradient while a graph is captured.
             TypeError: a group's learning rate is no longer a tensor while a graph is captured.
@@ -578,7 +589,8 @@ class MasterAdamW(torch.optim.Optimizer):
             if self.moments == torch.bfloat16:
                 numbers = torch.arange(self.counts[index], device=self.device)
                 elements = self.offsets[index] + numbers
-                bits = adamw.random_bits(elements, self.count[index]).view(self.shapes[index])
+                bits = adamw.random_bits(elements, self.count[index])
+                bits = bits.as_strided(self.shapes[index], self.strides[index])
             if parameter.grad is not None:
                 adamw.update_(master, m, v, parameter.grad, self.scalars[index], bits)
             if parameter.dtype != torch.float32:
@@ -624,10 +636,10 @@ class MasterAdamW(torch.optim.Optimizer):
     def _table(self, gradients: list[Tensor], capturing: bool) -> Tensor:
         """Return the table of gradient addresses; raise a RuntimeError if the kernel can't read a gradient."""
         addresses = [gradient.data_ptr() for gradient in gradients]
-        for name, gradient, address in zip(self.named, gradients, addresses):
-            if not gradient.is_contiguous() or address % 16:
+        for name, gradient, strides, address in zip(self.named, gradients, self.strides, addresses):
+            if not has_strides(gradient, strides) or address % 16:
                 raise RuntimeError(
-                    f"{name}: the gradient is not contiguous from a multiple of 16 bytes,"
+                    f"{name}: the gradient doesn't have the weight's memory format, from a multiple of 16 bytes,"
                     " which the optimizer's kernel requires"
                 )
         if capturing:

@@ -22,7 +22,7 @@ from rich.console import Console
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpus_here, machine
 from stepscope.runs.record import Record, RecordError
-from stepscope.runs.run import NOTEBOOKS, kill_run_processes, notebook_of
+from stepscope.runs.run import NOTEBOOKS, PRINTED, kill_run_processes, notebook_of
 from stepscope.runs.source import notebook_source
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import SweepError, SweepPlan, load_sweeps, peak_gib
@@ -50,6 +50,7 @@ class SweepOptions:
         notebooks: a folder of notebooks to execute instead of the package's notebooks with the same names.
         images: keep the images in executed notebooks.
         replace: rerun configurations that a different version of their notebook measured, and replace their runs.
+        progress: print what the notebooks print while they run.
     """
 
     workers: int | None = None
@@ -59,6 +60,7 @@ class SweepOptions:
     notebooks: Path | None = None
     images: bool = True
     replace: bool = False
+    progress: bool = False
 
 
 @dataclass
@@ -107,7 +109,8 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                         local_workers(gpus, options.workers or 1, store.partial / "dask")
                     )
                     workers = Workers(client, options.timeout_s, options.notebooks, options.images)
-                console.print(f"{len(end.left)} runs to do; Dask dashboard: {client.dashboard_link}")
+                runs = "run" if len(end.left) == 1 else "runs"
+                console.print(f"{len(end.left)} {runs} to do; Dask dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -291,6 +294,7 @@ class _Sweep:
         self.requested = {_name(config): config for config in end.left}
         self.todo = dict(self.requested)
         self.done: set[str] = set()
+        self.shown: Counter = Counter()  # printed lines that are already shown, by the run's folder
         self.died: set[str] = set()  # runs whose worker died once; a second death counts as a failure
         self.device_name = store.device_name()
 
@@ -307,6 +311,8 @@ class _Sweep:
                 self._assign()
                 if self.end.stopped_by and not self.workers.running:
                     return
+                if self.options.progress:
+                    self._show_progress()
                 for assignment, result in self.workers.wait():
                     self._collect(assignment, result)
         except OSError as error:  # raised here or in a worker
@@ -328,6 +334,19 @@ class _Sweep:
             if address := self.workers.place(config):
                 del self.todo[name]
                 self.workers.submit(config, self.store.new_staging_folder(), address)
+
+    def _show_progress(self) -> None:
+        """Print the lines that the running notebooks have printed since the last call."""
+        for assignment in self.workers.running:
+            with suppress(OSError):  # the run hasn't started, or has just ended
+                text = (assignment.folder / PRINTED).read_text(encoding="utf-8", errors="replace")
+                lines = text.split("\n")[:-1]  # the last line isn't complete
+                new = lines[self.shown[assignment.folder] :]
+                if new and len(self.requested) > 1:
+                    self.console.print(f"{assignment.config.label}:")
+                for line in new:
+                    self.console.print(f"  {plain(line)}")
+                self.shown[assignment.folder] = len(lines)
 
     def _collect(self, assignment: Assignment, result: Record | Exception) -> None:
         config, folder = assignment.config, assignment.folder

@@ -9,6 +9,7 @@ from stepscope.studies.your_model.tables import CONFIG, SCHEMAS
 from stepscope.views import Views, view
 from stepscope.views.ladder import NAMES
 
+OTHER_NAMES = {"fp32": "fp32", "channels_last": "channels last", "compiled_model": "compiled model"}
 # Columns that the ladder's figure draws: its references don't exist for any model.
 DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 
@@ -21,8 +22,9 @@ DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
 def model_steps(data: Views) -> pd.DataFrame:
     """Return one row per optimization of a user's model, in the order in which they were measured."""
     steps = data.table("your_model.steps")
-    names = steps["optimization"].map({**NAMES, "fp32": "fp32"}).fillna(steps["optimization"])
-    return steps.assign(name=names, quartiles=quartiles(steps), **DRAWN)
+    return steps.assign(
+        name=steps["optimization"].map(NAMES | OTHER_NAMES), quartiles=quartiles(steps), **DRAWN
+    )
 
 
 @view(

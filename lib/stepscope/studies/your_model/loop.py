@@ -127,10 +127,10 @@ class Ladder:
             "speedup": duration_ms(self.outcomes[FP32]) / duration_ms(outcome),
         }
         if "wall_ms" in row:
-            row["mfu"] = (
-                facts.get("flops", math.nan) / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
-            )
-        print(f"{name}: {number(row.get('wall_ms', math.nan), 'ms')} {reason}")
+            flops = facts.get("flops") or math.nan  # no operator that the counter knows: unknown
+            row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
+        wall = number(row["wall_ms"], "ms") if "wall_ms" in row else ""
+        print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
 
     def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
         """Call a function of a job in a new process.
@@ -186,7 +186,8 @@ def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) 
     saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
     if is_faster or saves_gpu_time or math.isnan(speedup):
         return ""
-    return f"no faster: {number(speedup, 'x')} the speed of the step before, which waits for its launches"
+    faster = f"no faster: {number(speedup, 'x')} the speed of the last kept step"
+    return f"{faster}, and one of the two waits for its launches"
 
 
 def why_dropped(outcome: Outcome, before: Outcome) -> str:
@@ -201,5 +202,5 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
     if speedup > min_speedup or math.isnan(speedup):  # if the step before doesn't fit, it has no time
         return ""
     if outcome.signature is not None and outcome.signature == before.signature:
-        return "it changes nothing: operations, loss, optimizer and launch are those of the step before"
-    return f"no faster: {number(speedup, 'x')} the speed of the step before"
+        return "it changes nothing: operations, loss, optimizer and launch are those of the last kept step"
+    return f"no faster: {number(speedup, 'x')} the speed of the last kept step"

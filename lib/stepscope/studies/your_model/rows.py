@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from timeit import default_timer
 from typing import Any
 
 import pandas as pd
@@ -14,7 +15,7 @@ from stepscope.optimizations import any_model
 from stepscope.optimizations.transforms import TrainedSubject, Transform, Unsupported, apply
 from stepscope.studies.your_model.config import Config
 from stepscope.studies.your_model.modules import time_by_module
-from stepscope.studies.your_model.source import ModelError, Source, user_line
+from stepscope.studies.your_model.source import ModelError, Source, reseed, user_line
 from stepscope.studies.your_model.subject import UserSubject, examine, make_subject
 
 FP32 = "fp32"
@@ -86,6 +87,15 @@ class RowLoop(Loop):
         if job.name != FP32 and job.gradients.is_file():
             self.fp32_gradients[1] = torch.load(job.gradients)
 
+    def prepare(self, case: Case) -> TrainedSubject:
+        subject = super().prepare(case)
+        if "bf16_weights" in self.job.stack and 1 in self.fp32_gradients:
+            # In a CUDA graph, MasterAdamW updates all of its parameters. It leaves out the frozen ones.
+            _, gradients = self.fp32_gradients[1]
+            for name, parameter in subject.parameters.items():
+                parameter.requires_grad_(name in gradients)
+        return subject
+
     def measure(self) -> Outcome:
         job = self.job
         case = Case(job.name, 1, job.build, job.transforms, needed=job.transforms[-1:])
@@ -132,6 +142,9 @@ class RowLoop(Loop):
         is_fp32 = case.name == FP32
         if is_fp32:
             self.facts = examine(subject)
+        else:
+            self.compile_s[case.program] = self.time_first_call(subject)
+        reseed(self.config.seed)  # for models that skip layers or change images at random
         super().first_step(case, subject)
         if is_fp32:
             torch.save(self.fp32_gradients[1], self.job.gradients)
@@ -140,6 +153,16 @@ class RowLoop(Loop):
             tensor.stride() for tensor in subject.batch[0].values() if isinstance(tensor, torch.Tensor)
         ]
         case.numbers = loss, optimizer.__name__, moments, launch.__name__, layouts
+
+    def time_first_call(self, subject: UserSubject) -> float:
+        """Return how many seconds the first call takes, with dropout as in the timed steps.
+
+        With dropout off, as for the numerics, other code is compiled.
+        """
+        start = default_timer()
+        subject.gradients()
+        measure.synchronizer(self.device)()
+        return default_timer() - start
 
 
 def measure_row(job: Job) -> Outcome:

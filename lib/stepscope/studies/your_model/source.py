@@ -125,9 +125,7 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
         ModelError: the file or the function raises, or returns something that can't be trained.
     """
     sys.path.insert(0, str(source.root))
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    reseed(seed)
     try:
         module = importlib.import_module(source.module)
         if not source.path.samefile(str(module.__file__)):
@@ -141,6 +139,13 @@ def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> t
             raise ModelError(f"the model doesn't fit into the memory: {error_text(error)}") from None
         raise raised(source.function, error) from None
     return checked(built, device)
+
+
+def reseed(seed: int) -> None:
+    """Seed every generator of random numbers that a model may use."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def raised(what: str, error: BaseException) -> ModelError:

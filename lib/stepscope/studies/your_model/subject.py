@@ -1,6 +1,7 @@
 """A user's model as a subject of the ladder's transforms, and facts about its fp32 step."""
 
 import inspect
+import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -104,8 +105,31 @@ def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
     return 2 * groups * a[-2] * a[-1] * b[-1]
 
 
+def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
+    """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs: each matrix multiplies each token.
+
+    cuDNN gets all weights of all layers as a list, and oneDNN the two matrices of one layer.
+    """
+    shapes = weights if isinstance(weights, list) else [weights, second_weight]
+    return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+
+
+def _recurrent_backward_flops(*inputs, **options) -> int:
+    return 2 * _recurrent_flops(*inputs)  # the gradients of inputs and of weights
+
+
 # FLOPs of operators that torch's counter doesn't know.
-FLOPS = {torch.ops.aten._grouped_mm: _grouped_matmul_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}
+FLOPS = {
+    getattr(torch.ops.aten, name): formula
+    for name, formula in {
+        "_grouped_mm": _grouped_matmul_flops,
+        "_cudnn_rnn": _recurrent_flops,
+        "_cudnn_rnn_backward": _recurrent_backward_flops,
+        "mkldnn_rnn_layer": _recurrent_flops,
+        "mkldnn_rnn_layer_backward": _recurrent_backward_flops,
+    }.items()
+    if hasattr(torch.ops.aten, name)  # PyTorch's older versions lack some
+}
 
 
 def examine(subject: UserSubject) -> dict[str, Any]:
