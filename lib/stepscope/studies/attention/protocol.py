@@ -86,7 +86,7 @@ def measure_passes(
     except BaseException as error:
         protocol.end_early(type(error).__name__)
         vars(error)["results"] = protocol.results()
-        error.add_note("sys.last_value.results holds what was measured until then: .cases, .checks")
+        error.add_note("sys.last_value.results has the measurements so far: .cases, .checks")
         raise
     return protocol.results()
 
