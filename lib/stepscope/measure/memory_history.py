@@ -107,8 +107,8 @@ class Recorder:
     """Records how many allocations there have been when each phase and range starts and ends.
 
     A step is called with the recorder as its ``phase``, and the model opens its ranges with the recorder instead
-    of the NVTX domain. So the regions of backward are known, although the allocator's history has no Python
-    stacks for backward.
+    of the NVTX domain. So the regions of backward are known, for which the allocator's history has no Python
+    stacks.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -4,9 +4,8 @@
   the step. The device must be idle at the start, too: a GPU works asynchronously, so the host would otherwise also
   time earlier work.
 * The time of a phase is measured with CUDA events, at the start of the step and at the end of each phase. The
-events
-  are read only after the step, so that no phase waits for another. A CPU works synchronously, so its phases are
-  timed by the host.
+  events are read only after the step, so that no phase waits for another. A CPU works synchronously, so the host
+  times its phases.
 * Enqueue time is the time that the host takes to launch a phase.
 """
 
