@@ -51,7 +51,7 @@ class Inputs:
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """FlexAttention's causal mask, in blocks of 128 x 128. Creating the mask needs memory for (T, T) elements."""
+        """FlexAttention's causal mask, in blocks of 128 x 128. It is created from a full (T, T) mask."""
         length = self.context_length
         return create_block_mask(causal_mask_mod, None, None, length, length, device=self.q.device)
 

@@ -92,7 +92,7 @@ def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """Return the power of two that brings the largest magnitude, of any shape, into [128, 256) if divided by it."""
+    """Return the powers of two by which largest magnitudes, of any shape, are divided to lie in [128, 256)."""
     exponent = torch.frexp(largest).exponent - 8
     return torch.ldexp(torch.ones_like(largest), exponent)
 

@@ -106,7 +106,7 @@ class MasterAdamW(torch.optim.Optimizer):
     ``master``. As in torch, the tensors in the state dict belong to the optimizer, so save or copy them before
     the next step.
 
-    A model without biases, whose norms cast back to bf16, doesn't need autocast. Any other model does.
+    Use autocast, except for a model without biases whose norms cast back to bf16.
 
     Args:
         params: a model on its device, or anything that torch's optimizers accept: parameters, named parameters,

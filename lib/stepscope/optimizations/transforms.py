@@ -114,7 +114,7 @@ class TrainedSubject(Subject):
             torch.cuda.empty_cache()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the fp32 weights, which you can write: the optimizer's masters, or else the model's parameters."""
+        """Return the fp32 weights, for reading and writing: the optimizer's masters, or the model's parameters."""
         if isinstance(self.optimizer, MasterAdamW):
             return self.optimizer.masters()
         return self.parameters
