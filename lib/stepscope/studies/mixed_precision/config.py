@@ -8,7 +8,7 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """Every precision and mode of one model at one context length, in one process."""
+    """A run that measures one model at one context length in every precision and mode, in one process."""
 
     study: Literal["mixed_precision"] = "mixed_precision"
     mode: Literal["all"] = "all"
