@@ -400,7 +400,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
         if not cell.startswith("# Parameters\n"):
             continue
         known = dict.fromkeys([*assigned_constants(defaults), *more_names])
-        known.pop("run_folder", None)  # for sweeps, so it isn't suggested
+        known.pop("run_folder", None)  # only sweeps set it, so it isn't suggested
         for name in assigned_constants(cell):
             if name not in known and name != "run_folder":
                 raise ConfigError(f"{name:.100}: no such parameter; {_suggest(name, known)}")
@@ -440,8 +440,8 @@ def require_device(config: RunConfig) -> None:
         if config.precision in ("tf32", "bf16") and major < 8:
             name = torch.cuda.get_device_name()
             raise ConfigError(
-                f"precision: got {config.precision!r}, which needs compute capability 8.0, but {name} has"
-                f" {major}.{minor}; fp32 and fp16 are possible"
+                f"precision: got {config.precision!r}, but {name} has compute capability {major}.{minor},"
+                " which is below the required 8.0; fp32 and fp16 are possible"
             )
     elif config.precision == "tf32":
         raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")

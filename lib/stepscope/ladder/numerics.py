@@ -14,7 +14,7 @@ Gradients = Mapping[str, Tensor]
 
 
 def sampled(gradient: Tensor) -> Tensor:
-    """Return at most :data:`MAX_SAMPLED` elements of a gradient, spread evenly over it, in host memory."""
+    """Return at most :data:`MAX_SAMPLED` evenly spaced elements of a gradient, as fp32 in host memory."""
     flat = gradient.detach().flatten()
     stride = -(-flat.numel() // MAX_SAMPLED)
     return flat[::stride].float().cpu()

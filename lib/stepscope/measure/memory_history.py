@@ -187,6 +187,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
         subject: the model, batch and optimizer that the steps use.
         cases: the steps by mode, in the order in which they are recorded. A step takes an optional ``phase``,
             and wraps each of its phases in ``with phase("forward"):``.
+        config: gives the number of warm-up steps, the precision and the device.
     """
     histories: list[MemoryHistory] = []
     with negligible_learning_rate(subject.optimizer):

@@ -128,8 +128,8 @@ def asked_and_allocated(message: str) -> dict[str, Any]:
 
     Returns:
         requested_gib: the size of the failed allocation, in GiB.
-        allocated_gib: what this process had allocated before it, in GiB.
-        reason: both in words; missing if the message has no request.
+        allocated_gib: the memory that this process had allocated before, in GiB.
+        reason: a phrase with both numbers; missing if the message has no request.
 
         Numbers that the message lacks are NaN.
     """

@@ -24,7 +24,7 @@ POLL_S = 0.02
 # If the steps take at least this long in total, readings between them are enough to compute power: the times of
 # the counter's first and last change are known to a tenth of a second.
 MIN_COUNTED_S = 2.0
-SUSTAINED_S = 2.0  # shorter steps are repeated for this long
+SUSTAINED_S = 2.0  # if the timed steps are too short, more steps run for this long
 
 # NVML's bits for the reasons that lower the clock. "Idle" is missing: the GPU is always idle when we read it,
 # because a step has just ended.
@@ -42,7 +42,7 @@ CLOCK_REASONS = {
 class Reading(NamedTuple):
     """The GPU's state at one time; NaN where the driver reports nothing."""
 
-    time_s: float  # of timeit.default_timer
+    time_s: float  # according to timeit.default_timer
     sm_clock_mhz: float
     energy_j: float  # since the driver was loaded
     clock_reasons: float = nan  # bits of CLOCK_REASONS
@@ -169,7 +169,7 @@ class Power:
         if not self.is_gpu:
             return {}
         after_steps = self.readings[-steps:]
-        readings = self.readings[-steps - 1 :]  # the first was read before the first of the steps
+        readings = self.readings[-steps - 1 :]  # includes the reading just before these steps
         seconds = duration_s(readings)
         watts = mean_power_w(readings) if seconds >= MIN_COUNTED_S else nan
         intervals = len(readings) - 1

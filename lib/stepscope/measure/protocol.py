@@ -48,7 +48,7 @@ Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 Clock = Callable[[Step, int, int, Callable[[], object]], pd.DataFrame]
 
 LONG_MS = 1000.0  # longer steps are repeated fewer times
-WARMUPS, WARMUPS_IF_LONG = 2, 1  # for every case but the first, which starts in a cold process
+WARMUPS, WARMUPS_IF_LONG = 2, 1  # for all cases except the first, which starts in a cold process
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 REPLAYS, REPLAYS_IF_LONG = 5, 3
 REPLAYED_MODES = ("forward", "step")
@@ -172,13 +172,13 @@ class Protocol:
     clock: Clock | None = None
     by: str = "precision"
     extras: bool = True
-    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # of cases that have no times
+    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # only for cases without times
     unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but then out of memory
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
-    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # of the first case only
+    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # only for the first case
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
     compile_s: dict[Case, float] = field(default_factory=dict)
-    completed: dict[Case, int] = field(default_factory=dict)  # profiled steps that ended
+    completed: dict[Case, int] = field(default_factory=dict)  # number of profiled steps that ended
     profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=PROFILED_COLUMNS))
     profiler_error: str = ""
     ceilings: dict[str, float] = field(default_factory=dict)

@@ -70,7 +70,7 @@ class Formulas:
     Each instant has the key "region: operation". At that instant, the operation's result and all its inputs exist.
     """
 
-    saved: str  # what a block saves for backward
+    saved: str  # tensors that a block saves for backward
     weight_cache: str  # autocast's bf16 copies of a block's weights
     infer: dict[str, str]  # in a block without gradients, without the weight cache of earlier blocks
     infer_head: dict[str, str]  # after the last block
@@ -524,7 +524,9 @@ def _rounding_share(config: StepConfig) -> float:
 
 
 def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> Peak:
-    """Return the peak of a warmed-up step, or of the part of it that ``mode`` names.
+    """Return the peak of a warmed-up step, or of the phases that ``mode`` runs.
+
+    The arguments are those of :func:`instants`.
 
     Raises:
         StepscopeError: the configuration has no formulas.

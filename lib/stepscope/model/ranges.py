@@ -84,14 +84,14 @@ class Annotation:
     def __init__(self) -> None:
         # (first number, end, name) of each region; inner regions precede outer ones
         self.made: list[tuple[int, int, str]] = []
-        self.output: Any = None  # of the last region that ended
+        self.output: Any = None  # the output of the last region that ended
 
     def link_backward(self) -> None:
         """Make each autograd node open the range of the region that created it.
 
         Call this between forward and backward.
         """
-        regions: dict[int, str] = {}  # by the number of a node
+        regions: dict[int, str] = {}  # names by node number
         for first, end, region_name in reversed(self.made):  # inner regions overwrite outer ones
             regions.update(dict.fromkeys(range(first, end), region_name))
         todo: list[tuple[Any, str | None]] = [(self.output.grad_fn, None)]

@@ -30,7 +30,7 @@ from torch import Tensor
 adamw_kernel: Any = None
 adamw_fp8_kernel: Any = None
 HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs has no Triton
-BLOCK = 512  # elements per program of the kernel; every tensor starts at a multiple
+BLOCK = 512  # elements per program of the kernel; every tensor starts at a multiple of this number
 TILE = (32, 64)  # rows and columns per program of the FP8 kernel, which also writes the transpose
 COLUMNS = 8  # scalars per parameter that the kernel reads
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # constants of the hash

@@ -5,7 +5,7 @@
 
 `docs/master_adamw.py` is a training loop with it: its schedule, clipping, CUDA graph and resume.
 
-**Why two copies of a weight.** Matmuls should use bf16: they are many times faster, and read half the bytes.
+**Why two copies of a weight.** Matmuls in bf16 are many times faster than in fp32, and read half the bytes.
 Updates, however, need fp32. bf16 has 8 significant bits, so the next number above 1 is 1 + 2^-7, and an update of
 3e-4 changes nothing, however often it is repeated. Therefore, training in mixed precision (Micikevicius et al.
 2017, arXiv:1710.03740) accumulates updates in fp32 master weights, and multiplies with a bf16 copy.
@@ -519,7 +519,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_rates(capturing)
         table = None
         if on_gpu:
-            for index in missing:  # zeros that live until the launch
+            for index in missing:  # these zeros must live until the launch
                 gradients[index] = torch.zeros_like(self.parameters[index])
             table = self._table(gradients, capturing)
         self.count.add_(1)

@@ -17,8 +17,7 @@ An operation belongs to the ranges that were open at its launch. We know the thr
 the ranges of each thread form a stack. So an operation's
 
 - **phase** is the phase range that was open in the process, on *any* thread, when the call began. Phases follow
-one
-  another, and ``backward()`` blocks its caller while autograd launches operations from its own thread (c8).
+  one another, and ``backward()`` blocks its caller while autograd launches operations from its own thread (c8).
 - **region** is the innermost range that was open on the *launching* thread. Autograd's thread opened the range ffn
   around c8 (:mod:`stepscope.model.ranges` attaches such ranges to autograd's nodes).
 - **step** is the step range that was open in the process, counted from 0.
@@ -274,7 +273,7 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
             " began in, expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
-    step_numbers = np.full(len(ranges) + 1, -1)  # the last is for row -1, "no range"
+    step_numbers = np.full(len(ranges) + 1, -1)  # the last value is for row -1, which means "no range"
     step_numbers[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
     open_step = open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))
     ranges["step"] = step_numbers[open_step]
@@ -321,7 +320,7 @@ def enclosing(
     by_depth = np.argsort(depth, kind="stable")
     positions = np.where(opens[by_depth], np.arange(2 * n), 0)
     last_opened = np.maximum.accumulate(positions)
-    innermost = np.full(2 * n + 1, -1)  # the last is for event -1, "before all events"
+    innermost = np.full(2 * n + 1, -1)  # the last value is for event -1, which means "before all events"
     innermost[by_depth] = interval[by_depth][last_opened]
     innermost[:-1][depth == 0] = -1
 

@@ -203,8 +203,7 @@ def nccl_payloads(path: Path | str) -> pd.DataFrame:
 
     Returns:
         One row per range: key (the thread's), start_ns, end_ns, message_bytes, and communicator (NCCL's id as
-            text,
-        which is the same on all ranks; "" if unknown).
+        text, which is the same on all ranks; "" if unknown).
     """
     with _reading(path) as connection:
         table, name = _nvtx_table_and_name(connection)

@@ -100,7 +100,7 @@ RULES = [
         r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial|sampling"
         r"|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur",
     ),
-    # rows by index: embeddings (their gradient sorts and scans token ids), key-value caches, expert routing
+    # access to rows by index: embeddings (their gradient sorts and scans token ids), key-value caches, routing
     (
         "embedding and indexing",
         r"^(?!.*(rms ?norm|layer ?norm"
@@ -115,7 +115,7 @@ RULES = [
     ),
     # pooling windows of an image, or resizing it
     ("pooling", r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align"),
-    # many numbers in, few out: sums, means, scans, normalization layers, the loss
+    # reductions and related operations: sums, means, scans, normalization layers, the loss
     (
         "reduction and norm",
         r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
@@ -124,7 +124,7 @@ RULES = [
         r"|state passing|fused params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance"
         r"|\b[cp]dist\b|quantile|\basum\b|\bnrm2\b",
     ),
-    # to fewer bits with a scale, and back
+    # conversions to fewer bits with a scale, and back
     (
         "quantization",
         r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
@@ -234,8 +234,7 @@ def kernel_categories(names: Iterable[str]) -> pd.Categorical:
 
 
 def detailed_category(operations: pd.DataFrame) -> pd.Series:
-    """Return the category of each operation, with separate categories for the softmax of attention and of the
-    loss.
+    """Return the category of each operation; the softmax of attention and of the loss are separate categories.
 
     Args:
         operations: a table with the columns kernel_category and region.

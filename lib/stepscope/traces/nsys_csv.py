@@ -29,7 +29,7 @@ REPORTS = {
     "nvtx_pushpop_sum": ("total_time_ns", "instances", "range"),
     "cuda_gpu_sum": ("total_time_ns", "instances", "category", "operation"),
     "mpi_event_sum": ("total_time_ns", "instances", "source", "name"),
-    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # like cuda_api_sum, but other calls
+    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # the columns of cuda_api_sum, but for other calls
 }
 OPEN_ENDED_REPORTS = {"cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_gpu_proj_sum", "nvtx_kern_sum"}
 STATISTICS = {"time_percent", "avg_ns", "average_ns", "med_ns", "min_ns", "max_ns", "std_dev_ns"}
@@ -73,8 +73,7 @@ EXPECTED = "expected a report of nsys stats --format csv"
 
 
 def read_nsys_csv(path: Path | str) -> pd.DataFrame:
-    """Read a report of ``nsys stats --format csv`` (2022 to 2026), which nsys wrote itself or whose output you
-    saved.
+    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file of nsys, or its redirected output.
 
     Args:
         path: one of the reports in :data:`REPORTS`, with or without more columns.

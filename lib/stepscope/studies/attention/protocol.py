@@ -40,7 +40,7 @@ Check = Callable[[Call, Inputs, list[Tensor]], tuple[dict[str, float], str]]
 LONG_MS = 5.0  # longer passes can be power-limited, so their clock has to settle before they are measured
 SETTLING_S = 0.3
 MAX_WARMUP_SHARE = 0.25  # of the configured seconds per case
-MAX_KERNEL_NAME = 160  # characters
+MAX_KERNEL_NAME = 160  # characters of a kernel's name in the table
 MIB = 2**20
 
 

@@ -22,8 +22,8 @@ from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.tables import LIVE, column, typed
 from stepscope.traces.memory_snapshot import allocations, portable
 
-MAX_POINTS = 2000  # of a timeline
-MAX_GROUPS = 12  # of allocations in forward
+MAX_POINTS = 2000  # rows of a timeline
+MAX_GROUPS = 12  # groups of allocations in forward
 TENSOR = ["line", "region", "tensor", "size"]
 NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
 

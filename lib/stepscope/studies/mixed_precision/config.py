@@ -14,5 +14,5 @@ class Config(StepConfig):
     mode: Literal["all"] = "all"
     precision: Literal["all"] = "all"
     compile: Literal["none"] = "none"
-    warmup_steps: int = Field(2, ge=0, le=10**6)  # of each mode
+    warmup_steps: int = Field(2, ge=0, le=10**6)  # for each mode
     numerics: bool = False  # also run the experiments on number formats

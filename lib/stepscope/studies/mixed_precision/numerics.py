@@ -23,8 +23,8 @@ NAMES = {
     torch.bfloat16: "bf16",
 }
 
-FEATURES = 1024  # of the norm's inputs
-STEPS = 200  # of each training run
+FEATURES = 1024  # size of the norm's last dimension
+STEPS = 200  # steps of each training run
 
 
 def table(rows: Sequence[tuple]) -> pd.DataFrame:

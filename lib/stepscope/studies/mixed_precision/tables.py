@@ -42,7 +42,7 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     numerics = tables["mixed_precision.numerics"]
     rows = numerics[numerics["experiment"] == experiment].drop_duplicates(list(NUMBER))
     if rows.empty:
-        raise LookupError(f"no run did the experiment {experiment}")
+        raise LookupError(f"no run has results of the experiment {experiment}")
     return rows
 
 

@@ -20,7 +20,7 @@ COLORS = {
     "copy and cast": style.ORANGE,
     "reduction and norm": style.RED,
 }
-ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # names of lanes by mode
+ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # the lanes' names by mode
 
 
 def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
@@ -85,7 +85,7 @@ def lanes(
     if REPLAYED in runs:
         message += f", as a CUDA graph {busy[REPLAYED]}"
     elif _is_launch_bound(runs["forward"]):
-        message += ", and waits for launches"
+        message += ", because forward is launch-bound"
     names = {mode: ON_GPU[mode] for mode in runs}
     return draw_lanes(message, timeline, names, "CPU launches")
 

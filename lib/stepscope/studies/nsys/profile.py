@@ -219,7 +219,9 @@ class Profile:
         lost_ns = named["duration_ns"].sum() - self.operations["total_ns"].sum()
         lost_count = len(named) - self.operations["count"].sum()
         if lost_ns or lost_count:
-            raise ConservationError(f"the table of operations lost {lost_count} operations, {lost_ns} ns")
+            raise ConservationError(
+                f"the table lacks {lost_count} operations and {lost_ns} ns of the capture"
+            )
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -322,7 +324,7 @@ class Profile:
         if not self.has_capture:
             return empty
         replayed = self.trace[self.trace["region"] == REPLAY]
-        last_launch = replayed["launch_start_ns"].max()  # shared by all operations of the graph
+        last_launch = replayed["launch_start_ns"].max()  # the same for all operations of the graph
         graph = replayed[replayed["launch_start_ns"] == last_launch]
         unnamed = self.unnamed_operations
         forward = unnamed[unnamed["mode"] == "forward"]
