@@ -30,7 +30,7 @@ from stepscope.model.flops import forward_flops, parameter_count
 from stepscope.optimizations import fp8
 
 MOVED_BYTES = {"fp32": 28, "bf16": 20}  # per parameter, by the type of the moments
-MAX_MEMORY_SHARE = 0.92  # of the memory, which the memory-filling batch may need by formula
+MAX_MEMORY_SHARE = 0.92  # share of the memory that the memory-filling batch may need by formula
 SUSTAINED_S = 0.5  # for each of two runs: one until the clock has settled, and one with power readings
 
 

@@ -7,8 +7,8 @@
 
 For each optimization and batch size, :meth:`Ladder.measure`
 
-1. builds the subject, applies the transforms, compiles, and compares the loss and the gradients with those of
-fp32; 2. times steps back to back, and measures power, energy and clock during these steps;
+1. builds the subject, applies the transforms, compiles, and compares loss and gradients with those of fp32;
+2. times steps back to back, and measures power, energy and clock during these steps;
 3. trains on text, if the configuration asks for it.
 
 The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
@@ -163,8 +163,7 @@ class Ladder(Loop):
     def compare_trained_gradients(self) -> None:
         """Compare the gradients of FP8 again, after a hundred training steps.
 
-        Freshly drawn weights amplify the rounding errors of the first block, in any format, so their gradients say
-        little about training.
+        Freshly drawn weights amplify the rounding errors of the first block, in any format; trained weights don't.
         """
         batch = self.batch_sizes[0]
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}

@@ -81,7 +81,7 @@ def _reruns(policy: Policy) -> int:
             continue
         runs += length(part) + _reruns(part)
         last = part[-1]
-        if not isinstance(last, int):  # this only needs the input of a checkpoint at the end
+        if not isinstance(last, int):  # of a checkpoint at the end, only the input is needed
             runs -= length(last)
     return runs
 
