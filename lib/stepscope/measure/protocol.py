@@ -14,7 +14,7 @@ The order matters, because launches stay slower once a profiler has run in a pro
 3. Profile every case.
 4. Replay forward and the full step as CUDA graphs.
 5. Check the readings. Impossible ones are measured again, at most twice.
-6. Measure the device's ceilings: the rates of a large matmul and of a copy, with which utilization is computed.
+6. Measure the device's ceilings, the rates of a large matmul and of a copy, to compute utilization.
 
 If a case runs out of memory, its row says why, and the other cases continue. The learning rate is negligible
 throughout, so that all steps run on the same weights.
@@ -148,7 +148,7 @@ def steps(
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the low precisions that this device supports, and by precision the reasons why it lacks the others.
+    """Return the low precisions that this device supports, and why it doesn't support the others, by precision.
 
     On a CPU, only bf16 is considered, because a CPU has no TF32 and its fp16 is far slower than fp32.
     """

@@ -30,7 +30,7 @@ def is_power_limited(row: Mapping[str, float]) -> bool:
     """Return whether the power limit lowered the SM clock; False if the clock is unknown.
 
     Args:
-        row: has ``sm_clock_mhz``, and ``highest_clock_mhz`` if the row is from another GPU than this process's.
+        row: has ``sm_clock_mhz``, and ``highest_clock_mhz`` if the row wasn't measured on this process's GPU.
     """
     highest_mhz = row.get("highest_clock_mhz", highest_clock_mhz())
     clock_mhz = row.get("sm_clock_mhz", nan)
