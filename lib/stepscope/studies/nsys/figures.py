@@ -85,7 +85,7 @@ def lanes(
     if REPLAYED in runs:
         message += f", as a CUDA graph {busy[REPLAYED]}"
     elif _is_launch_bound(runs["forward"]):
-        message += ", because forward is launch-bound"
+        message += ", and waits for launches"
     names = {mode: ON_GPU[mode] for mode in runs}
     return draw_lanes(message, timeline, names, "CPU launches")
 
