@@ -1,1 +1,1 @@
-"""Measure a training step after each optimization; the studies of the built-in and of your own model use it."""
+"""Measure a training step after each optimization, for the studies of the built-in model and of your own model."""

@@ -13,12 +13,13 @@ For each optimization and batch size, :meth:`Ladder.measure`
 
 The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
 process. Impossible readings are measured again, at most twice. A transform that changes neither operations nor
-numbers is rejected: without this check, a wrong attribute name would give a plausible row.
+numbers is rejected, because otherwise a misspelled attribute would give a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
-If an optimization doesn't apply, fails or runs out of memory, its row has the reason. Its memory is freed, and the
-next one continues. Weights are on the device only while their optimization is measured.
+If an optimization doesn't apply, fails or runs out of memory, its row has the reason. The loop then frees its
+memory and continues with the next optimization. Weights are on the device only while their optimization is
+measured.
 """
 
 import gc
@@ -40,22 +41,22 @@ from stepscope.report.schemas import LATER
 from stepscope.studies.ladder import bounds, training
 from stepscope.studies.ladder.config import ADDED, FILLED, MEASURES, Config
 
-TRAINED_STEPS = 100  # before the gradients of trained weights are compared
-LAST_EAGER = "fused_adamw"  # the last eager step, which is also timed as a CUDA graph
+TRAINED_STEPS = 100  # training steps before the gradients of trained weights are compared
+LAST_EAGER = "fused_adamw"  # the last eager step of the ladder, which is also timed as a CUDA graph
 KEEPS_MEMORY = "hugging_face_reduce_overhead"  # measured last, because it never frees its memory
 
 Baselines = Mapping[str, tuple[Build, Sequence[Transform]]]
 
 
 class Ladder(Loop):
-    """Measure optimizations one on top of another.
+    """Measure optimizations, each on top of the previous ones.
 
     Args:
         config: selects the optimizations, ablations, baselines and batch sizes to measure.
-        build: makes the subject without any optimization, for the row ``fp32``.
+        build: builds the subject without any optimization, for the row ``fp32``.
         optimizations: transforms, in the order in which they are applied.
         beyond: transforms that are each applied to the fully optimized step.
-        baselines: how to build a third-party step, and the transforms that it needs, by name.
+        baselines: by name, the function that builds a third-party step, and the transforms that this step needs.
     """
 
     replayed = LAST_EAGER
@@ -139,7 +140,7 @@ class Ladder(Loop):
     # The loop
 
     def measure(self) -> None:
-        """Measure everything. If it is interrupted, :attr:`tables` hold the measurements until then."""
+        """Measure everything. After an interrupt, :attr:`tables` has the measurements so far."""
         first = [case for case in self.cases if case.name != KEEPS_MEMORY]
         last = [case for case in self.cases if case.name == KEEPS_MEMORY]
         compares_trained = any(case.name == "fp8" for case in first)
@@ -160,9 +161,9 @@ class Ladder(Loop):
         self.measure_limits()
 
     def compare_trained_gradients(self) -> None:
-        """Compare gradients again after a hundred training steps, for FP8.
+        """Compare the gradients of FP8 again, after a hundred training steps.
 
-        Freshly drawn weights amplify the rounding of the first block, in any format.
+        Freshly drawn weights amplify the rounding errors of the first block, in any format; trained weights don't.
         """
         batch = self.batch_sizes[0]
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}
@@ -202,8 +203,8 @@ class Ladder(Loop):
     def reject_unchanged(self) -> None:
         """Reject transforms that change nothing.
 
-        After such a transform, the step has the same operations, first loss, optimizer, optimizer memory and
-        launch as before.
+        After such a transform, the operations, the first loss, the optimizer and its memory, and the launch are
+        the same as before.
         """
         ladder = [case for case in self.cases if case.name in self.config.optimizations]
         for case in ladder:
@@ -228,7 +229,7 @@ class Ladder(Loop):
     # The record
 
     def measure_limits(self) -> None:
-        """Measure the device's peak and sustained rates, with nothing else in its memory."""
+        """Measure the device's peak and sustained rates, after freeing all other memory."""
         for case in self.cases:
             case.subject = None
         self.programs.clear()
@@ -299,7 +300,7 @@ class Ladder(Loop):
 
     @property
     def results(self) -> dict[str, float]:
-        """The device's known rates and limits, and the learning rate of measured steps."""
+        """The device's rates and limits as far as they are known, and the learning rate of the measured steps."""
         known: dict[str, float | None] = {**self.ceilings, **self.sustained}
         known |= {
             "parameters": parameter_count(self.config),
