@@ -28,8 +28,9 @@ class UserSubject(TrainedSubject):
 
     def load(self, seed: int) -> None:
         torch.set_float32_matmul_precision(self.matmul_precision)
-        # PyTorch lets convolutions use TF32 by default, but the fp32 row should be fp32.
-        torch.backends.cudnn.allow_tf32 = self.matmul_precision != "highest"
+        # PyTorch lets convolutions use TF32 by default, but the fp32 row should be fp32. The public flag can't be
+        # set once a model's code has imported torch.testing._internal.
+        torch._C._set_cudnn_allow_tf32(self.matmul_precision != "highest")
         self.optimizer = self.make_optimizer(self.model)
         self.batch = self.make_batch()
         self.step = self.eager_step
