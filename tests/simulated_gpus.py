@@ -30,7 +30,7 @@ GIB = 2**30
 
 
 def bucket_mib(name: str) -> float:
-    """Return the size of a strategy's messages, where gradients are sent in buckets."""
+    """Return the message size of a strategy that sends gradients in buckets."""
     sizes = {f"ddp_{mib}_mib": mib for mib in BUCKETS_MIB} | {
         "ddp_graph": 100,
         "ddp_graph_bf16_gradients": 100,

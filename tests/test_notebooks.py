@@ -495,7 +495,7 @@ def test_study_needs_only_notebook_config_schema_and_sweep_block(tmp_path, monke
 # Matplotlib styles.
 
 
-def test_importing_the_package_keeps_rcparams_and_user_rcparams_do_not_change_figures():
+def test_rcparams_are_neither_changed_by_the_package_nor_used_by_its_figures():
     code = (
         "import matplotlib as m; before = dict(m.rcParams)\n"
         "import importlib, pkgutil, stepscope\n"

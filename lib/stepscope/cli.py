@@ -577,13 +577,15 @@ def profile(
     from_ms: Annotated[
         float | None,
         typer.Option(
-            "--from", help="Skip operations that begin earlier, in ms after the capture's first operation."
+            "--from",
+            help="Skip operations that begin less than this many ms after the capture's first operation.",
         ),
     ] = None,
     to_ms: Annotated[
         float | None,
         typer.Option(
-            "--to", help="Skip operations that begin later, in ms after the capture's first operation."
+            "--to",
+            help="Skip operations that begin more than this many ms after the capture's first operation.",
         ),
     ] = None,
     csv: Annotated[

@@ -313,7 +313,7 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     except PapermillExecutionError:
         return _errors(folder / NOTEBOOK)
     except DeadKernelError:
-        return "failed", "the notebook's kernel died (killed, or crashed below Python)"
+        return "failed", "the notebook's kernel died (it was killed, or crashed in native code)"
     except RuntimeError as error:
         return "failed", f"the notebook's kernel did not start: {error}"
     return "ok", None

@@ -69,7 +69,7 @@ def length(part: int | Policy) -> int:
 
 
 def block_runs(policy: Policy) -> int:
-    """Return how often blocks run forward in one step."""
+    """Return the number of forward passes of blocks in one step."""
     return length(policy) + _reruns(policy)
 
 

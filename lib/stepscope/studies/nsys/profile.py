@@ -329,7 +329,7 @@ class Profile:
         unnamed = self.unnamed_operations
         forward = unnamed[unnamed["mode"] == "forward"]
         lanes = [forward, graph.assign(mode=REPLAYED)]
-        windows = [cut_window(lane) for lane in lanes if len(lane) > 1]  # one operation is no graph
+        windows = [cut_window(lane) for lane in lanes if len(lane) > 1]  # a single operation isn't a graph
         return pd.concat(windows or [empty], ignore_index=True)
 
     # The same operations from nsys's CSV reports

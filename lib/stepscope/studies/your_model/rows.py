@@ -129,7 +129,7 @@ class RowLoop(Loop):
             )
 
     def reason_of(self, error: BaseException) -> str:
-        if isinstance(error, Unsupported):  # a transform's own words
+        if isinstance(error, Unsupported):  # the message of the transform itself
             return str(error)
         # The first error, because ending a failed capture fails as well, but doesn't say why.
         first = error
