@@ -642,8 +642,8 @@ class MasterAdamW(torch.optim.Optimizer):
         for name, gradient, strides, address in zip(self.named, gradients, self.strides, addresses):
             if not has_strides(gradient, strides) or address % 16:
                 raise RuntimeError(
-                    f"{name}: the optimizer's kernel requires a gradient in the weight's memory format, at an address"
-                    " that is a multiple of 16 bytes"
+                    f"{name}: the optimizer's kernel requires a gradient in the weight's memory format, at an"
+                    " address that is a multiple of 16 bytes"
                 )
         if capturing:
             # The graph gets its own table, and kernels that write the addresses from their arguments. A copy from
