@@ -78,6 +78,7 @@ def test_every_suggested_change_is_tested(notebook):
 @pytest.mark.parametrize(("notebook", "fields"), [("benchmark", QUICK), ("mixed_precision", MIXED)])
 def test_figures_are_shown_once(notebook, fields):
     """An open figure would be shown again, empty, below its cell."""
+    plt.close("all")  # those of other tests
     run_cells(notebook, **fields)
     assert plt.get_fignums() == []
 
