@@ -46,6 +46,7 @@ TINY: dict[str, Any] = {
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
     1, 11
 )
+PRINTS = 99  # other tests use 20 to 37 for ordinary runs
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -77,6 +78,10 @@ if seed == {BAD_RESULT}:
     results["list"] = [1, 2]
 if seed == {PATHS}:
     print(Path.cwd(), sys.prefix, Path.home(), os.uname().nodename, os.environ["TMPDIR"])
+if seed == {PRINTS}:
+    print("half done")
+    while not (faults / "shown").exists():
+        time.sleep(0.05)
 if seed == {TURNS} or 11 <= seed < 20:
     here = faults / ("gpu" + os.environ["CUDA_VISIBLE_DEVICES"])
     here.touch(exist_ok=False); time.sleep(0.05); here.unlink()
@@ -239,7 +244,8 @@ def campaign() -> SimpleNamespace:
     """Read and render the reference once for all tests.
 
     Returns:
-        ``found``, as read; ``tables`` without inconsistent rows; ``views``; and ``report``, the writeup.
+        ``found``, as read; ``tables`` without inconsistent rows; ``views``; ``others``, the tables of the writeup's
+            other datasets, by name; and ``report``, the writeup.
     """
     from stepscope.report import load, writeup  # imported lazily: they import matplotlib
     from stepscope.views import Views
@@ -250,5 +256,6 @@ def campaign() -> SimpleNamespace:
     found = load.read(Store(runs))
     tables = load.steady(found.tables)
     views = Views(tables)
+    others = {name: load.steady(each.tables) for name, each in writeup.other_datasets(runs).items()}
     report = writeup.compose(found, runs, Path(str(PROJECT)), views)
-    return SimpleNamespace(found=found, tables=tables, views=views, report=report)
+    return SimpleNamespace(found=found, tables=tables, views=views, others=others, report=report)

@@ -29,7 +29,7 @@ LAYERS = [
         "stepscope.report.tables",
         "stepscope.report.schemas",
     ],
-    ["stepscope.captures"],
+    ["stepscope.captures", "stepscope.ladder"],
     ["stepscope.studies"],
     ["stepscope.views", "stepscope.figures"],
     ["stepscope.report"],

@@ -20,7 +20,7 @@ from stepscope.report.check import alike
 from stepscope.report.document import Document, DocumentError
 from stepscope.runs.record import mixed_notebook_warnings
 from stepscope.runs.store import Store
-from stepscope.views import MODULES, View, Views, facts, unit_of
+from stepscope.views import MODULES, View, Views, all_views, facts, unit_of
 
 if PROJECT is None:
     pytest.skip("not in a checkout", allow_module_level=True)
@@ -50,8 +50,11 @@ def shuffled(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_writeup_is_independent_of_run_order(campaign):
-    views = Views({name: shuffled(table) for name, table in campaign.tables.items()})
-    texts, figures = writeup.render_views(FOLDER, views)
+    views, *others = (
+        Views({name: shuffled(table) for name, table in tables.items()})
+        for tables in (campaign.tables, *campaign.others.values())
+    )
+    texts, figures = writeup.render_views(FOLDER, views, dict(zip(campaign.others, others)))
     written = campaign.report.texts
     chapters = [text for name, text in texts.items() if not name.startswith(writeup.EVIDENCE)]
     assert written["writeup.md"].startswith("\n".join(chapters))
@@ -70,7 +73,9 @@ def test_false_sentences_are_listed_with_line_and_numbers(campaign, monkeypatch)
         runs = table.groupby("run_id", sort=False) if "run_id" in table else [("", table)]
         tables[name] = pd.concat([scaled(rows, run, 1.0, 0.3) for run, rows in runs])
     with pytest.raises(DocumentError) as error:
-        writeup.render_views(FOLDER, Views(tables))
+        writeup.render_views(
+            FOLDER, Views(tables), {name: Views(other) for name, other in campaign.others.items()}
+        )
     places = str(error.value).split("\n\n")
     first_lines = [place.partition("\n")[0] for place in places]
     at = r"writeup/[\w/-]+\.md\.j2:\d+: "
@@ -89,15 +94,21 @@ SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")  # doesn't print a
 
 
 class Template:
-    """A template's set lines, and its lines that print view columns."""
+    """A template's set lines, and its lines that print view columns.
 
-    def __init__(self, path: Path, document: Document, views: Iterable[str]) -> None:
+    A view of another dataset, ``h100x2.strategies``, is called ``h100x2_strategies`` here.
+    """
+
+    def __init__(self, path: Path, document: Document, views: Iterable[str], others: Iterable[str]) -> None:
         environment = document._environment
         self.name = path.relative_to(FOLDER).as_posix()
         self.views = {name: {name} for name in views}  # by the template's names for them
         self.expressions: dict[int, str] = {}  # printed expressions by line number
         self._sets, self._lines = {}, {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = path.read_text(encoding="utf-8")
+        for other in others:
+            text = text.replace(f"{other}.", f"{other}_")
+        for number, line in enumerate(text.splitlines(), 1):
             if assigned := re.match(r"\{% set (\w+)", line):
                 self.views[assigned[1]] = self.used(line.partition("=")[2])
                 self._sets[assigned[1]] = environment.from_string(line)
@@ -155,20 +166,32 @@ def measured(view: pd.DataFrame) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def templates(campaign) -> list[Template]:
+def frames(campaign) -> dict[str, pd.DataFrame]:
+    """Return the views that templates used, and those of other datasets by names such as h100x2_strategies."""
+    found = dict(campaign.views._made)
+    for dataset, tables in campaign.others.items():
+        views, studies = Views(tables), {name.partition(".")[0] for name in tables}
+        names = [name for name, view in all_views().items() if studies.issuperset(view.studies or ["none"])]
+        found |= {f"{dataset}_{name}": views[name] for name in ["runs", *names]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def templates(campaign, frames) -> list[Template]:
     document = Document(FOLDER, {}, {})
     silent = dict.fromkeys(("holds", "figure"), lambda *_, **__: "")
     document._environment.globals |= silent | facts.FACTS | {"code": writeup.code}
-    paths = sorted(FOLDER.rglob("*.md.j2"))
-    return [Template(path, document, campaign.views) for path in paths]
+    roots = [FOLDER, *(FOLDER / name for name in campaign.others)]
+    paths = [path for root in roots for path in (*root.glob("*.md.j2"), *root.glob("evidence/*.md.j2"))]
+    return [Template(path, document, frames, campaign.others) for path in sorted(paths)]
 
 
-def test_sentences_change_when_their_columns_are_swapped(campaign, templates):
+def test_sentences_change_when_their_columns_are_swapped(frames, templates):
     unchanged = []
     checked = 0
     for template in templates:
         used = set().union(*template.views.values())
-        views = {name: campaign.views[name] for name in used & {*campaign.views._made}}
+        views = {name: frames[name] for name in used}
         before = template.texts(views)
         for name, view in views.items():
             columns = measured(view)

@@ -320,7 +320,7 @@ def test_load_capture_finds_phases_and_steps_in_an_nsys_export(tmp_path, suffix)
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
-def test_real_captures_keep_all_time_and_use_known_categories(path):
+def test_real_captures_account_for_all_time_with_known_categories(path):
     capture = load_capture(path)
     total_ns = capture.operations["duration_ns"].sum() + capture.excluded["duration_ns"].sum()
     if ".json" in path.name:

@@ -1,5 +1,6 @@
 """Test the command line: exit status, one-line errors and option names."""
 
+import os
 import re
 import subprocess
 import sys
@@ -48,6 +49,14 @@ def run(monkeypatch, capsys):
         (["ladder", "--shape", "8/8/1/1", "--edition", "2026"], "--edition: got 2026"),
         (["ladder", "2.7B", "--edition", "2026"], "calls 2.7B xl"),
         (["ladder", "nano", "--context", "0"], "context_length: got 0"),
+        (["ladder", "nowhere.py:build"], "model: there is no file nowhere.py"),
+        (["ladder", "mine.py:"], "expected FILE.py:FUNCTION"),
+        (["ladder", "mine.py:build", "--shape", "8/8/1/1"], "which takes -p NAME=VALUE instead"),
+        (
+            ["ladder", "nano", "-p", "batch=1"],
+            "-p: got 'batch=1', but it only applies to a model of your own",
+        ),
+        (["ladder", "stepscope.config:configure", "-p", "a=<b>"], "-p: got 'a=<b>', but expected NAME=VALUE"),
         (["fit", "huge"], "known sizes are"),
         (["fit", "small", "--memory", "nan"], "--memory"),
         (["fit", "small", "--memory", "0"], "--memory"),
@@ -273,7 +282,7 @@ def test_fit_defaults_to_the_smallest_gpu_or_80_gib(run, monkeypatch, gpus_gib, 
     assert code == 0 and str(expected) in out
 
 
-@pytest.mark.parametrize("study", studies())
+@pytest.mark.parametrize("study", [study for study in studies() if study != "your_model"])
 def test_study_sweep_without_a_gpu_runs_its_part_of_the_cpu_sweep(run, monkeypatch, tmp_path, study):
     asked = []
     monkeypatch.setattr(cli, "gpus_here", list)
@@ -284,6 +293,21 @@ def test_study_sweep_without_a_gpu_runs_its_part_of_the_cpu_sweep(run, monkeypat
     plan = load_sweeps(sources, "cpu")
     everything = load_sweeps(find_sweeps("cpu"), "cpu")
     assert plan.configs == [config for config in everything.configs if config.study == study]
+
+
+def test_ladder_runs_a_function_for_every_combination_of_arguments(run, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(cli, "_sweep_and_render", lambda sources, runs, options: asked.extend(sources))
+    monkeypatch.setenv("STEPSCOPE_MODEL", "")
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "mine.py").write_text("def build(batch=1, width=2): pass")
+    monkeypatch.chdir(tmp_path)
+    options = ["-p", "batch=1", "-p", "width=4", "-p", "batch=2"]
+    assert run("ladder", "mine.py:build", *options, "--runs", tmp_path / "runs")[0] == 0
+    configs = load_sweeps(asked, "cpu").configs
+    assert [config.arguments for config in configs] == ["batch=1 width=4", "batch=2 width=4"]
+    assert {config.model for config in configs} == {"mine:build"}
+    assert os.environ["STEPSCOPE_MODEL"] == f"{tmp_path}/mine.py:build"
 
 
 def test_sweep_of_all_studies_requires_a_gpu_or_a_scheduler(run, monkeypatch, tmp_path, write_sweep):

@@ -29,10 +29,12 @@ def test_config_round_trips_through_json(study):
     fields = {"device": "cpu", "size": "nano", "context_length": 16}
     if study == "attention":
         fields = {"device": "cpu", "d_model": 16}
+    if study == "your_model":
+        fields = {"device": "cpu", "model": "mine:build", "source": "0123456789ab"}
     config = configure(study, **fields)
     again = configure(**json.loads(config.model_dump_json()))
     assert again == config and again.run_id == config.run_id
-    assert config.run_id.endswith(config.digest()) and f"ctx{config.context_length}" in config.run_id
+    assert config.run_id.endswith(config.digest()) and config.shape in config.run_id
     assert all(c.isalnum() or c in "-._" for c in config.run_id)
 
 

@@ -79,7 +79,7 @@ def test_identifiers_exclude_parameter_lists():
             "copy and cast",
         ),
         ("void elementwise_kernel<4, cross_entropy_out_cuda(Iter &)::[lambda(float)]>(int)", "elementwise"),
-        # kernels over a list of tensors may copy, because inference doesn't run an optimizer
+        # in inference, which runs no optimizer, a kernel over a list of tensors may be a copy
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, Copy<float, float>>(x)", "copy and cast"),
         (
             "void multi_tensor_apply_kernel<TensorListMetadata<2>, FusedAdamMathFunctor<float>>(x)",

@@ -19,6 +19,8 @@ from torch.nn import functional
 
 from cells import run_cells, step_flops
 from stepscope.config import ConfigError, StepConfig, configure
+from stepscope.ladder import loop, numerics
+from stepscope.ladder.loop import Case
 from stepscope.measure import fresh_compiler_cache
 from stepscope.measure.subject import NEGLIGIBLE_RATE
 from stepscope.model.fit import fully_optimized_bytes
@@ -29,9 +31,9 @@ from stepscope.optimizations.cross_entropy import MIN_CHUNK, chunked_cross_entro
 from stepscope.optimizations.optimizer import MasterAdamW
 from stepscope.optimizations.transforms import TrainedSubject, Unsupported, apply, launch_eagerly
 from stepscope.report.tables import number
-from stepscope.studies.ladder import bounds, checks, loop, numerics, tables
+from stepscope.studies.ladder import bounds, checks, tables
 from stepscope.studies.ladder.config import ABLATABLE, FILLED, LADDER_OPTIMIZATIONS
-from stepscope.studies.ladder.loop import Case, Ladder
+from stepscope.studies.ladder.loop import Ladder
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
@@ -554,7 +556,7 @@ def test_gradient_error_weights_sampled_gradients_by_parameter_size(monkeypatch)
 def test_trained_gradients_are_compared_when_fp8_is_measured(config, notebook, uncompiled, monkeypatch):
     monkeypatch.setattr("stepscope.optimizations.fp8.has_fp8", lambda device: True)
     monkeypatch.setitem(notebook.fp8.__globals__, "has_fp8", lambda device: True)
-    monkeypatch.setattr(loop, "TRAINED_STEPS", 3)
+    monkeypatch.setattr("stepscope.studies.ladder.loop.TRAINED_STEPS", 3)
     names = ["fp32", "bf16_moments", "fp8"]
     ladder = Ladder(
         config(optimizations=names, batch_sizes=[2, 1]),
@@ -721,7 +723,7 @@ def test_power_limited_steps_are_profiled_for_a_second_and_report_the_median(
         numbers.append(number)
         return nullcontext
 
-    operations = pd.DataFrame(rows, columns=PROFILED_COLUMNS)
+    operations = pd.DataFrame(rows, columns=PROFILED_COLUMNS).assign(in_graph=False)
     capture = SimpleNamespace(reason="", operations=operations, phases=phases)
     monkeypatch.setattr("stepscope.measure.StepProfiler", lambda device: nullcontext(capture))
     monkeypatch.setattr("stepscope.measure.is_power_limited", lambda row: is_limited)

@@ -147,17 +147,23 @@ def test_profile_records_its_devices_activities(device, activities):
     assert {activity.name for activity in measure.StepProfiler(device).activities} == activities
 
 
-def profile_with_warning():
+def test_cpu_profile_is_read_even_if_the_process_uses_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with measure.StepProfiler("cpu") as profile, profile.phases("mm", 0)("forward"):
+        torch.ones(8, 8).mm(torch.ones(8, 8))
+    assert "aten::mm" in profile.operations["name"].tolist()
+
+
+def profile_with_warning(device="cpu"):
+    with measure.StepProfiler(device) as profile, profile.phases("mm", 0)("forward"):
         torch.mm(torch.ones(8, 8), torch.ones(8, 8))
         warnings.warn("mine", stacklevel=1)
     return profile
 
 
-def test_profile_without_gpu_operations_is_rejected_and_warnings_are_shown(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+def test_profile_without_gpu_operations_is_rejected_and_warnings_are_shown():
     with pytest.warns(UserWarning, match="mine"):
-        profile = profile_with_warning()
+        profile = profile_with_warning("cuda")
     assert profile.operations.empty and "no operations of the GPU" in profile.reason
 
 

@@ -127,6 +127,9 @@ def test_name_that_leaks_from_a_display_cell_is_reported():
 
 # Names in backticks that occur neither in a notebook's code nor in the library.
 OTHER_NAMES = {
+    "fast_step.py": "a file",
+    "pass": "a statement",
+    "torchrun": "a command of PyTorch",
     "nsys": "a program",
     "cuda_gpu_trace": "a report of nsys",
     "nvtx_gpu_proj_trace": "a report of nsys",
@@ -492,7 +495,7 @@ def test_study_needs_only_notebook_config_schema_and_sweep_block(tmp_path, monke
 # Matplotlib styles.
 
 
-def test_importing_the_package_keeps_rcparams_and_user_rcparams_do_not_change_figures():
+def test_rcparams_are_neither_changed_by_the_package_nor_used_by_its_figures():
     code = (
         "import matplotlib as m; before = dict(m.rcParams)\n"
         "import importlib, pkgutil, stepscope\n"

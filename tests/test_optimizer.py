@@ -119,8 +119,33 @@ def test_table_lists_gradient_addresses_and_rejects_unreadable_gradients(tabled)
     misaligned = torch.zeros(70 * 9 + 8).bfloat16()[4:-4].view(9, 70)
     for gradient in (transposed, misaligned):
         tabled.parameters[1].grad = gradient
-        with pytest.raises(RuntimeError, match="1: the gradient is not contiguous"):
+        with pytest.raises(
+            RuntimeError, match="1: the optimizer's kernel requires a gradient in the weight's"
+        ):
             tabled._table(tabled._gradients(), False)
+
+
+def test_weights_keep_their_memory_format():
+    weights = [torch.randn(4, 6, 3, 3), torch.randn(1, 6, 3, 3), torch.randn(4, 6, 1, 1), torch.randn(4, 6)]
+    gradients = [torch.randn_like(weight).bfloat16() for weight in weights]
+    trained = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+
+        def formatted(x, memory_format=memory_format):
+            return x.clone(memory_format=memory_format if x.dim() == 4 else torch.contiguous_format)
+
+        parameters = [nn.Parameter(formatted(weight)) for weight in weights]
+        optimizer = MasterAdamW(parameters, 1e-2)
+        optimizer._make_tables()
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = formatted(gradient)
+        optimizer._table(optimizer._gradients(), False)  # the kernel can read them
+        optimizer.step()
+        trained.append([*optimizer.masters().values(), *parameters])
+        for x in (*parameters[:3], *[*optimizer.masters().values()][:3]):
+            assert x.is_contiguous(memory_format=memory_format)
+    for expected, weight in zip(*trained):
+        assert torch.equal(weight, expected)
 
 
 @pytest.mark.parametrize("shape", [(96, 128), (128, 96)])
@@ -215,7 +240,7 @@ def invalid_state_dicts(saved):
     yield {**saved, "state": {0: state[0]}}
 
 
-def test_load_state_dict_rejects_invalid_state_without_changes():
+def test_load_state_dict_rejects_invalid_state_and_changes_nothing():
     optimizer, _, train = trained(torch.float32, 0)
     train(0, 3)
     saved = copy.deepcopy(optimizer.state_dict())

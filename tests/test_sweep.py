@@ -22,6 +22,7 @@ from conftest import (
     KILLS_WORKER,
     LACKS_MEMORY,
     PATHS,
+    PRINTS,
     RAISES,
     TINY,
     TURNS,
@@ -94,6 +95,20 @@ def test_sweep_records_every_run_and_repeats_failed_ones(sweep, store, faults):
     assert [line.split()[0] for line in (faults / "began").read_text().splitlines()] == [str(RAISES)]
     changed = [path for path, content in before.items() if path.read_bytes() != content]
     assert [json.loads(before[path])["config"]["seed"] for path in changed] == [RAISES]
+
+
+def test_progress_shows_what_a_notebook_prints_while_it_runs(write_sweep, store, faults):
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if "half done" in text:
+                (faults / "shown").touch()  # the notebook waits for it
+            return super().write(text)
+
+    terminal = Terminal()
+    path = write_sweep({"study": "benchmark", "fixed": TINY | {"seed": PRINTS}})
+    options = SweepOptions(progress=True, timeout_s=60)
+    end = run_sweep([path], store, options, Console(file=terminal, markup=False, highlight=False))
+    assert end.counts == {"ok": 1} and terminal.getvalue().splitlines()[1] == "  half done"
 
 
 def test_executed_notebook_contains_no_machine_paths(sweep, store, tiny, tmp_path):
@@ -391,11 +406,14 @@ def test_each_gpu_gets_a_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(workers, "_gpus_listed", workers.threading.Lock())
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 16)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-ab")
-    with workers._free_gpu(2) as first, workers._free_gpu(2) as second:
+    with workers._free_gpus(2, 1) as first, workers._free_gpus(2, 1) as second:
         assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("3", "GPU-ab")
         assert (first[workers.CORES], second[workers.CORES]) == ("10,11,12", "13,14,15")
-    with workers._free_gpu(2) as again:
+    with workers._free_gpus(2, 1) as again:
         assert again == second, "the GPU that was freed first"
+    with workers._free_gpus(2, 2) as both:
+        assert sorted(both["CUDA_VISIBLE_DEVICES"].split(",")) == ["3", "GPU-ab"]
+        assert sorted(both[workers.CORES].split(",")) == ["10", "11", "12", "13", "14", "15"]
 
 
 @pytest.mark.parametrize(("visible", "ids"), [(None, ["0", "1"]), ("3, MIG-b", ["3", "MIG-b"])])

@@ -14,10 +14,10 @@ from fake_gpu import FakeGpu
 from memory_recording import stand_in
 from stepscope import measure
 from stepscope.config import StepConfig, configure
+from stepscope.ladder import loop
 from stepscope.measure import memory_history, profiled_process, protocol
 from stepscope.model.training_step import build_step
 from stepscope.studies.attention import protocol as attention_protocol
-from stepscope.studies.ladder import loop
 
 
 @pytest.fixture
@@ -162,6 +162,7 @@ def ladder_case():
 def test_ladder_compile_time_includes_only_the_first_steps_work(gpu):
     subject = SimpleNamespace(
         gradients=lambda: gpu.launch(30) or torch.ones(()),
+        without_randomness=nullcontext,
         loss=print,
         launch=print,
         compiles=True,
@@ -170,7 +171,7 @@ def test_ladder_compile_time_includes_only_the_first_steps_work(gpu):
     )
     ladder = SimpleNamespace(device="cuda", compile_s={}, compare=launch(gpu, 7))
     case = ladder_case()
-    loop.Ladder.first_step(ladder, case, subject)
+    loop.Loop.first_step(ladder, case, subject)
     assert case.row["compile_s"] == pytest.approx(0.031)
 
 
@@ -179,7 +180,7 @@ def test_ladder_profile_ends_with_the_gpus_work(gpu, monkeypatch):
     monkeypatch.setattr(measure, "StepProfiler", lambda device: nullcontext(profile))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
     with pytest.raises(RuntimeError, match="lost"):
-        loop.Ladder.profiled_operations(ladder, ladder_case(), SimpleNamespace(step=launch(gpu, 10)), False)
+        loop.Loop.profiled_operations(ladder, ladder_case(), SimpleNamespace(step=launch(gpu, 10)), False)
     assert gpu.log[0] == ("total", "opens", 0) and gpu.left_ms == 0
 
 
@@ -191,4 +192,4 @@ def test_ladder_stops_when_an_error_loses_the_gpu(monkeypatch):
         raise torch.AcceleratorError("unspecified launch failure")
 
     with pytest.raises(torch.AcceleratorError):
-        loop.Ladder.visit(SimpleNamespace(device="cuda", run_loaded=lose_gpu), ladder_case())
+        loop.Loop.visit(SimpleNamespace(device="cuda", run_loaded=lose_gpu, reason_of=str), ladder_case())

@@ -1,6 +1,7 @@
 """Define the command line, a thin layer over functions that notebooks can call, too."""
 
 import errno
+import itertools
 import math
 import os
 import re
@@ -188,9 +189,9 @@ def _sweep_and_render(sources: list[Any], runs: Path, options: "SweepOptions") -
     if any(runs.glob("*/*/record.json")):
         _render(runs, runs)
         console.print(f"open {runs / 'report.html'} in a browser; this one file is the complete report")
-        shape = "--shape 768/3072/12/12 --batch 16 --vocab 50257 --context 1024"
-        command = f"ladder {shape} --runs runs/local-mine" if gpus_here() else f"fit {shape} --memory 80"
-        console.print(f"to use your own model's dimensions: {_program()} {command}")
+        if not any(isinstance(source, dict) and source["study"] == "your_model" for source in sources):
+            command = f"{_program()} ladder FILE.py:FUNCTION --runs runs/mine"
+            console.print(f"to measure your own model (see docs/your-model.md): {command}")
     raise typer.Exit(status)
 
 
@@ -283,9 +284,25 @@ def report(
 
 @app.command()
 def ladder(
-    size: Annotated[str | None, typer.Argument(help="A named size, unless you give --shape.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SIZE|FILE.py:FUNCTION",
+            help="A named size of the built-in Transformer, unless you give --shape; or a function that builds"
+            " your own model, as FILE.py:FUNCTION or package.module:FUNCTION. The command runs your code.",
+        ),
+    ] = None,
     edition: EditionOption = None,
     shape: ShapeOption = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parameter",
+            "-p",
+            metavar="NAME=VALUE",
+            help="Keyword argument of your function; repeat the option for several, or for several values.",
+        ),
+    ] = None,
     context: Annotated[
         list[int] | None,
         typer.Option(
@@ -301,10 +318,43 @@ def ladder(
     """Optimize a training step one change at a time, measure each change, and write a report."""
     from stepscope.runs.sweep import SweepOptions
 
-    contexts = context or [512 if gpus_here() else 64]
-    fixed = _requested_shape(size, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
-    block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
-    _sweep_and_render([block], _local_runs(runs), SweepOptions(time_budget_s=_seconds(time_budget)))
+    if model and ":" in model:
+        if edition or shape or context:
+            raise StepscopeError(
+                "--edition, --shape, --context: got a model of your own, which takes -p NAME=VALUE instead"
+            )
+        block = _block_of_model(model, parameter or [])
+    else:
+        if parameter:
+            raise StepscopeError(f"-p: got {parameter[0]!r:.80}, but it only applies to a model of your own")
+        contexts = context or [512 if gpus_here() else 64]
+        fixed = _requested_shape(model, edition, shape) | {"batch_size": batch, "vocab_size": vocab}
+        block = {"study": "ladder", "fixed": fixed, "axes": {"context_length": contexts}}
+    options = SweepOptions(time_budget_s=_seconds(time_budget), progress=True)
+    _sweep_and_render([block], _local_runs(runs), options)
+
+
+def _block_of_model(model: str, parameters: list[str]) -> dict[str, Any]:
+    """Return the block of a sweep that measures a user's model, for all combinations of the given arguments.
+
+    The runs find the model through the environment, because their records contain no path.
+    """
+    from stepscope.studies.your_model.config import ARGUMENT
+    from stepscope.studies.your_model.source import MODEL, find
+
+    source = find(model, Path())
+    values: dict[str, list[str]] = {}
+    for argument in parameters:
+        if not re.fullmatch(ARGUMENT, argument):
+            raise StepscopeError(
+                f"-p: got {argument!r:.80}, but expected NAME=VALUE with a number or a plain word as the value"
+            )
+        values.setdefault(argument.partition("=")[0], []).append(argument)
+    arguments = [" ".join(combination) for combination in itertools.product(*values.values())]
+    os.environ[MODEL] = source.place
+    if not source.place.startswith(str(source.path)):  # a package's module is imported from its root
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(source.root), os.environ.get("PYTHONPATH", "")])
+    return {"study": "your_model", "fixed": source.fields, "axes": {"arguments": arguments}}
 
 
 def _requested_shape(size: str | None, edition: int | None, shape: str | None) -> dict[str, Any]:
@@ -527,13 +577,15 @@ def profile(
     from_ms: Annotated[
         float | None,
         typer.Option(
-            "--from", help="Skip operations that begin earlier, in ms after the capture's first operation."
+            "--from",
+            help="Skip operations that begin less than this many ms after the capture's first operation.",
         ),
     ] = None,
     to_ms: Annotated[
         float | None,
         typer.Option(
-            "--to", help="Skip operations that begin later, in ms after the capture's first operation."
+            "--to",
+            help="Skip operations that begin more than this many ms after the capture's first operation.",
         ),
     ] = None,
     csv: Annotated[

@@ -1,8 +1,8 @@
 """Run configurations: typed, validated, and identified by their fields.
 
 :class:`RunConfig` has the fields of every run, and :class:`StepConfig` adds those of the model's training step.
-Each study subclasses one of them as ``Config`` in its ``config.py`` and adds its specific fields. Everything that
-a run depends on is a field, so the run id, which is built from the fields, identifies the run completely.
+Each study subclasses one of them as ``Config`` in its ``config.py`` and adds its own fields. Every input of a run
+is a field, and the run id is built from the fields, so the id identifies the run completely.
 """
 
 import ast
@@ -23,7 +23,7 @@ from stepscope import StepscopeError
 
 
 class Dimensions(NamedTuple):
-    """A model's dimensions, which define its size."""
+    """The four dimensions that define a model's size."""
 
     d_model: int
     d_ff: int
@@ -57,7 +57,7 @@ PHASES = {
     "forward_backward": ["forward", "loss", "backward"],
     "step": [*PHASE_NAMES],
 }
-TOTAL = "total"  # label of the row that sums up all phases of a mode
+TOTAL = "total"  # label of the row for all phases of a mode together
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 # Display names for documents.
 PRECISION_NAMES = {"fp32": "fp32", "tf32": "TF32", "bf16": "bf16", "fp16": "fp16"}
@@ -69,14 +69,14 @@ class ConfigError(StepscopeError, ValueError):
 
 
 def resolve_size(name: Any, edition: Any = None) -> str:
-    """Return the name in :data:`SIZES` of a size.
+    """Return a size's name in :data:`SIZES`.
 
     Args:
-        name: the size's name in the handout of that edition, or in :data:`SIZES` without an edition.
-        edition: the handout's year, or None.
+        name: the size's name in the handout of ``edition``, or in :data:`SIZES` if ``edition`` is None.
+        edition: the year of the handout, or None.
 
     Raises:
-        ConfigError: the edition is unknown, or has no size with this name.
+        ConfigError: the edition is unknown, or no size has this name.
     """
     if edition not in [None, *EDITIONS]:
         years = " and ".join(map(str, EDITIONS))
@@ -95,9 +95,9 @@ def resolve_size(name: Any, edition: Any = None) -> str:
 
 
 def resolve_device(device: Any) -> Any:
-    """Replace ``auto`` by this machine's device; return other values for the field's type to validate."""
+    """Replace ``auto`` with this machine's device; return any other value unchanged."""
     if device == "auto":
-        import torch  # imported lazily: Dask's workers also import this module, and start faster without it
+        import torch  # imported lazily: Dask's workers also import this module, and start faster without torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -108,7 +108,7 @@ Dimension = Annotated[int, Field(ge=1, le=2**20)]
 Length = Annotated[int, Field(ge=1, le=2**24)]
 Layers = Annotated[int, Field(ge=1, le=10_000)]
 Steps = Annotated[int, Field(ge=1, le=10**6)]
-# An unnamed size, as run ids and tables format it.
+# An unnamed size, as tables format it.
 SHAPE = re.compile(r"d([0-9]{1,7}) f([0-9]{1,7}) l([0-9]{1,7}) h([0-9]{1,7})")
 MAX_SHOWN = 100  # maximum length of an invalid value in an error message
 
@@ -161,6 +161,11 @@ class RunConfig(BaseModel):
     def notebook(self) -> str:
         return self.notebook_for(dict(self))
 
+    @property
+    def gpus_needed(self) -> int:
+        """The number of GPUs that the run uses; on a CPU, the number of a worker's slots."""
+        return 1
+
     def digest(self) -> str:
         """Return a digest of the fields that differ from their defaults.
 
@@ -188,7 +193,7 @@ class RunConfig(BaseModel):
 
     @property
     def run_id(self) -> str:
-        """The readable id of the run, which is the same however the configuration was written."""
+        """The run's readable id, which is the same whether you give a size's name or its dimensions."""
         return "-".join([*self.words_of_id(), self.digest()])
 
     @property
@@ -284,7 +289,7 @@ class StepConfig(RunConfig):
         return self
 
     def step(self, **changes: Any) -> "StepConfig":
-        """Return this run as a StepConfig, with changes and without the fields that its study adds."""
+        """Return a StepConfig with this run's values and ``changes``, without the fields that its study adds."""
         names = StepConfig.model_fields.keys() - {"study", "size"}
         fields = {name: getattr(self, name) for name in names}
         return StepConfig(**fields | changes)
@@ -300,8 +305,7 @@ class StepConfig(RunConfig):
 def studies() -> dict[str, type[RunConfig]]:
     """Return the configuration class of each study by name, in the report's order.
 
-    The classes are imported by name from the list in :mod:`stepscope.studies`, because that package is a
-    layer above this module.
+    The classes are imported by name, because the studies import this module.
     """
     names = importlib.import_module("stepscope.studies").STUDIES
     configs = {}
@@ -333,7 +337,7 @@ def configure(study: str, **values: Any) -> Any:
 
 
 def format_errors(error: ValidationError, model: type[BaseModel]) -> str:
-    """Format a validation error: one sentence per invalid field, such as ``tables.samples.rows``."""
+    """Format a validation error: one sentence per invalid field, which a path names (``tables.samples.rows``)."""
     sentences = [_format_error(item, model) for item in error.errors()]
     return "; ".join(sentences)
 
@@ -396,14 +400,14 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
         if not cell.startswith("# Parameters\n"):
             continue
         known = dict.fromkeys([*assigned_constants(defaults), *more_names])
-        known.pop("run_folder", None)  # for sweeps, so it isn't suggested
+        known.pop("run_folder", None)  # only sweeps set it, so it isn't suggested
         for name in assigned_constants(cell):
             if name not in known and name != "run_folder":
                 raise ConfigError(f"{name:.100}: no such parameter; {_suggest(name, known)}")
 
 
 def assigned_constants(cell: str) -> list[str]:
-    """Return the names that a cell assigns constants to; empty if it does anything else except importing."""
+    """Return the names to which a cell assigns constants; empty if it has other statements, apart from imports."""
     names: list[str] = []
     try:
         for statement in ast.parse(cell).body:
@@ -419,7 +423,7 @@ def assigned_constants(cell: str) -> list[str]:
 
 
 def require_device(config: RunConfig) -> None:
-    """Check, before anything starts, that this machine supports the configuration's device and precision.
+    """Check that this machine supports the configuration's device and precision.
 
     Raises:
         ConfigError: this machine has no such device, or the device doesn't support the precision.
@@ -436,8 +440,8 @@ def require_device(config: RunConfig) -> None:
         if config.precision in ("tf32", "bf16") and major < 8:
             name = torch.cuda.get_device_name()
             raise ConfigError(
-                f"precision: got {config.precision!r}, but {name} has compute capability {major}.{minor}"
-                " and it needs 8.0; fp32 and fp16 are possible"
+                f"precision: got {config.precision!r}, but {name} has compute capability {major}.{minor},"
+                " which is below the required 8.0; fp32 and fp16 are possible"
             )
     elif config.precision == "tf32":
         raise ConfigError("precision: got 'tf32', but a CPU has no TF32; fp32, bf16 and fp16 are possible")

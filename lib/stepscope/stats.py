@@ -1,22 +1,22 @@
-"""Statistics of measurements, and the thresholds by which reports separate differences from noise."""
+"""Statistics of measurements, and the thresholds below which a difference is noise."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
 
-# A step whose GPU is busy (GPU time over wall time) at least this much is not launch-bound.
+# A step is not launch-bound if its GPU is busy for at least this share of the wall time.
 LAUNCH_BOUND = 0.95
-# Smaller speedups are noise, because most optimized steps are power-limited.
+# Smaller speedups are noise, because most optimized steps are power-limited and their clock fluctuates.
 MIN_GAIN = 0.03
-# Smaller speedups of a launch-bound step are noise: its wall times don't repeat, not even the fastest of a
-# hundred steps of one process on an otherwise idle machine.
+# Smaller speedups of a launch-bound step are noise. Its wall time doesn't repeat: even the fastest of a hundred
+# steps varies between processes on an otherwise idle machine.
 MIN_LAUNCH_BOUND_GAIN = 0.20
-# Warm steps of one process spread by less than this in wall time. A step that differs by more is still warming
-# up, or waits for launches.
+# The wall times of a process's warm steps differ by less than this share. A step that differs by more is still
+# warming up, or is launch-bound.
 MAX_WARM_SPREAD = 0.01
-# GPU time comes from other steps than wall time, at a slightly different clock, so ``busy`` can exceed 1 a
-# little. A larger value is impossible: something disturbed the case, and reports omit it.
+# GPU time and wall time come from different steps, whose clocks differ slightly, so ``busy`` can slightly exceed
+# 1. A larger value is impossible: something disturbed the measurement, and reports omit the case.
 MAX_BUSY = 1.02
 MAX_BUSY_POWER_LIMITED = 1.03
 # A GPU whose SM clock is below this share of its maximum is power-limited.
@@ -26,10 +26,9 @@ MAX_LOST_SHARE = 1e-3
 
 
 def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return ``median``, ``mean``, quartiles (``q1``, ``q3``), minimum (``min``) and sample standard deviation
-    (``std``).
+    """Return ``median``, ``mean``, ``std`` (of the sample), the quartiles ``q1`` and ``q3``, and ``min``.
 
-    ``std`` of a single value is NaN, and so are all statistics of no values.
+    All have the unit of the values. ``std`` of a single value is NaN, and so are all statistics of no values.
     """
     samples = np.asarray(values, dtype=float)
     if not len(samples):
@@ -49,10 +48,15 @@ def location(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan) -> bool:
     """Return whether a phase or step is launch-bound; False if ``busy`` is unknown.
 
-    It is when (1) the GPU is idle for more than 5% of it and (2) the CPU takes longer to enqueue it than the
-    GPU takes to run it. One condition alone is not enough: small kernels leave gaps of 2 µs even if the CPU is
-    far ahead, and a CPU that is so far ahead that the launch queue (1,024 launches) is full enqueues until the
-    end. If the enqueue time is unknown, only the first condition counts.
+    A step is launch-bound if (1) the GPU is idle for more than 5% of the wall time and (2) the CPU takes longer to
+    enqueue the step than the GPU takes to run it. Neither condition is enough alone. Small kernels leave gaps of
+    2 µs even if the CPU is far ahead. And once the launch queue (1,024 launches) is full, the CPU must wait for
+    the GPU, so enqueuing takes almost as long as the step.
+
+    Args:
+        busy: GPU time over wall time, or NaN.
+        enqueue_ms: the CPU's time; if it is NaN, only the first condition counts.
+        gpu_ms: the GPU's time.
     """
     is_gpu_idle = busy < LAUNCH_BOUND
     is_cpu_ahead = enqueue_ms <= gpu_ms
@@ -70,8 +74,8 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
     """Return the speedup in wall time from one step to another; NaN if it is within the noise.
 
     If one of the steps is launch-bound, the fastest steps are compared, because launch-bound medians don't
-    repeat, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise the medians are compared,
-    and no difference is noise.
+    repeat, and a difference below :data:`MIN_LAUNCH_BOUND_GAIN` is noise. Otherwise, the medians are compared,
+    and every difference counts.
 
     Args:
         before, after: mappings with ``wall_ms``, ``wall_min_ms``, ``enqueue_ms``, ``gpu_ms`` and ``busy``.
@@ -87,7 +91,7 @@ def wall_speedup(before: Mapping[str, float], after: Mapping[str, float]) -> flo
 
 
 def spread_ms(rows: pd.DataFrame) -> pd.Series:
-    """Return the interquartile range of each row's wall times, which a few slow steps don't change."""
+    """Return the interquartile range of each row's wall times in ms; a few slow steps don't change it."""
     return rows["wall_q3_ms"] - rows["wall_q1_ms"]
 
 

@@ -52,6 +52,7 @@ from stepscope.traces.torch_trace import (
     Trace,
     build_ranges,
     build_records,
+    cpu_work,
     gpu_names,
     host_events,
     no_work_error,
@@ -169,7 +170,10 @@ class Capture:
 
 
 def load_capture(
-    path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
+    path: Path | str,
+    step: str | None = None,
+    phases: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
 ) -> Capture:
     """Read a capture file, which may be gzipped.
 
@@ -179,12 +183,13 @@ def load_capture(
     Args:
         step: the step ranges' name, without numbers; None to detect it.
         phases: phases by range name or pattern, such as "*(F)"; other ranges' names determine their phases.
+        on_cpu: if a trace contains no GPU work, read the CPU's operators and gloo's collectives instead.
 
     Raises:
         TraceError: the file has none of these formats, is cut off or contains no GPU work; or no range matches
             the name of the step or of a phase.
     """
-    capture = load_capture_or_sums(path, step, phases)
+    capture = load_capture_or_sums(path, step, phases, on_cpu)
     if not isinstance(capture, Capture):
         raise TraceError(
             f"{path}: this is the nsys report {KERNEL_REPORT}, which contains only sums; expected a capture with"
@@ -194,14 +199,17 @@ def load_capture(
 
 
 def load_capture_or_sums(
-    path: Path | str, step: str | None = None, phases: Mapping[str, str] | None = None
+    path: Path | str,
+    step: str | None = None,
+    phases: Mapping[str, str] | None = None,
+    on_cpu: bool = False,
 ) -> Capture | pd.DataFrame:
     """Read a capture like ``load_capture``, but return nsys's report cuda_gpu_kern_sum as a table."""
     path = Path(path)
     with readable_capture(path) as (kind, file):
         if kind == "json":
             trace = read_trace(file, SHAPED)
-            records, autograd, host = _records_of_trace(str(path), trace)
+            records, autograd, host = _records_of_trace(str(path), trace, on_cpu)
             uses_gpu_ranges = records.ranges.empty and len(trace.gpu_ranges) > 0 and len(trace.processes) <= 1
             if uses_gpu_ranges:
                 records.ranges = _gpu_ranges(records, trace)
@@ -353,10 +361,12 @@ def _host_events_from_ranges(ranges: pd.DataFrame) -> pd.DataFrame:
     return rows[["key", "start_ns", "end_ns"]].assign(kind=kind, name=name)
 
 
-def _records_of_trace(path: str, trace: Trace) -> tuple[Records, Autograd, pd.DataFrame]:
+def _records_of_trace(path: str, trace: Trace, on_cpu: bool) -> tuple[Records, Autograd, pd.DataFrame]:
     """Return a trace's records, autograd ranges and host events."""
     events = trace.events
     operators, work = events[events["cat"] == OPERATOR], events[events["cat"].isin([*WORK])]
+    if work.empty and on_cpu:
+        work = cpu_work(events)
     if work.empty:
         raise no_work_error(path, trace)
     records, external_ids = build_records(path, events, work)

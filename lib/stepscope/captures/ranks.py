@@ -25,6 +25,7 @@ from stepscope.captures.lines import Line, clean, counted, listed
 from stepscope.captures.step_breakdown import COMMUNICATION, Device, busiest_device, busy_ns
 from stepscope.report.tables import number
 from stepscope.traces.attribution import TraceError
+from stepscope.traces.torch_trace import GLOO
 
 KEY = ["step", "communicator", "kind", "number"]
 MIN_SHARE_SHOWN = 0.005  # share of the step; shorter waiting is omitted
@@ -43,8 +44,8 @@ class Comparison:
         and idle. The parts add up to wall. Transfer, waiting and unmatched (communication that may be either) are
         exposed: nothing else runs on the rank's GPU meanwhile.
     collectives: a row per rank and matched collective: :data:`KEY`, rank, position (in the rank's operations),
-        start_ns and end_ns (on the rank's own clock), duration_ns, transfer_ns, waiting_ns, and last (the rank
-        that arrived last).
+        is_kernel (False for gloo's collectives), start_ns and end_ns (on the rank's own clock), duration_ns,
+        transfer_ns, waiting_ns, and last (the rank that arrived last).
     unmatched: the number of communication kernels whose collectives the ranks don't share.
     mismatched: the number of collectives that we excluded because their kernels end at different times.
     step_count: the number of steps that all ranks share.
@@ -95,7 +96,7 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
     is_matched = is_same_count & has_all_ranks & (members > 1)
     unmatched = int((~is_matched).sum())
     rows = rows[is_matched]
-    is_mismatched = _end_difference_ns(rows) > MAX_END_DIFFERENCE_MS * 1e6
+    is_mismatched = rows["is_kernel"] & (_end_difference_ns(rows) > MAX_END_DIFFERENCE_MS * 1e6)
     mismatched = len(rows[is_mismatched].drop_duplicates(KEY))
     rows = rows[~is_mismatched].reset_index(drop=True)
     if rows.empty:
@@ -130,6 +131,7 @@ def _collectives_of_rank(rank: int, gpu: Device) -> pd.DataFrame:
             "step": rows["step"].map(names) if gpu.has_steps else "capture",
             "communicator": rows["communicator"].astype(str),
             "kind": rows["name"].astype(str).map(collective),
+            "is_kernel": ~rows["name"].astype(str).str.match(GLOO),
             "start_ns": rows["start_ns"] + gpu.capture.base_ns,
             "end_ns": rows["end_ns"] + gpu.capture.base_ns,
             "duration_ns": rows["duration_ns"],

@@ -293,7 +293,7 @@ class Device:
 
     @cached_property
     def untraced_graphs(self) -> int:
-        """The number of CUDA graph launches within steps whose operations the capture omits.
+        """The number of CUDA graphs launched within steps for which the capture contains no operations.
 
         The GPU may be running these graphs when it appears idle. If there are no steps, all launches count.
         """

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from stepscope.report.style import Picture, svg
 
-MODULES = ("ladder", "benchmark", "nsys", "mixed_precision", "memory", "attention")
+MODULES = ("ladder", "benchmark", "nsys", "mixed_precision", "memory", "attention", "distributed")
 
 
 def all_figures() -> dict[str, Callable[..., str]]:

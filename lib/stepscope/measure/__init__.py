@@ -5,7 +5,7 @@
     steps(subject, cases, config)           the complete protocol, for a dictionary of steps
     record_memory(subject, cases, config)   every allocation of one step of each case
     Subject(model, batch, loss, optimizer)  the model and all that its steps use; .reset() frees its gradients
-    negligible_learning_rate(optimizer)     a context in which steps leave the weights as they are
+    negligible_learning_rate(optimizer)     a context in which steps don't change the weights
 
     time_steps(step, steps, warmups, device, ...)  one row per step and phase: wall_ms, enqueue_ms
     Phases(device), .ms()                   the ``phase`` that a step is called with: wall and enqueue time
@@ -21,14 +21,14 @@
     find_inconsistencies(row, profiled_ms), is_power_limited(row), TRIES   sanity checks of a row
     step_times, operations_by_name          the tables of a run
 
-    out_of_memory(status, case, ...)        note a case that fails, free its memory, and continue with the others
+    out_of_memory(status, case, ...)        record that a case fails, free its memory, and continue
     asked_and_allocated(message)            the numbers in an out-of-memory message
     reset_peak_memory, peak_memory(device)  peak_gib and reserved_gib since the reset
-    saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   what autograd keeps
+    saved_for_backward(call, *inputs), storage_bytes(*tensors), pass_memory(...)   the memory that autograd keeps
     ceilings(device, precisions)            measured peak rates: matmul TFLOP/s by precision, copy TB/s
     sheet_tflops, sheet_clock_mhz(precision, device)   the data sheet's peak rate and the SM clock it assumes
 
-Everything works on a CPU; results that only a GPU has are then empty or NaN, or a text says why.
+Everything works on a CPU. Results that need a GPU are then empty or NaN, or replaced by the reason.
 """
 
 from stepscope.measure.compiler import allow_recompiling, fresh_compiler_cache, seconds_with_compiling

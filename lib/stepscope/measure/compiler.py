@@ -1,4 +1,4 @@
-"""Settings of torch.compile: its cache, and the number of shapes that it may compile a function for."""
+"""Settings of torch.compile: its cache, and the number of shapes for which it may compile a function."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,16 +9,16 @@ from stepscope.measure.timing import synchronizer
 
 
 def fresh_compiler_cache() -> AbstractContextManager:
-    """Return a context in which everything is compiled from scratch, without an earlier run's cache."""
+    """Return a context in which everything is compiled anew, without the cache of earlier runs."""
     from torch._inductor.utils import fresh_cache  # imported lazily: it loads the compiler
 
     return fresh_cache()
 
 
 def allow_recompiling(shapes: int) -> None:
-    """Let a function be compiled for this many shapes; PyTorch's default is 8.
+    """Let torch.compile compile a function for this many shapes; PyTorch's default is 8.
 
-    Further shapes raise an error. By default, PyTorch runs them uncompiled.
+    More shapes raise an error. By default, PyTorch would run them uncompiled.
     """
     import torch._dynamo.config as dynamo
 
@@ -28,7 +28,7 @@ def allow_recompiling(shapes: int) -> None:
 
 
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
-    """Return how many seconds a first step takes, in which it is compiled."""
+    """Run a step for the first time, which compiles it; return how many seconds it takes."""
     synchronize = synchronizer(device)
     started = default_timer()
     step()

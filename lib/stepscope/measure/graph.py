@@ -1,4 +1,4 @@
-"""Capture a step as one CUDA graph, and replay it to see what its launches cost."""
+"""Capture a step as one CUDA graph, and replay it to measure the cost of its launches."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ from stepscope.model.training_step import release
 def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int) -> Callable[[], Any]:
     """Capture ``step`` as one CUDA graph; return a function that replays it and returns the step's output.
 
-    Warm-up steps change weights and optimizer; the capture itself doesn't.
+    Warm-up steps change the weights and the optimizer's state; the capture itself doesn't.
 
     Args:
         step: reads its inputs in place, and does all of its work on the GPU.
-        clear: frees the gradients. The graph allocates its gradients in its own memory pool, and those of the
-            warm-up would take memory as well.
-        warmups: steps before the capture, on its stream: they load and choose kernels and create the
-            optimizer's state.
+        clear: frees the warm-up's gradients. They would take memory in addition to the gradients in the graph's
+            own memory pool.
+        warmups: the number of steps to run before the capture, on its stream. They load and choose kernels, and
+            create the optimizer's state.
     """
     side_stream, stream = torch.cuda.Stream(), torch.cuda.current_stream()
     side_stream.wait_stream(stream)
@@ -40,13 +40,13 @@ def graph_of(step: Callable[[], Any], clear: Callable[[], object], warmups: int)
         with torch.cuda.graph(graph, stream=side_stream):
             output = step()
     except BaseException:
-        # A failed capture leaves its stream current and the random generator in capture mode. Then whatever
-        # torch.compile compiles later fails with "Offset increment outside graph capture".
+        # A failed capture leaves its stream current and the random generator in capture mode. A later compilation
+        # by torch.compile would then fail with "Offset increment outside graph capture".
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(state)
         raise
 
-    # holds the step, because a graph doesn't keep the tensors alive that it reads
+    # The default argument keeps the step alive, because a graph doesn't keep the tensors alive that it reads.
     def replay(_step: object = step) -> Any:
         graph.replay()
         return output
@@ -67,10 +67,11 @@ def replay(
     """Capture a step as a CUDA graph and time its replays.
 
     Args:
-        optimizer: None if the step uses none. Its state is cleared afterwards, and weights have changed.
+        optimizer: the step's optimizer, or None. Its state is cleared afterwards, and the weights have changed.
         scaler: the step's ``GradScaler``, or None.
         clear: frees the gradients.
-        replays, at_least_s: there are at least this many replays, and they take at least this long.
+        replays: the minimum number of replays.
+        at_least_s: the minimum total time of the replays, in seconds.
 
     Returns:
         The wall time of each replay in ms, and "". If the step can't be captured: no times, and the reason.
@@ -82,13 +83,13 @@ def replay(
     with capturable(optimizer):
         try:
             clear()
-            torch.cuda.empty_cache()  # the warm-up's stream can't reuse blocks that others have cached
+            torch.cuda.empty_cache()  # the warm-up's stream can't reuse blocks that other streams have cached
             graph = graph_of(step, clear, warmups=1)
             samples = time_steps(lambda phases: graph(), replays, 0, device, at_least_s=at_least_s)
             replayed_ms = wall_times_ms(samples).tolist()
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             failure = capture_failure(error)
-        if failure:  # not in the handler, where the error still holds its frames' tensors
+        if failure:  # outside the handler, in which the error still holds its frames' tensors
             gc.collect()
     clear()
     release(device, after_error=bool(failure))
@@ -107,7 +108,7 @@ def not_capturable(device: str, optimizer: Any = None, scaler: Any = None) -> st
 def capture_failure(error: BaseException | None) -> str:
     """Describe the first error of a failed capture.
 
-    Ending the capture fails as well, but that error doesn't name the cause.
+    Ending the capture then raises another error, which doesn't name the cause.
     """
     causes = []
     while error is not None:
@@ -124,12 +125,12 @@ def capture_failure(error: BaseException | None) -> str:
 
 @contextmanager
 def capturable(optimizer: Any) -> Iterator[None]:
-    """Make an optimizer's steps capturable: AdamW's step count moves from the CPU to the GPU.
+    """Make an optimizer's steps capturable by moving AdamW's step counts from the CPU to the GPU.
 
     The optimizer's state is cleared afterwards, so that the next eager step creates new state.
 
     Args:
-        optimizer: None if the step uses none.
+        optimizer: the step's optimizer, or None.
     """
     if optimizer is None:
         yield

@@ -1,4 +1,4 @@
-"""Read the allocator's statistics, and find what autograd saves for backward."""
+"""Read the allocator's statistics, and find the tensors that autograd saves for backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,13 +20,15 @@ def reset_peak_memory(device: str) -> None:
 
 
 def allocated_memory(device: str) -> dict[str, float]:
-    """Return ``state_gib``, the memory that tensors hold now; empty on a CPU."""
+    """Return ``state_gib``, the memory allocated to tensors now; empty on a CPU."""
     return {"state_gib": torch.cuda.memory_allocated() / GIB} if device == "cuda" else {}
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """Return the maxima since :func:`reset_peak_memory`: ``peak_gib``, allocated to tensors, and
-    ``reserved_gib``, reserved from the driver. Empty on a CPU, whose allocator has no statistics."""
+    """Return the maxima since :func:`reset_peak_memory`; empty on a CPU, whose allocator has no statistics.
+
+    ``peak_gib`` is the memory allocated to tensors, and ``reserved_gib`` is the memory reserved from the driver.
+    """
     if device != "cuda":
         return {}
     return {
@@ -36,8 +38,10 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def device_bytes(device: str) -> float:
-    """Return the bytes that this process's tensors can occupy in all; NaN on a CPU, whose memory other
-    programs use as well."""
+    """Return the bytes that this process's tensors can occupy in total.
+
+    The result is NaN on a CPU, whose memory is shared with other programs.
+    """
     if device != "cuda":
         return float("nan")
     free, _ = torch.cuda.mem_get_info()
@@ -45,7 +49,7 @@ def device_bytes(device: str) -> float:
 
 
 def storage_bytes(*tensors: Any) -> int:
-    """Return the bytes of the storages of tensors, or of tuples, lists and dicts of tensors.
+    """Return the bytes of the storages of tensors, which may be nested in tuples, lists and dicts.
 
     Tensors that share a storage count once.
     """
@@ -57,7 +61,7 @@ def storage_bytes(*tensors: Any) -> int:
 def saved_for_backward(call: Callable[..., Any], *inputs: Any) -> tuple[Any, list[Tensor]]:
     """Run ``call(*inputs)``; return its output, and the tensors that autograd saves for backward.
 
-    There is one tensor per storage. Inputs and output are included if backward needs them.
+    The list has one tensor per storage. It includes inputs and the output if backward needs them.
     """
     saved: dict[int, Tensor] = {}
 
@@ -76,18 +80,21 @@ def pass_memory(
     """Run forward and backward once; return the memory that they use, in bytes.
 
     Args:
-        gradient: of the output.
-        held: bytes that are in use before, for example by inputs and a mask; all results but ``saved`` include
-            them.
+        call: the forward pass, a function of ``inputs``.
+        inputs: the tensors whose gradients backward computes.
+        gradient: the gradient of the output.
+        held: bytes already in use before the call, for example by inputs and a mask. All results except ``saved``
+            include them.
+        device: "cuda" or "cpu".
 
     Returns:
-        saved: created by forward and saved for backward, without the output.
-        in_use: before backward, with the output.
-        forward, backward: the peak during forward, and during both. Missing on a CPU, whose allocator has no
-            statistics.
+        saved: bytes that forward creates and saves for backward, without the output.
+        in_use: bytes in use between forward and backward, including the output.
+        forward, backward: the peak during forward, and during both passes. Missing on a CPU, whose allocator has
+            no statistics.
 
-        On a CPU, ``saved`` counts the storages that autograd saves, except those of inputs, output and boolean
-        masks: a mask is created once, and not by forward.
+        On a CPU, ``saved`` counts the storages that autograd saves, except for those of inputs, of the output, and
+        of boolean masks, because masks are not created by forward.
     """
     for x in inputs:
         x.grad = None

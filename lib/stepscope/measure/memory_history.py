@@ -25,8 +25,12 @@ Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 
 
 class AllocatorCounts(NamedTuple):
-    """The allocator's statistics: the number of allocations and frees so far, the requested bytes now, and the
-    peaks since the last reset in bytes."""
+    """The statistics of PyTorch's allocator.
+
+    allocations, frees: how many there have been so far.
+    requested: bytes that live tensors requested.
+    peak_requested, peak_allocated, peak_reserved: peaks since the last reset, in bytes.
+    """
 
     allocations: int
     frees: int
@@ -61,11 +65,12 @@ class MemoryHistory:
     """The recorded allocations of one step of a mode.
 
     before: live bytes by kind when the recording started.
-    start: the allocator's statistics at that time.
-    phases: name, and the statistics at the phase's start and end.
-    regions: the number of allocations so far, and the region that was opened then; None if one was closed.
+    start: the allocator's statistics when the recording started.
+    phases: each phase's name, and the allocator's statistics at its start and end.
+    regions: for each region that was opened or closed, the number of allocations so far and the region's name;
+        None instead of a name if the region was closed.
     gradients: addresses of the gradients at the end of backward.
-    snapshot: of PyTorch's allocator, with the history.
+    snapshot: the snapshot of PyTorch's allocator, with the history.
     reason: why there is no history: the step ran out of memory.
     """
 
@@ -90,8 +95,8 @@ class MemoryHistory:
 class Recordings:
     """The result of :func:`record_memory`.
 
-    histories: one per case; none on a CPU, whose allocator keeps no history.
-    learning_rate: of the optimizer while steps were recorded; None if no step uses one.
+    histories: one per case; empty on a CPU, whose allocator keeps no history.
+    learning_rate: the optimizer's rate while steps were recorded; None if no step uses an optimizer.
     """
 
     histories: list[MemoryHistory]
@@ -99,10 +104,11 @@ class Recordings:
 
 
 class Recorder:
-    """The ``phase`` that a step is called with, and a replacement for NVTX's domain, in which the model opens its
-    ranges: it records how many allocations there have been when each phase and range starts and ends.
+    """Records how many allocations there have been when each phase and range starts and ends.
 
-    This way, the regions of backward are known as well, where the allocator's history has no Python stack.
+    A step is called with the recorder as its ``phase``, and the model opens its ranges with the recorder instead
+    of the NVTX domain. So the regions of backward are known, for which the allocator's history has no Python
+    stacks.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -130,7 +136,7 @@ class Recorder:
         self.begin = allocator_counts()
 
     def __exit__(self, error, *rest) -> None:
-        if error:  # for example out of memory, which is the case's outcome
+        if error:  # such as running out of memory, which the caller records
             return
         self.phases.append((self.name, self.begin, allocator_counts()))
         if self.name == "loss":
@@ -157,7 +163,7 @@ def live_bytes(subject: Subject, mode: str) -> dict[str, int]:
 
 
 def _moments(subject: Subject) -> list[torch.Tensor]:
-    """Return the tensors of the optimizer's state on the device; AdamW's step counts are on the CPU."""
+    """Return the tensors of the optimizer's state on the device, without AdamW's step counts on the CPU."""
     device = subject.batch[0].device
     moments = []
     for state in subject.optimizer.state.values():
@@ -181,6 +187,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
         subject: the model, batch and optimizer that the steps use.
         cases: the steps by mode, in the order in which they are recorded. A step takes an optional ``phase``,
             and wraps each of its phases in ``with phase("forward"):``.
+        config: gives the number of warm-up steps, the precision and the device.
     """
     histories: list[MemoryHistory] = []
     with negligible_learning_rate(subject.optimizer):
@@ -190,7 +197,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
 
 
 def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record a case, or note why it ran out of memory; then free its memory."""
+    """Record a case, or the reason why it ran out of memory; then free its memory."""
     failed: dict[Any, tuple[str, str]] = {}
     with out_of_memory(failed, mode):
         history = record_step(subject, mode, step, config)
@@ -207,7 +214,7 @@ def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
     """Record a step, after warm-up steps that create the optimizer's state and cuBLAS's workspaces.
 
     Raises:
-        torch.OutOfMemoryError: names the step.
+        torch.OutOfMemoryError: memory ran out; the message names the step.
     """
     recorder = Recorder(subject.model)
     for index in range(config.warmup_steps):
@@ -230,7 +237,7 @@ def record_step(subject: Subject, mode: str, step: Step, config: StepConfig) -> 
         ranges.use_ranges(nvtx.get_domain(ranges.DOMAIN))
     subject.reset()
     requested = allocator_counts().requested
-    torch._C._cuda_clearCublasWorkspaces()  # frees nothing but the workspaces
+    torch._C._cuda_clearCublasWorkspaces()  # frees only the workspaces, so the difference is their size
     before["workspaces"] = requested - allocator_counts().requested
     return MemoryHistory(
         mode,

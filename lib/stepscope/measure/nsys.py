@@ -7,7 +7,7 @@ from pathlib import Path
 from stepscope.traces.nsys_tool import NsysError, find_nsys, missing_libraries, nsys_version
 
 # Files in the profiled process's folder: the function that runs a step in ranges, the outcome of each mode, and
-# the trace of torch.profiler.
+# torch.profiler's trace.
 RANGED, OUTCOME, TRACE = "ranged.py", "outcome.json", "capture.trace.json"
 REPLAY = "replay"  # the range in which forward is captured as a CUDA graph and replayed, outside of any step
 
@@ -16,11 +16,11 @@ REPLAY = "replay"  # the range in which forward is captured as a CUDA graph and 
 class ProfiledModes:
     """The profile of a configuration's modes.
 
-    file: None if nothing was profiled.
-    modes: by mode its status and reason; the wall times of its steps, unprofiled_ms and profiled_ms; the
-        unprofiled steps' enqueue_ms; and their clock, with sm_clock_mhz and highest_clock_mhz.
+    file: the report of nsys or the trace of torch.profiler; None if nothing was profiled.
+    modes: for each mode, its status and reason; the wall times unprofiled_ms and profiled_ms of its steps; and
+        the enqueue_ms and the clock (sm_clock_mhz and highest_clock_mhz) of its unprofiled steps.
     step_modes: the mode of each step in the file, in order.
-    learning_rate: of AdamW during these steps; None if the weights did not fit.
+    learning_rate: AdamW's rate during these steps; None if the weights did not fit.
     """
 
     file: Path | None
@@ -30,7 +30,7 @@ class ProfiledModes:
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
-    """Return a description of this machine's profiler, and the path of nsys; None for torch.profiler."""
+    """Return a description of this machine's profiler, and the path of nsys, or None for torch.profiler."""
     if device == "cpu":
         return "torch.profiler, CPU operators", None
     nsys = find_nsys()
@@ -40,10 +40,11 @@ def profiler_here(device: str) -> tuple[str, Path | None]:
 
 
 def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledModes:
-    """Read what the profiled process and its profiler wrote to ``folder``.
+    """Read the files that the profiled process and its profiler wrote to ``folder``.
 
     Args:
-        output: printed by both of them; the error quotes its end.
+        uses_nsys: whether the profiler was nsys, and not torch.profiler.
+        output: the output of the process and the profiler; errors quote its end.
 
     Raises:
         NsysError: the process failed, or the profiler wrote no file.
@@ -55,7 +56,7 @@ def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledM
     outcome = json.loads(text)
     file = None
     if outcome["step_modes"]:
-        # capture.nsys-rep with capture-range-end=repeat:1, but releases differ
+        # releases of nsys name the report differently if capture-range-end is repeat:1
         reports = folder.glob("capture*.nsys-rep")
         file = next(iter(reports), None) if uses_nsys else folder / TRACE
         if file is None or not file.exists():

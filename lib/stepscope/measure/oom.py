@@ -1,4 +1,4 @@
-"""Handle a measurement that runs out of memory: note it, free its memory, and continue with the others."""
+"""Handle a case that runs out of memory: record the reason, free the case's memory, and continue with others."""
 
 import re
 import traceback
@@ -17,29 +17,34 @@ MAX_UNSUPPORTED_CHARS = 200
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's first sentences on one line: the request and the available memory, but no paths of this
-    machine."""
-    first_sentences, *_ = re.split(r" (?:Including|Process \d)", str(error))
+    """Return an error's first sentences on one line, without paths of this machine.
+
+    In an out-of-memory error, these sentences give the request and the available memory.
+    """
+    first_sentences, *_ = re.split(
+        r" (?:Including|Process \d)|\s(?:Search for|CUDA kernel errors)", str(error)
+    )
     line = one_line(first_sentences, 4 * MAX_REASON_CHARS)
     without_paths = re.sub(r"(?<![:/\w])/\S*/", "", line)
     return without_paths[:MAX_REASON_CHARS] or type(error).__name__
 
 
 class out_of_memory:
-    """A context manager that notes a case's outcome if memory runs out, frees what the failed functions held,
-    and lets the program continue after the block.
+    """A context manager that handles running out of memory: it records the outcome, and suppresses the error.
 
         status = {}
         with out_of_memory(status, "naive"):
             run("naive")
 
-    Variables of the block itself stay alive, so call a function for everything that allocates.
+    The local variables of failed functions are freed. Variables of the block itself stay alive, so allocate only
+    in functions that the block calls.
 
     Args:
-        status: gets ``status[case] = ("oom", reason)``, or nothing if the block succeeds.
-        doing: the activity, for the reason: "while <doing>: ...".
-        or_unsupported: also note other errors, as ("unsupported", reason), except CUDA errors, after which the
-            process can't use the GPU any more.
+        status: ``status[case]`` becomes ("oom", reason), unless the block succeeds.
+        case: the key in ``status``.
+        doing: the activity, which the reason names: "while <doing>: ...".
+        or_unsupported: also record other errors, as ("unsupported", reason). CUDA errors are raised, because the
+            process can't use the GPU after them.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class out_of_memory:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Free what is held by the functions that an error and its causes have left."""
+    """Free the local variables of the functions that an error and its causes have left."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -99,10 +104,11 @@ def clear_frames(error: BaseException | None) -> None:
 def unsupported_reason(error: BaseException, messages: Sequence[warnings.WarningMessage]) -> str:
     """Return why an operation doesn't run, in PyTorch's words.
 
-    If no attention kernel is available, the error only says so. Then the warnings of the backends say why, but
-    those of disabled backends say nothing.
+    If no attention kernel is available, PyTorch's error doesn't say why, but its warnings do. We leave out the
+    warnings of disabled backends, which say nothing more.
 
     Args:
+        error: the error of the operation.
         messages: the warnings before the error.
     """
     if "No available kernel" in str(error):
@@ -122,8 +128,8 @@ def asked_and_allocated(message: str) -> dict[str, Any]:
 
     Returns:
         requested_gib: the size of the failed allocation, in GiB.
-        allocated_gib: what this process had allocated before it, in GiB.
-        reason: both in words; missing if the message has no request.
+        allocated_gib: the memory that this process had allocated before, in GiB.
+        reason: a phrase with both numbers; missing if the message has no request.
 
         Numbers that the message lacks are NaN.
     """

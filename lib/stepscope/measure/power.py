@@ -1,8 +1,8 @@
-"""The GPU's SM clock, the reasons that lower it, energy and power, as NVML reports them.
+"""The GPU's SM clock, the reasons that lower the clock, energy and power, as NVML reports them.
 
-Nothing runs in parallel with timed steps: the GPU is read between them, outside the timed intervals. Its
-energy counter is updated about ten times a second. If the steps are too short for that, the same step runs for
-some seconds more, and a thread reads in the meantime.
+Nothing runs in parallel with timed steps: we read the GPU between the steps, outside the timed intervals. The
+energy counter is updated about ten times a second. If the steps are too short for this counter, the same step is
+repeated for some seconds, while a thread reads the GPU.
 """
 
 import functools
@@ -21,13 +21,13 @@ import torch
 from stepscope.measure.timing import noop, run_for
 
 POLL_S = 0.02
-# If the steps take at least this long together, readings between them suffice for their energy: the counter's
-# first and last changes are known to a tenth of a second.
+# If the steps take at least this long in total, readings between them are enough to compute power: the times of
+# the counter's first and last change are known to a tenth of a second.
 MIN_COUNTED_S = 2.0
-SUSTAINED_S = 2.0  # shorter steps are repeated for this long
+SUSTAINED_S = 2.0  # if the timed steps are too short, more steps run for this long
 
-# Reasons for a lowered clock, by NVML's bits. "Idle" is missing, because the clock is read after a step has
-# ended.
+# NVML's bits for the reasons that lower the clock. "Idle" is missing: the GPU is always idle when we read it,
+# because a step has just ended.
 CLOCK_REASONS = {
     "power cap": pynvml.nvmlClocksEventReasonSwPowerCap,
     "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
@@ -42,7 +42,7 @@ CLOCK_REASONS = {
 class Reading(NamedTuple):
     """The GPU's state at one time; NaN where the driver reports nothing."""
 
-    time_s: float  # of timeit.default_timer
+    time_s: float  # according to timeit.default_timer
     sm_clock_mhz: float
     energy_j: float  # since the driver was loaded
     clock_reasons: float = nan  # bits of CLOCK_REASONS
@@ -50,9 +50,12 @@ class Reading(NamedTuple):
 
 @functools.cache
 def nvml_device():
-    """Return NVML's handle of torch's first device, by UUID: CUDA_VISIBLE_DEVICES may renumber the devices."""
+    """Return NVML's handle of this process's GPU, by UUID, because CUDA_VISIBLE_DEVICES may renumber the devices.
+
+    The GPU is the current device of the first call's thread, so each rank reads its own GPU.
+    """
     pynvml.nvmlInit()
-    uuid = torch.cuda.get_device_properties(0).uuid
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 
@@ -83,7 +86,7 @@ def power_limit_w() -> float:
 
 
 def read_gpu() -> Reading:
-    """Read the GPU; everything but the time is NaN if this process uses no GPU."""
+    """Read the GPU. If this process uses no GPU, everything except the time is NaN."""
     energy_mj = _query(pynvml.nvmlDeviceGetTotalEnergyConsumption)
     reasons = _query(pynvml.nvmlDeviceGetCurrentClocksEventReasons)
     return Reading(default_timer(), sm_clock_mhz(), energy_mj / 1e3, reasons)
@@ -92,7 +95,8 @@ def read_gpu() -> Reading:
 def mean_power_w(readings: Sequence[Reading]) -> float:
     """Return the mean power in W between the first and the last change of the energy counter.
 
-    Only a reading that sees a change is up to date. NaN if the counter didn't change at least twice.
+    A reading is up to date only if it differs from the previous one. The result is NaN if the counter changed less
+    than twice.
     """
     time_s = np.array([reading.time_s for reading in readings])
     energy_j = np.array([reading.energy_j for reading in readings])
@@ -106,13 +110,13 @@ def mean_power_w(readings: Sequence[Reading]) -> float:
 
 
 class PowerMonitor:
-    """A context manager around untimed work on the GPU, which a thread reads every :data:`POLL_S` seconds.
+    """A context manager for untimed work: a thread reads the GPU every :data:`POLL_S` seconds.
 
-    Afterwards ``readings``, ``power_w`` (their mean), ``sm_clock_mhz`` (their median) and ``clock_reasons`` are
-    set. On a CPU the numbers are NaN, and the reasons None.
+    Afterwards, ``readings``, ``power_w`` (the mean), ``sm_clock_mhz`` (the median) and ``clock_reasons`` are set.
+    On a CPU, the numbers are NaN, and the reasons are None.
 
     Args:
-        read: reads the GPU; None for NVML.
+        read: returns a reading of the GPU; None to read NVML.
     """
 
     def __init__(self, read: Callable[[], Reading] | None = None):
@@ -156,13 +160,16 @@ class Power:
     def per_step(self, steps: int) -> dict[str, Any]:
         """Return ``sm_clock_mhz``, ``clock_reasons``, ``power_w`` and ``energy_per_step_j`` of the last steps.
 
-        Power and energy are NaN if the steps were too short for the energy counter; use
-        :func:`sustained_power` then. The result is empty on a CPU.
+        If the steps were too short for the energy counter, power and energy are NaN; use :func:`sustained_power`
+        instead. The result is empty on a CPU.
+
+        Args:
+            steps: the number of timed steps, which are the last that were read.
         """
         if not self.is_gpu:
             return {}
         after_steps = self.readings[-steps:]
-        readings = self.readings[-steps - 1 :]  # the first was read before the first of the steps
+        readings = self.readings[-steps - 1 :]  # includes the reading just before these steps
         seconds = duration_s(readings)
         watts = mean_power_w(readings) if seconds >= MIN_COUNTED_S else nan
         intervals = len(readings) - 1
@@ -197,15 +204,17 @@ def duration_s(readings: Sequence[Reading]) -> float:
 
 
 def median_clock(readings: Sequence[Reading]) -> float:
-    """Return the median SM clock in MHz of the readings that have one; NaN if none has."""
+    """Return the median SM clock in MHz of the readings that have a clock; NaN if none does."""
     clocks = [reading.sm_clock_mhz for reading in readings]
     known = [clock for clock in clocks if not isnan(clock)]
     return float(np.median(known)) if known else nan
 
 
 def clock_reasons(readings: Sequence[Reading]) -> str | None:
-    """Return the reasons for a lowered clock in any of the readings, such as "power cap; thermal"; empty if
-    there was none, None if no reading reports them."""
+    """Return the reasons that lowered the clock in any of the readings, such as "power cap; thermal".
+
+    The result is empty if there was no reason, and None if no reading reports reasons.
+    """
     known = [int(reading.clock_reasons) for reading in readings if not isnan(reading.clock_reasons)]
     if not known:
         return None

@@ -1,12 +1,13 @@
 """The profiled process: ``python -m stepscope.measure.profiled_process nsys|torch FOLDER CONFIGURATION``.
 
-The folder has ``ranged.py``, which the notebook wrote: its ``ranged(step, annotation, synchronize)`` runs one
+The notebook writes ``ranged.py`` to the folder. Its function ``ranged(step, annotation, synchronize)`` runs one
 step in ranges.
 
-The process runs the library's step in all three modes, first without the profiler, then with it. All modes are
-in one profile, one after another, because a profiler takes seconds to finish a profile. In the first profiled
-step of a mode every region of forward and backward has a range, which costs the host time; in the others only
-phases have. At the end forward is replayed as a CUDA graph if possible, to show its kernels without launches.
+The process runs the library's step in all three modes, first without the profiler, then with it. One profile
+contains all modes, one after another, because a profiler takes seconds to finish a profile. In a mode's first
+profiled step, every region of forward and backward has a range, which takes host time; in the other steps, only
+phases have ranges. At the end, forward is replayed as a CUDA graph if possible, to show its kernels without
+launches.
 
 Nothing is timed once the profiler has started.
 """
@@ -38,9 +39,10 @@ from stepscope.model.training_step import Step, build_step, prepare, release
 
 # Warm up for this long after the first step, but at most for this many steps.
 WARMUP_MS, MAX_WARMUPS = 300, 10
-# At least ten unprofiled steps of forward; of the other modes as many as take this long, but at most ten.
+# The minimum number of unprofiled steps. Modes other than forward need fewer if ten steps would take longer than
+# this time.
 UNPROFILED_STEPS, UNPROFILED_MS = 10, 1500
-# Profiled steps after the one whose regions have ranges.
+# The number of profiled steps after the first, whose regions have ranges.
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 LONG_MS = 500
 
@@ -94,7 +96,7 @@ class ProfiledMode:
         """Run one step in ranges for the step and its phases; return its wall time in ms.
 
         Args:
-            with_regions: every region of the model has a range, too.
+            with_regions: also open a range for every region of the model.
         """
         self.step.clear_gradients()
         device = self.step.device
@@ -120,7 +122,7 @@ class ProfiledMode:
         }
 
     def try_part(self, part: Callable[["ProfiledMode"], None]) -> None:
-        """Do a part of the work, unless the mode has run out of memory before. The other modes continue."""
+        """Run a part of this mode's work, unless the mode has already run out of memory. Other modes continue."""
         if self.reason:
             return
         failed: dict[Hashable, tuple[str, str]] = {}
@@ -151,7 +153,11 @@ def time_mode(mode: ProfiledMode) -> None:
 
 
 def needs_warmup(warmup_ms: list[float]) -> bool:
-    """Return whether to warm up further after steps of these wall times; the first of all includes start-up."""
+    """Return whether more warm-up steps are needed.
+
+    Args:
+        warmup_ms: wall times of the warm-up steps so far; the first includes start-up.
+    """
     if not warmup_ms:
         return True
     first_ms, *others_ms = warmup_ms
@@ -171,8 +177,8 @@ def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) ->
         start_profiler: called before the first profiled step.
 
     Returns:
-        modes, step_modes, learning_rate: as in :class:`stepscope.measure.nsys.ProfiledModes`. The first of a
-        mode's profiled_ms is that of the step whose regions have ranges.
+        modes, step_modes, learning_rate: as in :class:`stepscope.measure.nsys.ProfiledModes`. The first value of
+        a mode's profiled_ms is the time of the step whose regions have ranges.
     """
     modes = {name: ProfiledMode(step.of(mode=name), ranged) for name in PHASES}
     step_modes: list[str] = []
@@ -201,7 +207,7 @@ def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) ->
 
 
 def failed_outcome(reason: str) -> dict[str, Any]:
-    """Return the outcome if not even the weights fit."""
+    """Return the outcome of a process in which not even the weights fit."""
     mode = {
         "status": "oom",
         "reason": reason,

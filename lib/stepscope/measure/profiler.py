@@ -24,12 +24,12 @@ from stepscope.traces.profiled_steps import PROFILED_COLUMNS, RANGE, CaptureErro
 
 @contextmanager
 def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[torch.profiler.profile]:
-    """Return a context of ``torch.profiler.profile``.
+    """Profile the block with ``torch.profiler.profile``.
 
     PyTorch 2.11 warns about several profiling cycles even if there is only one; this warning is ignored.
 
     Args:
-        activities: None for all that are available.
+        activities: the activities to record; None for all that are available.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning: Profiler clears events", UserWarning)
@@ -38,7 +38,7 @@ def profiled(activities: Sequence[ProfilerActivity] | None = None) -> Iterator[t
 
 
 class StepProfiler:
-    """A context manager that profiles its block: the kernels of a GPU, or the operators of a CPU.
+    """A context manager that profiles a GPU's kernels, or a CPU's operators.
 
         with StepProfiler("cuda") as profile:
             for number in range(3):
@@ -46,7 +46,8 @@ class StepProfiler:
                 synchronize()
         profile.operations, profile.reason
 
-    Read ``operations`` before the process profiles again: PyTorch loses the GPU's part of a profile then.
+    Read ``operations`` before the process profiles again, because PyTorch then loses the GPU's part of this
+    profile.
     """
 
     def __init__(self, device: str):
@@ -75,8 +76,12 @@ class StepProfiler:
             self.reason = f"torch.profiler: {error_text(error)}"
 
     def phases(self, case: Hashable, number: int) -> Callable[[str], AbstractContextManager]:
-        """Return the ``phase`` to call a step with: it opens a range for each phase of the case's step with this
-        number."""
+        """Return the ``phase`` to call a step with, which opens a range for each phase.
+
+        Args:
+            case: the case of the step.
+            number: the step's number within its case.
+        """
         if case not in self.cases:
             self.cases.append(case)
         index = self.cases.index(case)
@@ -84,14 +89,14 @@ class StepProfiler:
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """One row per operation: case, number, phase, name, kernel_category, start_ns and end_ns.
+        """One row per operation, with the columns case, number, phase, name, kernel_category, start_ns and end_ns.
 
-        Empty if the profiler failed; ``reason`` says why.
+        The table is empty if the profiler failed; ``reason`` then says why.
         """
         try:
             if self.profiler is None:
                 raise CaptureError(self.reason or "nothing was profiled")
-            operations = read(self.profiler)
+            operations = read(self.profiler, ProfilerActivity.CUDA in self.activities)
         except (CaptureError, ConservationError, TraceError, OSError) as error:
             self.reason = str(error)
             return pd.DataFrame(columns=PROFILED_COLUMNS)
@@ -101,19 +106,19 @@ class StepProfiler:
         return operations.assign(case=operations["case"].map(case_by_index))
 
 
-def read(profiler: torch.profiler.profile) -> pd.DataFrame:
-    """Return the operations of this process's last profile.
+def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
+    """Return the operations of this process's last profile, which recorded a GPU or only the CPU.
 
     Raises:
-        CaptureError: the GPU's part of the profile is lost, or as for
+        CaptureError: the GPU's part of the profile is lost.
+        CaptureError, ConservationError, TraceError: as in
             :func:`stepscope.traces.profiled_steps.profiled_operations`.
-        ConservationError, TraceError: as there.
     """
     with TemporaryDirectory(prefix="stepscope-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
         operations = profiled_operations(trace)
     has_cpu_operators = operations["name"].str.startswith("aten::").any()
-    if torch.cuda.is_initialized() and has_cpu_operators:
+    if on_gpu and has_cpu_operators:
         raise CaptureError("the profile has operators of the CPU, but no operations of the GPU")
     return operations

@@ -14,7 +14,7 @@ The order matters, because launches stay slower once a profiler has run in a pro
 3. Profile every case.
 4. Replay forward and the full step as CUDA graphs.
 5. Check the readings. Impossible ones are measured again, at most twice.
-6. Measure the device's ceilings, a large matmul and a copy, for FLOP rates and utilization.
+6. Measure the device's ceilings, the rates of a large matmul and of a copy, to compute utilization.
 
 If a case runs out of memory, its row says why, and the other cases continue. The learning rate is negligible
 throughout, so that all steps run on the same weights.
@@ -47,12 +47,12 @@ Case = Any  # a mode, or a pair such as (precision, mode)
 Step = Callable[..., Any]  # runs one step; takes an optional ``phase``
 Clock = Callable[[Step, int, int, Callable[[], object]], pd.DataFrame]
 
-LONG_MS = 1000.0  # fewer repetitions suffice for longer steps
-WARMUPS, WARMUPS_IF_LONG = 2, 1  # for every case but the first, which starts in a cold process
+LONG_MS = 1000.0  # longer steps are repeated fewer times
+WARMUPS, WARMUPS_IF_LONG = 2, 1  # for all cases except the first, which starts in a cold process
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 REPLAYS, REPLAYS_IF_LONG = 5, 3
 REPLAYED_MODES = ("forward", "step")
-SETTLING_S = 0.5  # of a power-limited step, until the clock is what it was while timed
+SETTLING_S = 0.5  # a power-limited step runs this long before it is profiled, so that the clock falls again
 
 
 @dataclass
@@ -60,14 +60,14 @@ class Results:
     """The measurements of all cases.
 
     times: one row per case and phase. A case that failed has one row, with its status and the reason.
-    operations: count and GPU time by case, phase and kernel, from the fastest profiled step.
-    samples: every timed step. The first case keeps the first steps of the process.
+    operations: count and GPU time by case, phase and kernel, from each case's fastest profiled step.
+    samples: every timed step. If the first case was measured again, its first measurement is kept.
     profiled: every operation of every profiled step, with start and end (columns case, number, ...).
-    ceilings: the highest rates measured on this device, of a large matmul in each precision and of a copy.
-    readings: memory and power by case, in GiB, W, J and MHz; on a GPU ``state_gib``, which is what was
-        allocated before the case's first step, is only here.
-    learning_rate: of the optimizer while it was measured; None if no step uses one.
-    formula_mismatch: why the FLOPs formula doesn't describe the model; empty if it does. Where it doesn't,
+    ceilings: the rates of a large matmul in each precision, in TFLOP/s, and of a copy, in TB/s, on this device.
+    readings: memory, power, energy and clock by case, in GiB, W, J and MHz. On a GPU, only this table has
+        ``state_gib``, the memory that was allocated before the case's first step.
+    learning_rate: the optimizer's rate during the measurement; None if no step uses an optimizer.
+    formula_mismatch: why the FLOPs formula doesn't describe the model; empty if it does. If it doesn't,
         ``times`` has no achieved FLOP/s and no MFU.
     """
 
@@ -116,18 +116,18 @@ def steps(
         subject: the model, batch and optimizer that the steps use.
         cases: the steps by mode, or by a pair such as (precision, mode), in the order in which they are timed.
             A step takes an optional ``phase``, and wraps each of its phases in ``with phase("forward"):``.
-        clock: a timing loop to use instead of :func:`stepscope.measure.time_steps`. It gets the step, how
-            many warm-up steps and timed steps to run, and a function to call after each step; it returns
+        clock: a timing loop to use instead of :func:`stepscope.measure.time_steps`. Its arguments are the step,
+            the numbers of warm-up steps and of timed steps, and a function to call after each step. It returns
             the columns of ``time_steps``.
-        unsupported: cases that this device lacks, and why; each gets a row.
-        by: the column that the first part of a pair becomes.
-        extras: also measure sustained power, replays and ceilings. Without them the tables have no rates.
+        unsupported: the cases that this device doesn't support, with the reasons; each gets a row.
+        by: the name of the column for the first part of a pair.
+        extras: also measure sustained power, replays and ceilings. Without them, the tables have no rates.
 
     Raises:
-        ConfigError: a case is named after no mode.
+        ConfigError: a case names no known mode.
 
-    If an error or an interrupt ends the call, the exception's ``results`` hold what was measured until then:
-    in a notebook, ``sys.last_value.results``.
+    If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
+    in a notebook, read ``sys.last_value.results``.
     """
     for case in cases:
         if mode_of(case) not in PHASES:
@@ -142,15 +142,15 @@ def steps(
         except BaseException as error:
             protocol.end_early(type(error).__name__)
             vars(error)["results"] = protocol.results()
-            error.add_note("sys.last_value.results holds what was measured until then: .times, .samples, ...")
+            error.add_note("sys.last_value.results has the measurements so far: .times, .samples, ...")
             raise
         return protocol.results()
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the low precisions that this device has, and why it lacks the others.
+    """Return the low precisions that this device supports, and why it doesn't support the others, by precision.
 
-    On a CPU only bf16 is considered: it has no TF32, and its fp16 is far slower than fp32.
+    On a CPU, only bf16 is considered, because a CPU has no TF32 and its fp16 is far slower than fp32.
     """
     supported, missing = [], {}
     for precision in ("tf32", "bf16", "fp16") if config.device == "cuda" else ("bf16",):
@@ -172,13 +172,13 @@ class Protocol:
     clock: Clock | None = None
     by: str = "precision"
     extras: bool = True
-    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # of cases that have no times
-    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but short of memory later
+    status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # only for cases without times
+    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but then out of memory
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
-    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # of the first case only
+    first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # only for the first case
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
     compile_s: dict[Case, float] = field(default_factory=dict)
-    completed: dict[Case, int] = field(default_factory=dict)  # profiled steps that ended
+    completed: dict[Case, int] = field(default_factory=dict)  # number of profiled steps that ended
     profiled: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=PROFILED_COLUMNS))
     profiler_error: str = ""
     ceilings: dict[str, float] = field(default_factory=dict)
@@ -249,11 +249,11 @@ class Protocol:
         step, mode = self.cases[case], mode_of(case)
         self.subject.reset()
         if mode != "step":
-            self.subject.forget_moments()  # they don't belong to this mode's memory
+            self.subject.forget_moments()  # so that this mode's memory doesn't include them
         reset_peak_memory(self.device)
         state = allocated_memory(self.device)
-        self.readings[case] = self.readings.get(case, {}) | state  # known even if memory runs out
-        power = Power(self.device)  # read between steps, outside the clock
+        self.readings[case] = self.readings.get(case, {}) | state  # stored first, in case memory runs out
+        power = Power(self.device)  # read between steps, outside the timed intervals
         self.samples[case] = self.run_clock(step, warmups, power.read)
         timed_steps = len(wall_times_ms(self.samples[case]))
         readings = state | peak_memory(self.device) | power.per_step(timed_steps)
@@ -276,7 +276,7 @@ class Protocol:
     # Profile and replay
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile some cases; their operations replace earlier ones."""
+        """Profile some cases; their operations replace those of an earlier profile."""
         self.completed.update(dict.fromkeys(cases, 0))
         with StepProfiler(self.device) as profile:
             for case in cases:
@@ -297,7 +297,7 @@ class Protocol:
         release(self.device)
         optimizer = self.subject.optimizer
         if mode_of(case) == "step" and optimizer is not None and not optimizer.state:
-            step()  # makes AdamW's moments
+            step()  # creates AdamW's moments
         if is_power_limited(self.readings[case]):  # only a sustained run brings back the power-limited clock
             run_for(step, self.device, SETTLING_S, self.subject.reset)
         for number in range(PROFILED_STEPS_IF_LONG if self.is_long(case) else PROFILED_STEPS):
@@ -305,7 +305,7 @@ class Protocol:
             synchronize()
             step(profile.phases(case, number))
             synchronize()
-            self.completed[case] = number + 1  # an unfinished step counts nowhere
+            self.completed[case] = number + 1  # only now, so that an unfinished step is left out
 
     def replay_cases(self, cases: Sequence[Case]) -> None:
         for case in cases:
@@ -332,7 +332,7 @@ class Protocol:
     # Check
 
     def check_and_repeat(self) -> None:
-        """Measure cases with impossible readings again. Whatever stays impossible is marked, not removed."""
+        """Measure cases with impossible readings again. Readings that stay impossible are marked, not removed."""
         columns = key_columns(self.keys)
         for _ in range(TRIES - 1):
             times = self.times()
@@ -370,7 +370,7 @@ class Protocol:
         return times
 
     def measure_ceilings(self) -> None:
-        """Only the weights are in memory now. If the large matmul does not fit as well, rates are unknown."""
+        """Measure the ceilings. If the large matmul doesn't fit next to the weights, rates are unknown."""
         failed: dict[Any, tuple[str, str]] = {}
         self.tidy(failed=True)
         with out_of_memory(failed, "ceilings"):
@@ -383,13 +383,13 @@ class Protocol:
         return list(dict.fromkeys(self.key(case)["precision"] for case in self.cases))
 
     def key(self, case: Case) -> dict[str, str]:
-        """The case's values of the key columns."""
+        """Return a case's values of the key columns."""
         key = {"precision": self.config.precision, "mode": mode_of(case)}
         return key | {self.by: case[0]} if isinstance(case, tuple) else key
 
     @property
     def keys(self) -> dict[Case, dict[str, str]]:
-        """The key of each case, also of those that the device lacks."""
+        """The key of each case, including unsupported cases."""
         return {case: self.key(case) for case in [*self.cases, *self.status]}
 
     def tidy(self, failed: bool) -> None:
@@ -433,7 +433,7 @@ class Protocol:
         )
 
     def all_samples(self) -> pd.DataFrame:
-        """Return every timed step; of the first case its first steps, even if it was measured again."""
+        """Return every timed step; for the first case, its first measurement, even if it was measured again."""
         columns, tables = [*key_columns(self.keys), *SAMPLE_COLUMNS], []
         for case, samples in (self.samples | self.first_samples).items():
             table = samples.assign(**self.keys[case])

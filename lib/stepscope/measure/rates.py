@@ -1,4 +1,4 @@
-"""Peak rates of this device, measured and by its data sheet; and the rates and utilization that times mean."""
+"""This device's peak rates, measured and from its data sheet, and the rates and utilization of timed steps."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,21 +17,21 @@ from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.traces.profiled_steps import fastest_step
 
-# Large enough that launches don't matter and no cache holds the data; small enough for a fraction of a second.
+# So large that launches don't matter and no cache holds the data, but small enough to take a fraction of a second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
-SHEET_RATES = {"fp16": "bf16"}  # data sheets print one rate for both
+SHEET_RATES = {"fp16": "bf16"}  # data sheets give one rate for both
 FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]  # columns that assume our model
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:
     """Measure the median rates of N x N x N matmuls on random data, and of a copy.
 
-    The float32 matmul precision of PyTorch is restored afterwards.
+    PyTorch's float32 matmul precision is restored afterwards.
 
     Args:
-        precisions: those to measure; None for all that the device has.
+        precisions: the precisions to measure; None for all that the device supports.
 
     Returns:
         ``matmul_fp32``, ... in TFLOP/s, and ``copy`` in TB/s, which counts bytes read and bytes written.
@@ -58,7 +58,7 @@ def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, 
 
 
 def median_ms(device: str, work: Callable[[], object]) -> float:
-    """Return the median time of ``work`` on the device, of :data:`REPEATS` calls after :data:`WARMUPS`."""
+    """Return the device's median time in ms for :data:`REPEATS` calls of ``work``, after :data:`WARMUPS` calls."""
 
     def step(phase: Phases) -> None:
         with phase("work"):
@@ -78,29 +78,31 @@ def sheet_tflops(precision: str, device: str) -> float:
 
 
 def sheet_clock_mhz(precision: str, device: str) -> float:
-    """Return the SM clock that the data sheet's rate assumes: the highest, or the sheet's for tensor cores."""
+    """Return the SM clock in MHz that the data sheet's rate assumes.
+
+    This is the GPU's highest clock, unless the data sheet gives another clock for tensor cores.
+    """
     uses_tensor_cores = device == "cuda" and precision != "fp32"
     sheet = data_sheet(torch.cuda.get_device_name()) if uses_tensor_cores else {}
     return float(sheet.get("tensor_mhz") or power.highest_clock_mhz())
 
 
 def with_rates(times: pd.DataFrame, config: StepConfig, tflops: dict[str, float]) -> pd.DataFrame:
-    """Add the rates and utilization that wall times mean.
+    """Compute rates and utilization from wall times.
 
     Args:
         times: one row per mode, precision and phase, with ``wall_ms``; total rows have ``sm_clock_mhz``.
-        tflops: the rate of a large matmul by precision, which :func:`ceilings` measured in this process.
+        tflops: by precision, the rate of a large matmul that :func:`ceilings` measured in this process.
 
     Returns:
         The rows with these columns:
 
         tflops: achieved TFLOP/s; NaN for a phase without matmuls.
-        mfu: model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B), the achieved rate over the data
+        mfu: model FLOPs utilization (Chowdhery et al. 2022, PaLM, appendix B): the achieved rate over the data
             sheet's dense rate.
-        mfu_vs_measured_peak: the achieved rate over the rate measured here.
-        mfu_clock_adjusted: the achieved rate over the data sheet's, scaled by the mode's SM clock over the
-            sheet's.
-        tokens_per_s: of total rows.
+        mfu_vs_measured_peak: the achieved rate over the rate of the large matmul.
+        mfu_clock_adjusted: the achieved rate over the data sheet's rate, which is scaled to the mode's SM clock.
+        tokens_per_s: tokens per second; only in total rows.
     """
     device, wall_ms, precision = config.device, times["wall_ms"], times["precision"]
     sheet_rates, sheet_clocks = {}, {}
@@ -143,11 +145,11 @@ def _matmul_flops(times: pd.DataFrame, config: StepConfig) -> pd.Series:
 def kernel_launch_us(device: str) -> tuple[float, float] | None:
     """Measure how many microseconds this host takes to launch one kernel.
 
-    Ten steps are timed whose GPU work is tiny: size small, batch size 1, context length 16.
+    We time ten steps with little GPU work: size small, batch size 1, context length 16.
 
     Returns:
-        The lowest and the highest of the steps' averages. None on a CPU, which launches no kernels; NaN if the
-        profiler recorded nothing, so that the number of launches is unknown.
+        The lowest and the highest of the steps' averages, in µs. None on a CPU, which launches no kernels; NaN if
+        the profiler recorded nothing, because the number of launches is then unknown.
     """
     if device != "cuda":
         return None

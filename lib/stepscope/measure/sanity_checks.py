@@ -1,9 +1,9 @@
 """Sanity checks: find readings that are impossible or don't repeat.
 
-GPU time comes from profiled steps and wall time from unprofiled ones, so GPU time can exceed wall time a
-little. A larger excess is impossible: something disturbed one of the two. The case is then measured again. No
-sample is dropped to make it look right: if the last try is impossible as well, the column ``inconsistent`` says
-so with the numbers, and documents omit the case.
+GPU time comes from profiled steps and wall time from unprofiled steps, so GPU time can slightly exceed wall time.
+A larger excess is impossible: something disturbed one of the two, and the case is measured again. We never drop a
+sample to make a case look right. If the readings of the last try are impossible as well, the column
+``inconsistent`` describes them, and reports omit the case.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from stepscope.config import TOTAL
 from stepscope.measure.power import highest_clock_mhz, power_limit_w
 from stepscope.stats import MAX_BUSY, MAX_BUSY_POWER_LIMITED, POWER_LIMITED_CLOCK_RATIO
 
-TRIES = 3  # of each case, the first one included
+TRIES = 3  # per case, including the first
 MIN_DIFFERENCE_MS = 0.05  # smaller differences can come from the clocks' resolution
 MAX_REPLAY_RATIO = 1.05  # wall time of a replayed CUDA graph over the GPU time of its operations
 MAX_GAP_MS = 2e-3  # between two operations of a replayed CUDA graph
 MAX_SPREAD = 1.03  # slowest over fastest profiled step
-MAX_PHASE_RATIO = 1.10  # a phase alone over the same phase within the full step
+MAX_PHASE_RATIO = 1.10  # a phase's GPU time in another mode over that in the full step
 MAX_POWER_RATIO = 1.02  # power over the power limit
 MIN_STEPS_TO_HALVE = 4
 
@@ -30,7 +30,7 @@ def is_power_limited(row: Mapping[str, float]) -> bool:
     """Return whether the power limit lowered the SM clock; False if the clock is unknown.
 
     Args:
-        row: ``sm_clock_mhz``, and ``highest_clock_mhz`` if it isn't that of this process's GPU.
+        row: has ``sm_clock_mhz``, and ``highest_clock_mhz`` if the row wasn't measured on this process's GPU.
     """
     highest_mhz = row.get("highest_clock_mhz", highest_clock_mhz())
     clock_mhz = row.get("sm_clock_mhz", nan)
@@ -41,10 +41,10 @@ def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] 
     """Describe the readings of a GPU step that are impossible or don't repeat; empty if all agree.
 
     Args:
-        row: ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and ``power_w``; NaN or
-            missing if unknown.
-        profiled_ms: GPU time of each profiled step, in order. The clock of a power-limited step fluctuates, so
-            only the medians of the two halves are compared then.
+        row: has ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and ``power_w``.
+            Unknown values are NaN or missing.
+        profiled_ms: GPU time of each profiled step, in order. The clock of a power-limited step fluctuates, so for
+            such a step only the medians of the two halves are compared.
     """
     wall_ms = row.get("wall_ms", nan)
     gpu_ms = row.get("gpu_ms", nan)
@@ -79,14 +79,16 @@ def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] 
 
 
 def _exceeds(longer_ms: float, shorter_ms: float, max_ratio: float) -> bool:
-    """Return whether a time exceeds another by more than a ratio and the clocks' resolution; False for NaN."""
+    """Return whether a time exceeds another by more than a ratio and the clock's resolution; False for NaN."""
     difference_ms = longer_ms - shorter_ms
     return longer_ms > max_ratio * shorter_ms and difference_ms > MIN_DIFFERENCE_MS
 
 
 def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the medians of the first and the second half of ordered values, or fewer than
-    :data:`MIN_STEPS_TO_HALVE` values unchanged."""
+    """Return the medians of the first and the second half of ordered values.
+
+    Fewer than :data:`MIN_STEPS_TO_HALVE` values are returned unchanged.
+    """
     samples = np.asarray(values, dtype=float)
     if len(samples) < MIN_STEPS_TO_HALVE:
         return samples
@@ -95,17 +97,16 @@ def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def phases_that_disagree(times: pd.DataFrame) -> dict[int, str]:
-    """Compare the GPU time of each phase of forward, and of forward and backward, with the same phase's within
-    the full step.
+    """Compare the GPU time of each phase in the other modes with its GPU time in the full step.
 
-    Forward alone may take less, because it saves nothing for backward.
+    In mode "forward", a phase may take less time, because it saves nothing for backward.
 
     Args:
         times: rows of one precision, with ``mode``, ``phase`` and ``gpu_ms``.
 
     Returns:
-        A description by the index of the mode's total row. The full step's total row gets it as well, because
-        either of the two may have been disturbed.
+        Descriptions by the index of a total row. A disagreement is listed for the mode and for the full step,
+        because either of the two may have been disturbed.
     """
     messages: dict[int, str] = {}
     gpu_ms = times.set_index(["mode", "phase"])["gpu_ms"]

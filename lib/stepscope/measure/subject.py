@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 @dataclass
 class Subject:
-    """A model on its device, with everything that one training step of it reads.
+    """A model on its device, with its batch, loss and optimizer.
 
         subject = Subject(model, (tokens, targets), optimizer=adamw)
 
-    model: its gradients are freed by :meth:`reset`.
+    model: the model; :meth:`reset` frees its gradients.
     batch: the tensors that a step reads, for example tokens and targets, each (B, T).
-    loss: ``loss(model, *batch)`` gives the mean loss, a tensor of shape (); None if the steps compute it
-        themselves.
-    optimizer: of the model's parameters; None if no step uses one.
+    loss: ``loss(model, *batch)`` returns the mean loss, a tensor of shape (); None if the steps compute their
+        loss themselves.
+    optimizer: the optimizer of the model's parameters; None if no step uses one.
     """
 
     model: nn.Module
@@ -27,7 +27,7 @@ class Subject:
     optimizer: Any = None
 
     def reset(self) -> None:
-        """Free the gradients. Called before each step and not timed, because freeing is the allocator's work."""
+        """Free the gradients. Call this before a step is timed, because freeing memory is not part of the step."""
         self.model.zero_grad(set_to_none=True)
 
     def forget_moments(self) -> None:
@@ -36,9 +36,9 @@ class Subject:
             self.optimizer.state.clear()
 
 
-# Small enough to leave every fp32 weight as it is, down to 1e-13, and not 0: PyTorch's fused AdamW divides the
-# rate times the first moment, and a GPU divides 0 on a slow path. With a rate of 0 that kernel takes 8% longer
-# than in training (H200, PyTorch 2.11); with this one it takes the same time.
+# So small that no fp32 weight of at least 1e-13 changes. The rate is not 0, because PyTorch's fused AdamW divides
+# the rate times the first moment, and a GPU divides 0 on a slow path. With a rate of 0, the kernel takes 8% longer
+# than in training (H200, PyTorch 2.11); with this rate, it takes the same time.
 NEGLIGIBLE_RATE = 1e-20
 
 
@@ -46,9 +46,9 @@ NEGLIGIBLE_RATE = 1e-20
 def negligible_learning_rate(optimizer: Any) -> Iterator[None]:
     """Set the learning rate to :data:`NEGLIGIBLE_RATE` while steps are measured, and restore it afterwards.
 
-    The optimizer does all of its work, but no weight changes. Otherwise a model that trains on one batch over
-    and over becomes slower: its attention gets sharp, and naive softmax then divides denormal numbers. A rate
-    that is a tensor is written in place, because a kernel or a CUDA graph reads it there.
+    The optimizer does all of its work, but no weight changes. Otherwise, a model that trains on one batch many
+    times becomes slower, because its attention becomes sharp and naive softmax then divides denormal numbers. If
+    a rate is a tensor, it is written in place, because a kernel or a CUDA graph reads that tensor.
 
     Args:
         optimizer: None if no step uses one.

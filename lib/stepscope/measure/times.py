@@ -1,7 +1,7 @@
-"""The tables of a run's steps: wall time of unprofiled steps, and GPU time of profiled ones.
+"""The tables of a run's steps: the wall time of unprofiled steps, and the GPU time of profiled steps.
 
-First every case is timed, then every case is profiled, and then replayed (:mod:`stepscope.measure.profiler`
-explains this order).
+All cases are timed before any case is profiled (:mod:`stepscope.measure.profiler` explains why), and replayed
+last.
 """
 
 from collections.abc import Hashable, Mapping
@@ -64,14 +64,14 @@ def step_times(
     A case that failed has only its total row.
 
     Args:
-        cases: ``mode`` and ``precision`` by case, in order; other keys become further columns.
-        samples: the rows of :func:`stepscope.measure.timing.time_steps` by case.
-        operations: of :class:`stepscope.measure.profiler.StepProfiler`.
-        readings: values of the total row by case, such as peak_gib, power_w and replayed_ms.
-        status: ("oom", reason), as :class:`stepscope.measure.oom.out_of_memory` notes it, by failed case; and
-            ("ok", reason) for a case that could not be profiled.
-        reason: why nothing was profiled.
-        device: on a GPU, ``inconsistent`` describes readings that are impossible or don't repeat
+        cases: the ``mode`` and ``precision`` of each case, in order. Other keys become additional columns.
+        samples: by case, the rows of :func:`stepscope.measure.timing.time_steps`.
+        operations: the operations of :class:`stepscope.measure.profiler.StepProfiler`.
+        readings: by case, values of the total row such as peak_gib, power_w and replayed_ms.
+        status: by case, ("oom", reason) if the case failed, as :class:`stepscope.measure.oom.out_of_memory`
+            records it, or ("ok", reason) if the case could not be profiled.
+        reason: why nothing was profiled; empty if something was.
+        device: "cuda" or "cpu". On a GPU, ``inconsistent`` describes readings that are impossible or don't repeat
             (:mod:`stepscope.measure.sanity_checks`).
     """
     keys = key_columns(cases)
@@ -112,7 +112,7 @@ def _check_total(total: Mapping[str, Any], mode: str, profiled: pd.DataFrame) ->
 
 
 def _check_phases(times: pd.DataFrame, keys: list[str]) -> None:
-    """Compare the modes of each configuration; add what disagrees to ``inconsistent`` in place."""
+    """Compare the modes of each configuration; add disagreements to ``inconsistent``, in place."""
     without_mode = [name for name in keys if name != "mode"]
     for _, rows in times.groupby(without_mode):
         for index, message in phases_that_disagree(rows).items():
@@ -122,7 +122,7 @@ def _check_phases(times: pd.DataFrame, keys: list[str]) -> None:
 
 
 def _copy_to_phases(times: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """Give every row the ``inconsistent`` of its case's total row."""
+    """Copy ``inconsistent`` from each case's total row to the rows of its phases."""
     is_total = times["phase"] == TOTAL
     totals = times.loc[is_total, [*keys, "inconsistent"]]
     others = times.drop(columns="inconsistent")
@@ -139,7 +139,7 @@ def key_columns(cases: Mapping[Any, Mapping[str, str]]) -> list[str]:
 
 
 def _phase_rows(mode: str, samples: pd.DataFrame, profiled: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a row of times per phase of a mode, and last one for the total; GPU time if it was profiled."""
+    """Return one row of times for each phase of a mode, and then one for the total."""
     is_warmup = samples["warmup"].astype(bool)
     fastest = fastest_step(profiled)
     rows = []
@@ -158,8 +158,10 @@ def _phase_rows(mode: str, samples: pd.DataFrame, profiled: pd.DataFrame) -> lis
 
 
 def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.DataFrame) -> pd.DataFrame:
-    """Return count and GPU time by case, phase and name in each case's fastest profiled step, with the columns
-    :data:`OPERATION_COLUMNS`."""
+    """Return count and GPU time by case, phase and name, from each case's fastest profiled step.
+
+    The columns are :data:`OPERATION_COLUMNS`.
+    """
     columns = [*key_columns(cases), *OPERATION_COLUMNS[len(KEYS) :]]
     tables = []
     for name, key in cases.items():
@@ -173,5 +175,6 @@ def operations_by_name(cases: Mapping[Any, Mapping[str, str]], operations: pd.Da
 
 
 def _select_case(operations: pd.DataFrame, name: Hashable) -> pd.DataFrame:
-    is_case = [case == name for case in operations["case"]]  # a name may be a tuple
+    # compared one by one, because pandas would compare a tuple's parts with the rows
+    is_case = [case == name for case in operations["case"]]
     return operations[np.array(is_case, bool)]

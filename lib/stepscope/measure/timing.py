@@ -1,11 +1,12 @@
-"""The clocks, and the loop that times steps.
+"""Time steps: wall time, the time of each phase, and enqueue time.
 
 * Wall time is the host's time (``timeit.default_timer``) from the start of a step until the device has finished
-  it. The device must be idle at the start as well: a GPU is asynchronous, so any other difference of two times
-  of the host is not a wall time.
-* A phase's time comes from CUDA events, where the step starts and where each phase ends. The events are only
-  read after the step, so that no phase waits for another. On a CPU, which is synchronous, it is the host's time.
-* Enqueue time is how long the host takes to launch a phase.
+  the step. The device must be idle at the start, too: a GPU works asynchronously, so the host would otherwise also
+  time earlier work.
+* The time of a phase is measured with CUDA events, at the start of the step and at the end of each phase. The
+  events are read only after the step, so that no phase waits for another. A CPU works synchronously, so the host
+  times its phases.
+* Enqueue time is the time that the host takes to launch a phase.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +21,9 @@ from stepscope.config import TOTAL
 from stepscope.model.training_step import out_of_memory_names
 
 # Sample sizes on a GPU. If a step is GPU-bound, the median of 30 steps, or of two seconds of steps, repeats
-# within 1%. Medians of launch-bound steps don't repeat, not even on an otherwise idle machine; the most stable
-# statistic is the fastest of a hundred steps, or of three seconds of steps. If the launch queue is full, long
-# steps of a busy GPU look launch-bound as well. For steps over a second, the requested number suffices.
+# within 1%. Medians of launch-bound steps don't repeat, even on an otherwise idle machine; their most stable
+# statistic is the fastest of a hundred steps, or of three seconds of steps. Long steps of a busy GPU look
+# launch-bound as well once the launch queue is full. If steps take over a second, the requested number is enough.
 STEPS, STEPS_S = 30, 2.0
 LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S = 100, 3.0
 MIN_STEPS = 10
@@ -41,16 +42,17 @@ def synchronizer(device: str) -> Callable[[], None]:
 
 
 class Phases:
-    """The ``phase`` that a step is called with: it records when each phase ends, on the host and on the GPU.
+    """The ``phase`` that a step is called with; it records when each phase ends, on the host and on the GPU.
 
         phases = Phases("cuda")
         with phases("forward"):
             logits = model(tokens)
 
     Args:
-        expected: number of phases; their events are created before the clock starts.
-        wait: synchronize at the end of each phase, and use the host's time instead of events. Each phase is
-            then timed separately.
+        device: "cuda" or "cpu".
+        expected: the number of phases. Their events are created before timing starts.
+        wait: synchronize at the end of each phase, and use the host's time instead of events. The phases then
+            don't overlap.
     """
 
     def __init__(self, device: str, expected: int = 4, wait: bool = False):
@@ -63,7 +65,7 @@ class Phases:
         self.host_s: list[float] = []  # the start, and the end of each phase
 
     def start(self) -> None:
-        """Start the first interval now. Without this call it starts with the first phase."""
+        """Start timing now. Without this call, timing starts with the first phase."""
         self.names: list[str] = []
         self.host_s = [default_timer()]
         self._record_event(0)
@@ -106,8 +108,10 @@ def timing_event() -> torch.cuda.Event:
 
 
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
-    """Run one step on an idle device; return (phase, ms, enqueue ms) of each phase, and last of the total, whose
-    ms are the wall time."""
+    """Run one step on an idle device; return (phase, ms, enqueue ms) for each phase, and then for the total.
+
+    The ms of the total are the wall time.
+    """
     synchronize = synchronizer(phases.device)
     synchronize()  # finish earlier work
     phases.start()
@@ -123,18 +127,20 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
 def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
     """Return whether the host is still enqueuing when most of the step is over.
 
-    This is a guess before GPU time is known; :func:`stepscope.stats.launch_bound` decides afterwards.
+    This is a guess for when GPU time is unknown; :func:`stepscope.stats.launch_bound` decides later.
     """
     return enqueue_ms >= LAUNCH_BOUND_ENQUEUE * wall_ms
 
 
 def has_enough_samples(rows: Sequence[tuple], min_steps: int, device: str) -> bool:
-    """Return whether the timed steps suffice for a reliable median, or for a launch-bound step's minimum.
+    """Return whether there are enough timed steps for a reliable median, or for a launch-bound step's minimum.
 
-    The constants above say how many steps a GPU needs; on a CPU, ``min_steps`` suffice.
+    The constants above say how many steps a GPU needs; on a CPU, ``min_steps`` are enough.
 
     Args:
         rows: the steps so far, as tuples of :data:`SAMPLE_COLUMNS`.
+        min_steps: the number of timed steps to run in any case.
+        device: "cuda" or "cpu".
     """
     steps, total_wall_ms, total_enqueue_ms = 0, 0.0, 0.0
     for _, is_warmup, phase, wall_ms, enqueue_ms in rows:
@@ -168,16 +174,16 @@ def time_steps(
     """Run ``warmups`` steps and then at least ``steps`` timed steps, one by one.
 
     Args:
-        step: called with the phases, which it may ignore.
-        before, after: called before and after each step, outside of the clock.
-        at_least_s: run more steps until the timed ones have taken this long.
-        until_enough: run more steps until :func:`has_enough_samples`.
+        step: called with :class:`Phases`, which it may ignore.
+        before, after: called before and after each step, outside the timed interval.
+        at_least_s: run more steps until the timed steps have taken this many seconds.
+        until_enough: run more steps until :func:`has_enough_samples` returns True.
 
     Returns:
         One row per step and phase, and one for the step's total, with the columns :data:`SAMPLE_COLUMNS`.
 
     Raises:
-        torch.OutOfMemoryError: its message names the step.
+        torch.OutOfMemoryError: memory ran out; the message names the step.
     """
     phases = Phases(device)
     timed_ms = 0.0
@@ -204,7 +210,7 @@ def time_steps(
 
 
 def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
-    """Return the wall times of timed steps among the rows of :func:`time_steps`."""
+    """Return the wall times in ms of the timed steps in the rows of :func:`time_steps`."""
     is_total = samples["phase"] == TOTAL
     is_warmup = samples["warmup"].astype(bool)
     return samples.loc[is_total & ~is_warmup, "wall_ms"]
@@ -213,8 +219,8 @@ def wall_times_ms(samples: pd.DataFrame) -> pd.Series:
 def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float]:
     """Run steps one after another, as in training; return how many ms each takes.
 
-    The host enqueues, and waits only for the last step. The times are those between CUDA events; on a CPU, the
-    host's.
+    The host waits only once, after the last step. The times are differences between CUDA events, or on a CPU
+    between times of the host.
     """
     phases = Phases(device, steps)
     synchronize = synchronizer(device)
@@ -228,8 +234,13 @@ def back_to_back(step: Callable[[], Any], device: str, steps: int) -> list[float
 
 
 def run_for(step: Callable[[], Any], device: str, seconds: float, before: Callable[[], object] = noop) -> int:
-    """Run ``step`` repeatedly for ``seconds``, synchronizing after each; return the number of steps, at least
-    one."""
+    """Run ``step`` at least once and for at least ``seconds``; return the number of steps.
+
+    Each step is synchronized.
+
+    Args:
+        before: called before each step.
+    """
     synchronize = synchronizer(device)
     started = default_timer()
     steps = 0

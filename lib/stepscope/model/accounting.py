@@ -1,40 +1,40 @@
-"""The bytes of a step by closed formula: by kind, at every instant that can be its peak.
+"""Compute a step's memory from formulas: the bytes of each kind, at every instant that can be the step's peak.
 
-**What lives in a GPU's memory during a step**, in fp32 (B batch, T context, C d_model, F d_ff, H heads):
+**What a GPU's memory holds during a step**, in fp32 (B batch, T context, C d_model, F d_ff, H heads):
 
-    kind                  bytes                          from                       to
-    weights               4 a parameter                  the start                  the end
-    optimizer state       8 a parameter (m and v)        the first step             the end
-    gradients             4 a parameter                  each made in backward      the next step
-    saved for backward    40 B T C + 20 B T F a block,   the block's forward        the block's backward
-                          and 8 B H T T if naive
-    autocast weight cache 2 a matrix's weight (bf16)     its matmul in forward      its matmul in backward
-    temporaries           what an operation reads and    the operation              the operation
-                          makes beside all that
+    kind                  bytes                            from                      to
+    weights               4 per parameter                  the start                 the end
+    optimizer state       8 per parameter (m and v)        the first step            the end
+    gradients             4 per parameter                  backward computes them    the next step
+    saved for backward    40 B T C + 20 B T F per block,   the block's forward       the block's backward
+                          plus 8 B H T T if naive
+    autocast weight cache 2 per matrix element (bf16)      its matmul in forward     its matmul in backward
+    temporaries           an operation's other inputs      the operation             the operation
+                          and results
 
-Weights and state are there always. What is saved grows through forward, a block at a time, and shrinks
-through backward, while gradients grow: so the peak lies where backward begins if what is saved is larger
-than the gradients (long contexts, large batches), else near backward's end or in the optimizer. Which
-instant it is, and what else lives just then, is what the formulas say.
+Weights and optimizer state are always present. Saved tensors accumulate block by block in forward. Backward frees
+them again, while gradients accumulate. So if the saved tensors are larger than the gradients (long contexts, large
+batches), the peak is at the start of backward; otherwise, it is near the end of backward or in the optimizer. The
+formulas determine the exact instant of the peak, and the temporaries that exist at that instant.
 
-**How they are written.** Every tensor of the step is a whole number of bytes times one of a few products of
-dimensions (:func:`terms`), so each instant's live bytes are a short sum, written as such: ``"20X + 12S"``
-is 20 B T C + 12 B H T T bytes. A block's softmax in forward, for one: the exponentials of the scores (4S)
-are there, their quotients (4S) are made, the scores themselves (4S) are still held. A block saves the same
-whichever it is, and an instant within a block adds to it what is alive just there. Instants that others
-exceed for every shape are left out.
+**Notation.** The size of each tensor is a whole number of bytes times one of a few products of dimensions
+(:func:`terms`), so the live bytes at an instant are a short sum: ``"20X + 12S"`` means 20 B T C + 12 B H T T
+bytes. For example, when softmax divides in forward, the exponentials of the scores (4S) exist, their quotients
+(4S) are created, and the scores themselves (4S) are still referenced. All blocks save the same number of bytes,
+and the formula of an instant within a block adds that block's live tensors. Instants that can't be the peak for
+any dimensions are left out.
 
     peak(config).kinds                     # bytes by kind at the step's peak
-    peak(config, blocks_per_checkpoint=1)  # only the blocks' inputs are kept, and a block is run again
+    peak(config, blocks_per_checkpoint=1)  # keep only the blocks' inputs, and run each block again in backward
 
-**What they hold for.** Two heads or more, autocast as CUDA does it; with naive attention
-(:data:`FORMULAS`), or with scaled_dot_product_attention's kernels that keep a number a row and no scores
-(:data:`FUSED_FORMULAS`). The formulas were found from the code, operation by operation. The tests hold them
-against the storages of a CPU step, to the byte; each run of the memory study on a GPU, against the
-allocator's history.
+**Scope.** The formulas cover models with at least two heads, and autocast as on CUDA. Attention is naive
+(:data:`FORMULAS`), or one of the kernels of scaled_dot_product_attention that store one number per row instead of
+the scores (:data:`FUSED_FORMULAS`). We derived the formulas from the code, operation by operation. The tests
+compare them with the storages of a CPU step, to the byte. Each run of the memory study on a GPU compares them
+with the allocator's history.
 
-**What the allocator adds** is named apart: it rounds sizes up (:func:`rounding`), and matmuls take
-workspaces. Nothing here imports torch.
+**The allocator's share** is reported separately: it rounds sizes up (:func:`rounding`), and matmuls need
+workspaces. This module doesn't import torch.
 """
 
 import functools
@@ -67,21 +67,21 @@ WORKSPACE = 32 * MIB
 class Formulas:
     """The byte formulas of one precision.
 
-    Keys of instants are "region: operation": the moment when the operation's result and all its inputs exist.
+    Each instant has the key "region: operation". At that instant, the operation's result and all its inputs exist.
     """
 
-    saved: str  # what a block saves for backward
+    saved: str  # tensors that a block saves for backward
     weight_cache: str  # autocast's bf16 copies of a block's weights
-    infer: dict[str, str]  # in a block without gradients, besides the weight cache of earlier blocks
+    infer: dict[str, str]  # in a block without gradients, without the weight cache of earlier blocks
     infer_head: dict[str, str]  # after the last block
-    forward: dict[str, str]  # in a block, besides what earlier blocks saved and their weight cache
-    loss: dict[str, str]  # besides what all blocks saved and their weight cache
+    forward: dict[str, str]  # in a block, without the saved tensors and weight cache of earlier blocks
+    loss: dict[str, str]  # without the saved tensors and weight cache of all blocks
     backward_head: dict[str, str]
-    # in a block, besides gradients of later blocks, and what earlier blocks saved and their weight cache
+    # in a block, without the gradients of later blocks, and the saved tensors and weight cache of earlier blocks
     backward: dict[str, str]
-    backward_end: str  # backward of the embedding, after the first block's
+    backward_end: str  # backward of the embedding, which runs last
     logits: str
-    kernel: str = ""  # extra memory of a fused attention kernel in backward, on a GPU
+    kernel: str = ""  # additional memory of a fused attention kernel in backward, on a GPU
 
 
 BLOCK_GRADIENTS = "16A + 12M + 8C"
@@ -230,7 +230,7 @@ def terms(config: StepConfig) -> dict[str, int]:
     return {
         "X": B * T * C,  # residual stream, and each projection of attention
         "G": B * T * F,  # feed-forward
-        "S": B * H * T * T if config.attention == "naive" else 0,  # attention scores; fused kernels keep none
+        "S": B * H * T * T if config.attention == "naive" else 0,  # attention scores, if they are stored
         "V": B * T * V,  # logits
         "n": B * H * T,  # one number per row of scores
         "r": B * T,  # one number per token
@@ -256,7 +256,7 @@ def evaluator(config: StepConfig) -> Callable[[str], int]:
 
 
 def value(formula: str, config: StepConfig) -> int:
-    """Evaluate one formula, in bytes."""
+    """Return the value of one formula for this configuration, in bytes."""
     return evaluator(config)(formula)
 
 
@@ -265,9 +265,9 @@ def rounding(size: int, number: int) -> int:
 
     The tensors are allocated one after another in fresh memory. The rules are those of
     c10/cuda/CUDACachingAllocator.cpp: sizes are rounded up to multiples of 512 bytes. Tensors up to 1 MiB share
-    segments of 2 MiB, those below 10 MiB share segments of 20 MiB, and each larger one has a segment that is a
-    multiple of 2 MiB. The rest of a segment is split off only if it has more than 1 MiB (512 bytes in small
-    segments); otherwise the last tensor gets it, too.
+    segments of 2 MiB, tensors below 10 MiB share segments of 20 MiB, and each larger tensor has its own segment,
+    whose size is a multiple of 2 MiB. The rest of a segment is split off only if it is larger than 1 MiB (512
+    bytes in small segments); otherwise, it is added to the last tensor.
     """
     rounded = _round_up(size, 512)
     added = number * (rounded - size)
@@ -293,9 +293,9 @@ def parameter_rounding(config: StepConfig) -> int:
 
 
 class Instant(NamedTuple):
-    """The live bytes at one instant, besides the weights, the optimizer state and the batch.
+    """The live bytes at one instant, without the weights, the optimizer state and the batch.
 
-    ``layer`` is None outside the blocks. ``variables`` counts the step's local variables (logits, loss).
+    ``layer`` is None outside the blocks. ``variables`` are the bytes of the step's local variables (logits, loss).
     """
 
     phase: str
@@ -309,7 +309,7 @@ class Instant(NamedTuple):
 
     @property
     def like_parameters(self) -> int:
-        """Return the bytes in tensors of the parameters' shapes, which are rounded like parameters."""
+        """The bytes in tensors with the parameters' shapes, which the allocator rounds like the parameters."""
         return self.gradients + (self.temporaries if self.phase == "optimizer" else 0)
 
     @property
@@ -349,15 +349,15 @@ def formulas_of(config: StepConfig) -> Formulas:
 
 
 class _Sizes:
-    """The bytes that the instants of one configuration consist of."""
+    """Byte counts of one configuration, from which the bytes at each instant are computed."""
 
     def __init__(self, config: StepConfig, blocks_per_checkpoint: int):
         self.formulas = formulas_of(config)
         self.evaluate = evaluator(config)
         self.layers = config.num_layers
         self.blocks_per_checkpoint = blocks_per_checkpoint
-        self.saved = self.evaluate(self.formulas.saved)  # by a block
-        self.weight_cache = self.evaluate(self.formulas.weight_cache)  # of a block
+        self.saved = self.evaluate(self.formulas.saved)  # per block
+        self.weight_cache = self.evaluate(self.formulas.weight_cache)  # per block
         self.stream = self.evaluate("4X")  # a block's input
         self.logits = self.evaluate(self.formulas.logits)
         self.head_gradients = self.evaluate(HEAD_GRADIENTS)
@@ -368,9 +368,10 @@ class _Sizes:
 def instants(config: StepConfig, mode: str, blocks_per_checkpoint: int = 0) -> Iterator[Instant]:
     """Yield every instant of a warmed-up step that can be its peak, in order.
 
-    The current block's gradients, and what it saved and still needs, count as temporaries.
+    In backward, the current block's gradients, and the saved tensors that it still needs, count as temporaries.
 
     Args:
+        mode: the part of the step to run; see :data:`stepscope.config.PHASES`.
         blocks_per_checkpoint: if not 0, forward keeps only the input of every group of this many blocks, and
             backward runs each group's forward again.
 
@@ -411,7 +412,7 @@ def _forward_instants(sizes: _Sizes) -> Iterator[Instant]:
 
 
 def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
-    """Yield the instants of the loss, and of backward through loss and head."""
+    """Yield the instants of the loss, and of backward through the loss and the head."""
     group = sizes.blocks_per_checkpoint
     if group:
         groups = -(-sizes.layers // group)
@@ -432,9 +433,9 @@ def _backward_instants(sizes: _Sizes) -> Iterator[Instant]:
     layers, logits = sizes.layers, sizes.logits
     group = sizes.blocks_per_checkpoint or layers
     for layer in reversed(range(layers)):
-        first = layer // group * group  # of the group that this block belongs to
+        first = layer // group * group  # the first block of this block's group
         last = min(first + group, layers) - 1
-        inputs = first // group * sizes.stream  # of the groups before
+        inputs = first // group * sizes.stream  # the inputs of earlier groups
         gradients = sizes.head_gradients + (layers - 1 - layer) * sizes.block_gradients
         if sizes.blocks_per_checkpoint and layer == last:
             yield from _recomputation_instants(sizes, first, last, inputs, gradients)
@@ -445,7 +446,7 @@ def _backward_instants(sizes: _Sizes) -> Iterator[Instant]:
             if operation == FUSED_BACKWARD:
                 temporaries += sizes.kernel
             yield Instant("backward", layer, operation, temporaries, saved, cached, gradients, logits)
-    # the formula includes the gradients of embedding, head and final norm
+    # the formula includes the gradients of the head and the final norm, which are counted as gradients here
     temporaries = sizes.evaluate(sizes.formulas.backward_end) - sizes.head_gradients - logits
     gradients = sizes.head_gradients + layers * sizes.block_gradients
     operation = "embedding: dense_backward"
@@ -478,12 +479,12 @@ def _optimizer_instant(config: StepConfig, logits: int) -> Instant:
 def at_rest(config: StepConfig, mode: str) -> dict[str, int]:
     """Return the live bytes by kind between two steps, without gradients.
 
-    These are the weights, AdamW's two moments, the model's tables and the batch.
+    These are the weights, the model's tables, the batch and, in mode "step", AdamW's two moments.
     """
     elements = terms(config)
     weights = 4 * parameter_count(config)
     is_training = mode == "step"
-    # the fused optimizer keeps each tensor's step count on the GPU, as a number of 4 bytes
+    # the fused optimizer keeps the step count of each parameter on the GPU, in 4 bytes
     has_counts = is_training and config.optimizer == "fused"
     counts = 9 * config.num_layers + 3 if has_counts else 0
     rope_tables = 8 * elements["t"]
@@ -523,7 +524,9 @@ def _rounding_share(config: StepConfig) -> float:
 
 
 def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> Peak:
-    """Return the peak of a warmed-up step, or of the part of it that ``mode`` names.
+    """Return the peak of a warmed-up step, or of the phases that ``mode`` runs.
+
+    The arguments are those of :func:`instants`.
 
     Raises:
         StepscopeError: the configuration has no formulas.

@@ -1,4 +1,4 @@
-"""Predict what fits into a GPU's memory, from the formulas of accounting, without running anything."""
+"""Predict what fits into a GPU's memory from the formulas of accounting.py, without running anything."""
 
 import functools
 from bisect import bisect_right
@@ -9,22 +9,22 @@ from stepscope.config import EDITIONS, PHASES, SIZES, StepConfig
 from stepscope.model.accounting import GIB, WORKSPACE, at_rest, peak, value
 from stepscope.model.flops import parameter_count
 
-# A peak above this share of the memory is "tight": what the allocator reserves in addition may not fit.
+# A peak above this share of the memory is "tight": the allocator reserves more than the peak, which may not fit.
 TIGHT = 0.9
-CONTEXTS = (128, 256, 512, 1024)  # of the handout
+CONTEXTS = (128, 256, 512, 1024)  # the handout's context lengths
 # Formulas of the fully optimized step (bf16 weights and gradients, fp32 master weights; see optimizations/):
-# what a compiled block saves, and what else lives when backward begins.
+# the bytes that a compiled block saves, and the other live bytes when backward begins.
 COMPILED_BLOCK_SAVED = "20X + 6G + 4n + 8r"
 BACKWARD_START = "14X + 6G + 4E + 4r"
-# bytes per parameter: fp32 master weight, bf16 weight (or gradient), one bf16 moment
+# bytes per parameter of the fp32 master weight, the bf16 weight (or gradient), and one bf16 moment
 MASTER, LOW, MOMENT = 4, 2, 2
 
 
 def fully_optimized_bytes(config: StepConfig, moment: int = MOMENT) -> int:
     """Return the peak of the ladder's fully optimized step, in bytes.
 
-    Between the start of backward (everything saved, no gradients) and its end (all gradients, nothing saved),
-    memory changes linearly, so the peak is at one of the two ends.
+    Memory changes linearly from the start of backward (everything saved, no gradients) to its end (all gradients,
+    nothing saved), so the peak is at the start or at the end.
 
     Args:
         moment: bytes per parameter of each of AdamW's moments.
@@ -42,8 +42,8 @@ def baseline_bytes(config: StepConfig, blocks_per_checkpoint: int = 0) -> int:
 
 
 BF16_FIELDS = {"precision": "bf16", "attention": "sdpa", "optimizer": "fused"}
-# By name, the fields that differ from the fp32 baseline, and the function that computes the bytes. The bf16
-# baseline uses autocast; the fully optimized step has bf16 moments, too, and fp32 master weights.
+# By name: the fields that differ from the fp32 baseline, and the function that computes the bytes. The bf16
+# baseline uses autocast. The fully optimized step has bf16 weights and moments, and fp32 master weights.
 STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
     "fp32 baseline (naive attention)": ({}, baseline_bytes),
     "bf16 baseline (SDPA, fused AdamW)": (BF16_FIELDS, baseline_bytes),
@@ -53,7 +53,7 @@ STEPS: dict[str, tuple[dict[str, str], Callable[[StepConfig], int]]] = {
     ),
     "fully optimized (bf16 weights)": ({}, fully_optimized_bytes),
 }
-# the step that the assignment has you write
+# the fp32 baseline, which the assignment asks you to write
 BASELINE_FIELDS = {
     "precision": "fp32",
     "attention": "naive",
@@ -61,7 +61,7 @@ BASELINE_FIELDS = {
     "compile": "none",
     "device": "cuda",
 }
-# The formulas don't count this, because the amount depends on the step.
+# The formulas omit reserved memory, because its amount depends on the step.
 RESERVED = (
     "Peaks count tensors; the allocator reserves more than that. A CUDA graph, which the fully optimized step"
     " uses, reserves more again: its memory pool keeps all tensors of one step, in addition to what earlier"
@@ -72,8 +72,8 @@ RESERVED = (
 class Fit(NamedTuple):
     """How one step fits into the memory.
 
-    ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). The largest context
-    length, batch and size are those that fit if the other fields stay the same; 0 or "none" if none fits.
+    ``fits`` is "yes", "no", or "tight" (the peak exceeds :data:`TIGHT` of the memory). Each ``largest_`` field is
+    the largest value that fits while the others stay the same; 0 or "none" if no value fits.
     """
 
     step: str
@@ -85,7 +85,7 @@ class Fit(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One case of the handout's benchmark, and how its fp32 step, or the part that ``mode`` names, fits."""
+    """One case of the handout's benchmark: the fp32 peak of the phases that ``mode`` runs, and whether it fits."""
 
     size: str
     mode: str
@@ -98,8 +98,9 @@ def fit(config: StepConfig, memory_gib: float, edition: int = 2025) -> list[Fit]
     """Predict whether a configuration trains in a GPU's memory: one row per step of :data:`STEPS`.
 
     Args:
-        config: gives size, context length, batch and vocabulary. The rows set all other fields.
-        memory_gib: as torch reports it, or nvidia-smi's MiB over 1,024. The GB of a data sheet are larger numbers.
+        config: its size, context length, batch size and vocabulary are used. Each row sets all other fields.
+        memory_gib: the GPU's memory in GiB, as torch reports it (or nvidia-smi's MiB divided by 1,024). A data
+            sheet gives GB, which is a larger number.
         edition: the year whose size names to use; see :data:`stepscope.config.EDITIONS`.
     """
     memory = memory_gib * GIB
@@ -121,7 +122,7 @@ def largest_sizes(
 ) -> dict[str, list[str]]:
     """Return, for each of :data:`STEPS`, the largest size of the handout that fits at each context length.
 
-    It is "none" if not even the smallest size fits. The arguments are those of :func:`grid`.
+    The result is "none" where not even the smallest size fits. The arguments are those of :func:`grid`.
     """
     memory = memory_gib * GIB
 
@@ -138,7 +139,8 @@ def grid(config: StepConfig, contexts: Sequence[int], memory_gib: float, edition
     """Predict the peaks of the handout's benchmark: its sizes in ascending order, by mode and context length.
 
     Args:
-        config: gives batch and vocabulary.
+        config: its batch size and vocabulary are used.
+        contexts: context lengths.
         memory_gib, edition: as in :func:`fit`.
     """
     cases = []

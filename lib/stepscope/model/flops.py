@@ -64,11 +64,11 @@ def step_flops(config: StepConfig, mode: str = "step") -> int:
 
 
 def formula_mismatch(model: Any, config: StepConfig) -> str:
-    """Say why the formulas don't describe a model, or return "" if they do.
+    """Return why the formulas don't describe a model; "" if they do.
 
-    The formulas of this module and of :mod:`stepscope.model.accounting` assume the parameters of our model. A
-    model with another part, for example GELU instead of SwiGLU, has other parameters, so its FLOPs and bytes
-    are not what the formulas give.
+    The formulas of this module and of :mod:`stepscope.model.accounting` assume the parameters of our model. If you
+    replace a part, for example SwiGLU with GELU, the parameters change, and the formulas no longer give the
+    model's FLOPs and bytes.
 
     Args:
         model: an ``nn.Module``; only the names and shapes of its parameters are read.

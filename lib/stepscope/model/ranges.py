@@ -1,7 +1,7 @@
 """Name the parts of a model, and open NVTX ranges around them on demand.
 
 ``@region("ffn")`` only stores the name on a method. Nothing wraps the method until :func:`annotated` is entered,
-so an unannotated model runs exactly the code that you read, at no cost.
+so an unannotated model runs exactly the code that you read, without overhead.
 """
 
 import functools
@@ -19,7 +19,7 @@ _domain = nvtx.get_domain(DOMAIN)
 
 
 class ProfilerRanges:
-    """Replaces the NVTX domain under torch.profiler: the same calls open ranges of the profiler."""
+    """A replacement for the NVTX domain under torch.profiler: the same calls open the profiler's ranges."""
 
     def __init__(self) -> None:
         self.threads = threading.local()
@@ -37,7 +37,7 @@ class ProfilerRanges:
 
 
 def use_ranges(ranges: Any) -> None:
-    """Open ``ranges`` instead of NVTX ranges from now on.
+    """Use ``ranges`` instead of the NVTX domain to open ranges from now on.
 
     Args:
         ranges: an object with the methods of :class:`ProfilerRanges`.
@@ -48,7 +48,7 @@ def use_ranges(ranges: Any) -> None:
 
 
 def region(name: str) -> Callable:
-    """Return a decorator that stores the name of a model's region on a method and returns it unchanged."""
+    """Return a decorator that stores a region's name on a method, and doesn't wrap the method."""
 
     def mark(method: Callable) -> Callable:
         setattr(method, "region", name)  # noqa: B010
@@ -73,25 +73,25 @@ def _attributes(name: str):
 
 
 class Annotation:
-    """Records an annotated model's forward pass, so that its backward pass gets the same names.
+    """A record of an annotated model's forward pass, from which the backward pass gets the same names.
 
-    Autograd runs backward in its own threads, where no range of the forward pass is open. But forward numbers
-    every autograd node from a counter of its thread, so the counter's values at the two ends of a region
-    identify the nodes that the region created. This is exact, also for fused or rewritten operations, whereas
-    ranges from module hooks would miss operations between modules.
+    Autograd runs backward in its own threads, where no range of the forward pass is open. However, the forward
+    pass numbers autograd nodes with a counter, so the counter's values at the start and end of a region identify
+    the nodes that the region created. This method is exact, even for fused or rewritten operations. Ranges opened
+    by module hooks would miss the operations between modules.
     """
 
     def __init__(self) -> None:
         # (first number, end, name) of each region; inner regions precede outer ones
         self.made: list[tuple[int, int, str]] = []
-        self.output: Any = None  # of the last region that ended
+        self.output: Any = None  # the output of the last region that ended
 
     def link_backward(self) -> None:
         """Make each autograd node open the range of the region that created it.
 
         Call this between forward and backward.
         """
-        regions: dict[int, str] = {}  # by the number of a node
+        regions: dict[int, str] = {}  # names by node number
         for first, end, region_name in reversed(self.made):  # inner regions overwrite outer ones
             regions.update(dict.fromkeys(range(first, end), region_name))
         todo: list[tuple[Any, str | None]] = [(self.output.grad_fn, None)]
@@ -101,7 +101,8 @@ class Annotation:
             if node is None or node in visited:
                 continue
             visited.add(node)
-            # a node that accumulates a parameter's gradient has no number; it belongs to the parameter's user
+            # A node that accumulates a parameter's gradient has no number. It belongs to the region that uses the
+            # parameter.
             is_accumulation = node.name().endswith("AccumulateGrad")
             name = regions.get(node._sequence_nr(), user_region if is_accumulation else None)
             if name:
@@ -158,3 +159,24 @@ def annotated(model: nn.Module) -> Iterator[Annotation]:
     finally:
         for module, attribute, _ in named_methods:
             delattr(module, attribute)
+
+
+@contextmanager
+def annotated_modules(model: nn.Module, name_of: Callable[[str], str]) -> Iterator[Annotation]:
+    """Open a range around the forward pass of every module of ``model``, until the block ends.
+
+    Set the annotation's ``output`` to the loss before you call ``link_backward()``, because a module's output may
+    not be a tensor.
+
+    Args:
+        name_of: returns the range's name for a module's path.
+    """
+    annotation = Annotation()
+    modules = list(model.named_modules())
+    for path, module in modules:
+        module.forward = _wrapped(module.forward, name_of(path), annotation)
+    try:
+        yield annotation
+    finally:
+        for _, module in modules:
+            del module.forward

@@ -1,8 +1,8 @@
 """One unoptimized training step: forward, loss, backward and torch's AdamW.
 
-The process that nsys profiles, the launch rate and explore.ipynb run this step; other notebooks define the step in
-a cell. The ladder has another step, of which each optimization changes a part:
-:class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing here is timed.
+This step is run by the process that nsys profiles, by the measurement of the launch rate, and by explore.ipynb.
+Other notebooks define their step in a cell. The ladder's optimizations change another step, that of
+:class:`stepscope.optimizations.transforms.TrainedSubject`. Nothing in this module is timed.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Step:
-    """A model on its device, one batch, and a callable step in one mode and precision."""
+    """A callable training step in one mode and precision, with its model, optimizer and batch."""
 
     config: StepConfig
     model: TransformerLM
-    optimizer: Any  # torch.optim.AdamW; None if built for a mode without one
+    optimizer: Any  # torch.optim.AdamW; None if the step was built for another mode than "step"
     scaler: torch.amp.GradScaler
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
@@ -52,9 +52,9 @@ class Step:
     def __call__(
         self, phase: Callable[[str], AbstractContextManager] = lambda name: nullcontext()
     ) -> Tensor | None:
-        """Run one step, with each phase inside ``phase(name)``, and return the loss (None in mode "forward").
+        """Run one step, with each phase inside ``phase(name)``; return the loss, (), or None in mode "forward".
 
-        The step only enqueues work on a GPU: the caller synchronizes.
+        On a GPU, the step only enqueues work, so the caller must synchronize.
         """
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         with torch.set_grad_enabled(self.mode != "forward"):  # mode "forward" is inference
@@ -83,7 +83,7 @@ def autocast(precision: str, device: str) -> AbstractContextManager:
 
 
 def grad_scaler(precision: str, device: str) -> torch.amp.GradScaler:
-    """Return a scaler that is enabled for fp16 only, whose gradients would underflow without it."""
+    """Return a gradient scaler. It is enabled only for fp16, because fp16 gradients underflow without scaling."""
     return torch.amp.GradScaler(device, enabled=precision == "fp16")
 
 
@@ -127,7 +127,7 @@ def build_step(config: StepConfig, mode: str | None = None) -> Step:
 
 
 def show_compiled_loops() -> None:
-    """Let torch.profiler see the loops that torch.compile makes on a CPU. Call it before anything is compiled."""
+    """Let torch.profiler record torch.compile's loops on a CPU. Call this before anything is compiled."""
     from torch._inductor import config as inductor  # imported lazily: it loads the compiler
 
     inductor.cpp.enable_kernel_profile = True
@@ -156,8 +156,8 @@ def release(device: str, after_error: bool = False) -> None:
     """Return cached GPU memory to the driver, so that it doesn't affect the next measurement.
 
     Args:
-        after_error: first run the garbage collector, because an error can leave tensors in reference cycles. It
-            takes a third of a second.
+        after_error: first run the garbage collector, because an error can leave tensors in reference cycles. The
+            collection takes a third of a second.
     """
     if after_error:
         gc.collect()
@@ -170,7 +170,7 @@ def out_of_memory_names(doing: str) -> Iterator[None]:
     """Prefix out-of-memory errors with "while ``doing``".
 
     Raises:
-        torch.OutOfMemoryError: memory ran out in the block. A CPU allocator's RuntimeError becomes this type.
+        torch.OutOfMemoryError: memory ran out in the block. The CPU allocator's RuntimeError is converted.
     """
     try:
         yield

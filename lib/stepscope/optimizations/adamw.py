@@ -1,4 +1,4 @@
-"""AdamW's arithmetic for optimizer.py: the formula in PyTorch, which runs on a CPU, and the GPU's Triton kernels.
+"""AdamW's arithmetic for optimizer.py: the formula in PyTorch for a CPU, and Triton kernels for a GPU.
 
 **bf16 moments.** Arithmetic stays fp32; only stored values are rounded. The first moment is rounded to
 nearest, because each step changes it by a tenth of its distance to the gradient, far more than half a bf16 ulp
@@ -13,12 +13,12 @@ The random bits are a hash of the element's index and the step count, which a re
 GPU. Philox would cost several times as much arithmetic, and rounding doesn't need better random numbers.
 
 **At memory speed.** All parameters are views of flat buffers, so one kernel updates them all, across parameter
-groups. A program computes the address of its block of weights and moments from its index alone, and loads them
-while it looks up the parameter. The gradients stay where backward created them; the kernel finds them in a
-table of addresses. It also reads each parameter's scalars from the GPU (its group's lr, betas, eps and weight
-decay, and its step count). With bf16 moments there is so much less memory traffic that arithmetic shows. The
-kernel then uses the GPU's approximate division and square root, which are off by an ulp or two of an update
-that is itself a small part of the weight.
+groups. Each program of the kernel computes the address of its block of weights and moments from its index alone,
+and loads them while it looks up the parameter. The gradients stay where backward created them; the kernel finds
+them in a table of addresses. The kernel also reads each parameter's scalars from the GPU (its group's lr, betas,
+eps and weight decay, and its step count). With bf16 moments, there is less memory traffic, so arithmetic would
+take part of the time. The kernel therefore uses the GPU's approximate division and square root. Their error is an
+ulp or two of the update, which itself is a small part of the weight.
 """
 
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from torch import Tensor
 adamw_kernel: Any = None
 adamw_fp8_kernel: Any = None
 HAS_TRITON = find_spec("triton") is not None  # PyTorch for CPUs has no Triton
-BLOCK = 512  # elements per program of the kernel; every tensor starts at a multiple
+BLOCK = 512  # elements per program of the kernel; every tensor starts at a multiple of this number
 TILE = (32, 64)  # rows and columns per program of the FP8 kernel, which also writes the transpose
 COLUMNS = 8  # scalars per parameter that the kernel reads
 GOLDEN, MIX1, MIX2 = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35  # constants of the hash
@@ -40,8 +40,8 @@ def random_bits(index: Tensor, count: Tensor) -> Tensor:
     """Return 16 random bits per element as int64, from MurmurHash3's 32-bit finalizer (Appleby 2011).
 
     Args:
-        index: of each element, int64 of any shape.
-        count: number of the step, ().
+        index: the index of each element, int64 of any shape.
+        count: the number of the step, ().
     """
     mask = 0xFFFFFFFF
     seed = count * GOLDEN & mask
@@ -71,12 +71,12 @@ def update_(
     Every operation is rounded to fp32 separately.
 
     Args:
-        master: fp32, changed in place.
-        m, v: fp32 or bf16, changed in place.
+        master: the fp32 weights, changed in place.
+        m, v: the moments in fp32 or bf16, changed in place.
         gradient: fp32 or bf16, of the same shape.
         scalars: fp32, (8,): 1 - rate * decay, rate / (1 - beta1^t), 1 / sqrt(1 - beta2^t), and the group's beta1,
             1 - beta1, beta2, 1 - beta2 and eps.
-        bits: :func:`random_bits` to round a bf16 ``v``; None if ``v`` is fp32.
+        bits: the :func:`random_bits` with which a bf16 ``v`` is rounded; None if ``v`` is fp32.
     """
     gradient = gradient.float()
     kept, rate, correction, beta1, rest1, beta2, rest2, eps = scalars
@@ -102,7 +102,7 @@ if HAS_TRITON:
     def _update(at, master, m, v, gradient, scalars, step, exact: tl.constexpr):
         """Apply :func:`update_` to the elements ``at`` these offsets of the buffers, and return the new weights.
 
-        ``scalars`` and ``step`` point to those of the elements' parameter."""
+        ``scalars`` and ``step`` point to the values of the parameter to which the elements belong."""
         old_m = tl.load(m + at)
         old_v = tl.load(v + at)
         old = tl.load(master + at)
@@ -231,7 +231,7 @@ if HAS_TRITON:
         count = tl.load(counts + owner).to(tl.int32)
         height = tl.multiple_of(count // width, 64)
         across = along[:, None] * height + down[None, :]
-        # The scale is a power of two, so these are the same numbers. They are converted a second time because the
-        # assembler of CUDA before 13 mixes up bytes that two stores share (Triton issue 11111).
+        # The scale is a power of two, so the product equals the quotient above. We convert the numbers a second
+        # time, because the assembler of CUDA before 13 mixes up bytes that two stores share (Triton issue 11111).
         turned = tl.trans(weight * (1 / scale))
         tl.store(eight + tl.multiple_of(count, 64) + across, turned.to(tl.float8e4nv))

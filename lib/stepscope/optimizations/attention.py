@@ -15,11 +15,11 @@ from stepscope.config import RunConfig
 from stepscope.measure import storage_bytes
 from stepscope.model.training_step import AUTOCAST_DTYPES
 
-MAX_SCORES = 2**28  # that exist at once, 2 GiB in float64; long sequences are computed some queries at a time
+MAX_SCORES = 2**28  # scores that exist at once, 2 GiB in float64; longer sequences are split by queries
 
 
 class Inputs:
-    """Random queries, keys, values and output gradient of one context length, and lazily created causal masks."""
+    """Random queries, keys, values and output gradients of one context length, and lazily created causal masks."""
 
     def __init__(self, config: RunConfig, context_length: int):
         generator = torch.Generator(config.device).manual_seed(config.seed)
@@ -44,14 +44,14 @@ class Inputs:
 
     @cached_property
     def future(self) -> Tensor:
-        """The model's causal mask, (T, T) bool: True where a query must not see a key."""
+        """The model's causal mask, (T, T) bool: True where a query must not attend to a key."""
         length = self.context_length
         ones = torch.ones(length, length, dtype=torch.bool, device=self.q.device)
         return ones.triu_(1)
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """The causal mask for FlexAttention, in blocks of 128 x 128. Creating it takes a full (T, T) mask."""
+        """FlexAttention's causal mask, in blocks of 128 x 128. It is created from a full (T, T) mask."""
         length = self.context_length
         return create_block_mask(causal_mask_mod, None, None, length, length, device=self.q.device)
 
@@ -64,7 +64,10 @@ class Inputs:
 
 
 def causal_mask_mod(batch, head, query, key):
-    """Return whether a query sees a key. Not a lambda, because FlexAttention recompiles for a new function."""
+    """Return whether a query attends to a key.
+
+    This is a function of the module and not a lambda, because FlexAttention recompiles for each new function.
+    """
     return query >= key
 
 

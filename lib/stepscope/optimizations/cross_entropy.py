@@ -1,4 +1,4 @@
-"""Chunked cross-entropy: compute head and loss for one chunk of tokens at a time, to save memory.
+"""Chunked cross-entropy: compute the head and the loss for one chunk of tokens at a time, to save memory.
 
 The logits of all tokens never exist at once. Each chunk's gradients are computed right after its logits, as in
 Liger Kernel's fused linear cross-entropy (Hsu et al. 2024), so backward recomputes nothing.
@@ -64,9 +64,9 @@ def chunked_cross_entropy(
     """Return the mean cross-entropy over all tokens, ().
 
     Args:
-        hidden: input of the head, (B, T, C).
-        weight: of the head, (V, C).
+        hidden: the head's input, (B, T, C).
+        weight: the head's weight, (V, C).
         targets: token ids, (B, T).
-        dtype: of the matmuls.
+        dtype: the dtype of the matmuls.
     """
     return ChunkedCrossEntropy.apply(hidden.flatten(0, 1), weight, targets.flatten(), dtype)

@@ -1,7 +1,7 @@
-"""Linear layers that multiply 8-bit floats: how FP8 training works, in one file.
+"""Linear layers with FP8 matmuls: how FP8 training works, in one file.
 
 **Why.** Tensor cores of compute capability 9.0 multiply 8-bit floats twice as fast as bf16, and read half
-the bytes. What is given up is arithmetic: there are only 256 different 8-bit numbers.
+the bytes. The price is precision: there are only 256 different 8-bit numbers.
 
     format   exponent  mantissa   largest    smallest normal   neighbors differ by
     bf16      8 bits    7 bits    3.4e38         1.2e-38       1/128 of a power of two
@@ -10,50 +10,52 @@ the bytes. What is given up is arithmetic: there are only 256 different 8-bit nu
 
 (Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433, table 1.)
 
-**Scales.** Activations and gradients do not lie between 2^-6 and 448, and where they lie changes as
-training goes on. So what is multiplied is first divided by a scale, and the product is multiplied by the
-scales again. Which numbers can share one follows from the sum
+**Scales.** Activations and gradients do not lie between 2^-6 and 448, and their range changes during training.
+So we divide each factor by a scale before the matmul, and multiply the result by the scales. The sum shows which
+numbers can share a scale:
 
     out[m, n] = sum over k of a[m, k] b[n, k]
 
-A scale of row m of a, and one of row n of b, stand before the sum: they are two factors of the result, and
-a matmul applies them for nothing. A scale that changed with k could not leave the sum. A scale a tensor
-would do as well, but one outlier anywhere then pushes all else towards zero; of a row it is the row's own.
+A scale for row m of a, or for row n of b, is a constant factor of the sum, so the matmul can apply it to the
+result at no cost. A scale that depended on k could not be taken out of the sum. One scale per tensor would also
+work, but a single outlier would then push all other numbers toward zero. With one scale per row, an outlier only
+affects its row.
 
-**Activations and gradients** are new in each step. Their scale is a row's own largest magnitude ("dynamic"),
-found and applied by the compiled kernel that makes them: the norm's, SwiGLU's, or backward's.
+**Activations and gradients** are new in each step. A row's scale comes from its own largest magnitude ("dynamic"
+scaling). The compiled kernel that computes the tensor also finds and applies the scale: that of the norm, of
+SwiGLU, or of backward.
 
-**Weights** change little from step to step, and are there before the step begins. So they are rounded once,
-by the kernel that updates them (optimizer.py), which has each new value in a register: a kernel of its own
-would read all weights again, and take back most of what FP8 gains. Their scale is one a matrix, from its
-largest magnitude one step ago ("delayed"), as a power of two: it leaves 1.75 times that magnitude before
-numbers saturate, and of a matrix's numbers none is so small that it would miss the range. Two matmuls read
-a weight, and each wants the index that it sums over to be the last, so a weight is kept in both layouts:
+**Weights** change little from step to step, and are known before the step begins. So they are rounded once, by the
+kernel that updates them (optimizer.py), while it has each new value in a register. A separate kernel would have to
+read all weights again, which would cost most of the time that FP8 saves. A matrix has one scale, a power of two
+that comes from the largest magnitude one step ago ("delayed" scaling). This scale lets the magnitude grow by a
+factor of 1.75 before numbers saturate, and keeps a matrix's small numbers within the range. Two matmuls read a
+weight, and for each, the index that it sums over must come last. So we store each weight in both layouts:
 
     forward   y  = x W^T     W (N, K)       backward   dx = dy W     W^T (K, N)
 
-They take a byte each, and lie where the bf16 weight would. Nothing reads that any more.
+Each layout takes one byte per weight. Together, they take the place of the bf16 weight, which is no longer read.
 
-**Three matmuls.** A linear layer has one in forward and two in backward; M tokens, K inputs, N outputs:
+**Three matmuls.** A linear layer has one matmul in forward and two in backward (M tokens, K inputs, N outputs):
 
     y  = x W^T     (M, K) (N, K) -> (M, N)   sums over K     FP8
     dx = dy W      (M, N) (N, K) -> (M, K)   sums over N     FP8
     dW = dy^T x    (M, N) (M, K) -> (N, K)   sums over M     bf16
 
-The weight's gradient stays bf16, as in torchao's recipe ``rowwise_with_gw_hp``: it sums over all tokens,
-along which neither of its factors has a scale yet, and what it is off by goes straight into the weights.
+The weight's gradient stays bf16, as in torchao's recipe ``rowwise_with_gw_hp``: its matmul sums over all tokens,
+for which neither factor has scales yet, and its error goes directly into the weights.
 
-**Sums.** The tensor cores of Hopper add FP8 products in fewer bits than fp32 has. Forward lets them
-(``fast``); for gradients the partial sums are moved to fp32 every few products, which takes longer.
+**Sums.** Hopper's tensor cores add FP8 products with fewer bits than fp32 has. Forward accepts this (``fast``).
+For gradients, the partial sums are moved to fp32 after every few products, which takes longer.
 
-**What it is off by.** A product's error is e4m3's mantissa: numbers of 4 significant bits and *any* range
-give as much (a test holds that). So scales of smaller blocks would not help here, and e5m2 for gradients,
-which has a bit less, makes it worse, though its range is wider. How much of it reaches a gradient depends on
-the weights. As drawn, a deep model amplifies what its first block is off by, in any format; a trained one
-does not (the ladder measures both).
+**Errors.** A matmul's error comes from e4m3's mantissa: numbers with 4 significant bits and *any* range have the
+same error (a test checks this). So scales for smaller blocks would not help, and e5m2 would make gradients worse:
+its range is wider, but it has one bit less. How much of the error reaches a gradient depends on the weights. With
+freshly drawn weights, a deep model amplifies the error of its first block, in any format. A trained model does
+not (the ladder measures both).
 
-Embedding, norms, attention and the head stay as they are. A CPU computes the same 8 bits in fp32, so that
-the arithmetic can be tried anywhere.
+Embedding, norms, attention and the head are unchanged. A CPU computes in fp32 with the same 8-bit numbers, so you
+can try the arithmetic anywhere.
 
     use_fp8(model.blocks)
     optimizer = MasterAdamW(model, lr=3e-4, moments=torch.bfloat16)
@@ -90,7 +92,7 @@ def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """Return the power of two by which the largest magnitude, (), is divided to be in [128, 256)."""
+    """Return the powers of two by which largest magnitudes, of any shape, are divided to lie in [128, 256)."""
     exponent = torch.frexp(largest).exponent - 8
     return torch.ldexp(torch.ones_like(largest), exponent)
 
@@ -113,14 +115,14 @@ def matmul(
     """Return a @ b.T, (M, N). A CPU computes it in fp32 from the same 8-bit numbers.
 
     Args:
-        a: (M, K), quantized here.
-        b8: FP8, (N, K).
-        b_scale: ().
-        ones: fp32, (1, at least N).
+        a: the first factor, (M, K); this function quantizes it.
+        b8: the second factor in FP8, (N, K).
+        b_scale: the scale of ``b8``, ().
+        ones: ones in fp32, (1, at least N).
         fast: accumulate in the tensor cores' reduced precision.
     """
     a8, a_scale = quantize_rows(a)
-    scale = a_scale * b_scale  # the kernel takes one scale per row of each factor; those of b are then 1
+    scale = a_scale * b_scale  # the kernel wants one scale per row of each factor, so b's row scales are 1
     if a.device.type == "cpu":
         return ((a8.float() @ b8.float().t()) * scale).to(a.dtype)
     return torch._scaled_mm(
@@ -152,10 +154,10 @@ class Fp8Matmul(torch.autograd.Function):
 class Fp8Linear(nn.Linear):
     """A linear layer without bias that uses :class:`Fp8Matmul`.
 
-    MasterAdamW writes its weight. Before that, the scale is NaN, and so is the output.
+    MasterAdamW writes the weight. Before that, the scale is NaN, and so is the output.
 
     Raises:
-        TypeError: in forward, the weight is not bf16, because MasterAdamW has not been created yet.
+        TypeError: the weight is not bf16 in forward, because MasterAdamW has not been created yet.
     """
 
     weight_scale: Tensor

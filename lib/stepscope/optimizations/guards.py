@@ -21,7 +21,8 @@ UNSUPPORTED = ("maximize", "amsgrad", "differentiable")  # options of torch's Ad
 def find_wrapper(parameters: Iterable[Tensor]) -> Any:
     """Return the DDP, FSDP or ZeRO object that holds one of these parameters, or None.
 
-    PyTorch doesn't mark wrapped parameters, so this searches all live objects if there is a process group.
+    PyTorch doesn't mark wrapped parameters, so this function searches all live objects if there is a process
+    group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None

@@ -1,51 +1,50 @@
-"""AdamW with fp32 master weights that writes the bf16 weights that matmuls read: nothing is cast.
+"""AdamW with fp32 master weights, which writes the bf16 weights for matmuls, so that a step casts nothing.
 
     optimizer = MasterAdamW(model, lr=3e-4, moments=torch.bfloat16)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
 `docs/master_adamw.py` is a training loop with it: its schedule, clipping, CUDA graph and resume.
 
-**Why two copies of a weight.** Matmuls want bf16: they are many times as fast in it, and the weights are
-half the bytes. Updates want fp32: bf16 has 8 significant bits, so that above 1 its next number is 1 + 2^-7,
-and a step of 3e-4 changes nothing at all, however often it is repeated. So training in mixed precision
-(Micikevicius et al. 2017, arXiv:1710.03740) adds its updates up in fp32 master weights, and multiplies with
-a bf16 copy.
+**Why two copies of a weight.** Matmuls in bf16 are many times faster than in fp32, and read half the bytes.
+Updates, however, need fp32. bf16 has 8 significant bits, so the next number above 1 is 1 + 2^-7, and an update of
+3e-4 changes nothing, however often it is repeated. Therefore, training in mixed precision (Micikevicius et al.
+2017, arXiv:1710.03740) accumulates updates in fp32 master weights, and multiplies with a bf16 copy.
 
-**What autocast does, and what is done here.** Under autocast the model's parameters are the fp32 weights;
-every forward pass casts each of them to bf16 (torch's autocast weight cache keeps the copy until the pass
-ends), and every backward pass casts each gradient to fp32. Here the model's matrices *are* bf16 and their
-gradients with them; one kernel reads the gradients, updates the fp32 masters and the moments, and writes
-the bf16 copy. No cast is left in the step. Vectors (norm weights and biases) stay fp32: they are the master
-itself. Weights of more than two dimensions (convolutions, experts) become bf16 like matrices.
+**The difference from autocast.** Under autocast, the model's parameters are the fp32 weights. Every forward pass
+casts each of them to bf16 (torch's autocast weight cache keeps the copy until the pass ends), and every backward
+pass casts each gradient to fp32. With MasterAdamW, the model's matrices and their gradients *are* bf16. One kernel
+reads the gradients, updates the fp32 masters and the moments, and writes the bf16 weights, so a step has no casts.
+Vectors (norm weights and biases) stay fp32, and are their own masters. Weights with more than two dimensions
+(convolutions, experts) become bf16 like matrices.
 
-**The formula** (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), of gradient g at step t:
+**The formula** (Loshchilov & Hutter 2019, arXiv:1711.05101, algorithm 2), for gradient g at step t:
 
-    m = beta1 m + (1 - beta1) g                 the mean of the last gradients
-    v = beta2 v + (1 - beta2) g^2               the mean of their squares
+    m = beta1 m + (1 - beta1) g                 the running mean of the gradients
+    v = beta2 v + (1 - beta2) g^2               the running mean of their squares
     w = w (1 - lr decay) - lr m' / (sqrt(v') + eps)      with m' = m / (1 - beta1^t), v' = v / (1 - beta2^t)
 
-It needs a dozen operations per parameter, so its time is that of moving bytes. Bytes per parameter, in the
-GPU's memory and moved in one step:
+The formula needs only a dozen operations per parameter, so its time is the time to move bytes. Bytes per
+parameter, in the GPU's memory and moved in one step:
 
                        in memory                     read             written        moved
     torch, fp32        w 4, g 4, m 4, v 4 = 16       w g m v 16       w m v 12          28
     here, fp32 m, v    w 4, low 2, g 2, 8 = 16       w g m v 14       w m v low 14      28
     here, bf16 m, v    w 4, low 2, g 2, 4 = 12       w g m v 10       w m v low 10      20
 
-``low`` is what matmuls read: a bf16 copy, or in its place two FP8 copies of one byte each (fp8.py), which the
-kernel writes tile by tile, in the weight's layout and transposed.
+``low`` is the copy that matmuls read: one in bf16, or two in FP8 of one byte each (fp8.py). The kernel writes FP8
+copies tile by tile, one in the weight's layout and one transposed.
 
 **CUDA graphs** need no call after the capture: a captured step contains the addresses of its own gradients,
 and writes them to its own table in each replay. You can alternate eager steps and several graphs. The learning
 rate is a tensor on the GPU that the graph reads, so schedulers work as with eager steps. All other options
 keep the values of the capture.
 
-**Weights that other code writes** (a checkpoint, a clamp, DDP's broadcast) become the masters. An eager step
-compares each parameter's version counter, which every in-place operation of PyTorch raises, with the one that
-it saw last; our own writes go through other tensors over the same memory and don't raise it. A weight is taken
-only if it differs from its rounded master, so that loading weights that were rounded from the masters keeps
-the masters' precision. Each parameter has its own storage over its part of the buffer (DLPack creates it),
-because programs that save weights mistake two views of one storage for tied weights.
+**Weights that other code writes** (a checkpoint, a clamp, DDP's broadcast) become the masters. Every in-place
+operation of PyTorch increases a parameter's version counter, and an eager step compares each counter with its
+previous value. The optimizer's own writes use other tensors over the same memory, so they don't change the
+counter. A weight replaces its master only if it differs from the rounded master, so loading weights that were
+rounded from the masters keeps the masters' precision. Each parameter has its own storage over its part of the
+buffer (created with DLPack), because programs that save weights mistake two views of one storage for tied weights.
 """
 
 import math
@@ -63,15 +62,16 @@ from stepscope.optimizations import adamw, fp8, guards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of a parameter's state
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-# Scalars with which a step changes nothing, for parameters without a gradient. In the kernel's order: kept, rate,
-# correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
+# The scalars of parameters without a gradient, with which a step changes nothing. In the kernel's order: kept,
+# rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
 UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
 
 class TakeWeights:
-    """A hook of a model's modules that lets the optimizer take loaded weights.
+    """A hook of a model's modules that updates the optimizer's masters from loaded weights.
 
-    In a copy of the model, or after pickling, it does nothing, because the optimizer doesn't own those weights.
+    In a copy of the model, or after pickling, the hook does nothing, because the optimizer doesn't own those
+    weights.
     """
 
     def __init__(self, optimizer: "MasterAdamW | None" = None):
@@ -96,16 +96,26 @@ def _has_shape(state: dict[str, Any], key: str, shape: torch.Size) -> bool:
     return key in state and state[key].shape == shape
 
 
+def has_strides(x: Tensor, strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor has these strides, except in dimensions of size 1, whose strides mean nothing."""
+    if x.stride() == strides:
+        return True
+    return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), strides))
+
+
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW with fp32 master weights for a model whose matrices become bf16. One kernel updates all parameters.
 
     The parameters become views of two flat buffers: bf16 parameters of ``low``, fp32 parameters of ``master``.
-    The master weights start as the model's weights. Weights that other code loads or writes later become the
-    masters, with bf16's precision, in the next eager step or ``state_dict``, or on loading. To resume
-    bit-identically, load the optimizer's own state dict: torch's, plus each parameter's fp32 ``master``. As in
-    torch, its tensors belong to the optimizer, so save or copy them before the next step.
+    They keep their memory format, such as ``torch.channels_last``.
 
-    Don't use autocast for a model without biases whose norms cast back to bf16. Any other model needs autocast.
+    The master weights start as the model's weights. Weights that other code writes later become the masters, with
+    bf16's precision, in the next eager step or ``state_dict``; loaded weights become the masters at once. To
+    resume bit-identically, load the optimizer's own state dict, which is torch's plus each parameter's fp32
+    ``master``. As in torch, the tensors in the state dict belong to the optimizer, so save or copy them before
+    the next step.
+
+    Use autocast, except for a model without biases whose norms cast back to bf16.
 
     Args:
         params: a model on its device, or anything that torch's optimizers accept: parameters, named parameters,
@@ -176,6 +186,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def _make_buffers(self) -> None:
         """Create the flat buffers. The parameters, and the moments in ``state``, become views of them."""
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self.parameters]
         self.counts = [parameter.numel() for parameter in self.parameters]
         indices = range(len(self.parameters))
         self.in_fp8 = [index for index in indices if hasattr(self.parameters[index], "fp8_scale")]
@@ -195,9 +206,8 @@ class MasterAdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
             buffer = self.low if parameter.dim() > 1 else self.master
-            flat = self.view(buffer, index).flatten()
-            new_storage = torch.from_dlpack(flat)  # of the same memory
-            parameter.data = new_storage.view(parameter.shape)
+            new_storage = torch.from_dlpack(self._flat(buffer, index))  # of the same memory
+            parameter.data = new_storage.as_strided(parameter.shape, self.strides[index])
             state = {
                 "step": self.count[index],
                 "exp_avg": self.view(self.m, index),
@@ -240,7 +250,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_groups()
 
     def _make_tables(self) -> None:
-        """Create the tables in which the kernels' programs look up their parameter, and its offset and size."""
+        """Create the tables in which a kernel's programs look up their parameter, and its offset and size."""
         in_fp32 = [parameter.dtype == torch.float32 for parameter in self.parameters]
         widths = [shape[-1] if shape else 1 for shape in self.shapes]
 
@@ -263,13 +273,13 @@ class MasterAdamW(torch.optim.Optimizer):
         self.table = torch.zeros(num_parameters, device=self.device, dtype=torch.int64)
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
-        """Return each program's parameter: the indices, int32, each repeated for its number of programs."""
+        """Return the index of each program's parameter, int32: each index, repeated for its number of programs."""
         owners, times = torch.tensor([indices, programs], dtype=torch.int32, device="cpu")
         by_program = owners.repeat_interleave(times)
         return by_program.to(self.device)
 
     def _tiles(self, index: int) -> Tensor:
-        """Return the offsets in a matrix at which its tiles start.
+        """Return the offsets of the tiles' first elements in a matrix.
 
         Raises:
             ValueError: a side is not a multiple of 64.
@@ -311,17 +321,20 @@ class MasterAdamW(torch.optim.Optimizer):
         type(self).__init__(self, groups, moments=state["moments"])
         self.load_state_dict(state["saved"])
 
-    def view(self, flat: Tensor, index: int) -> Tensor:
+    def _flat(self, buffer: Tensor, index: int) -> Tensor:
         start = self.offsets[index]
-        end = start + self.counts[index]
-        return flat[start:end].view(self.shapes[index])
+        return buffer[start : start + self.counts[index]]
+
+    def view(self, buffer: Tensor, index: int) -> Tensor:
+        """Return a parameter's part of a buffer, with the parameter's shape and memory format."""
+        return self._flat(buffer, index).as_strided(self.shapes[index], self.strides[index])
 
     def masters(self) -> dict[str, Tensor]:
         """Return the fp32 weights by parameter name: "0", "1" and so on if the parameters were not named."""
         return {name: self.view(self.master, index) for index, name in enumerate(self.named)}
 
     def reset(self) -> None:
-        """Reset moments and step counts as before the first step, and keep the current master weights."""
+        """Reset the moments and step counts, and keep the current master weights."""
         self._round()
         for tensor in (self.m, self.v, self.count):
             tensor.zero_()
@@ -330,8 +343,9 @@ class MasterAdamW(torch.optim.Optimizer):
     def take_weights(self) -> None:
         """Update the masters from weights that other code has written since the last call.
 
-        Eager steps, ``state_dict`` and loading into the model call this. After any other write, call it before
-        you replay a graph, because a replay runs no Python. Writes through ``.data`` go unnoticed.
+        Eager steps, ``state_dict`` and the model's ``load_state_dict`` call this method. After any other write,
+        call it before you replay a graph, because a replay runs no Python. Writes through ``.data`` are not
+        detected.
 
         Raises:
             RuntimeError: a parameter was moved or cast, and is no longer a view of the buffer.
@@ -363,7 +377,7 @@ class MasterAdamW(torch.optim.Optimizer):
             self._round_fp8(index)
 
     def _share_masters(self) -> None:
-        """Broadcast the masters and moments of rank 0 once, because DDP broadcast only its rounded weights."""
+        """Broadcast the masters and moments of rank 0 once, because DDP only broadcast the rounded weights."""
         if self.replicas and self.replicas() is not None:
             return
         wrapper = guards.find_wrapper(self.parameters)
@@ -396,12 +410,12 @@ class MasterAdamW(torch.optim.Optimizer):
         """Load a state dict of MasterAdamW or of torch's AdamW.
 
         Masters, the model's weights (from the masters), moments and learning rates are written in place, so
-        that captured graphs continue from there, too. Moments of another dtype are rounded to nearest. State
+        captured graphs also continue from the loaded state. Moments of another dtype are rounded to nearest. State
         dicts of torch's AdamW have no masters; the masters are then the model's current weights.
 
         Raises:
             ValueError: groups or parameter shapes don't match, an option is out of range, or only some
-                parameters have a master. Nothing is changed then.
+                parameters have a master. The optimizer is then unchanged.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
@@ -489,7 +503,7 @@ class MasterAdamW(torch.optim.Optimizer):
         """Take one step. Parameters without a gradient don't change.
 
         Raises:
-            RuntimeError: a gradient is sparse, not contiguous, or of another dtype; a parameter was moved or
+            RuntimeError: a gradient is sparse, or of another memory format or dtype; a parameter was moved or
                 cast, is no longer in its group, or has started to require a gradient; or a parameter has no
                 gradient while a graph is captured.
             TypeError: a group's learning rate is no longer a tensor while a graph is captured.
@@ -517,7 +531,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._read_rates(capturing)
         table = None
         if on_gpu:
-            for index in missing:  # zeros that live until the launch
+            for index in missing:  # these zeros must live until the launch
                 gradients[index] = torch.zeros_like(self.parameters[index])
             table = self._table(gradients, capturing)
         self.count.add_(1)
@@ -578,7 +592,8 @@ class MasterAdamW(torch.optim.Optimizer):
             if self.moments == torch.bfloat16:
                 numbers = torch.arange(self.counts[index], device=self.device)
                 elements = self.offsets[index] + numbers
-                bits = adamw.random_bits(elements, self.count[index]).view(self.shapes[index])
+                bits = adamw.random_bits(elements, self.count[index])
+                bits = bits.as_strided(self.shapes[index], self.strides[index])
             if parameter.grad is not None:
                 adamw.update_(master, m, v, parameter.grad, self.scalars[index], bits)
             if parameter.dtype != torch.float32:
@@ -624,15 +639,15 @@ class MasterAdamW(torch.optim.Optimizer):
     def _table(self, gradients: list[Tensor], capturing: bool) -> Tensor:
         """Return the table of gradient addresses; raise a RuntimeError if the kernel can't read a gradient."""
         addresses = [gradient.data_ptr() for gradient in gradients]
-        for name, gradient, address in zip(self.named, gradients, addresses):
-            if not gradient.is_contiguous() or address % 16:
+        for name, gradient, strides, address in zip(self.named, gradients, self.strides, addresses):
+            if not has_strides(gradient, strides) or address % 16:
                 raise RuntimeError(
-                    f"{name}: the gradient is not contiguous from a multiple of 16 bytes,"
-                    " which the optimizer's kernel requires"
+                    f"{name}: the optimizer's kernel requires a gradient in the weight's memory format, at an"
+                    " address that is a multiple of 16 bytes"
                 )
         if capturing:
             # The graph gets its own table, and kernels that write the addresses from their arguments. A copy from
-            # the host would read host memory in every replay, which would have to stay unchanged.
+            # the host would read host memory in every replay, so that memory would have to stay unchanged.
             table = torch.full_like(self.table, 0)
             torch._foreach_add_(table.unbind(), addresses)
             return table

@@ -46,13 +46,13 @@ class TrainedSubject(Subject):
     """A subject with all attributes that an optimization of its training step may change.
 
     make_batch: draws the batch on the device.
-    make_optimizer: makes the optimizer of the loaded model.
+    make_optimizer: creates the optimizer of the loaded model.
     launch: returns the step to measure, after the model has been called once. If the subject has no ``loss``,
-        ``launch`` also makes its optimizer.
+        ``launch`` also creates its optimizer.
     autocast: the dtype of torch's autocast around forward and loss, or None.
-    matmul_precision: of fp32 matmuls, as ``torch.set_float32_matmul_precision`` takes it.
-    precision, moments: the number formats of matmuls and of AdamW's moments, for FLOP rates and bounds.
-    compiles: whether the first call compiles.
+    matmul_precision: the precision of fp32 matmuls, an argument of ``torch.set_float32_matmul_precision``.
+    precision, moments: the number formats of matmuls and of AdamW's moments, for FLOP rates and lower bounds.
+    compiles: whether the first call of the step compiles.
     """
 
     make_batch: Callable[[], tuple[Tensor, ...]] = field(kw_only=True)
@@ -73,7 +73,7 @@ class TrainedSubject(Subject):
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
 
     def share_program(self, other: "TrainedSubject") -> None:
-        """Use the model and the loss of an equal subject, and with them its compiled code."""
+        """Use the model and the loss of an equal subject, and thereby its compiled code."""
         self.model = other.model
         self.loss = other.loss
         self.parameters = other.parameters
@@ -85,10 +85,10 @@ class TrainedSubject(Subject):
 
     @torch.no_grad()
     def load(self, seed: int) -> None:
-        """Put weights drawn from the seed, the optimizer and the batch on the device.
+        """Put the weights, drawn from the seed, the optimizer and the batch on the device.
 
         Raises:
-            torch.OutOfMemoryError: they don't fit.
+            torch.OutOfMemoryError: the device's memory is too small for them.
         """
         torch.set_float32_matmul_precision(self.matmul_precision)
         for name, parameter in self.parameters.items():
@@ -102,7 +102,7 @@ class TrainedSubject(Subject):
     def unload(self) -> None:
         """Free weights, gradients, optimizer and batch.
 
-        Compiled code stays valid, because it reads shapes when it runs.
+        Compiled code stays valid, because it reads the shapes when it runs.
         """
         self.optimizer = None
         self.batch = ()
@@ -114,7 +114,7 @@ class TrainedSubject(Subject):
             torch.cuda.empty_cache()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the fp32 weights, to read or write: the optimizer's masters, or the model's parameters."""
+        """Return the fp32 weights, for reading and writing: the optimizer's masters, or the model's parameters."""
         if isinstance(self.optimizer, MasterAdamW):
             return self.optimizer.masters()
         return self.parameters
@@ -153,13 +153,17 @@ class TrainedSubject(Subject):
             return torch.autocast(self.device, dtype=self.autocast)
         return nullcontext()
 
+    def without_randomness(self) -> AbstractContextManager:
+        """Return a context in which steps draw no random numbers, for comparisons; this model has no dropout."""
+        return nullcontext()
+
     def gradients(self) -> Tensor:
         """Run forward, loss and backward; return the loss, ()."""
         assert self.loss is not None
         self.reset()
         with self.autocasting():
             loss = self.loss(self.model, *self.batch)
-        loss.backward()  # outside of autocast, because it repeats the types of forward
+        loss.backward()  # outside of autocast, because backward uses the types that forward chose
         return loss.detach()
 
     def eager_step(self) -> Tensor:
@@ -172,16 +176,16 @@ Transform = Callable[[TrainedSubject], str | None]
 
 
 def keeps_program(transform: Transform) -> Transform:
-    """Mark a transform that only changes the optimizer or the launch, but neither the model nor its loss.
+    """Mark a transform that changes the optimizer or the launch, but neither the model nor its loss.
 
-    Steps that only differ in such transforms share their compiled code.
+    Steps that differ only in such transforms share their compiled code.
     """
     setattr(transform, "keeps_program", True)  # noqa: B010
     return transform
 
 
 def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
-    """Apply transforms in order; return the reasons of those that don't apply, by name."""
+    """Apply transforms in order; return the reasons why some don't apply, by the transform's name."""
     reasons = {}
     for transform in transforms:
         reason = transform(subject)

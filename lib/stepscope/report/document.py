@@ -1,4 +1,4 @@
-"""Render a document about one dataset from Jinja2 templates, whose numbers are cells of views.
+"""Render a document from Jinja2 templates, whose numbers are cells of views.
 
     {% set big = rows(steps, size="2.7B", context_length=512) %}
     A step takes {{ row(big, optimization="fp32").wall_ms|ms }}.{{ holds(big.wall_ms.max() < 2000) }}
@@ -193,6 +193,7 @@ UNIT_FILTERS = {
     "billion": "billion",
     "tokens_s": "tokens/s",
     "tflops": "TFLOP/s",
+    "gb_s": "GB/s",
     "tb_s": "TB/s",
 }
 FILTERS: dict[str, Callable[..., str]] = {name: _formatter(unit) for name, unit in UNIT_FILTERS.items()}

@@ -63,6 +63,10 @@ COMPARED = {
     "checkpoints": ["peak_gib", "gpu_ms"],
     "attention": ["wall_ms", "gpu_ms", "saved_mib"],
     "attention_errors": [],
+    "model_steps": [],
+    "model_modules": [],
+    "strategies": [],
+    "strategy_ranks": [],
 }
 # A machine's peak rates, each from its fastest run: view, column, words and unit.
 RATES = (
@@ -78,8 +82,8 @@ FIXED = "The same in all rows: "
 # Printed names for the values of key fields.
 LABELS = {"mode": MODE_NAMES, "optimization": NAMES}
 WORDS = {"vocab_size": "vocabulary size", "kernel_category": "category", "checkpoint_policy": "policy"}
-SELF_SPOKEN = ("size", "precision")  # fields whose values need no field name
-ALWAYS_NAMED = ("size", "context_length", "batch_size", "d_model", "precision")
+SELF_SPOKEN = ("size", "precision", "model")  # fields whose values need no field name
+ALWAYS_NAMED = ("model", "size", "context_length", "batch_size", "d_model", "precision")
 
 
 # -- the reference --------------------------------------------------------------------------------------------

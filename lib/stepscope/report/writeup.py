@@ -1,15 +1,21 @@
-"""Render the templates of ``writeup/`` over one full campaign."""
+"""Render the templates of ``writeup/`` over one full campaign, and over other datasets next to it.
+
+A folder of templates with a dataset's name, such as ``writeup/h100x2``, belongs to the writeup only if that runs
+folder exists next to the campaign's. All templates find its views under its name: ``h100x2.strategies``.
+"""
 
 from collections import ChainMap
+from collections.abc import Mapping
 from pathlib import Path
 
 from stepscope import PROJECT, StepscopeError
 from stepscope.figures import all_figures
 from stepscope.report.document import Document
-from stepscope.report.load import Read
+from stepscope.report.load import Read, read, steady
 from stepscope.report.output import Report, foot, readme
 from stepscope.report.page import Section, page
 from stepscope.report.runs_list import runs_page
+from stepscope.runs.store import Store
 from stepscope.views import Views, facts
 
 FOLDER = "writeup"  # a folder in the checkout
@@ -35,6 +41,16 @@ def templates_folder() -> Path:
     return folder
 
 
+def other_datasets(runs: Path) -> dict[str, Read]:
+    """Read the datasets next to the campaign's folder that have a folder of templates in the writeup."""
+    folders = [path for path in sorted(templates_folder().iterdir()) if path.is_dir()]
+    return {
+        path.name: read(Store(runs.parent / path.name))
+        for path in folders
+        if (runs.parent / path.name).is_dir()
+    }
+
+
 def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
     """Return one full campaign's writeup, as it would be written into ``out``.
 
@@ -47,30 +63,44 @@ def compose(found: Read, runs: Path, out: Path, views: Views) -> Report:
         NoTemplatesError: the templates are missing.
         OutputError: the README in ``out`` contains only one of the two marks.
     """
-    texts, figures = render_views(templates_folder(), views)
+    others = other_datasets(runs)
+    texts, figures = render_views(templates_folder(), views, views_of(others))
     chapters = [text for name, text in texts.items() if not name.startswith(EVIDENCE)]
     pages = {f"{name}.md": text for name, text in texts.items() if name.startswith(EVIDENCE)}
     pages["evidence/runs.md"] = runs_page(found, runs, out / "evidence")
+    for name, dataset in others.items():
+        listed = runs_page(dataset, runs.parent / name, out / "evidence")
+        pages[f"evidence/runs-{name}.md"] = listed.replace("# Runs", f"# Runs of {name}", 1)
     links = [f"[{_title(text)}]({name})" for name, text in pages.items()]
     end = f"---\n\nEvidence, one page per study: {', '.join(links)}.\n"
     text = "\n".join([*chapters, end])
     sections = [Section(name, section) for name, section in pages.items()]
-    html = page(text, sections, figures, foot(found.records))
+    datasets = [found, *others.values()]
+    html = page(text, sections, figures, foot([record for each in datasets for record in each.records]))
     drawings = {f"figures/{name}.svg": figure for name, figure in figures.items()}
     first = chapters[0].partition("\n")[2]
     files = {"writeup.md": text, "writeup.html": html} | pages | drawings | readme(out, first)
-    return Report(files, found.errors, found.notes)
+    errors = [error for each in datasets for error in each.errors]
+    return Report(files, errors, [note for each in datasets for note in each.notes])
+
+
+def views_of(datasets: Mapping[str, Read]) -> dict[str, Views]:
+    return {name: Views(steady(found.tables)) for name, found in datasets.items()}
 
 
 def _title(text: str) -> str:
     return text.partition("\n")[0].lstrip("# ")
 
 
-def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, str]]:
-    """Render all of a writeup's templates over one campaign's views.
+def render_views(
+    folder: Path, views: Views, others: Mapping[str, Views]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Render a writeup's templates over one campaign's views, and those of other datasets.
 
     Args:
-        folder: folder that contains ``*.md.j2``, the chapters in order, and ``evidence/*.md.j2``.
+        folder: folder that contains ``*.md.j2``, the chapters in order, and ``evidence/*.md.j2``. A folder in it
+            that is named like one of the other datasets contains more of both.
+        others: views of other datasets, by name.
 
     Returns:
         Texts by template ("00-first", "evidence/nsys"), and figures by name, as SVG.
@@ -78,12 +108,14 @@ def render_views(folder: Path, views: Views) -> tuple[dict[str, str], dict[str, 
     Raises:
         DocumentError: names each sentence that does not hold, and each template's first lookup failure.
     """
-    names = ChainMap({"code": code}, facts.FACTS, views)  # type: ignore[arg-type, misc]  # nothing is assigned
+    names = ChainMap({"code": code}, facts.FACTS, others, views)  # type: ignore[arg-type, misc]  # nothing is assigned
     document = Document(folder, names, all_figures())
-    texts = {}
-    for path in [*sorted(folder.glob("*.md.j2")), *sorted(folder.glob("evidence/*.md.j2"))]:
-        name = path.relative_to(folder).as_posix()
-        texts[name.removesuffix(".md.j2")] = document.render(name)
+    templates = {}
+    for root in [folder, *(folder / name for name in others)]:
+        for path in [*root.glob("*.md.j2"), *root.glob("evidence/*.md.j2")]:
+            templates[path.relative_to(root).as_posix().removesuffix(".md.j2")] = path
+    in_order = sorted(templates, key=lambda name: (name.startswith(EVIDENCE), name))
+    texts = {name: document.render(templates[name].relative_to(folder).as_posix()) for name in in_order}
     document.check()
     return texts, document.figures
 

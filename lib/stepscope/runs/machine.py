@@ -23,6 +23,7 @@ MEASURING = (
     "model",
     "measure",
     "optimizations",
+    "ladder",
     "traces",
     "studies",
 )

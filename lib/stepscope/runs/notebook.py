@@ -154,7 +154,9 @@ def inconsistent_rows(tables: Mapping[str, pd.DataFrame]) -> str:
 
 def _threads(config: RunConfig) -> list[str]:
     """Limit the smallest models on a CPU to one thread, in subprocesses too; return a note for the reader."""
-    if config.device != "cpu" or any(getattr(config, field) > limit for field, limit in ONE_THREAD.items()):
+    if config.device != "cpu" or any(
+        not 0 < getattr(config, field) <= limit for field, limit in ONE_THREAD.items()
+    ):
         return []
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

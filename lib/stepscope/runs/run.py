@@ -38,6 +38,7 @@ MARK, CORES, NOTEBOOKS = "STEPSCOPE_RUN", "STEPSCOPE_CORES", "STEPSCOPE_NOTEBOOK
 IMAGES = "STEPSCOPE_IMAGES"
 PATIENCE_S = 600  # generous, because a live kernel answers slowly on a busy machine
 TEMPORARY = "tmp"  # a subfolder of the run's folder; it is deleted when the run ends
+PRINTED = f"{TEMPORARY}/printed.txt"  # what the notebook has printed so far
 # Variables set for every run. Without VEC_ISA_OK, Inductor compiles a test program for each vector instruction set
 # of the processor, which takes 5 to 15 s in each process that compiles for a CPU.
 ENVIRONMENT = {"TORCHINDUCTOR_VEC_ISA_OK": "1", "JUPYTER_PREFER_ENV_PATH": "1"}
@@ -295,22 +296,24 @@ def _execute(notebook: Path, parameters: dict[str, Any], folder: Path) -> tuple[
     # errors in the notebook are reported as the cause
     logging.getLogger("papermill").setLevel(logging.CRITICAL)
     try:
-        papermill.execute_notebook(
-            notebook,
-            folder / NOTEBOOK,
-            parameters | {"run_folder": "."},
-            kernel_name="python3",
-            cwd=".",
-            progress_bar=False,
-            record_timing=False,
-            kernel_manager_class=Kernel,
-            start_timeout=PATIENCE_S,
-            iopub_timeout=PATIENCE_S,
-        )
+        with (folder / PRINTED).open("w", encoding="utf-8") as printed:
+            papermill.execute_notebook(
+                notebook,
+                folder / NOTEBOOK,
+                parameters | {"run_folder": "."},
+                kernel_name="python3",
+                cwd=".",
+                progress_bar=False,
+                record_timing=False,
+                stdout_file=printed,
+                kernel_manager_class=Kernel,
+                start_timeout=PATIENCE_S,
+                iopub_timeout=PATIENCE_S,
+            )
     except PapermillExecutionError:
         return _errors(folder / NOTEBOOK)
     except DeadKernelError:
-        return "failed", "the notebook's kernel died (killed, or crashed below Python)"
+        return "failed", "the notebook's kernel died (it was killed, or crashed in native code)"
     except RuntimeError as error:
         return "failed", f"the notebook's kernel did not start: {error}"
     return "ok", None

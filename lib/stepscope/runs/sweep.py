@@ -22,7 +22,7 @@ from rich.console import Console
 from stepscope.config import RunConfig, require_device
 from stepscope.runs.machine import gpus_here, machine
 from stepscope.runs.record import Record, RecordError
-from stepscope.runs.run import NOTEBOOKS, kill_run_processes, notebook_of
+from stepscope.runs.run import NOTEBOOKS, PRINTED, kill_run_processes, notebook_of
 from stepscope.runs.source import notebook_source
 from stepscope.runs.store import Store
 from stepscope.runs.sweep_file import SweepError, SweepPlan, load_sweeps, peak_gib
@@ -50,6 +50,7 @@ class SweepOptions:
         notebooks: a folder of notebooks to execute instead of the package's notebooks with the same names.
         images: keep the images in executed notebooks.
         replace: rerun configurations that a different version of their notebook measured, and replace their runs.
+        progress: print what the notebooks print while they run.
     """
 
     workers: int | None = None
@@ -59,6 +60,7 @@ class SweepOptions:
     notebooks: Path | None = None
     images: bool = True
     replace: bool = False
+    progress: bool = False
 
 
 @dataclass
@@ -91,12 +93,12 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
             client = closing.enter_context(joined_workers(options.scheduler, signals))
             workers = Workers(client, options.timeout_s, options.notebooks, options.images)
             plan = load_sweeps(sources, (workers.devices() or ["cpu"])[0], workers.gpu_gib())
-            _require(plan.configs, workers.devices(), store, None)
+            _require(plan.configs, workers.devices(), store, None, workers.largest_offer("cuda"))
         else:
             gpus = gpus_here()[: options.workers]
             device, name = ("cuda", gpus[0]["name"]) if gpus else ("cpu", machine("cpu")["device_name"])
             plan = load_sweeps(sources, device, min((gpu["gib"] for gpu in gpus), default=None))
-            _require(plan.configs, [device, "cpu"], store, name)
+            _require(plan.configs, [device, "cpu"], store, name, len(gpus))
         closing.enter_context(store.writing())
         end = _what_is_left(plan, store, console, _sources(plan, options), options.replace)
         if end.left and not signals:
@@ -107,7 +109,8 @@ def run_sweep(sources: list[Path | dict], store: Store, options: SweepOptions, c
                         local_workers(gpus, options.workers or 1, store.partial / "dask")
                     )
                     workers = Workers(client, options.timeout_s, options.notebooks, options.images)
-                console.print(f"{len(end.left)} runs to do; Dask dashboard: {client.dashboard_link}")
+                runs = "run" if len(end.left) == 1 else "runs"
+                console.print(f"{len(end.left)} {runs} to do; Dask dashboard: {client.dashboard_link}")
                 _Sweep(workers, store, options, console, end, signals, began).run()
             except SchedulerGone as error:
                 end.stopped_by = str(error)
@@ -162,16 +165,17 @@ def _signals_noted() -> Iterator[list[str]]:
             signal.signal(number, handler)
 
 
-def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None) -> None:
+def _require(configs: list[RunConfig], devices: list[str], store: Store, name: str | None, gpus: int) -> None:
     """Check, before anything starts, that the devices exist and match the device that measured the folder's runs.
 
     A runs folder contains only one device's runs, because a report compares them.
 
     Args:
         name: the name of this machine's device; None if the workers may be on other machines.
+        gpus: the number of GPUs of the machine that has the most.
 
     Raises:
-        WorkersError: a device isn't available.
+        WorkersError: a device isn't available, or not enough GPUs.
         ConfigError: a CPU can't run a configuration.
         SweepError: the sweep's runs don't belong in this folder.
     """
@@ -183,6 +187,11 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
             )
         if config.device == "cpu":
             require_device(config)
+        elif config.gpus_needed > gpus:
+            raise WorkersError(
+                f"gpus: got {config.gpus_needed} ({config.label}), but expected at most {gpus}, the number of GPUs"
+                " that a run can use here"
+            )
     if len({config.device for config in configs}) > 1:
         raise SweepError(
             "the sweep has runs on a GPU and runs on a CPU, but a runs folder holds the runs of one device;"
@@ -285,19 +294,25 @@ class _Sweep:
         self.requested = {_name(config): config for config in end.left}
         self.todo = dict(self.requested)
         self.done: set[str] = set()
+        self.shown: Counter = Counter()  # printed lines that are already shown, by the run's folder
         self.died: set[str] = set()  # runs whose worker died once; a second death counts as a failure
         self.device_name = store.device_name()
 
     def run(self) -> None:
         """Assign runs and collect results until no runs are left or there is a reason to stop."""
         if self.workers.places("cuda") > 1:  # largest first, so that no long run starts last while GPUs idle
-            by_size = sorted(self.requested.items(), key=lambda item: peak_gib(item[1]), reverse=True)
-            self.todo = dict(by_size)
+
+            def size(item: tuple[str, RunConfig]) -> tuple[int, float]:
+                return item[1].gpus_needed, peak_gib(item[1])
+
+            self.todo = dict(sorted(self.requested.items(), key=size, reverse=True))
         try:
             while (self.todo or self.workers.running) and not self.signals:
                 self._assign()
                 if self.end.stopped_by and not self.workers.running:
                     return
+                if self.options.progress:
+                    self._show_progress()
                 for assignment, result in self.workers.wait():
                     self._collect(assignment, result)
         except OSError as error:  # raised here or in a worker
@@ -316,9 +331,22 @@ class _Sweep:
                 self.end.stopped_by = "the time budget"
             if self.end.stopped_by or self.signals or self.workers.busy():
                 return
-            if address := self.workers.place(config.device):
+            if address := self.workers.place(config):
                 del self.todo[name]
                 self.workers.submit(config, self.store.new_staging_folder(), address)
+
+    def _show_progress(self) -> None:
+        """Print the lines that the running notebooks have printed since the last call."""
+        for assignment in self.workers.running:
+            with suppress(OSError):  # the run hasn't started, or has just ended
+                text = (assignment.folder / PRINTED).read_text(encoding="utf-8", errors="replace")
+                lines = text.split("\n")[:-1]  # the last line isn't complete
+                new = lines[self.shown[assignment.folder] :]
+                if new and len(self.requested) > 1:
+                    self.console.print(f"{assignment.config.label}:")
+                for line in new:
+                    self.console.print(f"  {plain(line)}")
+                self.shown[assignment.folder] = len(lines)
 
     def _collect(self, assignment: Assignment, result: Record | Exception) -> None:
         config, folder = assignment.config, assignment.folder

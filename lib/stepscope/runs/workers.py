@@ -121,13 +121,20 @@ class Workers:
         """Return whether all worker threads are busy."""
         return len(self.running) >= sum(worker["nthreads"] for worker in self.offers.values())
 
-    def place(self, device: str) -> str | None:
-        """Return the address of the least busy worker that can start a run on this device, or None."""
-        resource, places = RESOURCE[device], []
+    def largest_offer(self, device: str) -> int:
+        """Return how many GPUs (or CPU runs) the largest worker offers."""
+        resource = RESOURCE[device]
+        return max((int(worker["resources"].get(resource, 0)) for worker in self.offers.values()), default=0)
+
+    def place(self, config: RunConfig) -> str | None:
+        """Return the address of the least busy worker that can start a run, or None."""
+        resource, places = RESOURCE[config.device], []
         for address, worker in self.offers.items():
-            runs = sum(assignment.address == address for assignment in self.running)
-            if runs < min(worker["nthreads"], worker["resources"].get(resource, 0)):
-                places.append((runs, address))
+            running = [assignment.config for assignment in self.running if assignment.address == address]
+            used = sum(other.gpus_needed for other in running)
+            has_room = used + config.gpus_needed <= worker["resources"].get(resource, 0)
+            if has_room and len(running) < worker["nthreads"]:
+                places.append((used, address))
         return min(places)[1] if places else None
 
     def submit(self, config: RunConfig, folder: Path, address: str) -> None:
@@ -137,7 +144,7 @@ class Workers:
             *task,
             key=f"{config.study}-{config.run_id}-{folder.name}",
             workers=[address],
-            resources={RESOURCE[config.device]: 1},
+            resources={RESOURCE[config.device]: config.gpus_needed},
             retries=0,
             pure=False,
         )
@@ -203,8 +210,8 @@ def work(config: RunConfig, folder: str, timeout_s: float | None, environment: d
         )
     if config.device == "cpu":
         return make_run(config, Path(folder), environment, timeout_s, abandoned).model_dump_json()
-    with _free_gpu(int(worker.state.total_resources["GPU"])) as gpu:
-        return make_run(config, Path(folder), environment | gpu, timeout_s, abandoned).model_dump_json()
+    with _free_gpus(int(worker.state.total_resources["GPU"]), config.gpus_needed) as gpus:
+        return make_run(config, Path(folder), environment | gpus, timeout_s, abandoned).model_dump_json()
 
 
 # The worker's free GPUs, each represented by the environment variables for its runs.
@@ -225,14 +232,18 @@ def _list_gpus(count: int) -> None:
 
 
 @contextmanager
-def _free_gpu(count: int) -> Iterator[dict[str, str]]:
-    """Wait for one of this worker's ``count`` GPUs, and yield the environment that selects it and its cores."""
+def _free_gpus(count: int, needed: int) -> Iterator[dict[str, str]]:
+    """Wait for ``needed`` of this worker's ``count`` GPUs, and yield the environment that selects them.
+
+    Dask starts a run only if enough GPUs are free, so no two runs wait for each other's GPUs.
+    """
     _list_gpus(count)
-    gpu = _gpus.get()
+    gpus = [_gpus.get() for _ in range(needed)]
     try:
-        yield gpu
+        yield {name: ",".join(gpu[name] for gpu in gpus) for name in gpus[0]}
     finally:
-        _gpus.put(gpu)
+        for gpu in gpus:
+            _gpus.put(gpu)
 
 
 @contextmanager

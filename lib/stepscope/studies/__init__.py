@@ -7,4 +7,6 @@ STUDIES = (
     "memory",
     "attention",
     "ladder",
+    "your_model",
+    "distributed",
 )

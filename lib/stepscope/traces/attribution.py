@@ -1,44 +1,41 @@
-"""Which phase, region and step of training launched each GPU operation of a capture.
+"""Find the phase, region and step of training that launched each GPU operation of a capture.
 
-**The question.** A capture lists what ran on the GPU (kernels, copies, fills: *operations*), each with a
-name such as ``ampere_sgemm_128x64``, a start and an end. It does not say for what. The program said that,
-on the host: it opened a range (NVTX push/pop, record_function) for each phase of the step and each region
-of the model. Ranges have times, too, but comparing them with the operations' is wrong: the host runs ahead,
-and when a kernel runs, the host is in another phase already.
+**The question.** A capture lists the kernels, copies and fills that ran on the GPU (*operations*), each with a
+name such as ``ampere_sgemm_128x64``, a start and an end. The capture doesn't say what an operation was for. On the
+host, however, the program opened a range (NVTX push/pop, record_function) for each phase of the step and each
+region of the model. Ranges have times, too, but we can't compare these with the times of operations: the host runs
+ahead, and while a kernel runs, the host may already be in another phase.
 
-**The launch is the link.** The call on the host that launched an operation is in the capture as well,
-under the same correlation id:
+**The launch is the link.** The capture also contains the call on the host that launched an operation, with the
+same correlation id:
 
     host, thread 1   [forward ....[ffn ... c7 ]...]      [backward ......................]
     host, autograd                                          [ffn .... c8 ....]
     GPU                                    [kernel c7]            [kernel c8]
 
-An operation belongs to what its launch was part of. The launch's thread and time are known, ranges are a
-stack on each thread, and so
+An operation belongs to the ranges that were open at its launch. We know the thread and the time of the launch, and
+the ranges of each thread form a stack. So an operation's
 
-- its **phase** is the phase range open in the process, on *any* thread, when the call began: phases follow
-  one another, and ``backward()`` blocks its caller for as long as autograd launches from a thread of its
-  own (c8);
-- its **region** is the innermost range open on the *launching* thread: ffn of c8 is a range that autograd's
-  thread has opened itself (see :mod:`stepscope.model.ranges`, which hangs them on autograd's nodes);
-- its **step** is the step range open in the process, counted from 0.
+- **phase** is the phase range that was open in the process, on *any* thread, when the call began. Phases follow
+  one another, and ``backward()`` blocks its caller while autograd launches operations from its own thread (c8).
+- **region** is the innermost range that was open on the *launching* thread. Autograd's thread opened the range ffn
+  around c8 (:mod:`stepscope.model.ranges` attaches such ranges to autograd's nodes).
+- **step** is the step range that was open in the process, counted from 0.
 
-What launched within no phase is ``outside``; within a phase but no region, ``unattributed``. A CUDA graph's
-operations all have one launch, the graph's.
+An operation launched outside all phases is ``outside``; one launched within a phase but outside all regions is
+``unattributed``. All operations of a CUDA graph have the same launch, that of the graph.
 
-**Finding the innermost range.** A capture has millions of launches. Ranges of one thread nest, so that
-opening and closing events in order of time are brackets; after each event the innermost open range is the
-one that opened last to the present depth. Points are then looked up among the events by bisection
-(:func:`enclosing`). All threads are put on one axis, one thread's times after the other's, so that one pass
-does for all.
+**Finding the innermost range.** A capture has millions of launches. The ranges of one thread nest, so their
+opening and closing events, in order of time, are like brackets. After each event, the innermost open range is the
+last one that opened at the current depth. We find each launch among the events by bisection (:func:`enclosing`).
+All threads are placed on one axis, one after another, so that one pass covers them all.
 
-**What is checked.** Profiles of this project are read strictly (:func:`attribute`): ranges of a thread that
-cross have no innermost one, and two phases open at once would count an operation twice, so both are errors,
-never a guess. Other people's captures are read leniently (:mod:`stepscope.captures.capture`): of ranges that
-overlap, the one that began first counts. Both find launches and open ranges by the same functions
-(:func:`join_launches`, :func:`open_range`). That nothing is lost is checked afterwards
-(:mod:`stepscope.traces.conservation`): phases, regions and steps each sum to the capture, to the
-nanosecond.
+**Checks.** We read this project's profiles strictly (:func:`attribute`). If the ranges of a thread cross, none is
+the innermost, and if two phases are open at once, an operation would count twice, so both are errors. We read
+other people's captures leniently (:mod:`stepscope.captures.capture`): if ranges overlap, the one that began first
+counts. Both readers use the same functions to find launches and open ranges (:func:`join_launches`,
+:func:`open_range`). :mod:`stepscope.traces.conservation` then checks that nothing is lost: phases, regions and
+steps each sum to the capture's total, to the nanosecond.
 """
 
 from collections.abc import Callable
@@ -53,30 +50,31 @@ from stepscope.config import PHASE_NAMES
 STEP = "step"
 OUTSIDE, UNATTRIBUTED = "outside", "unattributed"
 KINDS = ("kernel", "memcpy", "memset")
-PROCESS = ~0xFFFFFF  # mask: a thread's key has the thread in the lowest 24 bits, the process above
+PROCESS = ~0xFFFFFF  # mask: a thread's key has the thread in the lowest 24 bits, and the process above them
 NEVER = np.iinfo(np.int64).max
-LATEST = 2**62  # ns: the difference of two times up to it fits into 64 bits
+LATEST = 2**62  # ns; differences of smaller times fit into 64 bits
 CORRELATIONS = 2**32  # CUPTI's ids are 32 bits wide
 SHORT_NS = 5_000  # shorter host events don't explain idle gaps
 
 
 class TraceError(StepscopeError, ValueError):
-    """A file that cannot be read as a capture of GPU operations; the message names it and the problem."""
+    """A file cannot be read as a capture of GPU operations; the message names the file and the problem."""
 
 
 class ConservationError(StepscopeError, ValueError):
-    """A capture's operations do not add up: some are lost, counted twice, or in two phases at once."""
+    """A capture's operations don't add up: some are lost, counted twice, or in two phases at once."""
 
 
 @dataclass
 class Records:
     """The records of a capture, before they are joined.
 
-    operations: kind, name, family, start_ns, duration_ns, device, stream, correlation_id (-1 for none) and row;
-        sorted by start.
+    path: the file, for error messages.
+    operations: kind, name, kernel_category, start_ns, duration_ns, device, stream, correlation_id (-1 for none),
+        row and bytes; sorted by start.
     process: (operations,) the process key of each operation.
     launches: (4, calls) thread key, correlation id, and start and end in ns.
-    ranges: name, start_ns, end_ns, process, thread, key; sorted by thread and start, outer ranges first.
+    ranges: name, start_ns, end_ns, process, thread and key; sorted by thread and start, outer ranges first.
     """
 
     path: str
@@ -94,17 +92,17 @@ def thread_columns(key: np.ndarray) -> dict[str, np.ndarray]:
 def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Assign each operation to one phase, one region and one step.
 
-    Ranges with the name of a phase, or named "step", are phases and steps; all others are regions.
+    A range with the name of a phase is a phase, and a range named "step" is a step. All others are regions.
 
     Args:
-        records: its operations are modified in place.
+        records: a capture's records; the operations are modified in place.
 
     Returns:
-        operations: with launch_start_ns and launch_duration_ns (of the call on the host; NA if the capture
-            lacks it), process, thread (of the launch; -1 if unknown), phase ("outside" if none is open),
-            region ("unattributed" if none is open within the phase), step (0, 1, ... in each process; -1 if
-            none is open).
-        ranges: with role (phase, step, region) and step.
+        operations: with the additional columns launch_start_ns and launch_duration_ns (of the call on the host; NA
+            if the capture lacks it), process, thread (of the launch; -1 if unknown), phase ("outside" if none was
+            open), region ("unattributed" if none was open), and step (0, 1, ... in each process; -1 if none was
+            open).
+        ranges: with the additional columns role (phase, step, region) and step.
 
     Raises:
         TraceError: the ranges of a thread cross, or the capture spans too much time.
@@ -118,7 +116,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     launch_process = records.process[is_known]
 
     def spread(values: np.ndarray) -> np.ndarray:
-        """Expand values of the operations with known launches to all; -1 for the others."""
+        """Expand values of the operations with known launches to all operations; others get -1."""
         result = np.full(len(operations), -1)
         result[is_known] = values
         return result
@@ -134,7 +132,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
     names = ranges["name"]
     phase = _take_or_missing(names, open_row("phase"), OUTSIDE)
     operations["phase"] = phase.set_categories([*PHASE_NAMES, OUTSIDE])
-    # the value appended to an array is for row -1, "none"
+    # a value appended to an array is for row -1, which means "none"
     is_region = np.append(ranges["role"] == "region", False)
     region_row = np.where(is_region[innermost], innermost, -1)
     operations["region"] = _take_or_missing(names, region_row, UNATTRIBUTED)
@@ -155,7 +153,7 @@ def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     """Add launch_start_ns, launch_duration_ns, process and thread to the operations (see ``attribute``).
 
     Returns:
-        A mask of the operations with known launches; and the thread key and time in ns of these launches.
+        A mask of the operations with known launches, and the thread keys and the times in ns of these launches.
     """
     operations = records.operations
     correlation = operations["correlation_id"].to_numpy()
@@ -170,7 +168,7 @@ def join_launches(records: Records) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _check_span(records: Records) -> None:
-    """Raise TraceError if the threads' times don't fit on the one axis that ``enclosing`` puts them on."""
+    """Raise TraceError if the threads' times don't fit on one axis, on which ``enclosing`` places them."""
     ranges = records.ranges
     thread, _, start, end = records.launches
     times = np.concatenate([start, end, ranges["start_ns"], ranges["end_ns"]])
@@ -192,9 +190,9 @@ def open_range(
     """Find the range that is open in a process, on any thread, at each time.
 
     Args:
-        ranges: ranges of one role, such as the steps: key, start_ns and end_ns.
-        process, time_ns: (n,) process key and time of each point.
-        strict: the file and the ranges' role, for the error message. None is lenient: of ranges that overlap,
+        ranges: key, start_ns and end_ns of the ranges of one role, for example the steps.
+        process, time_ns: (n,) the process key and the time of each point.
+        strict: the file and the ranges' role, for the error message. If None, overlapping ranges are allowed, and
             the one that started first counts.
 
     Returns:
@@ -223,7 +221,7 @@ def open_range(
 def _overlap_error(
     ranges: pd.DataFrame, outer_ranges: pd.DataFrame, path: str, role: str
 ) -> ConservationError:
-    """Return an error about the first range that starts inside another one."""
+    """Return an error about the first range that starts inside another range."""
     inner = ranges.drop(index=outer_ranges.index).iloc[0]
     is_same_process = outer_ranges["key"] & PROCESS == inner["key"] & PROCESS
     is_earlier = outer_ranges["start_ns"] <= inner["start_ns"]
@@ -235,7 +233,7 @@ def _overlap_error(
 
 
 def _range_arrays(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the process key, start and end of ranges; an empty range contains its start."""
+    """Return the process key, start and end of ranges. An empty range is extended to contain its start."""
     process = ranges["key"].to_numpy("int64") & PROCESS
     start = ranges["start_ns"].to_numpy("int64")
     end = ranges["end_ns"].to_numpy("int64")
@@ -243,7 +241,7 @@ def _range_arrays(ranges: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndar
 
 
 def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
-    """Sort ranges by process and start; drop those that start inside another one of their process."""
+    """Sort ranges by process and start; drop those that start inside another range of their process."""
     process, start, end = _range_arrays(ranges)
     order = np.lexsort((-end, start, process))
     process, start, end = process[order], start[order], end[order]
@@ -257,7 +255,7 @@ def outermost(ranges: pd.DataFrame) -> pd.DataFrame:
 
 
 def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns: np.ndarray) -> np.ndarray:
-    """Add the step of each range; return the row of the innermost range at each time on its thread.
+    """Add the column ``step`` to ``ranges``; return the row of the innermost range at each time on its thread.
 
     Raises:
         TraceError: the ranges of a thread cross.
@@ -275,7 +273,7 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
             " began in, expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
-    step_numbers = np.full(len(ranges) + 1, -1)  # the last is for row -1, "no range"
+    step_numbers = np.full(len(ranges) + 1, -1)  # the last value is for row -1, which means "no range"
     step_numbers[steps.index] = steps.groupby("process")["start_ns"].rank() - 1
     open_step = open_range(steps, range_key & PROCESS, starts, strict=(path, "step"))
     ranges["step"] = step_numbers[open_step]
@@ -288,20 +286,20 @@ def enclosing(
     """Find the innermost interval [start, end) around each point, among the intervals with the point's key.
 
     Args:
-        keys, start, end: (n,) int64. Intervals with the same key must nest: of any two, one contains the other
-            or they are disjoint.
+        keys, start, end: (n,) int64. Intervals with the same key must nest: any two are disjoint, or one contains
+            the other.
         point_keys, points: (m,) int64.
 
     Returns:
-        innermost: (m,) index of the innermost interval around each point; -1 for none.
-        parent: (n,) index of the innermost interval around each interval; -1 for none.
-        depth: (n,) the number of intervals that contain each interval, itself included.
+        innermost: (m,) the index of the innermost interval around each point; -1 for none.
+        parent: (n,) the index of the innermost interval around each interval; -1 for none.
+        depth: (n,) the number of intervals that contain each interval, including the interval itself.
     """
     n = len(start)
     if not n:
         none = np.full(len(points), -1)
         return none, np.zeros(0, int), np.zeros(0, int)
-    # Put all keys on one axis, one after another; between two keys, no interval is open.
+    # Place all keys on one axis, one after another. Between two keys, no interval is open.
     _, codes = np.unique(np.concatenate([keys, point_keys]), return_inverse=True)
     end = np.maximum(end, start + 1)  # so that empty intervals also open before they close
     first = min(start.min(), points.min(initial=NEVER))
@@ -322,7 +320,7 @@ def enclosing(
     by_depth = np.argsort(depth, kind="stable")
     positions = np.where(opens[by_depth], np.arange(2 * n), 0)
     last_opened = np.maximum.accumulate(positions)
-    innermost = np.full(2 * n + 1, -1)  # the last is for event -1, "before all events"
+    innermost = np.full(2 * n + 1, -1)  # the last value is for event -1, which means "before all events"
     innermost[by_depth] = interval[by_depth][last_opened]
     innermost[:-1][depth == 0] = -1
 
@@ -354,7 +352,7 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
-    """Return a mask of the names that fulfill a predicate, which is called once per distinct name."""
+    """Return a mask of the names that fulfill a predicate. It is called once per distinct name."""
     matches = [bool(predicate(str(name))) for name in names.cat.categories]
     return np.array(matches, bool)[names.cat.codes]
 

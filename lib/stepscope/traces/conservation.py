@@ -11,12 +11,12 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
     """Check that phases, regions and steps each contain every operation of the capture exactly once.
 
     Args:
-        operations: from load_trace.
-        totals: from activity_totals.
+        operations: the operations of load_trace.
+        totals: the result of activity_totals for the same capture.
 
     Raises:
-        ConservationError: an operation occurs twice; or the number or time of a kind of operation, summed over
-            phases, regions or steps, differs from the capture's.
+        ConservationError: an operation occurs twice; or the number or time of a kind of operations, summed over
+            phases, regions or steps, differs from the capture's total.
     """
     is_duplicate = operations.duplicated(["kind", "row"])
     if is_duplicate.any():
@@ -39,12 +39,13 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
     """Measure each step and its phases on the host and on the GPU.
 
     Args:
-        operations, ranges: from load_trace; the operations of one process and device.
+        operations, ranges: the results of load_trace, for one process and device.
 
     Returns:
-        A row per step and phase, and one per step for the total: host_ns (between push and pop; NaN outside
-        phases), projected_ns (from the start of the first operation to the end of the last), operations_ns
-        (the sum of their times), busy_ns (the union of their intervals) and operations (their number).
+        One row per step and phase, and one per step for the total, with the columns host_ns (between push and pop;
+        NaN outside phases), projected_ns (from the start of the first operation to the end of the last),
+        operations_ns (the sum of the operations' times), busy_ns (the union of their intervals) and operations
+        (their number).
 
     Raises:
         ConservationError: the operations belong to several processes or devices.

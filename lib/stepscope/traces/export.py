@@ -32,7 +32,7 @@ from stepscope.traces.attribution import (
 )
 from stepscope.traces.kernel_categories import kernel_categories
 
-# NVTX's default domain and this project's; ranges in libraries' domains are not regions
+# The domains whose ranges are phases, regions and steps: NVTX's default domain and this project's.
 DOMAINS = ("", "stepscope")
 ACTIVITIES = {kind: f"CUPTI_ACTIVITY_KIND_{kind.upper()}" for kind in KINDS}
 LAUNCHES, GRAPHS = "CUPTI_ACTIVITY_KIND_RUNTIME", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
@@ -55,8 +55,8 @@ COPY_LABELS = {
     12: "Unified Device-to-Host",
     13: "Unified Device-to-Device",
 }
-GRAPH_REPLAY = "[CUDA graph"  # the name of a graph that was traced as a whole starts with this
-MIN_SLOW_LAUNCH_NS = 100_000  # a slower launch loads a kernel, or waits for room in the queue
+GRAPH_REPLAY = "[CUDA graph"  # the start of the names of graphs that were traced as a whole
+MIN_SLOW_LAUNCH_NS = 100_000  # slower launches load a kernel, or wait because the launch queue is full
 PUSH_POP, START_END, DOMAIN_CREATE = 59, 60, 75  # NVTX_EVENTS.eventType
 PAYLOAD_COLUMNS = ["key", "start_ns", "end_ns", "message_bytes", "communicator"]
 # the driver's messages quote the SQL statement
@@ -73,12 +73,12 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
         path: the sqlite export, which is opened read-only.
 
     Returns:
-        operations: a row per operation, in order of start: kind (kernel, memcpy, memset), name (demangled),
-            family, start_ns, duration_ns, device, stream, correlation_id (-1 for none), row (in the export's
-            table of that kind), bytes (of a copy or fill; -1 if unknown), and the columns that
+        operations: one row per operation, in order of start, with the columns kind (kernel, memcpy, memset), name
+            (demangled), kernel_category, start_ns, duration_ns, device, stream, correlation_id (-1 for none), row
+            (in the export's table of that kind), bytes (of a copy or fill; -1 if unknown), and those that
             :func:`~stepscope.traces.attribution.attribute` adds.
-        ranges: a row per range, by thread and start: name, role (phase, step, region), start_ns, end_ns,
-            process, thread, step.
+        ranges: one row per range, by thread and start, with the columns name, role (phase, step, region),
+            start_ns, end_ns, process, thread and step.
 
     Raises:
         TraceError: the file is missing, is not an nsys export, or has no kernels; a value is not an integer, or
@@ -94,9 +94,9 @@ def read_export(
     """Read the records of an export.
 
     Args:
-        domains: the NVTX domains whose push/pop ranges to read; None for push/pop and start/end ranges of all
-            domains, which may cross on a thread.
-        whole_graphs: whether to read a CUDA graph that was traced as a whole as one operation per replay.
+        domains: the NVTX domains whose push/pop ranges to read. If None, push/pop and start/end ranges of all
+            domains are read; these may cross on a thread.
+        whole_graphs: whether to read each replay of a CUDA graph that was traced as a whole as one operation.
 
     Raises:
         TraceError: as in ``load_trace``; graphs traced as a whole are only an error without ``whole_graphs``.
@@ -148,7 +148,7 @@ def graph_launches(path: Path | str) -> np.ndarray:
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
-    """Count operations and sum duration_ns by kind in sqlite, for ``check_conservation`` to compare with.
+    """Count operations and sum duration_ns by kind in sqlite, as the totals of ``check_conservation``.
 
     Raises:
         TraceError: as in ``load_trace``.
@@ -162,7 +162,7 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 
 
 def device_names(path: Path | str) -> dict[int, str]:
-    """Return the GPUs' names by id, as far as the export has them."""
+    """Return the names of GPUs by id, without those that the export lacks."""
     with _reading(path) as connection:
         has_names = {"id", "name"} <= _columns(connection, GPUS)
         rows = _rows(connection, GPUS, ["id", "name"]) if has_names else ()
@@ -202,8 +202,8 @@ def nccl_payloads(path: Path | str) -> pd.DataFrame:
     Only exports made with ``--include-json=true`` have them; the result is empty for others.
 
     Returns:
-        A row per range: key (the thread's), start_ns, end_ns, message_bytes, communicator (NCCL's id as text, the
-        same on all ranks; "" if unknown).
+        One row per range: key (the thread's), start_ns, end_ns, message_bytes, and communicator (NCCL's id as
+        text, which is the same on all ranks; "" if unknown).
     """
     with _reading(path) as connection:
         table, name = _nvtx_table_and_name(connection)
@@ -222,7 +222,7 @@ def nccl_payloads(path: Path | str) -> pd.DataFrame:
 
 
 def _message(payload: object) -> tuple[int | None, str]:
-    """Return the message size in bytes (None if unknown) and the communicator ("") of an NCCL payload."""
+    """Return an NCCL payload's message size in bytes (None if unknown) and communicator ("" if unknown)."""
     try:
         content = json.loads(payload) if isinstance(payload, str) else None
     except (ValueError, RecursionError):  # not JSON, or nested too deeply
@@ -236,7 +236,7 @@ def _message(payload: object) -> tuple[int | None, str]:
 
 @contextmanager
 def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
-    """Open an export read-only; raise sqlite's errors as TraceError."""
+    """Open an export read-only, and raise sqlite's errors as TraceError."""
     path = Path(path)
     if not path.is_file():
         raise TraceError(f"{path}: no such file, expected the sqlite export of a capture")
@@ -300,7 +300,7 @@ def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
 def _rows(
     connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
 ) -> Iterable[tuple]:
-    """Select rows in the order of the table; empty if the export lacks it because there were no such events."""
+    """Select rows in the table's order; none if the export lacks the table, because it has no such events."""
     if not _has_table(connection, table):
         return ()
     return connection.execute(
@@ -309,7 +309,7 @@ def _rows(
 
 
 def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: str) -> pa.Table | None:
-    """Read columns of a table in its order, without a Python object per row; None without rows."""
+    """Read columns of a table in the table's order, without a Python object per row; None if there are no rows."""
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         if not _has_table(connection, table):
             return None
@@ -336,8 +336,8 @@ def _integer_columns(path: Path | str, table: str, columns: Sequence[str], where
     """Read columns of a table as int64, (columns, rows); NULL becomes -1.
 
     Raises:
-        TraceError: a value is not an integer, or missing from NOT_NULL_COLUMNS; a time or correlation id is out
-            of range; or a row ends before it starts.
+        TraceError: a value is not an integer, or is missing in one of NOT_NULL_COLUMNS; a time or correlation id
+            is out of range; or a row ends before it starts.
     """
     rows = _arrow_columns(path, table, columns, where)
     return np.zeros((len(columns), 0), np.int64) if rows is None else _check_values(path, table, rows)
@@ -416,9 +416,9 @@ def _operations(
 
 
 def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict[str, int]) -> np.ndarray:
-    """Return CUDA graphs that were traced as a whole, as kernels named after their graph.
+    """Return the replays of CUDA graphs that were traced as a whole, as kernels named after their graph.
 
-    The rows have the form that ``_operations`` assembles.
+    The rows of the array are those that ``_operations`` concatenates.
     """
     columns = _columns(connection, GRAPHS)
     defaults = {"streamId": "0", "correlationId": "-1", "graphId": "-1"}
@@ -443,7 +443,8 @@ def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
 def _events(path: Path | str, types: tuple[int, ...]) -> tuple[np.ndarray, pa.DictionaryArray]:
     """Return all NVTX events of these types, and their names.
 
-    The events are (5, n): start, end, whether still open (end is then start), globalTid and domain.
+    The events are an array, (5, n), of start, end, whether the event is still open (end is then start), globalTid
+    and domain.
     """
     with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
         table, range_name = _nvtx_table_and_name(connection)
@@ -469,7 +470,7 @@ def _ranges(
     domains: Sequence[str] | None,
     capture_end: int,
 ) -> pd.DataFrame:
-    """Return the ranges for Records; a range that is still open ends with the capture."""
+    """Return the ranges for Records. Ranges that are still open end with the capture."""
     start, end, still_open, thread, domain = events
     end = np.where(still_open, np.maximum(start + 1, capture_end), end)
     is_kept = np.full(len(start), True)

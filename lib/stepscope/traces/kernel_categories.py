@@ -36,8 +36,8 @@ KERNEL_CATEGORIES = [
     OTHER,
 ]
 
-# Patterns for a name's words (lower case, separated by spaces). The first match decides, so a kernel that does
-# several things is named after the most expensive: a matmul with an activation is a matmul.
+# Patterns for a name's words (lower case, separated by spaces). The first match decides, and expensive work comes
+# first: a matmul with an activation is a matmul.
 RULES = [
     # copies and fills by a copy engine or the driver, not by a kernel
     (
@@ -100,7 +100,7 @@ RULES = [
         r"philox|curand|distribution|bernoulli|dropout(?!.*norm)|random|randperm|\brng\b|multinomial|sampling"
         r"|\bsampler?\b|^(log )?normal$|^uniform$|exponential kernel|murmur",
     ),
-    # rows by index: embeddings (their gradient sorts and scans token ids), key-value caches, expert routing
+    # access to rows by index: embeddings (their gradient sorts and scans token ids), key-value caches, routing
     (
         "embedding and indexing",
         r"^(?!.*(rms ?norm|layer ?norm"
@@ -115,7 +115,7 @@ RULES = [
     ),
     # pooling windows of an image, or resizing it
     ("pooling", r"(max|avg|average|adaptive) ?pool|pooling|upsample|grid sampl|interpolat|resize|roi ?align"),
-    # many numbers in, few out: sums, means, scans, normalization layers, the loss
+    # reductions and related operations: sums, means, scans, normalization layers, the loss
     (
         "reduction and norm",
         r"reduc(e|tion)|(?<!re)(?<!^rope )norm(?!al\b)|\brms\b|\b[lg]n\b|\bbn (fw|bw|inf)|gamma ?beta"
@@ -124,7 +124,7 @@ RULES = [
         r"|state passing|fused params|internal gradients|^max$|^min$|\bvar\b|log ?sum ?exp|distance"
         r"|\b[cp]dist\b|quantile|\basum\b|\bnrm2\b",
     ),
-    # to fewer bits with a scale, and back
+    # conversions to fewer bits with a scale, and back
     (
         "quantization",
         r"quant(?!ile)|delayed scal|scaling recipe|mxfp|nvfp4|e8m0|(cast|cvt|convert|to) (mx|nv)?fp[48]"
@@ -156,28 +156,29 @@ FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, 
 # Kernels that apply a function to each element are named after the loop, and the function is a template argument.
 # It can be one of these, but not, for example, a reduction.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
-NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # only the complete name decides
-PREPARATION = {"embedding and indexing", OTHER}  # may only prepare another kernel
+NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # decided by the complete name
+PREPARATION = {"embedding and indexing", OTHER}  # such a kernel may only prepare another one
 TEMPLATE_FAMILIES = {"fused attention", "convolution", MATMUL}  # TorchInductor has templates for these
-# If no part of a name decides, its library does: patterns for the words of the path.
+# If no part of a name decides, the library does. These are patterns for the words of its path.
 LIBRARIES = [
     (MATMUL, r"cutlass|cublas|magma|weight only|^epilogue|tensile|^ck\b|^cute\b|deep ?gemm"),
     ("embedding and indexing", r"\b(cub|hipcub|rocprim|thrust|fbgemm gpu|moe)\b"),
     ("communication", r"\bc10d\b"),
     ("elementwise", r"^aten$"),
 ]
-# Libraries for one purpose: kernels that prepare others, such as offset tables, count toward it.
+# Libraries with one purpose. Their kernels that only prepare others, such as offset tables, count toward this
+# purpose.
 SINGLE_PURPOSE_LIBRARIES = [("convolution", r"^cask cudnn")]
 _LIBRARIES = [(family, re.compile(pattern)) for family, pattern in LIBRARIES]
 _SINGLE_PURPOSE = [(family, re.compile(pattern)) for family, pattern in SINGLE_PURPOSE_LIBRARIES]
-# Parts of an elementwise loop that say nothing about its function, such as loads and stores.
+# Parts of an elementwise loop that are independent of its function, such as loads and stores.
 _GENERIC = re.compile(
     r"memory::|gpu_kernel|LoadWith|StoreWith|OffsetCalculator|TensorIterator|Opaque|[aA]rray$"
 )
 
 
 def family(name: str) -> str:
-    """Return the category (one of KERNEL_CATEGORIES) of a kernel, copy or fill by its name."""
+    """Return the category (one of KERNEL_CATEGORIES) of a kernel, copy or fill with this name."""
     if (generated := _first_match(words(name), NAMED_BY_WHOLE)) != OTHER:
         return generated
     if name.startswith("triton_tem_"):
@@ -206,13 +207,13 @@ def family(name: str) -> str:
 def _first_match(
     text: str, among: Iterable[str] = frozenset(KERNEL_CATEGORIES), otherwise: str = OTHER
 ) -> str:
-    """Return the first of these categories whose rule matches a name's words."""
+    """Return the first of these categories whose rule matches a name's words; else ``otherwise``."""
     fits = (family for family, pattern in _PATTERNS if family in among and pattern.search(text))
     return next(fits, otherwise)
 
 
 def _template_family(template: str, among: Iterable[str], otherwise: str) -> str:
-    """Return the category of the first template argument that matches a rule."""
+    """Return the category of the first template argument that matches a rule; else ``otherwise``."""
     matches = (
         _first_match(words(name), among) for name in identifiers(template) if not _GENERIC.search(name)
     )
@@ -233,14 +234,14 @@ def kernel_categories(names: Iterable[str]) -> pd.Categorical:
 
 
 def detailed_category(operations: pd.DataFrame) -> pd.Series:
-    """Return the category of each operation, with the softmax of attention and of the loss kept apart.
+    """Return the category of each operation; the softmax of attention and of the loss are separate categories.
 
     Args:
-        operations: with family and region.
+        operations: a table with the columns kernel_category and region.
 
     Returns:
-        ATTENTION_SOFTMAX for everything in the region attention.softmax, LOSS_SOFTMAX for softmax in the region
-        cross_entropy, and the category otherwise.
+        ATTENTION_SOFTMAX for all operations in the region attention.softmax, LOSS_SOFTMAX for softmax in the
+        region cross_entropy, and the kernel category otherwise.
     """
     family, region = operations["kernel_category"].astype(str), operations["region"].astype(str)
     family = family.mask((family == "softmax") & (region == "cross_entropy"), LOSS_SOFTMAX)

@@ -26,7 +26,7 @@ _CONSTANT = re.compile(r"L\w\d*E?|L")
 
 
 def split_name(name: str) -> Parts:
-    """Split a demangled name into its parts; for mangled (Itanium ABI) and truncated names, as far as possible."""
+    """Split a demangled name into its parts; a mangled (Itanium ABI) or truncated name, as far as possible."""
     name = _CLONE.sub("", name.strip())
     if name.startswith("_Z"):
         return _split_mangled(name)
@@ -62,7 +62,7 @@ def split_name(name: str) -> Parts:
 
 
 def _is_nested_scope(name: str, start: int) -> bool:
-    """Return whether ``::`` follows the parentheses at ``start``: then they belong to a lambda's function."""
+    """Return whether ``::`` follows the parentheses at ``start``, which then belong to a lambda's function."""
     depth = 0
     for end in range(start, len(name)):
         char = name[end]
@@ -73,7 +73,7 @@ def _is_nested_scope(name: str, start: int) -> bool:
 
 
 def _split_mangled(name: str) -> Parts:
-    """Split a mangled name: identifiers follow their length; those before the first ``I`` form the path."""
+    """Split a mangled name: each identifier follows its length, and the path ends at the first ``I``."""
     path: list[str] = []
     template: list[str] = []
     parts = path
@@ -103,7 +103,7 @@ def words(text: str) -> str:
 
 
 def identifiers(template: str) -> list[str]:
-    """List the qualified names in template arguments, in order, without functions' parameter lists."""
+    """Return the qualified names in template arguments, in order, without the parameter lists of functions."""
     kept, depth = [], 0
     for char in template:
         depth += char == "("
@@ -114,7 +114,7 @@ def identifiers(template: str) -> list[str]:
     return re.findall(r"[A-Za-z_]\w*(?:::[A-Za-z_]\w*)*", text)
 
 
-# Template arguments that say little. Element types are kept, because they show the precision.
+# Uninformative template arguments. Element types are not among them, because they show the precision.
 _GENERIC_WORDS = re.compile(
     r"void|const|true|false|unsigned|signed|int|long|short|char|std|array|lambda|instance|operator(_call)?|at|native|ul|c10"
     r"|cuda|cutlass|detail|unnamed|anonymous|namespace|TensorIterator(Base)?|Scalar|gpu_kernel_impl(_nocast)?"
@@ -134,7 +134,7 @@ def short_name(name: str) -> str:
     template = re.sub(r"\b\w+::(?=[\w~])", "", template)
     tokens = dict.fromkeys(re.findall(r"[A-Za-z_]\w+", template))
     words = [word for word in tokens if not _GENERIC_WORDS.fullmatch(word)]
-    # in CUTLASS, the wrapper's argument has the name
+    # CUTLASS's kernels are wrappers, whose template argument has the informative name
     if words and re.fullmatch(r"Kernel2?|device_kernel", base):
         base, *words = words
     # suffixes of every xmma kernel
@@ -143,7 +143,7 @@ def short_name(name: str) -> str:
 
 
 def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
-    """Return a short name for each distinct name, cut in the middle to ``width`` characters.
+    """Return a short name for each distinct name, with at most ``width`` characters.
 
     If several names would get the same short name, the later ones are numbered.
     """
@@ -159,7 +159,7 @@ def short_names(names: Iterable[str], width: int = 80) -> dict[str, str]:
 
 
 def _cut(text: str, width: int) -> str:
-    """Shorten a text to ``width`` characters in the middle, because names differ at their ends."""
+    """Shorten a text to ``width`` characters; cut it in the middle, because names differ at their ends."""
     if len(text) <= width:
         return text
     half = width // 2

@@ -1,7 +1,7 @@
-"""Turn PyTorch's memory history into a table of allocations or a file for PyTorch's memory viewer.
+"""Convert PyTorch's memory history into a table of allocations, or into a file for PyTorch's memory viewer.
 
-The history comes from this process (``torch.cuda.memory._snapshot()``). Snapshot files, which may come from
-anyone, are read by :mod:`stepscope.captures.snapshot`.
+The history comes from this process (``torch.cuda.memory._snapshot()``). To read snapshot files, which are
+untrusted, use :mod:`stepscope.captures.snapshot`.
 """
 
 import pickle
@@ -20,11 +20,12 @@ RANGES_FILE = "stepscope/model/ranges.py"  # wraps the model's methods, and allo
 
 
 def allocations(snapshot: dict) -> pd.DataFrame:
-    """List every allocation in the first device's history, in order, one row each with :data:`COLUMNS`.
+    """Return one row per allocation in the first device's history, in order, with :data:`COLUMNS`.
 
-    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` number all allocations and frees
-    together, from 0; ``freed_at`` is infinite for memory that is still allocated. ``line`` is the innermost
-    line of this package or torch's optimizers as ``path:line``; empty if no Python code ran (in backward).
+    ``size`` is the requested size in bytes. ``allocated_at`` and ``freed_at`` are event numbers, which count
+    allocations and frees together from 0; ``freed_at`` is infinite for memory that is still allocated. ``line``
+    is the innermost line of this package or of torch's optimizers, as ``path:line``. It is empty in backward,
+    where no Python code runs.
     """
     rows: list[list[Any]] = []
     open_at: dict[int, int] = {}
@@ -56,8 +57,8 @@ def line_of(frames: list[dict]) -> str:
 def portable(snapshot: dict) -> bytes:
     """Pickle a snapshot for PyTorch's memory viewer, without absolute paths, so that it can be shared.
 
-    Stacks keep the frames of this package and of installed ones, with files named ``stepscope/...`` and
-    ``torch/...``. Equal stacks are stored once.
+    Stacks keep only the frames of this package and of installed packages, with relative file names such as
+    ``stepscope/...`` and ``torch/...``. Equal stacks are stored once.
     """
     frames_by_location: dict[tuple, dict] = {}
     stacks: dict[tuple, list[dict]] = {}

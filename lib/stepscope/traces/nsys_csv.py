@@ -2,7 +2,7 @@
 
 nsys writes tables for people: headings contain units that change with ``--timeunit``, redirected output starts
 with progress messages and notices, and an empty report is a sentence. Our columns are nsys's headings in snake
-case with their units: ``Total Time (ns)`` becomes ``total_time_ns``.
+case, including the unit: ``Total Time (ns)`` becomes ``total_time_ns``.
 """
 
 import codecs
@@ -29,13 +29,13 @@ REPORTS = {
     "nvtx_pushpop_sum": ("total_time_ns", "instances", "range"),
     "cuda_gpu_sum": ("total_time_ns", "instances", "category", "operation"),
     "mpi_event_sum": ("total_time_ns", "instances", "source", "name"),
-    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # like cuda_api_sum, but other calls
+    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # the columns of cuda_api_sum, but for other calls
 }
 OPEN_ENDED_REPORTS = {"cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_gpu_proj_sum", "nvtx_kern_sum"}
 STATISTICS = {"time_percent", "avg_ns", "average_ns", "med_ns", "min_ns", "max_ns", "std_dev_ns"}
 STATISTICS |= {"count", "grid_xyz", "block_xyz", "style"}
 CUDA_CALL = re.compile(r"(cu|cuda|__cuda)[A-Z]")
-# A table in text format: a title with the report's name, or headings separated by spaces.
+# A table in text format has a title with the report's name, or headings separated by spaces.
 TEXT_TABLE = re.compile(r"^ *\*\* .*\(\w+\): *$|^ *(Time ?\(%\)|Start ?\(\w+\)) {2,}\S", re.MULTILINE)
 NO_DATA = re.compile(r"^\s*SKIPPED: .*does not contain", re.MULTILINE)
 OTHER_SEPARATORS = {";": "';', as a spreadsheet writes them", "\t": "tabs"}
@@ -73,22 +73,22 @@ EXPECTED = "expected a report of nsys stats --format csv"
 
 
 def read_nsys_csv(path: Path | str) -> pd.DataFrame:
-    """Read a report written by ``nsys stats --format csv`` (2022 to 2026), to a file or redirected.
+    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file of nsys, or its redirected output.
 
     Args:
-        path: one of the reports in :data:`REPORTS`, with or without further columns.
+        path: one of the reports in :data:`REPORTS`, with or without more columns.
 
     Returns:
-        A row per line of the report, in its order. Columns are nsys's headings in snake case with their units.
-        Times are in nanoseconds: int64 if nsys counts them (``total_time_ns``, ``start_ns``), float64 if it
-        averages (``avg_ns``). ``_mb`` columns are in 10^6 bytes, ``_percent`` columns out of 100. Counts and
-        ids are int64, or Int64 if some rows have none. ``attrs["report"]`` is the report's name. If nsys says
-        that the capture has no such data, the table is empty, with the columns of REPORTS if the file name
-        contains the report's name.
+        One row per line of the report, in the report's order. Columns are nsys's headings in snake case with their
+        units. Times are in nanoseconds: int64 if they are counts (``total_time_ns``, ``start_ns``), float64 if
+        they are averages (``avg_ns``). Columns ``_mb`` are in 10^6 bytes, and columns ``_percent`` are
+        percentages. Counts and ids are int64, or Int64 if some rows have none. ``attrs["report"]`` is the
+        report's name. If the report says that the capture has no such data, the table is empty; it has the
+        columns of REPORTS if the file name contains the report's name.
 
     Raises:
-        TraceError: the file cannot be read, is not such a report or contains several; a line is cut off; or
-            numbers have thousands separators or a decimal comma.
+        TraceError: the file cannot be read, is not such a report, or contains several reports; a line is cut off;
+            or numbers have thousands separators or a decimal comma.
     """
     path = Path(path)
     try:
@@ -105,7 +105,7 @@ def decode_text(data: bytes, errors: str = "strict") -> str:
 
 
 def is_report(text: str) -> bool:
-    """Return whether a text is an nsys report, if only in a format that ``parse_nsys_csv`` rejects by name."""
+    """Return whether a text is an nsys report, possibly in a format that ``parse_nsys_csv`` rejects."""
     return bool(NO_DATA.search(text) or TEXT_TABLE.search(text) or _separator(text)) or any(
         map(report_with_headings, text.splitlines())
     )
@@ -190,7 +190,7 @@ def column_name(heading: str) -> str:
 
 
 def _empty_table(text: str, path: Path) -> pd.DataFrame:
-    """Return an empty table if nsys says that there is no such data; otherwise raise TraceError."""
+    """Return an empty table if the report says that there is no such data; otherwise, raise TraceError."""
     if TEXT_TABLE.search(text):
         raise TraceError(
             f"{path}: is a report in text format, {EXPECTED}"
@@ -214,9 +214,9 @@ def _empty_table(text: str, path: Path) -> pd.DataFrame:
 
 
 def _convert_column(heading: str, column: pd.Series, path: Path | str) -> pd.Series:
-    """Convert a column: times to nanoseconds (integers if nsys counts them), other numbers as they are.
+    """Convert a column: times become nanoseconds (integers unless they are averages), other numbers don't change.
 
-    Columns in TEXT_COLUMNS, and those without a unit that contain other values, stay text.
+    The columns in TEXT_COLUMNS stay text, and so do columns without a unit that contain other values than numbers.
     """
     name, unit = column_name(heading), heading.strip().removesuffix(")").partition("(")[2]
     if name in TEXT_COLUMNS:

@@ -21,9 +21,9 @@ class NsysError(StepscopeError, RuntimeError):
 
 
 def find_nsys() -> Path | None:
-    """Return nsys from the PATH, else the newest one in the usual install folders; None if there is none.
+    """Return the nsys on the PATH, or else the newest in the usual install folders; None if there is none.
 
-    The copy inside Nsight Compute comes last.
+    The copy inside Nsight Compute is the last choice.
     """
     if on_path := shutil.which("nsys"):
         return Path(on_path)
@@ -45,8 +45,8 @@ def nsys_version(nsys: Path) -> str:
 def missing_libraries(nsys: Path) -> list[str]:
     """Return the shared libraries that nsys's importer cannot find; empty if nsys is complete.
 
-    The importer turns a capture into a report. The copy inside Nsight Compute comes without ``libdw.so.1`` and
-    ``libelf.so.1``; without them, it captures but makes no reports.
+    The importer turns a capture into a report. The copy inside Nsight Compute lacks ``libdw.so.1`` and
+    ``libelf.so.1``, so it can capture but makes no reports.
     """
     program_path = Path(os.path.realpath(nsys))
     if program_path.stat().st_size < 4096:  # a wrapper script: check the program that it runs

@@ -1,8 +1,8 @@
-"""Find out which process launched each GPU operation in a trace of several processes.
+"""Find the process that launched each GPU operation in a trace of several processes.
 
-torch.profiler's traces hold one process, but people merge the traces of several ranks into one file. Then
-correlation ids, thread ids and step numbers repeat, because each process counts from the start. Host events
-name their process (``pid``), but GPU operations only name a device.
+A trace of torch.profiler contains one process, but people merge the traces of several ranks into one file. In
+such a file, correlation ids, thread ids and step numbers repeat, because each process has its own count. Host
+events name their process (``pid``), but GPU operations only name a device.
 """
 
 import re
@@ -14,11 +14,11 @@ MAX_PROCESS = 2**24  # a thread's key has 24 bits for its process
 
 
 class AmbiguousProcess(Exception):
-    """GPU operations that any of several processes may have launched; the message names these."""
+    """Several processes may have launched the same GPU operations; the message names these processes."""
 
 
 def process_numbers(names: list[str]) -> dict[str, int]:
-    """Number processes by their names in the trace ("11", "[TP00] 11"): by id if all differ, else in order."""
+    """Number processes by name ("11", "[TP00] 11"): use the ids in the names if these differ, or else count."""
     unique = [*dict.fromkeys(names)]
     ids = [_id_of(name) for name in unique]
     are_distinct = len({*ids}) == len(ids)
@@ -51,18 +51,18 @@ def find_launching_processes(
 ) -> np.ndarray:
     """Return the number of the process that launched each GPU operation, in file order.
 
-    An operation belongs to the process with the same label. If several have that label, it belongs to the
-    only one with a call of the same correlation id; if several have such a call, to the one whose part of the
-    file it is in.
+    An operation belongs to the process with the same label. If several processes have this label, the operation
+    belongs to the only one that has a call with the same correlation id. If several have such a call, the
+    operation belongs to the process in whose part of the file it is.
 
     Args:
         is_work, is_launch: (events,) masks of the GPU operations, and of the runtime and driver calls.
         process, correlation, thread: (events,) numbers; the process of a GPU operation is ignored.
-        names: the name of each thread's process; for a GPU operation, of its device.
+        names: the name of each thread's process, or of the device if the thread is a GPU operation's.
         numbers: process numbers by name.
 
     Raises:
-        AmbiguousProcess: none of these distinguishes the processes.
+        AmbiguousProcess: several processes remain, because their parts of the file overlap.
     """
     rows = np.flatnonzero(is_work)
     launching = np.unique(process[is_launch])
@@ -100,7 +100,7 @@ def _choose_process(
     candidates: np.ndarray,
     numbers: dict[str, int],
 ) -> np.ndarray:
-    """Return the candidate that launched each operation in these rows of the events."""
+    """Return which candidate launched each operation in these rows of the events."""
     if len(candidates) == 1:
         return np.full(len(rows), candidates[0])
     ids = correlation[rows]

@@ -1,6 +1,6 @@
-"""Operations and GPU time of profiled steps, whose ranges name the case, the step and the phase.
+"""Operations and GPU time of profiled steps.
 
-A phase's range is named ``stepscope/<case>/<step>/<phase>``, where the case is a number.
+Each phase has a range named ``stepscope/<case>/<step>/<phase>``, where the case is a number.
 """
 
 from pathlib import Path
@@ -19,17 +19,17 @@ PROFILED_COLUMNS = ["case", "number", "phase", "name", "kernel_category", "start
 
 
 class CaptureError(StepscopeError, RuntimeError):
-    """A trace from which GPU time cannot be determined; the message says why."""
+    """GPU time cannot be determined from a trace; the message says why."""
 
 
 def profiled_operations(trace: Path) -> pd.DataFrame:
     """Return the operations that a trace's named phases launched, on any thread.
 
-    Columns: case, number and phase (from the name of the range that was open at the launch), name,
-    kernel_category, start_ns and end_ns.
+    The columns are case, number and phase (from the name of the range that was open at the launch), name,
+    kernel_category, start_ns, end_ns, and in_graph (whether a CUDA graph launched the operation).
 
     Raises:
-        CaptureError: an operation's phase is unknown, because its launch is not in the trace.
+        CaptureError: the trace has no named phases, or the launch of an operation is not in the trace.
         ConservationError: two phases overlap.
         TraceError: the trace cannot be read.
     """
@@ -58,6 +58,8 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
             "kernel_category": inside["kernel_category"].astype(str),
             "start_ns": inside["start_ns"],
             "end_ns": inside["start_ns"] + inside["duration_ns"],
+            # one call launched several operations
+            "in_graph": inside["correlation_id"].duplicated(keep=False),
         }
     )
     return table.reset_index(drop=True)
@@ -71,10 +73,7 @@ def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of a case's profiled step with the least GPU time.
-
-    Disturbances only add time.
-    """
+    """Return the operations of a case's fastest profiled step, because disturbances only add GPU time."""
     return min(complete_steps(operations), key=gpu_time_ms, default=operations)
 
 
@@ -88,21 +87,21 @@ def median_step(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def gpu_time_ms(operations: pd.DataFrame) -> float:
-    """Return the time in ms in which at least one operation runs (the union of their intervals)."""
+    """Return the time in ms during which at least one operation runs (the union of their intervals)."""
     starts = operations["start_ns"].to_numpy()
     ends = operations["end_ns"].to_numpy()
     return union(starts, ends) / 1e6
 
 
 def gpu_time(operations: pd.DataFrame) -> dict[str, float]:
-    """Return ``gpu_ms`` (see :func:`gpu_time_ms`) and the number of ``operations``; nan without operations."""
+    """Return ``gpu_ms`` (see :func:`gpu_time_ms`) and the number of ``operations``; NaN if there are none."""
     if operations.empty:
         return {"gpu_ms": np.nan, "operations": np.nan}
     return {"gpu_ms": gpu_time_ms(operations), "operations": float(len(operations))}
 
 
 def by_name(operations: pd.DataFrame) -> pd.DataFrame:
-    """Count a step's operations and sum their times by phase and name, longest first in each phase."""
+    """Return ``count`` and ``gpu_ms`` of a step's operations by phase and name, longest first in each phase."""
     duration_ns = operations["end_ns"] - operations["start_ns"]
     timed = operations.assign(gpu_ms=duration_ns / 1e6)
     keys = ["phase", "name", "kernel_category"]

@@ -1,7 +1,8 @@
 """Read torch.profiler's traces (JSON, optionally gzipped) into the same records as nsys's exports.
 
-On a GPU, kernels come from CUPTI (as in nsys), ROCm's tracer or XPU's. This project's own CPU traces have no
-kernels: there, each operator that does work counts as an operation with its self time, and launches itself.
+On a GPU, kernels come from CUPTI (as in nsys), or from the tracers of ROCm or XPU. This project's own CPU traces
+have no kernels. Instead, each operator that does work counts as an operation, with its self time, and as its own
+launch.
 """
 
 import gzip
@@ -38,12 +39,13 @@ from stepscope.traces.attribution import (
 from stepscope.traces.kernel_categories import kernel_categories
 from stepscope.traces.processes import AmbiguousProcess, find_launching_processes, process_numbers
 
-# Operators that only allocate or create views: their time counts toward their caller.
+# Operators that only allocate or create views. Their time counts toward their caller.
 NO_WORK = re.compile(
     r"aten::(resolve_|as_strided|view|_unsafe_view|_reshape_alias|empty|result_type|promote_types|expand|t$"
     r"|transpose|lift_fresh|detach|to$|unsqueeze|select$|slice$|set_$|_local_scalar_dense|unflatten|flatten"
     r"|reshape$|chunk$|split|item$)"
 )
+GLOO = re.compile("gloo:")  # collectives on a CPU
 COMPILED_LOOP = re.compile(r"graph_\d+_cpp_")  # by torch.compile on a CPU
 # The event categories that we read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
@@ -90,7 +92,7 @@ ELEMENT_BYTES = {
     **dict.fromkeys(("float", "int"), 4),
     **dict.fromkeys(("double", "long"), 8),
 }
-# How the analysis of idle time sees host events, by category.
+# The kinds of host events that the analysis of idle time distinguishes, by category.
 HOST_KINDS = {
     "cuda_runtime": "call",
     "cuda_driver": "call",
@@ -102,11 +104,11 @@ EXPECTED = "expected torch.profiler's trace: JSON with a list traceEvents of eve
 
 
 def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Load all operations and ranges of this project's own trace, and totals for ``check_conservation``.
+    """Load all operations and ranges of one of this project's traces, and totals for ``check_conservation``.
 
     Returns:
-        operations, ranges: as from ``export.load_trace``.
-        totals: operations and duration_ns by kind.
+        operations, ranges: as in ``export.load_trace``.
+        totals: the number of operations and their duration_ns, by kind.
 
     Raises:
         TraceError: the file is not such a trace, or an event has unusable times or ids.
@@ -119,7 +121,7 @@ def load_torch_trace(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFra
 
 
 def records_of_own_trace(path: Path) -> Records:
-    """Read the records of this project's own trace, without torch's ranges, whose names contain "#".
+    """Read the records of one of this project's traces, without torch's ranges, whose names contain "#".
 
     Raises:
         TraceError: as in ``load_torch_trace``.
@@ -136,11 +138,19 @@ def is_cpu_work(name: str) -> bool:
     return bool(COMPILED_LOOP.match(name)) or (name.startswith("aten::") and not NO_WORK.match(name))
 
 
-def self_times(operators: pd.DataFrame) -> pd.DataFrame:
-    """Replace operators' times by their self times: their durations minus those of their children.
+def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
+    """Return a CPU's operators, with their self times, and gloo's collectives, on a second stream."""
+    operators = self_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
+    collectives = events[(events["cat"] == RANGE) & matching(events["name"], GLOO.match)]
+    category = pd.Categorical([OPERATOR] * len(collectives), events["cat"].cat.categories)
+    return pd.concat([operators, collectives.assign(cat=category, stream=1)])
 
-    Within an outermost operator, each operator's self time is placed before those of its children, so that no
-    two overlap and together they last as long as the outermost one.
+
+def self_times(operators: pd.DataFrame) -> pd.DataFrame:
+    """Replace operators' times with their self times: their durations minus those of their children.
+
+    Within an outermost operator, each operator's self time is placed before the times of its children. So self
+    times don't overlap, and together they last as long as the outermost operator.
     """
     thread, start, end = (operators[column].to_numpy() for column in ("key", "start", "end"))
     _, parent, _ = enclosing(thread, start, end, thread[:0], start[:0])
@@ -160,11 +170,12 @@ def self_times(operators: pd.DataFrame) -> pd.DataFrame:
 def build_records(
     path: str, events: pd.DataFrame, work: pd.DataFrame, ranges: np.ndarray | bool = True
 ) -> tuple[Records, np.ndarray]:
-    """Build a trace's records, and the "External id" of each operation: of its launching call, else its own.
+    """Return a trace's records, and the "External id" of each operation's launch, or else of the operation itself.
 
     Args:
+        path: the file, for error messages.
         events: the events of a Trace.
-        work: those events that are operations; a CPU's operators launch themselves.
+        work: those events that are operations. A CPU's operators are their own launches.
         ranges: a mask of the events that may be ranges.
     """
     work = work.sort_values("start", kind="stable")
@@ -196,7 +207,7 @@ def build_records(
 
 
 def build_ranges(events: pd.DataFrame) -> pd.DataFrame:
-    """Convert events to ranges of Records."""
+    """Convert events to the ranges of Records."""
     rows = events.sort_values(["key", "start", "end"], ignore_index=True, ascending=[True, True, False])
     return pd.DataFrame(
         {
@@ -230,20 +241,22 @@ def host_events(events: pd.DataFrame) -> pd.DataFrame:
 class Trace:
     """A trace's complete events.
 
-    events: a row per event with :data:`COLUMNS`. cat and name are categorical; key is the process number times
-        2^24 plus a thread number, where the process of a GPU operation is the one that launched it; times are
-        in ns; -1 means none.
+    events: one row per event with :data:`COLUMNS`. cat and name are categorical. key is the process number times
+        2^24 plus a thread number; the process of a GPU operation is the one that launched it. Times are in ns, and
+        -1 means none.
     operators: name, "Input Dims" and "Input type" by external id, for operators whose shapes determine their
         work.
     header: the rest of the trace, such as devices and ranks.
     shapes: whether shapes were recorded.
     processes: the trace's name for each process by number, such as "11" or "[TP00] 11".
     unread: the number of complete events in each category that we don't read.
-    xla: whether the trace names devices like XLA (JAX, TensorFlow).
+    xla: whether the trace names devices as XLA does (JAX, TensorFlow).
     unfinished: the number of host events that were dropped because they end before they start.
-    messages: the larger side in bytes and the number of GPUs of each collective, by its row in ``events``.
-    communicators: the process group of each collective, as the same text on all ranks, by its row in ``events``.
-    gpu_ranges: name, start and end (ns) of ranges on the GPU's timeline, from first to last operation.
+    messages: for each collective, by its row in ``events``, the size in bytes of the larger of its input and
+        output, and the number of GPUs.
+    communicators: for each collective, by its row in ``events``, the process group, as a text that is the same on
+        all ranks.
+    gpu_ranges: name, start and end (ns) of each range on the GPU's timeline, from its first to its last operation.
     """
 
     events: pd.DataFrame
@@ -279,7 +292,7 @@ class _Reader:
         self.gpu_ranges: list[tuple[str, int, int]] = []
 
     def take(self, event: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a parsed object, or None for an event, which the reader keeps instead."""
+        """Store an event's numbers and return None, which frees the event; return any other object unchanged."""
         if "ph" not in event:
             return event
         if event["ph"] != "X":
@@ -296,10 +309,10 @@ class _Reader:
         return None
 
     def keep_event(self, event: dict[str, Any], category: str, code: int) -> None:
-        """Keep the numbers of an event.
+        """Store the numbers of an event.
 
         A trace has millions of events, so only the fields of the event's category are looked up, and
-        ``have_usable_numbers`` checks all events at once.
+        ``have_usable_numbers`` later checks all events at once.
 
         Raises:
             TraceError: the event has unusable times or ids.
@@ -362,13 +375,13 @@ class _Reader:
                 self.operators[key] = name, args["Input Dims"], args.get("Input type")
 
     def keep_collective(self, args: dict[str, Any]) -> None:
-        """Keep the size and the communicator of the collective whose row was added last."""
+        """Store the size and the communicator of the collective whose row was added last."""
         row = len(self.values) // len(COLUMNS) - 1
         self.messages[row] = _message_size(args)
         self.communicators[row] = _communicator(args)
 
     def keep_gpu_range(self, event: dict[str, Any]) -> None:
-        """Keep a range of the GPU's timeline, if it has times."""
+        """Store a range of the GPU's timeline, if it has times."""
         start, duration = event.get("ts"), event.get("dur")
         if not isinstance(start, NUMBER_TYPES) or not isinstance(duration, NUMBER_TYPES):
             return
@@ -395,7 +408,10 @@ def _exact_time(time: Any) -> float | int | Decimal:
 
 
 def _message_size(args: dict[str, Any]) -> tuple[int, int]:
-    """Return the larger side of a collective in bytes and the number of GPUs; -1 and 1 if unknown."""
+    """Return the bytes of a collective's input or output, whichever is larger, and its number of GPUs.
+
+    Unknown bytes are -1, and an unknown number of GPUs is 1.
+    """
     sizes = [args.get(f"{side} msg nelems") for side in ("In", "Out")]
     known = [size for size in sizes if type(size) is int and 0 <= size < 2**40]
     width = ELEMENT_BYTES.get(str(args.get("dtype")).lower(), 1)
@@ -410,7 +426,7 @@ def _communicator(args: dict[str, Any]) -> str:
 
 
 def _is_xla_process_name(event: dict) -> bool:
-    """Return whether a metadata event names a process like XLA's profiler: "/device:GPU:0" or "/host:CPU"."""
+    """Return whether a metadata event names a process as XLA's profiler does: "/device:GPU:0" or "/host:CPU"."""
     args = event.get("args")
     name = args.get("name") if event.get("name") == "process_name" and type(args) is dict else None
     return type(name) is str and name.startswith(("/device:", "/host:"))
@@ -433,7 +449,7 @@ def have_usable_numbers(numbers: np.ndarray) -> np.ndarray:
 
 
 def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
-    """Read a trace, keeping only its text and numbers in memory rather than an object per event.
+    """Read a trace; keep only its text and numbers in memory, instead of one object per event.
 
     Args:
         shaped: a pattern for the operators whose shapes are kept.
@@ -497,9 +513,9 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
 
 
 def _parse_json(path: Path, text: str, reader: _Reader) -> Any:
-    """Parse a trace's JSON, while the reader takes the events out of it.
+    """Parse a trace's JSON, while the reader removes the events.
 
-    Control characters in names are accepted, because kineto wrote them unescaped.
+    Control characters in names are accepted, because kineto wrote names unescaped.
 
     Raises:
         TraceError: the text is not valid JSON, or the reader rejects an event.
@@ -533,10 +549,10 @@ def _json_problem(text: str, error: json.JSONDecodeError) -> str:
 
 
 def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
-    """Return the GPUs' names by the device ids of operations, as far as the trace's header has them.
+    """Return the names of GPUs by the device ids of operations, without those that the trace's header lacks.
 
-    On ROCm, operations have agent ids, which also count CPU sockets, while the header counts only GPUs. Its names
-    are therefore only used if they are all the same.
+    On ROCm, operations have agent ids, which also count CPU sockets, while the header counts only GPUs. Therefore,
+    the header's names are used only if they are all the same.
     """
     listed = header.get("deviceProperties")
     name_by_id = {}
@@ -554,7 +570,7 @@ def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
 
 
 def no_work_error(path: str, trace: Trace) -> TraceError:
-    """Return an error that a trace has no GPU work, with advice on how to record it."""
+    """Return an error that a trace has no GPU work, with advice on how to record GPU work."""
     accelerators = [category for category in trace.unread if ACCELERATOR.search(category)]
     operators = int((trace.events["cat"] == OPERATOR).sum())
     expected = "expected kernels of CUDA, ROCm or XPU, recorded by torch.profiler"
@@ -598,7 +614,7 @@ def _event_problem(path: Path, event: dict, args: dict) -> str:
 
 @contextmanager
 def open_capture(path: Path) -> Iterator[IO[bytes]]:
-    """Open a capture for reading, unzipped if necessary; raise problems with the file as TraceError."""
+    """Open a capture for reading, unzip it if necessary, and raise problems with the file as TraceError."""
     try:
         with path.open("rb") as raw:
             zipped = raw.read(2) == b"\x1f\x8b"

@@ -20,7 +20,18 @@ from stepscope import StepscopeError
 from stepscope.config import SIZE_RANKS
 from stepscope.report.schemas import Tables
 
-MODULES = ("ladder", "ladder_parts", "benchmark", "nsys", "mixed_precision", "memory", "attention", "across")
+MODULES = (
+    "ladder",
+    "ladder_parts",
+    "benchmark",
+    "nsys",
+    "mixed_precision",
+    "memory",
+    "attention",
+    "your_model",
+    "distributed",
+    "across",
+)
 # Units by column name suffix. A column without one of these suffixes contains labels, counts or booleans.
 UNITS = {
     "ms": "ms",
@@ -44,6 +55,7 @@ UNITS = {
     "ratio": "x",
     "tflops": "TFLOP/s",
     "flops": "n",
+    "gb_per_s": "GB/s",
     "tb_per_s": "TB/s",
     "tokens_per_s": "tokens/s",
 }

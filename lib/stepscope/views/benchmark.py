@@ -157,7 +157,7 @@ def peak_rates(data: Views) -> pd.DataFrame:
     over=[name for name in CONFIG if name != "size"],
 )
 def models(data: Views) -> pd.DataFrame:
-    """Return one row per measured named size: its dimensions, and its name in the 2026 handout."""
+    """Return one row for each named size that was measured: its dimensions and its name in the 2026 handout."""
     found = data.table("benchmark.results")[["size", "parameters"]].drop_duplicates("size")
     found = found[found["size"].isin([*SIZES])]
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index", columns=["d_model", "d_ff", "layers", "heads"])

@@ -54,3 +54,35 @@ def flops_of_step(step: pd.Series) -> dict[str, float]:
         "attention_tflop": 3 * attention / 1e12,
         "total_tflop": 3 * sum(forward.values()) / 1e12,
     }
+
+
+@fact
+def tokens_to_hide(gpus: int, gradient_bytes: int, tflops: float, gb_per_s: float) -> float:
+    """Return the tokens per GPU at which backward's matmuls take as long as the gradients' all-reduce.
+
+    Of P parameters and T tokens, backward has 4 P T FLOPs, and the all-reduce moves 2 (n - 1) / n times the
+    gradients' bytes over each link, so P cancels out.
+
+    Args:
+        gradient_bytes: bytes of one parameter's gradient.
+        tflops: rate of the matmuls in TFLOP/s.
+        gb_per_s: bus bandwidth of the all-reduce.
+    """
+    link_bytes = 2 * (gpus - 1) / gpus * gradient_bytes
+    return link_bytes / (gb_per_s * 1e9) * tflops * 1e12 / 4
+
+
+@fact
+def best_bucket(gradients_gib: float, ms_per_gib: float, call_us: float) -> dict[str, float]:
+    """Return the number and size of buckets for which s / (n w) + n o is smallest, and that overhead.
+
+    The two terms are equal there: n is the square root of s / (w o).
+
+    Args:
+        gradients_gib: s, the size of all gradients.
+        ms_per_gib: 1 / w, the time that an all-reduce takes per GiB.
+        call_us: o, the time that each all-reduce takes in addition.
+    """
+    total_ms, call_ms = gradients_gib * ms_per_gib, call_us / 1e3
+    count = (total_ms / call_ms) ** 0.5
+    return {"count": count, "mib": gradients_gib * 1024 / count, "overhead_ms": 2 * count * call_ms}

@@ -12,9 +12,9 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 COMPILED = ("compiled", "flex")
 PASSES = ("forward", "backward")
 QUANTITIES = ("output", "dq", "dk", "dv")  # compared with float64
-# Maximum relative error (Frobenius norm) of the output and of each gradient, by precision. TF32 rounds factors
-# to 10 bits (error 2^-11 = 5e-4) and bf16 to 7 (2^-8 = 4e-3). The tolerance of fp32 is far below the error of a
-# single matmul in TF32.
+# The maximum relative error (Frobenius norm) of the output and of each gradient, by precision. TF32 rounds factors
+# to 10 bits (error 2^-11 = 5e-4), and bf16 rounds them to 7 bits (error 2^-8 = 4e-3). The tolerance of fp32 is far
+# below the error of a single matmul in TF32.
 TOLERANCE = {"fp32": 2e-5, "tf32": 5e-3, "bf16": 3e-2, "fp16": 5e-3}
 
 
@@ -49,7 +49,7 @@ class Config(RunConfig):
     def set_context_length(cls, values: Any) -> Any:
         """Sort ``context_lengths``, remove duplicates, and set ``context_length`` to the longest.
 
-        Values of other types are left to the fields' own validation.
+        Values of other types are left for the fields' own validation.
         """
         if not isinstance(values, dict):
             return values

@@ -1,4 +1,4 @@
-"""The attention notebook's figure: time and memory by sequence length."""
+"""The attention notebook's figure: time and memory by context length."""
 
 import math
 
@@ -12,9 +12,9 @@ from stepscope.studies.attention.tables import LABELS
 
 COLORS = (style.INK, style.ORANGE, style.BLUE, style.GREEN, style.RED, style.PINK, style.AMBER)
 LINE_COLORS = dict(zip(LABELS.values(), COLORS))
-MAX_DECADES = 2.5  # of an axis with labels at 1, 2 and 5; longer axes only have labels at powers of 10
-MIN_TICK_RATIO = 4  # of two labeled sequence lengths: closer labels would overlap
-CROSS_STEP = 0.06  # of the height of the axes, between two crosses
+MAX_DECADES = 2.5  # longer axes only have labels at powers of 10, not at 1, 2 and 5
+MIN_TICK_RATIO = 4  # between two labeled context lengths, because closer labels would overlap
+CROSS_STEP = 0.06  # the distance of two crosses, as a share of the axes' height
 METRICS = {"gpu_ms": "GPU time, ms", "wall_ms": "wall time, ms"}
 
 
@@ -23,10 +23,10 @@ def time_and_memory(
     passes: pd.DataFrame,
     metric: str,
 ) -> style.Picture | None:
-    """Draw time and saved memory over the sequence length, one line per implementation; None if nothing ran.
+    """Draw time and saved memory over the context length, one line per implementation; return None if nothing ran.
 
     Args:
-        passes: forward and backward together. Cases that ran out of memory become crosses.
+        passes: the rows of forward and backward together. Cases that ran out of memory become crosses.
         metric: gpu_ms or wall_ms.
     """
     names = passes["implementation"].map(LABELS)
@@ -54,7 +54,7 @@ def time_and_memory(
 
 
 def _message(timed: pd.DataFrame, metric: str) -> str:
-    """Compare the slowest and the fastest implementation, at the longest sequence that several of them ran."""
+    """Compare the slowest and the fastest implementation, at the longest context length that several ran."""
     counts = timed.groupby("context_length")["name"].nunique()
     counts = counts.clip(upper=2)
     length = counts.index[counts == counts.max()].max()
@@ -88,7 +88,7 @@ def _tick_label(value: float, position: int) -> str:
 
 
 def _label_lengths(axes: Axes, lengths: list[int]) -> None:
-    """Label the sequence lengths, except those too close to a longer labeled one."""
+    """Label the context lengths, except for those too close to a longer labeled one."""
     labeled = [lengths[-1]]
     for length in reversed(lengths):
         if length * MIN_TICK_RATIO <= labeled[-1]:
@@ -99,7 +99,7 @@ def _label_lengths(axes: Axes, lengths: list[int]) -> None:
 
 
 def _crosses(axes: Axes, rows: pd.DataFrame) -> None:
-    """Mark cases that ran out of memory above the lines, in the colors of their implementations."""
+    """Mark cases that ran out of memory with crosses above the lines, in the colors of their implementations."""
     if rows.empty:
         return
     low, high = axes.get_ylim()

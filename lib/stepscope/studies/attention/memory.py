@@ -1,16 +1,17 @@
-"""Memory of one forward and backward pass of attention, predicted by closed formulas.
+"""Predict the memory of one forward and backward pass of attention from formulas.
 
-Shapes: B is the batch size, T the context length, d the head dimension. All formulas count bytes in use at the
+Shapes: B is the batch size, T the context length, d the head dimension. All formulas count the bytes in use at the
 peak, which is in backward.
 """
 
-# Number of (B, T, T) matrices at the peak. Naive attention keeps the exponentials of the scores and the weights
-# from forward; backward adds the weights' gradient and three matrices that softmax's backward makes of it.
-# SDPA's math implementation always computes in fp32. The count of the compiled one was measured.
+# The number of (B, T, T) matrices at the peak. Naive attention keeps the exponentials of the scores and the
+# weights from forward. Backward adds the weights' gradient, and three matrices that softmax's backward computes
+# from it. SDPA's math implementation always computes in fp32. The number for the compiled implementation was
+# measured.
 SQUARES = {"naive": 6, "compiled": 3, "math": 4}
-MASKED = ("naive", "compiled")  # they keep a (T, T) mask of bool
-# Number of (B, T, d) tensors at the peak: q, k, v, the output's gradient, the gradients computed so far and, if
-# only dv has been computed, the output.
+MASKED = ("naive", "compiled")  # implementations that keep a (T, T) mask of bool
+# The number of (B, T, d) tensors at the peak: q, k, v, the output's gradient, the gradients computed so far and,
+# if only dv has been computed, the output.
 HIDDEN = {"naive": 6, "compiled": 6}
 FUSED_HIDDEN = 8
 MATH_HIDDEN_IN_16_BIT = 11  # math also keeps q, k and v in fp32
@@ -18,7 +19,7 @@ MATH_HIDDEN_IN_16_BIT = 11  # math also keeps q, k and v in fp32
 PADDED = {"flash": 32, "efficient": 64, "cudnn": 1}
 # FlexAttention's mask has four int32 indices for each block of 128 x 128 pairs of positions.
 PAIRS_PER_FLEX_MASK_BYTE = 1024
-# Bytes for each pair of positions while FlexAttention's mask is made (a bool, and sums in int64).
+# Bytes for each pair of positions while FlexAttention's mask is created (a bool, and sums in int64).
 MAKING_MASK = 10
 
 
@@ -36,15 +37,15 @@ def peak_parts(
 ) -> dict[str, int]:
     """Return the bytes in use at the peak of a forward and backward pass, by kind of tensor, without zeros.
 
-    Besides the output, fused kernels save one number per query, its logsumexp (Dao et al. 2022, algorithm 1).
-    Backward computes another one (Dao 2023, algorithm 2).
+    In addition to the output, fused kernels save one number per query, its logsumexp (Dao et al. 2022, algorithm
+    1). Backward computes another number per query (Dao 2023, algorithm 2).
 
     Args:
-        name: an implementation.
-        batch: B.
+        name: the implementation.
+        batch: the batch size, B.
         d: the head dimension.
         context_length: T.
-        precision: of q, k and v.
+        precision: the precision of q, k and v.
     """
     batch, d, context_length = int(batch), int(d), int(context_length)  # a table's integers would overflow
     element = element_bytes(precision)
@@ -78,7 +79,7 @@ def _hidden_count(name: str, element: int) -> int:
 
 
 def _query_bytes(name: str, element: int) -> int:
-    """Return the bytes kept per query: one number of naive softmax, or two fp32 numbers of fused kernels."""
+    """Return the bytes kept per query: one number for naive softmax, or two fp32 numbers for other kernels."""
     if name == "math":
         return 0
     if name == "naive":
@@ -93,7 +94,7 @@ def needed_bytes(
     context_length: int,
     precision: str,
 ) -> int:
-    """Return the highest number of bytes in use at any time, including while FlexAttention's mask is made.
+    """Return the highest number of bytes in use at any time, including the creation of FlexAttention's mask.
 
     The arguments are those of :func:`peak_parts`.
     """

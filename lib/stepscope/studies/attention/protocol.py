@@ -2,18 +2,18 @@
 
     cases = [("naive", 64), ("flash", 64)]
     results = measure_passes(cases, prepare, check, config)
-    results.cases     one row per implementation, sequence length and phase
+    results.cases     one row per implementation, context length and phase
     results.checks    the errors of every implementation that ran
 
-A pass is a forward and its backward. The order matters, because launches stay slower once a profiler has run
+A pass is one forward and its backward. The order matters, because launches stay slower once a profiler has run
 in a process:
 
-1. Run every case once and check its output and gradients against float64.
+1. Run every case once, and compare its output and gradients with float64.
 2. Measure the memory of one pass of each correct case, then time passes for the configured seconds.
-3. Profile a few passes of each. GPU time is that of the fastest one.
-4. Check the readings. Impossible ones are measured again, at most twice.
+3. Profile a few passes of each case. The fastest pass gives the GPU time.
+4. Check the readings. Impossible readings are measured again, at most twice.
 
-A case that is wrong, unsupported or out of memory has rows that say why, and the other cases continue.
+If a case is wrong, unsupported or out of memory, its rows have the reason, and the other cases continue.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,15 +32,15 @@ from stepscope.studies.attention.config import COMPILED, PASSES, QUANTITIES, TOL
 from stepscope.studies.attention.memory import needed_bytes
 from stepscope.studies.attention.tables import SCHEMAS
 
-Case = tuple[str, int]  # implementation and sequence length
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k and v to the output, (B, 1, T, d) each
+Case = tuple[str, int]  # implementation and context length
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]  # from q, k and v to the output, (B, 1, T, d) each
 Prepare = Callable[[str, Inputs], Call]
 Check = Callable[[Call, Inputs, list[Tensor]], tuple[dict[str, float], str]]
 
-LONG_MS = 5.0  # longer passes can be power-limited: their clock has to settle before they are measured
+LONG_MS = 5.0  # longer passes can be power-limited, so their clock has to settle before they are measured
 SETTLING_S = 0.3
-MAX_WARMUP_SHARE = 0.25  # of a case's seconds
-MAX_KERNEL_NAME = 160  # characters
+MAX_WARMUP_SHARE = 0.25  # of the configured seconds per case
+MAX_KERNEL_NAME = 160  # characters of a kernel's name in the table
 MIB = 2**20
 
 
@@ -48,7 +48,7 @@ MIB = 2**20
 class Results:
     """The measurements of all cases.
 
-    cases: one row per implementation, sequence length and phase. Cases without times have a status and reason.
+    cases: one row per implementation, context length and phase. Cases without times have a status and a reason.
     checks: one row per case that ran, with the relative errors of its output and gradients.
     """
 
@@ -69,15 +69,15 @@ def measure_passes(
     """Measure every case by the protocol above.
 
     Args:
-        cases: pairs of implementation and sequence length, grouped by sequence length.
-        prepare: gets an implementation and the inputs, makes the mask, and returns the forward pass as a
-            function of q, k and v.
-        check: gets that function, the inputs, and the output and gradients of q, k, v in float64. It returns
-            the errors by quantity, and why the implementation is wrong ("" if it is right). A wrong
-            implementation is never timed.
+        cases: pairs of implementation and context length, grouped by context length.
+        prepare: creates the mask for an implementation and its inputs, and returns the forward pass as a function
+            of q, k and v.
+        check: compares this function with float64. Its arguments are the function, the inputs, and the output and
+            the gradients of q, k and v in float64. It returns the errors by quantity, and the reason why the
+            implementation is wrong ("" if it is right). A wrong implementation is never timed.
 
-    If an error or an interrupt ends the call, the exception's ``results`` hold what was measured until then:
-    in a notebook, ``sys.last_value.results``.
+    If an error or an interrupt ends the call, the exception's attribute ``results`` has the measurements so far;
+    in a notebook, read ``sys.last_value.results``.
     """
     device_gib = measure.device_bytes(config.device) / 2**30
     protocol = Protocol(cases, prepare, check, config, device_gib)
@@ -86,7 +86,7 @@ def measure_passes(
     except BaseException as error:
         protocol.end_early(type(error).__name__)
         vars(error)["results"] = protocol.results()
-        error.add_note("sys.last_value.results holds what was measured until then: .cases, .checks")
+        error.add_note("sys.last_value.results has the measurements so far: .cases, .checks")
         raise
     return protocol.results()
 
@@ -125,7 +125,7 @@ class Protocol:
         return self.config.device
 
     def with_inputs(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Inputs]]:
-        """Yield each case with the inputs of its sequence length; free gradients and cached memory after it."""
+        """Yield each case with the inputs of its context length, then free gradients and cached memory."""
         cases_by_length: dict[int, list[Case]] = {}
         for case in cases:
             cases_by_length.setdefault(case[1], []).append(case)
@@ -140,7 +140,7 @@ class Protocol:
     # Check
 
     def check_cases(self) -> None:
-        """Run every case once, and compare it with float64; set its status."""
+        """Run every case once, compare it with float64, and set its status."""
         expected: list[Tensor] = []
         expected_length = 0
         for case, inputs in self.with_inputs(self.cases):
@@ -163,7 +163,7 @@ class Protocol:
         config = self.config
         needed = needed_bytes(name, config.batch_size, config.d_model, context_length, config.precision)
         needed_gib = needed / 2**30
-        if name in COMPILED and needed_gib > self.device_gib:  # compiling for seconds would only confirm it
+        if name in COMPILED and needed_gib > self.device_gib:  # saves the seconds of a compilation
             self.status[case] = "oom", f"needs {needed_gib:.0f} GiB by formula: not compiled"
             return
         with measure.out_of_memory(self.status, case, f"running {name}", or_unsupported=True) as guard:
@@ -194,7 +194,7 @@ class Protocol:
         self.clocks_mhz[case] = measure.sm_clock_mhz()
 
     def time_passes(self, call: Call, inputs: Inputs) -> pd.DataFrame:
-        """Time as many passes as fit into the configured seconds; return a column of ms for each phase."""
+        """Time as many passes as fit into the configured seconds; return one column of ms per phase."""
         config = self.config
         budget_ms = config.max_seconds_per_case * 1e3
         phases = measure.Phases("cpu")  # the host's clock, because each phase ends with a synchronization
@@ -217,7 +217,7 @@ class Protocol:
     def run_pass(self, call: Call, inputs: Inputs, phase: Callable[[str], Any] = nullcontext) -> None:
         synchronize = measure.synchronizer(self.device)
         inputs.clear_gradients()
-        synchronize()  # earlier work must not be timed as part of forward
+        synchronize()  # so that forward's time doesn't include earlier work
         with phase("forward"):
             output = call(inputs.q, inputs.k, inputs.v)  # on a GPU, this only enqueues the work
             synchronize()
@@ -228,7 +228,7 @@ class Protocol:
     # Profile
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile some cases; their operations replace earlier ones."""
+        """Profile some cases; their operations replace those of an earlier profile."""
         with measure.StepProfiler(self.device) as profile:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):
@@ -247,7 +247,7 @@ class Protocol:
     # Check the readings
 
     def repeat_impossible(self) -> None:
-        """Measure cases with impossible readings again. Whatever stays impossible is marked, not removed."""
+        """Measure cases with impossible readings again. Readings that stay impossible are marked, not removed."""
         for _ in range(measure.TRIES - 1):
             impossible: dict[Case, str] = {}
             for row in self.rows(self.walls):
@@ -302,7 +302,7 @@ class Protocol:
         }
 
     def gpu_times(self, case: Case, phase: str) -> dict[str, Any]:
-        """Return the fastest profiled pass's GPU time and operations, and the kernel that takes most time."""
+        """Return GPU time and operations of the fastest profiled pass, and the kernel that takes the most time."""
         if (case, phase) not in self.operations:
             return {"reason": self.profiler_error}
         operations = self.operations[case, phase]

@@ -63,9 +63,9 @@ LABELS = {
 def tables(frames: Tables) -> Tables:
     """Return ``passes``: forward and backward together, one row per implementation and context length.
 
-    Besides memory, it has ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak by formula. ``gpu_ms`` is
-    missing if a GPU's exceeds wall time by more than :data:`MAX_BUSY` allows; both are missing if the case is
-    inconsistent.
+    In addition to memory, the table has ``wall_ms``, ``gpu_ms`` and ``predicted_mib``, the peak by formula.
+    ``gpu_ms`` is missing if GPU time exceeds wall time by more than :data:`MAX_BUSY` allows. Both times are
+    missing if the case is inconsistent.
     """
     cases = frames["cases"]
     key = [*CONFIG, *CASE]
@@ -88,7 +88,7 @@ def tables(frames: Tables) -> Tables:
 
 
 def run_tables(config: Config, frames: Tables) -> Tables:
-    """Return one run's tables with the names and columns that they have in a report of all runs."""
+    """Return one run's tables, with the names and columns of a report of all runs."""
     fields = {field: getattr(config, field) for field in CONFIG}
     with_fields = {name: frame.assign(**fields) for name, frame in frames.items()}
     all_tables = with_fields | tables(with_fields)

@@ -8,7 +8,7 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """Forward, forward + backward and the full step of one configuration, end to end."""
+    """A run that times forward, forward + backward and the full step of one configuration, end to end."""
 
     study: Literal["benchmark"] = "benchmark"
     mode: Literal["all"] = "all"

@@ -2,19 +2,19 @@
 
     lower bound  = matmul FLOPs / bf16 matmul rate + bytes x parameters / copy rate
 
-* Matmuls: forward, and two matmuls per forward matmul in backward. Attention counts only below the diagonal,
-  because a causal model doesn't need the rest. If the layers of the blocks are FP8, forward and the gradient of
-  their input count at the FP8 rate.
+* Matmuls: backward runs two matmuls for each matmul of forward. Of attention's matrices, only the part below the
+  diagonal counts, because a causal model doesn't need the rest. If the linear layers of the blocks are FP8, their
+  forward and the gradient of their input count at the FP8 rate.
 * Memory traffic: AdamW reads each parameter's bf16 gradient (2 bytes), fp32 weight (4) and two moments (8, or 4 in
-  bf16). It writes the fp32 weight, the moments and the bf16 weight (2). That makes 28 bytes, or 20 with bf16
-  moments. Without bf16 weights it is also 28: weight, gradient and two moments are read, and all but the gradient
-  are written. Reading weights and activations is part of the matmul rate.
+  bf16). It writes the fp32 weight, the moments and the bf16 weight (2). The sum is 28 bytes, or 20 with bf16
+  moments. Without bf16 weights, the sum is also 28: AdamW reads the weight, the gradient and two moments, and
+  writes all of these except the gradient. The time to read weights and activations is part of the matmul rate.
 
-The two times are added (the roofline model of Williams, Waterman & Patterson 2009 takes the maximum), because the
-optimizer needs all gradients first. Both rates are measured in the same process, with matmuls and copies so large
-that launches and caches don't matter. They last milliseconds, at the highest clock, and no step exceeds these
-burst rates. The sustained rate of a large matmul, once the GPU is power-limited, is a reference but no bound: a
-step draws less power and runs at a higher clock, so its matmuls can be faster.
+The two times are added, because the optimizer needs all gradients first. (The roofline model of Williams,
+Waterman & Patterson 2009 takes the maximum instead.) Both rates are measured in the same process, with matmuls
+and copies so large that launches and caches don't matter. These take milliseconds, at the highest clock, so no
+step exceeds these burst rates. The sustained rate of a large matmul, once the GPU is power-limited, is only a
+reference and not a bound: a step draws less power and runs at a higher clock, so its matmuls can be faster.
 """
 
 import math
@@ -30,12 +30,12 @@ from stepscope.model.flops import forward_flops, parameter_count
 from stepscope.optimizations import fp8
 
 MOVED_BYTES = {"fp32": 28, "bf16": 20}  # per parameter, by the type of the moments
-MAX_MEMORY_SHARE = 0.92  # that the memory-filling batch may need by formula
-SUSTAINED_S = 0.5  # run twice: until the clock has settled, then with power readings
+MAX_MEMORY_SHARE = 0.92  # share of the memory that the memory-filling batch may need by formula
+SUSTAINED_S = 0.5  # for each of two runs: one until the clock has settled, and one with power readings
 
 
 def needed_flops(config: StepConfig) -> float:
-    """Return the FLOPs of one training step's matmuls, with attention's scores below the diagonal only."""
+    """Return the FLOPs of one training step's matmuls, without attention's scores above the diagonal."""
     forward = forward_flops(config)
     attention = forward["attention.scores"] + forward["attention.value"]
     above_diagonal = (config.context_length - 1) / (2 * config.context_length)
@@ -44,7 +44,7 @@ def needed_flops(config: StepConfig) -> float:
 
 
 def fp8_flops(config: StepConfig) -> float:
-    """Return the FLOPs that FP8 layers run in 8 bits: forward, and the gradient of their input."""
+    """Return the FLOPs that FP8 layers run in 8 bits, which are forward and the gradient of their input."""
     forward = forward_flops(config)
     return 2 * sum(forward[region] for region in ("attention.qkv", "attention.output", "ffn"))
 
@@ -84,8 +84,8 @@ def lower_bound(
     """Return ``matmul_ms``, ``memory_traffic_ms`` and their sum ``lower_bound_ms``.
 
     Args:
-        precision: "fp8" if the layers of the blocks are FP8. Any other precision has the bound of bf16.
-        moments: their type, "fp32" or "bf16".
+        precision: "fp8" if the linear layers of the blocks are FP8. Any other precision has the bound of bf16.
+        moments: the type of AdamW's moments, "fp32" or "bf16".
         ceilings: ``matmul_bf16`` and ``matmul_fp8`` in TFLOP/s and ``copy`` in TB/s, as measured in this run.
     """
     in_fp8 = fp8_flops(config) if precision == "fp8" else 0
@@ -102,10 +102,10 @@ def lower_bound(
 
 
 def sustained_matmul_rate(device: str) -> dict[str, float]:
-    """Run a large bf16 matmul repeatedly for a second; return rate, clock and power of the second half.
+    """Run a large bf16 matmul for a second; return the rate, clock and power of the second half.
 
     Returns:
-        ``sustained_tflops``, ``sustained_clock_mhz`` and ``sustained_power_w``; an empty dictionary on a CPU,
+        ``sustained_tflops``, ``sustained_clock_mhz`` and ``sustained_power_w``, or an empty dictionary on a CPU,
         whose clock and power are not read.
     """
     if device != "cuda":
@@ -133,8 +133,8 @@ def sustained_matmul_rate(device: str) -> dict[str, float]:
 def filling_batch(config: StepConfig, memory_bytes: float) -> int:
     """Return the batch size that fills the memory, a multiple of four sequences.
 
-    It is the largest one whose fully optimized step needs at most :data:`MAX_MEMORY_SHARE` of the memory by
-    formula, but at least four.
+    The result is the largest batch size whose fully optimized step needs at most :data:`MAX_MEMORY_SHARE` of the
+    memory by formula, but at least four.
     """
     max_bytes = MAX_MEMORY_SHARE * memory_bytes
     batch = 4

@@ -1,4 +1,4 @@
-"""Check the optimizer in the same run and on the same device: is it AdamW, and do bf16 moments change?"""
+"""Check in the ladder's run, on its device, that the optimizer computes AdamW and that bf16 moments can fall."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from stepscope.optimizations.adamw import GOLDEN, MIX1, MIX2, random_bits, stochastic_round
 from stepscope.optimizations.optimizer import BETAS, EPS, WEIGHT_DECAY, MasterAdamW
 
-# A bf16 matrix and an fp32 vector; neither fills the last block of the optimizer's kernel.
+# A bf16 matrix and an fp32 vector, neither of which fills the last block of the optimizer's kernel.
 SHAPES = {
     "matrix": (130, 70),
     "vector": (130,),
@@ -18,7 +18,7 @@ RATE = 1e-3
 FORMULA_STEPS = 5
 DECAY_STEPS = 2000
 DECAYING_NUMBERS = 4096
-# Relative tolerance of a weight and all its changes: 4 to 8 ulp, the largest error of approximate divisions.
+# The tolerance relative to a weight plus its changes: 4 to 8 ulp, the largest error of approximate divisions.
 APPROXIMATE = 2.0**-21
 
 
@@ -31,7 +31,7 @@ def stochastic_bf16(
 
     Args:
         x: fp32, of any shape.
-        index: of each number among all the optimizer's numbers; integers of the same shape.
+        index: each number's index among all of the optimizer's numbers; integers of the same shape.
         step: the step's number, from 1.
     """
     seed = np.uint32(step * GOLDEN & 0xFFFFFFFF)
@@ -62,8 +62,8 @@ def numpy_adamw(
 
     Args:
         weight: the weights before the first step; fp32, of any shape.
-        gradients: of each step, fp32 of the same shape.
-        first: the index of the first weight among all the optimizer's numbers, for bf16 moments; None for fp32
+        gradients: one gradient per step, fp32 of the same shape.
+        first: the index of the first weight among all of the optimizer's numbers, for bf16 moments; None for fp32
             moments.
 
     Returns:
@@ -91,7 +91,7 @@ def numpy_adamw(
 
 
 def make_parameters() -> nn.ParameterDict:
-    """Return a matrix and a vector of random numbers, always the same."""
+    """Return a matrix and a vector of random numbers, which are the same in every call."""
     generator = torch.Generator().manual_seed(0)
     parameters = nn.ParameterDict()
     for name, shape in SHAPES.items():
@@ -104,7 +104,7 @@ def run_steps(
     steps: int,
     moments: torch.dtype,
 ) -> tuple[MasterAdamW, dict[str, list[Tensor]]]:
-    """Run the optimizer's steps on random gradients; return the optimizer, and the gradients by parameter."""
+    """Run the optimizer with random gradients; return the optimizer, and each step's gradients by parameter."""
     model = make_parameters().to(device)
     optimizer = MasterAdamW(model, RATE, moments)
     generator = torch.Generator().manual_seed(1)
@@ -120,12 +120,12 @@ def run_steps(
 
 
 def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
-    """Compare fp32 weights, their copies and both moments after some steps with :func:`numpy_adamw`.
+    """Compare the fp32 weights, their copies and both moments after some steps with :func:`numpy_adamw`.
 
     With bf16 moments, the optimizer's divisions are approximate, so weights may differ by the error of a division.
 
     Returns:
-        How many numbers were compared, and how many of them differ.
+        The number of compared numbers, and how many of them differ.
     """
     optimizer, gradients = run_steps(device, FORMULA_STEPS, moments)
     masters = optimizer.masters()
@@ -157,10 +157,10 @@ def against_formula(device: str, moments: torch.dtype) -> tuple[int, int]:
 
 
 def falling_moment() -> dict[str, float]:
-    """Let a second moment of 1 decay with gradients of standard deviation 0.5; return its mean by rounding.
+    """Let second moments of 1 decay with gradients of standard deviation 0.5; return the mean for each rounding.
 
-    ``v_fp32`` is not rounded, ``v_stochastic`` is rounded to bf16 stochastically, and ``v_nearest`` to the nearest
-    bf16.
+    ``v_fp32`` is not rounded, ``v_stochastic`` is rounded to bf16 stochastically, and ``v_nearest`` is rounded to
+    the nearest bf16.
     """
     generator = torch.Generator().manual_seed(2)
     index = torch.arange(DECAYING_NUMBERS)

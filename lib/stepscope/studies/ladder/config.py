@@ -21,11 +21,11 @@ Optimization = Literal[
 ]
 # The ladder: each optimization is applied on top of those before it.
 LADDER_OPTIMIZATIONS: tuple[Optimization, ...] = get_args(Optimization)[:9]
-# Applied to the fully optimized step; they may pay off with a large vocabulary or a large batch.
+# Each of these is applied to the fully optimized step. They may pay off with a large vocabulary or a large batch.
 BEYOND: tuple[Optimization, ...] = get_args(Optimization)[9:]
 FILLED = "filled"  # fully optimized, with the chunked loss, at the batch size that fills the memory
-# Optimizations that the fully optimized step can be measured without, in rows named "without_...". It doesn't
-# use the others: its matmuls are bf16 and its AdamW is one kernel.
+# Ablations: optimizations that can be left out of the fully optimized step, in rows named "without_...". The other
+# optimizations have no effect there: its matmuls are bf16, and its AdamW is one kernel.
 ABLATABLE: tuple[Optimization, ...] = (
     "sdpa",
     "compiled_blocks",
@@ -42,7 +42,7 @@ Baseline = Literal[
     "fast_step",
 ]
 BASELINES: tuple[Baseline, ...] = get_args(Baseline)
-NO_MASK = BASELINES[2:4]  # without a mask, like our step; the second is one CUDA graph
+NO_MASK = BASELINES[2:4]  # steps without a mask, like ours; the second is a CUDA graph
 
 # Columns of the table of steps, which has one row per optimization and batch size.
 MEASURES = (
@@ -77,7 +77,7 @@ class Config(StepConfig):
     """A training step from the fp32 baseline to fully optimized, one optimization at a time, in one process."""
 
     study: Literal["ladder"] = "ladder"
-    # Each optimization sets these for itself.
+    # Optimizations set these fields themselves.
     mode: Literal["step"] = "step"
     precision: Literal["fp32"] = "fp32"
     attention: Literal["naive"] = "naive"
@@ -86,10 +86,10 @@ class Config(StepConfig):
     optimizations: list[Optimization] = Field([*LADDER_OPTIMIZATIONS], min_length=1)
     ablations: list[Optimization] = Field([])  # measure the fully optimized step without each of these
     baselines: list[Baseline] = Field([])
-    # Batch sizes to measure; empty: only batch_size.
+    # The batch sizes to measure; if empty, only batch_size.
     batch_sizes: list[Annotated[int, Field(ge=1, le=2**20)]] = Field([])
     fill_memory: bool = False  # also measure the batch size that fills the memory
-    # Training steps on text, for every optimization and three seeds of the first; 0: none.
+    # The number of training steps on text, for every optimization, and for three seeds of the first; 0 for none.
     training_steps: int = Field(0, ge=0, le=10**6)
 
     @field_validator("ablations")

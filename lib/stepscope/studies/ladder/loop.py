@@ -13,98 +13,54 @@ For each optimization and batch size, :meth:`Ladder.measure`
 
 The steps are profiled after everything has been timed, because launches stay slower once a profiler has run in a
 process. Impossible readings are measured again, at most twice. A transform that changes neither operations nor
-numbers is rejected: without this check, a wrong attribute name would give a plausible row.
+numbers is rejected, because otherwise a misspelled attribute would give a plausible row.
 
 The learning rate is negligible while steps are timed or profiled, so that all steps run on the same weights.
 
-If an optimization doesn't apply, fails or runs out of memory, its row has the reason. Its memory is freed, and the
-next one continues. Weights are on the device only while their optimization is measured.
+If an optimization doesn't apply, fails or runs out of memory, its row has the reason. The loop then frees its
+memory and continues with the next optimization. Weights are on the device only while their optimization is
+measured.
 """
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from timeit import default_timer
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from stepscope import measure
-from stepscope.measure.timing import LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S, LONG_MS, MIN_STEPS
+from stepscope.ladder import numerics
+from stepscope.ladder.loop import Build, Case, Loop, show
 from stepscope.model.flops import parameter_count, step_flops
 from stepscope.model.text import text_batches
 from stepscope.optimizations import fp8
-from stepscope.optimizations.transforms import Step, TrainedSubject, Transform, Unsupported, apply
+from stepscope.optimizations.transforms import TrainedSubject, Transform
 from stepscope.report.schemas import LATER
-from stepscope.report.tables import number
-from stepscope.stats import location
-from stepscope.studies.ladder import bounds, numerics, training
+from stepscope.studies.ladder import bounds, training
 from stepscope.studies.ladder.config import ADDED, FILLED, MEASURES, Config
-from stepscope.traces.attribution import TraceError
 
-WARMUPS = 3  # steps before a CUDA graph is captured, and before a baseline is timed
-SETTLING_S = 0.4  # until the clock of a power-limited step has settled
-TIMED_S = 2.0  # duration of the timed steps
-PROFILED_S = 1.0  # duration of the profiled steps, if they are power-limited
-# The same after a pause, when the clock of a power-limited step first rises and then overshoots.
-SETTLING_AFTER_PAUSE_S = 1.0
-MAX_STEPS = 2000
-MAX_RECOMPILES = 256  # shapes for which one function may be compiled
-TRAINED_STEPS = 100  # before the gradients of trained weights are compared
-LAST_EAGER = "fused_adamw"  # the last eager step, which is also timed as a CUDA graph
+TRAINED_STEPS = 100  # training steps before the gradients of trained weights are compared
+LAST_EAGER = "fused_adamw"  # the last eager step of the ladder, which is also timed as a CUDA graph
 KEEPS_MEMORY = "hugging_face_reduce_overhead"  # measured last, because it never frees its memory
 
-Build = Callable[[int], TrainedSubject]  # makes a subject with this batch size
 Baselines = Mapping[str, tuple[Build, Sequence[Transform]]]
 
 
-@dataclass
-class Case:
-    """One row: a subject with some transforms at a batch size.
-
-    needed: transforms that must apply; others are skipped if they don't.
-    left_out: the transform that this case is measured without, if it is one of ``ablations``.
-    """
-
-    name: str
-    batch_size: int
-    build: Build
-    transforms: Sequence[Transform] = ()
-    needed: Sequence[Transform] = ()
-    left_out: Transform | None = None
-    is_baseline: bool = False
-    row: dict[str, Any] = field(init=False)
-    subject: TrainedSubject | None = None  # without weights, until it is loaded
-    program: Any = None  # the key of its compiled code
-    applied: tuple[str, ...] = ()  # the transforms that applied
-    numbers: tuple[Any, ...] = ()  # of the first step, to check that a transform changes something
-    precision: str = "fp32"
-    moments: str = "fp32"
-    compiles: bool = False
-
-    def __post_init__(self) -> None:
-        self.row = {
-            "optimization": self.name,
-            "batch_size": self.batch_size,
-            "status": "ok",
-            "reason": "",
-        }
-
-
-class Ladder:
-    """Measure optimizations one on top of another.
+class Ladder(Loop):
+    """Measure optimizations, each on top of the previous ones.
 
     Args:
         config: selects the optimizations, ablations, baselines and batch sizes to measure.
-        build: makes the subject without any optimization, for the row ``fp32``.
+        build: builds the subject without any optimization, for the row ``fp32``.
         optimizations: transforms, in the order in which they are applied.
         beyond: transforms that are each applied to the fully optimized step.
-        baselines: how to build a third-party step, and the transforms that it needs, by name.
+        baselines: by name, the function that builds a third-party step, and the transforms that this step needs.
     """
+
+    replayed = LAST_EAGER
+    config: Config
 
     def __init__(
         self,
@@ -114,18 +70,11 @@ class Ladder:
         beyond: Sequence[Transform] = (),
         baselines: Baselines | None = None,
     ):
-        self.config = config
-        self.device = config.device
-        self.on_gpu = config.device == "cuda"
+        super().__init__(config)
         self.batch_sizes: list[int] = config.batch_sizes or [config.batch_size]
-        self.programs: dict[Any, TrainedSubject] = {}  # compiled code, which cases share
-        self.compile_s: dict[Any, float] = {}  # by program
-        self.fp32_gradients: dict[int, tuple[float, numerics.Gradients]] = {}  # and loss, by batch size
         self.curves: dict[str, pd.DataFrame] = {}
-        self.kernels: dict[tuple[str, int], pd.DataFrame] = {}
         self.ceilings: dict[str, float] = {}
         self.sustained: dict[str, float] = {}
-        self.learning_rate: float | None = None  # while steps are measured
         self.cases = self._ladder(build, optimizations, beyond)
         self.cases += self._filled(build, optimizations, beyond)
         self.cases += self._without(build, optimizations)
@@ -191,7 +140,7 @@ class Ladder:
     # The loop
 
     def measure(self) -> None:
-        """Measure everything. If it is interrupted, :attr:`tables` hold the measurements until then."""
+        """Measure everything. After an interrupt, :attr:`tables` has the measurements so far."""
         first = [case for case in self.cases if case.name != KEEPS_MEMORY]
         last = [case for case in self.cases if case.name == KEEPS_MEMORY]
         compares_trained = any(case.name == "fp8" for case in first)
@@ -211,130 +160,10 @@ class Ladder:
         self.repeat_impossible()
         self.measure_limits()
 
-    def time(self, case: Case) -> None:
-        self.visit(case, self.first_step, self.time_eager)
-        if "wall_ms" not in case.row:
-            self.visit(case, self.time_steps)  # loaded again, because compiling fragments the memory
-        show(case)
-
-    def time_eager(self, case: Case, subject: TrainedSubject) -> None:
-        has_loss = subject.loss is not None  # otherwise it compiles its step, and keeps the first one's graph
-        if has_loss and not subject.compiles:
-            self.time_steps(case, subject)
-
-    def visit(self, case: Case, *parts: Callable[[Case, TrainedSubject], None]) -> None:
-        """Load a case's weights, run these parts, and free the weights. If that fails, the row has the reason."""
-        if case.row["status"] != "ok":
-            return
-        failed: dict[Any, tuple[str, str]] = {}
-        try:
-            with measure.out_of_memory(failed, "case", f"measuring {case.name}"):
-                self.run_loaded(case, parts)
-        except (Unsupported, torch._dynamo.exc.BackendCompilerFailed) as error:
-            failed["case"] = "unsupported", measure.error_text(error)
-        except (RuntimeError, TraceError, torch._dynamo.exc.Unsupported) as error:
-            failed["case"] = "failed", measure.error_text(error)
-        if not failed:
-            return
-        status, reason = failed["case"]
-        if "wall_ms" in case.row:
-            status, reason = "ok", f"not profiled: {reason}"  # timed, but not profiled
-        case.row |= {"status": status, "reason": reason}
-        measure.release(self.device, after_error=True)
-        measure.synchronizer(self.device)()  # raises if the error made the GPU unusable
-
-    def run_loaded(
-        self,
-        case: Case,
-        parts: Sequence[Callable[[Case, TrainedSubject], None]],
-    ) -> None:
-        subject = case.subject or self.prepare(case)
-        try:
-            subject.load(self.config.seed)
-            for part in parts:
-                part(case, subject)
-        finally:
-            subject.unload()
-
-    def prepare(self, case: Case) -> TrainedSubject:
-        """Build a case's subject and apply its transforms.
-
-        Raises:
-            Unsupported: a transform that the case needs doesn't apply.
-        """
-        measure.allow_recompiling(MAX_RECOMPILES)
-        if case.left_out:  # without it, the row only makes sense if it applies
-            self.build(case, [*case.transforms, case.left_out], [case.left_out])
-        subject, applied = self.build(case, case.transforms, case.needed)
-        case.applied = tuple(transform.__name__ for transform in applied)
-        changing_program = [transform for transform in applied if not hasattr(transform, "keeps_program")]
-        case.program = case.build, case.batch_size, tuple(changing_program)
-        program = self.programs.setdefault(case.program, subject)
-        if program is not subject:
-            subject.share_program(program)
-        if program is not subject or case.left_out:
-            gc.collect()  # frees the buffers of a model that was built twice
-        case.subject = subject
-        case.compiles = subject.compiles
-        case.precision = subject.precision
-        case.moments = subject.moments
-        return subject
-
-    def build(
-        self,
-        case: Case,
-        transforms: Sequence[Transform],
-        needed: Sequence[Transform],
-    ) -> tuple[TrainedSubject, list[Transform]]:
-        """Build a subject without weights; return it, and the transforms that apply.
-
-        Raises:
-            Unsupported: a needed transform doesn't apply.
-        """
-        with torch.device(self.device):
-            subject = case.build(case.batch_size)
-            reasons = apply(transforms, subject)
-        subject.find_parameters()
-        subject.unload()
-        for transform in needed:
-            if transform.__name__ in reasons:
-                raise Unsupported(reasons[transform.__name__])
-        return subject, [transform for transform in transforms if transform.__name__ not in reasons]
-
-    # The first step: compile, and compare with fp32
-
-    def first_step(self, case: Case, subject: TrainedSubject) -> None:
-        start = default_timer()
-        if subject.loss is None:
-            subject.step = subject.launch(subject)
-            loss_tensor = subject.step()
-        else:
-            loss_tensor = subject.gradients()
-        if case.program not in self.compile_s:
-            measure.synchronizer(self.device)()
-            self.compile_s[case.program] = default_timer() - start
-        loss = loss_tensor.item()
-        if subject.compiles:
-            case.row["compile_s"] = self.compile_s[case.program]
-        if not case.is_baseline:
-            self.compare(case, subject, loss)
-        with measure.negligible_learning_rate(subject.optimizer):
-            subject.optimizer.step()  # compiles its kernel, and creates the moments
-        subject.reset()
-        moments = measure.storage_bytes([*subject.optimizer.state.values()])
-        case.numbers = loss, type(subject.optimizer), moments, subject.launch
-
-    def compare(self, case: Case, subject: TrainedSubject, loss: float) -> None:
-        if not case.transforms:
-            self.fp32_gradients[case.batch_size] = loss, numerics.gradients_of(subject)
-        fp32 = self.fp32_gradients.get(case.batch_size)
-        if fp32 and case.batch_size == self.config.batch_size:
-            case.row |= numerics.relative_errors(subject, loss, *fp32)
-
     def compare_trained_gradients(self) -> None:
-        """Compare gradients again after a hundred training steps, for FP8.
+        """Compare the gradients of FP8 again, after a hundred training steps.
 
-        Freshly drawn weights amplify the rounding of the first block, in any format.
+        Freshly drawn weights amplify the rounding errors of the first block, in any format; trained weights don't.
         """
         batch = self.batch_sizes[0]
         by_name = {case.name: case for case in self.cases if case.batch_size == batch}
@@ -364,130 +193,18 @@ class Ladder:
         for name in compared:
             self.visit(by_name[name], compare)
 
-    # Time
-
-    @contextmanager
-    def launched(self, subject: TrainedSubject) -> Iterator[None]:
-        """Make the step, for example a CUDA graph, with a negligible learning rate for the block.
-
-        Raises:
-            RuntimeError: the step is a CUDA graph, but its learning rate is a number, which replays would repeat.
-        """
-        subject.step = subject.eager_step  # frees the memory of an earlier graph
-        with measure.negligible_learning_rate(subject.optimizer):  # capturing a graph starts with a few steps
-            subject.step = subject.launch(subject)
-        rates = [group["lr"] for group in subject.optimizer.param_groups]
-        has_tensor_rates = all(isinstance(rate, Tensor) for rate in rates)
-        if is_launched(subject) and not has_tensor_rates:
-            raise RuntimeError("a CUDA graph needs a learning rate that is a tensor: lr=torch.tensor(...)")
-        # Again, because the launch may have made another optimizer.
-        with measure.negligible_learning_rate(subject.optimizer):
-            self.learning_rate = measure.learning_rate(subject.optimizer)
-            yield
-
-    def settle(self, case: Case, subject: TrainedSubject) -> float:
-        """Warm up, on a GPU until the clock has settled; return the duration of one step after that, in ms."""
-        min_warmups = WARMUPS if is_launched(subject) or case.is_baseline else 1
-        warmups = max(self.config.warmup_steps, min_warmups)
-        step_ms = measure.back_to_back(subject.step, self.device, warmups)[-1]
-        if self.on_gpu:
-            settling_steps = steps_in(SETTLING_S, step_ms)
-            settling_ms = measure.back_to_back(subject.step, self.device, settling_steps)
-            step_ms = location(settling_ms)["median"]
-        return step_ms
-
-    def time_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Time steps back to back (the CPU waits only for the last one, as in training), then train on text."""
-        measure.reset_peak_memory(self.device)
-        with self.launched(subject):
-            self.time_launched(case, subject)
+    def after_timing(self, case: Case, subject: TrainedSubject) -> None:
+        """Train on text, if the configuration asks for it."""
         is_last_batch = case.batch_size == max(self.batch_sizes)
         is_trained = self.config.training_steps and case.name in self.config.optimizations
         if is_trained and is_last_batch and case.name not in self.curves:
             self.curves[case.name] = training.train(self.config, subject, case.name)
 
-    def time_launched(self, case: Case, subject: TrainedSubject) -> None:
-        row = case.row
-        step_ms = self.settle(case, subject)
-        steps = self.config.timed_steps
-        if self.on_gpu:
-            enqueue_ms, wall_ms = time_enqueue(subject.step, self.device)
-            row["enqueue_ms"] = enqueue_ms
-            if step_ms < LONG_MS:
-                steps = max(steps, MIN_STEPS, steps_in(TIMED_S, step_ms))
-                if measure.looks_launch_bound(enqueue_ms, wall_ms):  # only the fastest of many steps repeats
-                    launch_bound_steps = min(LAUNCH_BOUND_STEPS, steps_in(LAUNCH_BOUND_STEPS_S, step_ms))
-                    steps = max(steps, launch_bound_steps)
-        row |= time_back_to_back(subject.step, self.device, steps)
-        row |= measure.peak_memory(self.device)
-        if self.on_gpu and is_launched(subject):  # the step is a CUDA graph already
-            row["replayed_ms"] = row["wall_ms"]
-        elif self.on_gpu and case.name == LAST_EAGER:
-            self.replay(case, subject)
-
-    def replay(self, case: Case, subject: TrainedSubject) -> None:
-        """Time an eager step as a CUDA graph, which shows the cost of its launches."""
-        with measure.out_of_memory({}, "graph"):
-            graph = measure.graph_of(subject.eager_step, subject.reset, WARMUPS)
-            settling_steps = steps_in(SETTLING_S, case.row["wall_ms"])
-            measure.back_to_back(graph, self.device, settling_steps)
-            replays_ms = measure.back_to_back(graph, self.device, MIN_STEPS)
-            case.row["replayed_ms"] = location(replays_ms)["median"]
-
-    # Profile
-
-    def profile_steps(self, case: Case, subject: TrainedSubject) -> None:
-        """Profile steps back to back. GPU time is that of the fastest step.
-
-        The clock of a power-limited step fluctuates. Such steps are profiled for a second, and GPU time is that
-        of the median step.
-
-        Raises:
-            RuntimeError: the profiler recorded nothing.
-        """
-        row = case.row
-        is_limited = measure.is_power_limited(row)
-        with self.launched(subject):
-            operations = self.profiled_operations(case, subject, is_limited)
-        profiled = measure.median_step(operations) if is_limited else measure.fastest_step(operations)
-        row |= measure.gpu_time(profiled)
-        row["busy"] = row["gpu_ms"] / row["wall_ms"]
-        if self.on_gpu:
-            steps_ms = [measure.gpu_time_ms(step) for step in measure.complete_steps(operations)]
-            row["inconsistent"] = measure.find_inconsistencies(row, steps_ms)
-        by_kernel = measure.by_name(profiled).assign(optimization=case.name, batch_size=case.batch_size)
-        columns = ["optimization", "batch_size", "name", "kernel_category", "count", "gpu_ms"]
-        self.kernels[case.name, case.batch_size] = by_kernel[columns]
-
-    def profiled_operations(
-        self,
-        case: Case,
-        subject: TrainedSubject,
-        is_limited: bool,
-    ) -> pd.DataFrame:
-        step_ms = self.settle(case, subject)
-        steps = 3
-        if step_ms > 500:
-            steps = 2
-        elif is_limited:
-            steps = max(4, steps_in(PROFILED_S, step_ms))
-        with measure.StepProfiler(self.device) as profile:
-            if is_limited:  # the GPU was idle while the profiler started
-                settling_steps = steps_in(SETTLING_AFTER_PAUSE_S, step_ms)
-                measure.back_to_back(subject.step, self.device, settling_steps)
-            for index in range(steps):
-                with profile.phases("step", index)("total"):
-                    subject.step()
-            measure.synchronizer(self.device)()
-        if profile.reason:
-            raise RuntimeError(profile.reason)
-        return profile.operations
-
     def reject_unchanged(self) -> None:
         """Reject transforms that change nothing.
 
-        After such a transform, the step has the same operations, first loss, optimizer, optimizer memory and
-        launch as before.
+        After such a transform, the operations, the first loss, the optimizer and its memory, and the launch are
+        the same as before.
         """
         ladder = [case for case in self.cases if case.name in self.config.optimizations]
         for case in ladder:
@@ -509,27 +226,10 @@ class Ladder:
         self.curves.pop(case.name, None)
         print(f"{case.name}, batch {case.batch_size}: {reason}")
 
-    def is_equal(self, case: Case, before: Case) -> bool:
-        kernels = self.kernels.get((case.name, case.batch_size))
-        kernels_before = self.kernels.get((before.name, before.batch_size))
-        if kernels is None or kernels_before is None:  # one of them wasn't profiled
-            return False
-        if case.compiles and not self.on_gpu:  # a CPU's profile shows no compiled code
-            return False
-        return case.numbers == before.numbers and _counts(kernels) == _counts(kernels_before)
-
-    def repeat_impossible(self) -> None:
-        for _ in range(measure.TRIES - 1):
-            for case in self.cases:
-                if case.row.get("inconsistent"):
-                    print("measuring again:", case.name, case.batch_size, case.row["inconsistent"])
-                    self.visit(case, self.time_steps, self.profile_steps)
-                    show(case)
-
     # The record
 
     def measure_limits(self) -> None:
-        """Measure the device's peak and sustained rates, with nothing else in its memory."""
+        """Measure the device's peak and sustained rates, after freeing all other memory."""
         for case in self.cases:
             case.subject = None
         self.programs.clear()
@@ -600,7 +300,7 @@ class Ladder:
 
     @property
     def results(self) -> dict[str, float]:
-        """The device's known rates and limits, and the learning rate of measured steps."""
+        """The device's rates and limits as far as they are known, and the learning rate of the measured steps."""
         known: dict[str, float | None] = {**self.ceilings, **self.sustained}
         known |= {
             "parameters": parameter_count(self.config),
@@ -613,54 +313,3 @@ class Ladder:
             if value is not None and not math.isnan(value):
                 results[name] = value
         return results
-
-
-def _counts(kernels: pd.DataFrame) -> dict[str, int]:
-    """Return the number of operations by name."""
-    return kernels.set_index("name")["count"].to_dict()
-
-
-def is_launched(subject: TrainedSubject) -> bool:
-    """Return whether the step was made by ``launch``, and isn't run kernel by kernel from Python."""
-    return subject.step != subject.eager_step
-
-
-def steps_in(seconds: float, step_ms: float) -> int:
-    """Return how many steps take this long, at most :data:`MAX_STEPS`."""
-    return min(MAX_STEPS, math.ceil(seconds * 1e3 / step_ms))
-
-
-def time_enqueue(step: Step, device: str) -> tuple[float, float]:
-    """Return the CPU time to enqueue a step, and its wall time if it runs alone, in ms."""
-
-    def total(phases: Any) -> None:
-        with phases("step"):
-            step()
-
-    samples = measure.time_steps(total, 3, 0, device).query("phase == 'total'")
-    return samples["enqueue_ms"].median(), samples["wall_ms"].median()
-
-
-def time_back_to_back(step: Step, device: str, steps: int) -> dict[str, Any]:
-    """Run steps one after another; return their wall time, and on a GPU their power, energy and clock."""
-    with measure.PowerMonitor() as monitor:
-        wall_times_ms = measure.back_to_back(step, device, steps)
-    statistics = location(wall_times_ms)
-    row: dict[str, Any] = {"steps": steps, "wall_ms": statistics["median"]}
-    for name in ("mean", "std", "q1", "q3", "min"):
-        row[f"wall_{name}_ms"] = statistics[name]
-    if device == "cuda":
-        row |= {
-            "sm_clock_mhz": monitor.sm_clock_mhz,
-            "clock_reasons": monitor.clock_reasons,
-            "power_w": monitor.power_w,
-            "energy_per_step_j": monitor.power_w * monitor.seconds / steps,
-        }
-    return row
-
-
-def show(case: Case) -> None:
-    """Print a case's wall time, or the reason why it has none."""
-    wall = number(case.row.get("wall_ms", math.nan), "ms")
-    reason = case.row["reason"]
-    print(f"{case.name}, batch {case.batch_size}: {wall} {reason}")

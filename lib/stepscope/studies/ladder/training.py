@@ -1,7 +1,7 @@
 """Train on text after each optimization, from the same weights, to check that the loss curves agree.
 
-The first optimization trains from three seeds, whose curves show how much the weights' random numbers matter. The
-text is that of :mod:`stepscope.model.text`.
+The first optimization trains from three seeds, to show how much the curve depends on the initial weights. The text
+is that of :mod:`stepscope.model.text`.
 """
 
 import pandas as pd
@@ -13,11 +13,11 @@ from stepscope.model.text import text_batches
 from stepscope.optimizations.transforms import TrainedSubject
 from stepscope.studies.ladder.config import Config
 
-SEEDS = 3  # of the first optimization
+SEEDS = 3  # for the first optimization
 
 
 def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
-    """Train from a seed's weights; return the loss of each step.
+    """Train from weights drawn from a seed; return the loss of each step.
 
     Args:
         text: token ids, (steps, B, T + 1).
@@ -33,9 +33,9 @@ def losses(subject: TrainedSubject, text: Tensor, seed: int) -> list[float]:
 
 
 def train(config: Config, subject: TrainedSubject, name: str) -> pd.DataFrame:
-    """Train one optimization; return its loss curves (optimization, batch_size, seed, step, loss).
+    """Train with one optimization; return the loss curves (optimization, batch_size, seed, step, loss).
 
-    The run's first optimization trains from three seeds, any other one from the first of them.
+    The run's first optimization trains from three seeds, and all others from the first of these seeds.
 
     Raises:
         ConfigError: the vocabulary is smaller than the 256 bytes of the text.

@@ -13,21 +13,21 @@ Mode = Literal["forward", "forward_backward", "step"]
 class Config(StepConfig):
     """A run that records every allocation of one step in each of ``modes``.
 
-    With ``blocks_per_checkpoint``, the run measures time and peak memory for each checkpoint size instead. With
-    ``nested_blocks``, it measures each checkpoint policy for each of these numbers of blocks.
+    With ``blocks_per_checkpoint``, the run instead measures time and peak memory for each of these checkpoint
+    sizes. With ``nested_blocks``, the run measures each checkpoint policy for each of these numbers of blocks.
     """
 
     study: Literal["memory"] = "memory"
     mode: Literal["step"] = "step"  # one run measures all modes
     compile: Literal["none"] = "none"  # there is no formula for the memory of compiled code
     warmup_steps: int = Field(1, ge=0, le=10)
-    timed_steps: Steps = 2  # with checkpoints
+    timed_steps: Steps = 2  # used only with checkpoints
     modes: list[Mode] = Field(["forward", "step"], min_length=1, max_length=3)
-    # Checkpoint sizes to measure, in blocks; 0: no checkpoints.
+    # The checkpoint sizes to measure, in blocks; 0 for no checkpoints.
     blocks_per_checkpoint: list[Annotated[int, Field(ge=0, le=10_000)]] = Field([], max_length=100)
-    nested_blocks: list[Layers] = Field([], max_length=20)  # numbers of blocks, instead of the size's
+    nested_blocks: list[Layers] = Field([], max_length=20)  # numbers of blocks, instead of num_layers
     expandable_segments: bool = False  # the option of PyTorch's CUDA allocator
-    save_snapshot: bool = False  # save the last mode as a pickle for PyTorch's memory viewer
+    save_snapshot: bool = False  # save the last mode's snapshot as a pickle for PyTorch's memory viewer
 
     @classmethod
     def notebook_for(cls, fields: Mapping[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""From a recorded allocation history to the purpose of each allocation, and the bytes of each kind at each peak.
+"""Find the purpose of each allocation in a recorded history, and the bytes of each kind at each peak.
 
-The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment with most requested
-bytes. Events are allocations and frees, numbered together from the beginning of the history.
+The kinds are those of :data:`stepscope.model.accounting.KINDS`. A phase's peak is the moment with the most
+requested bytes. Events are allocations and frees, numbered together from the beginning of the history.
 """
 
 import linecache
@@ -22,14 +22,14 @@ from stepscope.studies.memory.config import Config
 from stepscope.studies.memory.tables import LIVE, column, typed
 from stepscope.traces.memory_snapshot import allocations, portable
 
-MAX_POINTS = 2000  # of a timeline
-MAX_GROUPS = 12  # of allocations in forward
+MAX_POINTS = 2000  # rows of a timeline
+MAX_GROUPS = 12  # groups of allocations in forward
 TENSOR = ["line", "region", "tensor", "size"]
 NO_HISTORY = {"status": "unsupported", "reason": "PyTorch keeps a history of CUDA memory only"}
 
 
 def predicted_peak(config: Config, mode: str) -> dict[str, Any]:
-    """Return the columns of a mode's total row that are known without a measurement."""
+    """Return those columns of a mode's total row that need no measurement."""
     predicted = peak(config, mode)
     return {
         "mode": mode,
@@ -45,9 +45,8 @@ def classify(recording: MemoryHistory, config: Config) -> pd.DataFrame:
     The columns are ``size`` (requested bytes), ``allocated_at`` and ``freed_at`` (events), ``line``, ``phase``,
     ``region``, ``layer`` (missing outside the blocks) and ``kind``.
 
-    Gradients are the tensors with their addresses. Saved for backward is whatever forward or the loss allocates
-    and backward frees. Memory that they allocate and that outlives backward (logits and loss, which the step's
-    frame references) is "other".
+    Gradients are recognized by their addresses. Memory that forward or the loss allocates is "saved for backward"
+    if backward frees it, and "other" if it outlives backward (logits and loss, which the step's frame references).
 
     Raises:
         StepscopeError: live bytes differ from the allocator's own count at the end or peak of a phase.
@@ -98,9 +97,9 @@ def _phase_of(events: Sequence[int], recording: MemoryHistory) -> np.ndarray:
 def _classify_weight_copies(table: pd.DataFrame, config: Config, mode: str) -> None:
     """Set the kind of autocast's cached copies of weights.
 
-    A copy has the bytes of a weight, is allocated in that weight's region and outlives the matmul. If batch size
-    times context length equals a side of the weight, the copy of an input has the same bytes, and is counted
-    as a weight's.
+    Such a copy has a weight's size in bytes, is allocated in the weight's region, and outlives the matmul. If
+    batch size times context length equals a side of the weight, an input's copy has the same size, and is counted
+    as a weight's copy.
     """
     weight_copy_bytes = {
         "attention.qkv": 2 * config.d_model**2,
@@ -124,16 +123,17 @@ def _regions(
     regions: list[tuple[int, str | None]],
     num_layers: int,
 ) -> tuple[list[str], list[float]]:
-    """Return region and layer of each allocation.
+    """Return the region and the layer of each allocation.
 
-    In forward, the layer is the number of blocks opened so far. In backward, where no block opens, it is counted
-    by the residual additions: two per block, last layer first.
+    In forward, the layer follows from the number of blocks opened so far. In backward, where no block opens, the
+    layer follows from the number of residual additions: each block has two, and the last layer comes first.
 
     Args:
-        order: numbers of the allocations, counted like those of ``regions``.
-        phases: of the allocations.
-        regions: number of allocations so far, and the region that opens then (None: one closes).
-        num_layers: of the model.
+        order: the number of each allocation, counted as in ``regions``.
+        phases: the phase of each allocation.
+        regions: each pair has the number of allocations so far, and the region that then opens, or None if a
+            region closes.
+        num_layers: the number of the model's blocks.
     """
     names: list[str] = []
     layers: list[float] = []
@@ -166,7 +166,11 @@ def _regions(
 
 
 def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
-    """Check that the history is complete: compare it with the allocator's counts at each phase's end and peak."""
+    """Check that the history agrees with the allocator's counts at the end and the peak of each phase.
+
+    Raises:
+        StepscopeError: the history is incomplete, because a count differs.
+    """
     start = recording.start
     known_bytes = sum(recording.before.values())
     if known_bytes != start.requested:
@@ -196,7 +200,8 @@ def _check(table: pd.DataFrame, recording: MemoryHistory) -> None:
 def live_bytes(table: pd.DataFrame, min_events: int = 0) -> np.ndarray:
     """Return the step's live bytes by kind (rows of :data:`LIVE`) after each event, as int64.
 
-    The columns are all events of the table, and at least ``min_events``; column 0 is before the first event.
+    There is one column per event of the table, and one for the time before the first event. If the table has fewer
+    than ``min_events`` events, the last column is repeated.
     """
     freed = table[np.isfinite(table["freed_at"])]
     last = table["allocated_at"].max()
@@ -223,10 +228,10 @@ def _bytes_before(recording: MemoryHistory) -> np.ndarray:
 
 
 def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> list[dict]:
-    """Return a row for the peak of each phase, and one for the mode in total.
+    """Return one row for the peak of each phase, and one for the mode in total.
 
-    A row has the memory by kind at the peak, and the allocation that reaches it. All sizes are in GiB. If a phase
-    begins at its peak, no allocation reaches it: its size is 0, its layer nan.
+    A row has the memory by kind at the peak, and the allocation that reaches the peak. All sizes are in GiB. If a
+    phase begins at its peak, no allocation reaches the peak: the allocation's size is 0, and its layer is NaN.
     """
     live = live_bytes(table)
     start = recording.start.events
@@ -256,7 +261,7 @@ def peak_rows(recording: MemoryHistory, table: pd.DataFrame, config: Config) -> 
 
 
 def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
-    """Return the columns of the allocation that leads to an event's memory; empty values if it is none."""
+    """Return the columns of the allocation just before an event; empty values if that was a free."""
     allocated = table[table["allocated_at"] == event - 1]
     if allocated.empty:
         return {"layer": float("nan"), "region": "", "line": "", "allocation_gib": 0.0}
@@ -270,9 +275,9 @@ def _allocation_at(table: pd.DataFrame, event: int) -> dict[str, Any]:
 
 
 def timeline(recording: MemoryHistory, table: pd.DataFrame) -> pd.DataFrame:
-    """Return live memory by kind over the step's events, in GiB: ``mode``, ``event``, ``phase``, and the kinds.
+    """Return the live memory by kind after each event of the step, in GiB, with ``mode``, ``event`` and ``phase``.
 
-    Longer steps are reduced to :data:`MAX_POINTS` rows, with the lowest and the highest event of each stretch.
+    A longer step is reduced to :data:`MAX_POINTS` rows: the lowest and the highest event of each stretch.
     """
     last = _ends(recording)[-1]
     live = live_bytes(table)[:, : last + 1]
@@ -307,9 +312,9 @@ def group_tensors(
     """Group tensors with the same :data:`TENSOR` columns; return rows of a run's ``allocations``, largest first.
 
     Args:
-        what: the value of the column of that name.
-        table: one tensor per row: ``line``, ``region``, ``tensor`` and ``size`` (bytes).
-        order: the columns to sort by; besides those of the table, ``count`` and ``sum`` (size times count).
+        what: the value of the column ``what``.
+        table: one row per tensor, with ``line``, ``region``, ``tensor`` and ``size`` (bytes).
+        order: the columns to sort by: those of the table, ``count``, and ``sum`` (size times count).
     """
     groups = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
     groups["sum"] = groups["size"] * groups["count"]
@@ -324,7 +329,7 @@ def group_tensors(
 
 
 def source_line(line: str) -> str:
-    """Return the text of a line of this package, such as "stepscope/model/transformer.py:103"; "" for others."""
+    """Return the text of a line of this package, such as "stepscope/model/transformer.py:103", or else ""."""
     path, _, number = line.rpartition(":")
     if not path.startswith(f"{PACKAGE.name}/"):
         return ""
@@ -333,9 +338,9 @@ def source_line(line: str) -> str:
 
 
 def model_line() -> tuple[str, str]:
-    """Return the innermost running line of the model as "path:line", and its region.
+    """Return the model's innermost running line as "path:line", and the line's region.
 
-    The region is that of the nearest ``@region`` above the line; "" if there is none.
+    The region is that of the nearest ``@region`` above the line, or "" if there is none.
     """
     model = str(transformer.__file__)
     stack = walk_stack(sys._getframe())
@@ -362,7 +367,7 @@ def tables(
 
     Args:
         saved: line, region, name and bytes of each tensor that one block saves for backward.
-        gradients: bytes of each gradient of that block.
+        gradients: the bytes of each gradient of this block.
     """
     peaks = []
     groups = []
@@ -401,7 +406,7 @@ def kept_files(
     recordings: Sequence[MemoryHistory],
     folder: Path,
 ) -> list[Path]:
-    """Write the last recorded mode's snapshot to a folder if the configuration asks for it; return its path."""
+    """If the configuration asks for it, write the last recorded mode's snapshot to a folder; return its path."""
     if not (config.save_snapshot and recordings and recordings[-1].snapshot):
         return []
     path = folder / "snapshot.pickle"

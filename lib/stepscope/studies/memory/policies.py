@@ -1,14 +1,15 @@
-"""Nested activation checkpoints: policies of N blocks, the memory that they keep, and how often blocks run.
+"""Nested activation checkpoints: policies for N blocks, the memory that they keep, and how often blocks run.
 
-A policy is a list of parts. A number is a block that runs and saves what its backward needs. A list is a policy
-under a checkpoint, of which forward keeps only the input. ``[[0, 1], [2, 3]]`` has two checkpoints of two
-blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice. Backward runs the parts of a checkpoint again,
-and keeps the checkpoints among them until it reaches them.
+A policy is a list of parts. A part that is a number is a block, which runs and saves the tensors for its
+backward. A part that is a list is a checkpoint: a policy of which forward keeps only the input. For example,
+``[[0, 1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice.
+When backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of nested
+checkpoints until it reaches these.
 
-With one level, √N checkpoints of √N blocks keep O(√N) and cost one more forward pass. Recursive halving keeps
-O(log N) and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free, the optimum
-would keep only the first input and recompute every block from it: O(1) kept, O(N²) runs (the limit of Griewank
-& Walther's revolve, 2000, doi:10.1145/347837.347846).
+With one level, √N checkpoints of √N blocks keep O(√N) memory and cost one more forward pass. Recursive halving
+keeps O(log N) memory and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free,
+it would be best to keep only the first input and recompute every block from there, with O(1) memory and O(N²)
+runs (the limit of Griewank & Walther's revolve, 2000, doi:10.1145/347837.347846).
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ def no_checkpoints(blocks: int) -> Policy:
 
 
 def uniform(blocks: int, number: int) -> Policy:
-    """Return one level of checkpoints, one for every ``number`` blocks."""
+    """Return one level of checkpoints, each of ``number`` blocks."""
     policy: Policy = []
     for first in range(0, blocks, number):
         end = min(first + number, blocks)
@@ -44,7 +45,7 @@ def halve(blocks: int, first: int = 0) -> Policy:
 
 
 def from_the_input(blocks: int) -> Policy:
-    """Keep nothing but the first block's input: each block is recomputed from there."""
+    """Keep only the first block's input, from which each block is recomputed."""
     policy: Policy = []
     for block in range(blocks):
         policy = [policy, block] if policy else [block]
@@ -68,7 +69,7 @@ def length(part: int | Policy) -> int:
 
 
 def block_runs(policy: Policy) -> int:
-    """Return how often blocks run forward in one step."""
+    """Return the number of forward passes of blocks in one step."""
     return length(policy) + _reruns(policy)
 
 
@@ -80,7 +81,7 @@ def _reruns(policy: Policy) -> int:
             continue
         runs += length(part) + _reruns(part)
         last = part[-1]
-        if not isinstance(last, int):  # a checkpoint at the end only needs its input
+        if not isinstance(last, int):  # of a checkpoint at the end, only the input is needed
             runs -= length(last)
     return runs
 
@@ -94,9 +95,10 @@ def saved_bytes(
     """Return the highest number of bytes that are kept at once.
 
     Args:
-        input_bytes: of a checkpoint's input.
-        block_bytes: that a block saves for its backward.
-        held_bytes: kept already, including the policy's input; by default, only that input.
+        policy: the policy to follow.
+        input_bytes: the bytes of a checkpoint's input.
+        block_bytes: the bytes that a block saves for its backward.
+        held_bytes: the bytes kept already, including the policy's input; by default, only this input.
     """
     total = input_bytes if held_bytes is None else held_bytes
     highest = 0

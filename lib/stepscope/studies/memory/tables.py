@@ -34,7 +34,7 @@ CONFIG = (
 )
 TENSOR_GROUPS = ("allocated in forward", "saved by a block", "gradients of a block")
 OUTCOME = {"status": text_column(*STATUSES), "reason": text_column()}
-# Kinds that are known at every event; the memory lost to the allocator's rounding is known at peaks only.
+# The kinds that are known at every event. The memory lost to the allocator's rounding is known only at peaks.
 LIVE = [kind for kind in KINDS if kind != "rounding"]
 
 
@@ -136,9 +136,9 @@ def checkpoint_rows(
 
     Args:
         times, readings: as in :class:`stepscope.measure.Results`.
-        expected: more columns by case, such as the predicted peak.
-        block_runs: how often blocks ran forward in one step, by case, for the cases with a complete step.
-        blocks: number of blocks of the model.
+        expected: by case, values of additional columns, such as the predicted peak.
+        block_runs: by case, how often blocks ran forward in one step; only for cases with a complete step.
+        blocks: the number of the model's blocks.
     """
     rows = times[times["phase"] == TOTAL].copy()
     cases = [*zip(rows["checkpoint_policy"], rows["mode"])]
@@ -161,7 +161,7 @@ def predicted(size: str = "", **fields: str) -> StepConfig:
 
 
 def run_tables(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Return one run's tables with the names and columns that they have in a report of all runs."""
+    """Return one run's tables, with the names and columns of a report of all runs."""
     fields = {name: getattr(config, name) for name in CONFIG}
     return {f"memory.{name}": frame.assign(**fields) for name, frame in frames.items()}
 
@@ -169,8 +169,8 @@ def run_tables(config: Config, frames: dict[str, pd.DataFrame]) -> dict[str, pd.
 def largest_baseline(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the largest size's fp32 baseline at context length 512.
 
-    The baseline has naive attention and PyTorch's default AdamW. A frame without it, such as that of a notebook's
-    only run, is returned unchanged.
+    The baseline has naive attention and PyTorch's default AdamW. A frame without such rows, for example from a
+    notebook's only run, is returned unchanged.
     """
     is_baseline = (
         (frame["precision"] == "fp32")
@@ -187,10 +187,10 @@ def largest_baseline(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def peaks_at_backward_start(total: pd.Series) -> bool:
-    """Return whether a step peaks where backward begins: in that of the loss, or of the last block.
+    """Return whether a step peaks at the start of backward: in the backward of the loss, or of the last block.
 
     Args:
-        total: the step's row of ``peaks`` with the phase "total".
+        total: the step's row of ``peaks`` whose phase is "total".
     """
     if total["peak_in"] != "backward":
         return False
@@ -203,7 +203,7 @@ def peaks_at_backward_start(total: pd.Series) -> bool:
 def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
     """Return the arguments of :func:`stepscope.figures.memory.memory_timeline`.
 
-    They are a title, one configuration's timeline, and the peaks of its modes.
+    These are a title, the timeline of one configuration, and the peaks of its modes.
 
     Raises:
         LookupError: no mode was recorded.
@@ -228,9 +228,9 @@ def timeline(tables: Tables) -> tuple[str, pd.DataFrame, pd.DataFrame]:
 
 
 def one_level(tables: Tables) -> pd.DataFrame:
-    """Return forward and backward with one level of checkpoints, for the largest size with most settings.
+    """Return forward and backward with one level of checkpoints, for the largest size with the most settings.
 
-    The rows are ordered by context length, then by blocks per checkpoint; no checkpoints come last.
+    The rows are ordered by context length, and then by blocks per checkpoint. Rows without checkpoints come last.
 
     Raises:
         LookupError: no run measured one level of checkpoints.
@@ -248,7 +248,7 @@ def one_level(tables: Tables) -> pd.DataFrame:
 
 
 def nested(tables: Tables) -> pd.DataFrame:
-    """Return nested checkpoints, with the memory that each needs beyond weights and gradients.
+    """Return the rows of nested checkpoints, with the memory that each needs beyond weights and gradients.
 
     Raises:
         LookupError: no run measured nested checkpoints.
@@ -279,7 +279,7 @@ def _headed(rows: pd.DataFrame, *columns: str) -> pd.DataFrame:
 
 
 def peak_by_kind(tables: Tables) -> pd.DataFrame:
-    """Return the memory by kind at the peak of each phase of a full step, and of forward alone."""
+    """Return the memory by kind at the peak of each phase of a full step, and at the peak of forward alone."""
     rows = largest_baseline(tables["memory.peaks"])
     rows = rows[(rows["status"] == "ok") & rows["phase"].isin(["forward", "backward", "optimizer"])]
     names = [f"{row.phase} alone" if row.mode == "forward" else row.phase for row in rows.itertuples()]
@@ -293,9 +293,9 @@ def recorded_peaks(peaks: pd.DataFrame, unit: str, scale: float) -> pd.DataFrame
     """Return one run's peaks by phase, the prediction, and the allocation that reached each peak.
 
     Args:
-        peaks: the run's table.
-        unit: of the sizes, for the headings.
-        scale: bytes per unit.
+        peaks: the run's table ``peaks``.
+        unit: the unit of the sizes, for the headings.
+        scale: the number of bytes per unit.
     """
     names = {
         "peak_gib": "peak",
@@ -330,7 +330,7 @@ def checkpoint_settings(tables: Tables) -> pd.DataFrame:
 
 
 def nested_checkpoints(tables: Tables) -> pd.DataFrame:
-    """Return checkpoint policies over the fewest and the most blocks."""
+    """Return the checkpoint policies of the models with the fewest and the most blocks."""
     rows = nested(tables)
     rows = rows[rows["blocks"].isin([rows["blocks"].min(), rows["blocks"].max()])]
     return _headed(

@@ -1,13 +1,13 @@
 """Number formats: functions for the notebook's experiments.
 
 The results of all experiments are rows of one long table, with the columns :data:`COLUMNS`. ``case`` is the format
-or the variant, and ``at`` the position on the experiment's axis (a scale or a step; 0 if it has none). A result
-is a number (``value``) or the name of a type (``dtype``). Some quantities:
+or the variant, and ``at`` is the position on the experiment's axis (a scale or a step; 0 if there is no axis). A
+result is a number (``value``) or the name of a type (``dtype``). Some experiments and their quantities:
 
-* ``norm error``: the median relative error, where a value that is inf or NaN counts as 1;
-* ``norm lost``: the share of values that are inf or NaN, or wrongly 0;
-* ``gradients``: ``zero`` is the share of the elements that are 0, but not in fp32; ``norm off`` and ``loss off``
-  are relative distances from fp32's.
+* ``norm error``: the median relative error; a value that is inf or NaN has an error of 1.
+* ``norm lost``: the share of values that are inf, NaN or wrongly 0.
+* ``gradients``: ``zero`` is the share of elements that are 0, but not 0 in fp32. ``norm off`` and ``loss off`` are
+  the relative errors of the norm and the loss, compared with fp32.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ NAMES = {
     torch.bfloat16: "bf16",
 }
 
-FEATURES = 1024  # of the norm's inputs
-STEPS = 200  # of each training run
+FEATURES = 1024  # size of the norm's last dimension
+STEPS = 200  # steps of each training run
 
 
 def table(rows: Sequence[tuple]) -> pd.DataFrame:
-    """Return the rows of experiments as a table for the record, where inf becomes nan."""
+    """Return the rows of experiments as a table for the record, with NaN instead of inf."""
     results = pd.DataFrame(rows, columns=COLUMNS)
     results = results.astype({"at": "float64", "value": "float64"})
     is_infinite = results["value"] == float("inf")
@@ -52,7 +52,7 @@ def running_sum(x: Tensor) -> Tensor:
 
 
 def error_and_lost(value: Tensor, true: Tensor) -> tuple[float, float]:
-    """Return the median relative error of values, and the share of them that is inf, NaN or wrongly 0."""
+    """Return the median relative error of values, and the share of values that are inf, NaN or wrongly 0."""
     is_finite = value.isfinite()
     relative_errors = ((value - true) / true).abs()
     errors = relative_errors.where(is_finite, 1.0)

@@ -37,24 +37,24 @@ def numbers(tables: Tables, experiment: str) -> pd.DataFrame:
     """Return one experiment's rows (see ``numerics``), from the first configuration that has them.
 
     Raises:
-        LookupError: no run did the experiment.
+        LookupError: no run has results of the experiment.
     """
     numerics = tables["mixed_precision.numerics"]
     rows = numerics[numerics["experiment"] == experiment].drop_duplicates(list(NUMBER))
     if rows.empty:
-        raise LookupError(f"no run did the experiment {experiment}")
+        raise LookupError(f"no run has results of the experiment {experiment}")
     return rows
 
 
 def pivoted(tables: Tables, experiment: str, column: str = "value") -> pd.DataFrame:
-    """Return one experiment with a row per case (and position, if it has any) and a column per quantity."""
+    """Return one experiment with one row per case (and position, if there are any) and one column per quantity."""
     rows = numbers(tables, experiment)
     places = ["case", "at"] if rows["at"].any() else ["case"]
     return rows.pivot_table(column, places, "quantity", aggfunc="first", sort=False)
 
 
 def loss_shift(tables: Tables) -> pd.Series:
-    """Return each curve's mean distance from the loss of fp32's first seed, over the last quarter of the steps."""
+    """Return each curve's mean distance from fp32's first curve, over the last quarter of the steps."""
     curves = numbers(tables, "training").pivot(index="at", columns="case", values="value")
     curves = curves.tail(len(curves) // 4)
     fp32 = curves.pop("fp32, seed 0")

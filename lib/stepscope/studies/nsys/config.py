@@ -6,7 +6,7 @@ from stepscope.config import StepConfig
 
 
 class Config(StepConfig):
-    """A profile of one model at one context length: every mode, in one capture of one process."""
+    """A profile of one model at one context length, with all modes in one capture of one process."""
 
     study: Literal["nsys"] = "nsys"
     mode: Literal["all"] = "all"

@@ -20,11 +20,11 @@ COLORS = {
     "copy and cast": style.ORANGE,
     "reduction and norm": style.RED,
 }
-ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # names of lanes by mode
+ON_GPU = {"forward": "GPU runs", REPLAYED: "as a CUDA graph"}  # the lanes' names by mode
 
 
 def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
-    """Draw a bar per row, and print the share of each part that is at least ``least`` wide."""
+    """Draw one bar per row, and print the share of each part that is at least ``least``."""
 
     def label(name: str, row: int) -> str:
         return number(shares[name].iloc[row], "%")
@@ -35,11 +35,11 @@ def draw_shares(axes: Axes, shares: pd.DataFrame, least: float) -> None:
 
 @style.look()
 def categories_of(operations: pd.DataFrame, label: str) -> Figure | None:
-    """Draw the GPU time of each phase of a run's full step by kernel category, in shares; None without a step.
+    """Draw the shares of kernel categories in the GPU time of each phase; return None if there is no full step.
 
     Args:
-        operations: one run's table.
-        label: names the run in the title.
+        operations: the table of one run.
+        label: the run's name in the title.
     """
     is_drawn = (operations["mode"] == "step") & operations["phase"].isin(PHASE_NAMES)
     rows = operations[is_drawn]
@@ -63,12 +63,12 @@ def lanes(
     label: str = "Forward",
     on_cpu: bool = False,
 ) -> Figure | None:
-    """Draw a millisecond of forward: CPU launches, GPU kernels, and the GPU kernels when run as a CUDA graph.
+    """Draw one millisecond of forward: CPU launches, GPU kernels, and the kernels of forward as a CUDA graph.
 
     Args:
-        timeline: one run's table; without forward, nothing is drawn.
-        label: names the run in the title.
-        on_cpu: the operations are a CPU's operators.
+        timeline: the table of one run. The result is None if it has no forward.
+        label: the run's name in the title.
+        on_cpu: whether the operations are a CPU's operators.
     """
     runs = {}
     for mode in ON_GPU:
@@ -96,10 +96,10 @@ def draw_lanes(
     names: dict[str, str],
     launcher: str,
 ) -> style.Picture:
-    """Draw a millisecond of forward: a lane of launches, and below it one lane of operations per mode.
+    """Draw one millisecond of forward: a lane of launches, and below it one lane of operations per mode.
 
     Args:
-        names: of the lanes by mode.
+        names: the names of the lanes of operations, by mode.
         launcher: the name of the lane of launches.
     """
     height = 1.7 + 0.35 * len(names)
@@ -141,7 +141,7 @@ def _in_window(
 
 
 def _spans_us(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float, float]]:
-    """Return start and duration (µs) of the rows that are drawn."""
+    """Return the start and duration in µs of each row that is drawn."""
     drawn = _in_window(rows, start, duration)
     starts_us = drawn[start] / 1e3
     durations_us = drawn[duration] / 1e3
@@ -149,7 +149,7 @@ def _spans_us(rows: pd.DataFrame, start: str, duration: str) -> list[tuple[float
 
 
 def _is_launch_bound(operations: pd.DataFrame) -> bool:
-    """Return whether operations took the CPU longer to launch than the GPU to run, and the GPU was idle."""
+    """Return whether these operations are launch-bound: the CPU took longer to launch than the GPU to run them."""
     launch_ends = operations["launch_ns"] + operations["launch_duration_ns"]
     launch_ns = launch_ends.max() - operations["launch_ns"].min()
     starts = operations["start_ns"].to_numpy()

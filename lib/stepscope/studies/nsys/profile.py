@@ -6,8 +6,8 @@
     profile.timeline     two milliseconds from the middle of forward, also replayed as a CUDA graph
     profile.events       every operation of one step of forward and of the full step
 
-The first profiled step of each mode is its named step, which has a range for each region of the model. Every sum
-is checked to the nanosecond; the call raises a ConservationError if operations are missing or counted twice.
+The first profiled step of each mode is the named step, in which each region of the model has a range. Every sum is
+checked to the nanosecond, and a ConservationError is raised if operations are missing or counted twice.
 """
 
 import inspect
@@ -45,11 +45,11 @@ NSYS_OPTIONS = [
     "--capture-range-end=repeat:1",
 ]
 IMPORTS = "import torch\n\nfrom stepscope.model.ranges import nvtx_range\n\n\n"
-# Reports with nsys's own sums, and the kinds of operations that each sums up.
+# Reports with nsys's own sums, and the kinds of operations in each sum.
 NSYS_SUMS = {"cuda_gpu_kern_sum": ["kernel"], "cuda_gpu_mem_time_sum": ["memcpy", "memset"]}
 REPORTS = (*NSYS_SUMS, "cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_kern_sum")
-# Region names for operations outside every region, by phase. In backward, autograd itself sums the gradients of
-# a tensor that is used twice.
+# Names for operations outside all regions, by phase. In backward, these are autograd's own sums of the gradients
+# of tensors that are used twice.
 DEFAULT_REGIONS = {"backward": "gradient accumulation", "optimizer": "optimizer", OUTSIDE: OUTSIDE}
 OPERATION = ["mode", "phase", "region", "kernel_category", "name"]
 OPERATIONS = [*OPERATION, "count", "total_ns"]
@@ -74,14 +74,14 @@ WINDOW_NS = 2_000_000
 def profile_with_nsys(ranged: Callable[..., None], config: StepConfig) -> "Profile":
     """Run ``ranged`` for every mode in a separate process, under the profiler, and read the profile.
 
-    If profiled steps take more GPU time than the wall time of unprofiled ones, or differ from each other,
+    If profiled steps take more GPU time than the wall time of unprofiled steps, or differ from each other,
     everything is profiled again, at most twice. Readings that stay impossible are marked.
 
     Args:
         ranged: runs one step in NVTX ranges; its arguments are the step, the annotation and ``synchronize``.
 
     Raises:
-        NsysError: the process failed, or the profiler left no file.
+        NsysError: the process failed, or the profiler wrote no file.
         ConservationError: the operations don't add up.
     """
     for _ in range(TRIES):
@@ -139,7 +139,7 @@ class Profile:
     modes: outcomes and unprofiled times of the modes.
     trace: every operation of the capture.
     ranges: the NVTX ranges.
-    totals: number and time of the operations by kind.
+    totals: the number and the time of the operations, by kind.
     reports: nsys's CSV reports by name; empty without nsys.
     """
 
@@ -161,7 +161,7 @@ class Profile:
 
     @cached_property
     def named_step(self) -> dict[str, int]:
-        """The index of each mode's named step; modes that ran out of memory have none."""
+        """The index of each mode's named step, without modes that ran out of memory."""
         steps: dict[str, int] = {}
         for step, mode in enumerate(self.modes.step_modes):
             outcome = self.modes.modes[mode]
@@ -171,7 +171,7 @@ class Profile:
 
     @cached_property
     def impossible(self) -> dict[str, str]:
-        """The impossible readings of each mode; none on a CPU, whose operators are not checked."""
+        """The impossible readings of each mode; empty on a CPU, whose operators are not checked."""
         if self.config.device == "cpu" or not self.has_capture:
             return {}
         in_steps = self.trace[self.trace["step"] >= 0]
@@ -219,11 +219,13 @@ class Profile:
         lost_ns = named["duration_ns"].sum() - self.operations["total_ns"].sum()
         lost_count = len(named) - self.operations["count"].sum()
         if lost_ns or lost_count:
-            raise ConservationError(f"the table of operations lost {lost_count} operations, {lost_ns} ns")
+            raise ConservationError(
+                f"the table lacks {lost_count} operations and {lost_ns} ns of the capture"
+            )
 
     @cached_property
     def results(self) -> dict[str, Any]:
-        """The run's results besides its tables, for the record."""
+        """The run's results for the record, in addition to the tables."""
         results: dict[str, Any] = {"tool": self.tool, "learning_rate": self.modes.learning_rate}
         if self.impossible:
             results["inconsistent"] = str(self.impossible)
@@ -241,7 +243,7 @@ class Profile:
 
     @cached_property
     def complete_operations(self) -> pd.DataFrame:
-        """The operations of every step, with mode and region; without modes that ran out of memory."""
+        """The operations of every step, with mode and region, but without modes that ran out of memory."""
         mode_of_step = {step: mode for step, mode in self.mode_of_step.items() if mode in self.named_step}
         operations = self.trace[self.trace["step"].isin(mode_of_step)].copy()
         operations["mode"] = operations["step"].map(mode_of_step)
@@ -265,7 +267,7 @@ class Profile:
 
     @cached_property
     def operations(self) -> pd.DataFrame:
-        """Count and time in one step of each mode, by phase, region, kernel category and kernel."""
+        """The count and the time of operations in one step of each mode, by phase, region, category and kernel."""
         if not self.has_capture:
             return pd.DataFrame(columns=OPERATIONS)
         rows = self.named_operations.astype(dict.fromkeys(OPERATION, str))
@@ -322,12 +324,12 @@ class Profile:
         if not self.has_capture:
             return empty
         replayed = self.trace[self.trace["region"] == REPLAY]
-        last_launch = replayed["launch_start_ns"].max()  # shared by all operations of the graph
+        last_launch = replayed["launch_start_ns"].max()  # the same for all operations of the graph
         graph = replayed[replayed["launch_start_ns"] == last_launch]
         unnamed = self.unnamed_operations
         forward = unnamed[unnamed["mode"] == "forward"]
         lanes = [forward, graph.assign(mode=REPLAYED)]
-        windows = [cut_window(lane) for lane in lanes if len(lane) > 1]  # one operation is no graph
+        windows = [cut_window(lane) for lane in lanes if len(lane) > 1]  # a single operation isn't a graph
         return pd.concat(windows or [empty], ignore_index=True)
 
     # The same operations from nsys's CSV reports
@@ -351,7 +353,7 @@ class Profile:
 
     @cached_property
     def report_check(self) -> pd.DataFrame:
-        """Number and time of the operations by the CSV reports, and by :attr:`operations`.
+        """The number and the time of the operations in the CSV reports, and in :attr:`operations`.
 
         Raises:
             ConservationError: the times differ.
@@ -378,7 +380,7 @@ class Profile:
 def cut_window(lane: pd.DataFrame) -> pd.DataFrame:
     """Return the operations of the last step that run or are launched within a window of :data:`WINDOW_NS`.
 
-    The window begins at the middle operation, or earlier if less than a window would remain of the step.
+    The window begins at the middle operation, or earlier if the rest of the step is shorter than the window.
     """
     rows = lane[lane["step"] == lane["step"].max()].sort_values("start_ns")
     starts = rows["start_ns"]
@@ -405,15 +407,15 @@ def cut_step(
     mode: str,
     number: int,
 ) -> pd.DataFrame:
-    """Return the operations of one step, by nsys's reports: those that start within the step's projection.
+    """Return one step's operations from nsys's reports: those that start within the step's projection.
 
-    The projection of backward has hardly any operations, because another thread launches its kernels. Therefore
-    everything that runs between the loss and the optimizer counts as backward.
+    nsys's projection of backward has hardly any operations, because another thread launches the kernels of
+    backward. Therefore, all operations between the loss and the optimizer count as backward.
 
     Args:
         trace: the report ``cuda_gpu_trace``.
         projected: the report ``nvtx_gpu_proj_trace``.
-        mode: the step's mode, for the column.
+        mode: the step's mode, for the column ``mode``.
         number: the step's index in the capture.
     """
     spans = projected.assign(range=projected["name"].str.rpartition(":")[2])

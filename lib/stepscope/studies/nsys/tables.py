@@ -12,7 +12,7 @@ CONFIG = ("size", "context_length", "batch_size", "vocab_size", "precision", "at
 OPERATION = ("mode", "phase", "region", "kernel_category", "name")
 CLOCK = ("mode", "phase", "step", "profiled")
 LANE = ("mode", "launch_ns", "start_ns")
-DRAWN_NS = 1_000_000  # of the timeline
+DRAWN_NS = 1_000_000  # the part of the timeline that is drawn
 REPLAYED = "replayed"  # forward as a CUDA graph: a mode that only the timeline has
 _MODE = pa.Column(str, pa.Check.isin([*PHASES]), coerce=True)
 _NS = pa.Column("int64", pa.Check.ge(0), coerce=True)
@@ -60,14 +60,14 @@ SCHEMAS = {
 
 
 def tables(frames: Tables) -> Tables:
-    """Classify operations again, so that runs of older versions have the current kernel categories."""
+    """Classify operations again, so that runs of older versions get the current kernel categories."""
     operations = frames["operations"]
     categories = kernel_categories(operations["name"]).astype(str)
     return frames | {"operations": operations.assign(kernel_category=categories)}
 
 
 def by_category(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the time of operations in ms: one row per phase, and one column per category, the largest first.
+    """Return the time of operations in ms: one row per phase, one column per category, the largest column first.
 
     The softmax of attention is a separate category (see :func:`detailed_category`).
     """
@@ -88,7 +88,7 @@ def by_category(operations: pd.DataFrame) -> pd.DataFrame:
 
 
 def busy_share(timeline: pd.DataFrame) -> float:
-    """Return the share of a timeline's first millisecond in which at least one operation runs."""
+    """Return the share of a timeline's first millisecond during which at least one operation runs."""
     begins = timeline["start_ns"].clip(0, DRAWN_NS)
     ends = (timeline["start_ns"] + timeline["duration_ns"]).clip(0, DRAWN_NS)
     return union(begins.to_numpy(), ends.to_numpy()) / DRAWN_NS
@@ -97,7 +97,7 @@ def busy_share(timeline: pd.DataFrame) -> float:
 def step_metrics(clocks: pd.DataFrame) -> pd.DataFrame:
     """Return medians by mode and phase, in ms.
 
-    Unprofiled steps have ``plain_ms`` (wall time) and ``enqueue_ms``, in total only. Profiled steps have
+    Unprofiled steps give ``plain_ms`` (wall time) and ``enqueue_ms``, for the total only. Profiled steps give
     ``host_ms`` (between push and pop of a range), ``projected_ms`` (from the first operation to the last),
     ``gpu_ms``, and the number of ``operations``.
     """

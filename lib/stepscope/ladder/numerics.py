@@ -1,4 +1,4 @@
-"""Compare an optimization's loss and gradients with those of fp32."""
+"""Compare the loss and the gradients of an optimized step with those of the fp32 baseline."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from torch import Tensor
 
 from stepscope.optimizations.transforms import TrainedSubject
 
-MAX_SAMPLED = 2**18  # elements of a gradient that are compared, as a sample
+MAX_SAMPLED = 2**18  # the number of elements of a gradient that are compared
 
 Gradients = Mapping[str, Tensor]
 
 
 def sampled(gradient: Tensor) -> Tensor:
-    """Return at most :data:`MAX_SAMPLED` elements of a gradient, spread evenly over it, in host memory."""
+    """Return at most :data:`MAX_SAMPLED` evenly spaced elements of a gradient, as fp32 in host memory."""
     flat = gradient.detach().flatten()
     stride = -(-flat.numel() // MAX_SAMPLED)
     return flat[::stride].float().cpu()
@@ -35,18 +35,22 @@ def relative_errors(
     true_loss: float,
     true_gradients: Gradients,
 ) -> dict[str, float]:
-    """Return ``loss_error`` and ``gradient_error`` (of the norm), relative to fp32.
+    """Return ``loss_error`` and ``gradient_error``, relative to fp32.
+
+    ``gradient_error`` is the norm of the gradients' difference over the norm of fp32's gradients.
 
     Args:
-        subject: after its backward pass.
-        loss: of the subject.
-        true_loss, true_gradients: of fp32, from the same weights and batch.
+        subject: a subject after its backward pass.
+        loss: the subject's loss.
+        true_loss, true_gradients: the loss and the gradients of fp32, from the same weights and batch.
     """
     squared_error = squared_norm = 0.0
-    for name, gradient in gradients_of(subject).items():
-        elements_per_sample = subject.shapes[name].numel() / gradient.numel()
-        true_gradient = true_gradients[name]
-        error = (gradient - true_gradient).square().sum()
+    gradients, zero = gradients_of(subject), torch.zeros(1)
+    for name, shape in subject.shapes.items():  # a router may choose other experts than in fp32
+        true_gradient = true_gradients.get(name, zero)
+        difference = gradients.get(name, zero) - true_gradient
+        elements_per_sample = shape.numel() / difference.numel()
+        error = difference.square().sum()
         norm = true_gradient.square().sum()
         squared_error += elements_per_sample * error.item()
         squared_norm += elements_per_sample * norm.item()
@@ -64,8 +68,8 @@ def gradient_at(
     """Set a subject's weights, run forward and backward, and return the loss and the sampled gradients.
 
     Args:
-        weights: fp32, by parameter.
-        text: token ids, (B, T + 1).
+        weights: the fp32 weights, by parameter.
+        text: token ids, (B, T + 1); the targets are the next tokens.
     """
     with torch.no_grad():
         for name, weight in subject.weights().items():

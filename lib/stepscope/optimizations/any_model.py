@@ -1,0 +1,148 @@
+"""The ladder's optimizations that apply to any model, as transforms of a subject.
+
+Each function changes the subject, or returns the reason why it doesn't apply. The ladder applies them in this
+order:
+
+    tf32              fp32 matmuls and convolutions round their inputs to TF32
+    channels_last     the memory layout of images that convolutions prefer
+    bf16              autocast
+    fused_adamw       one kernel updates all parameters
+    compiled_blocks   torch.compile of the repeated blocks; one is compiled for all of them
+    compiled_model    torch.compile of the model as one piece
+    cuda_graph        the step is recorded once and replayed by a single launch
+    bf16_weights      matrices are stored in bf16; the optimizer keeps fp32 masters
+    bf16_moments      AdamW's moments in bf16
+
+The built-in Transformer goes through the same transforms. Its notebook adds what only that model has, such as its
+own attention.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.measure.graph import graph_of
+from stepscope.optimizations.optimizer import MasterAdamW
+from stepscope.optimizations.transforms import Step, TrainedSubject, keeps_program
+
+RATE = 3e-4  # AdamW's learning rate
+WARMUPS = 3  # steps before a CUDA graph is captured
+
+
+def default_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=RATE, foreach=True)
+
+
+def capturable_adamw(model: nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """Make an AdamW for CUDA graphs, which read the rate and the step count from tensors on the GPU."""
+    on_gpu = next(model.parameters()).is_cuda
+    rate = torch.tensor(RATE, device="cuda") if on_gpu else RATE
+    form = "fused" if fused else "foreach"
+    return torch.optim.AdamW(model.parameters(), lr=rate, capturable=on_gpu, **{form: True})
+
+
+def tf32(subject: TrainedSubject) -> str | None:
+    if subject.device != "cuda":
+        return "a CPU has no TF32"
+    subject.matmul_precision = "high"
+    subject.precision = "tf32"
+    return None
+
+
+def channels_last(subject: TrainedSubject) -> str | None:
+    """Store images and convolution weights with the channels last, as tensor cores read them."""
+    if not any(isinstance(module, nn.Conv2d) for module in subject.model.modules()):
+        return "the model has no 2-D convolution"
+    subject.model.to(memory_format=torch.channels_last)
+    (batch,) = subject.make_batch()
+    images = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim() == 4}
+    stored = {name: value.contiguous(memory_format=torch.channels_last) for name, value in images.items()}
+    subject.make_batch = lambda: (batch | stored,)
+    return None
+
+
+def bf16(subject: TrainedSubject) -> None:
+    subject.autocast = torch.bfloat16
+    subject.precision = "bf16"
+
+
+@keeps_program
+def fused_adamw(subject: TrainedSubject) -> None:
+    subject.make_optimizer = capturable_adamw
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the model's repeated blocks, or an empty list.
+
+    The longest ``ModuleList`` or ``Sequential`` whose entries all have one type decides which type that is. A
+    network may have several lists of that type, for example one per resolution; the blocks of all of them count.
+    """
+    lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+    repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
+    of_parts = [blocks for blocks in repeated if [*blocks[0].children()]]  # not single layers
+    block_type = type(max(of_parts, key=len)[0]) if of_parts else None
+    return [*dict.fromkeys(block for blocks in lists for block in blocks if type(block) is block_type)]
+
+
+def compile_module(module: nn.Module) -> None:
+    """Compile a module in place.
+
+    PyTorch doesn't compile functions of its own files, so ``compile()`` does nothing for a type such as
+    ``nn.Sequential`` or ``nn.TransformerEncoderLayer``. A function around its ``forward`` is compiled instead.
+    """
+    if not type(module).__module__.startswith("torch.nn."):
+        module.compile(dynamic=False)
+        return
+    forward = module.forward
+    module.forward = torch.compile(lambda *inputs, **named: forward(*inputs, **named), dynamic=False)
+
+
+def compiled_blocks(subject: TrainedSubject) -> str | None:
+    blocks = find_blocks(subject.model)
+    if not blocks:
+        return "the model has no ModuleList or Sequential of two or more blocks of one type"
+    for block in blocks:
+        compile_module(block)
+    subject.compiles = True
+    return None
+
+
+def compiled_model(subject: TrainedSubject) -> None:
+    compile_module(subject.model)
+    subject.compiles = True
+
+
+def as_graph(subject: TrainedSubject) -> Step:
+    return graph_of(subject.eager_step, subject.reset, WARMUPS)
+
+
+@keeps_program
+def cuda_graph(subject: TrainedSubject) -> str | None:
+    if subject.device != "cuda":
+        return "a CPU has no CUDA graphs"
+    if subject.make_optimizer is default_adamw:
+        subject.make_optimizer = partial(capturable_adamw, fused=False)
+    subject.launch = as_graph
+    return None
+
+
+def master_adamw(subject: TrainedSubject, moments: torch.dtype) -> None:
+    subject.make_optimizer = partial(MasterAdamW, lr=RATE, moments=moments)
+
+
+def bf16_weights(subject: TrainedSubject) -> str | None:
+    """Store matrices in bf16. Autocast stays on, because norms and vectors are still fp32."""
+    if subject.autocast is None:
+        return "without bf16 autocast, bf16 weights would meet fp32 activations"
+    master_adamw(subject, torch.float32)
+    return None
+
+
+@keeps_program
+def bf16_moments(subject: TrainedSubject) -> str | None:
+    if getattr(subject.make_optimizer, "func", None) is not MasterAdamW:
+        return "bf16 moments need MasterAdamW, which comes with bf16 weights"
+    master_adamw(subject, torch.bfloat16)
+    subject.moments = "bf16"
+    return None

@@ -1,0 +1,426 @@
+"""One training step on all GPUs of a machine, with several ways to share the work.
+
+    torchrun --nproc_per_node=2 distributed_step.py --strategy ddp_graph
+
+trains the model of `fast_step.py`, which must be in the same folder, on random tokens, and prints the
+milliseconds per step. Every rank has the whole batch size, so n GPUs train on n times as many tokens. Each
+strategy is a function below; `--strategy` takes its name. Without a GPU, the processes communicate through gloo.
+"""
+
+import argparse
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+from timeit import default_timer
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+MIB = 2**20
+
+
+class Batch(NamedTuple):
+    """One rank's batch, which a step reads; copy the next batch into `tokens` and `targets`."""
+
+    tokens: torch.Tensor  # (B, T)
+    targets: torch.Tensor  # (B, T)
+    precision: str = "bf16"  # of autocast; "fp32" for none
+
+
+class Message(NamedTuple):
+    """One collective of a step: its kind, and the elements and dtype of its larger side."""
+
+    kind: str  # all_reduce, all_gather, reduce_scatter or broadcast
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+class Distributed(NamedTuple):
+    """A strategy applied to a model: a step that returns the rank's loss, and the collectives of a step."""
+
+    step: Callable[[], torch.Tensor]
+    messages: Callable[[], list[Message]]  # call it after the warm-up
+
+
+def compute(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Run forward and backward, and return the loss."""
+    with torch.autocast(batch.tokens.device.type, torch.bfloat16, enabled=batch.precision == "bf16"):
+        logits = model(batch.tokens)
+        loss = F.cross_entropy(logits.flatten(0, -2), batch.targets.flatten())
+    loss.backward()
+    return loss.detach()
+
+
+def adamw(model: nn.Module, rate: float = 3e-4) -> torch.optim.Optimizer:
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=on_gpu)
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    average_gradients: Callable[[], None] = lambda: None,
+) -> Callable[[], torch.Tensor]:
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = compute(model, batch)
+        average_gradients()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+# <strategies>
+def alone(model: nn.Module, batch: Batch) -> Distributed:
+    """Train on each GPU alone, without communication: a control."""
+    return Distributed(training_step(model, adamw(model), batch), list)
+
+
+def naive(model: nn.Module, batch: Batch) -> Distributed:
+    """Average the gradients after backward, one all-reduce per parameter."""
+    parameters = list(model.parameters())
+
+    def average_gradients() -> None:
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)
+
+    def messages() -> list[Message]:
+        return [Message("all_reduce", parameter.numel(), torch.float32) for parameter in parameters]
+
+    return Distributed(training_step(model, adamw(model), batch, average_gradients), messages)
+
+
+def flat(model: nn.Module, batch: Batch) -> Distributed:
+    """Copy all gradients into one buffer after backward, and average it in one all-reduce."""
+    parameters = list(model.parameters())
+
+    def average_gradients() -> None:
+        gradients = [parameter.grad for parameter in parameters]
+        buffer = _flatten_dense_tensors(gradients)
+        dist.all_reduce(buffer, op=dist.ReduceOp.AVG)
+        torch._foreach_copy_(gradients, _unflatten_dense_tensors(buffer, gradients))
+
+    def messages() -> list[Message]:
+        return [Message("all_reduce", sum(p.numel() for p in parameters), torch.float32)]
+
+    return Distributed(training_step(model, adamw(model), batch, average_gradients), messages)
+
+
+def overlapped(model: nn.Module, batch: Batch) -> Distributed:
+    """Start each parameter's all-reduce as soon as backward has its gradient, and wait before the optimizer."""
+    parameters = list(model.parameters())
+    works = []
+
+    def start(parameter: torch.Tensor) -> None:
+        works.append(dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, async_op=True))
+
+    def wait() -> None:
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(start)
+
+    def messages() -> list[Message]:
+        return [Message("all_reduce", parameter.numel(), torch.float32) for parameter in parameters]
+
+    return Distributed(training_step(model, adamw(model), batch, wait), messages)
+
+
+def ddp(
+    model: nn.Module,
+    batch: Batch,
+    bucket_mib: float | None = 25,
+    bf16_gradients: bool = False,
+    communicate: bool = True,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+) -> Distributed:
+    """Let PyTorch's DDP all-reduce buckets of gradients during backward.
+
+    Without `communicate`, the buckets are filled and copied back, but not sent: a control.
+
+    Args:
+        bucket_mib: the size of a bucket; None for DDP's default, in which the first bucket has 1 MiB.
+    """
+    # otherwise torch.compile would split each block at the buckets' ends
+    torch._dynamo.config.optimize_ddp = False
+    replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
+    replica.broadcast_buffers = False  # they never change
+    if not communicate:
+        replica.register_comm_hook(None, noop_hook)
+    elif bf16_gradients:
+        replica.register_comm_hook(None, bf16_compress_hook)
+    step = training_step(replica, make_optimizer(model), batch)
+    dtype = torch.bfloat16 if bf16_gradients else torch.float32
+
+    def messages() -> list[Message]:
+        if not communicate:
+            return []
+        data = replica._get_ddp_logging_data()
+        sizes = data.get("rebuilt_bucket_sizes") or data["bucket_sizes"]  # in bytes of fp32
+        return [Message("all_reduce", int(size) // 4, dtype) for size in sizes.split(",")]
+
+    return Distributed(step, messages)
+
+
+def zero1(model: nn.Module, batch: Batch) -> Distributed:
+    """Shard the optimizer: each rank keeps the moments of its share of the parameters, and sends the results."""
+
+    def sharded_adamw(model: nn.Module) -> torch.optim.Optimizer:
+        on_gpu = next(model.parameters()).is_cuda
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=on_gpu)
+
+    parameters = list(model.parameters())
+    distributed = ddp(model, batch, make_optimizer=sharded_adamw)
+
+    def messages() -> list[Message]:
+        updates = [Message("broadcast", parameter.numel(), torch.float32) for parameter in parameters]
+        return distributed.messages() + updates
+
+    return Distributed(distributed.step, messages)
+
+
+class ReduceScatter(DefaultReduceScatter):
+    """FSDP's reduce-scatter on a communicator of its own, so that it doesn't wait for all-gathers."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        return super().__call__(output_tensor, input_tensor, self.group, op, async_op)
+
+
+def fsdp(
+    model: nn.Module,
+    batch: Batch,
+    reshard: bool = True,
+    bf16_reduction: bool = False,
+    separate_group: bool = False,
+    communicate: bool = True,
+) -> Distributed:
+    """Shard weights, gradients and moments with FSDP2: each block's weights are gathered when they are needed.
+
+    Args:
+        reshard: free the gathered weights after forward, and gather them again for backward.
+        bf16_reduction: reduce the gradients in bf16.
+        separate_group: reduce gradients on a communicator of their own.
+        communicate: False shards over one rank: a control with FSDP's bookkeeping, but no communication.
+    """
+    device = batch.tokens.device.type
+    ranks = dist.get_world_size()
+    if communicate:
+        mesh = init_device_mesh(device, (ranks,))
+    else:
+        mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    is_bf16 = batch.precision == "bf16"
+    reduced = torch.bfloat16 if is_bf16 and bf16_reduction else torch.float32
+    policy = MixedPrecisionPolicy(torch.bfloat16 if is_bf16 else None, reduced)
+    groups = [[*block.parameters()] for block in model.blocks]
+    in_blocks = {id(parameter) for group in groups for parameter in group}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in in_blocks]
+    numbers = [sum(parameter.numel() for parameter in group) for group in groups]
+    number_outside = sum(parameter.numel() for parameter in outside)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # with None the root's weights stay gathered until backward
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
+    if separate_group:
+        reduce_scatter = ReduceScatter(dist.new_group())
+        for module in (model, *model.blocks):
+            module.set_custom_reduce_scatter(reduce_scatter)
+
+    def messages() -> list[Message]:
+        if not communicate:
+            return []
+        gathers = [number_outside, *numbers * (2 if reshard else 1)]  # the root stays gathered until backward
+        gathered = [Message("all_gather", number, policy.param_dtype or torch.float32) for number in gathers]
+        return gathered + [Message("reduce_scatter", n, reduced) for n in [number_outside, *numbers]]
+
+    return Distributed(training_step(model, adamw(model), batch), messages)
+
+
+def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: int = 11) -> Distributed:
+    """Capture a strategy's step, communication included, as one CUDA graph.
+
+    Args:
+        make: applies the strategy; DDP must be built on the stream of the capture.
+        warmup_steps: steps before the capture; DDP needs 11.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        distributed = make()
+        for _ in range(warmup_steps):
+            distributed.step()
+        model.zero_grad(set_to_none=True)  # the graph allocates its own gradients
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    gc.collect()  # nothing must be freed during the capture
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss = distributed.step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss  # overwritten by the next replay
+
+    return Distributed(replay, distributed.messages)
+
+
+def graph_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Return an AdamW that a CUDA graph can capture. Its learning rate is a tensor; fill it to change the rate."""
+    rate = torch.tensor(3e-4, device=next(model.parameters()).device)
+    return torch.optim.AdamW(model.parameters(), lr=rate, fused=True, capturable=True)
+
+
+def ddp_graph(model: nn.Module, batch: Batch, bucket_mib: float = 100, **options) -> Distributed:
+    """Run DDP's step, all-reduces included, as one CUDA graph, so that the host launches it at once."""
+    make = partial(ddp, model, batch, bucket_mib, make_optimizer=graph_adamw, **options)
+    return in_graph(make, model)
+
+
+def alone_graph(model: nn.Module, batch: Batch) -> Distributed:
+    """Train on each GPU alone, with the step as one CUDA graph: a control."""
+    step = training_step(model, graph_adamw(model), batch)
+    return in_graph(lambda: Distributed(step, list), model)
+
+
+# </strategies>
+
+
+def communication_only(messages: list[Message], device: torch.device) -> Callable[[], None]:
+    """Return a step that only communicates: a control.
+
+    Args:
+        messages: the collectives, as another strategy's `messages` returns them.
+    """
+    world_size = dist.get_world_size()
+    largest = max(message.bytes for message in messages)
+    whole = torch.zeros(largest, dtype=torch.uint8, device=device)
+    shard = torch.zeros(-(-largest // world_size) + 8, dtype=torch.uint8, device=device)
+
+    def start(message: Message) -> dist.Work:
+        elements = message.elements // world_size  # of a shard
+        tensor = whole[: message.bytes].view(message.dtype)
+        part = shard[: elements * message.dtype.itemsize].view(message.dtype)
+        tensor_of_shards = tensor[: elements * world_size]
+        if message.kind == "all_reduce":
+            return dist.all_reduce(tensor, async_op=True)
+        if message.kind == "broadcast":
+            return dist.broadcast(tensor, 0, async_op=True)
+        if message.kind == "all_gather":
+            return dist.all_gather_into_tensor(tensor_of_shards, part, async_op=True)
+        return dist.reduce_scatter_tensor(part, tensor_of_shards, async_op=True)
+
+    def step() -> None:
+        for work in [start(message) for message in messages]:
+            work.wait()
+
+    return step
+
+
+STRATEGIES = {
+    "alone": alone,
+    "naive": naive,
+    "flat": flat,
+    "overlapped": overlapped,
+    "ddp": ddp,
+    "zero1": zero1,
+    "fsdp": fsdp,
+    "alone_graph": alone_graph,
+    "ddp_graph": ddp_graph,
+}
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each block's forward, but not the hooks that DDP and FSDP add to the block."""
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def start_process_group() -> torch.device:
+    """Join the other ranks that torchrun started, and return this rank's device."""
+    os.environ.setdefault(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+    )  # its queries would break a CUDA graph's capture
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from fast_step import Model
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--strategy", choices=STRATEGIES, default="ddp")
+    for name, default in {
+        "width": 768,
+        "hidden": 3072,
+        "layers": 12,
+        "heads": 12,
+        "vocabulary": 10_000,
+        "context": 512,
+        "batch": 4,
+        "steps": 20,
+    }.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args(arguments)
+    device = start_process_group()
+    torch.manual_seed(0)  # the same weights on all ranks
+    with device:
+        model = Model(
+            options.width,
+            options.hidden,
+            options.layers,
+            options.heads,
+            options.vocabulary,
+            options.context,
+        )
+        torch.manual_seed(1 + dist.get_rank())  # different tokens
+        batch = Batch(*torch.randint(options.vocabulary, (2, options.batch, options.context)))
+    compile_blocks(model)
+    step = STRATEGIES[options.strategy](model, batch).step
+    for _ in range(12):  # compiles; DDP arranges its buckets
+        step()
+    dist.barrier()
+    start = default_timer()
+    for _ in range(options.steps):
+        loss = step()
+    loss.item()  # waits for the GPU
+    ms = (default_timer() - start) / options.steps * 1e3
+    if dist.get_rank() == 0:
+        ranks = dist.get_world_size()
+        tokens_per_s = ranks * options.batch * options.context / ms * 1e3
+        print(f"{options.strategy}: {ms:.4g} ms per step on {ranks} ranks, {tokens_per_s:,.0f} tokens/s")
+    del step, loss
+    gc.collect()  # frees the optimizer first; otherwise gloo may hang
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

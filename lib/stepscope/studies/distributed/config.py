@@ -1,0 +1,91 @@
+"""Configuration of the distributed study: the strategies that a run measures, and the number of GPUs."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stepscope.config import StepConfig
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A function of :mod:`stepscope.optimizations.distributed_step` with its options.
+
+    control: the strategy that computes the same without communication; "" if this is one itself.
+    is_compiled: whether its blocks are compiled.
+    """
+
+    function: str
+    options: dict[str, Any] = field(default_factory=dict)
+    control: str = ""
+    is_compiled: bool = True
+
+    @property
+    def is_graph(self) -> bool:
+        return self.function.endswith("_graph")
+
+
+BUCKETS_MIB = (1, 10, 25, 100, 1000)
+STRATEGIES = {
+    "alone": Strategy("alone"),
+    "alone_eager": Strategy("alone", is_compiled=False),
+    "naive": Strategy("naive", control="alone"),
+    "flat": Strategy("flat", control="alone"),
+    "overlapped": Strategy("overlapped", control="alone"),
+    "ddp_alone": Strategy("ddp", {"communicate": False}),
+    **{f"ddp_{mib}_mib": Strategy("ddp", {"bucket_mib": mib}, "ddp_alone") for mib in BUCKETS_MIB},
+    "ddp_default": Strategy("ddp", {"bucket_mib": None}, "ddp_alone"),
+    "ddp_eager": Strategy("ddp", control="alone_eager", is_compiled=False),
+    "ddp_bf16_gradients": Strategy("ddp", {"bf16_gradients": True}, "ddp_alone"),
+    "zero1": Strategy("zero1", control="ddp_alone"),
+    "fsdp_alone": Strategy("fsdp", {"communicate": False}),
+    "fsdp": Strategy("fsdp", control="fsdp_alone"),
+    "fsdp_no_reshard": Strategy("fsdp", {"reshard": False}, "fsdp_alone"),
+    "fsdp_separate_group": Strategy("fsdp", {"separate_group": True}, "fsdp_alone"),
+    "fsdp_bf16_reduction": Strategy("fsdp", {"bf16_reduction": True}, "fsdp_alone"),
+    "alone_graph": Strategy("alone_graph"),
+    "ddp_alone_graph": Strategy("ddp_graph", {"communicate": False}),
+    "ddp_graph": Strategy("ddp_graph", control="ddp_alone_graph"),
+    "ddp_graph_bf16_gradients": Strategy("ddp_graph", {"bf16_gradients": True}, "ddp_alone_graph"),
+}
+ON_CPU = tuple(name for name, strategy in STRATEGIES.items() if not strategy.is_graph)
+StrategyName = Literal[tuple(STRATEGIES)]  # type: ignore[valid-type]
+
+
+class Config(StepConfig):
+    """A training step on several GPUs of one machine, with several strategies."""
+
+    study: Literal["distributed"] = "distributed"
+    # The step is that of fast_step.py, with bf16 autocast.
+    mode: Literal["step"] = "step"
+    precision: Literal["bf16"] = "bf16"
+    attention: Literal["sdpa"] = "sdpa"
+    optimizer: Literal["fused"] = "fused"
+    compile: Literal["none", "blocks"] = "blocks"
+    warmup_steps: int = Field(12, ge=3, le=10**6)  # DDP arranges its buckets in the first ones
+    timed_steps: int = Field(10, ge=1, le=50)
+    gpus: int = Field(2, ge=2, le=64)  # ranks, each with batch_size sequences; on a CPU processes
+    strategies: list[StrategyName] = Field([], min_length=0)  # type: ignore[valid-type] # empty: all
+    collectives: bool = False  # also time collectives alone, from 1 MiB to 1 GiB
+    numerics: bool = False  # also compare losses and gradients with one GPU that accumulates
+    repeat: int = Field(0, ge=0, le=1000)  # another run of the same configuration: 1, 2, ...
+
+    @model_validator(mode="after")
+    def check_strategies(self) -> Self:
+        graphs = [name for name in self.strategies if STRATEGIES[name].is_graph]
+        if self.device == "cpu" and graphs:
+            raise ValueError(f"strategies: got {graphs[0]}, but CUDA graphs need a GPU")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """The strategies to measure, without CUDA graphs on a CPU."""
+        return list(self.strategies) or list(STRATEGIES if self.device == "cuda" else ON_CPU)
+
+    @property
+    def gpus_needed(self) -> int:
+        return self.gpus if self.device == "cuda" else 1
+
+    def words_of_id(self) -> list[str]:
+        return [*super().words_of_id(), f"gpus{self.gpus}"]

@@ -1,0 +1,344 @@
+"""One rank's program, which torchrun starts: ``stepscope.studies.distributed.process FOLDER CONFIG NAMES``.
+
+It times strategies one after another, and then profiles them, because launches stay slower after a profile. For
+each, rank 0 writes ``<name>.json``, and every rank its profile. An error ends the process, and the launcher starts
+the ranks again for what is left, because a rank that fails leaves the others in the middle of a collective.
+"""
+
+import gc
+import json
+import os
+import re
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from timeit import default_timer
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from stepscope.files import write_text_durably
+from stepscope.measure.oom import error_text
+from stepscope.measure.power import PowerMonitor
+from stepscope.measure.profiler import profiled
+from stepscope.model.training_step import is_out_of_memory
+from stepscope.optimizations import distributed_step
+from stepscope.optimizations.distributed_step import Batch, Distributed, communication_only, compile_blocks
+from stepscope.optimizations.fast_step import Model
+from stepscope.studies.distributed.config import STRATEGIES, Config, Strategy
+from stepscope.studies.distributed.tables import KINDS
+
+COLLECTIVES, NUMERICS = "collectives", "numerics"  # names of measurements that are not strategies
+PROFILE = ".profile"  # ends the name of a strategy's profile
+ERROR, STRATEGIES_FILE = "error.json", "strategies.py"
+MAX_STEPS, TIMED_MS = 50, 1500  # on a GPU: as many steps as take this long
+POWER_MS = 2000  # a shorter time has too few changes of the energy counter
+PROFILED_STEPS = 3
+GIB, MIB = 2**30, 2**20
+
+
+class Memory:
+    """Peak memory of a step's two parts, from hooks around every optimizer's step; NaN on a CPU."""
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, float] = {}
+        self.highest_gib = 0.0
+        self.restart()
+        self.is_on = False  # off while steps are timed
+        self.depth = 0  # of nested optimizers: ZeRO's contains an AdamW
+        register_optimizer_step_pre_hook(self._before)
+        register_optimizer_step_post_hook(self._after)
+
+    def _before(self, *_: object) -> None:
+        if self.depth == 0:
+            self.note("peak_backward_gib")
+        self.depth += 1
+
+    def _after(self, *_: object) -> None:
+        self.depth -= 1
+        if self.depth == 0:
+            self.note("peak_optimizer_gib")
+
+    def note(self, part: str) -> None:
+        """Note the peak since the last call."""
+        if self.is_on and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+            self.peaks[part] = torch.cuda.max_memory_allocated() / GIB
+            self.highest_gib = max(self.highest_gib, self.peaks[part])
+            torch.cuda.reset_peak_memory_stats()
+
+    def restart(self) -> None:
+        self.peaks = {"peak_backward_gib": np.nan, "peak_optimizer_gib": np.nan}
+        self.highest_gib = 0.0
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+
+class Rank:
+    """What all measurements of a rank share."""
+
+    def __init__(self, folder: Path, config: Config):
+        self.folder, self.config = folder, config
+        self.device = distributed_step.start_process_group()
+        self.on_gpu = self.device.type == "cuda"
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.memory = Memory()
+        self.functions = vars(distributed_step) | runpy.run_path(str(folder / STRATEGIES_FILE))
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def build(self, strategy: Strategy, precision: str = "bf16") -> tuple[Model, Batch]:
+        """Build the model, the same on all ranks, and a batch of this rank's own tokens."""
+        config = self.config
+        torch.manual_seed(config.seed)
+        shape = config.d_model, config.d_ff, config.num_layers, config.num_heads
+        with self.device:
+            model = Model(*shape, config.vocab_size, config.context_length)
+            tokens, targets = self.tokens(self.rank)
+        batch = Batch(tokens, targets, precision)
+        if strategy.is_compiled and config.compile == "blocks":
+            compile_blocks(model)
+        return model, batch
+
+    def tokens(self, rank: int) -> torch.Tensor:
+        """Return a rank's tokens and targets, (2, B, T)."""
+        config = self.config
+        torch.manual_seed(config.seed + 1 + rank)
+        shape = 2, config.batch_size, config.context_length
+        return torch.randint(config.vocab_size, shape, device=self.device)
+
+    def apply(self, strategy: Strategy, model: Model, batch: Batch) -> Distributed:
+        return self.functions[strategy.function](model, batch, **strategy.options)
+
+    def agree(self, count: int) -> int:
+        """Return rank 0's count, so that all ranks run equally many steps."""
+        counts = torch.tensor([count], device=self.device)
+        dist.broadcast(counts, 0)
+        return int(counts.item())
+
+    def timed(self, step: Callable[[], object], steps: int) -> tuple[list[float], list[float]]:
+        """Time steps; return each step's wall time and enqueue time in ms."""
+        wall_ms, enqueue_ms = [], []
+        dist.barrier()
+        for _ in range(steps):
+            self.synchronize()
+            start = default_timer()
+            step()
+            enqueue_ms.append((default_timer() - start) * 1e3)
+            self.synchronize()
+            wall_ms.append((default_timer() - start) * 1e3)
+        return wall_ms, enqueue_ms
+
+    def steps_within(self, milliseconds: float, step_ms: float) -> int:
+        return self.agree(int(milliseconds / step_ms) + 1)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order."""
+        values = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def write(self, name: str, result: Any) -> None:
+        if self.rank == 0:
+            write_text_durably(self.folder / f"{name}.json", json.dumps(result))
+        dist.barrier()
+
+    # -- strategies ----------------------------------------------------------------------------------------------
+
+    def measure(self, name: str) -> None:
+        """Measure a strategy: memory, wall time, power, and its communication alone."""
+        strategy = STRATEGIES[name]
+        self.memory.restart()
+        self.memory.is_on = True
+        model, batch = self.build(strategy)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        built_gib = torch.cuda.memory_allocated() / GIB if self.on_gpu else np.nan
+        distributed = self.apply(strategy, model, batch)
+        for _ in range(self.config.warmup_steps):
+            distributed.step()
+        self.synchronize()
+        self.memory.is_on = False
+        warm_ms, _ = self.timed(distributed.step, 3)
+        steps = self.config.timed_steps
+        if self.on_gpu:
+            steps = min(max(steps, self.steps_within(TIMED_MS, float(np.median(warm_ms)))), MAX_STEPS)
+        wall_ms, enqueue_ms = self.timed(distributed.step, steps)
+        result = {
+            "parameters": parameters,
+            "wall_ms": wall_ms,
+            "enqueue_ms": enqueue_ms,
+            "built_gib": built_gib,
+        }
+        result |= self.memory.peaks | self.power(distributed.step, float(np.median(wall_ms)))
+        if self.on_gpu:
+            result["peak_gib"] = max(self.memory.highest_gib, torch.cuda.max_memory_allocated() / GIB)
+            result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        result |= self.communication(distributed)
+        self.write(name, self.gathered(result))
+
+    def power(self, step: Callable[[], object], step_ms: float) -> dict[str, float]:
+        if not self.on_gpu:
+            return {}
+        steps = self.steps_within(POWER_MS, step_ms)
+        with PowerMonitor() as monitor:
+            start = default_timer()
+            for _ in range(steps):
+                step()
+            self.synchronize()
+            ms = (default_timer() - start) * 1e3
+        powers = {"power_w": monitor.power_w, "sm_clock_mhz": monitor.sm_clock_mhz}
+        return powers | {"power_step_ms": ms / steps}
+
+    def communication(self, distributed: Distributed) -> dict[str, Any]:
+        """Time the step's collectives alone, and count their bytes."""
+        messages = distributed.messages()
+        if not messages:
+            return {"communication_only_ms": [], "messages": 0, "message_gib": 0.0}
+        step = communication_only(messages, self.device)
+        for _ in range(3):
+            step()
+        wall_ms, _ = self.timed(step, self.config.timed_steps)
+        gib = sum(message.bytes for message in messages) / GIB
+        return {"communication_only_ms": wall_ms, "messages": len(messages), "message_gib": gib}
+
+    def profile(self, name: str) -> None:
+        """Profile steps of a strategy. The first one isn't in a range: it may be slow, and the ranks' profilers
+        don't start at the same time."""
+        strategy = STRATEGIES[name]
+        distributed = self.apply(strategy, *self.build(strategy))
+        for _ in range(self.config.warmup_steps):
+            distributed.step()
+        self.synchronize()
+        step = distributed.step
+        with profiled() as profiler:
+            step()
+            self.synchronize()
+            dist.barrier()
+            self.synchronize()
+            for number in range(PROFILED_STEPS):
+                with torch.profiler.record_function(f"step {number}"):
+                    step()
+                    self.synchronize()
+        profiler.export_chrome_trace(str(self.folder / f"{name}.rank{self.rank}.trace.json"))
+        self.write(f"{name}{PROFILE}", {})
+
+    # -- collectives and numerics --------------------------------------------------------------------------------
+
+    def collectives(self) -> None:
+        """Time collectives alone: 20 at once, so that launching them takes no time."""
+        sizes_mib = (1, 4, 16, 64, 256, 1024) if self.on_gpu else (1, 4)
+        rows = []
+        for kind in KINDS:
+            for mib in sizes_mib:
+                message = distributed_step.Message(kind, mib * MIB // 4, torch.float32)
+                step = communication_only([message] * 20, self.device)
+                step()
+                wall_ms, _ = self.timed(step, 5)
+                rows.append({"kind": kind, "mib": mib, "time_ms": float(np.median(wall_ms)) / 20})
+        self.write(COLLECTIVES, rows)
+
+    def numerics(self) -> None:
+        """Compare each measured strategy's loss and gradients with one GPU that accumulates all ranks' batches."""
+        torch.set_float32_matmul_precision("highest")
+        rows = []
+        for precision in ("fp32", "bf16"):
+            expected_loss, expected = self.accumulated(precision)
+            for name in self.config.names:
+                strategy = STRATEGIES[name]
+                has_run = (self.folder / f"{name}.json").exists()
+                if has_run and strategy.control and not strategy.is_graph:
+                    errors = self.errors(strategy, precision, expected_loss, expected)
+                    rows.append({"strategy": name, "compared_in": precision} | errors)
+                    release(self.on_gpu)
+        self.write(NUMERICS, rows)
+
+    def errors(
+        self, strategy: Strategy, precision: str, expected_loss: torch.Tensor, expected: list[torch.Tensor]
+    ) -> dict[str, float]:
+        model, batch = self.build(strategy, precision)
+        loss = self.apply(strategy, model, batch).step()
+        dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+        gradients = [gradient_of(parameter) for parameter in model.parameters()]
+        return {
+            "loss_error": float(abs(loss - expected_loss) / expected_loss),
+            "gradient_error": relative_error(gradients, expected),
+        }
+
+    def accumulated(self, precision: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the mean loss and gradients of all ranks' batches, computed on this rank alone."""
+        model, _ = self.build(STRATEGIES["alone"], precision)
+        loss = torch.zeros((), device=self.device)
+        for rank in range(self.ranks):
+            tokens, targets = self.tokens(rank)
+            loss += distributed_step.compute(model, Batch(tokens, targets, precision))
+        return loss / self.ranks, [parameter.grad / self.ranks for parameter in model.parameters()]
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's whole gradient; FSDP shards it."""
+    gradient = parameter.grad
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def relative_error(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Return the norm of the difference over the norm of the expected tensors, all together."""
+    difference = torch.stack([(a.double() - b.double()).norm() for a, b in zip(tensors, expected)]).norm()
+    return float(difference / torch.stack([b.double().norm() for b in expected]).norm())
+
+
+def end_with_launcher() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def release(on_gpu: bool) -> None:
+    """Free the memory of what the process no longer uses."""
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """Return the status and reason of an error. Out of memory may hide behind a failed capture, or be NCCL's."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if is_out_of_memory(cause) or re.search("out of memory|ALLOC_FAILED", str(cause), re.IGNORECASE):
+            return "oom", error_text(cause)
+        cause = cause.__cause__ or cause.__context__
+    return "failed", error_text(error)
+
+
+def main(folder: Path, config: Config, names: list[str]) -> None:
+    threading.Thread(target=end_with_launcher, daemon=True).start()
+    rank = Rank(folder, config)
+    others = {COLLECTIVES: rank.collectives, NUMERICS: rank.numerics}
+    for name in names:
+        try:
+            if name in others:
+                others[name]()
+            elif name.endswith(PROFILE):
+                rank.profile(name.removesuffix(PROFILE))
+            else:
+                rank.measure(name)
+        except Exception as error:  # noqa: BLE001 any error of a strategy is a result
+            traceback.print_exc()
+            status, reason = describe(error)
+            # a rank that only lost its connection doesn't overwrite the cause
+            if status == "oom" or not (folder / ERROR).exists():
+                fields = {"name": name, "status": status, "reason": f"rank {rank.rank}: {reason}"}
+                write_text_durably(folder / ERROR, json.dumps(fields))
+            os._exit(1)
+        release(rank.on_gpu)
+    dist.barrier()
+    os._exit(0)  # at a normal exit, gloo may hang
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Config(**json.loads(sys.argv[2])), sys.argv[3].split(","))

@@ -1,0 +1,206 @@
+"""The ladder on a user's model: measure each optimization on top of those that helped.
+
+    ladder = Ladder(find(model, folder), config, folder)
+    ladder.measure()
+    ladder.tables      steps, kernels and modules, for the record
+    ladder.results     the model's parameters and FLOPs, and the optimizations that were kept
+
+Each optimization runs in a new process, because a failed CUDA graph, a crash or a compiler that hangs can leave a
+process unusable. An optimization is kept if its step is faster than the fastest step before it. Blocks and the
+complete model are both compiled, on top of the same optimizations, and the faster one is kept.
+"""
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from stepscope import StepscopeError, measure
+from stepscope.report.tables import number
+from stepscope.stats import MIN_LAUNCH_BOUND_GAIN, launch_bound
+from stepscope.studies.your_model.config import MEASURES, Config
+from stepscope.studies.your_model.isolation import call_isolated
+from stepscope.studies.your_model.rows import COMPILED_CODE, FP32, Job, Outcome, measure_modules, measure_row
+from stepscope.studies.your_model.source import Source
+
+COMPILED = ("compiled_blocks", "compiled_model")
+# In order. The optimizations of one group are alternatives: the fastest one is kept.
+GROUPS = (
+    ("tf32",),
+    ("channels_last",),
+    ("bf16",),
+    ("fused_adamw",),
+    COMPILED,
+    ("cuda_graph",),
+    ("bf16_weights",),
+    ("bf16_moments",),
+)
+NEEDS = {"bf16_moments": "bf16_weights"}  # also applied if it was measured but didn't help by itself
+MIN_SPEEDUP = 1.01  # of an optimization that helped
+MIN_SPEEDUP_POWER_LIMITED = 1.03
+COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
+
+
+class Ladder:
+    """Measure a model.
+
+    Args:
+        source: the function that builds it.
+        folder: for compiled code and files that the processes share.
+    """
+
+    def __init__(self, source: Source, config: Config, folder: Path):
+        self.source = source
+        self.config = config
+        self.folder = folder
+        self.outcomes: dict[str, Outcome] = {}
+        self.modules = pd.DataFrame()
+        self.kept: tuple[str, ...] = ()
+        self.eager: tuple[str, ...] = ()  # those of the last step that isn't compiled
+
+    def measure(self) -> None:
+        """Measure all optimizations.
+
+        Raises:
+            StepscopeError: the model can't be built or trained in fp32. The user's traceback is printed.
+        """
+        try:
+            best = self.call(measure_row, FP32, ())
+        except StepscopeError as error:
+            trace = getattr(error, "trace", "")
+            print(trace.replace(f"{self.source.root}/", ""))
+            raise
+        self.keep(best, FP32, (), best)
+        for group in GROUPS:
+            if group == COMPILED:
+                self.eager = self.kept
+            names = [name for name in group if name in self.config.optimizations]
+            best = self.measure_group(names, best)
+        try:
+            self.modules = self.call(measure_modules, "modules", self.eager)
+        except StepscopeError as error:
+            print(f"no time by module: {error}")
+        shutil.rmtree(self.folder / COMPILED_CODE, ignore_errors=True)
+
+    def measure_group(self, names: Sequence[str], before: Outcome) -> Outcome:
+        """Measure alternatives on top of what was kept, and keep the fastest; return the fastest step so far."""
+        best = before
+        kept = self.kept
+        for name in names:
+            needed = [NEEDS[name]] if name in NEEDS else []
+            more = [other for other in needed if other in self.outcomes and other not in kept]
+            stack = (*kept, *more, name)
+            try:
+                outcome = self.call(measure_row, name, stack)
+            except StepscopeError as error:
+                outcome = Outcome({"status": "failed", "reason": str(error)})
+            is_timed = "wall_ms" in outcome.row  # a row may be timed, but not profiled
+            reason = why_dropped(outcome, before) if is_timed else outcome.row["reason"]
+            if not reason and duration_ms(outcome) > duration_ms(best):
+                reason = "it helps, but its alternative is faster"
+            elif not reason:
+                if best is not before:
+                    best.row |= {"kept": "no", "reason": "it helps, but its alternative is faster"}
+                best = outcome
+                self.kept = stack
+            self.keep(outcome, name, stack, best, reason)
+        return best
+
+    def keep(
+        self, outcome: Outcome, name: str, stack: tuple[str, ...], best: Outcome, reason: str = ""
+    ) -> None:
+        """Complete an outcome's row, and print it."""
+        self.outcomes[name] = outcome
+        facts = self.outcomes[FP32].facts or {}
+        row = outcome.row
+        if name == "cuda_graph" and row["status"] != "ok" and facts.get("synchronizing"):
+            where = f"uncompiled, {facts['synchronizing']} reads a number from the device"
+            reason = where if reason.startswith(facts["synchronizing"]) else f"{where}; {reason}"
+        row |= {
+            "optimization": name,
+            "stack": " + ".join(stack),
+            "kept": "yes" if outcome is best and "wall_ms" in row else "no",
+            "reason": reason or row["reason"],
+            "speedup": duration_ms(self.outcomes[FP32]) / duration_ms(outcome),
+        }
+        if "wall_ms" in row:
+            flops = facts.get("flops") or math.nan  # no operator that the counter knows: unknown
+            row["mfu"] = flops / row["wall_ms"] / 1e9 / row.get("sheet_tflops", math.nan)
+        wall = number(row["wall_ms"], "ms") if "wall_ms" in row else ""
+        print(f"{name}: {'; '.join(filter(None, [wall, row['reason']]))}")
+
+    def call(self, function: Callable[[Job], Any], name: str, stack: tuple[str, ...]) -> Any:
+        """Call a function of a job in a new process.
+
+        Raises:
+            StepscopeError: the process failed, or the model can't be built or trained.
+        """
+        job = Job(self.source, self.config, self.folder, name, stack)
+        return call_isolated(function, self.config.limit_s, job)
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """One row per optimization, in the order in which they were measured."""
+        rows = [outcome.row for outcome in self.outcomes.values()]
+        steps = pd.DataFrame(rows, columns=COLUMNS)
+        return steps.assign(inconsistent=steps["inconsistent"].astype(object).fillna("").astype(str))
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        kernels = [outcome.kernels for outcome in self.outcomes.values() if outcome.kernels is not None]
+        tables = {"steps": self.steps, "modules": self.modules}
+        if kernels:
+            tables["kernels"] = pd.concat(kernels, ignore_index=True).drop(columns="batch_size")
+        return {name: table for name, table in tables.items() if len(table)}
+
+    @property
+    def results(self) -> dict[str, Any]:
+        facts = self.outcomes[FP32].facts or {}
+        return facts | {"kept": " + ".join(self.kept), "eager": " + ".join(self.eager)}
+
+
+def is_launch_bound(row: Mapping[str, Any]) -> bool:
+    if "enqueue_ms" not in row:
+        return False
+    return launch_bound(row.get("busy", math.nan), row["enqueue_ms"], row.get("gpu_ms", math.nan))
+
+
+def duration_ms(outcome: Outcome) -> float:
+    """Return the time by which steps are compared: the median, or the fastest if the step is launch-bound."""
+    row = outcome.row
+    return row.get("wall_min_ms" if is_launch_bound(row) else "wall_ms", math.nan)
+
+
+def why_dropped_launch_bound(row: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Return why an optimization isn't kept if one of the two steps waits for its launches.
+
+    Such steps repeat less well, so their wall times must differ by more. An optimization that saves GPU time is
+    kept even if the step then waits for the host, because a later CUDA graph shows the gain.
+    """
+    speedup = before.get("wall_min_ms", math.nan) / row.get("wall_min_ms", math.nan)
+    gpu_speedup = before.get("gpu_ms", math.nan) / row.get("gpu_ms", math.nan)
+    is_faster = speedup > 1 + MIN_LAUNCH_BOUND_GAIN
+    saves_gpu_time = gpu_speedup > MIN_SPEEDUP_POWER_LIMITED and speedup > 1 / (1 + MIN_LAUNCH_BOUND_GAIN)
+    if is_faster or saves_gpu_time or math.isnan(speedup):
+        return ""
+    faster = f"no faster: {number(speedup, 'x')} the speed of the last kept step"
+    return f"{faster}, and one of the two waits for its launches"
+
+
+def why_dropped(outcome: Outcome, before: Outcome) -> str:
+    """Return why an optimization isn't kept; empty if its loss is finite and it is faster by more than noise."""
+    row = outcome.row
+    if not math.isfinite(row.get("loss_error", 0.0)):
+        return "its loss isn't finite"
+    if is_launch_bound(row) or is_launch_bound(before.row):
+        return why_dropped_launch_bound(row, before.row)
+    speedup = duration_ms(before) / duration_ms(outcome)
+    min_speedup = MIN_SPEEDUP_POWER_LIMITED if measure.is_power_limited(row) else MIN_SPEEDUP
+    if speedup > min_speedup or math.isnan(speedup):  # if the step before doesn't fit, it has no time
+        return ""
+    if outcome.signature is not None and outcome.signature == before.signature:
+        return "it changes nothing: operations, loss, optimizer and launch are those of the last kept step"
+    return f"no faster: {number(speedup, 'x')} the speed of the last kept step"

@@ -1,0 +1,183 @@
+"""Measure one row of the ladder, or the time by module, in this process, which then ends."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from timeit import default_timer
+from typing import Any
+
+import pandas as pd
+import torch
+
+from stepscope import measure
+from stepscope.ladder.loop import Case, Loop
+from stepscope.optimizations import any_model
+from stepscope.optimizations.transforms import TrainedSubject, Transform, Unsupported, apply
+from stepscope.studies.your_model.config import Config
+from stepscope.studies.your_model.modules import time_by_module
+from stepscope.studies.your_model.source import ModelError, Source, reseed, user_line
+from stepscope.studies.your_model.subject import UserSubject, examine, make_subject
+
+FP32 = "fp32"
+COMPILED_CODE = "compiled"  # a subfolder of the job's
+SMALL = 10**6  # parameters below which a CPU's threads take longer to synchronize than to compute
+
+
+@dataclass
+class Job:
+    """What a process measures: a model with some optimizations.
+
+    name: of the row, which needs the last optimization of the stack.
+    folder: for compiled code and fp32's gradients, which the processes share.
+    """
+
+    source: Source
+    config: Config
+    folder: Path
+    name: str
+    stack: tuple[str, ...]
+
+    @property
+    def transforms(self) -> list[Transform]:
+        return [getattr(any_model, name) for name in self.stack]
+
+    @property
+    def gradients(self) -> Path:
+        return self.folder / "fp32.pt"
+
+    def build(self, batch_size: int = 1) -> UserSubject:
+        """Build the subject without optimizations. The user's batch counts as one."""
+        config = self.config
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "inductor")
+        os.environ["TRITON_CACHE_DIR"] = str(self.folder / COMPILED_CODE / "triton")
+        measure.prepare(config.device)
+        subject = make_subject(self.source, config.keywords, config.device, config.seed)
+        parameters = sum(parameter.numel() for parameter in subject.parameters.values())
+        if parameters < SMALL and config.device == "cpu":
+            import torch._inductor.config as inductor  # imported lazily: it loads the compiler
+
+            torch.set_num_threads(1)
+            inductor.compile_threads = 1  # because starting workers takes longer than compiling
+        return subject
+
+
+@dataclass
+class Outcome:
+    """The result of a job.
+
+    row: of the table of steps.
+    kernels: of the profiled step; None if it wasn't profiled.
+    signature: a step with the same signature does the same work; None if that is unknown.
+    facts: of the model, from fp32.
+    """
+
+    row: dict[str, Any]
+    kernels: pd.DataFrame | None = None
+    signature: Any = None
+    facts: dict[str, Any] | None = None
+
+
+class RowLoop(Loop):
+    """The ladder's loop for one case, in which the user's code may raise anything."""
+
+    def __init__(self, job: Job):
+        super().__init__(job.config)
+        self.job = job
+        self.facts: dict[str, Any] | None = None
+        if job.name != FP32 and job.gradients.is_file():
+            self.fp32_gradients[1] = torch.load(job.gradients)
+
+    def prepare(self, case: Case) -> TrainedSubject:
+        subject = super().prepare(case)
+        if "bf16_weights" in self.job.stack and 1 in self.fp32_gradients:
+            # In a CUDA graph, MasterAdamW updates all of its parameters. It leaves out the frozen ones.
+            _, gradients = self.fp32_gradients[1]
+            for name, parameter in subject.parameters.items():
+                parameter.requires_grad_(name in gradients)
+        return subject
+
+    def measure(self) -> Outcome:
+        job = self.job
+        case = Case(job.name, 1, job.build, job.transforms, needed=job.transforms[-1:])
+        self.cases = [case]
+        self.visit(case, self.first_step, self.time_eager)
+        if "wall_ms" not in case.row:
+            self.visit(case, self.time_steps)  # loaded again, because compiling fragments the memory
+        self.visit(case, self.profile_steps)
+        self.repeat_impossible()
+        kernels = self.kernels.get((case.name, 1))
+        signature = None
+        if kernels is not None and (
+            self.on_gpu or not case.compiles
+        ):  # a CPU's profile shows no compiled code
+            signature = case.numbers, [*zip(kernels["name"], kernels["count"])]
+        sheet_tflops = measure.sheet_tflops(case.precision, self.device)
+        return Outcome(case.row | {"sheet_tflops": sheet_tflops}, kernels, signature, self.facts)
+
+    def visit(self, case: Case, *parts: Any) -> None:
+        try:
+            super().visit(case, *parts)
+        except ModelError:
+            raise
+        except Exception as error:  # noqa: BLE001  the user's code raises anything
+            if case.row.get("status", "ok") != "ok" or case.row.get("reason"):
+                return  # the first error is the cause; after a CUDA error, everything raises
+            reason = self.reason_of(error)
+            is_timed = "wall_ms" in case.row
+            case.row |= (
+                {"reason": f"not profiled: {reason}"} if is_timed else {"status": "failed", "reason": reason}
+            )
+
+    def reason_of(self, error: BaseException) -> str:
+        if isinstance(error, Unsupported):  # the message of the transform itself
+            return str(error)
+        # The first error, because ending a failed capture fails as well, but doesn't say why.
+        first = error
+        while first.__context__ is not None and not first.__suppress_context__:
+            first = first.__context__
+        return f"{user_line(error)}{type(first).__name__}: {super().reason_of(first)}"
+
+    def first_step(self, case: Case, subject: TrainedSubject) -> None:
+        assert isinstance(subject, UserSubject)
+        is_fp32 = case.name == FP32
+        if is_fp32:
+            self.facts = examine(subject)
+        else:
+            self.compile_s[case.program] = self.time_first_call(subject)
+        reseed(self.config.seed)  # for models that skip layers or change images at random
+        super().first_step(case, subject)
+        if is_fp32:
+            torch.save(self.fp32_gradients[1], self.job.gradients)
+        loss, optimizer, moments, launch = case.numbers
+        layouts = [
+            tensor.stride() for tensor in subject.batch[0].values() if isinstance(tensor, torch.Tensor)
+        ]
+        case.numbers = loss, optimizer.__name__, moments, launch.__name__, layouts
+
+    def time_first_call(self, subject: UserSubject) -> float:
+        """Return how many seconds the first call takes, with dropout as in the timed steps.
+
+        With dropout off, as for the numerics, other code is compiled.
+        """
+        start = default_timer()
+        subject.gradients()
+        measure.synchronizer(self.device)()
+        return default_timer() - start
+
+
+def measure_row(job: Job) -> Outcome:
+    """Measure the row of a job.
+
+    Raises:
+        ModelError: the model can't be built or trained.
+    """
+    return RowLoop(job).measure()
+
+
+def measure_modules(job: Job) -> pd.DataFrame:
+    """Return the time by module of a job's eager step, see :func:`time_by_module`."""
+    subject = job.build()
+    apply(job.transforms, subject)
+    subject.find_parameters()
+    subject.load(job.config.seed)
+    return time_by_module(subject, job.config.device)

@@ -1,0 +1,203 @@
+"""Find the function that builds a user's model, import its file, and call it.
+
+Only :func:`build` runs the user's code; :func:`find` reads the file's text. Whatever is wrong with the file, the
+function or what it returns is a :class:`ModelError`, whose message is one sentence.
+"""
+
+import hashlib
+import importlib
+import inspect
+import linecache
+import os
+import random
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stepscope import PACKAGE, StepscopeError
+from stepscope.config import truncated_repr
+from stepscope.measure.oom import error_text
+from stepscope.model.training_step import is_out_of_memory
+
+# An environment variable: the model of a run, as given on the command line. The record doesn't contain the path.
+MODEL = "STEPSCOPE_MODEL"
+EXPECTED = "(model, batch) or (model, batch, loss), where batch is a dict of the model's arguments"
+# Files of these folders aren't the user's. Python's own folder may contain that of installed packages.
+LIBRARIES = (str(PACKAGE), str(Path(torch.__file__).parent), "<")
+COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # variables: folders of generated code
+PYTHON = sysconfig.get_path("stdlib")
+
+
+class ModelError(StepscopeError, ValueError):
+    """A model that can't be measured. ``trace`` is the traceback of the user's code, or empty."""
+
+    def __init__(self, message: str, trace: str = ""):
+        super().__init__(message)
+        self.trace = trace
+
+
+@dataclass(frozen=True)
+class Source:
+    """The function that builds a model.
+
+    place: as :func:`find` takes it, from any folder.
+    path, root, module: its file, the folder to import from, and the module's name there.
+    name: what the record calls it, "mine:build".
+    digest: of the file's text.
+    """
+
+    place: str
+    path: Path
+    root: Path
+    module: str
+    function: str
+    name: str
+    digest: str
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields of a configuration that identify this model."""
+        return {"model": self.name, "source": self.digest}
+
+
+def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
+    """Find a model's function, without running its file.
+
+    Args:
+        model: "FILE.py:FUNCTION", "package.module:FUNCTION", or a function of a notebook's cell.
+        folder: for a copy of the cell.
+        digest: of the file's text when a sweep requested this run. The sweep's environment then names the model.
+
+    Raises:
+        ModelError: there is no such file or function, or its text has changed.
+    """
+    if digest:
+        model = os.environ.get(MODEL, "")
+    elif callable(model):
+        cell = linecache.getlines(inspect.getfile(model))
+        path = folder / "cell.py"
+        path.write_text("".join(cell), encoding="utf-8")
+        model = f"{path}:{model.__name__}"
+    place, _, function = str(model).rpartition(":")
+    is_file = place.endswith(".py")
+    if not place or not function.isidentifier():
+        expected = "FILE.py:FUNCTION or package.module:FUNCTION"
+        raise ModelError(f"model: got {truncated_repr(model)}, but expected {expected}")
+    name = place if is_file else f"{place.replace('.', '/')}.py"
+    roots = [""] if is_file else ["", *sys.path]
+    paths = [Path(root, name).absolute() for root in roots]
+    path = next(filter(Path.is_file, paths), paths[0])
+    if not path.is_file():
+        raise ModelError(f"model: there is no file {path.name} for {truncated_repr(place)}")
+    content = path.read_bytes()
+    definition = rf"^(?:def|class) {function}\b|^{function}\b *=|^from .*\b{function}\b"
+    if not re.search(definition.encode(), content, re.MULTILINE):
+        raise ModelError(f"{path.name}: has no function {function}")
+    root, module = (path.parent, path.stem) if is_file else (path.parents[place.count(".")], place)
+    words = [re.sub("[^A-Za-z0-9]+", "_", word).strip("_") for word in (module, function)]
+    source = Source(
+        f"{path if is_file else place}:{function}",
+        path,
+        root,
+        module,
+        function,
+        ":".join(words),
+        hashlib.sha256(content).hexdigest()[:12],
+    )
+    if digest not in ("", source.digest):
+        raise ModelError(f"{path.name} was edited since the run was requested; give the command again")
+    return source
+
+
+def build(source: Source, keywords: dict[str, Any], device: str, seed: int) -> tuple[Any, ...]:
+    """Import the file and call the function on the device; return the checked (model, batch, loss or None).
+
+    Raises:
+        ModelError: the file or the function raises, or returns something that can't be trained.
+    """
+    sys.path.insert(0, str(source.root))
+    reseed(seed)
+    try:
+        module = importlib.import_module(source.module)
+        if not source.path.samefile(str(module.__file__)):
+            raise ModelError(f"{source.path.name} has the name of another module: rename the file")
+        with torch.device(device):
+            built = getattr(module, source.function)(**keywords)
+    except ModelError:
+        raise
+    except Exception as error:  # noqa: BLE001  the user's code raises anything
+        if is_out_of_memory(error):
+            raise ModelError(f"the model doesn't fit into the memory: {error_text(error)}") from None
+        raise raised(source.function, error) from None
+    return checked(built, device)
+
+
+def reseed(seed: int) -> None:
+    """Seed every generator of random numbers that a model may use."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def raised(what: str, error: BaseException) -> ModelError:
+    """Return a ModelError about an exception of the user's code, with the traceback from the user's first line."""
+    frames = error.__traceback__
+    while frames and not is_users(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    trace = "".join(traceback.format_exception(type(error), error, frames))
+    return ModelError(f"{user_line(error)}{what} raised {type(error).__name__}: {error_text(error)}", trace)
+
+
+def checked(built: Any, device: str) -> tuple[Any, ...]:
+    """Return what ``build`` returned as (model, batch, loss or None).
+
+    Raises:
+        ModelError: it can't be trained on this device.
+    """
+    parts = built if isinstance(built, tuple) else (built,)
+    types = [type(part) for part in parts]
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module) or not isinstance(parts[1], dict):
+        names = ", ".join(one.__name__ for one in types)
+        raise ModelError(f"build returned {truncated_repr(names)}, but expected {EXPECTED}")
+    model, batch, loss = (*parts, None)[:3]
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError("the model has no parameters to train")
+    for name, tensor in [*model.named_parameters(), *batch.items()]:
+        if isinstance(tensor, Tensor) and tensor.device.type != device:
+            raise ModelError(
+                f"{truncated_repr(name)} is on {tensor.device.type}, but expected {device}: build runs under"
+                f' torch.device("{device}"), so create it there or move it with .to("{device}")'
+            )
+    return model, batch, loss
+
+
+def user_line(error: BaseException | None) -> str:
+    """Return the innermost line of the user's code or its packages in an error's traceback, as "router.py:41: ";
+    empty if there is none."""
+    while error is not None:
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        places += re.findall(r'File "([^"]+)", line (\d+)', str(error))  # torch.compile names it in the text
+        for file, line in reversed(places):
+            if is_users(file):
+                return f"{Path(file).name}:{line}: "
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is neither Python's, PyTorch's nor ours; a package such as transformers is."""
+    is_pythons = file.startswith(PYTHON) and "-packages" not in file
+    caches = [os.environ[name] for name in COMPILER_CACHES if os.environ.get(name)]
+    is_generated = (
+        file.startswith(tuple(caches)) or "/torchinductor_" in file or "/site-packages/triton/" in file
+    )
+    return not is_pythons and not is_generated and not file.startswith(LIBRARIES)

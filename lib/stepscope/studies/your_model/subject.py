@@ -1,0 +1,195 @@
+"""A user's model as a subject of the ladder's transforms, and facts about its fp32 step."""
+
+import inspect
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from stepscope.model.training_step import is_out_of_memory
+from stepscope.optimizations.any_model import default_adamw
+from stepscope.optimizations.transforms import TrainedSubject
+from stepscope.studies.your_model.source import ModelError, Source, build, is_users, raised
+
+# Operators that wait for the GPU, because the CPU needs their result or its shape.
+SYNCHRONIZING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2")
+
+
+class UserSubject(TrainedSubject):
+    """A subject whose weights and batch come from the user's function, and stay on the device."""
+
+    def load(self, seed: int) -> None:
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        # PyTorch lets convolutions use TF32 by default, but the fp32 row should be fp32. The public flag can't be
+        # set once a model's code has imported torch.testing._internal.
+        torch._C._set_cudnn_allow_tf32(self.matmul_precision != "highest")
+        self.optimizer = self.make_optimizer(self.model)
+        self.batch = self.make_batch()
+        self.step = self.eager_step
+
+    def unload(self) -> None:
+        self.optimizer = None
+        self.__dict__.pop("step", None)
+        self.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def without_randomness(self):
+        return without_dropout(self.model)
+
+
+def make_subject(source: Source, keywords: dict[str, Any], device: str, seed: int) -> UserSubject:
+    """Build the user's model as a subject.
+
+    Raises:
+        ModelError: see :func:`build`.
+    """
+    model, batch, loss = build(source, keywords, device, seed)
+    compute = partial(given_loss, loss, accepted(model, batch)) if loss else own_loss
+    return UserSubject(model.train(), (), compute, make_batch=lambda: (batch,), make_optimizer=default_adamw)
+
+
+def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return the loss of a model that computes it: its output, or the output's entry or attribute ``loss``."""
+    output = model(**batch)
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return output if isinstance(output, Tensor) else getattr(output, "loss", None)
+
+
+def given_loss(loss: Any, names: list[str], model: nn.Module, batch: Mapping[str, Any]) -> Any:
+    """Return ``loss(output, batch)`` of a model that takes these entries of the batch."""
+    return loss(model(**{name: batch[name] for name in names}), batch)
+
+
+def accepted(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """Return the names of the batch's entries that the model's ``forward`` accepts."""
+    parameters = inspect.signature(model.forward).parameters
+    accepts_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in batch if accepts_all or name in parameters]
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set every dropout rate of a model to 0 for the block.
+
+    A rate is a float attribute with "drop" in its name, or the attribute ``p`` of a module with "drop" or
+    "StochasticDepth" in its type's name.
+    """
+    rates = []
+    for module in model.modules():
+        type_name = type(module).__name__.lower()
+        is_dropout = "drop" in type_name or "stochasticdepth" in type_name
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
+                rates.append((module, name, value))
+    for module, name, _ in rates:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in rates:
+            setattr(module, name, value)
+
+
+def _grouped_matmul_flops(a, b, *_, out_shape=None, **options) -> int:
+    """Return the FLOPs of a grouped matmul, such as a mixture of experts, from the shapes of its inputs."""
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
+def _recurrent_flops(x, weights, second_weight, *_, **options) -> int:
+    """Return the FLOPs of an LSTM, GRU or RNN from the shapes of its inputs: each matrix multiplies each token.
+
+    cuDNN gets all weights of all layers as a list, and oneDNN the two matrices of one layer.
+    """
+    shapes = weights if isinstance(weights, list) else [weights, second_weight]
+    return 2 * math.prod(x[:-1]) * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+
+
+def _recurrent_backward_flops(*inputs, **options) -> int:
+    return 2 * _recurrent_flops(*inputs)  # the gradients of inputs and of weights
+
+
+# FLOPs of operators that torch's counter doesn't know.
+FLOPS = {
+    getattr(torch.ops.aten, name): formula
+    for name, formula in {
+        "_grouped_mm": _grouped_matmul_flops,
+        "_cudnn_rnn": _recurrent_flops,
+        "_cudnn_rnn_backward": _recurrent_backward_flops,
+        "mkldnn_rnn_layer": _recurrent_flops,
+        "mkldnn_rnn_layer_backward": _recurrent_backward_flops,
+    }.items()
+    if hasattr(torch.ops.aten, name)  # PyTorch's older versions lack some
+}
+
+
+def examine(subject: UserSubject) -> dict[str, Any]:
+    """Run forward and backward once, check the loss and the gradients, and return facts for the record.
+
+    Returns:
+        parameters: their number.
+        flops: of forward and backward, as ``torch.utils.flop_counter`` counts them.
+        synchronizing: lines of the user's code that wait for the GPU, such as "router.py:41".
+
+    Raises:
+        ModelError: the step raises, the loss isn't a scalar, or no parameter gets a gradient.
+    """
+    device = next(iter(subject.parameters.values())).device.type
+    watch = SynchronizationWatch(device)
+    counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
+    try:
+        with counter, watch:
+            loss = subject.loss(subject.model, *subject.batch)  # type: ignore[misc]
+            if isinstance(loss, Tensor) and not loss.dim() and loss.requires_grad:
+                loss.backward()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise raised("the model", error) from None
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ModelError(
+            f"the loss is {got}, but expected a scalar tensor, or an output that has one as its loss"
+        )
+    if all(parameter.grad is None for parameter in subject.parameters.values()):
+        raise ModelError("no parameter gets a gradient from the loss")
+    subject.reset()
+    return {
+        "parameters": sum(parameter.numel() for parameter in subject.parameters.values()),
+        "flops": counter.get_total_flops(),
+        "synchronizing": ", ".join(watch.lines),
+    }
+
+
+class SynchronizationWatch(TorchDispatchMode):
+    """Collects the lines of the user's code whose operators would wait for a GPU. It works on a CPU, too.
+
+    Args:
+        device: the type of the model's device; tensors elsewhere can be read without waiting.
+    """
+
+    supports_higher_order_operators = True  # such as FlexAttention's
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.lines: dict[str, None] = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        packet = getattr(operator, "overloadpacket", operator)
+        is_on_device = bool(args) and isinstance(args[0], Tensor) and args[0].device.type == self.device
+        if is_on_device and getattr(packet, "__name__", "") in SYNCHRONIZING:
+            frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
+            for frame in frames[-1:]:
+                self.lines[f"{Path(frame.filename).name}:{frame.lineno}"] = None
+        return operator(*args, **(kwargs or {}))

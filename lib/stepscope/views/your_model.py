@@ -1,0 +1,37 @@
+"""Views of the study of your own model: its optimizations, and the modules of its last eager step."""
+
+import math
+
+import pandas as pd
+
+from stepscope.report.tables import quartiles
+from stepscope.studies.your_model.tables import CONFIG, SCHEMAS
+from stepscope.views import Views, view
+from stepscope.views.ladder import NAMES
+
+OTHER_NAMES = {"fp32": "fp32", "channels_last": "channels last", "compiled_model": "compiled model"}
+# Columns that the ladder's figure draws: its references don't exist for any model.
+DRAWN = {"reference_ms": math.nan, "sustained_reference_ms": math.nan}
+
+
+@view(
+    key=[*CONFIG, "optimization"],
+    columns=[*[*SCHEMAS["steps"].columns][1:], "name", "quartiles", *DRAWN],
+    studies=["your_model"],
+)
+def model_steps(data: Views) -> pd.DataFrame:
+    """Return one row per optimization of a user's model, in the order in which they were measured."""
+    steps = data.table("your_model.steps")
+    return steps.assign(
+        name=steps["optimization"].map(NAMES | OTHER_NAMES), quartiles=quartiles(steps), **DRAWN
+    )
+
+
+@view(
+    key=[*CONFIG, "module"],
+    columns=["type", "modules", "forward_ms", "backward_ms", "total_ms"],
+    studies=["your_model"],
+)
+def model_modules(data: Views) -> pd.DataFrame:
+    """Return the GPU time of each module of the last eager step; on a CPU, that of its operators."""
+    return data.table("your_model.modules")

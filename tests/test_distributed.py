@@ -1,0 +1,242 @@
+"""Test the step on several ranks: strategies, controls, profiles of ranks, and ranks that fail."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import psutil
+import pytest
+
+from stepscope import PROJECT
+from stepscope.config import ConfigError, configure
+from stepscope.model.flops import parameter_count
+from stepscope.optimizations.distributed_step import Distributed, adamw, alone, training_step
+from stepscope.studies.distributed import launch
+from stepscope.studies.distributed.config import STRATEGIES
+from stepscope.studies.distributed.launch import measure_strategies
+from stepscope.studies.distributed.tables import PARTS, SCHEMAS, bandwidth, efficiency, memory, slowdown
+
+TINY = {
+    "size": "nano",
+    "context_length": 32,
+    "vocab_size": 200,
+    "batch_size": 2,
+    "device": "cpu",
+    "compile": "none",
+}
+
+
+def flat(model, batch):
+    """Never average the gradients: a fault that the numerics must find."""
+    return Distributed(training_step(model, adamw(model), batch), list)
+
+
+def overlapped(model, batch):
+    """End rank 1 without a word."""
+    import os  # the ranks get only this function's source
+
+    if dist.get_rank() == 1:  # noqa: F821 defined by the script
+        os._exit(3)
+    return alone(model, batch)
+
+
+def slept(step, seconds):
+    """Sleep before each step; a helper that the next function calls."""
+    import time
+
+    def late_step():
+        time.sleep(seconds)
+        return step()
+
+    return late_step
+
+
+def zero1(model, batch):
+    """Average the gradients after rank 1 has slept for 0.3 s."""
+    distributed = naive(model, batch)  # noqa: F821 defined by the script
+    seconds = 0.3 if dist.get_rank() == 1 else 0  # noqa: F821
+    return Distributed(slept(distributed.step, seconds), distributed.messages)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return configure(
+        "distributed",
+        **TINY,
+        strategies=[
+            "alone",
+            "naive",
+            "flat",
+            "overlapped",
+            "ddp_alone",
+            "ddp_25_mib",
+            "fsdp_alone",
+            "fsdp",
+            "zero1",
+        ],
+        timed_steps=5,
+        warmup_steps=4,
+        collectives=True,
+        numerics=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(config):
+    return measure_strategies(config, flat=flat, overlapped=overlapped, slept=slept, zero1=zero1)
+
+
+@pytest.fixture(scope="module")
+def steps(results):
+    return results.steps.set_index("strategy")
+
+
+def test_tables_match_their_schemas(results):
+    for name, schema in SCHEMAS.items():
+        schema.validate(results.tables[name])
+
+
+def test_parts_of_each_rank_add_up_to_its_profiled_step(results):
+    ranks = results.ranks
+    assert ranks.groupby("strategy").size().eq(2).all()
+    total_ms = ranks[[f"{part}_ms" for part in PARTS]].sum(axis=1)
+    assert total_ms.to_numpy() == pytest.approx(ranks["profiled_ms"].to_numpy(), rel=1e-3)
+
+
+def test_controls_do_not_communicate(results, steps):
+    controls = [name for name, strategy in STRATEGIES.items() if not strategy.control and name in steps.index]
+    assert len(controls) == 3
+    communication_ms = results.ranks.groupby("strategy")["communication_ms"].max()
+    assert (communication_ms[controls] == 0).all() and (steps.loc[controls, "messages"] == 0).all()
+    assert (communication_ms[["naive", "ddp_25_mib", "fsdp"]] > 0).all()
+
+
+def test_messages_contain_each_gradient_once(config, steps):
+    assert steps.loc["naive", "parameters"] == parameter_count(config)
+    gradient_gib = 4 * parameter_count(config) / 2**30
+    assert steps.loc["naive", "message_gib"] == pytest.approx(gradient_gib)
+    assert steps.loc["ddp_25_mib", "message_gib"] == pytest.approx(gradient_gib)
+    gathered_and_reduced = steps.loc["fsdp", "message_gib"]
+    assert gradient_gib < gathered_and_reduced < 2 * gradient_gib  # gathers are in bf16, some of them twice
+
+
+def test_ranks_compute_the_gradients_of_one_accumulating_rank_unless_they_do_not_average(results):
+    errors = results.numerics.pivot(index="strategy", columns="compared_in", values="gradient_error")
+    assert (errors.loc[["naive", "ddp_25_mib", "fsdp"], "fp32"] <= 1e-5).all()
+    assert (errors.loc[["naive", "ddp_25_mib", "fsdp"], "bf16"] <= 1e-2).all()
+    assert (errors.loc["flat"] > 0.1).all()
+
+
+def test_delay_on_one_rank_is_waiting_of_the_other(results):
+    ranks = results.ranks.set_index(["strategy", "rank"])
+    on_time, late = ranks.loc[("zero1", 0)], ranks.loc[("zero1", 1)]
+    added_ms = on_time["waiting_ms"] - ranks.loc[("naive", 0), "waiting_ms"]
+    assert added_ms == pytest.approx(300, rel=0.3)
+    assert late["waiting_ms"] < 150 and late["idle_ms"] > 250
+    assert late["arrives_last"] >= 1
+
+
+def test_dead_rank_is_a_row_and_later_strategies_are_measured(steps):
+    assert steps.loc["overlapped", "status"] == "failed"
+    assert re.search("rank 0|ended with", steps.loc["overlapped", "reason"])  # whoever notices it first
+    assert (steps.drop(index="overlapped")["status"] == "ok").all()
+
+
+def test_rank_that_hangs_is_ended_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "FIRST_LIMIT_S", 0.5)
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert launch._wait(process, tmp_path, ["naive"]) == "a rank hung: no result after 0.5 s"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+def test_ranks_end_with_a_killed_parent(tmp_path):
+    program = (
+        "from stepscope.config import configure\n"
+        "from stepscope.studies.distributed.launch import measure_strategies\n"
+        f"if __name__ == '__main__': measure_strategies(configure('distributed', **{TINY}, timed_steps=50))"
+    )
+    (tmp_path / "program.py").write_text(program)
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "program.py")], env=None)
+    processes = psutil.Process(parent.pid)
+    deadline = time.monotonic() + 60
+    while len(children := processes.children(recursive=True)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(children) >= 3  # torchrun and two ranks
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+
+
+def test_script_trains_on_two_ranks():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
+    for name, value in {
+        "width": 32,
+        "hidden": 64,
+        "layers": 1,
+        "heads": 2,
+        "vocabulary": 100,
+        "context": 16,
+    }.items():
+        command.append(f"--{name}={value}")
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
+    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120)
+    assert "ddp: " in done.stdout and "on 2 ranks" in done.stdout, done.stderr[-2000:]
+
+
+def test_script_in_the_docs_is_the_measured_one():
+    name = "distributed_step.py"
+    assert (PROJECT / "docs" / name).read_text() == (
+        PROJECT / "lib/stepscope/optimizations" / name
+    ).read_text()
+
+
+def test_graphs_need_a_gpu():
+    with pytest.raises(ConfigError, match="strategies: got ddp_graph, but CUDA graphs need a GPU"):
+        configure("distributed", **TINY, strategies=["ddp_graph"])
+
+
+def test_derived_tables_compare_a_strategy_with_its_control():
+    steps = pd.DataFrame(
+        {
+            "strategy": ["alone", "naive"],
+            "control": ["", "alone"],
+            "tokens_per_s": [200.0, 150.0],
+            "messages": [0, 4],
+            "message_gib": [0.0, 1.0],
+            "communication_only_ms": [float("nan"), 10.0],
+            "parameters": 2**26,
+            **dict.fromkeys(["built_gib", "peak_backward_gib", "peak_optimizer_gib", "reserved_gib"], 1.0),
+        }
+    )
+    compared = efficiency(steps, 2)
+    assert compared["efficiency"].tolist() == [1.0, 0.75] and compared["times_one_gpu"].tolist() == [2.0, 1.5]
+    kernels = pd.DataFrame(
+        [
+            ("alone", 0, "matrix multiply", 5, 8.0),
+            ("alone", 1, "matrix multiply", 5, 12.0),
+            ("alone", 0, "copy and cast", 5, 1.0),
+            ("naive", 0, "matrix multiply", 5, 11.0),
+            ("naive", 1, "matrix multiply", 5, 13.0),
+            ("naive", 0, "copy and cast", 9, 9.0),  # others than the control's
+            ("naive", 0, "communication", 4, 50.0),
+        ],
+        columns=["strategy", "rank", "kernel_category", "count", "gpu_ms"],
+    )
+    slower = slowdown(steps, kernels).set_index("kernel_category")["slowdown"]
+    assert slower.to_dict() == pytest.approx({"matrix multiply": 0.2, "all": 0.2})
+    ranks = pd.DataFrame({"strategy": ["naive", "naive"], "transfer_total_ms": [20.0, 20.0]})
+    table = bandwidth(steps, ranks, 4).iloc[0]
+    sent_gb = 1.5 * 2**30 / 1e9  # 2 (n - 1) / n of one GiB
+    assert table["in_step_gb_s"] == pytest.approx(sent_gb / 0.02)
+    assert table["alone_gb_s"] == pytest.approx(sent_gb / 0.01)
+    sharded = pd.concat([steps, steps.iloc[[1]].assign(strategy="fsdp", control="fsdp_alone")])
+    states_gib = memory(sharded, 4)["states_gib"]
+    assert states_gib.tolist() == [1.0, 1.0, 0.25]

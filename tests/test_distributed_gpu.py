@@ -1,0 +1,63 @@
+"""Test the step on two GPUs: a delay planted on one of them, and CUDA graphs that communicate.
+
+python -m pytest tests/test_distributed_gpu.py
+"""
+
+import pytest
+import torch
+
+from stepscope.config import configure
+from stepscope.optimizations.distributed_step import Distributed, graph_adamw, in_graph, training_step
+from stepscope.studies.distributed.launch import measure_strategies
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "device": "cuda"}
+
+
+def averaged(model, batch, cycles):
+    """Average the gradients after the GPU has spun, all in one CUDA graph, so that the host doesn't matter."""
+
+    def average_gradients():
+        if cycles:
+            torch.cuda._sleep(cycles)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG)  # noqa: F821 defined by the script
+
+    step = training_step(model, graph_adamw(model), batch, average_gradients)
+    return in_graph(lambda: Distributed(step, list), model)
+
+
+def flat(model, batch):
+    return averaged(model, batch, 0)
+
+
+def overlapped(model, batch):
+    """Let rank 1's GPU spin for 20 ms between backward and the averaging."""
+    for _ in range(2):  # the first time loads the kernel
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(10**8)
+        end.record()
+        torch.cuda.synchronize()
+    cycles = int(10**8 * 20 / start.elapsed_time(end))
+    return averaged(model, batch, cycles if dist.get_rank() == 1 else 0)  # noqa: F821
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    strategies = ["flat", "overlapped", "ddp_alone_graph", "ddp_graph"]
+    config = configure("distributed", **SMALL, strategies=strategies)
+    results = measure_strategies(config, averaged=averaged, flat=flat, overlapped=overlapped)
+    assert (results.steps["status"] == "ok").all(), results.steps["reason"].tolist()
+    return results.ranks.set_index(["strategy", "rank"])
+
+
+def test_delay_on_alone_is_found_and_blamed_on_its_rank(ranks):
+    added_ms = ranks.loc[("overlapped", 0), "waiting_ms"] - ranks.loc[("flat", 0), "waiting_ms"]
+    assert added_ms == pytest.approx(20, rel=0.05)
+    assert ranks.loc[("overlapped", 1), "arrives_last"] >= 1
+
+
+def test_graph_contains_the_communication(ranks):
+    assert ranks.loc["ddp_graph", "communication_ms"].min() > 0
+    assert (ranks.loc["ddp_alone_graph", "communication_ms"] == 0).all()

@@ -1,0 +1,691 @@
+"""Test the ladder on a user's model: bad input, isolation, what is kept, time by module, and complete runs."""
+
+import functools
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from conftest import record_of
+from stepscope.config import ConfigError, configure
+from stepscope.optimizations import any_model
+from stepscope.report import machine
+from stepscope.report.load import load, read
+from stepscope.runs.notebook import _write
+from stepscope.runs.run import make_run
+from stepscope.studies.your_model import loop, source
+from stepscope.studies.your_model.config import OPTIMIZATIONS, Config
+from stepscope.studies.your_model.isolation import ProcessFailed, call_isolated
+from stepscope.studies.your_model.loop import Ladder, why_dropped, why_dropped_launch_bound
+from stepscope.studies.your_model.modules import ELSEWHERE, folded_paths
+from stepscope.studies.your_model.rows import Job, Outcome, RowLoop, measure_modules
+from stepscope.studies.your_model.source import MODEL, ModelError, find
+from stepscope.studies.your_model.subject import FLOPS, examine, make_subject, without_dropout
+from stepscope.studies.your_model.tables import SCHEMAS
+
+MODELS = Path(__file__).parent / "models"
+EAGER = ["fp32", "channels_last", "bf16", "fused_adamw"]
+HEAD = "import torch\nfrom torch import nn\n"
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch):
+    """Forget the models that a test imports in this process, instead of in one of its own."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("mine", *[path.stem for path in MODELS.glob("*.py")]):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a model's file and finds its function ``build``."""
+
+    def make(text, name="mine.py"):
+        path = tmp_path / name
+        path.write_text(text if "import" in text else HEAD + text)
+        return find(f"{path}:build", tmp_path)
+
+    return make
+
+
+def configuration(place, **fields):
+    return configure(
+        "your_model", **{"device": "cpu", "timed_steps": 2, "warmup_steps": 0} | place.fields | fields
+    )
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    """Return a function that makes the ladder of one of the tiny models."""
+
+    def make(name, **fields):
+        place = find(f"{MODELS / name}.py:build", tmp_path)
+        return Ladder(place, configuration(place, **fields), tmp_path)
+
+    return make
+
+
+# -- bad input ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        ("mine.py", "model: got 'mine.py', but expected FILE.py:FUNCTION or package.module:FUNCTION"),
+        ("mine.py:", "expected FILE.py:FUNCTION"),
+        ("mine.py:a b", "expected FILE.py:FUNCTION"),
+        ("nowhere.py:build", "model: there is no file nowhere.py for 'nowhere.py'"),
+        ("no.such.module:build", "model: there is no file module.py for 'no.such.module'"),
+        ("stepscope.config:build", "config.py: has no function build"),
+    ],
+)
+def test_model_that_is_not_found_gives_one_sentence(tmp_path, monkeypatch, model, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError) as error:
+        find(model, tmp_path)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def build():\n    raise KeyError('gone')", "mine.py:4: build raised KeyError: 'gone'"),
+        ("raise OSError('early')\ndef build(): pass", "mine.py:3: build raised OSError: early"),
+        ("def build():\n    return nn.Linear(2, 2)", "build returned 'Linear', but expected (model, batch)"),
+        ("def build():\n    return nn.Linear(2, 2), [1]", "build returned 'Linear, list', but expected"),
+        ("def build(:\n", "invalid syntax (mine.py, line 3)"),
+        ("def build():\n    return nn.ReLU(), {}", "the model has no parameters to train"),
+        (
+            "def build():\n    return nn.Linear(2, 2), {'x': torch.zeros(2, device='meta')}",
+            "'x' is on meta, but expected cpu",
+        ),
+        (
+            "def build(size):\n    pass",
+            "build raised TypeError: build() missing 1 required positional argument: 'size'",
+        ),
+    ],
+)
+def test_function_that_builds_no_model_gives_one_sentence(write, text, words):
+    with pytest.raises(ModelError) as error:
+        source.build(write(text), {}, "cpu", 0)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_argument_is_named(write):
+    with pytest.raises(ModelError, match=r"build\(\) got an unexpected keyword argument 'size'"):
+        source.build(write("def build(batch=1):\n    pass"), {"size": 3}, "cpu", 0)
+
+
+@pytest.mark.parametrize(
+    "forward, words",
+    [
+        ("self.linear(x)", "the loss is a tensor of shape (3, 2), but expected a scalar tensor"),
+        ("self.linear(x).sum().detach()", "no parameter gets a gradient from the loss"),
+        ("(x * x).sum().requires_grad_()", "no parameter gets a gradient from the loss"),
+        (
+            "(1, 2)",
+            "the loss is NoneType, but expected a scalar tensor, or an output that has one as its loss",
+        ),
+        ("{'logits': x}", "the loss is NoneType"),
+        ("{'loss': 1.0}", "the loss is float"),
+        ("self.linear(x.flatten())", "mine.py:8: the model raised RuntimeError"),
+    ],
+)
+def test_step_that_cannot_be_trained_gives_one_sentence(write, forward, words):
+    text = f"""class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+    def forward(self, x):
+        return {forward}
+def build():
+    return Model(), {{"x": torch.ones(3, 2)}}
+"""
+    subject = make_subject(write(text), {}, "cpu", 0)
+    subject.load(0)
+    with pytest.raises(ModelError) as error:
+        examine(subject)
+    assert words in str(error.value)
+
+
+def test_model_that_fails_ends_the_ladder_with_its_traceback(write, tmp_path, capsys):
+    place = write("def build():\n    raise KeyError('gone')")
+    with pytest.raises(ModelError, match="mine.py:4: build raised KeyError"):
+        Ladder(place, configuration(place), tmp_path).measure()
+    printed = capsys.readouterr().out
+    assert "Traceback" in printed and "KeyError: 'gone'" in printed and str(tmp_path) not in printed
+
+
+# -- the configuration ----------------------------------------------------------------------------------------
+
+
+def test_run_id_depends_on_text_and_arguments_but_not_on_the_path(write, tmp_path):
+    place = write("def build(): pass")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "mine.py").write_bytes(place.path.read_bytes())
+    same = find(f"{tmp_path}/elsewhere/mine.py:build", tmp_path)
+    edited = write("def build(): pass  # edited")
+    ids = [configuration(one).run_id for one in (place, same, edited)]
+    ids.append(configuration(place, arguments="batch=2").run_id)
+    assert ids[0] == ids[1] and len({*ids}) == 3 and all("mine-build" in one for one in ids)
+    assert str(tmp_path) not in configuration(place).model_dump_json()
+
+
+@pytest.mark.parametrize(
+    "arguments", ["batch", "batch=", "batch=1 ", "b=/etc", "b=<b>", "b=__x__", "b=a\nc=d"]
+)
+def test_arguments_that_could_be_markup_or_paths_are_rejected(write, arguments):
+    with pytest.raises(ConfigError, match="arguments"):
+        configuration(write("def build(): pass"), arguments=arguments)
+
+
+def test_arguments_become_python_values(write):
+    config = configuration(
+        write("def build(): pass"), arguments="a=1 b=2.5 c=True d=swin_t e=1e-3 f=-4 g=nan"
+    )
+    assert config.keywords == {"a": 1, "b": 2.5, "c": True, "d": "swin_t", "e": 1e-3, "f": -4, "g": "nan"}
+
+
+def test_odd_names_of_files_and_functions_are_plain_words_in_the_record(tmp_path):
+    path = tmp_path / "__my-*model*__.py"
+    path.write_text("def __build__(): pass")
+    place = find(f"{path}:__build__", tmp_path)
+    assert place.name == "my_model:build" and isinstance(configuration(place), Config)
+
+
+# -- facts and transforms -------------------------------------------------------------------------------------
+
+
+def test_line_that_reads_a_number_from_the_device_is_found(tmp_path):
+    subject = make_subject(find(f"{MODELS}/router.py:build", tmp_path), {}, "cpu", 0)
+    subject.load(0)
+    facts = examine(subject)
+    assert facts["synchronizing"] == "router.py:15"
+    forward = 2 * 4 * (8 * 8 + 8)  # an expert and the gate, on four rows
+    assert facts["flops"] == 2 * forward  # backward has only the weights' gradients, because x needs none
+    assert facts["parameters"] == 2 * (8 * 8 + 8) + 9
+
+
+@pytest.mark.parametrize("options", [{}, {"proj_size": 4}, {"bias": False}])
+def test_flops_of_an_lstm_are_those_of_its_matmuls(options):
+    model = nn.LSTM(8, 16, num_layers=2, bidirectional=True, batch_first=True, **options)
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
+    forward = 2 * 3 * 5 * matrices
+    counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    if not options.get("proj_size"):  # which oneDNN lacks
+        with counter:
+            model(x)[0].sum().backward()
+        assert counter.get_total_flops() == 3 * forward
+    # A CPU has no cuDNN, but PyTorch knows the shapes of its results.
+    x, weights = x.to("meta"), model.to("meta")._flat_weights
+    with counter, torch.no_grad():
+        state, hidden = torch.zeros(4, 3, 16, device="meta"), torch.zeros(4, 3, 4, device="meta")
+        first = x, weights, len(weights) // 4, None, hidden if options.get("proj_size") else state, state
+        torch.ops.aten._cudnn_rnn(
+            *first, 2, 16, options.get("proj_size", 0), 2, True, 0.0, True, True, [], None
+        )
+    assert counter.get_total_flops() == forward
+    backward = counter.flop_registry[torch.ops.aten._cudnn_rnn_backward]
+    assert backward(*first, out_val=None) == 2 * forward
+
+
+def test_dropout_is_off_only_within_the_block():
+    class DropPath(nn.Module):
+        drop_prob = None
+
+    model = nn.Sequential(nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.3), DropPath())
+    model[2].drop_prob, model[2].p = 0.1, 0.2
+    with without_dropout(model):
+        rates = [model[0].p, model[1].dropout, model[2].drop_prob, model[2].p]
+        assert rates == [0.0] * 4
+    assert [model[0].p, model[1].dropout, model[2].drop_prob, model[2].p] == [0.5, 0.3, 0.1, 0.2]
+
+
+def test_blocks_are_the_longest_list_of_one_type():
+    def block():
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    model = nn.ModuleDict(
+        {"a": nn.ModuleList([block(), block(), block()]), "b": nn.Sequential(*[nn.ReLU()] * 9)}
+    )
+    assert any_model.find_blocks(model) == [*model["a"]]
+    assert any_model.find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_modules_of_pytorchs_own_types_are_compiled_too(monkeypatch, own):
+    """``nn.Sequential(...).compile()`` does nothing."""
+
+    class Own(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x)
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = (Own if own else nn.Sequential)(nn.Linear(2, 2), nn.ReLU())
+    any_model.compile_module(model)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_of_one_type_share_a_name():
+    def block():
+        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+    names = folded_paths(
+        nn.ModuleDict({"layers": nn.ModuleList([block(), block()]), "head": nn.Linear(2, 2)})
+    )
+    assert [*dict.fromkeys(names.values())] == [
+        "(model)",
+        "layers",
+        "layers.*",
+        "layers.*.0",
+        "layers.*.1",
+        "head",
+    ]
+
+
+def test_transforms_of_a_convolutional_network_agree_with_fp32(tmp_path):
+    losses = {}
+    for name in ("fp32", "channels_last", "bf16", "bf16_weights"):
+        subject = make_subject(find(f"{MODELS}/convolutional.py:build", tmp_path), {}, "cpu", 0)
+        if name == "bf16_weights":
+            assert "without bf16 autocast" in any_model.bf16_weights(subject)
+            any_model.bf16(subject)
+        if name != "fp32":
+            assert getattr(any_model, name)(subject) is None
+        subject.load(0)
+        with subject.without_randomness():
+            losses[name] = subject.gradients().item()
+        subject.optimizer.step()
+    images = subject.batch[0]["images"]
+    assert images.is_contiguous()
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=2e-2)
+
+
+def test_bf16_weights_keep_the_format_of_channels_last(tmp_path):
+    subject = make_subject(find(f"{MODELS}/convolutional.py:build", tmp_path), {}, "cpu", 0)
+    for transform in (any_model.channels_last, any_model.bf16, any_model.bf16_weights):
+        assert transform(subject) is None
+    subject.load(0)
+    subject.eager_step()
+    weight = subject.model.stem.weight
+    assert weight.dtype == torch.bfloat16
+    for x in (subject.batch[0]["images"], weight, weight.grad):
+        assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+
+def test_transforms_give_reasons():
+    subject = make_subject(find(f"{MODELS}/router.py:build", Path()), {}, "cpu", 0)
+    reasons = {
+        name: getattr(any_model, name)(subject)
+        for name in ("tf32", "channels_last", "cuda_graph", "bf16_moments")
+    }
+    assert all(reasons.values()) and "2-D convolution" in reasons["channels_last"]
+    assert "blocks of one type" in any_model.compiled_blocks(subject)
+
+
+# -- a row ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(write, tmp_path):
+    """Return a function that measures a model in fp32 and then with optimizations, all in this process.
+
+    It returns the last loop and its outcome.
+    """
+
+    def measure(forward, *stack):
+        place = write(f"""import random
+import numpy as np
+import torch
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+    def forward(self, x):
+        return ({forward}).square().mean()
+def build():
+    return Model(), {{"x": torch.ones(4, 4)}}
+""")
+        for name, optimizations in (("fp32", ()), (stack[-1], stack)):
+            row = RowLoop(Job(place, configuration(place), tmp_path, name, optimizations))
+            outcome = row.measure()
+            assert outcome.row["status"] == "ok" and "wall_ms" in outcome.row, outcome.row["reason"]
+        return row, outcome
+
+    return measure
+
+
+def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
+    row, _ = measured("self.a(x)", "bf16", "bf16_weights")
+    subject = row.cases[0].subject
+    subject.load(0)
+    assert [*subject.optimizer.named] == ["a.weight", "a.bias"]
+    assert subject.model.a.weight.dtype == torch.bfloat16 and subject.model.b.weight.dtype == torch.float32
+
+
+def test_timed_steps_compile_nothing_after_the_numerics_without_dropout(measured, monkeypatch):
+    """Dynamo compiles a model with dropout and without it separately."""
+    graphs = torch._dynamo.utils.counters["stats"]
+    compiled = []
+
+    def counted(function):
+        def call(*arguments):
+            before = graphs["unique_graphs"]
+            result = function(*arguments)
+            compiled.append((function.__name__, graphs["unique_graphs"] - before))
+            return result
+
+        return call
+
+    for name in ("time_first_call", "compare", "time_steps"):
+        monkeypatch.setattr(RowLoop, name, counted(getattr(RowLoop, name)))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    graphs.clear()
+    _, outcome = measured("self.drop(self.b(self.a(x)))", "compiled_model")
+    assert compiled[-3:] == [("time_first_call", 1), ("compare", 0), ("time_steps", 0)]
+    assert graphs["unique_graphs"] == 2
+    assert outcome.row["compile_s"] > 0
+
+
+@pytest.mark.parametrize(
+    "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
+)
+def test_first_losses_agree_if_a_model_draws_random_numbers(measured, draw):
+    """With autocast this model draws more numbers, so that its second step would start with others."""
+    drawn = draw.format('1 + torch.is_autocast_enabled("cpu")')
+    _, outcome = measured(f"self.a(x) * {drawn}[0]", "bf16")
+    assert outcome.row["loss_error"] < 0.02
+
+
+def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(measured):
+    _, outcome = measured('(self.b if torch.is_autocast_enabled("cpu") else self.a)(x)', "bf16")
+    assert outcome.row["gradient_error"] > 1
+
+
+# -- isolation ------------------------------------------------------------------------------------------------
+
+
+def double(number):
+    return 2 * number
+
+
+def kill_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(folder):
+    Path(folder, "pid").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+def fail():
+    raise KeyError("gone")
+
+
+def test_isolated_calls_return_results_and_failures_do_not_affect_the_next_call(tmp_path):
+    with pytest.raises(ProcessFailed, match="was killed by SIGKILL"):
+        call_isolated(kill_itself, 60)
+    with pytest.raises(ProcessFailed, match="took longer than 10 s"):
+        call_isolated(hang, 10, tmp_path)
+    with pytest.raises(ProcessFailed, match="ended with exit status 3"):
+        call_isolated(os._exit, 60, 3)
+    with pytest.raises(ProcessFailed, match="its process raised KeyError: 'gone'"):
+        call_isolated(fail, 60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert call_isolated(double, 60, 21) == 42
+
+
+FAULTY = """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            FAULT
+        return self.linear(x).square().mean()
+def build():
+    return Model(), {"x": torch.ones(4, 4)}
+"""
+
+
+@pytest.mark.parametrize(
+    "fault, limit_s, reason",
+    [
+        ("import os; os.kill(os.getpid(), 9)", 300, "its process was killed by SIGKILL"),
+        ("import time; time.sleep(1000)", 20, "it took longer than 20 s, so its process was killed"),
+        ("raise ValueError('<b>no</b> bf16')", 300, "mine.py:9: ValueError: <b>no</b> bf16"),
+    ],
+)
+def test_optimization_that_fails_is_a_row_and_the_next_one_is_measured(
+    write, tmp_path, monkeypatch, fault, limit_s, reason
+):
+    place = write(HEAD + FAULTY.replace("FAULT", fault))
+    config = configuration(place, optimizations=["fp32", "bf16", "fused_adamw"])
+    faulty = Ladder(place, config, tmp_path)
+
+    def call(function, name, stack):
+        faulty.config = config.model_copy(update={"limit_s": limit_s if name == "bf16" else 300})
+        return Ladder.call(faulty, function, name, stack)
+
+    monkeypatch.setattr(faulty, "call", call)
+    faulty.measure()
+    steps = faulty.steps.set_index("optimization")
+    assert steps["status"].to_dict() == {"fp32": "ok", "bf16": "failed", "fused_adamw": "ok"}
+    assert steps.loc["bf16", "reason"] == reason
+    SCHEMAS["steps"].validate(faulty.steps)
+
+
+# -- what is kept ---------------------------------------------------------------------------------------------
+
+
+def outcome(name, wall_ms=None, signature=None, **row):
+    times = {} if wall_ms is None else {"wall_ms": wall_ms}
+    about = {"optimization": name, "status": "ok", "reason": "", "sheet_tflops": 1.0}
+    return Outcome(about | times | row, None, signature)
+
+
+@pytest.fixture
+def simulated(ladder, monkeypatch):
+    """Return a function that measures a ladder with these outcomes by optimization."""
+
+    def measure(outcomes):
+        jobs = []
+
+        def call(function, limit_s, job):
+            jobs.append(job)
+            if function is measure_modules:
+                return pd.DataFrame()
+            result = outcomes[job.name]
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        monkeypatch.setattr(loop, "call_isolated", call)
+        made = ladder("language_model", optimizations=[*outcomes])
+        made.measure()
+        return made, {job.name: job.stack for job in jobs}
+
+    return measure
+
+
+def test_optimizations_are_measured_on_top_of_those_that_helped(simulated):
+    made, stacks = simulated(
+        {
+            "fp32": outcome("fp32", 100.0),
+            "tf32": outcome("tf32", 99.5),
+            "bf16": outcome("bf16", 60.0),
+            "fused_adamw": ProcessFailed("its process was killed by SIGSEGV"),
+            "compiled_blocks": outcome("compiled_blocks", 50.0),
+            "compiled_model": outcome("compiled_model", 40.0),
+            "cuda_graph": outcome("cuda_graph", status="unsupported", reason="no GPU"),
+            "bf16_weights": outcome("bf16_weights", 41.0),
+            "bf16_moments": outcome("bf16_moments", 30.0),
+        }
+    )
+    assert stacks["fused_adamw"] == ("bf16", "fused_adamw")
+    assert stacks["compiled_model"] == ("bf16", "compiled_model")
+    assert stacks["modules"] == ("bf16",)
+    assert stacks["bf16_moments"] == ("bf16", "compiled_model", "bf16_weights", "bf16_moments")
+    steps = made.steps.set_index("optimization")
+    kept = steps.index[steps["kept"] == "yes"]
+    assert [*kept] == ["fp32", "bf16", "compiled_model", "bf16_moments"]
+    reasons = steps["reason"]
+    assert reasons["compiled_blocks"] == "it helps, but its alternative is faster"
+    assert reasons["fused_adamw"] == "its process was killed by SIGSEGV"
+    assert "no faster: 1.01x" in reasons["tf32"] and not reasons["bf16"]
+    assert steps.loc["bf16_moments", "speedup"] == pytest.approx(100 / 30)
+
+
+def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
+    before = outcome("fp32", 100.0, signature=(1.0, {"gemm": 2}))
+    same = outcome("bf16", 100.2, signature=(1.0, {"gemm": 2}))
+    broken = outcome("bf16", 10.0, loss_error=math.nan)
+    assert "it changes nothing" in why_dropped(same, before)
+    assert why_dropped(broken, before) == "its loss isn't finite"
+    assert not why_dropped(
+        same, outcome("fp32", status="oom")
+    )  # fp32 doesn't fit, so anything that fits helps
+
+
+def test_launch_bound_steps_are_compared_by_their_fastest_step():
+    bound = {"busy": 0.4, "enqueue_ms": 9.0, "gpu_ms": 4.0, "wall_min_ms": 8.0}
+    assert loop.duration_ms(outcome("bf16", 10.0, **bound)) == 8.0
+    assert loop.duration_ms(outcome("bf16", 10.0, **bound | {"enqueue_ms": 3.0})) == 10.0
+
+
+def test_failed_cuda_graph_names_the_line_that_synchronizes(simulated, monkeypatch):
+    first = outcome("fp32", 100.0)
+    first.facts = {"synchronizing": "router.py:15", "flops": 10**9}
+    graph = outcome("cuda_graph", status="failed", reason="operation not permitted")
+    made, _ = simulated({"fp32": first, "cuda_graph": graph})
+    reason = made.steps.set_index("optimization").loc["cuda_graph", "reason"]
+    assert reason == "uncompiled, router.py:15 reads a number from the device; operation not permitted"
+
+
+# -- time by module -------------------------------------------------------------------------------------------
+
+
+def test_modules_add_up_to_the_step(tmp_path):
+    place = find(f"{MODELS}/convolutional.py:build", tmp_path)
+    config = configuration(place)
+    modules = call_isolated(measure_modules, 300, Job(place, config, tmp_path, "modules", ("fused_adamw",)))
+    SCHEMAS["modules"].validate(modules)
+    rows = modules.set_index("module")
+    phases = ["forward_ms", "backward_ms", "optimizer_ms"]
+    assert rows.loc["blocks.*.conv", "modules"] == 3 and rows.loc["blocks.*.conv", "type"] == "Conv2d"
+    for name in ("stem", "blocks.*.conv", "blocks.*.norm", "head"):
+        assert rows.loc[name, "forward_ms"] > 0 and rows.loc[name, "backward_ms"] > 0
+    assert rows["optimizer_ms"].gt(0).tolist() == [name == ELSEWHERE for name in rows.index]
+    assert rows["total_ms"].tolist() == pytest.approx(rows[phases].sum(axis="columns").tolist())
+    loss_ms = rows.loc[ELSEWHERE, ["forward_ms", "backward_ms"]].sum()
+    assert 0 < loss_ms < rows["total_ms"].sum() / 3, "almost everything belongs to a module"
+
+
+# -- the report -----------------------------------------------------------------------------------------------
+
+
+def test_text_of_the_users_code_is_never_markup(store, ladder):
+    evil = "<img src=x onerror=alert(1)> **bold** [link](http://a.example) `code`"
+    made = ladder("router")
+    failed = outcome("bf16", status="failed", reason=evil)
+    for name, one in (("fp32", outcome("fp32", 10.0)), ("bf16", failed)):
+        made.keep(one, name, (), one, one.row["reason"])
+    times = dict.fromkeys(("forward_ms", "backward_ms", "optimizer_ms", "total_ms"), 1.0)
+    made.modules = pd.DataFrame([{"module": evil, "type": evil, "modules": 1, **times}])
+    with store.writing():
+        folder = store.new_staging_folder()
+        tables = _write(made.tables, [], folder)
+        store.commit(folder, record_of(made.config, tables=tables))
+    report = machine.compose(read(store), store.root, store.root)
+    assert not report.errors and report.texts["report.md"].count("onerror") == 3
+    assert not re.search(r"(?<!\\)(<img|\*\*bold|\[link|`code)", report.texts["report.md"])
+    page = report.texts["report.html"]
+    assert "&lt;img src=x" in page and "<img src=x" not in page
+    assert "<strong>bold" not in page and "<code>code" not in page and 'href="http://a.example' not in page
+
+
+# -- complete runs --------------------------------------------------------------------------------------------
+
+
+def run_of(name, store, monkeypatch, **fields):
+    """Run one of the tiny models as a sweep does; return its record."""
+    place = find(name if isinstance(name, str) and ":" in name else f"{MODELS / name}.py:build", Path())
+    monkeypatch.setenv(MODEL, place.place)
+    folder = store.new_staging_folder()
+    record = make_run(configuration(place, **fields), folder, {})
+    assert record.status == "ok", record.cause
+    store.commit(folder, record)
+    return record
+
+
+def test_language_model_runs_through_every_optimization(store, monkeypatch):
+    with store.writing():
+        record = run_of("language_model", store, monkeypatch)
+    found = read(store)
+    assert not found.errors and not found.notes
+    steps = found.tables["your_model.steps"].set_index("optimization")
+    assert [*steps.index] == [*OPTIMIZATIONS]
+    assert ((steps["status"] == "ok") == steps["wall_ms"].notna()).all()
+    assert steps["reason"].where(steps["kept"] == "no", "-").all()
+    errors = steps["gradient_error"].dropna()
+    assert errors["fp32"] == 0 and 0 < errors["bf16"] < 0.1 and errors["compiled_model"] < 1e-4
+    assert "CPU has no CUDA graphs" in steps.loc["cuda_graph", "reason"]
+    text = json.dumps(record.model_dump(mode="json"))
+    assert str(MODELS) not in text and str(MODELS.parent) not in text
+    document = machine.compose(found, store.root, store.root)
+    assert not document.errors and "language_model:build" in document.texts["report.md"].replace("\\", "")
+
+
+def test_convolutional_network_runs_and_an_edited_file_is_a_new_run(store, monkeypatch, tmp_path):
+    text = (MODELS / "convolutional.py").read_text()
+    path = tmp_path / "mine.py"
+    with store.writing():
+        for width, optimizations in ((8, EAGER), (4, ["fp32"])):
+            path.write_text(text.replace("width=8", f"width={width}"))
+            run_of(f"{path}:build", store, monkeypatch, optimizations=optimizations)
+    tables = load(store.root)
+    assert sorted(tables["your_model.steps"].groupby("run_id").size()) == [1, 4]
+    parameters = tables["your_model.results"]["parameters"]
+    assert parameters.nunique() == 2 and len(tables["your_model.modules"])
+
+
+def test_network_that_synchronizes_runs_and_names_the_line(store, monkeypatch):
+    with store.writing():
+        run_of("router", store, monkeypatch, optimizations=["fp32", "fused_adamw", "cuda_graph"])
+    steps = load(store.root)["your_model.steps"].set_index("optimization")
+    assert steps.loc["cuda_graph", "reason"].startswith(
+        "uncompiled, router.py:15 reads a number from the device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu_ms", "wall_min_ms", "is_kept"),
+    [
+        (20, 42, True),  # half the GPU time, which a later graph will show
+        (40, 39, False),  # within the noise of launch-bound steps
+        (40, 30, True),
+        (20, 60, False),
+    ],
+)
+def test_launch_bound_step_is_kept_if_it_saves_gpu_time_or_is_clearly_faster(gpu_ms, wall_min_ms, is_kept):
+    before = {"wall_ms": 40.5, "wall_min_ms": 40.0, "gpu_ms": 38.0}
+    row = {"wall_ms": wall_min_ms + 1, "wall_min_ms": wall_min_ms, "gpu_ms": gpu_ms}
+    assert (why_dropped_launch_bound(row, before) == "") == is_kept
