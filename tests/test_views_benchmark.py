@@ -391,11 +391,11 @@ def expected_divisions() -> Rows:
                 key = (study, *(row.get(name, 0) for name in CONFIG), row["mode"])
                 sums[key] += row["gpu_ms"]
     result = {}
-    for (study, *key), gpu_ms in sums.items():
-        other_ms = sums.get(("mixed_precision", *key))
+    for (study, *case), gpu_ms in sums.items():
+        other_ms = sums.get(("mixed_precision", *case))
         if study == "benchmark" and other_ms:
             ratio = max(gpu_ms / other_ms, other_ms / gpu_ms)
-            result[tuple(key)] = {"gpu_ms": gpu_ms, "other_gpu_ms": other_ms, "ratio": ratio}
+            result[tuple(case)] = {"gpu_ms": gpu_ms, "other_gpu_ms": other_ms, "ratio": ratio}
     return result
 
 
