@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.3.0"
 
 PACKAGE = Path(__file__).resolve().parent
 # The checkout that this package lies in; None where it is installed without one.
