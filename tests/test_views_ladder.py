@@ -509,5 +509,5 @@ def test_cpu_run_views_omit_only_gpu_measurements():
     steps = views["steps"]
     assert not steps.launch_bound.any()
     assert not steps.power_limited.any()
-    assert steps.mean_ms.isna().all()
+    assert steps.thousand_tokens_j.isna().all()
     assert steps.speedup.notna().any()
