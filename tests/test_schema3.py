@@ -16,9 +16,7 @@ from stepscope.runs import schema3
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import SweepError, SweepOptions, run_sweep
 
-DATA = Path(__file__).parent / "data"
-GPU = DATA / "schema3"  # one H200 run of each study, measured by version 0.2, without notebooks
-CPU = DATA / "cpu"
+FOLDER = Path(__file__).parent / "data" / "schema3"  # a run of each study by version 0.2, without notebooks
 
 
 def documents(folder):
@@ -30,29 +28,27 @@ def digest(folder):
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
-@pytest.mark.parametrize("folder", [GPU, CPU], ids=lambda path: path.name)
-def test_schema_3_folder_loads_under_new_names_and_stays_unchanged(folder):
-    before = digest(folder)
-    loaded = read(Store(folder))
+def test_schema_3_folder_loads_under_new_names_and_stays_unchanged():
+    before = digest(FOLDER)
+    loaded = read(Store(FOLDER))
     assert not loaded.errors
-    assert len(loaded.records) + len(loaded.replaced) == len(documents(folder))
+    assert len(loaded.records) + len(loaded.replaced) == len(documents(FOLDER))
     old_names = {*schema3.COLUMNS, *schema3.RESULTS}
     for name, table in loaded.tables.items():
         assert not old_names & {*table.columns}, name
     assert "total" in set(loaded.tables["benchmark.times"]["phase"])
     assert "nsys.times" in loaded.tables and "profiled" in loaded.tables["nsys.times"]
-    assert digest(folder) == before
+    assert digest(FOLDER) == before
 
 
-@pytest.mark.parametrize("folder", [GPU, CPU], ids=lambda path: path.name)
-def test_schema_3_values_are_unchanged_under_new_names(folder):
+def test_schema_3_values_are_unchanged_under_new_names():
     """Every table cell is compared with the file by position, so only names may differ."""
-    for document in documents(folder):
+    for document in documents(FOLDER):
         for table in document["tables"].values():
             if table["rows"] is None:
                 continue
             study = document["study"]
-            path = folder / study / document["run_id"] / table["file"]
+            path = FOLDER / study / document["run_id"] / table["file"]
             raw = pd.read_parquet(path)
             upgraded = schema3.upgrade_table(study, raw)
             assert upgraded.shape == raw.shape and upgraded.columns.is_unique, path
@@ -64,9 +60,8 @@ def test_schema_3_values_are_unchanged_under_new_names(folder):
                 )
 
 
-@pytest.mark.parametrize("folder", [GPU, CPU], ids=lambda path: path.name)
-def test_schema_3_run_ids_are_derived_from_the_old_names(folder):
-    for document in documents(folder):
+def test_schema_3_run_ids_are_derived_from_the_old_names():
+    for document in documents(FOLDER):
         config = configure(**schema3.upgrade_record(document)["config"])
         assert schema3.run_id(config) == document["run_id"]
 
@@ -86,7 +81,7 @@ def test_old_names_map_one_to_one_to_new_names():
 
 
 def test_schema_3_record_with_an_altered_configuration_is_rejected(tmp_path):
-    shutil.copytree(CPU, tmp_path / "runs")
+    shutil.copytree(FOLDER, tmp_path / "runs")
     path = next((tmp_path / "runs" / "ladder").glob("*/record.json"))
     document = json.loads(path.read_text())
     document["config"]["optimizations"] = document["config"]["optimizations"][:-1]
@@ -100,7 +95,7 @@ def test_schema_3_record_with_an_altered_configuration_is_rejected(tmp_path):
     [("config", 3), ("config", {"optimizations": [["fused"], None]}), ("study", ["nsys"]), ("tables", [])],
 )
 def test_malformed_schema_3_record_gives_a_one_line_error(tmp_path, field, value):
-    shutil.copytree(CPU, tmp_path / "runs")
+    shutil.copytree(FOLDER, tmp_path / "runs")
     path = next((tmp_path / "runs" / "ladder").glob("*/record.json"))
     document = json.loads(path.read_text())
     path.write_text(json.dumps(document | {field: value}))
@@ -110,7 +105,7 @@ def test_malformed_schema_3_record_gives_a_one_line_error(tmp_path, field, value
 
 def test_sweep_rejects_a_schema_3_folder_without_changes(tmp_path):
     runs = tmp_path / "runs"
-    shutil.copytree(CPU, runs)
+    shutil.copytree(FOLDER, runs)
     before = digest(runs)
     grid = {"study": "attention", "fixed": {"d_model": 16, "device": "cpu", "context_lengths": [8]}}
     with pytest.raises(SweepError, match="schema 3.*choose another --runs folder"):

@@ -34,9 +34,6 @@ TIMED, CASES = ("wall_ms", "gpu_ms"), ("mode", "precision", "optimization", "bat
 SPREAD = r"profiled steps range from \S+ to \S+ ms"
 POWER_CAP = "power cap"  # one of NVML's reasons for a lowered clock, in `clock_reasons`
 
-# What `measure.find_inconsistencies` writes if only the profiled steps differ, and NVML's reason.
-SPREAD, POWER_CAP = r"profiled steps range from \S+ to \S+ ms", "power cap"
-
 
 class RunsError(StepscopeError, ValueError):
     """An error for a runs folder without usable runs."""

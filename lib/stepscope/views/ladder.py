@@ -21,7 +21,7 @@ CASE = [*SHAPE, "batch_size"]  # identifies one ladder
 KEY = [*CASE, "optimization"]
 FIRST, LAST = LADDER_OPTIMIZATIONS[0], LADDER_OPTIMIZATIONS[-1]
 GRAPH = "cuda_graph"  # compared in wall time, because it removes launches but no kernels
-AT_LIMIT = 0.95  # share of the power limit, averaged over the timed steps
+POWER_CAP = "power cap"  # NVML's reason for a clock that the power limit lowers
 SMOOTHED_STEPS = 10  # in a moving average, because the loss fluctuates from step to step
 FINAL_STEPS = 50
 NAMES = {
@@ -186,7 +186,7 @@ def steps(data: Views) -> pd.DataFrame:
     * ``launch_bound``: when steps run back to back, the CPU takes longer to enqueue a step than the GPU takes to
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
-    * ``power_limited``: the GPU draws over 95% of its power limit.
+    * ``power_limited``: NVML names the power cap as a reason for a lowered clock.
     * ``inconsistent``: how the profiled steps of a power-limited step differ by more than 3%; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they use the mean step time,
       ``wall_mean_ms``, rather than the median, ``wall_ms``. For older records without ``wall_mean_ms``, they use
@@ -223,8 +223,9 @@ def steps(data: Views) -> pd.DataFrame:
     )
     apart = (before.wall_ms - rows.wall_ms).abs()
     is_clear = apart >= rows.spread_ms.combine(before.spread_ms, max)
-    in_wall_time = rows.previous_wall_speedup.where(is_clear)
-    speedup = rows.previous_gpu_speedup.mask(rows.optimization == GRAPH, in_wall_time)
+    fluctuates = (rows.inconsistent.fillna("") != "") | (before.inconsistent.fillna("") != "")
+    speedup = rows.previous_gpu_speedup.mask(fluctuates, rows.previous_wall_speedup)
+    speedup = speedup.mask(rows.optimization == GRAPH, rows.previous_wall_speedup.where(is_clear))
     return rows.assign(speedup=_without_noise(speedup))
 
 
@@ -246,6 +247,8 @@ def _measured(data: Views) -> pd.DataFrame:
         mean_ms = rows.wall_mean_ms.fillna(mean_ms)
     mean_mfu = rows.mfu * (rows.wall_ms / mean_ms)
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
+    # Missing on a CPU, and in records of version 0.2.
+    reasons = rows.get("clock_reasons", pd.Series(None, rows.index)).astype("str")
     # Reference times use the same run's rates.
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
@@ -261,8 +264,8 @@ def _measured(data: Views) -> pd.DataFrame:
         launch_bound=launch_bound,
         best_ms=best_ms,
         launch_us=best_ms / rows.operations * 1e3,
-        power_limited=rows.power_w > AT_LIMIT * rows.power_limit_w,
-        clock_reasons=rows.get("clock_reasons"),  # missing on a CPU, and in older records
+        power_limited=reasons.str.contains(POWER_CAP, na=False),
+        clock_reasons=reasons,
         mean_ms=mean_ms,
         mean_tokens_per_s=tokens / mean_ms * 1e3,
         mean_mfu=mean_mfu,
@@ -454,7 +457,7 @@ def _attention(data: Views) -> pd.DataFrame:
         "tokens",
         *(f"bf16_{column}" for column in OURS),
         *(f"fp8_{column}" for column in OURS),
-        "bf16_mfu",
+        "bf16_mean_mfu",
         "gpu_speedup",
         "speedup",
         "clear_gain",
@@ -472,7 +475,7 @@ def fp8(data: Views) -> pd.DataFrame:
     saved_ms = bf16.wall_ms - rows.wall_ms
     is_clear = saved_ms > rows.spread_ms.combine(bf16.spread_ms, max)
     speedup = rows.previous_gpu_speedup
-    both = [rows, bf16[[*OURS, "mfu"]].add_prefix("bf16_"), rows[OURS].add_prefix("fp8_")]
+    both = [rows, bf16[[*OURS, "mean_mfu"]].add_prefix("bf16_"), rows[OURS].add_prefix("fp8_")]
     found = pd.concat(both, axis="columns").assign(
         gpu_speedup=speedup,
         speedup=_without_noise(speedup),

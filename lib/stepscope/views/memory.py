@@ -166,7 +166,6 @@ def allocations(data: Views) -> pd.DataFrame:
         *BLOCK_FORMULAS,
         "saved_mib",
         "saved_tensors",
-        "five_lines_share",
         "gradients_mib",
         "saved_ratio",
     ],
@@ -188,7 +187,6 @@ def block_memory(data: Views) -> pd.DataFrame:
         {
             "saved_mib": by_step["together_gib"].sum() * 1024,
             "saved_tensors": by_step["count"].sum(),
-            "five_lines_share": by_step["sum_share"].apply(_five_largest),
             "gradients_mib": gradients.groupby(STEP, sort=False)["together_gib"].sum() * 1024,
         }
     ).reset_index()
@@ -221,10 +219,6 @@ def block_operations(data: Views) -> pd.DataFrame:
     rank = frame.groupby(STEP, sort=False)["saved_mib"].rank(method="first", ascending=False)
     share = frame["saved_mib"] / frame["formula_saved_mib"]
     return frame.assign(rank=rank.astype(int), saved_share=share).sort_values("rank", kind="stable")
-
-
-def _five_largest(shares: pd.Series) -> float:
-    return shares.nlargest(5).sum()
 
 
 def _block_by_formula(config: StepConfig) -> dict[str, float]:
