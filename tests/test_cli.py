@@ -315,7 +315,7 @@ def test_sweep_of_all_studies_requires_a_gpu_or_a_scheduler(run, monkeypatch, tm
     monkeypatch.setattr(cli, "gpus_here", list)
     monkeypatch.setattr(cli, "_sweep", lambda sources, runs, options: asked.append(sources) or 0)
     code, _, err = run("sweep", "cpu", "tour", "--runs", tmp_path)
-    assert code == 2 and "tour: needs a CUDA GPU" in err and not asked
+    assert code == 2 and "tour needs a CUDA GPU" in err and not asked
     own = write_sweep({"study": "benchmark", "fixed": TINY})
     assert run("sweep", "cpu", own, "--runs", tmp_path)[0] == 0
     assert run("sweep", "tour", "benchmark", "--scheduler", "tcp://a:1", "--runs", tmp_path)[0] == 0

@@ -97,7 +97,7 @@ def test_report_without_rows_yields_an_empty_table(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "found '', expected a report of nsys stats"),
+        ("", "found ''; expected a report of nsys stats"),
         ("a,b\n1,2\n", "found 'a,b"),
         (HEADER.replace("Avg (ns)", "Color") + ROWS, "found 'Time"),
         (None, "cannot be read"),
@@ -107,27 +107,27 @@ def test_report_without_rows_yields_an_empty_table(tmp_path, text):
         (HEADER + ROWS + "1,2,3,4,5,6\n", "Expected 5 fields"),
         (
             HEADER + ROWS.replace("3000", "3e9x"),
-            "'3e9x' in its column 'Total Time .ns.', expected whole numbers",
+            "'3e9x' in its column 'Total Time .ns.'; expected whole numbers",
         ),
         (
             HEADER + ROWS.replace("3000", '"3,000"'),
-            "'3,000' in its column 'Total Time .ns.', expected whole numbers without thousands separators",
+            "'3,000' in its column 'Total Time .ns.'; expected whole numbers without thousands separators",
         ),
         (HEADER + ROWS.replace("3000", "3.5"), "has '3.5' in its column 'Total Time"),
         (HEADER + ROWS.replace("3000", ""), "has 'nan' in its column 'Total Time"),
         (
             HEADER + ROWS.replace("1500.0", '"1500,0"'),
-            "'1500,0' in its column 'Avg .ns.', expected numbers .*decimal point",
+            "'1500,0' in its column 'Avg .ns.'; expected numbers .*decimal point",
         ),
         (HEADER + ROWS.replace(",2,", ',"2 000",'), "'2 000' in its column 'Instances'"),
         (HEADER + ROWS.replace("3000", "9" * 30), "in its column 'Total Time"),
         (
             HEADER + ROWS + "\n" + HEADER + ROWS,
-            "contains 2 reports .cuda_gpu_kern_sum, cuda_gpu_kern_sum., expected one",
+            "contains 2 reports .cuda_gpu_kern_sum, cuda_gpu_kern_sum.; expected one",
         ),
         (
             " Time (%)  Total Time (ns)  Instances  Name\n ---\n 75.0  3,000  2  f\n",
-            "is a report in text format, expected a report of nsys stats --format csv",
+            "is a report in text format; expected a report of nsys stats --format csv",
         ),
         (
             "SKIPPED: a.sqlite does not contain NV Tools Extension (NVTX) data.\n\n"

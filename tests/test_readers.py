@@ -268,7 +268,7 @@ def test_graph_traced_as_a_whole_counts_as_one_operation(tmp_path):
 
 def test_unknown_export_version_error_omits_sql(tmp_path):
     path = export(tmp_path / "a.sqlite", "ALTER TABLE NVTX_EVENTS DROP COLUMN domainId")
-    with pytest.raises(TraceError, match="no such column: domainId, expected the sqlite export") as error:
+    with pytest.raises(TraceError, match="no such column: domainId; expected the sqlite export") as error:
         load_capture(path)
     assert "SELECT" not in str(error.value)
 

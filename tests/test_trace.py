@@ -85,7 +85,7 @@ def test_operation_sums_match_the_captures_totals(sample):
         (lambda o: pd.concat([o, o.iloc[[700]]]), "1 operations are counted twice"),
         (
             lambda o: o.assign(duration_ns=o["duration_ns"] + (o.index == 700)),
-            "phases sum to 1330 operations of kind kernel and 18266583 ns, expected the capture's 1330 and 18266582 ns",
+            "phases sum to 1330 operations of kind kernel and 18266583 ns; expected the capture's 1330 and 18266582 ns",
         ),
         (lambda o: o.assign(phase=o["phase"].where(o.index != 700)), "phases sum to 1329"),
         (lambda o: o.assign(region=o["region"].where(o.index != 700)), "regions sum to 1329"),
@@ -408,11 +408,11 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
     [
         (
             "DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL",
-            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels, expected a capture",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels; expected a capture",
         ),
         (
             "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL",
-            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels, expected a capture",
+            "CUPTI_ACTIVITY_KIND_KERNEL has no kernels; expected a capture",
         ),
         ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "has no column globalPid"),
         (
@@ -425,11 +425,11 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
         ),
         (
             "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",
-            "CUPTI_ACTIVITY_KIND_KERNEL has string values in its column start, expected integers",
+            "CUPTI_ACTIVITY_KIND_KERNEL has string values in its column start; expected integers",
         ),
         (
             "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET end = 9223372036854775808",
-            "double values in its column end, expected integers",
+            "double values in its column end; expected integers",
         ),
         (
             "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET streamId = x'00'",
@@ -479,7 +479,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
             "DROP TABLE StringIds; "
             "CREATE VIEW StringIds AS WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1"
             " FROM n) SELECT id, id AS value FROM n",
-            "StringIds is a view, expected a table",
+            "StringIds is a view; expected a table",
         ),
     ],
 )

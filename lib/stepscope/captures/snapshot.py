@@ -66,7 +66,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         with _limited_memory(MAX_OBJECT_BYTES * len(data) + 2**30):
             snapshot = _DataOnly(io.BytesIO(data)).load()
     except MemoryError:
-        raise TraceError(f"{path}: needs more memory than its size explains; {EXPECTED}") from None
+        raise TraceError(f"{path} needs more memory than its size explains; {EXPECTED}") from None
     except EOFError:
         raise TraceError(f"{path}: the file is cut off; {EXPECTED}") from None
     except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage

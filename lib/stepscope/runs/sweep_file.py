@@ -94,7 +94,7 @@ def find_sweeps(name: str, device: str = "cuda") -> list[Path]:
         shipped |= on_cpu
     if name in shipped:
         if device == "cpu" and shipped[name] == on_gpu.get(name):
-            raise SweepError(f"{name}: needs a CUDA GPU, but this machine has none; cpu runs tiny models")
+            raise SweepError(f"{name} needs a CUDA GPU, but this machine has none; cpu runs tiny models")
         return shipped[name]
     with suppress(OSError):  # the name is too long for a path
         if (path := Path(name)).is_file():

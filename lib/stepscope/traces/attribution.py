@@ -179,7 +179,7 @@ def _check_span(records: Records) -> None:
     span = last - first + 2
     if len(times) and threads * span > NEVER:
         raise TraceError(
-            f"{records.path}: {threads} threads have times from {first} to {last} ns, expected"
+            f"{records.path}: {threads} threads have times from {first} to {last} ns; expected"
             " a capture short enough that the times of all threads, one after another, fit into 64 bits"
         )
 
@@ -228,7 +228,7 @@ def _overlap_error(
     outer = outer_ranges[is_same_process & is_earlier].iloc[-1]
     return ConservationError(
         f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-        f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns, expected none in another"
+        f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns; expected none in another"
     )
 
 
@@ -270,7 +270,7 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
         name = ranges["name"][is_crossing.argmax()]
         raise TraceError(
             f"{path}: range '{name:.100}' ends after the range it"
-            " began in, expected the ranges of a thread to nest"
+            " began in; expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
     step_numbers = np.full(len(ranges) + 1, -1)  # the last value is for row -1, which means "no range"

@@ -31,7 +31,7 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
             if (count, time_ns) != (expected_count, expected_ns):
                 raise ConservationError(
                     f"{column}s sum to {count} operations of kind {kind} and {time_ns}"
-                    f" ns, expected the capture's {expected_count} and {expected_ns} ns"
+                    f" ns; expected the capture's {expected_count} and {expected_ns} ns"
                 )
 
 
@@ -52,7 +52,7 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
         raise ConservationError(
-            "got operations of several processes or devices, expected one of each: the times of several overlap"
+            "got operations of several processes or devices; expected one of each: the times of several overlap"
         )
     own_ranges = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]
     name = own_ranges["name"].astype(str).mask(own_ranges["role"] == "step", TOTAL).rename("phase")

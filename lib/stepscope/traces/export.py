@@ -107,12 +107,12 @@ def read_export(
         has_kernels = next(iter(_rows(connection, ACTIVITIES["kernel"], ["1"])), None)
         if not has_kernels and not (graphs and whole_graphs):
             raise TraceError(
-                f"{path}: {ACTIVITIES['kernel']} has no kernels, expected a capture of a"
+                f"{path}: {ACTIVITIES['kernel']} has no kernels; expected a capture of a"
                 f" program that runs some{_diagnostics_text(connection)}"
             )
         if graphs and not whole_graphs:
             raise TraceError(
-                f"{path}: {GRAPHS} has {graphs} CUDA graphs traced as a whole, expected"
+                f"{path}: {GRAPHS} has {graphs} CUDA graphs traced as a whole; expected"
                 " their kernels (nsys profile --cuda-graph-trace=node)"
             )
         events, calls = (
@@ -239,7 +239,7 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
     """Open an export read-only, and raise sqlite's errors as TraceError."""
     path = Path(path)
     if not path.is_file():
-        raise TraceError(f"{path}: no such file, expected the sqlite export of a capture")
+        raise TraceError(f"{path}: no such file; expected the sqlite export of a capture")
     try:
         with closing(sqlite3.connect(_uri(path), uri=True)) as connection:
             for (view,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'view'"):
@@ -253,11 +253,11 @@ def _reading(path: Path | str) -> Iterator[sqlite3.Connection]:
                     DIAGNOSTICS,
                     GPUS,
                 ):
-                    raise TraceError(f"{path}: {view} is a view, expected a table")
+                    raise TraceError(f"{path}: {view} is a view; expected a table")
             yield connection
     except (sqlite3.Error, adbc_driver_manager.Error, pa.ArrowException, UnicodeDecodeError) as error:
         what = DRIVER_BOILERPLATE.sub("", " ".join(str(error).split()))
-        raise TraceError(f"{path}: {what}, expected {EXPECTED}") from error
+        raise TraceError(f"{path}: {what}; expected {EXPECTED}") from error
 
 
 def _diagnostics_text(connection: sqlite3.Connection) -> str:
@@ -315,7 +315,7 @@ def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: 
             return None
         plain_columns = {name for name in columns if name.isidentifier()} - {"rowid"}
         if missing := sorted(plain_columns - _columns(connection, table)):
-            raise TraceError(f"{path}: {table} has no column {', '.join(missing)}, expected {EXPECTED}")
+            raise TraceError(f"{path}: {table} has no column {', '.join(missing)}; expected {EXPECTED}")
     with (
         adbc_driver_sqlite.dbapi.connect(_uri(path)) as arrow_connection,
         arrow_connection.cursor() as cursor,
@@ -326,7 +326,7 @@ def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: 
             rows = cursor.fetch_arrow_table().combine_chunks()
         except OSError as error:  # the driver raises it if a later row has a different type
             raise TraceError(
-                f"{path}: {table} has values of several types in one column ({error}), expected"
+                f"{path}: {table} has values of several types in one column ({error}); expected"
                 " one type in each"
             ) from None
     return rows if len(rows) else None
@@ -349,7 +349,7 @@ def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
     for name, column in zip(rows.column_names, rows.columns):
         if not pa.types.is_int64(column.type):
             raise TraceError(
-                f"{path}: {table} has {column.type} values in its column {name}, expected integers"
+                f"{path}: {table} has {column.type} values in its column {name}; expected integers"
             )
         if column.null_count and name in NOT_NULL_COLUMNS:
             raise TraceError(
@@ -368,7 +368,7 @@ def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
         row = ends_early.argmax()
         raise TraceError(
             f"{path}: {table} has a row that ends at {values['end'][row]} ns and starts at"
-            f" {values['start'][row]} ns, expected no end before its start"
+            f" {values['start'][row]} ns; expected no end before its start"
         )
     return np.stack(list(values.values()))
 

@@ -94,7 +94,7 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
     try:
         text = decode_text(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}), {EXPECTED}") from None
+        raise TraceError(f"{path}: cannot be read ({error}); {EXPECTED}") from None
     return parse_nsys_csv(text, path)
 
 
@@ -122,7 +122,7 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     if len(heading_lines) > 1:
         names = ", ".join(name for _, name in heading_lines)
         raise TraceError(
-            f"{path}: contains {len(heading_lines)} reports ({names}), expected one (nsys stats --output"
+            f"{path} contains {len(heading_lines)} reports ({names}); expected one (nsys stats --output"
             " FILE writes a file for each)"
         )
     ((first, report),) = heading_lines
@@ -141,11 +141,11 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
             )
     # pandas' parser errors are ValueErrors
     except (ValueError, OverflowError, pd.errors.ParserWarning) as error:
-        raise TraceError(f"{path}: {' '.join(str(error).split())}, {EXPECTED}") from None
+        raise TraceError(f"{path}: {' '.join(str(error).split())}; {EXPECTED}") from None
     if (is_cut_off := table.iloc[:, -1].isna()).any():  # nsys never leaves the last column empty
         line = lines[first + 1 + int(is_cut_off.argmax())]
         raise TraceError(
-            f"{path}: the line {line[:80]!r} is cut off, expected a value under each of"
+            f"{path}: the line {line[:80]!r} is cut off; expected a value under each of"
             f" {table.shape[1]} headings"
         )
     columns = {column_name(heading): _convert_column(heading, table[heading], path) for heading in table}
@@ -193,14 +193,14 @@ def _empty_table(text: str, path: Path) -> pd.DataFrame:
     """Return an empty table if the report says that there is no such data; otherwise, raise TraceError."""
     if TEXT_TABLE.search(text):
         raise TraceError(
-            f"{path}: is a report in text format, {EXPECTED}"
+            f"{path} is a report in text format; {EXPECTED}"
             " (nsys stats --report cuda_gpu_trace --format csv --output . FILE.nsys-rep)"
         )
     if not NO_DATA.search(text):
         separator = _separator(text)
         hint = f" (its columns are separated by {OTHER_SEPARATORS[separator]})" if separator else ""
         raise TraceError(
-            f"{path}: found {text.strip()[:80]!r}{hint}, {EXPECTED}, one of {', '.join(REPORTS)}"
+            f"{path}: found {text.strip()[:80]!r}{hint}; {EXPECTED}, one of {', '.join(REPORTS)}"
         )
     report = next((name for name in REPORTS if path.stem.endswith(name)), None)
     table = pd.DataFrame(
@@ -233,7 +233,7 @@ def _convert_column(heading: str, column: pd.Series, path: Path | str) -> pd.Ser
         )
         value = str(wrong.iloc[0])[:40] if len(wrong) else "more than 64 bits"
         raise TraceError(
-            f"{path}: has {value!r} in its column {heading.strip()!r}, expected"
+            f"{path} has {value!r} in its column {heading.strip()!r}; expected"
             f" {'whole ' if is_integer else ''}numbers without thousands separators and with a decimal"
             " point (LC_ALL=C nsys stats --format csv)"
         )

@@ -123,7 +123,7 @@ def _choose_process(
         process_names = ", ".join(candidate_names)
         raise AmbiguousProcess(
             f"has {is_unclear.sum():,} GPU operations that any of the processes {process_names:.200} may"
-            ' have launched, expected a trace of one process, or a label for each ("pid": "[rank 0] 11")'
+            ' have launched; expected a trace of one process, or a label for each ("pid": "[rank 0] 11")'
         )
     part = np.searchsorted(first, rows[is_unclear], side="right") - 1
     result[is_unclear] = candidates[order][np.maximum(part, 0)]

@@ -468,7 +468,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
     if isinstance(header, list):  # Chrome's other form
         header = {"traceEvents": header}
     if not isinstance(header, dict) or not isinstance(header.get("traceEvents"), list):
-        raise TraceError(f"{path}: has no list traceEvents, {EXPECTED}")
+        raise TraceError(f"{path} has no list traceEvents; {EXPECTED}")
     keys, processes = _process_keys(path, numbers, [*reader.threads])
     events = pd.DataFrame(numbers, columns=COLUMNS)
     texts = {"cat": CATEGORIES, "name": [*reader.names]}
@@ -527,7 +527,7 @@ def _parse_json(path: Path, text: str, reader: _Reader) -> Any:
     except json.JSONDecodeError as error:
         raise TraceError(f"{path}: {_json_problem(text, error)}; {EXPECTED}") from None
     except (ValueError, RecursionError) as error:  # a number with too many digits, or deeply nested lists
-        raise TraceError(f"{path}: is not valid JSON ({error}); {EXPECTED}") from None
+        raise TraceError(f"{path} is not valid JSON ({error}); {EXPECTED}") from None
 
 
 def _json_problem(text: str, error: json.JSONDecodeError) -> str:
@@ -579,17 +579,17 @@ def no_work_error(path: str, trace: Trace) -> TraceError:
         contents = (
             f"{trace.unread[largest]:,} events of the category {one_line(largest, 40)!r}, which is not read"
         )
-        return TraceError(f"{path}: has {contents}; {expected}")
+        return TraceError(f"{path} has {contents}; {expected}")
     if trace.xla:
-        return TraceError(f"{path}: is a trace of XLA (JAX or TensorFlow); {expected}")
+        return TraceError(f"{path} is a trace of XLA (JAX or TensorFlow); {expected}")
     only_operators = f", only {operators:,} operators of the CPU" if operators else ""
     if any(APPLE.search(str(name)) for name in trace.events["name"].cat.categories):
         return TraceError(
-            f"{path}: has no GPU work{only_operators}, because torch.profiler records no kernels of Apple's"
+            f"{path} has no GPU work{only_operators}, because torch.profiler records no kernels of Apple's"
             f" GPUs; {expected}"
         )
     return TraceError(
-        f"{path}: has no GPU work{only_operators}; {expected} (on such a GPU, with"
+        f"{path} has no GPU work{only_operators}; {expected} (on such a GPU, with"
         " activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] or XPU)"
     )
 
@@ -623,4 +623,4 @@ def open_capture(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"{path}: cannot be read ({reason}), expected a complete capture") from None
+        raise TraceError(f"{path}: cannot be read ({reason}); expected a complete capture") from None

@@ -101,7 +101,7 @@ def find(model: str | Callable, folder: Path, digest: str = "") -> Source:
     content = path.read_bytes()
     definition = rf"^(?:def|class) {function}\b|^{function}\b *=|^from .*\b{function}\b"
     if not re.search(definition.encode(), content, re.MULTILINE):
-        raise ModelError(f"{path.name}: has no function {function}")
+        raise ModelError(f"{path.name} has no function {function}")
     root, module = (path.parent, path.stem) if is_file else (path.parents[place.count(".")], place)
     words = [re.sub("[^A-Za-z0-9]+", "_", word).strip("_") for word in (module, function)]
     source = Source(
