@@ -417,7 +417,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
         ("ALTER TABLE CUPTI_ACTIVITY_KIND_KERNEL DROP COLUMN globalPid", "has no column globalPid"),
         (
             "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE AS SELECT 1 AS start, 5 AS end",
-            "CUPTI_ACTIVITY_KIND_GRAPH_TRACE has 1 CUDA graphs traced as a whole, .*--cuda-graph-trace=node",
+            "CUPTI_ACTIVITY_KIND_GRAPH_TRACE has 1 CUDA graphs traced as a whole; .*--cuda-graph-trace=node",
         ),
         (
             f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)",
