@@ -87,7 +87,7 @@ def ladder(tmp_path):
         ("mine.py:a b", "expected FILE.py:FUNCTION"),
         ("nowhere.py:build", "model: there is no file nowhere.py for 'nowhere.py'"),
         ("no.such.module:build", "model: there is no file module.py for 'no.such.module'"),
-        ("stepscope.config:build", "config.py: has no function build"),
+        ("stepscope.config:build", "config.py has no function build"),
     ],
 )
 def test_model_that_is_not_found_gives_one_sentence(tmp_path, monkeypatch, model, words):
