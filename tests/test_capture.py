@@ -434,7 +434,7 @@ def test_error_quotes_nsys_diagnostics_when_the_capture_is_empty(tmp_path):
     ]
     execute(path, "INSERT INTO DIAGNOSTIC_EVENT VALUES (1, ?, ?)", *diagnostics)
     quote = "nsys says: CUDA device 0: Unified Memory cannot be traced on"
-    with pytest.raises(TraceError, match=f"has no kernels, .*; {quote}"):
+    with pytest.raises(TraceError, match=f"has no kernels; .*; {quote}"):
         load_capture(path)
 
 
