@@ -1,14 +1,17 @@
 """Test the step on several ranks: strategies, controls, profiles of ranks, and ranks that fail."""
 
 import re
+import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pandas as pd
 import psutil
 import pytest
 
+from cells import run_cells
 from stepscope import PROJECT
 from stepscope.config import ConfigError, configure
 from stepscope.model.flops import parameter_count
@@ -60,32 +63,30 @@ def zero1(model, batch):
     return Distributed(slept(distributed.step, seconds), distributed.messages)
 
 
-@pytest.fixture(scope="module")
-def config():
-    return configure(
-        "distributed",
-        **TINY,
-        strategies=[
-            "alone",
-            "naive",
-            "flat",
-            "overlapped",
-            "ddp_alone",
-            "ddp_25_mib",
-            "fsdp_alone",
-            "fsdp",
-            "zero1",
-        ],
-        timed_steps=5,
-        warmup_steps=4,
-        collectives=True,
-        numerics=True,
-    )
+FIELDS = TINY | {
+    "strategies": [
+        "alone",
+        "naive",
+        "flat",
+        "overlapped",
+        "ddp_alone",
+        "ddp_25_mib",
+        "fsdp_alone",
+        "fsdp",
+        "zero1",
+    ],
+    "timed_steps": 2,
+    "warmup_steps": 3,
+    "collectives": True,
+    "numerics": True,
+}
 
 
 @pytest.fixture(scope="module")
-def results(config):
-    return measure_strategies(config, flat=flat, overlapped=overlapped, slept=slept, zero1=zero1)
+def results():
+    """Execute the notebook's cells with two ranks and the functions above; return what it measured."""
+    measure = partial(measure_strategies, flat=flat, overlapped=overlapped, slept=slept, zero1=zero1)
+    return run_cells("distributed", replaced={"measure_strategies": measure}, **FIELDS)["results"]
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,8 @@ def test_controls_do_not_communicate(results, steps):
     assert (communication_ms[["naive", "ddp_25_mib", "fsdp"]] > 0).all()
 
 
-def test_messages_contain_each_gradient_once(config, steps):
+def test_messages_contain_each_gradient_once(steps):
+    config = configure("distributed", **FIELDS)
     assert steps.loc["naive", "parameters"] == parameter_count(config)
     gradient_gib = 4 * parameter_count(config) / 2**30
     assert steps.loc["naive", "message_gib"] == pytest.approx(gradient_gib)
@@ -175,20 +177,33 @@ def test_ranks_end_with_a_killed_parent(tmp_path):
 
 
 def test_script_trains_on_two_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
-    for name, value in {
-        "width": 32,
-        "hidden": 64,
-        "layers": 1,
-        "heads": 2,
-        "vocabulary": 100,
-        "context": 16,
-    }.items():
-        command.append(f"--{name}={value}")
-    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=120)
-    assert "ddp: " in done.stdout and "on 2 ranks" in done.stdout, done.stderr[-2000:]
+    """Set torchrun's variables here, because torchrun itself takes seconds to start; the fixture above uses it."""
+    command = [sys.executable, "docs/distributed_step.py", "--strategy=ddp", "--steps=2"]
+    shape = {"width": 32, "hidden": 64, "layers": 1, "heads": 2, "vocabulary": 100, "context": 16}
+    command += [f"--{name}={value}" for name, value in shape.items()]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PATH": "", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=PROJECT,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    assert "ddp: " in outputs[0] and "on 2 ranks" in outputs[0], outputs[0]
 
 
 def test_script_in_the_docs_is_the_measured_one():

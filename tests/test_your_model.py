@@ -3,11 +3,12 @@
 import functools
 import json
 import math
+import operator
 import os
 import re
 import signal
+import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -16,20 +17,20 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conftest import record_of
+from cells import run_cells
+from conftest import ended, record_of
 from stepscope.config import ConfigError, configure
 from stepscope.optimizations import any_model
 from stepscope.report import machine
 from stepscope.report.load import load, read
 from stepscope.runs.notebook import _write
-from stepscope.runs.run import make_run
 from stepscope.studies.your_model import loop, source
 from stepscope.studies.your_model.config import OPTIMIZATIONS, Config
 from stepscope.studies.your_model.isolation import ProcessFailed, call_isolated
 from stepscope.studies.your_model.loop import Ladder, why_dropped, why_dropped_launch_bound
 from stepscope.studies.your_model.modules import ELSEWHERE, folded_paths
 from stepscope.studies.your_model.rows import Job, Outcome, RowLoop, measure_modules
-from stepscope.studies.your_model.source import MODEL, ModelError, find
+from stepscope.studies.your_model.source import ModelError, find
 from stepscope.studies.your_model.subject import FLOPS, examine, make_subject, without_dropout
 from stepscope.studies.your_model.tables import SCHEMAS
 
@@ -422,35 +423,20 @@ def test_gradient_error_includes_parameters_that_only_one_of_two_steps_uses(meas
 # -- isolation ------------------------------------------------------------------------------------------------
 
 
-def double(number):
-    return 2 * number
-
-
-def kill_itself():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang(folder):
-    Path(folder, "pid").write_text(str(os.getpid()))
-    time.sleep(1000)
-
-
-def fail():
-    raise KeyError("gone")
-
-
 def test_isolated_calls_return_results_and_failures_do_not_affect_the_next_call(tmp_path):
+    """The functions are Python's own, because a new process would import this file first, for seconds."""
     with pytest.raises(ProcessFailed, match="was killed by SIGKILL"):
-        call_isolated(kill_itself, 60)
-    with pytest.raises(ProcessFailed, match="took longer than 10 s"):
-        call_isolated(hang, 10, tmp_path)
+        call_isolated(signal.raise_signal, 60, signal.SIGKILL)
+    hang = ["sh", "-c", f"echo $PPID $$ > '{tmp_path}/pids'; exec sleep 1000"]
+    with pytest.raises(ProcessFailed, match="took longer than 3 s"):
+        call_isolated(subprocess.run, 3, hang)
     with pytest.raises(ProcessFailed, match="ended with exit status 3"):
         call_isolated(os._exit, 60, 3)
     with pytest.raises(ProcessFailed, match="its process raised KeyError: 'gone'"):
-        call_isolated(fail, 60)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-    assert call_isolated(double, 60, 21) == 42
+        call_isolated({}.__getitem__, 60, "gone")
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2 and all(ended(int(pid)) for pid in pids), "the process or its child is alive"
+    assert call_isolated(operator.mul, 60, 6, 7) == 42
 
 
 FAULTY = """class Model(nn.Module):
@@ -470,7 +456,7 @@ def build():
     "fault, limit_s, reason",
     [
         ("import os; os.kill(os.getpid(), 9)", 300, "its process was killed by SIGKILL"),
-        ("import time; time.sleep(1000)", 20, "it took longer than 20 s, so its process was killed"),
+        ("import time; time.sleep(1000)", 3, "it took longer than 3 s, so its process was killed"),
         ("raise ValueError('<b>no</b> bf16')", 300, "mine.py:9: ValueError: <b>no</b> bf16"),
     ],
 )
@@ -625,55 +611,104 @@ def test_text_of_the_users_code_is_never_markup(store, ladder):
 # -- complete runs --------------------------------------------------------------------------------------------
 
 
-def run_of(name, store, monkeypatch, **fields):
-    """Run one of the tiny models as a sweep does; return its record."""
-    place = find(name if isinstance(name, str) and ":" in name else f"{MODELS / name}.py:build", Path())
-    monkeypatch.setenv(MODEL, place.place)
-    folder = store.new_staging_folder()
-    record = make_run(configuration(place, **fields), folder, {})
-    assert record.status == "ok", record.cause
-    store.commit(folder, record)
-    return record
+def test_every_optimization_is_measured_on_top_of_the_others(ladder, monkeypatch):
+    """Keep whatever can be measured, compile without generating code, and measure in this process."""
+    monkeypatch.setattr(loop, "call_isolated", lambda function, limit_s, job: function(job))
+    monkeypatch.setattr(loop, "why_dropped", lambda outcome, before: "")
+    monkeypatch.setattr(loop, "duration_ms", lambda outcome: 1.0)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    made = ladder("language_model")
+    made.measure()
+    for name, table in made.tables.items():
+        SCHEMAS[name].validate(table)
+    steps = made.steps.set_index("optimization")
+    assert [*steps.index] == [*OPTIMIZATIONS]
+    needs_more = {"tf32", "channels_last", "cuda_graph"}  # a GPU, or images
+    assert {*steps.index[steps["status"] != "ok"]} == needs_more
+    assert made.kept == ("bf16", "fused_adamw", "compiled_model", "bf16_weights", "bf16_moments")
+    assert (steps.loc[["compiled_blocks", "compiled_model"], "compile_s"] > 0).all()
+    errors = steps["gradient_error"].dropna()
+    assert errors["fp32"] == 0 and errors.drop("fp32").between(0, 0.1, inclusive="neither").all()
 
 
-def test_language_model_runs_through_every_optimization(store, monkeypatch):
-    with store.writing():
-        record = run_of("language_model", store, monkeypatch)
+def test_compiled_code_computes_the_gradients_of_the_eager_step(write, tmp_path):
+    """The model is as small as can be, because each of its kernels takes seconds to compile."""
+    place = write("""class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+    def forward(self, x):
+        return self.linear(x).square().mean()
+def build():
+    return Model(), {"x": torch.ones(4, 4)}
+""")
+    made = Ladder(place, configuration(place, optimizations=["fp32", "compiled_model"]), tmp_path)
+    made.measure()
+    row = made.steps.set_index("optimization").loc["compiled_model"]
+    assert row["status"] == "ok" and row["compile_s"] > 0, row["reason"]
+    assert row["gradient_error"] < 1e-4
+
+
+def command(name, store, **environment):
+    """Measure one of the tiny models as ``stepscope ladder`` does in a terminal; return its table of steps."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "stepscope.cli",
+            "ladder",
+            f"{MODELS}/{name}.py:build",
+            "--runs",
+            str(store.root),
+        ],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     found = read(store)
     assert not found.errors and not found.notes
+    (record,) = found.records
+    text = json.dumps(record.model_dump(mode="json"))
+    assert str(MODELS) not in text and str(MODELS.parent) not in text
+    assert f"{name}:build" in (store.root / "report.md").read_text().replace("\\", "")
     steps = found.tables["your_model.steps"].set_index("optimization")
     assert [*steps.index] == [*OPTIMIZATIONS]
     assert ((steps["status"] == "ok") == steps["wall_ms"].notna()).all()
     assert steps["reason"].where(steps["kept"] == "no", "-").all()
     errors = steps["gradient_error"].dropna()
-    assert errors["fp32"] == 0 and 0 < errors["bf16"] < 0.1 and errors["compiled_model"] < 1e-4
-    assert "CPU has no CUDA graphs" in steps.loc["cuda_graph", "reason"]
-    text = json.dumps(record.model_dump(mode="json"))
-    assert str(MODELS) not in text and str(MODELS.parent) not in text
-    document = machine.compose(found, store.root, store.root)
-    assert not document.errors and "language_model:build" in document.texts["report.md"].replace("\\", "")
+    assert errors["fp32"] == 0 and 0 < errors["bf16"] < 0.1 and (errors < 0.1).all()
+    return steps
 
 
-def test_convolutional_network_runs_and_an_edited_file_is_a_new_run(store, monkeypatch, tmp_path):
+def test_command_measures_a_network_that_synchronizes_and_names_the_line(store):
+    """Without compiling, which takes half a minute in a new folder; the test above compiles."""
+    steps = command("router", store, TORCHDYNAMO_DISABLE="1")
+    where = "uncompiled, router.py:15 reads a number from the device"
+    reason = steps.loc["cuda_graph", "reason"]
+    assert reason.startswith(where) and "CPU has no CUDA graphs" in reason
+
+
+@pytest.mark.slow
+def test_command_compiles_a_language_model_with_every_optimization(store):
+    steps = command("language_model", store)
+    assert (steps.loc[["compiled_blocks", "compiled_model"], "compile_s"] > 0).all()
+
+
+def test_notebook_measures_a_convolutional_network_and_an_edited_file_is_a_new_run(store, tmp_path):
     text = (MODELS / "convolutional.py").read_text()
     path = tmp_path / "mine.py"
-    with store.writing():
-        for width, optimizations in ((8, EAGER), (4, ["fp32"])):
-            path.write_text(text.replace("width=8", f"width={width}"))
-            run_of(f"{path}:build", store, monkeypatch, optimizations=optimizations)
+    fields = {"device": "cpu", "timed_steps": 2, "warmup_steps": 0}
+    for width, optimizations in ((8, EAGER), (4, ["fp32"])):
+        path.write_text(text.replace("width=8", f"width={width}"))
+        parameters = {"model": f"{path}:build", "runs": str(store.root), "optimizations": optimizations}
+        run_cells("your_model", **fields, **parameters)
     tables = load(store.root)
     assert sorted(tables["your_model.steps"].groupby("run_id").size()) == [1, 4]
-    parameters = tables["your_model.results"]["parameters"]
-    assert parameters.nunique() == 2 and len(tables["your_model.modules"])
-
-
-def test_network_that_synchronizes_runs_and_names_the_line(store, monkeypatch):
-    with store.writing():
-        run_of("router", store, monkeypatch, optimizations=["fp32", "fused_adamw", "cuda_graph"])
-    steps = load(store.root)["your_model.steps"].set_index("optimization")
-    assert steps.loc["cuda_graph", "reason"].startswith(
-        "uncompiled, router.py:15 reads a number from the device"
-    )
+    assert tables["your_model.results"]["parameters"].nunique() == 2
+    assert len(tables["your_model.modules"])
 
 
 @pytest.mark.parametrize(
