@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_compiling_works_after_a_failed_capture():
-    """PyTorch leaves the random generator in capture mode."""
+    """After a failed capture, PyTorch leaves the random generator in capture mode, which we must undo."""
     numbers = torch.ones(64, 64, device="cuda")
 
     def synchronizes():
