@@ -51,7 +51,7 @@ def layer_of(module: str) -> tuple[int, str]:
         if module == name or (module.startswith(f"{name}.") and name != "stepscope")
     ]
     if not found:
-        pytest.fail(f"{module} is in no layer")
+        pytest.fail(f"{module} isn't in any layer")
     _, place, name = max(found)
     return place, name
 

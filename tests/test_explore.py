@@ -181,7 +181,7 @@ def test_explore_shows_the_ladder_with_the_slowest_step():
 
 
 def compared(tmp_path, before, after):
-    """Replace a piece of the notebook's code, run it and return its variables."""
+    """Replace a piece of the notebook's code, run the notebook, and return its variables."""
     notebook = edited("explore", tmp_path, before, after)
     return run_cells(notebook, device="cpu")
 

@@ -28,7 +28,7 @@ def test_compiling_works_after_a_failed_capture():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_random_numbers_of_a_replay_differ_after_a_failed_capture():
+def test_replays_draw_different_random_numbers_after_a_failed_capture():
     numbers = torch.ones(64, 64, device="cuda")
     with pytest.raises(RuntimeError):
         graph_of(lambda: F.dropout(numbers, 0.5).sum().item(), noop, warmups=1)

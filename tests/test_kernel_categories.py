@@ -172,7 +172,7 @@ def test_short_names_are_distinct():
         ("<int>", "<int>"),
     ],
 )
-def test_short_name_abbreviates_known_kernels(name, short):
+def test_short_name_abbreviates_known_kernel_names(name, short):
     assert short_name(name) == short
 
 

@@ -110,7 +110,7 @@ def test_stopped_sweep_cleans_up_and_can_be_continued(
         *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
     ],
 )
-def test_run_is_not_recorded_as_failed_when_group_is_stopped_after_worker_death(
+def test_run_is_not_recorded_as_failed_when_sweep_is_stopped_after_worker_death(
     program, sweep, store, faults, number
 ):
     path = sweep([HANGS])

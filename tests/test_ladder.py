@@ -736,7 +736,7 @@ def test_power_limited_step_is_profiled_for_a_second_and_its_median_is_reported(
     assert len(numbers) == steps
     gpu_ms = 5.0 if is_limited else 4.0
     assert (case.row["gpu_ms"], case.row["busy"]) == (gpu_ms, gpu_ms / 10)
-    assert case.row["inconsistent"], "the profiled steps differ"
+    assert case.row["inconsistent"], "the row must report that the profiled steps differ"
 
 
 def test_impossible_measurement_is_repeated_at_most_twice(config, monkeypatch):

@@ -226,7 +226,9 @@ def test_device_memory_and_peaks_come_from_the_allocator(monkeypatch):
         "max_memory_reserved": 5 * 2**30,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert measure.device_bytes("cuda") == 100_000, "free memory and the allocator's"
+    assert measure.device_bytes("cuda") == 100_000, (
+        "available memory is free memory plus the allocator's cached memory"
+    )
     assert measure.peak_memory("cuda") == {"peak_gib": 3, "reserved_gib": 5}
     assert measure.peak_memory("cpu") == {}
 

@@ -87,8 +87,8 @@ def bytes_before(recording):
 
 # Recorded steps
 
-# Live tensors after the loss, in addition to the blocks' saved tensors: the final norm, the head's copy and the
-# logits; the copy; the loss's saved tensors.
+# Formulas for the bytes that are live after the loss, in addition to the blocks' saved tensors, by precision: the
+# final norm, the bf16 copy of the head's weight and the logits; only that copy; the loss's saved tensors.
 AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V + 2E", "2E", "6V + 4")}
 
 

@@ -139,7 +139,7 @@ def test_layer_norm_loses_range_in_fp16_and_digits_in_bf16(norm):
     assert largest == {"fp16": 1e4, "bf16": 1e5}
 
 
-def test_lost_value_has_an_error_of_one():
+def test_lost_values_count_as_errors_of_one():
     value = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double()
     true = torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
     error, lost = numerics.error_and_lost(value, true)

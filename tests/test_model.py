@@ -76,7 +76,7 @@ def loss_and_gradients(model, logits, targets):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_formulas_match_the_model_for_every_size(size):
+def test_parameter_formulas_match_the_model_for_every_size(size):
     config = step_config(size=size, context_length=128)
     with torch.device("meta"):  # the meta device has shapes but allocates no memory
         model = TransformerLM(config)

@@ -304,7 +304,7 @@ def test_changed_notebook_replaces_a_record_only_when_requested(tmp_path, store,
     assert doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
 
 
-# Runs by hand.
+# Interactive runs.
 
 
 def by_papermill(*arguments, cwd):
@@ -368,7 +368,7 @@ def by_hand(tiny, tmp_path):
 TABLES = {"table": pd.DataFrame({"ms": [1.0]})}
 
 
-def test_run_by_hand_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_path):
+def test_interactive_run_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_path):
     store = Store(tmp_path / "mine")
     (tmp_path / "trace.csv").write_text("a")
     run = by_hand()
@@ -389,7 +389,7 @@ def test_run_by_hand_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_pa
         run.keep(TABLES, {"list": [1]})
 
 
-def test_run_by_hand_rejects_unusable_folder_before_measuring(by_hand, tmp_path):
+def test_interactive_run_rejects_unusable_folder_before_measuring(by_hand, tmp_path):
     by_hand(seed=1).keep(TABLES)
     store = Store(tmp_path / "mine")
     with store.writing(), pytest.raises(StoreBusy):

@@ -227,7 +227,7 @@ def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
         "replayed_ms": [4, nan, 3],
     }.items():
         assert rows[column].tolist() == pytest.approx(expected, nan_ok=True)
-    assert settled == ["forward_backward"], "the only power-limited one"
+    assert settled == ["forward_backward"], "only the power-limited case settles the clock"
     tflops = step_flops(results.config) / rows["wall_ms"] / [1, 1, 3] / 1e9
     assert rows["mfu_vs_measured_peak"].tolist() == pytest.approx((tflops / 2).tolist())
 

@@ -144,7 +144,7 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """The limit is 30 steps or 2 s, 100 steps or 3 s if launch-bound, and the requested 7 if steps are long."""
+    """Enough means 30 steps or 2 s, or 100 steps or 3 s if launch-bound; for long steps, 7 as requested."""
     rows = [(0, True, TOTAL, 9e9, 0.0), (1, False, "forward", 9e9, 0.0)]
     rows += [(1, False, TOTAL, wall_ms, enqueue_ms)] * steps
     assert has_enough_samples(rows, 7, device)

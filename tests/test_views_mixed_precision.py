@@ -214,7 +214,7 @@ def test_repeated_sums_match_numpy():
         assert results[case] == float(total), case
 
 
-def test_lost_share_in_fp16_matches_its_range():
+def test_share_of_values_lost_in_fp16_matches_its_range():
     rows = VIEWS["layer_norm"].query("part in ['mean', 'squares'] and precision == 'fp16'")
     assert len(rows) == 22
     assert (rows["lost_share"] - rows["expected_lost_share"]).abs().max() < 0.05
