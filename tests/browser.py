@@ -1,4 +1,4 @@
-"""Open pages in this machine's browser with Playwright, and clean up afterwards."""
+"""Open pages in an installed browser with Playwright, and clean up afterwards."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ DESKTOP, PHONE = (1440, 900), (390, 844)  # CSS pixels
 
 
 def program() -> str:
-    """Find this machine's browser; if there is none, skip the test, or fail it if a browser is required."""
+    """Find an installed browser; if there is none, skip the test, or fail it if a browser is required."""
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:
         missing = pytest.fail if os.environ.get("STEPSCOPE_BROWSER") else pytest.skip
@@ -60,7 +60,7 @@ def axe() -> str:
 
 
 def violations(page) -> list[str]:
-    """Return axe-core's violations, each with the first element that causes it."""
+    """Return axe-core's violations, each with the first element that violates the rule."""
     page.evaluate(axe())
     found = page.evaluate("axe.run({iframes: false, resultTypes: ['violations']})")["violations"]
     return [

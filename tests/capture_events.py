@@ -35,7 +35,7 @@ def profiler_step(number: int, ts: float, dur: float) -> dict:
 
 
 def operator(name: str, dtype: str, *shapes: list, ts: float = 0, tid: int = 1) -> dict:
-    """Return an operator's event for ``launch``; all of the operator's arguments share one dtype."""
+    """Return an operator's event, to pass to ``launch``; all of the operator's arguments have the same dtype."""
     inputs = {"Input Dims": [*shapes], "Input type": [dtype] * len(shapes)}
     return event("cpu_op", name, ts, 4, tid, **{"External id": next(ids)}, **inputs)
 
@@ -70,7 +70,7 @@ def kernels(
 
 
 def unlaunched(name: str, start: float, dur: float, correlation: int = 1 << 20) -> dict:
-    """Return a kernel without a captured launch."""
+    """Return a kernel whose launch isn't in the capture."""
     return event("kernel", name, start, dur, 7, correlation=correlation, device=0, stream=7)
 
 

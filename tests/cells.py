@@ -48,7 +48,9 @@ def run_cells(
     for number, cell in enumerate(code_cells(path), 1):
         if until is not None and until in cell.source:
             return names
-        place = f"{path.name}, code cell {number}"  # where inspect finds the source, as in a kernel
+        place = (
+            f"{path.name}, code cell {number}"  # inspect finds a cell's source here, as in a Jupyter kernel
+        )
         linecache.cache[place] = (len(cell.source), None, cell.source.splitlines(keepends=True), place)
         exec(compile(cell.source, place, "exec"), names)
         if "parameters" in cell.tags:
@@ -92,7 +94,7 @@ def executed(notebook: str, holding: str, names: dict[str, Any]) -> dict[str, An
 
 
 def spread(wall_times_ms: list[float]) -> dict[str, float]:
-    """Compute the tables' wall-time columns with the standard library."""
+    """Compute the wall-time columns of the tables, using only the standard library."""
     q1, _, q3 = statistics.quantiles(wall_times_ms, n=4, method="inclusive")
     return {
         "wall_ms": statistics.median(wall_times_ms),
@@ -105,7 +107,7 @@ def spread(wall_times_ms: list[float]) -> dict[str, float]:
 
 
 def covered_ms(rows: pd.DataFrame) -> float:
-    """Return the time in milliseconds during which at least one of these operations runs."""
+    """Return the time in milliseconds during which one or more of these operations run."""
     total = reached = 0
     for start, end in sorted(zip(rows["start_ns"], rows["end_ns"])):
         total, reached = total + max(0, end - max(start, reached)), max(reached, end)
@@ -145,7 +147,7 @@ def times_of(samples: pd.DataFrame, operations: pd.DataFrame, phase: str) -> dic
 
 
 def step_flops(config: Any) -> float:
-    """Return a full step's matmul FLOPs: three times forward's FLOPs, with weights and in attention."""
+    """Return the matmul FLOPs of a full step: three times those of forward, including the matmuls in attention."""
     weights = (
         config.num_layers * (4 * config.d_model**2 + 3 * config.d_model * config.d_ff)
         + config.vocab_size * config.d_model
@@ -159,7 +161,7 @@ def step_flops(config: Any) -> float:
 
 
 def leaks(cells: list[Cell]) -> list[str]:
-    """Return names that a display cell binds and another cell only reads, which fails if the display cell does."""
+    """Return names that another cell reads but only a display cell binds, so that both cells fail together."""
     found = []
     for number, cell in enumerate(cells):
         if cell.shows:

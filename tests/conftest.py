@@ -22,7 +22,7 @@ from stepscope.config import RunConfig, configure, studies
 from stepscope.runs.record import Record
 from stepscope.runs.store import Store
 
-# Tests must not depend on the number of cores, or take all cores from tests that run in parallel.
+# Tests must neither depend on the number of cores nor take all cores from tests that run in parallel.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Skip Inductor's check of the vector instructions that the processor reports, because the check takes 15 CPU
 # seconds in each process that compiles.
@@ -46,7 +46,7 @@ TINY: dict[str, Any] = {
 RAISES, LACKS_MEMORY, DIES, HANGS, KILLS_WORKER, UNFINISHED, TURNS, BAD_RESULT, PATHS, KILLS_RUN = range(
     1, 11
 )
-PRINTS = 99  # other tests use 20 to 37 for ordinary runs
+PRINTS = 99  # ordinary runs in other tests have the seeds 20 to 37
 FAULTS = f"""
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -104,7 +104,7 @@ def _cell(source: str, **metadata) -> dict:
 
 @pytest.fixture
 def threads_of_torch(monkeypatch):
-    """Restore torch's number of threads, because a notebook limits a tiny model to one thread."""
+    """Restore torch's number of threads after a test, because a notebook limits a tiny model to one thread."""
     import torch  # imported lazily: most tests don't need torch
 
     before = torch.get_num_threads()
@@ -115,7 +115,7 @@ def threads_of_torch(monkeypatch):
 
 @pytest.fixture
 def faults(tmp_path, monkeypatch) -> Path:
-    """Make this test's runs execute the notebook above for every study; return the notebook's folder."""
+    """Make every study's runs in this test execute the notebook above; return that notebook's folder."""
     folder = tmp_path / "faults"
     folder.mkdir()
     content = {
@@ -167,7 +167,7 @@ def record_of(config: RunConfig, **fields) -> Record:
 
 
 def put(store: Store, config: RunConfig, **fields) -> Path:
-    """Commit the record of such a run to a runs folder; return the run's folder."""
+    """Commit a successful run's record, as made by ``record_of``, to a runs folder; return the run's folder."""
     return store.commit(store.new_staging_folder(), record_of(config, **fields))
 
 
@@ -178,7 +178,7 @@ class Program:
         self.mark = f"STEPSCOPE_TEST_{uuid.uuid4().hex}"
         self.output_file = folder / f"output-{uuid.uuid4().hex[:8]}.txt"
         with self.output_file.open("w") as stream:
-            # A shell that starts tests in the background makes them, and so the program, ignore SIGINT.
+            # Started in the background by a shell, the tests ignore SIGINT, and so would the program.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "stepscope.cli", *map(str, arguments)],
                 stdout=stream,

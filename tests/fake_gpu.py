@@ -11,7 +11,7 @@ from stepscope.measure import timing
 class FakeGpu:
     """A simulated GPU and a simulated host clock, both in ms.
 
-    A launch takes the host 1 ms. The host's clock reaches the end of the GPU's work only by synchronizing.
+    A launch takes the host 1 ms. Only a synchronization advances the host's clock to the end of the GPU's work.
 
     Args:
         modules: additional modules whose ``default_timer`` is replaced with the host's clock.
@@ -46,7 +46,7 @@ class FakeGpu:
             event.synchronized = self.synchronized
 
         def elapsed_time(end):
-            assert end.synchronized < self.synchronized, "read before the device was idle"
+            assert end.synchronized < self.synchronized, "the time was read before the device was idle"
             return end.ms - event.ms
 
         event.record, event.elapsed_time = record, elapsed_time

@@ -1,4 +1,4 @@
-"""A fake CUDA allocator that answers the memory recorder's calls, based on a CPU step's storages."""
+"""A fake CUDA allocator that answers the memory recorder's calls, based on the storages of a CPU step."""
 
 import weakref
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 
 
 class Storages(TorchDispatchMode):
-    """A recorder of the storages that operations allocate and free, as a history with 512-byte allocations."""
+    """A recorder of the storages that operations allocate and free; allocated sizes are multiples of 512 bytes."""
 
     def __init__(self):
         super().__init__()

@@ -35,7 +35,7 @@ def read_records(folder: Path = RUNS) -> list[tuple[Path, Row]]:
 
 
 def read_tables(studies: dict[str, Iterable[str]], folder: Path = RUNS) -> dict[str, pd.DataFrame]:
-    """Return the given studies' tables, with columns for the given configuration fields, and the table of runs."""
+    """Return the tables of these studies, with columns for these configuration fields, and a table of the runs."""
     frames = defaultdict(list)
     for place, record in read_records(folder):
         study = record["study"]

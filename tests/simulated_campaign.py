@@ -3,9 +3,9 @@
     python tests/simulated_campaign.py runs/h200 /tmp/slower --factor 1.3 --jitter 0.2
     stepscope render --writeup --runs /tmp/slower --out /tmp/slower/report
 
-Each of a run's cases (mode, precision, optimization, ...) gets one factor between ``factor * (1 - jitter)`` and
-``factor * (1 + jitter)``, the same in each of the run's tables. Times and energy are multiplied by the factor, and
-rates are divided by it. Bounds remain unchanged, because they are computed rather than measured.
+Each case of a run (mode, precision, optimization, ...) gets one factor between ``factor * (1 - jitter)`` and
+``factor * (1 + jitter)``, which is the same in all tables of the run. Times and energy are multiplied by the
+factor, and rates are divided by it. Bounds remain unchanged, because they are computed rather than measured.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MAX_HASH = 0xFFFFFFFF
 
 
 def factor_of(run: str, case: str, factor: float, jitter: float) -> float:
-    """Return the factor for a run's case, which depends on a hash of the run's and the case's names."""
+    """Return the factor for a run's case, which depends on a hash of the names of the run and the case."""
     digest = hashlib.md5(f"{run} {case}".encode()).hexdigest()
     between = int(digest[:8], 16) / MAX_HASH  # between 0 and 1
     return factor * (1 - jitter + 2 * jitter * between)

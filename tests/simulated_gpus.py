@@ -2,7 +2,7 @@
 
     python tests/simulated_gpus.py /tmp/simulated/h100x2 --gpus 2
 
-Every number follows from a simple model of the step: a rate for matmuls, one for links, and a time per launch.
+Every number follows from a simple model of the step: a rate for matmuls, a rate for links, and a time per launch.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from stepscope.studies.distributed.tables import KINDS, PARTS, SCHEMAS, SHARDED
 
 FLOPS, LINK_BYTES, CALL_MS, LAUNCH_MS = 550e12, 300e9, 0.04, 0.06
 SWEEPS = {2: "studies/distributed/sweep.yaml", 4: "sweeps/four_gpus.yaml"}
-SLOWDOWN = 1.25  # of compute during communication
+SLOWDOWN = 1.25  # factor by which communication slows down concurrent compute
 GIB = 2**30
 
 
@@ -40,7 +40,7 @@ def bucket_mib(name: str) -> float:
 
 @dataclass
 class Step:
-    """A strategy's step, by the model: the collectives, and times in ms."""
+    """A strategy's step according to the model: number and total size of the collectives, and times in ms."""
 
     count: int
     gib: float
@@ -90,7 +90,8 @@ def steps_row(config: Config, name: str) -> dict:
     """Return a strategy's row of the table "steps"."""
     step, parameters, gpus = model(config, name), parameter_count(config), config.gpus
     row = {"strategy": name, "control": STRATEGIES[name].control, "status": "ok", "reason": ""}
-    sharded = 16 if name.startswith("fsdp") and step.count else 8 if name == "zero1" else 0  # bytes
+    # bytes per parameter
+    sharded = 16 if name.startswith("fsdp") and step.count else 8 if name == "zero1" else 0
     states_gib = (16 - sharded * (1 - 1 / gpus)) * parameters / GIB
     activations_gib = 3e-6 * config.batch_size * config.context_length * config.num_layers
     copied_gib = 4 * parameters / GIB if name.startswith(("ddp", "zero1", "flat")) else 0
@@ -159,7 +160,7 @@ def profile_rows(config: Config, name: str) -> dict[str, list[dict]]:
 
 
 def hash_of(text: str) -> float:
-    """Return a number between 0 and 1 that depends on a text."""
+    """Return a number between 0 and 1 that depends only on this text."""
     return int(hashlib.md5(text.encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
 
 

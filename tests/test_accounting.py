@@ -1,4 +1,4 @@
-"""Test memory formulas against live CPU storages, H200 runs and the allocator's rounding; test what fits."""
+"""Test memory formulas against CPU storages, H200 runs and the allocator's rounding; test what fits in memory."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -94,7 +94,7 @@ def peak_of_step(config, mode, monkeypatch, blocks=0):
 
 WITH_CHECKPOINTS: list[tuple[str, dict[str, Any]]] = [
     ("forward_backward", {}),
-    ("forward_backward", {"vocab_size": 1000}),  # memory peaks at the head
+    ("forward_backward", {"vocab_size": 1000}),  # a large vocabulary moves the memory peak to the head
     ("step", {"attention": "sdpa", "optimizer": "fused"}),
 ]
 CASES: list[tuple[dict[str, Any], str, int]] = []
@@ -107,7 +107,7 @@ for blocks, (mode, fields) in product((1, 2, 3), WITH_CHECKPOINTS):
 
 
 @pytest.mark.parametrize("fields, mode, blocks", CASES)
-def test_predicted_peak_matches_live_storages(fields, mode, blocks, monkeypatch):
+def test_predicted_peak_matches_the_peak_of_live_storages(fields, mode, blocks, monkeypatch):
     config = config_of(fields)
     assert peak_of_step(config, mode, monkeypatch, blocks) == accounting.peak(config, mode, blocks).requested
 
@@ -116,7 +116,7 @@ def test_predicted_peak_matches_live_storages(fields, mode, blocks, monkeypatch)
 
 
 def measured(source):
-    """Yield each measured peak in an earlier reference's runs, with its configuration."""
+    """Yield each peak measured in the runs of an earlier reference, with its configuration."""
     rows = pd.read_csv(H200)
     fields = ("size", "context_length", "precision", "attention", "optimizer")
     for row in rows[rows["source"] == source].itertuples():
@@ -124,17 +124,17 @@ def measured(source):
 
 
 @pytest.mark.parametrize("source, min_runs", [("history", 26), ("checkpoints", 34)])
-def test_requested_bytes_match_h200_runs(source, min_runs):
+def test_predicted_requested_bytes_match_h200_runs(source, min_runs):
     errors = []
     for row, config in measured(source):
         peak = accounting.peak(config, row.mode, row.blocks_per_checkpoint)
         errors.append(peak.requested - row.requested_bytes)
-    # a fused kernel's workspace is known to within 512 bytes
+    # the workspace of one fused kernel is known only to within 512 bytes
     assert len(errors) >= min_runs and max(map(abs, errors)) <= 512 and errors.count(0) >= len(errors) - 1
 
 
-def test_allocated_bytes_are_close_to_h200_runs():
-    """Rounding depends on earlier frees, so we predict it only for fresh memory."""
+def test_predicted_allocated_bytes_are_close_to_h200_runs():
+    """Rounding depends on earlier frees, so the formula predicts it only for freshly allocated memory."""
     errors = []
     for row, config in measured("benchmark"):
         error = abs(accounting.peak(config, row.mode).allocated / MIB / row.allocated_mib - 1)
@@ -143,15 +143,15 @@ def test_allocated_bytes_are_close_to_h200_runs():
     assert len(errors) >= 60 and sum(error >= 0.01 for error in errors) <= 3
 
 
-def test_fully_optimized_bytes_are_close_to_h200_runs():
-    """Moments are fp32. The graph's pool takes up a larger share of the small model's memory."""
+def test_predicted_bytes_of_fully_optimized_step_are_close_to_h200_runs():
+    """Moments are fp32. The tolerance is larger for ``small``, where the CUDA graph's pool is a larger share."""
     for row, config in measured("ladder"):
         error = abs(fit.fully_optimized_bytes(config, moment=4) / MIB / row.allocated_mib - 1)
         assert error < (0.05 if row.size == "small" else 0.015), row
 
 
 @pytest.mark.parametrize("moment", [2, 4])
-def test_fully_optimized_bytes_sum_all_components(moment):
+def test_fully_optimized_step_peak_is_the_sum_of_its_components(moment):
     config = on_gpu(
         d_model=4, d_ff=6, num_layers=3, num_heads=2, context_length=8, vocab_size=10, batch_size=2
     )
@@ -164,7 +164,7 @@ def test_fully_optimized_bytes_sum_all_components(moment):
     assert fit.fully_optimized_bytes(config, moment) == expected
 
 
-def test_fully_optimized_peak_includes_all_gradients():
+def test_fully_optimized_step_peak_includes_all_gradients():
     """With a short context, the blocks' saved tensors take less memory than the final gradients."""
     config = on_gpu(size="10B", context_length=16, batch_size=1)
     bf16, fp32 = 2, 4  # bytes per weight, gradient and moment in bf16, and per master weight in fp32
@@ -175,7 +175,7 @@ def test_fully_optimized_peak_includes_all_gradients():
 
 
 def allocate(size, number):
-    """Return how many bytes c10's caching allocator counts, by its rules, for tensors of equal size."""
+    """Return the bytes that c10's caching allocator would count for this number of tensors of equal size."""
     free, counted = [], 0
     small = size <= 2**20
     for _ in range(number):
@@ -221,13 +221,13 @@ def allocate(size, number):
         102_400_000,
     ],
 )
-def test_rounding_matches_the_allocators_rules(size):
+def test_rounding_matches_a_simulation_of_the_allocator(size):
     for number in (1, 2, 3, 7, 20):
         assert accounting.rounding(size, number) == allocate(size, number) - number * size
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_parameter_rounding_matches_the_models_parameters(shape):
+def test_parameter_rounding_matches_the_parameters_of_the_model(shape):
     config = config_of(shape)
     counts = Counter(parameter.numel() for parameter in TransformerLM(config).parameters())
     assert accounting.parameter_rounding(config) == sum(
@@ -248,7 +248,7 @@ def test_fused_adamw_step_counts_take_512_bytes_each():
 BASELINE = "fp32 baseline (naive attention)"
 
 
-def test_largest_values_fit_and_one_more_does_not():
+def test_largest_context_and_batch_fit_but_one_more_does_not():
     config = on_gpu(size="2.7B", context_length=512)
     rows = fit.fit(config, 80)
     assert [row.step for row in rows] == list(fit.STEPS)
@@ -259,7 +259,8 @@ def test_largest_values_fit_and_one_more_does_not():
             fitting, larger = (bytes_of(step.model_copy(update={field: largest + n})) for n in (0, 1))
             assert fitting <= 80 * GIB < larger, (row.step, field)
     baseline, _, checkpointed, optimized = (row.peak_gib for row in rows)
-    assert optimized < checkpointed < baseline == pytest.approx(65.56, rel=0.01)  # the measured peak
+    # the peak measured on an H200
+    assert optimized < checkpointed < baseline == pytest.approx(65.56, rel=0.01)
     columns = {
         " ".join(column.header.split()): [*column.cells] for column in fit_table(config, 80, 2025).columns
     }
@@ -269,7 +270,7 @@ def test_largest_values_fit_and_one_more_does_not():
 
 
 @pytest.mark.parametrize("context_length", [16, 1024])
-def test_fit_rows_report_their_steps_peaks(context_length):
+def test_fit_rows_report_the_predicted_peak_of_each_step(context_length):
     config = on_gpu(size="large", context_length=context_length, batch_size=3, vocab_size=700)
     fast = config.model_copy(update={"precision": "bf16", "attention": "sdpa", "optimizer": "fused"})
     expected = [accounting.peak(config).allocated]
@@ -283,13 +284,13 @@ def test_fit_rows_report_their_steps_peaks(context_length):
 @pytest.mark.parametrize(
     "share, fits", [(0.5, "yes"), (0.89, "yes"), (0.91, "tight"), (0.999, "tight"), (1.001, "no")]
 )
-def test_fit_is_tight_above_90_percent(share, fits):
+def test_fit_is_tight_above_90_percent_of_memory(share, fits):
     config = on_gpu(size="small", context_length=512)
     peak_gib = accounting.peak(config).allocated / GIB
     assert fit.fit(config, peak_gib / share)[0].fits == fits
 
 
-def test_grid_contains_the_handouts_cases_with_their_peaks():
+def test_grid_contains_every_handout_case_with_its_peak():
     config = on_gpu(size="small", context_length=512)
     cells = fit.grid(config, fit.CONTEXTS, 80)
     assert len({cell[:3] for cell in cells}) == len(cells) == 5 * 4 * 3
@@ -304,7 +305,7 @@ def test_grid_contains_the_handouts_cases_with_their_peaks():
     assert peaks_2026["xl"] == peaks["2.7B"] and peaks_2026["10B"] > 200
 
 
-def test_largest_sizes_fit_and_the_next_larger_do_not():
+def test_largest_size_fits_but_the_next_larger_size_does_not():
     config = on_gpu(size="small", context_length=512)
     xl_gib = accounting.peak(on_gpu(size="xl", context_length=512)).allocated / GIB
     sizes = fit.largest_sizes(config, [512, 1024], xl_gib)
@@ -319,7 +320,7 @@ def test_nothing_fits_when_memory_is_too_small():
     assert (row.fits, row.largest_context, row.largest_batch) == ("no", 0, 0)
 
 
-def test_tf32_peak_matches_fp32():
+def test_tf32_peak_equals_fp32_peak():
     fp32, tf32 = (config_of(SHAPES[0]).model_copy(update={"precision": name}) for name in ("fp32", "tf32"))
     assert accounting.peak(tf32) == accounting.peak(fp32)
 

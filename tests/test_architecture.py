@@ -12,7 +12,7 @@ from stepscope import PACKAGE, PROJECT
 from stepscope.studies import STUDIES
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
-MAX_NODES = 3300  # nodes of the syntax tree rather than lines, because lines can be packed
+MAX_NODES = 3300  # in nodes of the syntax tree, because a limit on lines would encourage long lines
 # A module may import only from layers above its own, or from its own folder.
 LAYERS = [
     ["stepscope"],
@@ -51,7 +51,7 @@ def layer_of(module: str) -> tuple[int, str]:
         if module == name or (module.startswith(f"{name}.") and name != "stepscope")
     ]
     if not found:
-        pytest.fail(f"{module} is in no layer")
+        pytest.fail(f"{module} isn't in any layer")
     _, place, name = max(found)
     return place, name
 

@@ -102,7 +102,7 @@ def test_config_error_names_the_invalid_field(field, value):
 
 
 @pytest.mark.parametrize("name", ("naive", "flash", "math"))
-def test_recorded_errors_match_the_distance_to_float64(name, complete_run):
+def test_recorded_errors_match_the_deviation_from_float64(name, complete_run):
     names, _ = complete_run
     checks = names["results"].checks.set_index(["implementation", "context_length"]).loc[name]
     assert (checks.pop("allowed_error") == 2e-5).all()
@@ -140,13 +140,14 @@ def test_float64_attention_matches_autograd():
 def test_float64_attention_in_chunks_matches_a_single_pass(monkeypatch):
     inputs = Inputs(small(), 32)
     at_once = attention_in_float64(inputs)
-    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)  # chunks of five queries, the last of two
+    # each chunk contains five queries, but the last contains two
+    monkeypatch.setattr(attention_inputs, "MAX_SCORES", 32 * 5)
     for expected, chunked in zip(at_once, attention_in_float64(inputs), strict=True):
         torch.testing.assert_close(chunked, expected, rtol=1e-12, atol=0)
 
 
 def run_with_scores(change, **fields):
-    """Run the notebook with flash attention and naive attention with changed scores; return its tables."""
+    """Run the notebook with flash attention, and with naive attention on changed scores; return its tables."""
 
     def naive(q, k, v, mask):
         scores = change(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5)
@@ -181,11 +182,11 @@ def test_unsupported_implementation_reports_torchs_reason(measured):
     assert {*others["status"]} == {"ok"} and {*others["reason"]} == {""}
 
 
-def test_case_row_matches_passes_kernels_and_bytes(calls):
+def test_case_row_matches_measured_passes_kernels_and_memory(calls):
     cases = [("naive", 8), ("flash", 16)]
     measurement = protocol_of(calls, cases)
     measurement.measure_all()
-    for case in cases:  # as on a GPU
+    for case in cases:  # values that only a GPU would provide
         measurement.memory[case] |= {"forward": 13 * MIB, "backward": 17 * MIB}
         measurement.clocks_mhz[case] = 1700.0
     rows = measurement.results().cases
@@ -204,12 +205,12 @@ def test_case_row_matches_passes_kernels_and_bytes(calls):
             "peak_mib": sizes[phase] / MIB,
             "sm_clock_mhz": 1700,
         }
-        del expected["wall_mean_ms"]  # which attention's table omits
+        del expected["wall_mean_ms"]  # columns that the table of the attention study omits
         assert {name: row[name] for name in expected} == pytest.approx(expected)
         assert row["kernel"] == max(lasting, key=lasting.get)
 
 
-def test_finding_lists_times_at_the_longest_context_fastest_first(complete_run):
+def test_finding_lists_implementations_at_the_longest_context_from_fastest_to_slowest(complete_run):
     names = complete_run[0]
     cases = names["results"].cases.query("status == 'ok' and context_length == 16")
     times = cases.groupby("implementation")["wall_ms"].sum().sort_values()
@@ -253,7 +254,7 @@ def test_inconsistent_case_is_remeasured_at_most_twice(calls, monkeypatch, is_fi
     assert measurement.results().cases["inconsistent"].tolist().count("impossible") == (not is_fixed)
 
 
-def test_failing_profiler_keeps_wall_times_and_records_a_reason(monkeypatch):
+def test_wall_times_are_kept_and_a_reason_is_recorded_when_the_profiler_fails(monkeypatch):
     class Broken:
         def __init__(self, activities):
             raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED")
@@ -273,7 +274,7 @@ def test_notebook_completes_when_no_case_can_be_timed():
     attention.SCHEMAS["checks"].validate(nothing["results"].checks)
 
 
-def test_unsupported_reason_uses_torch_warnings():
+def test_unsupported_reason_quotes_torch_warnings():
     warned = [
         warnings.WarningMessage(f"{text} (Triggered internally at /build/x.cpp:1.)", UserWarning, "x", 1)
         for text in (
@@ -309,7 +310,7 @@ def test_requested_and_allocated_memory_are_parsed_from_torchs_error():
     assert "reason" not in other and other["requested_gib"] != other["requested_gib"]
 
 
-def test_oom_case_keeps_its_row_and_remaining_cases_continue():
+def test_oom_case_keeps_its_row_and_remaining_cases_are_measured():
     def full(scores):
         raise torch.OutOfMemoryError(ERROR)
 
@@ -363,7 +364,7 @@ def test_interrupted_measurement_keeps_completed_checks(calls):
 # -- changes that the notebook suggests --------------------------------------------------------------------------------
 
 
-def test_backward_through_the_maximum_saves_an_extra_matrix(tmp_path, calls):
+def test_differentiating_the_maximum_of_the_scores_saves_an_extra_matrix(tmp_path, calls):
     notebook = edited("attention", tmp_path, "scores.detach()", "scores")
     fields = {"context_lengths": [64], "implementations": ["naive"]}
     after = run_cells(notebook, **SMALL | fields)["results"]
@@ -396,7 +397,7 @@ def test_figure_has_readable_axis_labels(times_ms):
     assert labels[-1] == "128"
 
 
-def test_figure_marks_oom_cases_and_compares_at_a_common_length():
+def test_figure_marks_oom_cases_and_its_message_compares_at_a_common_context_length():
     rows = [
         ("naive", 64, "ok", 8.0, 2.0),
         ("flash", 64, "ok", 2.0, 1.0),
@@ -434,7 +435,7 @@ def test_formula_predicts_gpu_peak_memory(cell):
 
 
 @pytest.mark.parametrize("name, squares", [("flash", 0), ("naive", 2)])
-def test_forward_saves_one_number_per_query_or_two_matrices(name, squares, calls):
+def test_flash_saves_one_number_per_query_and_naive_also_saves_two_matrices(name, squares, calls):
     inputs = Inputs(small(), 256)
     memory_bytes = measure.pass_memory(
         calls["prepare"](name, inputs),
@@ -463,7 +464,7 @@ def case_rows(name, device_gib=80.0, gpu_ms=(1.0, 2.0), inconsistent=("", "")):
 
 
 def test_passes_table_adds_phases_and_omits_impossible_times():
-    """GPU time may exceed wall time by 2%, or by any factor on a CPU, where different passes are measured."""
+    """GPU time may exceed wall time by 2%, or by any factor on a CPU, where they come from different passes."""
     cases = [
         case_rows("naive"),
         case_rows("compiled", gpu_ms=(1.0, 2.02)),

@@ -45,7 +45,7 @@ def test_run_records_wall_and_gpu_time_of_every_phase_and_mode(run):
     assert (times[["wall_ms", "enqueue_ms", "gpu_ms", "operations"]] > 0).all(axis=None)
 
 
-def test_operations_of_phases_add_up_to_the_total(run):
+def test_operation_counts_of_phases_add_up_to_the_total(run):
     times, operations = run[0]["times"], run[0]["operations"]
     phases = times[times["phase"] != TOTAL].groupby("mode")["operations"].sum()
     total = times[times["phase"] == TOTAL].set_index("mode")
@@ -86,7 +86,7 @@ def test_cpu_results_omit_the_data_sheet_peak(run):
 
 
 def test_run_fails_when_weights_do_not_fit():
-    """A run that ends with this error gets the status ``oom``."""
+    """A run that raises this error gets the status ``oom``."""
 
     def build(config):
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -145,7 +145,7 @@ def test_notebook_step_produces_the_same_weights_as_the_library_step(fields):
 
 
 class Ticking:
-    """A fake host clock that advances only during steps and rests."""
+    """A fake host clock that advances only during steps and pauses."""
 
     now_ms = 0.0
 

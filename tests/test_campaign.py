@@ -90,7 +90,8 @@ def test_false_sentences_are_listed_with_line_and_numbers(campaign, monkeypatch)
 
 
 PRINTED = re.compile(r"\{\{(.*?)\}\}")
-SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")  # doesn't print a column's value
+# these expressions don't print a column's value
+SILENT = re.compile(r"\b(holds|figure)\(.*|\.\w+\.count\(\)")
 
 
 class Template:
@@ -102,7 +103,8 @@ class Template:
     def __init__(self, path: Path, document: Document, views: Iterable[str], others: Iterable[str]) -> None:
         environment = document._environment
         self.name = path.relative_to(FOLDER).as_posix()
-        self.views = {name: {name} for name in views}  # by the template's names for them
+        # each name in the template, with the views that it depends on
+        self.views = {name: {name} for name in views}
         self.expressions: dict[int, str] = {}  # printed expressions by line number
         self._sets, self._lines = {}, {}
         text = path.read_text(encoding="utf-8")
@@ -118,7 +120,7 @@ class Template:
                 self._lines[number] = environment.from_string(line)
 
     def used(self, code: str) -> set[str]:
-        """Return the views that an expression names, directly or through set lines."""
+        """Return the views that an expression uses, directly or through set lines."""
         names = re.findall(r"(?<![.\w])[a-z]\w*\b(?!=)", re.sub('"[^"]*"', "", code))
         return {view for name in names for view in self.views.get(name, ())}
 
@@ -132,24 +134,24 @@ class Template:
         ]
 
     def texts(self, names: dict[str, Any]) -> dict[int, str]:
-        """Return each printing line's text, or its error if it fails, by line number."""
+        """Return the text that each line prints, or the error if the line fails, by line number."""
         known = dict(names)
         for name, source in self._sets.items():
-            with suppress(Exception):  # if this fails, each line that uses the name fails
+            with suppress(Exception):  # if this line fails, so does each line that uses the name
                 known[name] = getattr(source.make_module(known), name)
         texts = {}
         for number, source in self._lines.items():
             try:
                 texts[number] = source.render(known)
-            except Exception as error:  # noqa: BLE001 any expression may fail
+            except Exception as error:  # noqa: BLE001 an expression may raise any error
                 texts[number] = f"{type(error).__name__}: {error}"
         return texts
 
 
 def rotated(view: pd.DataFrame) -> pd.DataFrame:
-    """Return a view in which each measured column contains a different column's values, preferably in its unit.
+    """Return a view in which each measured column has the values of another, preferably one with the same unit.
 
-    Rows get different factors, because a column may equal its neighbor or have no neighbor.
+    Each row is also scaled by a different factor, because the other column may be equal or missing.
     """
     columns = measured(view)
     weights = 1.1 + np.arange(len(view)) % 7 / 3
@@ -167,7 +169,7 @@ def measured(view: pd.DataFrame) -> list[str]:
 
 @pytest.fixture(scope="module")
 def frames(campaign) -> dict[str, pd.DataFrame]:
-    """Return the views that templates used, and those of other datasets by names such as h100x2_strategies."""
+    """Return the views that templates use; a view of another dataset has a name such as h100x2_strategies."""
     found = dict(campaign.views._made)
     for dataset, tables in campaign.others.items():
         views, studies = Views(tables), {name.partition(".")[0] for name in tables}

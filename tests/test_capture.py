@@ -41,7 +41,8 @@ DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "nsys" / "sample.sqlite"
 CAPTURES = [
     *sorted((DATA / "captures").glob("*.gz")),
-    *sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz")),  # next to the checkout, if present
+    # captures in a folder next to the checkout, if it exists
+    *sorted(Path(__file__).parents[1].parent.glob("shared/traces/*.gz")),
 ]
 COPY = "Memcpy HtoD (Pinned -> Device)"
 NODE = "autograd::engine::evaluate_function: MmBackward0"
@@ -54,7 +55,7 @@ def profile_text(path: Path, **options: object) -> str:
 def training_step(number: int, at: float) -> list[dict]:
     """Return a step's events: forward and optimizer on the main thread, backward on the autograd thread.
 
-    Half of the communication is hidden.
+    Compute hides half of the communication.
     """
     matmul = operator("aten::mm", "c10::BFloat16", [64, 32], [32, 16], ts=at + 1)
     return [
@@ -71,7 +72,7 @@ def training_step(number: int, at: float) -> list[dict]:
 
 @pytest.fixture(params=["trace.json", "trace.json.gz"])
 def training(request, tmp_path):
-    """Write a trace of two steps, preceded by a kernel without a captured launch."""
+    """Write a trace of two steps, preceded by a kernel whose launch isn't in the capture."""
     events = [unlaunched(ADD, 0, 5), *training_step(3, 100), *training_step(4, 200)]
     ranks = {"rank": 1, "world_size": 4}
     return write_trace(tmp_path / request.param, events, **H100, distributedInfo=ranks)
@@ -144,10 +145,10 @@ def test_flops_and_bytes_are_computed_from_operand_shapes(tmp_path, name, shapes
         ([(0.5, 1), (24.5, 7)], OUTSIDE),
     ],
 )
-def test_operations_between_backward_are_forward_only_when_launched_by_node_creators(
+def test_operations_between_backward_nodes_are_forward_only_when_launched_by_node_creators(
     tmp_path, operators, between
 ):
-    """Pipelines and split backward passes run forward operations in between; accumulating gradients doesn't."""
+    """Pipelines and split backward passes run forward operations between nodes; gradient accumulation doesn't."""
     nodes = [event("cpu_op", NODE, ts, 10, 2, **{"Sequence number": 1 + (ts > 10)}) for ts in (10, 30)]
     creators = [event("cpu_op", "aten::mm", ts, 2, **{"Sequence number": number}) for ts, number in operators]
     calls = ((1, 1), (12, 2), (22, 1), (25, 1), (27, 1), (32, 2), (50, 1))
@@ -156,7 +157,7 @@ def test_operations_between_backward_are_forward_only_when_launched_by_node_crea
     assert rows["phase"].tolist() == ["forward", "backward", *[between] * 3, "backward", OUTSIDE]
 
 
-def test_operation_gets_the_outermost_range_open_at_its_launch(tmp_path):
+def test_operation_is_assigned_to_the_outermost_range_open_at_its_launch(tmp_path):
     ranges = [
         annotation("outer", 10, 100),
         annotation("first", 20, 10),
@@ -217,7 +218,7 @@ def test_load_capture_uses_repeating_ranges_as_steps_unless_step_is_given(tmp_pa
 
 @pytest.mark.parametrize(("threads", "steps"), [((1, 2), []), ((1,), ["train step"] * 3)])
 def test_range_on_several_threads_does_not_count_as_a_step(tmp_path, threads, steps):
-    """The loader's or autograd's threads, each in ranges of this name, enclose all launches."""
+    """On the threads of the data loader or of autograd, ranges with this name enclose all launches."""
     starts = [(100 * number + 50 * (tid - 1), tid) for number in range(3) for tid in threads]
     ranges = [annotation("train step", start, 40, tid) for start, tid in starts]
     work = [part for call in range(10, 300, 50) for part in launch(ADD, call, 1000 + call, 5)]
@@ -241,7 +242,7 @@ def test_ranges_without_a_phase_are_listed_and_can_be_assigned(tmp_path):
     assert set(load_capture(path, phases={"Forward": "loss"}).operations["phase"]) == {"loss", OUTSIDE}
 
 
-def test_generated_kernel_is_compared_with_the_other_kernels_rate(tmp_path):
+def test_generated_kernel_is_compared_with_the_rate_of_a_faster_kernel(tmp_path):
     fast, slow = (operator(f"triton_poi_{number}", "float", [250_000]) for number in range(2))
     events = [
         fast,
@@ -251,7 +252,8 @@ def test_generated_kernel_is_compared_with_the_other_kernels_rate(tmp_path):
     ]
     (advice,) = [each for each in advice_for(first_gpu(tmp_path, events)) if "speed up" in each.what]
     assert "triton_poi_1" in advice.what
-    assert advice.ms == pytest.approx(0.09)  # it takes 0.1 ms, not 0.01 ms as at the other kernel's rate
+    # it takes 0.1 ms, but would take 0.01 ms at the other kernel's rate
+    assert advice.ms == pytest.approx(0.09)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +265,7 @@ def test_generated_kernel_is_compared_with_the_other_kernels_rate(tmp_path):
         ("NVIDIA H100 80GB HBM3", "cutlass_s1688gemm", "float", "tf32 27.5 TFLOP/s (5.6% of 494)"),
     ],
 )
-def test_matmul_rate_is_compared_with_the_dtypes_peak(tmp_path, gpu, kernel, dtype, text):
+def test_matmul_rate_is_compared_with_the_peak_rate_of_its_dtype(tmp_path, gpu, kernel, dtype, text):
     """A V100 doesn't support bf16, and an H100's data sheet lists the same peak for fp16 and bf16."""
     matmul = operator("aten::mm", dtype, [4096, 4096], [4096, 4096])
     events = [matmul, *launch(kernel, 1, 10, 5000, operator=matmul)]
@@ -280,7 +282,7 @@ def test_advice_ignores_hidden_communication_and_optimizer_fusion(tmp_path):
     ]
     saved_ms = [advice.ms for advice in advice_for(first_gpu(tmp_path, events))]
     assert "75% hidden" in line_text(tmp_path / "a.json", "communication")
-    # Communication overlaps the last 0.015 ms of the second kernel's 0.05 ms, which removing it wouldn't save.
+    # The last 0.015 ms of the second 0.05 ms kernel overlap communication, so removing it saves 0.035 ms.
     assert saved_ms == pytest.approx([0.035, 0.005])
 
 
@@ -320,7 +322,7 @@ def test_load_capture_finds_phases_and_steps_in_an_nsys_export(tmp_path, suffix)
 
 
 @pytest.mark.parametrize("path", CAPTURES, ids=lambda path: path.name)
-def test_real_captures_account_for_all_time_with_known_categories(path):
+def test_real_captures_lose_no_time_and_at_most_one_percent_is_uncategorized(path):
     capture = load_capture(path)
     total_ns = capture.operations["duration_ns"].sum() + capture.excluded["duration_ns"].sum()
     if ".json" in path.name:
@@ -497,7 +499,7 @@ GPU_STREAMS = [(0, 7), (0, 7), (0, 9), (1, 9), (1, 9), (1, 7)]
 
 
 def training_on_two_gpus(seed: int) -> list[dict]:
-    """Return the events of four or five steps with different lengths, and of work outside them, on two GPUs.
+    """Return events on two GPUs: four or five steps of different lengths, and work outside the steps.
 
     Each GPU uses two streams. All times are integer µs, and each GPU's operations start at distinct times.
     """
@@ -546,7 +548,7 @@ def gpus_with_rows(path: Path, events: list[dict]) -> list[tuple[Device, list[di
 
 
 def busy_ticks(rows: list[dict], begin: int, end: int) -> set[int]:
-    """Return the window's microseconds during which any of these operations runs."""
+    """Return the microseconds of the window in which one or more of these operations run."""
     spans = [range(max(row["begin"], begin), min(row["end"], end)) for row in rows]
     return {tick for span in spans for tick in span}
 
@@ -613,7 +615,7 @@ def test_step_breakdown_matches_counting_microseconds(tmp_path, seed):
 
 
 def gaps_by_counting(gpu: Device, rows: list[dict], begin: int, end: int) -> list[tuple]:
-    """Return each gap's begin, end, whether it's first, and the next operation's start and launch end (in µs)."""
+    """Return each gap's begin and end, whether it comes first, and the next operation's start and launch end."""
     idle = set(range(begin, end)) - busy_ticks(rows, begin, end)
     gaps = []
     for start in sorted(tick for tick in idle if tick - 1 not in idle):

@@ -76,7 +76,7 @@ def warmed_up(measured: int = 10) -> list[dict]:
 
 
 def slow_host(kind: str = "", name: str = "", shift: float = 0) -> list[dict]:
-    """Return four 60 ms steps: the host launches nothing for 50 ms, then 100 kernels of 95 µs each."""
+    """Return four 60 ms steps: the host launches nothing for 50 ms, and then 100 kernels of 95 µs each."""
     events = []
     for number in range(4):
         at = shift + 60_000 * number
@@ -119,7 +119,7 @@ def graph_without_kernels() -> list[dict]:
 
 
 def late_rank() -> list[dict]:
-    """Return a first collective that waits 17 s for a different GPU, followed by four that don't wait."""
+    """Return five collectives, the first of which waits 17 s for a different GPU."""
     events = launch(ALL_REDUCE, 0, 10, 17_000_000)
     for number in range(4):
         at = 17_000_100 + 10_100 * number
@@ -239,7 +239,7 @@ def test_warmup_operations_are_excluded_and_counted(tmp_path):
 
 
 def test_empty_steps_are_counted_without_shifting_outlier_names(tmp_path):
-    late_kernels = kernels(4800, 5)  # these kernels are launched in step 4 and end in step 5
+    late_kernels = kernels(4800, 5)  # launched in step 4, but end in step 5
     last_step = [profiler_step(6, 8000, 100), *kernels(8001, 2)]
     events = [*steps(6, empty=(0, 3)), *late_kernels, *last_step]
     gpu = first_gpu(tmp_path, events)
@@ -258,7 +258,7 @@ def test_two_steps_yield_no_outliers(tmp_path):
     assert walls.max() > 2 * walls.min() and not gpu.outliers
 
 
-def test_steps_without_known_launches_count_as_one(tmp_path):
+def test_steps_without_known_launches_count_as_one_step(tmp_path):
     events = [each for each in steps() if each["cat"] != "cuda_runtime"]
     path = write_trace(tmp_path / "a.json", events)
     text = line_text(path, "capture")
@@ -267,7 +267,7 @@ def test_steps_without_known_launches_count_as_one(tmp_path):
 
 
 @pytest.mark.parametrize("has_launches", [True, False])
-def test_gpu_ranges_define_steps_when_the_host_has_none(tmp_path, has_launches):
+def test_gpu_ranges_define_steps_when_the_host_has_no_ranges(tmp_path, has_launches):
     events = []
     for each in steps(name="step {}"):
         if each["cat"] == "user_annotation":
@@ -281,7 +281,7 @@ def test_gpu_ranges_define_steps_when_the_host_has_none(tmp_path, has_launches):
 
 @pytest.mark.parametrize(("size", "has_steps"), [(60, True), (15, False)])
 def test_large_graph_replays_are_steps_when_there_are_no_ranges(tmp_path, size, has_steps):
-    """A graph of 15 kernels may be a single layer."""
+    """A small graph doesn't count as a step, because a graph of 15 kernels may be a single layer."""
     events = []
     for at in range(0, 40_000, 10_000):
         correlation = next(ids)
@@ -350,7 +350,7 @@ def merged_ranks() -> list[dict]:
     return events
 
 
-def test_each_ranks_idle_time_is_explained_by_its_own_host(tmp_path):
+def test_idle_time_of_each_rank_is_explained_by_its_own_host(tmp_path):
     path = write_trace(tmp_path / "a.json", merged_ranks(), **A100)
     gaps = [longest_gap(gpu) for gpu in devices(load_capture(path))]
     assert gaps == [["host", "", "load"], ["host", "", "save"]]
@@ -370,7 +370,7 @@ def test_exposed_communication_splits_into_transfer_and_waiting(tmp_path):
     events = [
         *kernels(0, 10),
         *collective(ALL_REDUCE, 300, 1000, 24_000_000, "BFloat16"),
-        *kernels(350, 5, apart=300, stream=9),  # three of them run concurrently
+        *kernels(350, 5, apart=300, stream=9),  # three collectives run concurrently
     ]
     gpu = first_gpu(tmp_path, events, **A100)
     parts = exposed_communication(gpu)
@@ -413,14 +413,14 @@ def test_communication_of_unknown_size_counts_as_transfer_unless_unusually_long(
 
 
 def test_nccl_payloads_separate_transfer_from_waiting():
-    """On two H200s, rank 1 computes 10 ms longer per step, so rank 0 waits in its all-reduce of 26,214,400 B."""
+    """On two H200s, rank 1 computes 10 ms longer per step, so rank 0 waits in each 26,214,400 B all-reduce."""
     capture = load_capture(TWO_GPUS)
     operations = capture.operations
     sized = operations[operations["message_bytes"] >= 0]
     kinds = sized["name"].astype(str).str.extract("_(AllReduce|AllGather|ReduceScatter)_")[0]
     sizes = sized["message_bytes"].groupby(kinds.to_numpy()).agg(["min", "max"]).to_dict("split")
     assert sizes["index"] == ["AllGather", "AllReduce", "ReduceScatter"]
-    # NCCL counts the bytes sent by one of the two ranks
+    # NCCL reports only the bytes that one of the two ranks sends
     assert sizes["data"] == [[52_428_800] * 2, [26_214_400] * 2, [52_428_800] * 2]
     assert set(sized["group_size"]) == {2}
     early, late = (exposed_communication(gpu) for gpu in devices(capture))
@@ -438,7 +438,7 @@ def changed_payloads(folder: Path, statement: str, *values: str):
 
 
 def test_minimum_transfer_time_is_unknown_when_one_gpu_is_captured(tmp_path):
-    """The number of ranks that share the message is unknown."""
+    """The minimum depends on the number of ranks in the collective, which such a capture doesn't contain."""
     capture = changed_payloads(tmp_path, "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL WHERE deviceId = 1")
     (gpu,) = devices(capture)
     parts = exposed_communication(gpu)
@@ -455,7 +455,7 @@ def test_nccl_payloads_without_a_size_are_unknown(tmp_path, payload):
 # Kernels
 
 
-def test_each_phases_leading_kernel_is_listed_with_its_count(tmp_path):
+def test_leading_kernel_of_each_phase_is_listed_with_its_count(tmp_path):
     events = [
         annotation("forward", 0, 300),
         *kernels(2, 6, "gemm_tn"),

@@ -27,21 +27,21 @@ QUICK = TINY | {"warmup_steps": 1}
 PROFILE = {"context_length": 16, "vocab_size": 100, "device": "cpu"}
 MIXED = TINY | {"numerics": False}
 
-# Each hint's code, and the test that tries it.
+# The code of each hint, and the test that runs it.
 HINTS = {
     "benchmark": {
         "context_length = 256": "test_longer_context_adds_tokens_without_changing_adamw",
         "batch_size = 16": "test_longer_context_adds_tokens_without_changing_adamw",
         "2 * (default_timer() - start) * 1e3": "test_benchmark.py",
-        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_doubled_time_is_saved",
+        ".venv/bin/papermill lab/benchmark.ipynb doubled.ipynb -p runs runs/doubled": "test_doubled_wall_times_are_saved",
         "synchronize()": "test_step_without_synchronization_is_unchanged_on_a_cpu",
         'optimizer = "fused"': "test_fused_adamw_runs_fewer_operations",
     },
     "mixed_precision": {
         "TERM = Fraction(1, 128)": "test_mixed_precision.py",
         '[*low, "fp16"]': "test_mixed_precision.py",
-        'size = "tiny"': "test_larger_model_gives_matmuls_a_larger_share",
-        "context_length = 128": "test_larger_model_gives_matmuls_a_larger_share",
+        'size = "tiny"': "test_larger_model_runs_more_flops_per_operation",
+        "context_length = 128": "test_larger_model_runs_more_flops_per_operation",
         "autocast(precision)": "test_loss_without_autocast_runs_fewer_operations",
     },
     "nsys": {
@@ -50,17 +50,18 @@ HINTS = {
         "synchronize()": "test_wait_after_forward_leaves_operations_unchanged",
     },
 }
+# names that only say where to make a change
 NAMES = {
     "step",
     "timed",
     "ranged",
     "low",
     "compare_gradients",
-}  # functions and lists that locate a change
+}
 
 
 def hints(notebook: str) -> str:
-    """Return a notebook's suggested changes, up to the question that follows them."""
+    """Return the changes that a notebook suggests, without the questions that follow them."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     texts = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
     found = [
@@ -78,7 +79,7 @@ def test_every_suggested_change_is_tested(notebook):
 @pytest.mark.parametrize(("notebook", "fields"), [("benchmark", QUICK), ("mixed_precision", MIXED)])
 def test_figures_are_shown_once(notebook, fields):
     """An open figure would be shown again, empty, below its cell."""
-    plt.close("all")  # those of other tests
+    plt.close("all")  # figures that other tests left open
     run_cells(notebook, **fields)
     assert plt.get_fignums() == []
 
@@ -131,7 +132,7 @@ def test_step_without_synchronization_is_unchanged_on_a_cpu(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_doubled_time_is_saved(tmp_path):
+def test_doubled_wall_times_are_saved(tmp_path):
     clock = "wall_ms = (default_timer() - start) * 1e3"
     (tmp_path / "lab").mkdir()
     edited("benchmark", tmp_path / "lab", clock, clock.replace("(", "2 * (", 1))
@@ -150,7 +151,7 @@ def test_doubled_time_is_saved(tmp_path):
 
 
 @pytest.mark.skipif(PROJECT is None, reason="not in a checkout")
-def test_different_feed_forward_is_measured_without_flops_formula(tmp_path, capsys):
+def test_changed_feed_forward_is_measured_without_the_flops_formula(tmp_path, capsys):
     """The test applies the example in docs/notebooks.md."""
     text = (PROJECT / "docs" / "notebooks.md").read_text()
     (block,) = re.findall(r"```python\n( +for block in model.blocks:.*?)```", text, re.S)
@@ -176,8 +177,8 @@ def flops_per_operation(**fields):
 
 
 @pytest.mark.slow
-def test_larger_model_gives_matmuls_a_larger_share():
-    """The shares are of FLOPs, because shares of time depend on the machine."""
+def test_larger_model_runs_more_flops_per_operation():
+    """The test compares FLOPs per operation rather than shares of time, because times depend on the machine."""
     assert flops_per_operation(size="tiny", context_length=128) > flops_per_operation(context_length=64)
 
 
@@ -237,8 +238,8 @@ def test_wait_after_forward_leaves_operations_unchanged(tmp_path):
     assert counts[0].equals(counts[1])
 
 
-def test_nsys_notebooks_answer_follows_from_the_measured_phases():
-    """The loss, rather than AdamW, lowers the share of these times the most."""
+def test_answer_of_the_nsys_notebook_follows_from_the_measured_phases():
+    """In these made-up times, the loss lowers the share of the matmuls more than AdamW does."""
     rows = [
         ("forward", "forward", "matrix multiply", 50),
         ("forward", "forward", "other", 50),

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("threads_of_torch")
 
 
 def hints(notebook: str) -> list[dict]:
-    """Return the parameters that each of a notebook's hints sets."""
+    """Return the parameters that each hint of a notebook sets."""
     cells = json.loads((PACKAGE / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
     (text,) = ("".join(cell["source"]) for cell in cells if "## Change this" in "".join(cell["source"]))
     lines = [line for line in text.splitlines() if line.startswith("* ")]
@@ -85,7 +85,7 @@ def saved_share(peak_with: float, peak_without: float) -> float:
     return 1 - peak_with / peak_without
 
 
-def test_longer_context_makes_a_checkpoint_save_a_larger_share():
+def test_longer_context_makes_a_checkpoint_save_a_larger_share_of_memory():
     shares = []
     for length in (64, 256):
         table = checkpoints(context_length=length, blocks_per_checkpoint=[1, 0])

@@ -69,10 +69,8 @@ def run(monkeypatch, capsys):
         (["render", "--runs", "/nowhere"], "/nowhere"),
         (["check", "--runs", "/nowhere"], "/nowhere"),
         (["profile", "/nowhere"], "/nowhere"),
-        (
-            ["sweep", "/proc/self/mem"],
-            "/proc/self/mem: Input/output error; expected plain YAML",
-        ),  # an unreadable file
+        # a file that exists but can't be read
+        (["sweep", "/proc/self/mem"], "/proc/self/mem: Input/output error; expected plain YAML"),
         (["check", "--runs", ".", "--out", ""], "got an empty string"),
     ],
 )
@@ -83,7 +81,7 @@ def test_invalid_input_exits_with_one_line_error_and_status_2(run, monkeypatch, 
         arguments = [*arguments, "--runs", str(tmp_path / "runs")]
     code, out, err = run(*arguments)
     assert code == 2 and words in re.sub(r"\s+", " ", err) and "Traceback" not in err and not out
-    assert "/tmp/" not in err.replace(str(tmp_path), "")  # no temporary file's path
+    assert "/tmp/" not in err.replace(str(tmp_path), "")  # the message contains no path of a temporary file
     assert not (tmp_path / "runs").exists()
 
 
@@ -120,7 +118,7 @@ def test_invalid_folder_is_rejected_before_anything_runs(run, monkeypatch, tmp_p
 )
 def test_unwritable_output_prints_a_one_line_error(tmp_path, tiny, closed, code, words):
     put(Store(tmp_path), tiny())
-    # The pipe's reader exits before the program writes anything.
+    # The process that reads the pipe exits before the program writes anything.
     shell = f"(sleep 0.2; '{sys.executable}' -m stepscope.cli list --runs '{tmp_path}') {closed}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, words)
@@ -169,7 +167,7 @@ def test_options_have_the_same_name_in_every_command():
     assert {"shape", "vocab", "batch", "context", "edition", "runs", "time_budget"} <= flags.keys()
 
 
-def test_sweep_reports_counts_and_causes(run, write_sweep, faults, tmp_path):
+def test_sweep_reports_run_counts_and_failure_causes(run, write_sweep, faults, tmp_path):
     path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, RAISES]}})
     code, out, err = run("sweep", path, "--runs", tmp_path / "runs", "--time-budget", 0)
     assert code == 75 and "stopped by the time budget; runs left: 2" in err and not out
@@ -210,7 +208,9 @@ def test_timeout_and_time_budget_are_in_minutes(run, monkeypatch, tmp_path, comm
     assert [(options.timeout_s, options.time_budget_s) for options in asked] == [(30, 3600)]
 
 
-def test_report_measures_missing_runs_and_renders(run, monkeypatch, faults, tmp_path, tiny, write_sweep):
+def test_report_measures_missing_runs_and_renders_the_report(
+    run, monkeypatch, faults, tmp_path, tiny, write_sweep
+):
     path = write_sweep({"study": "benchmark", "fixed": TINY, "axes": {"seed": [0, 1]}})
     store, rendered = Store(tmp_path / "runs"), []
     for seed in (0, 1):

@@ -194,7 +194,7 @@ def test_notebook_parameters_set_the_studys_fields():
         "run_folder": "",
         "batch_size": None,
     }
-    config = from_notebook("ladder", names)  # the ladder's mode is fixed
+    config = from_notebook("ladder", names)  # the ladder always measures full steps
     assert (config.size, config.seed, config.mode, config.batch_size) == ("nano", 4, "step", 4)
     config = from_notebook("benchmark", names | {"warmup_steps": 0, "optimizer": "fused"})
     assert (config.warmup_steps, config.optimizer) == (0, "fused")
@@ -250,6 +250,6 @@ def test_unsupported_precision_is_rejected_before_anything_starts(
 def test_truncated_repr_is_short_and_on_one_line():
     assert len(truncated_repr("x" * 10**6)) < 120 and "\n" not in truncated_repr("a\nb")
     nested = ["x" * 100] * 10
-    for _ in range(10**5):  # its complete text wouldn't fit into memory
+    for _ in range(10**5):  # the complete repr wouldn't fit in memory
         nested = [nested] * 10
     assert len(truncated_repr(nested)) < 200

@@ -1,4 +1,4 @@
-"""Test the step on several ranks: strategies, controls, profiles of ranks, and ranks that fail."""
+"""Test the step on several ranks: strategies, controls, the ranks' profiles, and ranks that fail."""
 
 import re
 import socket
@@ -32,13 +32,13 @@ TINY = {
 
 
 def flat(model, batch):
-    """Never average the gradients: a fault that the numerics must find."""
+    """Never average the gradients; the numerics check must detect this fault."""
     return Distributed(training_step(model, adamw(model), batch), list)
 
 
 def overlapped(model, batch):
-    """End rank 1 without a word."""
-    import os  # the ranks get only this function's source
+    """Make rank 1 exit without an error message."""
+    import os  # imported here, because the ranks receive only the source of this function
 
     if dist.get_rank() == 1:  # noqa: F821 defined by the script
         os._exit(3)
@@ -46,7 +46,7 @@ def overlapped(model, batch):
 
 
 def slept(step, seconds):
-    """Sleep before each step; a helper that the next function calls."""
+    """Return a step that first sleeps; ``zero1`` below calls this helper."""
     import time
 
     def late_step():
@@ -99,7 +99,7 @@ def test_tables_match_their_schemas(results):
         schema.validate(results.tables[name])
 
 
-def test_parts_of_each_rank_add_up_to_its_profiled_step(results):
+def test_time_parts_of_each_rank_add_up_to_its_profiled_step(results):
     ranks = results.ranks
     assert ranks.groupby("strategy").size().eq(2).all()
     total_ms = ranks[[f"{part}_ms" for part in PARTS]].sum(axis=1)
@@ -121,17 +121,18 @@ def test_messages_contain_each_gradient_once(steps):
     assert steps.loc["naive", "message_gib"] == pytest.approx(gradient_gib)
     assert steps.loc["ddp_25_mib", "message_gib"] == pytest.approx(gradient_gib)
     gathered_and_reduced = steps.loc["fsdp", "message_gib"]
-    assert gradient_gib < gathered_and_reduced < 2 * gradient_gib  # gathers are in bf16, some of them twice
+    # weights are gathered in bf16, and some of them twice
+    assert gradient_gib < gathered_and_reduced < 2 * gradient_gib
 
 
-def test_ranks_compute_the_gradients_of_one_accumulating_rank_unless_they_do_not_average(results):
+def test_gradients_match_one_accumulating_rank_only_when_ranks_average_them(results):
     errors = results.numerics.pivot(index="strategy", columns="compared_in", values="gradient_error")
     assert (errors.loc[["naive", "ddp_25_mib", "fsdp"], "fp32"] <= 1e-5).all()
     assert (errors.loc[["naive", "ddp_25_mib", "fsdp"], "bf16"] <= 1e-2).all()
     assert (errors.loc["flat"] > 0.1).all()
 
 
-def test_delay_on_one_rank_is_waiting_of_the_other(results):
+def test_delay_on_one_rank_counts_as_waiting_on_the_other_rank(results):
     ranks = results.ranks.set_index(["strategy", "rank"])
     on_time, late = ranks.loc[("zero1", 0)], ranks.loc[("zero1", 1)]
     added_ms = on_time["waiting_ms"] - ranks.loc[("naive", 0), "waiting_ms"]
@@ -140,13 +141,14 @@ def test_delay_on_one_rank_is_waiting_of_the_other(results):
     assert late["arrives_last"] >= 1
 
 
-def test_dead_rank_is_a_row_and_later_strategies_are_measured(steps):
+def test_dead_rank_is_recorded_as_failed_and_later_strategies_are_measured(steps):
     assert steps.loc["overlapped", "status"] == "failed"
-    assert re.search("rank 0|ended with", steps.loc["overlapped", "reason"])  # whoever notices it first
+    # either rank 0 or torchrun may notice the failure first
+    assert re.search("rank 0|ended with", steps.loc["overlapped", "reason"])
     assert (steps.drop(index="overlapped")["status"] == "ok").all()
 
 
-def test_rank_that_hangs_is_ended_with_a_reason(tmp_path, monkeypatch):
+def test_hanging_rank_is_reported_with_a_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "FIRST_LIMIT_S", 0.5)
     process = subprocess.Popen(["sleep", "60"])
     try:
@@ -157,7 +159,7 @@ def test_rank_that_hangs_is_ended_with_a_reason(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_end_with_a_killed_parent(tmp_path):
+def test_ranks_end_when_their_parent_is_killed(tmp_path):
     program = (
         "from stepscope.config import configure\n"
         "from stepscope.studies.distributed.launch import measure_strategies\n"
@@ -206,14 +208,14 @@ def test_script_trains_on_two_ranks():
     assert "ddp: " in outputs[0] and "on 2 ranks" in outputs[0], outputs[0]
 
 
-def test_script_in_the_docs_is_the_measured_one():
+def test_script_in_docs_matches_the_measured_script():
     name = "distributed_step.py"
     assert (PROJECT / "docs" / name).read_text() == (
         PROJECT / "lib/stepscope/optimizations" / name
     ).read_text()
 
 
-def test_graphs_need_a_gpu():
+def test_cuda_graph_strategy_is_rejected_without_a_gpu():
     with pytest.raises(ConfigError, match="strategies: got ddp_graph, but CUDA graphs need a GPU"):
         configure("distributed", **TINY, strategies=["ddp_graph"])
 
@@ -240,7 +242,8 @@ def test_derived_tables_compare_a_strategy_with_its_control():
             ("alone", 0, "copy and cast", 5, 1.0),
             ("naive", 0, "matrix multiply", 5, 11.0),
             ("naive", 1, "matrix multiply", 5, 13.0),
-            ("naive", 0, "copy and cast", 9, 9.0),  # others than the control's
+            # the count differs from the control's, so this category isn't compared
+            ("naive", 0, "copy and cast", 9, 9.0),
             ("naive", 0, "communication", 4, 50.0),
         ],
         columns=["strategy", "rank", "kernel_category", "count", "gpu_ms"],

@@ -1,4 +1,4 @@
-"""Test the step on two GPUs: a delay planted on one of them, and CUDA graphs that communicate.
+"""Test the step on two GPUs: an artificial delay on one GPU, and CUDA graphs that communicate.
 
 python -m pytest tests/test_distributed_gpu.py
 """
@@ -15,7 +15,7 @@ SMALL = {"size": "small", "context_length": 512, "batch_size": 4, "device": "cud
 
 
 def averaged(model, batch, cycles):
-    """Average the gradients after the GPU has spun, all in one CUDA graph, so that the host doesn't matter."""
+    """Average the gradients after a busy-wait on the GPU, all in one CUDA graph, to exclude delays of the host."""
 
     def average_gradients():
         if cycles:
@@ -32,8 +32,8 @@ def flat(model, batch):
 
 
 def overlapped(model, batch):
-    """Let rank 1's GPU spin for 20 ms between backward and the averaging."""
-    for _ in range(2):  # the first time loads the kernel
+    """Make the GPU of rank 1 wait for 20 ms between backward and averaging the gradients."""
+    for _ in range(2):  # the first call also loads the kernel, so only the second call's time is used
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         torch.cuda._sleep(10**8)
@@ -52,12 +52,12 @@ def ranks():
     return results.ranks.set_index(["strategy", "rank"])
 
 
-def test_delay_on_alone_is_found_and_blamed_on_its_rank(ranks):
+def test_delay_on_one_gpu_is_detected_and_attributed_to_its_rank(ranks):
     added_ms = ranks.loc[("overlapped", 0), "waiting_ms"] - ranks.loc[("flat", 0), "waiting_ms"]
     assert added_ms == pytest.approx(20, rel=0.05)
     assert ranks.loc[("overlapped", 1), "arrives_last"] >= 1
 
 
-def test_graph_contains_the_communication(ranks):
+def test_cuda_graph_contains_the_communication(ranks):
     assert ranks.loc["ddp_graph", "communication_ms"].min() > 0
     assert (ranks.loc["ddp_alone_graph", "communication_ms"] == 0).all()

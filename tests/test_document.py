@@ -120,7 +120,7 @@ def test_table_rejects_views_without_rows(view):
 
 
 def test_column_takes_precedence_over_a_pandas_attribute(rendered):
-    """``row.size`` would be 5 and ``row.mode`` a method, silently."""
+    """Otherwise, ``row.size`` would be the number 5, and ``row.mode`` would be a method, without any error."""
     text = (
         '{% set step = row(times, size="large") %}{{ step.size }}, {{ step.mode }}; {{ times.size|listed }}'
     )
@@ -173,7 +173,7 @@ def test_syntax_error_names_its_line(rendered):
     assert rendered("A sentence.\n{{ 1 + }}\n").startswith("writeup/01-chapter.md.j2:2: ")
 
 
-def test_aggregate_requires_naming_varying_fields(rendered):
+def test_lookup_with_each_selects_rows_to_aggregate(rendered):
     text = '{{ rows(times, size=each, mode="step").wall_ms.max()|ms }}'
     assert rendered(text) == "300 ms"
 

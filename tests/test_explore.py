@@ -45,7 +45,7 @@ def test_explore_measures_both_configurations(no_tables):
 
 
 def test_explore_compares_reference_fp32_baselines_by_context_length(monkeypatch):
-    """AdamW's share falls monotonically for one of three sizes; the others are busier at their longest context.
+    """AdamW's share falls monotonically for one size; two others keep the GPU busier at their longest context.
 
     ``large`` was measured at only one context length, so it isn't compared.
     """
@@ -129,7 +129,7 @@ def pictures(shown):
 
 
 @pytest.mark.filterwarnings("error::UserWarning:matplotlib")
-def test_sweep_of_two_axes_shows_both(tmp_path):
+def test_sweep_over_two_axes_shows_both_axes(tmp_path):
     for context_length in (8, 16):
         for batch_size in (1, 2):
             fields = {
@@ -142,7 +142,7 @@ def test_sweep_of_two_axes_shows_both(tmp_path):
     assert {*zip(names["share"]["configuration"], names["share"]["context_length"])} == {
         (f"batch_size {batch_size}", context_length) for batch_size in (1, 2) for context_length in (8, 16)
     }
-    (picture,) = pictures(shown)  # a CPU run shows no figure of GPU utilization
+    (picture,) = pictures(shown)  # the figure of GPU utilization is omitted for a CPU run
     labels = [text.get_text() for text in picture.axes[0].get_legend().get_texts()]
     assert labels == ["batch_size 1", "batch_size 2"]
     lines = [line.get_xdata().tolist() for line in picture.axes[0].lines if len(line.get_xdata())]
@@ -181,7 +181,7 @@ def test_explore_shows_the_ladder_with_the_slowest_step():
 
 
 def compared(tmp_path, before, after):
-    """Replace a piece of the notebook's code, run it and return its variables."""
+    """Replace a piece of the notebook's code, run the notebook, and return its variables."""
     notebook = edited("explore", tmp_path, before, after)
     return run_cells(notebook, device="cpu")
 
@@ -189,7 +189,7 @@ def compared(tmp_path, before, after):
 FIELDS = '[{"attention": "naive"}, {"attention": "sdpa"}]'
 
 
-def test_fused_optimizer_runs_fewer_operations_and_gets_a_row_for_each_phase(tmp_path, no_tables):
+def test_fused_optimizer_runs_fewer_operations_and_samples_cover_every_phase(tmp_path, no_tables):
     names = compared(tmp_path, FIELDS, '[{"optimizer": "foreach"}, {"optimizer": "fused"}]')
     operations = names["both"].set_index("configuration")["operations"]
     assert operations["optimizer fused"] < operations["optimizer foreach"]
@@ -238,7 +238,7 @@ def test_profile_notebook_shows_any_capture_and_its_tables_can_be_queried(monkey
     assert len(names["gpu"].breakdowns) >= 1
 
 
-def test_profile_notebooks_answer_is_folded(monkeypatch):
+def test_answer_of_the_profile_notebook_is_folded(monkeypatch):
     monkeypatch.setattr(plt, "show", plt.close)
     shown = []
     names = run_cells("profile", replaced={"display": shown.append})
@@ -275,7 +275,7 @@ def test_profile_notebook_shows_the_median_step(monkeypatch):
     assert names["halved_ms"] == pytest.approx(accounts["wall"][middle] - accounts["compute"][middle] / 2)
     assert names["longest"]["ms"] == names["gaps"]["ms"].max() <= accounts["idle"][middle]
     longest, placed = names["longest"], gpu.classified_ops
-    # the span shows equal times before and after the gap
+    # the plot extends by the gap's length on both sides of the gap
     until = 2 * longest["end"] - longest["begin"]
     since = 2 * longest["begin"] - longest["end"]
     is_shown = (placed["start_ns"] < until) & (placed["end_ns"] > since)

@@ -65,7 +65,7 @@ def tokens_of(seed):
 
 @pytest.fixture
 def make(script, device):
-    """Return a function that makes a model, its learning rate, its step on a batch and its optimizer."""
+    """Return a function that makes a model, its learning rate, a step on a batch, and an optimizer."""
 
     def made(seed=0, clip=None, weights=None):
         torch.manual_seed(seed)
@@ -93,7 +93,7 @@ NAMES_IN_LIBRARY = {
 }
 
 
-def test_script_model_matches_the_librarys_model(script):
+def test_script_model_matches_the_library_model(script):
     torch.manual_seed(0)
     model = script.Model(32, 64, 2, 2, 50, 16)
     sizes = {
@@ -105,14 +105,15 @@ def test_script_model_matches_the_librarys_model(script):
         "context_length": 16,
     }
     expected = TransformerLM(StepConfig(device="cpu", **sizes))
-    for name, weight in model.named_parameters():  # large weights, so that the norms' eps doesn't matter
+    for name, weight in model.named_parameters():  # large weights, so that the eps of the norms has no effect
         torch.nn.init.normal_(weight, std=0.3 if "blocks" in name else 1)
         parts = [NAMES_IN_LIBRARY.get(part, part) for part in name.split(".")]
         expected.get_parameter(".".join(parts)).data = weight.data
     tokens = torch.randint(50, (3, 16))
     logits = model(tokens)
     torch.testing.assert_close(logits, expected(tokens), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(logits[:, :5], model(tokens[:, :5]), rtol=1e-4, atol=1e-4)  # fewer tokens
+    # earlier logits don't depend on later tokens
+    torch.testing.assert_close(logits[:, :5], model(tokens[:, :5]), rtol=1e-4, atol=1e-4)
     assert len([*model.parameters()]) == len([*expected.parameters()]) and logits.std() > 1
 
 
@@ -132,7 +133,7 @@ def test_step_compiles_blocks_and_logits(script, monkeypatch):
 
 def test_first_step_matches_an_eager_bf16_step(make, device):
     """On a GPU, kernels round in a different order. AdamW's first step moves each weight by the learning rate,
-    against its gradient's sign, so some weights move in the opposite direction.
+    against the sign of the gradient, so a weight with a gradient near zero may move in the opposite direction.
     """
     model, _, step, _ = make()
     eager = copy.deepcopy(model)
@@ -170,7 +171,7 @@ def test_script_prints_mean_step_time_excluding_the_first_step(script, monkeypat
 
 @pytest.mark.parametrize("ours", [False, True], ids=["torch", "masters"])
 def test_step_reduces_the_loss(make, monkeypatch, ours):
-    """The step uses torch's AdamW or the optimizer that the report shows instead."""
+    """The step uses either torch's AdamW or the optimizer that the report suggests instead."""
     if ours:
         quoted = re.search(
             r"```python\n(from stepscope.*?)```", CHAPTER.read_text(encoding="utf-8"), re.DOTALL

@@ -135,7 +135,7 @@ def test_eager_step_does_not_synchronize():
 # -- in a CUDA graph ------------------------------------------------------------------------------------------
 
 
-def test_graph_capture_requires_every_parameters_gradient():
+def test_graph_capture_requires_a_gradient_for_every_parameter():
     optimizer, step, _ = stepping(torch.float32)
     step()
     graph = torch.cuda.CUDAGraph()
@@ -161,7 +161,7 @@ def test_assigned_learning_rate_applies_to_replays_and_is_rejected_during_captur
 def stepping(moments, rate=RATE):
     """Return an optimizer with two groups, its step with clipping, and a function that draws the next gradients.
 
-    The gradients don't depend on any other kernels, so only the optimizer's rounding is compared.
+    No other kernel affects the gradients, so differences can come only from the optimizer.
     """
     model = checks.make_parameters().cuda()
     optimizer = MasterAdamW(groups_of(model), rate, moments)
@@ -184,10 +184,10 @@ def stepping(moments, rate=RATE):
 
 
 def scheduled(optimizer, feed, *launches):
-    """Run scheduled steps, alternating between these ways of launching; return gradient norms before clipping."""
+    """Run steps with a schedule, alternating between these step functions; return the unclipped gradient norms."""
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 2 / STEPS)
     norms = []
-    for number in range(STEPS):  # without synchronization
+    for number in range(STEPS):  # norms stay tensors, because reading a number would synchronize
         feed(number)
         norms.append(launches[number % len(launches)]().clone())
         scheduler.step()
@@ -219,7 +219,7 @@ def test_eager_steps_and_two_graphs_can_alternate(script, moments):
     assert_same_state(mixed, eager)
 
 
-def test_graph_follows_the_callers_learning_rate_tensor(script):
+def test_graph_reads_the_learning_rate_tensor_of_the_caller(script):
     rate = torch.tensor(RATE, device="cuda")
     optimizer, step, _ = stepping(torch.float32, rate)
     replay = script.captured(step, optimizer)

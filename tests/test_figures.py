@@ -20,7 +20,7 @@ def texts(axes) -> list[str]:
 
 
 def spans(axes) -> dict[int, list[tuple[str, float, float]]]:
-    """Return each lane's spans, with their color, start and end."""
+    """Return the color, start and end of each span, by lane."""
     lanes = {}
     for collection in axes.collections:
         color = to_hex(collection.get_facecolor()[0])
@@ -65,7 +65,7 @@ def test_lanes_show_operations_within_the_window(launch_ns, waits):
 
 
 def memory_rows(mode: str, totals: list[float]) -> pd.DataFrame:
-    """Return a timeline in which weights and other tensors take these sizes in GiB."""
+    """Return a timeline in which the weights and the other tensors have these sizes in GiB."""
     rows = pd.DataFrame({column(kind): 0.0 for kind in LIVE}, range(len(totals)))
     return rows.assign(
         mode=mode,

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_compiling_works_after_a_failed_capture():
-    """PyTorch leaves the random generator in capture mode."""
+    """After a failed capture, PyTorch leaves the random generator in capture mode, which we must undo."""
     numbers = torch.ones(64, 64, device="cuda")
 
     def synchronizes():
@@ -28,7 +28,7 @@ def test_compiling_works_after_a_failed_capture():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_random_numbers_of_a_replay_differ_after_a_failed_capture():
+def test_replays_draw_different_random_numbers_after_a_failed_capture():
     numbers = torch.ones(64, 64, device="cuda")
     with pytest.raises(RuntimeError):
         graph_of(lambda: F.dropout(numbers, 0.5).sum().item(), noop, warmups=1)

@@ -102,7 +102,7 @@ def test_errors_print_hostile_folder_names_on_one_line(store):
 
 
 def test_record_texts_are_not_escaped_when_read(store, tiny):
-    """Texts are escaped when they are printed."""
+    """Texts stay as they are when read, because they are escaped when printed."""
     put(store, tiny(), cause=TAG, status="failed", results={"finding": TAG, "beyond int64": 2**70})
     record = store.find(tiny())
     assert record.cause == TAG and record.results == {"finding": TAG, "beyond int64": float(2**70)}
@@ -111,7 +111,7 @@ def test_record_texts_are_not_escaped_when_read(store, tiny):
 # -- sweep files --------------------------------------------------------------------------------------------
 
 BLOCK = {"study": "benchmark", "fixed": TINY}
-# These lines expand to 10^20 numbers.
+# These few lines would expand to 10^20 numbers.
 LAUGHS = (
     "study: benchmark\nfixed:\n  size: nano\n  context_length: 8\n  device: &a0 cpu\n  seed:\n"
     + "".join(f"  - &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(20))
@@ -143,10 +143,8 @@ LAUGHS = (
         ("{study: benchmark, fixed: {seed: 1}, axes: {seed: [1]}}", "'seed': given more than once"),
         ("{study: benchmark, skip_too_large: 1}", "skip_too_large: got 1"),
         ("{study: benchmark, fixed: {size: nano}}", "context_length: not given"),
-        (
-            "{study: benchmark, fixed: {size: nano, context_length: 1:30}}",
-            "context_length: got '1:30'",
-        ),  # YAML 1.1 would read 90
+        # YAML 1.1 would read this as the number 90
+        ("{study: benchmark, fixed: {size: nano, context_length: 1:30}}", "context_length: got '1:30'"),
         ("{study: benchmark, fixed: {size: nano, context_length: 8, device: yes}}", "device: got 'yes'"),
         (
             "{study: benchmark, fixed: {size: nano, context_length: 2025-01-01}}",
@@ -293,7 +291,7 @@ def test_built_in_sweeps_load_on_every_device(name, device):
 
 @pytest.mark.parametrize("name", ["reference", "tour"])
 def test_built_in_ladders_do_not_repeat_measurements(name):
-    """A report drops an entire run if a later run measures one of its changes again."""
+    """If a later run repeats one of a run's measurements, a report drops the entire earlier run."""
     ladders = [
         config for config in load_sweeps(find_sweeps(name), "cuda", 139.8).configs if config.study == "ladder"
     ]

@@ -1,7 +1,7 @@
 """Test categories and short names of GPU kernels, as written by nsys and torch.profiler.
 
 ``data/kernels.csv`` lists real kernels' names with their categories and sources. ``data/kernels/`` lists the
-kernels that took 97% of the time in other people's captures (the first 300 characters of each name).
+kernels that account for 97% of the time in other people's captures, by the first 300 characters of their names.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_uninformative_name_is_categorized_as_other(name):
 
 
 @pytest.mark.parametrize("path", EXTRACTS, ids=lambda path: path.stem)
-def test_at_most_one_percent_of_a_captures_time_is_uncategorized(path):
+def test_at_most_one_percent_of_the_time_in_a_capture_is_uncategorized(path):
     rows = pd.read_csv(path)
     other = rows[kernel_categories(rows["name"]) == "other"]
     assert other["total_ns"].sum() <= 0.01 * rows["total_ns"].sum(), other["name"].tolist()
@@ -120,7 +120,7 @@ def test_is_cast_matches_copies_to_a_different_dtype():
 
 def test_short_names_are_distinct():
     names = KERNELS["name"].tolist()
-    # cutting at 100 characters would merge some names
+    # some names differ only after 100 characters
     assert len({name[:100] for name in names}) < len(names)
     for width in (10, 40, 80):
         shown = short_names(names + names, width)
@@ -172,7 +172,7 @@ def test_short_names_are_distinct():
         ("<int>", "<int>"),
     ],
 )
-def test_short_name_abbreviates_known_kernels(name, short):
+def test_short_name_abbreviates_known_kernel_names(name, short):
     assert short_name(name) == short
 
 

@@ -42,7 +42,7 @@ def begun(faults, what="seed"):
 
 
 def send(started, number, group):
-    """Send a signal to the sweep's process, or to its process group, as terminals and service managers do."""
+    """Send a signal to the sweep's process, or to its process group, as a terminal or a service manager does."""
     with suppress(ProcessLookupError):
         (os.killpg if group else os.kill)(started.process.pid, number)
 
@@ -84,7 +84,7 @@ def test_stopped_sweep_cleans_up_and_can_be_continued(
     assert first.process.wait(60) == (-9 if number == signal.SIGKILL else 75)
     child = int((faults / "child").read_text())
     if number == signal.SIGKILL:  # multiprocessing may report that it cleans up after the killed process
-        assert first.all_ended()  # workers end with the sweep, and runs with their workers
+        assert first.all_ended()  # when the sweep ends, its workers end, and so do their runs
     else:
         assert quiet(first)[0], quiet(first)[1]
         assert f"stopped by {number.name}; runs left: 1" in first.output_file.read_text()
@@ -110,7 +110,7 @@ def test_stopped_sweep_cleans_up_and_can_be_continued(
         *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)),
     ],
 )
-def test_run_is_not_recorded_as_failed_when_group_is_stopped_after_worker_death(
+def test_run_is_not_recorded_as_failed_when_sweep_is_stopped_after_worker_death(
     program, sweep, store, faults, number
 ):
     path = sweep([HANGS])
@@ -139,12 +139,13 @@ def test_second_signal_ends_sweep_immediately(program, sweep, store, faults):
     time.sleep(1.2)  # signals in quick succession count as one request
     with suppress(psutil.NoSuchProcess):
         sweeping.send_signal(signal.SIGINT)
-    assert first.process.wait(30) in (75, 130, -2)  # depending on the progress of the first stop
+    # the status depends on how far the first stop has progressed
+    assert first.process.wait(30) in (75, 130, -2)
     assert first.all_ended() and ended(int((faults / "child").read_text()))
 
 
 def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
-    """If the sweep, worker and run are killed together, only the mark identifies the run's children."""
+    """If sweep, worker and run are killed together, only an environment variable identifies the run's children."""
     path = sweep([HANGS])
     first = program("sweep", path, "--runs", store.root)
     first.wait_for((faults / "child").exists)
@@ -156,7 +157,7 @@ def test_next_sweep_ends_runs_of_a_dead_sweep(program, sweep, store, faults):
     for process in killed:
         process.kill()
     assert first.process.wait(30) == -9 and child.is_running()
-    assert semaphores(store.root)  # multiprocessing's resource tracker was killed, too
+    assert semaphores(store.root)  # because multiprocessing's resource tracker was killed, too
     (faults / "mended").touch()
     assert program("sweep", path, "--runs", store.root).process.wait(120) == 0
     assert ended(child.pid) and records(store).keys() == {HANGS} and not semaphores(store.root)
@@ -214,7 +215,7 @@ def test_random_kills_neither_lose_nor_repeat_runs(
         status = started.process.wait(90)
         assert started.all_ended(), (number, kind)
         done = {seed: text for seed, text in records(store).items() if json.loads(text)["status"] != "failed"}
-        assert before.items() <= done.items(), (number, kind, status)  # neither lost nor repeated
+        assert before.items() <= done.items(), (number, kind, status)  # no run was lost or repeated
         assert "Traceback" not in started.output_file.read_text(), started.output_file.read_text()
         before = done
     last = program("sweep", path, "--runs", store.root, "--workers", 2)

@@ -19,9 +19,9 @@ from stepscope import PROJECT
 
 PICTURES = Path(os.environ.get("STEPSCOPE_SCREENSHOTS", "lab/screenshots"))
 TOKEN = "trial"
-RUN_LIMIT_S = 300  # per notebook, generous enough for a busy machine
+RUN_LIMIT_S = 300  # time limit per notebook, long enough for a busy machine
 
-# Outputs as rendered on the page, not as stored in the file.
+# JavaScript that returns the outputs rendered on the page.
 SEEN = """() => ({
     errors: [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.error"]')].map(e => e.innerText),
     warnings: [...document.querySelectorAll('[data-mime-type="application/vnd.jupyter.stderr"]')].map(e => e.innerText),
@@ -111,7 +111,7 @@ def test_notebook_runs_in_jupyterlab(project, lab, name):
         begin = time.monotonic()
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-        # Executed cells show a number and pending cells show a star, so the run is over when all show numbers.
+        # Executed cells show a number and pending cells a star, so the run is over when every cell shows a number.
         page.wait_for_function(
             """() => {
             const prompts = [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')].map(e => e.innerText.trim())
@@ -143,7 +143,7 @@ def wait_for_kernel(lab: str, name: str) -> None:
 
 
 def photograph(page, name: str) -> None:
-    """Save one screenshot of the full notebook, without the rest of the page."""
+    """Save a screenshot that shows the entire notebook, but not the rest of the page."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     height = page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
     page.set_viewport_size({"width": 1440, "height": min(16_000, int(height) + 200)})

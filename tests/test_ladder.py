@@ -37,7 +37,7 @@ from stepscope.studies.ladder.loop import Ladder
 from stepscope.studies.ladder.training import SEEDS, train
 from stepscope.traces.profiled_steps import PROFILED_COLUMNS
 
-EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # optimizations that compile nothing
+EAGER = ["fp32", "bf16", "sdpa", "fused_adamw"]  # optimizations that work without compiling
 SHAPE = {
     "size": "custom",
     "d_model": 32,
@@ -97,7 +97,7 @@ def test_formula_check_detects_changed_results(monkeypatch, changed):
 
 
 def test_optimizer_moves_the_bytes_assumed_by_the_bounds():
-    """A step reads and writes the masters and the moments, writes the bf16 weights and reads bf16 gradients."""
+    """A step reads and writes master weights and moments, reads bf16 gradients, and writes bf16 weights."""
     moved = {}
     for name, moments in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         optimizer = MasterAdamW(checks.make_parameters(), 1e-2, moments)
@@ -193,7 +193,7 @@ def relative_error(x, exact):
     return ((x.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def test_fp8_error_matches_a_4_bit_mantissa():
+def test_fp8_error_matches_rounding_to_4_significant_bits():
     """Rounding both factors to 4 significant bits gives a similar error; 3 bits (as in e5m2) give a larger one."""
 
     def rounded(x, bits):
@@ -218,7 +218,7 @@ def test_fp8_layer_computes_input_gradient_in_fp8_and_weight_gradient_in_bf16():
     assert torch.equal(layer.weight.grad, d_out.flatten(0, 1).t() @ x.detach().flatten(0, 1))
 
 
-def test_fp8_weights_use_two_layouts_and_the_previous_steps_scale():
+def test_fp8_weights_use_two_layouts_and_the_scale_of_the_previous_step():
     layer, optimizer = fp8_layer(96, 160)
     master = optimizer.masters()["0.weight"]
 
@@ -237,24 +237,26 @@ def test_fp8_weights_use_two_layouts_and_the_previous_steps_scale():
         assert relative_error(rows.float() * scale, master) < 0.04
     master.mul_(100)
     rows, _ = step(torch.zeros(160, 96))
-    assert rows.float().abs().max() == fp8.MAX_FP8, "numbers saturate"
+    assert rows.float().abs().max() == fp8.MAX_FP8, "values beyond the FP8 range saturate"
     optimizer.reset()
-    assert rows.float().abs().max() <= 256, "a reset computes new scales"
+    assert rows.float().abs().max() <= 256, "after a reset, scales are computed anew"
     master.abs_().neg_()
     optimizer.reset()
     step(torch.zeros(160, 96))
-    assert 128 <= master.abs().max() / layer.weight_scale < 256, "magnitudes count, not signs"
+    assert 128 <= master.abs().max() / layer.weight_scale < 256, (
+        "the scale depends on magnitudes rather than signs"
+    )
     assert layer.state_dict().keys() == {"weight"}
 
 
-def test_quantize_rows_scales_by_each_rows_largest_magnitude():
+def test_quantize_rows_scales_each_row_by_its_largest_magnitude():
     rows, scale = fp8.quantize_rows(torch.tensor([[-896.0, 2.0], [0.0, 0.0], [0.125, -0.5]]))
     assert rows.float().tolist() == [[-448, 1], [0, 0], [112, -448]]
     assert scale.flatten().tolist() == pytest.approx([2, 0, 1 / 896])
 
 
 def test_fp8_matmuls_use_fast_accumulation_only_in_forward(monkeypatch):
-    """The scales have the shapes that the GPU kernel requires."""
+    """The scales also have the shapes that the GPU kernel requires."""
     calls = []
 
     def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
@@ -307,7 +309,7 @@ def has_weights(subject):
 
 
 def state_of(subject):
-    """Return the fields, parameter dtypes and module types that a transform may change."""
+    """Return everything that a transform may change: fields, parameter dtypes and module types."""
     fields = {field.name: getattr(subject, field.name) for field in dataclasses.fields(subject)}
     dtypes = {name: parameter.dtype for name, parameter in subject.model.named_parameters()}
     return fields | {"dtypes": dtypes, "modules": [type(module) for module in subject.model.modules()]}
@@ -342,7 +344,7 @@ def test_bf16_moments_returns_a_reason_without_master_adamw(notebook):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 9])
-def test_transforms_train_with_loss_and_gradients_close_to_fp32(notebook, uncompiled, count):
+def test_transformed_subject_trains_with_loss_and_gradients_close_to_fp32(notebook, uncompiled, count):
     names = (*LADDER, "chunked_loss")[:count]
     baseline = loaded(notebook, [])
     true_loss = baseline.gradients().item()
@@ -431,7 +433,7 @@ def test_compiled_step_counts_as_unchanged_only_when_profiles_show_no_compiled_c
     assert ladder.is_equal(case, before)
 
 
-def test_failed_optimization_records_a_reason_and_the_next_is_measured(config, monkeypatch):
+def test_failure_of_an_optimization_is_recorded_and_the_next_one_is_measured(config, monkeypatch):
     def fail(error):
         def loss(model, x, y):
             raise error
@@ -480,7 +482,7 @@ def test_transform_may_replace_part_of_the_model(config):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
-def test_failing_case_frees_its_weights(config, error):
+def test_weights_of_a_failing_case_are_freed(config, error):
     def build(batch_size):
         subject = other_model(batch_size)
 
@@ -530,7 +532,7 @@ def test_cases_share_compiled_code_when_model_and_loss_match(config, notebook):
         assert case.applied == tuple(name for name in on_cpu if name != left_out)
 
 
-def test_filling_batch_is_the_largest_that_the_formula_fits_in_memory(config):
+def test_filling_batch_is_the_largest_predicted_to_fit_in_memory(config):
     shape = config(size="small", d_model=None, d_ff=None, num_layers=None, num_heads=None, context_length=512)
     memory = 140 * 2**30
     batch = bounds.filling_batch(shape, memory)
@@ -571,7 +573,7 @@ def test_trained_gradients_are_compared_when_fp8_is_measured(config, notebook, u
 
 
 @pytest.mark.parametrize("precision, sheet_tflops", [("fp32", 50.0), ("bf16", 1000.0)])
-def test_utilization_is_relative_to_the_data_sheets_rate_and_clock(
+def test_utilization_is_relative_to_the_rate_and_clock_of_the_data_sheet(
     config, monkeypatch, precision, sheet_tflops
 ):
     sheet = {"fp32": 50.0, "bf16": 1000.0}
@@ -626,7 +628,7 @@ def test_measuring_steps_keeps_the_weights_and_restores_the_learning_rate(config
 
 
 def recorded(subject):
-    """Return a function that differs from the eager step, as a CUDA graph would."""
+    """Return a function that replaces a CUDA graph: it isn't the eager step itself, but has the same effect."""
     return lambda: subject.eager_step()
 
 
@@ -658,7 +660,7 @@ def test_cuda_graph_fails_when_the_learning_rate_is_a_number(config):
 
 @pytest.fixture
 def on_gpu(config, monkeypatch):
-    """Return a ladder that assumes a GPU, its subject, its step time and a list of its step counts."""
+    """Return a ladder that assumes a GPU, with its subject, its step time, and the step counts it requests."""
     ladder, numbers = ladder_of(config, other_model, timed_steps=5), []
     ladder.on_gpu = True
     walls = {"ms": 100.0}
@@ -713,7 +715,7 @@ def test_number_of_timed_steps_depends_on_step_and_enqueue_times(
     "step_ms, is_limited, steps",
     [(600, False, 2), (400, False, 3), (600, True, 2), (400, True, 4), (100, True, 10)],
 )
-def test_power_limited_steps_are_profiled_for_a_second_and_report_the_median(
+def test_power_limited_step_is_profiled_for_a_second_and_its_median_is_reported(
     on_gpu, monkeypatch, step_ms, is_limited, steps
 ):
     rows = [("step", number, "total", "gemm", "matmul", 0, ms * 10**6) for number, ms in enumerate((9, 4, 5))]
@@ -734,7 +736,7 @@ def test_power_limited_steps_are_profiled_for_a_second_and_report_the_median(
     assert len(numbers) == steps
     gpu_ms = 5.0 if is_limited else 4.0
     assert (case.row["gpu_ms"], case.row["busy"]) == (gpu_ms, gpu_ms / 10)
-    assert case.row["inconsistent"], "the profiled steps differ"
+    assert case.row["inconsistent"], "the row must report that the profiled steps differ"
 
 
 def test_impossible_measurement_is_repeated_at_most_twice(config, monkeypatch):
@@ -767,7 +769,7 @@ def test_llama_matches_the_parameter_count_and_trains(notebook):
 
 
 def test_llama_stays_causal_without_its_mask(notebook, monkeypatch):
-    """Compiled SDPA receives is_causal instead of a mask, and the loss and gradients stay close."""
+    """Compiled SDPA receives ``is_causal`` instead of a mask; loss and gradients hardly change."""
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     calls, results = [], []
 
@@ -782,7 +784,7 @@ def test_llama_stays_causal_without_its_mask(notebook, monkeypatch):
         assert apply(transforms, subject) == {}
         subject.load(0)
         for parameter in subject.parameters.values():
-            parameter.data.mul_(20)  # so that attention matters
+            parameter.data.mul_(20)  # large weights, so that the attention mask affects the loss
         results.append((subject.gradients().item(), numerics.gradients_of(subject)))
     assert calls == [(False, False), (True, True)]
     errors = numerics.relative_errors(subject, results[1][0], *results[0])
@@ -811,7 +813,7 @@ def test_lower_bound_matches_flops_and_bytes(context):
     assert bf16["matmul_ms"] == pytest.approx(flops / 780e9)
     assert bf16["memory_traffic_ms"] == pytest.approx(20 * parameter_count(config) / 4.2e9)
     assert bf16["lower_bound_ms"] == bf16["matmul_ms"] + bf16["memory_traffic_ms"]
-    in_fp8 = 4 * tokens * in_blocks  # forward and the input's gradient
+    in_fp8 = 4 * tokens * in_blocks  # FP8 covers forward and the input's gradient
     saved_ms = bf16["matmul_ms"] - bounds.lower_bound(config, "fp8", "bf16", rates)["matmul_ms"]
     assert saved_ms == pytest.approx(in_fp8 / 780e9 / 2)
 
@@ -863,7 +865,9 @@ def test_notebook_tables_are_consistent():
     assert seeds == dict.fromkeys(EAGER, 1) | {"fp32": SEEDS}
     losses = curves.pivot(index="step", columns=["optimization", "seed"], values="loss")
     distance = losses.sub(losses["fp32", 0], axis=0).abs().max()
-    assert 0 < distance["fused_adamw", 0] < distance["fp32", 1] / 10, "same weights and text"
+    assert 0 < distance["fused_adamw", 0] < distance["fp32", 1] / 10, (
+        "optimizations train with the same initial weights and text"
+    )
 
 
 def test_notebook_measures_each_batch_size_ablation_and_baseline(uncompiled, monkeypatch):

@@ -34,7 +34,7 @@ SMALL = {
     "attention": "d64-ctx16384-bf16-fe1f9fae",
     "ladder": "small-ctx512-e47d3200",
 }
-TWO_AXES = {  # context length x repeat
+TWO_AXES = {  # a sweep over context length and repeat
     "small-ctx256-fp32-70cfafda",
     "small-ctx256-fp32-ccb086ce",
     "small-ctx512-fp32-a45ad60b",
@@ -70,7 +70,7 @@ def composed(runs: Path) -> tuple[Report, str]:
 
 
 def tables_of(text: str, heading: str) -> list[pd.DataFrame]:
-    """Return the tables below a heading, as text."""
+    """Return the text of the tables below a heading."""
     [part] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, flags=re.M | re.S)
     found = []
     for block in re.findall(r"(?:^\|.*\n)+", part, flags=re.M):
@@ -135,7 +135,7 @@ def test_each_sweep_axis_gets_a_column(reports):
 
 
 def test_reference_columns_match_copied_reference_runs(reports):
-    """A run copied from the reference is compared with itself, so both columns match."""
+    """A run copied from the reference is compared with itself, so the measured and reference columns match."""
     _, text = reports("tour")
     compared = 0
     for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
@@ -242,7 +242,7 @@ def test_reference_difference_names_the_changed_table(monkeypatch):
     assert "steps" in machine.reference_difference(Views(steady(read(Store(H200)).tables)))
 
 
-def test_second_report_removes_the_first_reports_figures(reports, tmp_path):
+def test_second_report_removes_the_figures_of_the_first_report(reports, tmp_path):
     report, _ = reports("ladder, some")
     write(report, tmp_path)
     (tmp_path / "figures" / "mine.svg").write_text("")

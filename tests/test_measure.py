@@ -118,7 +118,7 @@ def test_error_text_omits_other_processes():
 # Profiles
 
 
-def test_profile_lists_each_operations_case_step_and_phase():
+def test_profile_lists_the_case_step_and_phase_of_each_operation():
     x = torch.ones(8, 8)
     with measure.StepProfiler("cpu") as profile:
         for case, number in (("mm", 0), (("add", 64), 0), ("mm", 1)):
@@ -134,7 +134,7 @@ def test_profile_lists_each_operations_case_step_and_phase():
     ]
 
 
-def test_profiler_raises_block_errors_and_explains_an_empty_profile():
+def test_profiler_reraises_errors_and_gives_a_reason_for_an_empty_profile():
     with pytest.raises(RuntimeError, match="mine"), measure.StepProfiler("cpu"):
         raise RuntimeError("mine")
     with measure.StepProfiler("cpu") as profile:
@@ -143,7 +143,7 @@ def test_profiler_raises_block_errors_and_explains_an_empty_profile():
 
 
 @pytest.mark.parametrize(("device", "activities"), [("cpu", {"CPU"}), ("cuda", {"CPU", "CUDA"})])
-def test_profile_records_its_devices_activities(device, activities):
+def test_profile_records_the_activities_of_its_device(device, activities):
     assert {activity.name for activity in measure.StepProfiler(device).activities} == activities
 
 
@@ -213,7 +213,7 @@ def test_saved_tensors_that_share_a_storage_count_once():
     x = torch.ones(4, 8, requires_grad=True)
     weight = torch.ones(8, 8, requires_grad=True)
     _, saved = measure.saved_for_backward(lambda x: ((x @ weight) ** 2).exp(), x)
-    # the saved tensors are x, the weight, their product and the exponentials (the output)
+    # saved tensors: x, the weight, their product, and the exponentials (which are the output)
     assert measure.storage_bytes(saved) == 4 * (32 + 64 + 32 + 32)
     assert measure.storage_bytes(x, [x.view(-1), {"weight": weight}], None) == 4 * (32 + 64)
 
@@ -226,7 +226,9 @@ def test_device_memory_and_peaks_come_from_the_allocator(monkeypatch):
         "max_memory_reserved": 5 * 2**30,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert measure.device_bytes("cuda") == 100_000, "free memory and the allocator's"
+    assert measure.device_bytes("cuda") == 100_000, (
+        "available memory is free memory plus the allocator's cached memory"
+    )
     assert measure.peak_memory("cuda") == {"peak_gib": 3, "reserved_gib": 5}
     assert measure.peak_memory("cpu") == {}
 
@@ -252,7 +254,7 @@ def test_pass_memory_includes_new_and_previously_held_bytes(monkeypatch):
         "backward": 4 * 512 + 700,
     }
     expected = 2 * x.exp() * (2 * x.exp()).exp()
-    assert torch.allclose(x.grad, expected), "earlier gradients are freed"
+    assert torch.allclose(x.grad, expected), "gradients of earlier passes are freed"
 
 
 def test_pass_memory_on_a_cpu_excludes_inputs_output_and_masks():
@@ -260,4 +262,5 @@ def test_pass_memory_on_a_cpu_excludes_inputs_output_and_masks():
     memory = measure.pass_memory(
         lambda x: (x.sigmoid() * 2).masked_fill(mask, 0).exp(), [x], torch.ones(4, 8), 500, "cpu"
     )
-    assert memory == {"saved": 128, "in_use": 500 + 128 + 128}  # the sigmoid; the exponential is the output
+    # the sigmoid is counted; the exponential is the output and isn't
+    assert memory == {"saved": 128, "in_use": 500 + 128 + 128}

@@ -48,7 +48,7 @@ def config_of(shape, **fields):
 
 
 def cells_of(config, until, wrapped=None):
-    """Run the configuration's notebook up to the cell that contains ``until``; return its names."""
+    """Run the configuration's notebook up to the cell that contains ``until``; return the names it defines."""
     fields = parameters_of(config)
     for name in OTHER_FIELDS[config.notebook]:
         fields.pop(name, None)
@@ -57,7 +57,7 @@ def cells_of(config, until, wrapped=None):
 
 
 def recorded(config, until="is_copy = ", wrapped=None):
-    """Run the notebook's cells on a CPU as if it were a GPU; return their names."""
+    """Run the notebook's cells on a CPU, simulating a GPU's allocator; return the names that they define."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_history, "keeps_history", lambda device: True)
         with stand_in(patch):
@@ -73,7 +73,7 @@ def recorded_steps():
 
 
 def checkpoint_table(config, **wrapped):
-    """Return the checkpointing notebook's table after wrapping some of its cells' functions."""
+    """Return the table of the checkpointing notebook, with wrappers around some of its functions."""
     return cells_of(config, "names = ", wrapped)["table"]
 
 
@@ -87,13 +87,13 @@ def bytes_before(recording):
 
 # Recorded steps
 
-# Live tensors after the loss, in addition to the blocks' saved tensors: the final norm, the head's copy and the
-# logits; the copy; the loss's saved tensors.
+# Formulas for the bytes that are live after the loss, in addition to the blocks' saved tensors, by precision: the
+# final norm, the bf16 copy of the head's weight and the logits; only that copy; the loss's saved tensors.
 AFTER_LOSS = {"fp32": ("12X + 4r + 4V", "0X", "4V + 4"), "bf16": ("10X + 4r + 2V + 2E", "2E", "6V + 4")}
 
 
 def bytes_after_loss(config):
-    """Return how many bytes the formulas predict before backward, by kind."""
+    """Return the number of bytes that the formulas predict just before backward, by kind."""
     formulas = accounting.formulas_of(config)
     at_rest = accounting.at_rest(config, "forward_backward")
     texts = (formulas.saved, formulas.weight_cache, formulas.logits, *AFTER_LOSS[config.precision])
@@ -132,7 +132,7 @@ def test_activation_as_large_as_a_weight_is_not_an_autocast_copy():
     config = config_of(shape, precision="bf16", modes=["forward"])
     [recording] = recorded(config)["recordings"].histories
     table = history.classify(recording, config)
-    # the head's copy can't be told apart by size, because logits have the same
+    # copies of the head's weight are excluded, because the logits have the same size
     copies = table.query("kind == 'autocast weight cache' and region != 'head'")
     expected = accounting.value(accounting.formulas_of(config).weight_cache, config)
     assert copies["size"].sum() == config.num_layers * expected
@@ -172,7 +172,7 @@ def test_full_step_allocations_are_classified_by_phase_layer_and_kind():
 
 @pytest.mark.parametrize("points", [60, 10**6])
 @pytest.mark.parametrize("mode", ["forward", "step"])
-def test_timeline_keeps_extremes_and_each_events_phase(monkeypatch, mode, points):
+def test_timeline_keeps_extremes_and_the_phase_of_each_event(monkeypatch, mode, points):
     config, recordings, _ = recorded_steps()
     recording = recordings[mode]
     monkeypatch.setattr(history, "MAX_POINTS", points)
@@ -184,7 +184,7 @@ def test_timeline_keeps_extremes_and_each_events_phase(monkeypatch, mode, points
     total = (line[[column(kind) for kind in LIVE]].sum(axis=1) * GIB).round()
     assert total.max() == max(end.peak_requested for _, _, end in recording.phases)
     assert total.min() == live.min() + sum(bytes_before(recording))
-    for name, begin, end in recording.phases:  # after event n, n operations have ended
+    for name, begin, end in recording.phases:  # row n describes the memory after n events
         first, last = (counts.events - recording.start.events for counts in (begin, end))
         assert set(line.loc[first + 1 : last, "phase"]) <= {name}
 
@@ -195,7 +195,7 @@ def test_largest_allocations_are_grouped_by_size_and_region():
     assert rows["mib"].is_monotonic_decreasing
     scores = rows[rows["region"] == "attention.softmax"].iloc[0]
     assert scores["mib"] == 4 * config.batch_size * config.num_heads * config.context_length**2 / MIB
-    assert scores["count"] == 9, "shifted, exponentiated and divided in each of three layers"
+    assert scores["count"] == 9, "each of three layers saves shifted scores, exponentials and quotients"
 
 
 def validate(tables):
@@ -293,7 +293,7 @@ def test_block_saved_bytes_match_the_formula(shape, attention, precision):
     assert rows["all_bytes"].is_monotonic_decreasing and rows["region"].ne("").all()
 
 
-def test_saved_tensor_is_named_by_its_line_and_region():
+def test_saved_tensors_are_listed_with_source_line_and_region():
     rows = cells_of(config_of(SHAPES[0]), "printed = ")["rows"]
     lines = " ".join(rows.loc[rows["region"] == "attention.softmax", "source"])
     assert "torch.exp" in lines and "exponentials / " in lines
@@ -303,8 +303,8 @@ def test_saved_tensor_is_named_by_its_line_and_region():
 
 
 @pytest.mark.parametrize("blocks", [1, 5, 8])
-def test_checkpoint_policies_keep_gradients_and_match_predicted_bytes_and_block_runs(blocks, monkeypatch):
-    """In addition to the formula, each policy's step needs the same memory for any number of blocks."""
+def test_checkpoint_policies_preserve_gradients_and_match_predicted_bytes_and_block_runs(blocks, monkeypatch):
+    """Apart from the predicted bytes, the step of each policy needs the same memory for any number of blocks."""
     beyond = {}
     for number in (4, blocks):
         config = config_of(SHAPES[0] | {"num_layers": number}, nested_blocks=[number])
@@ -369,7 +369,7 @@ def test_checkpoint_table_lists_every_setting_and_names_the_extremes(monkeypatch
 
 @pytest.mark.parametrize(("complete_steps", "runs"), [(0, [4, 0]), (1, [4, 2])])
 def test_oom_checkpoint_policy_keeps_its_row(complete_steps, runs):
-    """The number of block runs is taken from a complete step if there is one."""
+    """The number of block runs is reported if at least one step was completed."""
     steps = count()
 
     def fail(run_blocks):
@@ -386,7 +386,7 @@ def test_oom_checkpoint_policy_keeps_its_row(complete_steps, runs):
     assert table["wall_ms"].isna().tolist() == [False, True] and "too much" in table["reason"][1]
 
 
-def test_nested_checkpoints_use_one_model_at_a_time_and_keep_gradients():
+def test_nested_checkpoints_use_one_model_at_a_time_and_preserve_gradients():
     alive, models, zeroed = [], [], []
 
     def note_gradients(embedding, inputs):
@@ -413,7 +413,9 @@ def test_nested_checkpoints_use_one_model_at_a_time_and_keep_gradients():
     saved = [policies.saved_bytes(make(4), *costs) / GIB for make in policies.POLICIES.values()]
     assert table["expected_saved_gib"][5:].tolist() == saved
     assert alive == [False] * 2
-    assert zeroed.count(False) == 2, "only the two steps that create gradients"
+    assert zeroed.count(False) == 2, (
+        "all steps start with zeroed gradients, except the two steps that create them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -424,7 +426,7 @@ def test_nested_checkpoints_use_one_model_at_a_time_and_keep_gradients():
         ({"nested_blocks": [4]}, "checkpointing"),
     ],
 )
-def test_configuration_names_its_notebook(fields, notebook):
+def test_configuration_selects_its_notebook(fields, notebook):
     config = config_of(SHAPES[1], **fields)
     assert config.notebook == notebook_of(config).stem == config.notebook_for(config.model_dump()) == notebook
     records = [
@@ -478,11 +480,11 @@ def test_portable_snapshot_omits_paths_and_is_readable_by_the_viewer():
     assert b"someone" not in content and b"ipykernel" not in content
     first, second = pickle.loads(content)["device_traces"][0]
     assert first == entry | {"frames": [stack[0] | {"filename": path}] * 2, "user_metadata": ""}
-    assert first["frames"] is second["frames"], "a stack is written once"
+    assert first["frames"] is second["frames"], "each stack is written only once"
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_last_modes_snapshot_is_kept_when_configured(tmp_path, is_saved):
+def test_snapshot_of_the_last_mode_is_kept_when_configured(tmp_path, is_saved):
     _, recordings, _ = recorded_steps()
     config = config_of(SHAPES[0], save_snapshot=is_saved)
     files = history.kept_files(config, [*recordings.values()], tmp_path)
@@ -509,6 +511,6 @@ def test_allocations_are_attributed_to_the_innermost_model_line():
     assert table["freed_at"].tolist() == [4, np.inf, np.inf] and table["allocated_at"].tolist() == [0, 1, 2]
 
 
-def test_source_line_shows_only_this_packages_source():
+def test_source_line_shows_only_source_of_this_package():
     assert history.source_line("stepscope/model/transformer.py:1").startswith('"""')
     assert history.source_line("torch/optim/adamw.py:7") == ""

@@ -114,7 +114,7 @@ def test_layer_norm_matches_torch(cells):
     torch.testing.assert_close(parts["variance by a running sum"], parts["variance"])
 
 
-def test_running_sum_keeps_the_dtype():
+def test_running_sum_accumulates_in_the_dtype_of_its_input():
     ones = torch.ones(2, 1024, dtype=torch.bfloat16)
     assert numerics.running_sum(ones).tolist() == [[256], [256]]  # 256 + 1 is 256 in bf16
     assert numerics.running_sum(ones.float()).tolist() == [[1024], [1024]]
@@ -129,7 +129,7 @@ def norm(experiments):
 def test_layer_norm_loses_range_in_fp16_and_digits_in_bf16(norm):
     error, lost = norm["norm error"], norm["norm lost"]
     assert lost["fp16", "variance", 1000.0] == 1 and lost["fp16", "variance", 1.0] == 0
-    assert lost["fp16", "squares", 1e-4] > 0.9  # because values below 2**-25 round to zero
+    assert lost["fp16", "squares", 1e-4] > 0.9  # values below 2**-25 round to zero
     assert error["fp16", "output", 1000.0] == 1
     assert error["fp16", "PyTorch's output", 1000.0] < 2**-10  # computed in fp32
     assert (lost["bf16"] < 1e-3).all()
@@ -139,7 +139,7 @@ def test_layer_norm_loses_range_in_fp16_and_digits_in_bf16(norm):
     assert largest == {"fp16": 1e4, "bf16": 1e5}
 
 
-def test_lost_value_has_an_error_of_one():
+def test_lost_values_count_as_errors_of_one():
     value = torch.tensor([[1.1, np.inf, 0.0, 3.0]]).double()
     true = torch.tensor([[1.0, 2.0, 3.0, 3.0]]).double()
     error, lost = numerics.error_and_lost(value, true)
@@ -158,7 +158,7 @@ def test_gradients_match_the_librarys_step(cells):
 
 
 def test_scaled_loss_keeps_fp16_gradients_nonzero(cells):
-    """A reader sees this result on a CPU after adding fp16 to the list."""
+    """A reader gets this result on a CPU by adding fp16 to the notebook's list of precisions."""
     compare, rows = cells["compare_gradients"], []
     names = compare.__globals__ | {"rows": rows}
     types.FunctionType(compare.__code__, names)(cells["build"](cells["config"]), [*cells["low"], "fp16"])
@@ -173,7 +173,7 @@ def test_infinite_result_is_stored_as_nan():
 
 @pytest.fixture(scope="module")
 def train(cells):
-    """Return the notebook's training function, shortened to 12 steps."""
+    """Return the notebook's training function, which here trains for only 12 steps."""
     names = cells["train"].__globals__ | {"STEPS": 12}
     return types.FunctionType(cells["train"].__code__, names)
 

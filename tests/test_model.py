@@ -76,9 +76,9 @@ def loss_and_gradients(model, logits, targets):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_formulas_match_the_model_for_every_size(size):
+def test_parameter_formulas_match_the_model_for_every_size(size):
     config = step_config(size=size, context_length=128)
-    with torch.device("meta"):  # shapes without allocating memory
+    with torch.device("meta"):  # the meta device has shapes but allocates no memory
         model = TransformerLM(config)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert count == parameter_count(config) == HANDOUT.get(size, count)
@@ -118,8 +118,8 @@ def in_llama(name):
 def llama_like(model, config, exact):
     """Return Hugging Face's Llama with the same weights.
 
-    Llama computes norms and rotary tables in float32. With ``exact``, torch's RMSNorm and tables from complex
-    exponentials replace them; projections, rotation, attention, MLP and residuals remain Llama's.
+    Llama computes norms and rotary tables in float32. With ``exact``, they are replaced by torch's RMSNorm and by
+    tables from complex exponentials; projections, rotation, attention, MLP and residuals remain Llama's.
     """
     with float64():
         llama = LlamaForCausalLM(
@@ -347,7 +347,7 @@ class TwoRegions(nn.Module):
         return self.outer(self.inner(x).exp())
 
 
-def test_backward_opens_the_forward_regions_ranges(monkeypatch):
+def test_backward_opens_the_ranges_of_the_forward_regions(monkeypatch):
     opened: list[str] = []
     domain = type(
         "Domain", (), {"push_range": staticmethod(opened.append), "pop_range": staticmethod(lambda: None)}
@@ -359,7 +359,9 @@ def test_backward_opens_the_forward_regions_ranges(monkeypatch):
         assert opened == ["inner", "outer"]
         annotation.link_backward()
         output.sum().backward()
-    assert opened[2:] == ["outer", "inner", "inner"], "of the sine, the product, and the weight's gradient"
+    assert opened[2:] == ["outer", "inner", "inner"], (
+        "backward of the sine, of the product, and of the weight"
+    )
 
 
 def test_profiler_ranges_are_nested_per_thread_and_end_after_an_error(monkeypatch):

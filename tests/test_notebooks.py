@@ -1,4 +1,4 @@
-"""Test notebooks: their tags and names, runs by hand, with papermill and in sweeps, and the runs' records."""
+"""Test notebooks: tags and names, interactive runs, runs with papermill and in sweeps, and the runs' records."""
 
 import ast
 import functools
@@ -148,7 +148,7 @@ NAME_IN_BACKTICKS = re.compile(r"@?([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\)| ?
 
 
 def names_in_code(source):
-    """Return every name that the code binds, reads, or uses as an argument's keyword."""
+    """Return every name that the code binds, reads, or passes as a keyword."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         for field in ("id", "arg", "attr", "name", "asname"):
@@ -184,7 +184,7 @@ def resolves(dotted, imports):
 
 
 def unknown_names(markdown, code):
-    """Return the names in a notebook's backticks that don't exist."""
+    """Return the names that a notebook shows in backticks but that don't exist."""
     imports = {}
     tree = ast.parse(code)
     tree.body = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -243,11 +243,12 @@ def test_digest_covers_only_measuring_code(tmp_path):
         assert digest(*same) == plain
     text = (tmp_path / "benchmark.ipynb").read_text()
     (tmp_path / "benchmark.ipynb").write_text(text.replace("context_length = 8", "context_length = 9"))
-    assert notebook_source(tmp_path / "benchmark.ipynb") == plain  # a different default
-    assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain  # not valid Python
+    assert notebook_source(tmp_path / "benchmark.ipynb") == plain  # only a default value differs
+    # a cell that isn't valid Python counts, too
+    assert digest(cell("%matplotlib inline"), clock, cell(KEEP)) != plain
 
 
-def test_digest_by_hand_matches_notebook_digest_when_only_its_cells_ran(tmp_path):
+def test_digest_of_an_interactive_run_matches_the_notebook_digest_when_only_its_cells_ran(tmp_path):
     path = write(tmp_path, cell("ms = 1", "measure"), cell(KEEP))
     own = [one.source for one in code_cells(path)]
     assert source_by_hand(["", own[0], "# Parameters\nseed = 4\n", *own[1:]], path) == notebook_source(path)
@@ -295,7 +296,7 @@ def test_changed_notebook_replaces_a_record_only_when_requested(tmp_path, store,
 
     first = sweep(1)
     assert first.results == {"ms": 1.0}
-    assert sweep(1, "the clock") == first, "a comment is no other measurement"
+    assert sweep(1, "the clock") == first, "a changed comment doesn't make it a different measurement"
     with pytest.raises(SweepError, match="another version of the notebook measured benchmark/"):
         sweep(2)
     assert store.records(check_files=True)[0] == [first]
@@ -303,7 +304,7 @@ def test_changed_notebook_replaces_a_record_only_when_requested(tmp_path, store,
     assert doubled.results == {"ms": 2.0} and doubled.notebook_source != first.notebook_source
 
 
-# Runs by hand.
+# Interactive runs.
 
 
 def by_papermill(*arguments, cwd):
@@ -357,7 +358,7 @@ def test_unknown_parameters_are_rejected_except_in_sweeps():
 
 @pytest.fixture
 def by_hand(tiny, tmp_path):
-    """Yield a function that makes runs in this process, as a user would by hand; restore torch's thread count afterwards."""
+    """Yield a function that runs cells in this process, like a user; restore torch's thread count afterwards."""
     threads, before = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
     yield lambda **fields: Run(tiny(**fields), runs=tmp_path / "mine")
     torch.set_num_threads(threads)
@@ -367,7 +368,7 @@ def by_hand(tiny, tmp_path):
 TABLES = {"table": pd.DataFrame({"ms": [1.0]})}
 
 
-def test_run_by_hand_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_path):
+def test_interactive_run_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_path):
     store = Store(tmp_path / "mine")
     (tmp_path / "trace.csv").write_text("a")
     run = by_hand()
@@ -388,7 +389,7 @@ def test_run_by_hand_is_saved_immediately_and_can_be_saved_again(by_hand, tmp_pa
         run.keep(TABLES, {"list": [1]})
 
 
-def test_run_by_hand_rejects_unusable_folder_before_measuring(by_hand, tmp_path):
+def test_interactive_run_rejects_unusable_folder_before_measuring(by_hand, tmp_path):
     by_hand(seed=1).keep(TABLES)
     store = Store(tmp_path / "mine")
     with store.writing(), pytest.raises(StoreBusy):
@@ -407,7 +408,7 @@ def test_smallest_models_use_one_cpu_thread(by_hand, monkeypatch):
     torch.set_num_threads(2)
     by_hand(context_length=512)
     assert torch.get_num_threads() == 2
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # as Dask sets it
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # Dask sets this variable
     by_hand(context_length=256)
     assert torch.get_num_threads() == 1 and os.environ["OMP_NUM_THREADS"] == "1"
 

@@ -30,7 +30,8 @@ from stepscope.traces.export import activity_totals, load_trace
 from stepscope.traces.nsys_tool import NsysError
 
 DATA = Path(__file__).parent / "data" / "nsys"
-EXPORT = DATA / "step.sqlite"  # small, context 512, three full steps, every region named
+# three full steps of `small` at context length 512, with a range for every region
+EXPORT = DATA / "step.sqlite"
 STEPS, LAYERS = 3, 12
 OUTCOME = {
     "status": "ok",
@@ -98,12 +99,12 @@ SMALL = {"size": "nano", "context_length": 8, "vocab_size": 100, "device": "cpu"
 
 
 def never_run(step, annotation, synchronize):
-    """Replace the notebook's step, which is already profiled, and must not run."""
+    """Replace the notebook's step, which must not run because its profile already exists."""
 
 
 @pytest.fixture(scope="module")
 def capture(tmp_path_factory, reports):
-    """Return a function that profiles with a fake nsys; ``replaced`` sets names in the profiling module."""
+    """Return a function that profiles with a fake nsys; ``replaced`` replaces names in the profiling module."""
 
     def make(inside=("step",) * STEPS, folder=reports, **replaced):
         program = tmp_path_factory.mktemp("nsys") / "nsys"
@@ -134,7 +135,7 @@ def tables(profile):
 
 
 def test_csv_reports_split_by_ranges_match_the_operations(profile):
-    """The ranges include backward, although its range's projection covers no operations."""
+    """The reports include backward's operations, although the GPU projection of its range covers none of them."""
     events, operations = profile.events, profile.operations
     assert len(events) == operations["count"].sum() and "nvtx_gpu_proj_trace" in profile.reports
     time_ns = events.groupby("phase")["duration_ns"].sum()
@@ -145,7 +146,7 @@ def test_csv_reports_split_by_ranges_match_the_operations(profile):
     assert ours["total_ns"].sum()[regions].tolist() == theirs["duration_ns"].sum()[regions].tolist()
 
 
-def test_report_events_cover_each_modes_first_step(capture):
+def test_report_events_cover_the_first_step_of_each_mode(capture):
     profile, totals = capture(("step", "forward", "forward")), activity_totals(EXPORT)
     check = profile.report_check
     assert check["mode"].tolist() == ["forward", "step"] and (check["differs by, ns"] == 0).all()
@@ -207,7 +208,7 @@ def test_timeline_shows_a_step_without_region_ranges(capture):
     assert len(drawn) > 10 and drawn <= last and not drawn <= first
 
 
-def test_backward_kernels_get_the_forward_passs_regions(tables):
+def test_backward_kernels_get_the_regions_of_the_forward_pass(tables):
     operations = tables["operations"]
     regions = {phase: set(rows["region"]) for phase, rows in operations.groupby("phase")}
     # A sum's gradient is passed unchanged to its terms, so the residual additions run nothing in backward.
@@ -230,11 +231,12 @@ def timeline_rows(start_us: list[int], **columns: object) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("start_us", "first_us", "last_us"),
     [
+        # operations after the middle of the step wouldn't fill the window
         (
             [0, 1000, 2000, 2500, 2600, 2700, 2800, 2900],
             0,
             1900,
-        ),  # the operations after the middle don't fill a window
+        ),
         ([0, 100, 200, 300], 0, 300),
         ([*range(0, 10_000, 300)], 0, 1800),
     ],
@@ -421,7 +423,7 @@ def test_nvtx_ranges_are_opened_only_in_profiled_steps(monkeypatch, step, ranged
     inner = {name for depth, name in recorder.opened if depth > 1}
     assert {"attention.softmax", "block", "cross_entropy", "ffn"} <= inner
     assert cleared == [True] * 4
-    assert "forward" not in vars(step.model.blocks[0].ffn)  # the unwrapped method is restored
+    assert "forward" not in vars(step.model.blocks[0].ffn)  # after profiling, the original method is restored
 
 
 def test_remaining_modes_are_profiled_when_one_runs_out_of_memory(monkeypatch, step, ranged):
@@ -496,7 +498,7 @@ def test_profiled_process_reports_oom_when_the_model_does_not_fit(monkeypatch, t
 def test_mode_with_impossible_times_is_profiled_up_to_three_times(
     monkeypatch, clock, gpu_ms, impossible, runs
 ):
-    """The step with named regions, which comes first and takes 90 ms, isn't compared."""
+    """The first profiled step, which has named regions and takes 90 ms, isn't compared with unprofiled steps."""
     modes = ProfiledModes(
         Path("a file"), {"step": {"unprofiled_ms": [10.0, 10.1], "clock": clock}}, ["step"] * 4
     )

@@ -13,7 +13,7 @@ HEADER = "Time (%),Total Time (ns),Instances,Avg (ns),Name\n"
 ROWS = '75.0,3000,2,1500.0,"void f<int, 4>(int, float)"\n25.0,1000,1,1000.5,g\n'
 OLD_TRACE = (
     "Start (ns),Duration (ns),CorrId,GrdX,GrdY,GrdZ,BlkX,BlkY,BlkZ,Reg/Trd,StcSMem (MB),DymSMem (MB),Bytes (MB),"
-    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, and a different unit name
+    "Throughput (MBps),SrcMemKd,DstMemKd,Device,Ctx,Strm,Name\n"  # 2023.x: no GreenCtx, different unit name
     '9000,4000,102,160,1,1,256,1,1,32,0.000,0.000,,,,,NVIDIA A10G (0),1,7,"burn(float *, int, int)"\n'
 )
 
@@ -46,7 +46,7 @@ def test_read_nsys_csv_matches_the_values_in_the_file():
     assert trace["name"].iloc[2].endswith("float *, unsigned long)") and trace["src_mem_kd"].iloc[2] == ""
 
 
-def test_older_versions_trace_contains_the_same_columns(tmp_path):
+def test_trace_report_of_an_older_version_has_the_same_columns(tmp_path):
     old = read_nsys_csv(written(tmp_path, OLD_TRACE))
     new = read_nsys_csv(DATA / "nsys_2026_3_cuda_gpu_trace.csv")
     assert old.attrs == new.attrs and set(new) - set(old) == {"green_ctx"} and not set(old) - set(new)

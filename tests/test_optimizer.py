@@ -40,7 +40,7 @@ def groups_of(model):
 
 
 def test_master_adamw_groups_schedules_and_clipping_match_torch():
-    """Each learning rate also remains in the tensor that a CUDA graph reads."""
+    """The test also checks that each learning rate stays in the same tensor, because a CUDA graph reads it."""
     ours, theirs = checks.make_parameters(), checks.make_parameters()
     pair = MasterAdamW(groups_of(ours), 1e-3), torch.optim.AdamW(groups_of(theirs), 1e-3)
     schedulers = [lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=20) for optimizer in pair]
@@ -114,7 +114,7 @@ def test_table_lists_gradient_addresses_and_rejects_unreadable_gradients(tabled)
         addresses = [parameter.grad.data_ptr() for parameter in tabled.parameters]
         table = tabled._table(tabled._gradients(), capturing)
         assert table.tolist() == addresses != before.tolist()
-    assert torch.equal(tabled.table, before), "a graph has a separate table"
+    assert torch.equal(tabled.table, before), "a graph's capture must use a separate table"
     transposed = torch.zeros(70, 9).bfloat16().t()
     misaligned = torch.zeros(70 * 9 + 8).bfloat16()[4:-4].view(9, 70)
     for gradient in (transposed, misaligned):
@@ -139,7 +139,8 @@ def test_weights_keep_their_memory_format():
         optimizer._make_tables()
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = formatted(gradient)
-        optimizer._table(optimizer._gradients(), False)  # the kernel can read them
+        # this call would raise if the kernel couldn't read the gradients
+        optimizer._table(optimizer._gradients(), False)
         optimizer.step()
         trained.append([*optimizer.masters().values(), *parameters])
         for x in (*parameters[:3], *[*optimizer.masters().values()][:3]):
@@ -195,7 +196,7 @@ def trained(moments, seed, saved=None, eight_bits=False):
 def test_resumed_training_is_bit_identical(moments, eight_bits):
     optimizer, scheduler, train = trained(moments, 0, eight_bits=eight_bits)
     train(0, 14)
-    optimizer.masters()["2.weight"].mul_(100)  # an FP8 weight's scale follows one step later
+    optimizer.masters()["2.weight"].mul_(100)  # the scale of an FP8 weight follows its master one step later
     train(14, 15)
     file = io.BytesIO()
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}, file)
@@ -211,7 +212,7 @@ def test_resumed_training_is_bit_identical(moments, eight_bits):
 
 @pytest.mark.parametrize("before", [[], [0], [1], [0, 1]])
 def test_load_state_dict_computes_missing_fp8_scales_from_masters(before):
-    """The weights have grown a hundredfold, so the current scales would saturate."""
+    """The weights grow a hundredfold in the test, so they would saturate with the old scales."""
     pair = []
     for eight_bits in (before, [0, 1]):
         model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
@@ -295,7 +296,7 @@ def step_once(model, optimizer, seed=0):
     optimizer.step()
 
 
-def test_torch_state_dict_continues_from_the_models_weights():
+def test_training_continues_after_loading_a_torch_state_dict():
     model = small()
     theirs = torch.optim.AdamW(model.parameters(), 1e-2, betas=(0.8, 0.9), weight_decay=0.2)
     for seed in range(3):
@@ -311,7 +312,7 @@ def test_torch_state_dict_continues_from_the_models_weights():
         theirs.step()
     for weight, master in zip(model.parameters(), optimizer.masters().values()):
         torch.testing.assert_close(master, weight.detach(), rtol=1e-5, atol=1e-6)
-    theirs.load_state_dict(optimizer.state_dict())  # and in the other direction
+    theirs.load_state_dict(optimizer.state_dict())  # torch's AdamW also loads our state dict
     step_once(model, theirs)
 
 
@@ -366,7 +367,7 @@ def test_pickled_model_contains_weights_without_the_optimizer():
 
 @pytest.mark.parametrize("device", ["cpu", ON_GPU])
 def test_weights_are_aligned_buffer_views_with_separate_storages(device):
-    """A saved model takes up only its weights' bytes."""
+    """Separate storages keep a saved model small, because torch saves entire storages."""
     shapes = (64, 128), (1, 7), (7, 1), (130,), (3, 5, 7), (), (9, 70)
     weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
     before = [weight.detach().clone() for weight in weights]
@@ -447,7 +448,7 @@ def test_state_dict_contains_externally_written_weights():
 
 
 def test_masters_follow_model_load_state_dict_without_a_step():
-    """A replayed CUDA graph doesn't call the optimizer's Python code."""
+    """This matters for a CUDA graph, because its replays don't call the optimizer's Python code."""
     model = small()
     optimizer = MasterAdamW(model)
     load_submodule(model, optimizer)
@@ -556,7 +557,7 @@ def test_bf16_moments_decay_at_the_largest_allowed_beta1():
         model["matrix"].grad = torch.full_like(model["matrix"], gradient)
         optimizer.step()
     first = 2**-8
-    assert (optimizer.m < 0.9 * first).all(), "a moment that rounds to itself does not decay"
+    assert (optimizer.m < 0.9 * first).all(), "the moment must decay rather than round to its old value"
 
 
 def test_assigned_learning_rate_is_copied_into_the_existing_tensor():
@@ -567,7 +568,7 @@ def test_assigned_learning_rate_is_copied_into_the_existing_tensor():
     group["lr"] = 0.0
     step_once(model, optimizer)
     assert torch.equal(optimizer.master, before)
-    assert group["lr"] is rate and rate == 0, "a graph reads this tensor"
+    assert group["lr"] is rate and rate == 0, "the tensor must stay the same, because a graph reads it"
     group["lr"] = 1.0
     optimizer.load_state_dict(optimizer.state_dict())
     assert group["lr"] is rate and rate == 1

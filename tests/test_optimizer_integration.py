@@ -126,7 +126,7 @@ def test_hugging_face_trainer_trains_and_resumes_bit_identically(tmp_path, monke
 
 @pytest.mark.parametrize("kind", ["model", "parameters"])
 def test_distributed_checkpoint_resumes_bit_identically(kind, tmp_path):
-    """The order follows torch's documentation: get the new state dicts, load into them, and set them."""
+    """As in torch's documentation, the state dicts of the new objects are filled in place, and then set."""
 
     def make(seed, rate):
         torch.manual_seed(seed)
@@ -165,12 +165,12 @@ def run_rank(rank, folder):
     for case in ("made first", "trained first"):
         model, optimizer = made(seed=rank)
         start = {name: master.clone() for name, master in optimizer.masters().items()}
-        if case == "trained first":  # with different moments
+        if case == "trained first":  # the ranks have different moments
             train(model, optimizer, [rank])
         wrapped = DistributedDataParallel(model)
         losses = train(wrapped, optimizer, range(rank, 20, 2))
         results[case] = {"start": start, "end": optimizer.masters(), "losses": losses}
-    with torch.no_grad():  # one rank's later write must not wait for the other rank
+    with torch.no_grad():  # a later write on one rank must not wait for the other rank
         if rank == 0:
             model.head.weight.mul_(2)
             model.head.weight.div_(2)

@@ -1,8 +1,8 @@
 """Apply PyTorch's optimizer tests to MasterAdamW.
 
 ``torch.testing._internal.common_optimizers`` contains TestOptimRenewed's inputs for each optimizer. The checks
-themselves are methods of this PyTorch class, which no package contains, so we repeat them here with the same
-inputs. PyTorch's models multiply fp32 weights, whereas our weights are bf16, so our models here cast them.
+themselves are methods of TestOptimRenewed, which no package contains, so they are repeated here with the same
+inputs. PyTorch's models multiply fp32 weights; MasterAdamW makes the weights bf16, so the models here cast them.
 """
 
 import copy
@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from stepscope.optimizations import MasterAdamW
 
-pytest.importorskip("expecttest")  # imported by torch.testing
+pytest.importorskip("expecttest")  # torch.testing imports it
 from torch.testing._internal import common_optimizers
 
 ADAMW = next(info for info in common_optimizers.optim_db if info.optim_cls is torch.optim.AdamW)
 
-# TestOptimRenewed's checks that do not apply, and the reasons.
+# Checks of TestOptimRenewed that don't apply, with the reasons.
 NOT_APPLICABLE = {
     "test_forloop_goes_right_direction_multigpu": "all weights are on one device",
     "test_param_group_with_lrscheduler_goes_right_direction": "adds a group, which is rejected",
@@ -32,7 +32,7 @@ NOT_APPLICABLE = {
     "test_peak_memory_foreach, test_fused_cpu_matches_cuda": "there is one implementation",
     "test_grad_scaling_autocast_fused_optimizers": "only for fused=True; Trainer and Lightning scale outside",
 }
-# Inputs and errors that do not apply: a part of each description, and the reason.
+# Inputs and errors that don't apply, by a part of their description, with the reasons.
 OTHER_INPUTS = {
     "maximize": "rejected",
     "amsgrad": "rejected",

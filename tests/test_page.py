@@ -24,7 +24,7 @@ PAPER = (673, 985)  # an A4 page excluding margins, in CSS pixels
 
 
 class Elements(HTMLParser):
-    """A parser that collects a page's elements, their attributes and wrongly closed tags."""
+    """A parser that collects a page's elements with their attributes, and tags that are closed incorrectly."""
 
     VOID = ("meta", "img", "hr", "br")
 
@@ -157,7 +157,7 @@ def test_page_has_no_errors_or_accessibility_violations(chromium, report, size, 
 
 @pytest.fixture
 def wide(report, tmp_path):
-    """Write a copy of the report with an added table and line of code that are wider than any screen."""
+    """Write a copy of the report to which a table and a line of code wider than any screen are added."""
     cells = "".join(f"<td>{'column'}{number}</td>" for number in range(40))
     path = tmp_path / "wide.html"
     path.write_text(
@@ -268,7 +268,7 @@ def test_page_layout_satisfies_condition(chromium, request, layout):
     page_name, size, media, condition = LAYOUTS[layout]
     with shown(chromium, request.getfixturevalue(page_name), size, color_scheme="dark") as (opened, _):
         opened.emulate_media(media=media)
-        if media == "screen":  # printing opens all folds
+        if media == "screen":  # all folds are open in print
             opened.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
         assert opened.evaluate(f"(() => {{{BOX} {condition}}})()")
 

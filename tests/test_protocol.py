@@ -57,7 +57,7 @@ class Toy:
         return [case for (case, each), _ in groupby(self.log, key=lambda entry: entry[:2]) if each == kind]
 
     def fail(self, case, kind, error, steps=0):
-        """Raise an error in the forward phase of a case's steps of this kind, except for the first ``steps``."""
+        """Raise an error in the forward phase of a case's steps of this kind, after ``steps`` successful steps."""
 
         def before(step_case, step_kind, phase):
             earlier = sum(entry[:2] == (case, kind) for entry in self.log) - 1
@@ -103,7 +103,7 @@ def test_times_and_operations_match_samples_and_profile(toy):
 @pytest.mark.parametrize(
     ("by", "options"), [("precision", {}), ("policy", {"by": "policy", "extras": False})]
 )
-def test_mode_precision_pairs_get_a_column_for_each_part(toy, by, options):
+def test_cases_keyed_by_pairs_get_a_column_for_each_element(toy, by, options):
     results = toy.measure(
         PAIRS, "mixed_precision", options | {"unsupported": {("fp16", "step"): "no fp16 here"}}
     )
@@ -147,7 +147,7 @@ def test_learning_rate_is_none_without_an_optimizer(toy):
 
 
 def test_all_cases_are_timed_before_any_case_is_profiled_or_replayed(toy, monkeypatch):
-    """Launches remain slower once a profiler has run. Moments exist only in full steps."""
+    """Launches are slower once a profiler has run, so timing comes first. Moments exist only in full steps."""
     order = []
 
     def replay(step, *_, optimizer, **__):
@@ -202,7 +202,7 @@ def test_long_steps_are_repeated_less_often(toy, monkeypatch, fastest_ms, warmup
 
 
 def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
-    """An additional run measures the power only if a full step is too short for the energy counter."""
+    """Power is measured in an additional run only if a full step is too short for the energy counter."""
     peaks, watts, replayed_ms = count(1), iter([nan, nan, 6.0]), iter([[1.0, 20.0, 3.0], [9.0, 2.0, 4.0]])
     settled = []
 
@@ -227,7 +227,7 @@ def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
         "replayed_ms": [4, nan, 3],
     }.items():
         assert rows[column].tolist() == pytest.approx(expected, nan_ok=True)
-    assert settled == ["forward_backward"], "the only power-limited one"
+    assert settled == ["forward_backward"], "only the power-limited case settles the clock"
     tflops = step_flops(results.config) / rows["wall_ms"] / [1, 1, 3] / 1e9
     assert rows["mfu_vs_measured_peak"].tolist() == pytest.approx((tflops / 2).tolist())
 
@@ -235,7 +235,7 @@ def test_readings_and_rates_are_assigned_to_their_case(toy, monkeypatch):
 # Failures
 
 
-def test_case_that_ooms_while_timed_gets_one_row_and_the_rest_continue(toy):
+def test_case_that_runs_out_of_memory_while_timed_gets_one_row_and_the_rest_are_measured(toy):
     toy.fail("step", "timed", FULL)
     results = toy.measure()
     columns = ["mode", "phase", "status"]
@@ -248,7 +248,7 @@ def test_case_that_ooms_while_timed_gets_one_row_and_the_rest_continue(toy):
     assert {*results.samples["mode"]} == {*results.operations["mode"]} == {"forward", "forward_backward"}
 
 
-def test_case_that_ooms_while_profiled_keeps_wall_time_and_complete_steps(toy):
+def test_case_that_runs_out_of_memory_while_profiled_keeps_wall_time_and_complete_steps(toy):
     toy.fail("step", "profiled", FULL, steps=1)
     results = toy.measure()
     rows = totals(results)
@@ -265,14 +265,14 @@ def raises(error):
     return fail
 
 
-def test_rates_are_unknown_when_ceilings_run_out_of_memory(toy, monkeypatch):
+def test_rates_are_unknown_when_measuring_ceilings_runs_out_of_memory(toy, monkeypatch):
     monkeypatch.setattr(protocol, "ceilings", raises(FULL))
     results = toy.measure()
     assert results.times["mfu_vs_measured_peak"].isna().all() and set(results.times["status"]) == {"ok"}
     assert results.limits["matmul_tflops"] is None
 
 
-def test_case_that_ooms_while_compiling_is_still_timed(toy, monkeypatch):
+def test_case_that_runs_out_of_memory_while_compiling_is_still_timed(toy, monkeypatch):
     def seconds(step, device):
         step()
         if step.args == ("step",):
@@ -283,7 +283,7 @@ def test_case_that_ooms_while_compiling_is_still_timed(toy, monkeypatch):
     rows = totals(toy.measure(compile="blocks")).loc[MODES]
     assert rows["compile_s"].tolist() == pytest.approx([nan, 3, 3], nan_ok=True)
     assert set(rows["status"]) == {"ok"} and (rows["wall_ms"] > 0).all()
-    assert ("forward_backward", "plain", False) in toy.log, "the moments of the failed step are freed"
+    assert ("forward_backward", "plain", False) in toy.log, "the failed step's moments must be freed"
 
 
 def test_all_cases_are_unsupported_without_a_compiler(toy, monkeypatch):
@@ -294,7 +294,7 @@ def test_all_cases_are_unsupported_without_a_compiler(toy, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", ["profiled", "profiled_operations"])
-def test_failing_profiler_keeps_wall_times_and_records_a_reason(toy, monkeypatch, broken):
+def test_wall_times_are_kept_and_a_reason_is_recorded_when_the_profiler_fails(toy, monkeypatch, broken):
     monkeypatch.setattr(profiler, broken, raises(profiler.CaptureError("CUPTI_ERROR")))
     results = toy.measure()
     assert set(results.times["status"]) == {"ok"} and (results.times["wall_ms"] > 0).all()
@@ -320,7 +320,7 @@ def test_interrupt_attaches_results_to_the_exception_and_restores_the_learning_r
 
 
 def mark_inconsistent(monkeypatch, mode, tables):
-    """Mark a mode in fp32 as inconsistent in the first tables; return the list that collects its wall times."""
+    """Mark one fp32 mode as inconsistent in the first tables; return a list that collects its wall times."""
     step_times, walls_ms = protocol.step_times, []
 
     def marked_times(*arguments):
@@ -345,10 +345,10 @@ def test_only_the_impossible_case_is_remeasured_at_most_twice(toy, monkeypatch, 
     expected = dict.fromkeys(PAIRS, 1) | {("fp32", mode): tries}
     assert {case: profiled.count(case) for case in PAIRS} == expected
     numbers = results.profiled.groupby("case")["number"].nunique()
-    assert (numbers == 3).all(), "new operations replace earlier ones"
+    assert (numbers == 3).all(), "the operations of the new profile replace those of the earlier profile"
 
 
-def test_first_case_keeps_the_processs_first_steps_when_remeasured(toy, monkeypatch):
+def test_first_case_keeps_the_first_steps_of_the_process_when_remeasured(toy, monkeypatch):
     walls_ms = mark_inconsistent(monkeypatch, "step", 1)
     results = toy.measure(warmup_steps=5)
     first = results.samples.query("mode == 'step' and phase == 'total'")

@@ -1,4 +1,4 @@
-"""Test comparisons of a distributed step's ranks: transfer, waiting, and which rank waits for which."""
+"""Test how a distributed step's ranks are compared: transfer, waiting, and which rank waits for which."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ def rank_trace(
     """Write a rank's three steps, each with compute before every all-reduce.
 
     Args:
-        delays: the delay of each rank's compute in µs; a collective begins once the latest rank has arrived.
+        delays: the delay of each rank's compute in µs; data transfer begins once the last rank has arrived.
         shift: the offset in µs that is added to all times.
         group: the collective kernels' arguments, such as their process group.
     """
@@ -50,7 +50,7 @@ def rank_trace(
     return write_trace(folder / f"rank{rank}.json", events, distributedInfo=info)
 
 
-def test_late_rank_is_identified_by_the_other_ranks_waiting_time(tmp_path):
+def test_late_rank_is_identified_by_the_waiting_time_of_the_other_ranks(tmp_path):
     delays = (0, 20_000, 4_000)
     paths = [rank_trace(tmp_path, rank, delays) for rank in (2, 0, 1)]
     lines = {line.label: line for line in profile_ranks(paths)}
@@ -95,7 +95,7 @@ def test_clocks_of_separate_process_groups_are_not_compared(tmp_path):
     assert clocks["ranks"] == [0, 1] and clocks["offsets_ms"] == pytest.approx([0, 20])
 
 
-def test_collectives_lie_on_one_time_axis(tmp_path):
+def test_collective_times_include_the_base_time_of_the_trace(tmp_path):
     path = rank_trace(tmp_path, 0, (0, 0))
     trace = json.loads(path.read_text()) | {"baseTimeNanoseconds": 10**18}
     path.write_text(json.dumps(trace))
@@ -168,7 +168,7 @@ def test_only_common_steps_are_compared(tmp_path):
         profile_ranks([paths[0], later])
 
 
-def test_gpus_of_one_capture_divide_their_communication_by_comparison(tmp_path):
+def test_communication_within_one_capture_is_divided_into_transfer_and_waiting(tmp_path):
     """GPU 0 waits 8 ms for GPU 1 in each of two all-reduces per step; each transfer takes 5 ms."""
     events = []
     for gpu in range(2):
@@ -188,12 +188,12 @@ def test_gpus_of_one_capture_divide_their_communication_by_comparison(tmp_path):
 def delay_gpu(operations: pd.DataFrame, late: int, delay_ns: int) -> tuple[pd.DataFrame, int]:
     """Delay a GPU before its middle collective, as if its host had slept.
 
-    The collective ends once the last GPU has arrived, so the other GPU waits longer in it, and both GPUs continue
-    later.
+    The collective begins its transfer once the last GPU has arrived, so the other GPU waits longer, and both GPUs
+    continue later.
 
     Returns:
         The operations, and the time in ns by which the other GPU waits longer: the delay, unless the late GPU used to
-        wait there, too.
+        wait in this collective, too.
     """
     rows = operations.sort_values("start_ns").copy()
     is_collective = rows["name"].astype(str).str.contains("nccl")

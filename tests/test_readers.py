@@ -21,7 +21,7 @@ STEPS, KERNELS = 3, 20  # each step lasts 1 ms, and each kernel 30 µs
 def trace_events(
     pid: object = 1, gpu: object = 0, device: int = 0, offset: float = 0.0, tid: object = 1
 ) -> list[dict]:
-    """Return three 1 ms steps, each with 20 consecutive 30 µs kernels, always with the same correlation ids."""
+    """Return three 1 ms steps of 20 consecutive 30 µs kernels, with the same correlation ids in every trace."""
     events: list[dict] = []
     for step in range(STEPS):
         begin = 1000.0 * step + offset
@@ -36,12 +36,12 @@ def trace_events(
 
 
 def renamed(events: list[dict], names: dict[str, str]) -> list[dict]:
-    """Rename the categories and write thread ids as strings."""
+    """Rename the events' categories, and write thread ids as strings."""
     return [one | {"cat": names.get(one["cat"], one["cat"]), "tid": str(one["tid"])} for one in events]
 
 
 def steps_of(capture: Capture) -> list[tuple[int, float, float]]:
-    """Return, for each GPU and process, the step count and the median step's length and busy time in ms."""
+    """Return, by GPU and process, the number of steps, and the median step's wall time and compute time in ms."""
     gpus = devices(capture)
     return [(len(gpu.breakdowns), *gpu.median[["wall", "compute"]].round(3)) for gpu in gpus]
 
@@ -124,7 +124,7 @@ def test_times_given_as_strings_are_exact(tmp_path):
     assert capture.operations["start_ns"].iloc[0] == 1747123456000030_001
 
 
-def test_old_versions_events_are_classified_by_name(tmp_path):
+def test_events_of_old_versions_are_classified_by_name(tmp_path):
     names = ["forward", "enumerate(DataLoader)#_Iter.__next__", "aten::mm", "MmBackward", "detach"]
     events = [unfinished("Operator") | {"name": name, "dur": 9} for name in names]
     kept = read_trace(write_trace(tmp_path / "trace.json", events)).events

@@ -27,7 +27,7 @@ DOCUMENTS = sorted(
     if path.stem != "writeup"
 )
 
-# Commands that the tests below run, with one test per effect.
+# Commands that the tests below run.
 RUN = {
     "make report": "slow",
     "make doctor": "",
@@ -100,7 +100,7 @@ def do(place, monkeypatch, capsys):
         assert command in RUN
         program, *arguments = shlex.split(command)
         arguments = [replaced.get(argument, argument) for argument in arguments]
-        if program == "stepscope":  # in this process, which has already imported the required modules
+        if program == "stepscope":  # in this process, to save the time of importing the modules again
             code = call(program, *arguments)
             output = "".join(capsys.readouterr())
         else:
@@ -155,7 +155,8 @@ def test_documented_make_targets_and_commands_exist(document):
 @pytest.mark.parametrize("document", ["docs/notebooks.md", "docs/sweeps.md"])
 def test_documented_sweep_files_are_valid(document, place):
     for number, block in enumerate(fences(document, "yaml")):
-        if "study: mine" not in block:  # a study that the reader adds; test_notebooks.py adds it
+        # this study doesn't exist until the reader adds it; test_notebooks.py tests it
+        if "study: mine" not in block:
             path = place / f"{number}.yaml"
             path.write_text(block)
             assert load_sweeps([path], "cpu").configs

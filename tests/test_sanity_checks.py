@@ -87,7 +87,7 @@ def test_step_is_power_limited_when_the_clock_is_low(row, is_limited):
 )
 def test_phases_that_disagree_compares_a_phase_alone_and_within_the_step(changed, gpu_ms, others_ms, modes):
     times = pd.DataFrame(MODES, columns=["mode", "phase"])
-    # totals aren't compared
+    # only phases are compared, so totals may differ
     times["gpu_ms"] = np.where(times["phase"] == TOTAL, times["mode"].str.len(), others_ms)
     times.loc[MODES.index(changed), "gpu_ms"] = gpu_ms
     rows = times.loc[[*sanity_checks.phases_that_disagree(times)]]
@@ -116,7 +116,8 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     readings["bf16", "step"]["power_w"] = 900.0
     times = measure.step_times(keys, samples, operations, readings, {}, "", "cuda")
     by_case = times.groupby(["precision", "mode"])["inconsistent"].unique().map(list)
-    replayed = "replayed in 90 ms, but its operations take"  # a step's graph contains different kernels
+    # not checked for a full step, whose graph contains different kernels
+    replayed = "replayed in 90 ms, but its operations take"
     phase = "forward 20 ms in forward, 10 ms in step"
     assert by_case.to_dict() == {
         ("bf16", "forward"): [f"{replayed} 20 ms; {phase}"],
@@ -143,7 +144,7 @@ def test_inconsistencies_are_described_in_all_rows_of_a_case():
     ],
 )
 def test_has_enough_samples_depends_on_step_count_and_duration(wall_ms, enqueue_ms, device, steps):
-    """We need 30 steps or 2 s, 100 steps or 3 s if launch-bound, and only the requested 7 if steps are long."""
+    """Enough means 30 steps or 2 s, or 100 steps or 3 s if launch-bound; for long steps, 7 as requested."""
     rows = [(0, True, TOTAL, 9e9, 0.0), (1, False, "forward", 9e9, 0.0)]
     rows += [(1, False, TOTAL, wall_ms, enqueue_ms)] * steps
     assert has_enough_samples(rows, 7, device)
@@ -175,8 +176,8 @@ def test_inconsistent_rows_names_the_rows():
     assert inconsistent_rows(tables) == "bf16 step total: too long"
 
 
-def test_steady_drops_inconsistent_cases_from_the_studys_time_tables():
-    """Each remaining row differs from the inconsistent row in one key."""
+def test_steady_drops_inconsistent_cases_from_the_time_tables_of_the_study():
+    """Each of the other rows differs from the inconsistent row in one key, and is kept."""
     keys = ["run_id", "mode", "precision", "optimization", "batch_size"]
     samples = pd.DataFrame("a", index=range(6), columns=keys).assign(wall_ms=1.0)
     for row, key in enumerate(keys, 1):
@@ -197,7 +198,7 @@ def test_steady_drops_inconsistent_cases_from_the_studys_time_tables():
 
 
 def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ():
-    """What the check writes about a step is recognized when records are read."""
+    """The text that the check writes is recognized when records are read."""
     row = {"gpu_ms": 5.0, "wall_ms": 5.0}
     spread = measure.find_inconsistencies(row, [5.0, 5.5])
     spread_and_busy = measure.find_inconsistencies(row | {"wall_ms": 4.0}, [5.0, 5.5])
@@ -214,7 +215,7 @@ def test_power_limited_step_stays_in_reports_if_only_its_profiled_steps_differ()
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_newest_run_replaces_earlier_runs_of_a_configuration(order):
-    """Among runs with the same start time, the run with the last name counts as the newest."""
+    """If start times are equal, the run whose name sorts last counts as the newest."""
     runs = [
         ("early", 1, "small", "step"),
         ("a_late", 3, "small", "step"),

@@ -16,7 +16,8 @@ from stepscope.runs import schema3
 from stepscope.runs.store import Store
 from stepscope.runs.sweep import SweepError, SweepOptions, run_sweep
 
-FOLDER = Path(__file__).parent / "data" / "schema3"  # a run of each study by version 0.2, without notebooks
+# one run of each study, measured by version 0.2, without notebooks
+FOLDER = Path(__file__).parent / "data" / "schema3"
 
 
 def documents(folder):
@@ -42,7 +43,7 @@ def test_schema_3_folder_loads_under_new_names_and_stays_unchanged():
 
 
 def test_schema_3_values_are_unchanged_under_new_names():
-    """Every table cell is compared with the file by position, so only names may differ."""
+    """Every cell is compared with the file's cell at the same position, so only names may differ."""
     for document in documents(FOLDER):
         for table in document["tables"].values():
             if table["rows"] is None:

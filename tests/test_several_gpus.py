@@ -19,7 +19,7 @@ DATASETS = {"h100x2": 2, "h100x4": 4}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """Return a campaign's folder, with made-up datasets of two and four GPUs next to it."""
+    """Return the folder of a dataset with made-up datasets of two and four GPUs next to it."""
     folder = tmp_path_factory.mktemp("runs")
     for name, gpus in DATASETS.items():
         simulated_gpus.write(folder / name, gpus)
@@ -32,7 +32,7 @@ def others(runs) -> dict[str, Views]:
     return writeup.views_of(writeup.other_datasets(runs))
 
 
-def test_templates_of_a_dataset_are_in_the_writeup_if_it_exists(others, runs, tmp_path, monkeypatch):
+def test_dataset_templates_are_in_the_writeup_only_if_the_dataset_exists(others, runs, tmp_path, monkeypatch):
     templates = {
         "01-first.md.j2": "one",
         "03-last.md.j2": "three",
@@ -58,7 +58,7 @@ def test_templates_of_a_dataset_are_in_the_writeup_if_it_exists(others, runs, tm
     assert [*writeup.render_views(tmp_path, Views({}), {})[0]] == ["01-first", "03-last", "evidence/old"]
 
 
-def test_chapter_finds_its_rows_in_the_sweep(others, tmp_path):
+def test_every_lookup_of_the_chapter_finds_rows_in_the_sweep(others, tmp_path):
     """The made-up numbers may make sentences false, but each lookup must find its rows."""
     for name in DATASETS:
         shutil.copytree(writeup.templates_folder() / name, tmp_path / name)
@@ -88,7 +88,7 @@ def test_strategies_are_compared_with_their_controls(others):
     assert pd.isna(row(strategies, strategy="ddp_graph", **case | {"batch_size": 1}).repeat_error)
 
 
-def test_costs_of_collectives_are_those_of_the_model(others):
+def test_collective_costs_match_the_simulated_model(others):
     cost = row(others["h100x4"]["collective_costs"], kind="all_reduce")
     assert cost.call_us == pytest.approx(1e3 * simulated_gpus.CALL_MS, rel=0.01)
     assert cost.gb_per_s == pytest.approx(simulated_gpus.LINK_BYTES / 1e9, rel=0.02)
@@ -108,7 +108,7 @@ def test_best_bucket_has_the_smallest_overhead():
     assert best["mib"] == pytest.approx(7.4 * 1024 / best["count"])
 
 
-def test_all_reduce_and_matmuls_take_equally_long_at_the_predicted_tokens():
+def test_all_reduce_and_matmuls_take_equally_long_at_the_predicted_token_count():
     parameters, gpus, tflops, gb_per_s = 2e9, 4, 600, 300
     tokens = facts.tokens_to_hide(gpus, 2, tflops, gb_per_s)
     backward_s = 4 * parameters * tokens / (tflops * 1e12)

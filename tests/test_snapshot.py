@@ -1,4 +1,4 @@
-"""Test PyTorch memory snapshots: their peaks, their holders, and that we never execute their code."""
+"""Test PyTorch memory snapshots: the peak, the code that holds memory, and that loading never executes code."""
 
 import gzip
 import pickle
@@ -74,15 +74,16 @@ def written(path: Path, content: object) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.pickle", "a.pickle.gz"])
-def test_snapshot_shows_its_peak_and_the_holders(tmp_path, name):
+def test_snapshot_shows_its_peak_and_the_holders_of_memory(tmp_path, name):
     path = written(tmp_path / name, SNAPSHOT)
     assert is_pickle(path)
     lines = snapshot_lines(path)
     values = {line.label: line.values for line in lines if line.label}
     assert values["peak"] == {
-        "peak_bytes": 580 * MIB,  # 50 MiB from before the history, and then 200 + 30 + 300 MiB
+        "peak_bytes": 580
+        * MIB,  # 50 MiB allocated before the history, and 200 + 30 + 300 MiB allocated during it
         "allocations": 4,
-        "reserved_bytes": 964 * MIB,  # before the 64 MiB segment was released
+        "reserved_bytes": 964 * MIB,  # this includes the 64 MiB segment that is released later
         "event": 5,
     }
     holders = [line for line in lines if "function" in line.values]

@@ -41,7 +41,7 @@ def test_committed_run_is_read_back(store, tiny):
 
 @pytest.mark.parametrize("barred", ["", "benchmark", "benchmark/{run}"])
 def test_error_names_the_unreadable_folder(tiny, barred):
-    with tempfile.TemporaryDirectory() as folder:  # tmp_path's parents belong to root
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path, whose parent folders belong to root
         store = Store(Path(folder) / "some-runs")
         committed(store, tiny())
         committed(store, tiny(study="memory"))
@@ -49,7 +49,7 @@ def test_error_names_the_unreadable_folder(tiny, barred):
         Path(folder).chmod(0o755)
         place.chmod(0)
         try:
-            if root:  # root may read everything
+            if root:  # root can read every folder
                 os.seteuid(65534)
             records, errors = store.records()
         finally:
@@ -119,7 +119,7 @@ def test_sweep_blocks_other_writers_until_its_process_ends(store):
         holder.wait()
     (store.partial / "left").mkdir(parents=True, exist_ok=True)
     with store.writing():
-        assert not store.partial.exists()  # leftovers of killed sweeps are removed
+        assert not store.partial.exists()  # partial runs of killed sweeps are removed
 
 
 @pytest.mark.parametrize(

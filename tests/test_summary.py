@@ -128,7 +128,7 @@ def test_advice_names_the_synchronizing_call_and_operator():
 
 @pytest.mark.parametrize(("sync_us", "cause"), [(80, "sync"), (1, "launch")])
 def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_us, cause):
-    """Ten times, a .to call waits for 80 µs of work, and then four short kernels are launched late."""
+    """Ten times, a .to call waits for 80 µs of work, and then four short kernels run with gaps between them."""
     events = []
     for at in range(0, 2000, 200):
         events += [
@@ -143,7 +143,8 @@ def test_synchronization_explains_later_gaps_up_to_its_duration(tmp_path, sync_u
     assert total["cause"] == cause
     if cause == "sync":
         assert total[["call", "where", "count"]].tolist() == ["cudaStreamSynchronize", "aten::to", 10]
-        assert total["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)  # the 80 µs cover half of the last gap
+        # the 80 µs of synchronization cover only half of the last gap
+        assert total["ms"] == pytest.approx(10 * (25 + 3 * 22) / 1e3)
 
 
 def test_slow_launch_explains_a_gap(tmp_path):
@@ -203,13 +204,13 @@ def test_gap_is_explained_by_the_thread_launching_the_next_operation(tmp_path):
 @pytest.mark.parametrize(
     ("cat", "name", "ts", "dur", "tid", "cause"),
     [
-        ("user_annotation", "load", 150, 800, 1, "host"),  # the range launches nothing
+        ("user_annotation", "load", 150, 800, 1, "host"),  # this range launches nothing
         ("user_annotation", "load", 150, 1600, 1, "host"),  # the gap takes up most of the range
         ("user_annotation", "epoch", -2000, 9000, 1, "unnamed"),
-        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # the operator launches slowly
+        ("cpu_op", "aten::add", 150, 852, 1, "launch"),  # this operator launches slowly
         ("cuda_runtime", "cudaMalloc", 450, 540, 1, "call"),
         ("cuda_runtime", "cudaMalloc", 900, 90, 1, "unnamed"),
-        ("cuda_runtime", "cudaMalloc", 150, 400, 2, "unnamed"),  # on a different thread
+        ("cuda_runtime", "cudaMalloc", 150, 400, 2, "unnamed"),  # this event is on a different thread
         ("cuda_runtime", "cudaDeviceSynchronize", 110, 880, 1, "sync"),
     ],
 )
@@ -221,7 +222,7 @@ def test_event_explains_a_gap_only_if_it_fills_the_gap_without_launching(
     assert longest_gap(first_gpu(tmp_path, [*ops, event(cat, name, ts, dur, tid)]))[0] == cause
 
 
-def test_gap_is_explained_until_the_next_launch_or_the_steps_end(tmp_path):
+def test_gap_is_explained_until_the_next_launch_or_the_end_of_the_step(tmp_path):
     first = launch(GEMM, 0, 5, 95)
     late_start = [annotation("load", 105, 290), *launch(ADD, 400, 2000, 5)]
     gaps = explain_gaps(first_gpu(tmp_path, [*first, *late_start]))
@@ -252,7 +253,7 @@ def test_gap_location_is_the_outermost_operator_in_the_innermost_range_and_frame
 
 
 def ranged(*names: str) -> list[dict]:
-    """Return an outer range around one range with a kernel per name, and around NCCL's range with its kernel."""
+    """Return an outer range that contains a range with a kernel per name, and NCCL's range with its kernel."""
     events = [annotation("chunk", 0, 100 * len(names) + 100)]
     for number, name in enumerate(names):
         at = 10 + 100 * number
@@ -321,7 +322,7 @@ def test_fp32_matmul_advice_depends_on_the_gpu():
 
 
 def advised_ms(gpu) -> dict[str, float]:
-    """Return each piece of advice's saving in ms, by the first characters of its text."""
+    """Return the saving in ms that each piece of advice states, by the first characters of its text."""
     return {advice.what[:5]: advice.ms for advice in advice_for(gpu)}
 
 
@@ -349,7 +350,7 @@ def matmul(name: str, start: float, dur: float, dtype: str) -> list[dict]:
     return [source, *launch(name, start - 4, start, dur, operator=source)]
 
 
-def test_matmul_advice_uses_the_gpus_peak_rate(tmp_path):
+def test_matmul_advice_uses_the_peak_rate_of_the_gpu(tmp_path):
     events = []
     for number in (0, 1):
         at = 1000 * number
@@ -368,7 +369,8 @@ def test_matmul_advice_uses_the_gpus_peak_rate(tmp_path):
     assert advised_ms(gpu) == pytest.approx(expected, rel=1e-4)
     texts = " ".join(advice.what for advice in advice_for(gpu))
     assert "unaligned loads (align2)" in texts and "such as volta_sgemm" in texts
-    assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)  # the GPU has no name
+    # without the GPU's name, its peak rate is unknown
+    assert advised_ms(first_gpu(tmp_path, events))["1 mat"] == pytest.approx(0.09)
     # If FLOPs are unknown, the data sheet's fp32 rate is used, and the split-K sum doesn't count as a matmul.
     kernels_only = [each for each in events if each["cat"] != "cpu_op"]
     saved_ms = advised_ms(first_gpu(tmp_path, kernels_only, **H100))["run f"]
@@ -423,7 +425,7 @@ BF16_TFLOPS = {
 def test_data_sheet_is_found_by_gpu_name(name):
     sheet = data_sheet(name)
     assert sheet.get("bf16") == BF16_TFLOPS[name] and sheet["fp32"] > 0 and sheet["tb_s"] > 0
-    assert BF16_TFLOPS[name] or sheet["fp16"] > 5 * sheet["fp32"]  # the GPU has tensor cores
+    assert BF16_TFLOPS[name] or sheet["fp16"] > 5 * sheet["fp32"]  # a GPU with tensor cores
     assert sheet["source"] and sheet["url"].startswith("https://")
 
 

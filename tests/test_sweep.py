@@ -64,7 +64,7 @@ def by_seed(store):
     return {record.config["seed"]: record for record in store.records(check_files=True)[0]}
 
 
-def test_sweep_records_every_run_and_repeats_failed_ones(sweep, store, faults):
+def test_sweep_records_every_run_and_repeats_failed_runs(sweep, store, faults):
     expected = {
         0: "ok",
         RAISES: "failed",
@@ -82,7 +82,7 @@ def test_sweep_records_every_run_and_repeats_failed_ones(sweep, store, faults):
     assert "killed by SIGKILL" in records[KILLS_RUN].cause
     assert "Run.keep" in records[UNFINISHED].cause and "results.list" in records[BAD_RESULT].cause
     assert end.counts == {"ok": 2, "oom": 1, "failed": 5} and not end.left
-    assert re.search(r"\): seed 9(?: \(about|$)", sweep.output, re.MULTILINE)  # without markdown
+    assert re.search(r"\): seed 9(?: \(about|$)", sweep.output, re.MULTILINE)  # the text contains no markdown
     lines = [line for line in sweep.output.splitlines() if re.match(r"\d/8 ", line)]
     has_estimate = [bool(re.search(r" \(about \d+ min left\)$", line)) for line in lines]
     assert has_estimate == [True] * 7 + [False]
@@ -101,7 +101,7 @@ def test_progress_shows_what_a_notebook_prints_while_it_runs(write_sweep, store,
     class Terminal(io.StringIO):
         def write(self, text):
             if "half done" in text:
-                (faults / "shown").touch()  # the notebook waits for it
+                (faults / "shown").touch()  # the notebook waits for this file
             return super().write(text)
 
     terminal = Terminal()
@@ -135,7 +135,7 @@ def test_abandoned_run_is_killed_with_its_children(store, faults, tiny):
     assert ended(int((faults / "began").read_text().split()[1]))
 
 
-def test_only_processes_of_the_folders_runs_are_killed(tmp_path):
+def test_only_processes_of_runs_in_the_folder_are_killed(tmp_path):
     within, beside = (
         subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: f"{tmp_path}/{place}"})
         for place in ("a/b", "a2")
@@ -162,7 +162,7 @@ def test_run_is_repeated_once_when_its_worker_dies(sweep, store, faults):
 def test_no_run_starts_after_the_time_budget(sweep, store, monkeypatch):
     end = sweep([0, 30], SweepOptions(time_budget_s=0))
     assert end.stopped_by == "the time budget" and len(end.left) == 2 and not store.records()[0]
-    # The first run exceeds the budget but is kept.
+    # The run in progress may exceed the budget, and is kept.
     clock = iter([0.0, 1.0])
     monkeypatch.setattr(sweeping, "monotonic", lambda: next(clock, 99.0))
     end = sweep([0, 30], SweepOptions(time_budget_s=50))
@@ -223,14 +223,14 @@ def test_sweep_rejects_a_folder_with_runs_of_a_different_gpu(sweep, store, tiny)
 
 
 def test_device_name_comes_from_the_first_record_with_a_device(store, tiny):
-    put(store, tiny(study="benchmark"), status="failed")  # the run failed before it recorded its device
+    put(store, tiny(study="benchmark"), status="failed")  # a run that failed before it recorded its device
     assert store.device_name() is None
     put(store, tiny(study="memory"), machine={"device_name": "H200"})
     assert store.device_name() == "H200"
 
 
 def collect(store, console, configs, all_fields, signals=(), began=0.0) -> sweeping._Sweep:
-    """Collect records with these fields as the results of a sweep over these configurations."""
+    """Collect records with these fields, as if they were the results of a sweep over these configurations."""
     workers: Any = SimpleNamespace(places=lambda device: 1)
     end = SweepEnd(left=configs)
     running_sweep = sweeping._Sweep(workers, store, HERE, console, end, [*signals], began)
@@ -262,7 +262,7 @@ def test_findings_are_printed_without_markup():
 @pytest.mark.parametrize("threads", [{}, {"OMP_NUM_THREADS": "3"}])
 def test_run_does_not_inherit_the_environment_of_dask_workers(monkeypatch, tmp_path, tiny, threads):
     import dask.config
-    import distributed  # noqa: F401  its import sets the defaults
+    import distributed  # noqa: F401  importing it sets the defaults
 
     nanny = dask.config.get("distributed.nanny")
     names = nanny["pre-spawn-environ"] | nanny["environ"]
@@ -374,7 +374,7 @@ def test_read_outcome_merges_lines_and_ignores_a_truncated_line(tmp_path):
         ),
     ],
 )
-def test_notebooks_first_serious_error_is_the_cause(tmp_path, errors, end):
+def test_cause_is_the_first_serious_error_in_the_notebook(tmp_path, errors, end):
     cells = [
         {
             "cell_type": "code",
@@ -410,7 +410,7 @@ def test_each_gpu_gets_a_share_of_the_cores(monkeypatch):
         assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("3", "GPU-ab")
         assert (first[workers.CORES], second[workers.CORES]) == ("10,11,12", "13,14,15")
     with workers._free_gpus(2, 1) as again:
-        assert again == second, "the GPU that was freed first"
+        assert again == second, "the next run uses the GPU that was freed first"
     with workers._free_gpus(2, 2) as both:
         assert sorted(both["CUDA_VISIBLE_DEVICES"].split(",")) == ["3", "GPU-ab"]
         assert sorted(both[workers.CORES].split(",")) == ["10", "11", "12", "13", "14", "15"]

@@ -1,4 +1,4 @@
-"""Test, on a fake GPU, that all code that reads the host's clock first waits for the GPU."""
+"""Test, on a fake GPU, that code waits for the GPU before it reads the host's clock."""
 
 import math
 from contextlib import nullcontext
@@ -31,7 +31,7 @@ def launch(gpu, work_ms):
 
 
 @pytest.mark.parametrize("with_regions", [False, True])
-def test_nsys_profiled_step_and_its_range_end_with_the_gpus_work(gpu, monkeypatch, with_regions):
+def test_nsys_profiled_step_and_its_range_end_when_the_gpu_finishes(gpu, monkeypatch, with_regions):
     ranged = run_cells("nsys", "profile_with_nsys(ranged", {"nvtx_range": gpu.range}, device="cpu")["ranged"]
     annotation = SimpleNamespace(link_backward=lambda: None)
     monkeypatch.setattr(profiled_process, "annotated", lambda model: nullcontext(annotation))
@@ -52,7 +52,7 @@ def test_nsys_profiled_step_and_its_range_end_with_the_gpus_work(gpu, monkeypatc
     assert [mode.time_in_ranges(with_regions) for _ in range(2)] == pytest.approx([31] * 2)
     steps = [(action, left_ms) for name, action, left_ms in gpu.log if name == "step"]
     assert steps == [("opens", 0), ("closes", 0)] * 2
-    assert ("forward", "closes", 10) in gpu.log, "no phase waits for another"
+    assert ("forward", "closes", 10) in gpu.log, "phases must not wait for each other"
 
 
 # Attention
@@ -87,7 +87,7 @@ def attention_on(gpu, **fields):
 def test_forward_and_backward_are_timed_separately_within_the_time_limit(
     gpu, monkeypatch, max_seconds_per_case, timed_steps, warmups, passes, is_long
 ):
-    """A pass takes 3 s. The warm-up takes a quarter of the limit, and the clock settles before long passes."""
+    """A pass takes 3 s. The warm-up takes a quarter of the limit, and the SM clock settles before long passes."""
     monkeypatch.setattr(attention_protocol, "LONG_MS", 2999.0 if is_long else 3001.0)
     calls, call = [], attention(gpu)
     measurement = attention_on(
@@ -100,7 +100,7 @@ def test_forward_and_backward_are_timed_separately_within_the_time_limit(
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_profiled_passes_start_on_an_idle_gpu_and_end_with_their_work(gpu, monkeypatch, is_long):
+def test_profiled_passes_start_on_an_idle_gpu_and_end_when_it_finishes(gpu, monkeypatch, is_long):
     measurement = attention_on(gpu, profiled_passes=2)
     wall_ms = attention_protocol.LONG_MS * (2 if is_long else 0.25)
     measurement.walls["math", 8] = pd.DataFrame({"forward": [wall_ms / 2], "backward": [wall_ms / 2]})
@@ -109,7 +109,7 @@ def test_profiled_passes_start_on_an_idle_gpu_and_end_with_their_work(gpu, monke
     profile = SimpleNamespace(phases=lambda case, number: gpu.range)
     measurement.profile_case(("math", 8), inputs(gpu), profile)
     assert len(gpu.log) == 8 and {left_ms for _, _, left_ms in gpu.log} == {0}
-    assert settled == [0] * is_long, "before the first pass"
+    assert settled == [0] * is_long, "the clock settles before the first pass"
 
 
 def test_pass_memory_is_read_on_an_idle_gpu(gpu, monkeypatch):
@@ -159,7 +159,7 @@ def ladder_case():
     return loop.Case("compiled_blocks", 2, build=None)
 
 
-def test_ladder_compile_time_includes_only_the_first_steps_work(gpu):
+def test_ladder_compile_time_includes_only_the_work_of_the_first_step(gpu):
     subject = SimpleNamespace(
         gradients=lambda: gpu.launch(30) or torch.ones(()),
         without_randomness=nullcontext,
@@ -175,7 +175,7 @@ def test_ladder_compile_time_includes_only_the_first_steps_work(gpu):
     assert case.row["compile_s"] == pytest.approx(0.031)
 
 
-def test_ladder_profile_ends_with_the_gpus_work(gpu, monkeypatch):
+def test_ladder_profile_ends_when_the_gpu_finishes(gpu, monkeypatch):
     profile = SimpleNamespace(phases=lambda case, number: gpu.range, reason="lost")
     monkeypatch.setattr(measure, "StepProfiler", lambda device: nullcontext(profile))
     ladder = SimpleNamespace(device="cuda", settle=lambda *_: 1.0)
@@ -184,7 +184,7 @@ def test_ladder_profile_ends_with_the_gpus_work(gpu, monkeypatch):
     assert gpu.log[0] == ("total", "opens", 0) and gpu.left_ms == 0
 
 
-def test_ladder_stops_when_an_error_loses_the_gpu(monkeypatch):
+def test_ladder_stops_when_the_gpu_is_lost(monkeypatch):
     monkeypatch.setattr(measure, "release", lambda *_, **__: None)
 
     def lose_gpu(*_):

@@ -61,7 +61,7 @@ def test_phases_time_gpu_work_excluding_earlier_work(gpu):
         "backward": (300, 1),
         TOTAL: (331, 3),
     }
-    assert gpu.synchronized == 2, "no phase waits for another"
+    assert gpu.synchronized == 2, "phases must not wait for each other"
     gpu.launch(5000)
     assert phase_times(gpu, phases, forward=2)[TOTAL] == (3, 1)
 
@@ -86,7 +86,7 @@ def test_repeated_steps_start_on_an_idle_device(gpu):
     [({}, 2), ({"at_least_s": 3.1}, 3), ({"until_enough": True}, 2)],
 )
 def test_time_steps_stops_after_enough_steps(gpu, options, timed_steps):
-    """A step takes 1.1 s, so the requested number of steps is enough; a step's phases don't count as steps."""
+    """A step takes 1.1 s, so the requested number of steps is enough; phases don't count as steps."""
 
     def step(phase):
         for name in ("forward", "loss"):
@@ -101,14 +101,14 @@ def test_time_steps_stops_after_enough_steps(gpu, options, timed_steps):
     assert timing.wall_times_ms(samples).tolist() == pytest.approx([1099] * timed_steps)
 
 
-def test_seconds_with_compiling_includes_the_devices_work(gpu, monkeypatch):
+def test_seconds_with_compiling_includes_work_on_the_device(gpu, monkeypatch):
     monkeypatch.setattr(compiler, "default_timer", timing.default_timer)
     assert compiler.seconds_with_compiling(lambda: gpu.launch(500), "cuda") == pytest.approx(0.501)
 
 
 def test_compiling_more_shapes_than_allowed_raises():
     limits = {"recompile_limit": 8, "accumulated_recompile_limit": 256, "fail_on_recompile_limit_hit": False}
-    with torch._dynamo.config.patch(limits):  # restores the limits
+    with torch._dynamo.config.patch(limits):  # restores the limits after the test
         compiler.allow_recompiling(2)
         call = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
         call(torch.ones(3))
@@ -214,7 +214,7 @@ def test_not_capturable_returns_a_reason(device, adamw, is_scaling, reason):
 
 
 def test_graph_keeps_tensors_read_by_its_step_alive(monkeypatch, gpu):
-    """The GPU reads a tensor by address, even after Python frees it."""
+    """The GPU reads tensors by address, so it would read freed memory if Python freed them."""
     Graphs(monkeypatch, gpu)
 
     def capture():
@@ -226,7 +226,7 @@ def test_graph_keeps_tensors_read_by_its_step_alive(monkeypatch, gpu):
     assert table() is not None and replayed() == 3
 
 
-def test_capturable_optimizer_keeps_step_counts_on_the_weights_device():
+def test_capturable_optimizer_keeps_step_counts_on_the_device_of_the_weights():
     adamw = optimizer("meta")
     with graph.capturable(adamw):
         [state] = adamw.state.values()
@@ -333,7 +333,7 @@ def test_kernel_without_a_launch_raises_capture_error(read):
 
 
 def operations_of(rows):
-    """Return operations, given rows of step number, start and end in ms."""
+    """Return operations, given rows that contain a step number, and start and end in ms."""
     return pd.DataFrame(rows, columns=["number", "start_ns", "end_ns"]) * [1, 10**6, 10**6]
 
 
@@ -357,8 +357,9 @@ def test_median_step_is_the_faster_of_the_two_middle_steps(steps, median):
     assert {*median_step(operations_of(rows[:steps]))["number"]} == {median}
 
 
-def test_launch_time_divides_warm_enqueue_time_by_a_complete_steps_launches(monkeypatch, gpu):
-    enqueue_ms = iter([90, 80, 5, 5, 2, 5, 5, 9, *[5] * 4, *[70] * 3])  # warm-up, timed and profiled steps
+def test_launch_time_is_warm_enqueue_time_divided_by_the_launches_of_a_complete_step(monkeypatch, gpu):
+    # the times of warm-up, timed and profiled steps, in this order
+    enqueue_ms = iter([90, 80, 5, 5, 2, 5, 5, 9, *[5] * 4, *[70] * 3])
     rows = [(0, 0, 1)] * 700 + [(1, 0, 1)] * 1000  # the profiler missed some of the first step's operations
     profile = SimpleNamespace(operations=operations_of(rows), phases=lambda *_: nullcontext)
 
@@ -384,7 +385,7 @@ def test_mean_power_uses_intervals_between_energy_counter_updates(seconds, first
     times = [index * 0.02 for index in range(round(seconds / 0.02) + 1)]
     readings = [Reading(t, 1800.0, 7e6 + 500 * 0.1 * math.floor(t / 0.1 + 1e-9)) for t in times]
     assert mean_power_w(readings[first:]) == pytest.approx(500)
-    assert math.isnan(mean_power_w(readings[:8])), "only one change"
+    assert math.isnan(mean_power_w(readings[:8])), "the counter changed only once, so no interval is complete"
     assert math.isnan(mean_power_w([Reading(t, nan, nan) for t in times]))
 
 
@@ -510,7 +511,7 @@ def test_ceilings_use_their_precision_and_restore_the_previous_one(monkeypatch):
     }
 
 
-def test_sheet_tflops_match_for_half_precisions_and_are_unknown_for_cpu(monkeypatch):
+def test_sheet_tflops_are_equal_for_half_precisions_and_unknown_for_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"fp32": 67.0, "bf16": 989.0}}.__getitem__)
     names = ("fp32", "bf16", "fp16", "tf32")
@@ -523,14 +524,14 @@ def test_sheet_tflops_match_for_half_precisions_and_are_unknown_for_cpu(monkeypa
     ("precision", "device", "clock_mhz"),
     [("bf16", "cuda", 1830), ("fp32", "cuda", 1980), ("bf16", "cpu", 1980)],
 )
-def test_sheet_clock_is_the_data_sheets_clock_for_tensor_cores(monkeypatch, precision, device, clock_mhz):
+def test_sheet_clock_is_the_tensor_core_clock_of_the_data_sheet(monkeypatch, precision, device, clock_mhz):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(rates, "data_sheet", {"a GPU": {"tensor_mhz": 1830}}.__getitem__)
     monkeypatch.setattr(power, "highest_clock_mhz", lambda: 1980.0)
     assert rates.sheet_clock_mhz(precision, device) == clock_mhz
 
 
-def test_rates_use_each_rows_flops_precision_and_clock(monkeypatch):
+def test_rates_use_the_flops_precision_and_clock_of_each_row(monkeypatch):
     monkeypatch.setattr(
         rates, "sheet_tflops", lambda precision, device: {"bf16": 10.0, "fp32": 8.0}[precision]
     )

@@ -64,7 +64,7 @@ def test_backward_operations_are_launched_by_the_autograd_thread(sample):
     assert operations.groupby("step").size().to_dict() == dict.fromkeys(range(5), 276)
 
 
-def test_operation_sums_match_the_captures_totals(sample):
+def test_operation_sums_match_the_totals_of_the_capture(sample):
     operations, _ = sample
     totals = activity_totals(SAMPLE)
     assert totals["operations"].to_dict() == {"kernel": 1330, "memcpy": 45, "memset": 5}
@@ -238,6 +238,7 @@ def test_phases_apply_only_within_their_process(tmp_path):
 
 
 def test_library_domain_ranges_are_not_regions(tmp_path):
+    # in the other process, domain 1 doesn't belong to a library
     ranges = [
         (0, 100, "step", MAIN, 2),
         (10, 40, 11, MAIN, 2),
@@ -245,7 +246,7 @@ def test_library_domain_ranges_are_not_regions(tmp_path):
         (22, 28, 16, MAIN, 1),
         (32, 38, "norm", MAIN, 0),
         (40, 50, "head", MAIN + (1 << 24), 1),
-    ]  # in that process, domain 1 doesn't belong to a library
+    ]
     path = execute(
         made(tmp_path / "a.sqlite", [(24, MAIN), (34, MAIN), (44, MAIN + (1 << 24))], ranges),
         f"INSERT INTO NVTX_EVENTS VALUES (-5, NULL, 75, 'cuBLAS', {MAIN}, NULL, 1)",
@@ -527,7 +528,8 @@ def nested(generator: np.random.Generator, start: int, end: int, depth: int = 0)
 def test_enclosing_matches_a_plain_loop(seed):
     generator = np.random.default_rng(seed)
     keys = (generator.integers(0, 2**50, 3) << 4).tolist()
-    # An empty interval counts as 1 ns long. Keep one of several equal intervals, because any of them is correct.
+    # An empty interval counts as 1 ns long. Only one of several equal intervals is kept, because any of them is a
+    # correct result.
     given = {
         (key, start, max(end, start + 1)): (key, start, end)
         for key in keys
@@ -555,7 +557,7 @@ def test_enclosing_ignores_intervals_of_different_threads():
 
 
 def test_cpu_operators_count_only_self_time(tmp_path):
-    """An operator's own time is placed after its callees' time, so the total time is unchanged."""
+    """Each operator's self time is placed after the time of its callees, so the total time is unchanged."""
     spans = [
         ("aten::flash_backward", 0, 100, 1),
         ("aten::fill_", 10, 5, 1),

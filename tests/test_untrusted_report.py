@@ -54,7 +54,8 @@ LINK = re.compile(
     r"#[\w-]*$|[\w./+-]+(#[\w-]+)?$|data:image/svg\+xml,"
     r"|https://(pytorch|docs\.|github\.com|arxiv\.org/abs/|cs336\.stanford\.edu$)"
 )
-OUR_HTML = re.compile(r"<details><summary>[^<]*</summary>\n*|</details>\n*")  # folds, as GitHub shows them
+# the only HTML that our Markdown contains: folds
+OUR_HTML = re.compile(r"<details><summary>[^<]*</summary>\n*|</details>\n*")
 TEXTS = ("name", "reason", "line", "source", "tensor", "region", "kernel")
 GITHUB = MarkdownIt("gfm-like", {"html": True, "linkify": False}).enable("table")
 
@@ -147,7 +148,7 @@ def test_escape_returns_one_line_without_markup(text):
 
 
 def test_rendered_markup_finds_planted_markup():
-    """If planted markup weren't found, the tests below couldn't fail."""
+    """If this function missed planted markup, the tests below could never fail."""
     for text in (*MARKUP[:3], MARKUP[4]):
         assert rendered_markup(Report({"report.md": text})), text
     assert rendered_markup(Report({"report.html": MARKUP[1]}))
@@ -209,7 +210,7 @@ def test_errors_do_not_render_markup_from_unusable_runs(runs):
 
 
 def changed_columns(table: pd.DataFrame, column: str) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Yield tables with one wrong or extreme column, each with the change's name."""
+    """Yield copies of a table, each with one wrong or extreme column, and the name of the change."""
     yield "text", table.assign(**{column: "<b>x</b>"})
     yield "nothing", table.assign(**{column: None})
     yield "no number", table.assign(**{column: np.nan})

@@ -57,7 +57,7 @@ def test_phases_match_recomputation():
 
 
 def expected_outcome(key: tuple, row: Row) -> str:
-    """Return the phase in which a case ran out of memory: backward if forward fits with its quadratic peak."""
+    """Return the phase in which a case ran out of memory: backward if the quadratic peak of forward fits."""
     if row["status"] != "oom":
         return ""
     *case, length, _ = key
@@ -102,7 +102,7 @@ def peak_bytes(key: tuple) -> float:
     item = 2 if precision == "bf16" else 4
     vector, row = batch * length * d * item, batch * length * 4
     square = batch * length**2
-    if name == "naive":  # six T x T matrices, a mask, six T x d tensors and the rows' sums
+    if name == "naive":  # six T x T matrices, a mask, six T x d tensors and the sums of the rows
         return 6 * square * item + length**2 + 6 * vector + row * item / 4
     if name == "compiled":
         return 3 * square * item + length**2 + 6 * vector + 2 * row

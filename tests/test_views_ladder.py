@@ -235,7 +235,7 @@ def expected_ablations() -> Iterator[tuple[tuple, Row]]:
 
 
 def kernel_ms() -> dict[tuple, dict[str, float]]:
-    """Return each step's GPU time by kernel category."""
+    """Return the GPU time of each step, by kernel category."""
     times: dict[tuple, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in RAW["kernels"].to_dict("records"):
         times[*(row[name] for name in CASE), row["optimization"]][row["kernel_category"]] += row["gpu_ms"]
@@ -506,8 +506,9 @@ def test_views_are_independent_of_row_order():
 
 
 def test_cpu_run_views_omit_only_gpu_measurements():
+    # the CPU run has a custom size, but the views compute FLOPs from the name of a size
     raw = {name: table.assign(size="nano") for name, table in read_ladder(CPU_FOLDER).items()}
-    views = Views(raw)  # because the run uses a custom size
+    views = Views(raw)
     rows = {name: len(views[name]) for name in EXPECTED}
     assert rows["steps"] == len(raw["ladder.steps"]) > 0
     assert rows["loss_curves"] == len(raw["ladder.curves"]) > 0

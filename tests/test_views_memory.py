@@ -78,7 +78,7 @@ def test_peak_kinds_sum_to_the_peak():
             assert held == pytest.approx(row["peak_gib"], rel=1e-9)
 
 
-def test_highest_stage_peak_matches_the_steps_peak():
+def test_highest_stage_peak_matches_the_peak_of_the_step():
     stages = ("forward", "loss", "backward", "optimizer")
     fits = {key: row["peak_gib"] for key, row in PEAKS.items() if row["status"] == "ok"}
     totals = {key[:-1]: peak for key, peak in fits.items() if key[-1] == "total"}
@@ -131,7 +131,7 @@ REGIONS = {
 }
 
 
-def test_block_operations_sum_to_their_modules_recorded_size():
+def test_sizes_of_block_operations_sum_to_the_recorded_size_of_their_module():
     operations = VIEWS["block_operations"]
     configurations = operations.groupby(STEP)
     assert len(configurations) == sum(

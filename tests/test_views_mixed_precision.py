@@ -47,7 +47,7 @@ def experiment(name: str, *names: str) -> dict[tuple, Any]:
 
 
 def kernel_times() -> dict[tuple, Counter]:
-    """Return times in ms by configuration, precision and mode, and by kernel category."""
+    """Return times in ms, keyed by configuration, precision and mode, and then by kernel category."""
     result = defaultdict(Counter)
     for row in RAW["operations"]:
         casts = re.search(r"b?float16_copy_kernel|direct_copy_kernel.*LoadWithCast", row["name"])
@@ -119,7 +119,7 @@ def kernels() -> dict[tuple, Row]:
 
 
 def outside(deviation: float, low: float, high: float) -> float:
-    """Return the share of normally distributed values with a magnitude below ``low`` or above ``high``."""
+    """Return the fraction of normally distributed values with a magnitude below ``low`` or above ``high``."""
     normal = statistics.NormalDist(0, deviation)
     return (2 * normal.cdf(low) - 1) + 2 * normal.cdf(-high)
 
@@ -214,7 +214,7 @@ def test_repeated_sums_match_numpy():
         assert results[case] == float(total), case
 
 
-def test_lost_share_in_fp16_matches_its_range():
+def test_share_of_values_lost_in_fp16_matches_its_range():
     rows = VIEWS["layer_norm"].query("part in ['mean', 'squares'] and precision == 'fp16'")
     assert len(rows) == 22
     assert (rows["lost_share"] - rows["expected_lost_share"]).abs().max() < 0.05

@@ -107,7 +107,7 @@ def time_of(passes: list[Row], named: int) -> Row:
 
 
 def ranks(times_ns: dict[Any, float]) -> dict[Any, int]:
-    """Return each time's rank, starting with 1 for the longest; equal times are ranked in their given order."""
+    """Return the rank of each time, where 1 is the longest; equal times are ranked in their given order."""
     order = sorted(times_ns, key=lambda key: -times_ns[key])
     return {key: place for place, key in enumerate(order, 1)}
 
@@ -273,7 +273,8 @@ def agreement() -> dict[tuple, Row]:
 def busy() -> dict[tuple, Row]:
     result = {}
     for key, rows in grouped(TABLES["nsys.timeline"].to_dict("records"), "mode").items():
-        runs = np.zeros(1_000_000, dtype=bool)  # for each nanosecond of the first millisecond
+        # whether the GPU is busy, for each nanosecond of the first millisecond
+        runs = np.zeros(1_000_000, dtype=bool)
         for row in rows:
             begin, end = row["start_ns"], row["start_ns"] + row["duration_ns"]
             runs[max(begin, 0) : max(end, 0)] = True
@@ -301,7 +302,7 @@ EXPECTED: dict[str, tuple[tuple[str, ...], Callable[[], dict[tuple, Row]]]] = {
     "launch_timeline_busy": (("mode",), busy),
     "profile_runs": ((), tools),
 }
-NAMES = {"kernel", "full_kernel", "both_kernel", "column"}  # columns of words, which are tested separately
+NAMES = {"kernel", "full_kernel", "both_kernel", "column"}  # text columns, which are tested separately
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -1,4 +1,4 @@
-"""Test sweeps on an external Dask scheduler and its workers, which are stopped and continued like local sweeps."""
+"""Test that sweeps on an external Dask scheduler and its workers are stopped and continued like local sweeps."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_sweep_on_external_workers_can_be_stopped_killed_and_continued(cluster, 
         first.wait_for((faults / "child").exists)
         first.process.send_signal(number)
         assert first.process.wait(60) == status
-        # The worker survives, and has killed the abandoned run.
+        # The worker is still alive, and has killed the abandoned run.
         assert ended(int((faults / "child").read_text())) and worker.poll() is None
         assert seeds(store) == {0}
     (faults / "mended").touch()
@@ -132,7 +132,7 @@ def test_run_moves_to_another_worker_when_its_worker_dies(cluster, sweep, store,
     first.wait_for((faults / "child").exists)
     (faults / "mended").touch()
     workers.append(dask.worker())
-    os.killpg(workers[0].pid, signal.SIGKILL)  # also kills its nanny, which would restart the worker
+    os.killpg(workers[0].pid, signal.SIGKILL)  # the nanny is killed too, because it would restart the worker
     assert first.process.wait(120) == 0 and seeds(store) == {HANGS, RAISES}
     assert first.output_file.read_text().count("running it again") == 1
     assert ended(int((faults / "child").read_text()))

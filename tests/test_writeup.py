@@ -37,7 +37,7 @@ def operators(expression: nodes.Expr) -> int:
 
 
 def broken_rules(text: str) -> list[tuple[int, str]]:
-    """Return each rule violation's line and reason in a template."""
+    """Return the line and the reason of each rule violation in a template."""
     tree = jinja2.Environment().parse(text)
     found = [
         (node.lineno, f"a {type(node).__name__}, which belongs into a view")
@@ -110,7 +110,7 @@ def test_template_follows_the_rules(path: Path):
         ("{% set a = 1 %}" * 17, "17 set lines"),
     ],
 )
-def test_planted_fault_is_reported(text: str, why: str):
+def test_planted_rule_violation_is_reported(text: str, why: str):
     assert [reason for _, reason in broken_rules(text) + wrong_units(text) if why in reason]
 
 

@@ -1,4 +1,4 @@
-"""Test the ladder on a user's model: bad input, isolation, what is kept, time by module, and complete runs."""
+"""Test the ladder on a user's model: bad input, isolation, kept optimizations, modules and complete runs."""
 
 import functools
 import json
@@ -41,7 +41,7 @@ HEAD = "import torch\nfrom torch import nn\n"
 
 @pytest.fixture(autouse=True)
 def imports(monkeypatch):
-    """Forget the models that a test imports in this process, instead of in one of its own."""
+    """After each test, remove the models that it imported, so that later tests import them anew."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name in ("mine", *[path.stem for path in MODELS.glob("*.py")]):
@@ -68,7 +68,7 @@ def configuration(place, **fields):
 
 @pytest.fixture
 def ladder(tmp_path):
-    """Return a function that makes the ladder of one of the tiny models."""
+    """Return a function that makes a ladder for one of the tiny models."""
 
     def make(name, **fields):
         place = find(f"{MODELS / name}.py:build", tmp_path)
@@ -91,7 +91,7 @@ def ladder(tmp_path):
         ("stepscope.config:build", "config.py has no function build"),
     ],
 )
-def test_model_that_is_not_found_gives_one_sentence(tmp_path, monkeypatch, model, words):
+def test_missing_model_is_reported_in_one_sentence(tmp_path, monkeypatch, model, words):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError) as error:
         find(model, tmp_path)
@@ -117,13 +117,13 @@ def test_model_that_is_not_found_gives_one_sentence(tmp_path, monkeypatch, model
         ),
     ],
 )
-def test_function_that_builds_no_model_gives_one_sentence(write, text, words):
+def test_function_that_builds_no_model_is_reported_in_one_sentence(write, text, words):
     with pytest.raises(ModelError) as error:
         source.build(write(text), {}, "cpu", 0)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_unknown_argument_is_named(write):
+def test_error_names_the_unknown_argument(write):
     with pytest.raises(ModelError, match=r"build\(\) got an unexpected keyword argument 'size'"):
         source.build(write("def build(batch=1):\n    pass"), {"size": 3}, "cpu", 0)
 
@@ -143,7 +143,7 @@ def test_unknown_argument_is_named(write):
         ("self.linear(x.flatten())", "mine.py:8: the model raised RuntimeError"),
     ],
 )
-def test_step_that_cannot_be_trained_gives_one_sentence(write, forward, words):
+def test_untrainable_model_is_rejected_with_a_reason(write, forward, words):
     text = f"""class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def build():
     assert words in str(error.value)
 
 
-def test_model_that_fails_ends_the_ladder_with_its_traceback(write, tmp_path, capsys):
+def test_ladder_ends_with_a_traceback_when_building_the_model_fails(write, tmp_path, capsys):
     place = write("def build():\n    raise KeyError('gone')")
     with pytest.raises(ModelError, match="mine.py:4: build raised KeyError"):
         Ladder(place, configuration(place), tmp_path).measure()
@@ -171,7 +171,7 @@ def test_model_that_fails_ends_the_ladder_with_its_traceback(write, tmp_path, ca
 # -- the configuration ----------------------------------------------------------------------------------------
 
 
-def test_run_id_depends_on_text_and_arguments_but_not_on_the_path(write, tmp_path):
+def test_run_id_depends_on_file_content_and_arguments_but_not_on_the_path(write, tmp_path):
     place = write("def build(): pass")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine.py").write_bytes(place.path.read_bytes())
@@ -198,7 +198,7 @@ def test_arguments_become_python_values(write):
     assert config.keywords == {"a": 1, "b": 2.5, "c": True, "d": "swin_t", "e": 1e-3, "f": -4, "g": "nan"}
 
 
-def test_odd_names_of_files_and_functions_are_plain_words_in_the_record(tmp_path):
+def test_unusual_file_and_function_names_are_simplified_in_the_record(tmp_path):
     path = tmp_path / "__my-*model*__.py"
     path.write_text("def __build__(): pass")
     place = find(f"{path}:__build__", tmp_path)
@@ -208,28 +208,28 @@ def test_odd_names_of_files_and_functions_are_plain_words_in_the_record(tmp_path
 # -- facts and transforms -------------------------------------------------------------------------------------
 
 
-def test_line_that_reads_a_number_from_the_device_is_found(tmp_path):
+def test_examine_finds_the_synchronizing_line_and_counts_flops(tmp_path):
     subject = make_subject(find(f"{MODELS}/router.py:build", tmp_path), {}, "cpu", 0)
     subject.load(0)
     facts = examine(subject)
     assert facts["synchronizing"] == "router.py:15"
-    forward = 2 * 4 * (8 * 8 + 8)  # an expert and the gate, on four rows
-    assert facts["flops"] == 2 * forward  # backward has only the weights' gradients, because x needs none
+    forward = 2 * 4 * (8 * 8 + 8)  # FLOPs of one expert and of the gate, on four rows
+    assert facts["flops"] == 2 * forward  # backward computes only gradients of weights, because x needs none
     assert facts["parameters"] == 2 * (8 * 8 + 8) + 9
 
 
 @pytest.mark.parametrize("options", [{}, {"proj_size": 4}, {"bias": False}])
-def test_flops_of_an_lstm_are_those_of_its_matmuls(options):
+def test_lstm_flops_equal_the_flops_of_its_matmuls(options):
     model = nn.LSTM(8, 16, num_layers=2, bidirectional=True, batch_first=True, **options)
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
     forward = 2 * 3 * 5 * matrices
     counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
     x = torch.randn(3, 5, 8, requires_grad=True)
-    if not options.get("proj_size"):  # which oneDNN lacks
+    if not options.get("proj_size"):  # oneDNN doesn't support proj_size
         with counter:
             model(x)[0].sum().backward()
         assert counter.get_total_flops() == 3 * forward
-    # A CPU has no cuDNN, but PyTorch knows the shapes of its results.
+    # There is no cuDNN on a CPU, but on the meta device PyTorch computes the shapes of its results.
     x, weights = x.to("meta"), model.to("meta")._flat_weights
     with counter, torch.no_grad():
         state, hidden = torch.zeros(4, 3, 16, device="meta"), torch.zeros(4, 3, 4, device="meta")
@@ -242,7 +242,7 @@ def test_flops_of_an_lstm_are_those_of_its_matmuls(options):
     assert backward(*first, out_val=None) == 2 * forward
 
 
-def test_dropout_is_off_only_within_the_block():
+def test_without_dropout_disables_dropout_only_within_the_block():
     class DropPath(nn.Module):
         drop_prob = None
 
@@ -254,7 +254,7 @@ def test_dropout_is_off_only_within_the_block():
     assert [model[0].p, model[1].dropout, model[2].drop_prob, model[2].p] == [0.5, 0.3, 0.1, 0.2]
 
 
-def test_blocks_are_the_longest_list_of_one_type():
+def test_find_blocks_returns_the_longest_list_of_modules_of_one_type():
     def block():
         return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
 
@@ -266,8 +266,8 @@ def test_blocks_are_the_longest_list_of_one_type():
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_modules_of_pytorchs_own_types_are_compiled_too(monkeypatch, own):
-    """``nn.Sequential(...).compile()`` does nothing."""
+def test_compile_module_compiles_both_pytorch_and_custom_module_types(monkeypatch, own):
+    """PyTorch's own module types need this test, because ``nn.Sequential(...).compile()`` does nothing."""
 
     class Own(nn.Sequential):
         def forward(self, x):
@@ -299,7 +299,7 @@ def test_layers_of_one_type_share_a_name():
     ]
 
 
-def test_transforms_of_a_convolutional_network_agree_with_fp32(tmp_path):
+def test_transformed_convolutional_network_has_a_loss_close_to_fp32(tmp_path):
     losses = {}
     for name in ("fp32", "channels_last", "bf16", "bf16_weights"):
         subject = make_subject(find(f"{MODELS}/convolutional.py:build", tmp_path), {}, "cpu", 0)
@@ -317,7 +317,7 @@ def test_transforms_of_a_convolutional_network_agree_with_fp32(tmp_path):
     assert losses == pytest.approx(dict.fromkeys(losses, losses["fp32"]), rel=2e-2)
 
 
-def test_bf16_weights_keep_the_format_of_channels_last(tmp_path):
+def test_bf16_weights_keep_the_channels_last_format(tmp_path):
     subject = make_subject(find(f"{MODELS}/convolutional.py:build", tmp_path), {}, "cpu", 0)
     for transform in (any_model.channels_last, any_model.bf16, any_model.bf16_weights):
         assert transform(subject) is None
@@ -329,7 +329,7 @@ def test_bf16_weights_keep_the_format_of_channels_last(tmp_path):
         assert x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
-def test_transforms_give_reasons():
+def test_inapplicable_transforms_return_a_reason():
     subject = make_subject(find(f"{MODELS}/router.py:build", Path()), {}, "cpu", 0)
     reasons = {
         name: getattr(any_model, name)(subject)
@@ -346,7 +346,7 @@ def test_transforms_give_reasons():
 def measured(write, tmp_path):
     """Return a function that measures a model in fp32 and then with optimizations, all in this process.
 
-    It returns the last loop and its outcome.
+    The function returns the loop with optimizations, and its outcome.
     """
 
     def measure(forward, *stack):
@@ -380,8 +380,8 @@ def test_master_adamw_gets_only_parameters_with_a_gradient(measured):
     assert subject.model.a.weight.dtype == torch.bfloat16 and subject.model.b.weight.dtype == torch.float32
 
 
-def test_timed_steps_compile_nothing_after_the_numerics_without_dropout(measured, monkeypatch):
-    """Dynamo compiles a model with dropout and without it separately."""
+def test_timed_steps_compile_nothing_after_the_numerics_check_without_dropout(measured, monkeypatch):
+    """Dynamo compiles a model with and without dropout separately; both must happen before the steps are timed."""
     graphs = torch._dynamo.utils.counters["stats"]
     compiled = []
 
@@ -408,8 +408,8 @@ def test_timed_steps_compile_nothing_after_the_numerics_without_dropout(measured
 @pytest.mark.parametrize(
     "draw", ["[random.random() for _ in range({})]", "np.random.rand({})", "torch.rand({})"]
 )
-def test_first_losses_agree_if_a_model_draws_random_numbers(measured, draw):
-    """With autocast this model draws more numbers, so that its second step would start with others."""
+def test_first_losses_agree_when_the_model_draws_random_numbers(measured, draw):
+    """With autocast, this model draws more random numbers, so only the first steps start from the same state."""
     drawn = draw.format('1 + torch.is_autocast_enabled("cpu")')
     _, outcome = measured(f"self.a(x) * {drawn}[0]", "bf16")
     assert outcome.row["loss_error"] < 0.02
@@ -460,7 +460,7 @@ def build():
         ("raise ValueError('<b>no</b> bf16')", 300, "mine.py:9: ValueError: <b>no</b> bf16"),
     ],
 )
-def test_optimization_that_fails_is_a_row_and_the_next_one_is_measured(
+def test_failed_optimization_is_recorded_and_the_next_one_is_measured(
     write, tmp_path, monkeypatch, fault, limit_s, reason
 ):
     place = write(HEAD + FAULTY.replace("FAULT", fault))
@@ -479,7 +479,7 @@ def test_optimization_that_fails_is_a_row_and_the_next_one_is_measured(
     SCHEMAS["steps"].validate(faulty.steps)
 
 
-# -- what is kept ---------------------------------------------------------------------------------------------
+# -- which optimizations are kept -----------------------------------------------------------------------------
 
 
 def outcome(name, wall_ms=None, signature=None, **row):
@@ -490,7 +490,7 @@ def outcome(name, wall_ms=None, signature=None, **row):
 
 @pytest.fixture
 def simulated(ladder, monkeypatch):
-    """Return a function that measures a ladder with these outcomes by optimization."""
+    """Return a function that measures a ladder for which each optimization has a given outcome."""
 
     def measure(outcomes):
         jobs = []
@@ -512,7 +512,7 @@ def simulated(ladder, monkeypatch):
     return measure
 
 
-def test_optimizations_are_measured_on_top_of_those_that_helped(simulated):
+def test_optimizations_are_measured_on_top_of_kept_optimizations(simulated):
     made, stacks = simulated(
         {
             "fp32": outcome("fp32", 100.0),
@@ -551,13 +551,13 @@ def test_optimization_that_does_nothing_or_breaks_the_loss_is_not_kept():
     )  # fp32 doesn't fit, so anything that fits helps
 
 
-def test_launch_bound_steps_are_compared_by_their_fastest_step():
+def test_launch_bound_configurations_are_compared_by_their_fastest_step():
     bound = {"busy": 0.4, "enqueue_ms": 9.0, "gpu_ms": 4.0, "wall_min_ms": 8.0}
     assert loop.duration_ms(outcome("bf16", 10.0, **bound)) == 8.0
     assert loop.duration_ms(outcome("bf16", 10.0, **bound | {"enqueue_ms": 3.0})) == 10.0
 
 
-def test_failed_cuda_graph_names_the_line_that_synchronizes(simulated, monkeypatch):
+def test_cuda_graph_failure_names_the_line_that_synchronizes(simulated, monkeypatch):
     first = outcome("fp32", 100.0)
     first.facts = {"synchronizing": "router.py:15", "flops": 10**9}
     graph = outcome("cuda_graph", status="failed", reason="operation not permitted")
@@ -569,7 +569,7 @@ def test_failed_cuda_graph_names_the_line_that_synchronizes(simulated, monkeypat
 # -- time by module -------------------------------------------------------------------------------------------
 
 
-def test_modules_add_up_to_the_step(tmp_path):
+def test_phase_times_of_each_module_add_up_to_its_total(tmp_path):
     place = find(f"{MODELS}/convolutional.py:build", tmp_path)
     config = configuration(place)
     modules = call_isolated(measure_modules, 300, Job(place, config, tmp_path, "modules", ("fused_adamw",)))
@@ -582,13 +582,13 @@ def test_modules_add_up_to_the_step(tmp_path):
     assert rows["optimizer_ms"].gt(0).tolist() == [name == ELSEWHERE for name in rows.index]
     assert rows["total_ms"].tolist() == pytest.approx(rows[phases].sum(axis="columns").tolist())
     loss_ms = rows.loc[ELSEWHERE, ["forward_ms", "backward_ms"]].sum()
-    assert 0 < loss_ms < rows["total_ms"].sum() / 3, "almost everything belongs to a module"
+    assert 0 < loss_ms < rows["total_ms"].sum() / 3, "most of the time must belong to a module"
 
 
 # -- the report -----------------------------------------------------------------------------------------------
 
 
-def test_text_of_the_users_code_is_never_markup(store, ladder):
+def test_text_from_user_code_is_not_rendered_as_markup(store, ladder):
     evil = "<img src=x onerror=alert(1)> **bold** [link](http://a.example) `code`"
     made = ladder("router")
     failed = outcome("bf16", status="failed", reason=evil)
@@ -714,8 +714,8 @@ def test_notebook_measures_a_convolutional_network_and_an_edited_file_is_a_new_r
 @pytest.mark.parametrize(
     ("gpu_ms", "wall_min_ms", "is_kept"),
     [
-        (20, 42, True),  # half the GPU time, which a later graph will show
-        (40, 39, False),  # within the noise of launch-bound steps
+        (20, 42, True),  # the GPU time is halved, so a later CUDA graph will be faster
+        (40, 39, False),  # the difference is within the noise of launch-bound steps
         (40, 30, True),
         (20, 60, False),
     ],
