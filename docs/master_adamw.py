@@ -51,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """Return a new run: a function that trains on a batch, given its number, the optimizer and its scheduler."""
+    """Return a new run: a function that trains on the batch with a given number, the optimizer and the scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
@@ -81,7 +81,7 @@ def make_training(shape, batches, steps, moments):
 
     def train_on(number):
         batch.copy_(batches[number % len(batches)])
-        # cloned, because the next replay overwrites it; reading the number here would wait for the GPU
+        # cloned, because the next replay overwrites the loss; calling .item() here would wait for the GPU
         loss = launch().clone()
         scheduler.step()  # fills each group's "lr" tensor, which the graph reads
         return loss
@@ -104,7 +104,7 @@ def captured(step, optimizer):
     with torch.cuda.graph(graph, stream=side):
         loss = step()
 
-    # holds the step, and with it the model and its RoPE tables: a graph doesn't keep what it reads alive
+    # the default argument keeps the model and its RoPE tables alive, because a graph doesn't keep what it reads
     def replay(_held=step):
         graph.replay()
         return loss

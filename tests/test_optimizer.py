@@ -84,7 +84,7 @@ def test_invalid_parameters_are_rejected(message, parameters):
 
 def test_add_param_group_raises():
     optimizer = MasterAdamW(checks.make_parameters())
-    with pytest.raises(RuntimeError, match="all groups when it is made"):
+    with pytest.raises(RuntimeError, match="pass all groups when you create MasterAdamW"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
@@ -496,7 +496,7 @@ def test_step_rejects_model_cast_after_construction(move):
     optimizer = MasterAdamW(model)
     move(model)
     draw_gradients(list(model.parameters()), torch.Generator())
-    with pytest.raises(RuntimeError, match=r"0\.weight was moved or cast after MasterAdamW was made"):
+    with pytest.raises(RuntimeError, match=r"0\.weight was moved or cast after MasterAdamW was created"):
         optimizer.step()
     assert not optimizer.count.any()
 
@@ -641,7 +641,11 @@ def remove_parameter(model, optimizer):
 
 @pytest.mark.parametrize(
     "change, message",
-    [(unfreeze, "make a new MasterAdamW"), (clear_state, "reset"), (remove_parameter, "other parameters")],
+    [
+        (unfreeze, "create a new one"),
+        (clear_state, "reset"),
+        (remove_parameter, "no longer contain the parameters"),
+    ],
 )
 def test_step_rejects_changed_parameters_and_states(change, message):
     model = small()

@@ -2,7 +2,7 @@
 
 Optimizing a kernel can save the time in which nothing else runs, closing an idle gap saves its length, and hiding
 a copy or collective saves its exposed time. These are upper bounds: an optimization saves at most this time. Each
-piece of advice concerns one place and names it.
+piece of advice names the one place that it concerns.
 """
 
 import math
@@ -76,7 +76,7 @@ def _advice_for_communication(gpu: Device) -> list[Advice]:
     parts = exposed_communication(gpu)
     hide = "hide communication behind compute"
     if communicates_on_compute_stream(gpu):
-        hide += " (it runs on the compute stream: use a separate one)"
+        hide += " (it runs on the compute stream: use a separate stream)"
     if math.isnan(parts.min_transfer_ms) and not parts.is_measured:
         hide += "; its message sizes are unknown, so part of it may be waiting for another GPU"
     balance = (
@@ -155,7 +155,7 @@ def _text_for_host(_: str, place: str) -> str:
 def _text_for_unnamed(_: str, place: str) -> str:
     return (
         f"find out what the host does{_location_text(place)} while the GPU is idle: this capture does not name it"
-        " (with_stack=True, record_function or NVTX ranges do)"
+        " (captures with with_stack=True, record_function or NVTX ranges do)"
     )
 
 
@@ -163,8 +163,8 @@ def _text_for_device(_: str, place: str) -> str:
     if not place:
         return "use fewer, larger kernels to shorten the gaps between operations that are already queued"
     return (
-        f"find out what {short_kernel_name(place)} waits for: it was launched in time (an event, another stream or"
-        " another GPU)"
+        f"find out what {short_kernel_name(place)} waits for (an event, another stream or another GPU): it was"
+        " launched in time"
     )
 
 
@@ -322,6 +322,6 @@ def _advice_for_generated(gpu: Device) -> list[Advice]:
     return [
         Advice(
             float(saved_ms[slowest]) * min(1.0, exposed_share),
-            f"speed up {name}: it moves {rate}, the other generated kernels {other_rate}",
+            f"speed up {name}: it moves {rate}, but the other generated kernels move {other_rate}",
         )
     ]

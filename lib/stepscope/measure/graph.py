@@ -74,7 +74,7 @@ def replay(
         at_least_s: the minimum total time of the replays, in seconds.
 
     Returns:
-        The wall time of each replay in ms, and "". If the step can't be captured: no times, and the reason.
+        The wall time of each replay in ms, and "". If the step can't be captured, an empty list and the reason.
     """
     if reason := not_capturable(device, optimizer, scaler):
         return [], reason

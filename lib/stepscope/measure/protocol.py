@@ -13,7 +13,7 @@ The order matters, because launches stay slower once a profiler has run in a pro
 2. Time every case: warm-up, then steps until their median is reliable, with peak memory and power.
 3. Profile every case.
 4. Replay forward and the full step as CUDA graphs.
-5. Check the readings. Impossible ones are measured again, at most twice.
+5. Check the readings. Cases with impossible readings are measured again, at most twice.
 6. Measure the device's ceilings, the rates of a large matmul and of a copy, to compute utilization.
 
 If a case runs out of memory, its row says why, and the other cases continue. The learning rate is negligible
@@ -148,7 +148,7 @@ def steps(
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the low precisions that this device supports, and why it doesn't support the others, by precision.
+    """Return the low precisions that this device supports, and why it doesn't support each of the others.
 
     On a CPU, only bf16 is considered, because a CPU has no TF32 and its fp16 is far slower than fp32.
     """
@@ -173,7 +173,7 @@ class Protocol:
     by: str = "precision"
     extras: bool = True
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # only for cases without times
-    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but then out of memory
+    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # out of memory only after timing
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
     first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # only for the first case
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
@@ -225,7 +225,7 @@ class Protocol:
             self.compile_s[case] = seconds_with_compiling(self.cases[case], self.device)
         if failed:
             self.subject.forget_moments()
-        print(f"{label(case)}: its first step took {self.compile_s[case]:.1f} s")
+        print(f"{label(case)}: the first step took {self.compile_s[case]:.1f} s")
 
     # Time
 
@@ -370,7 +370,7 @@ class Protocol:
         return times
 
     def measure_ceilings(self) -> None:
-        """Measure the ceilings. If the large matmul doesn't fit next to the weights, rates are unknown."""
+        """Measure the ceilings. If the large matmul doesn't fit next to the weights, the ceilings stay unknown."""
         failed: dict[Any, tuple[str, str]] = {}
         self.tidy(failed=True)
         with out_of_memory(failed, "ceilings"):
@@ -383,7 +383,7 @@ class Protocol:
         return list(dict.fromkeys(self.key(case)["precision"] for case in self.cases))
 
     def key(self, case: Case) -> dict[str, str]:
-        """Return a case's values of the key columns."""
+        """Return a case's values for the key columns."""
         key = {"precision": self.config.precision, "mode": mode_of(case)}
         return key | {self.by: case[0]} if isinstance(case, tuple) else key
 

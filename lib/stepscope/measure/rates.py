@@ -71,7 +71,7 @@ def median_ms(device: str, work: Callable[[], object]) -> float:
 
 
 def sheet_tflops(precision: str, device: str) -> float:
-    """Return the dense rate on the data sheet of this machine's device in TFLOP/s; NaN if it isn't listed."""
+    """Return the dense rate in TFLOP/s from the data sheet of this machine's device; NaN if it isn't listed."""
     sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" else {}
     name = SHEET_RATES.get(precision, precision)
     return float(sheet.get(name, nan))

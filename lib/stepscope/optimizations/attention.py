@@ -66,7 +66,7 @@ class Inputs:
 def causal_mask_mod(batch, head, query, key):
     """Return whether a query attends to a key.
 
-    This is a function of the module and not a lambda, because FlexAttention recompiles for each new function.
+    This is a module-level function instead of a lambda, because FlexAttention recompiles for each new function.
     """
     return query >= key
 

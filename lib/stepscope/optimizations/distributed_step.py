@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 distributed_step.py --strategy ddp_graph
 
 trains the model of `fast_step.py`, which must be in the same folder, on random tokens, and prints the
-milliseconds per step. Every rank has the whole batch size, so n GPUs train on n times as many tokens. Each
+milliseconds per step. `--batch` is the batch size of each rank, so n GPUs train on n times as many tokens. Each
 strategy is a function below; `--strategy` takes its name. Without a GPU, the processes communicate through gloo.
 """
 
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # (B, T)
     targets: torch.Tensor  # (B, T)
-    precision: str = "bf16"  # of autocast; "fp32" for none
+    precision: str = "bf16"  # the dtype of autocast; "fp32" turns autocast off
 
 
 class Message(NamedTuple):
@@ -362,7 +362,7 @@ def start_process_group() -> torch.device:
     """Join the other ranks that torchrun started, and return this rank's device."""
     os.environ.setdefault(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-    )  # its queries would break a CUDA graph's capture
+    )  # otherwise, the error handling's queries would break the capture of a CUDA graph
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")

@@ -22,8 +22,8 @@ work, but a single outlier would then push all other numbers toward zero. With o
 affects its row.
 
 **Activations and gradients** are new in each step. A row's scale comes from its own largest magnitude ("dynamic"
-scaling). The compiled kernel that computes the tensor also finds and applies the scale: that of the norm, of
-SwiGLU, or of backward.
+scaling). The compiled kernel that computes the tensor (in the norm, in SwiGLU or in backward) also finds and applies
+the scale.
 
 **Weights** change little from step to step, and are known before the step begins. So they are rounded once, by the
 kernel that updates them (optimizer.py), while it has each new value in a register. A separate kernel would have to
@@ -92,7 +92,7 @@ def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """Return the powers of two by which largest magnitudes, of any shape, are divided to lie in [128, 256)."""
+    """Return a power of two for each largest magnitude, of any shape; the quotient of the two is in [128, 256)."""
     exponent = torch.frexp(largest).exponent - 8
     return torch.ldexp(torch.ones_like(largest), exponent)
 

@@ -39,7 +39,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
     is_phase = names.str.startswith(f"{RANGE}/")
     phases = records.ranges[is_phase]
     if phases.empty:
-        raise CaptureError("the trace has none of the named phases")
+        raise CaptureError("the trace has no named phases")
     is_known, _, time_ns = join_launches(records)
     if not is_known.all():
         unknown = len(operations) - is_known.sum()
@@ -58,7 +58,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
             "kernel_category": inside["kernel_category"].astype(str),
             "start_ns": inside["start_ns"],
             "end_ns": inside["start_ns"] + inside["duration_ns"],
-            # one call launched several operations
+            # only the launch of a CUDA graph launches several operations
             "in_graph": inside["correlation_id"].duplicated(keep=False),
         }
     )
