@@ -5,9 +5,9 @@
     python bench/public_models.py --runs runs/public --check          only small versions of the models, on the CPU
     python bench/public_models.py --runs runs/public --summary        only a summary of the runs in the folder
 
-The script needs transformers and torchvision, and skips the models of a package that isn't installed. A model takes
-four to five minutes on an H100, most of which is compilation. Each function here that builds a model also works
-with ``stepscope ladder``:
+The script needs transformers and torchvision, and skips the models of a package that isn't installed. A model
+takes four to five minutes on an H100, most of which is compilation. Each function here that builds a model also
+works with ``stepscope ladder``:
 
     stepscope ladder bench/public_models.py:llama -p batch=4
 """
@@ -418,7 +418,7 @@ SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 
 
 def check(build: Callable[..., Built]) -> str:
-    """Build a small version of a model on the CPU, and run forward and backward; return its loss and size as text."""
+    """Build a small version of a model on the CPU, and run forward and backward; describe its loss and size."""
     names = inspect.signature(build).parameters
     model, batch, *loss = build(**{name: value for name, value in SMALL.items() if name in names})
     inputs = {name: value for name, value in batch.items() if name != "labels" or not loss}

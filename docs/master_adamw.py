@@ -51,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """Return a new run: a function that trains on the batch with a given number, the optimizer and the scheduler."""
+    """Return a new run: a function that trains on the batch with a given number, its optimizer and its scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()

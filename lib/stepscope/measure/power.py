@@ -52,8 +52,8 @@ class Reading(NamedTuple):
 def nvml_device():
     """Return the NVML handle for this process's GPU.
 
-    The GPU is the current device of the thread that calls this function first, so each rank reads its own GPU. It is
-    looked up by UUID, because CUDA_VISIBLE_DEVICES may renumber the devices.
+    The GPU is the current device of the thread that calls this function first, so each rank reads its own GPU.
+    We look it up by UUID, because CUDA_VISIBLE_DEVICES may renumber the devices.
     """
     pynvml.nvmlInit()
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid

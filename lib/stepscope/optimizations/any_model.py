@@ -76,8 +76,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated blocks, or an empty list.
 
     The blocks' type is the type of the entries in the longest ``ModuleList`` or ``Sequential`` whose entries all
-    have one type. A network may have several lists of such blocks, for example one per resolution; the blocks of all
-    lists count.
+    have one type. A network may have several lists of such blocks, for example one per resolution; the blocks of
+    all lists count.
     """
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]

@@ -22,8 +22,8 @@ work, but a single outlier would then push all other numbers toward zero. With o
 affects its row.
 
 **Activations and gradients** are new in each step. A row's scale comes from its own largest magnitude ("dynamic"
-scaling). The compiled kernel that computes the tensor (in the norm, in SwiGLU or in backward) also finds and applies
-the scale.
+scaling). The compiled kernel that computes the tensor (in the norm, in SwiGLU or in backward) also finds and
+applies the scale.
 
 **Weights** change little from step to step, and are known before the step begins. So they are rounded once, by the
 kernel that updates them (optimizer.py), while it has each new value in a register. A separate kernel would have to

@@ -228,8 +228,8 @@ def _overlap_error(
     outer = outer_ranges[is_same_process & is_earlier].iloc[-1]
     return ConservationError(
         f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-        f"'{outer['name']}', which lasts from {outer['start_ns']} to {outer['end_ns']} ns; expected no {role} within"
-        " another"
+        f"'{outer['name']}', which lasts from {outer['start_ns']} to {outer['end_ns']} ns; expected no {role}"
+        " within another"
     )
 
 

@@ -52,7 +52,8 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
         raise ConservationError(
-            "got operations of several processes or devices, whose times overlap; expected one process and one device"
+            "got operations of several processes or devices, whose times overlap; expected one process and one"
+            " device"
         )
     own_ranges = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]
     name = own_ranges["name"].astype(str).mask(own_ranges["role"] == "step", TOTAL).rename("phase")

@@ -157,7 +157,10 @@ FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, 
 # The function can belong to one of these categories, but it can't be, for example, a reduction.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
 NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # categories that the complete name decides
-PREPARATION = {"embedding and indexing", OTHER}  # a kernel of these categories may only prepare another kernel
+PREPARATION = {
+    "embedding and indexing",
+    OTHER,
+}  # a kernel of these categories may only prepare another kernel
 TEMPLATE_FAMILIES = {"fused attention", "convolution", MATMUL}  # TorchInductor has templates for these
 # If no part of a name decides, the library does. These are patterns for the words of its path.
 LIBRARIES = [

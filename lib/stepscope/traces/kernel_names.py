@@ -26,7 +26,7 @@ _CONSTANT = re.compile(r"L\w\d*E?|L")
 
 
 def split_name(name: str) -> Parts:
-    """Split a demangled name into its parts. Split mangled (Itanium ABI) and truncated names as far as possible."""
+    """Split a demangled name into its parts; split mangled (Itanium ABI) and truncated names as far as possible."""
     name = _CLONE.sub("", name.strip())
     if name.startswith("_Z"):
         return _split_mangled(name)

@@ -73,7 +73,7 @@ EXPECTED = "expected a report of nsys stats --format csv"
 
 
 def read_nsys_csv(path: Path | str) -> pd.DataFrame:
-    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file that nsys wrote, or its redirected output.
+    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file from nsys, or its redirected output.
 
     Args:
         path: one of the reports in :data:`REPORTS`, with or without more columns.
@@ -81,8 +81,9 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
     Returns:
         One row per line of the report, in the report's order. Columns are nsys's headings in snake case with their
         units. Times are in nanoseconds: int64 if they are counts (``total_time_ns``, ``start_ns``), float64 if
-        they are averages (``avg_ns``). Columns that end with ``_mb`` are in 10^6 bytes. Counts and ids are int64,
-        or Int64 if some rows have none. ``attrs["report"]`` is the
+        they are averages (``avg_ns``). Columns that end with ``_mb`` are in 10^6 bytes, and columns that end with
+        ``_percent`` are percentages. Counts and ids are int64, or Int64 if some rows have none. ``attrs["report"]``
+        is the
         report's name. If the report says that the capture has no such data, the table is empty; it has the
         columns of REPORTS if the file name contains the report's name.
 
