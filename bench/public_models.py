@@ -413,7 +413,7 @@ MODELS: dict[Callable[..., Built], tuple[str, str]] = {
 }
 
 
-# Arguments with which a model can be checked on a CPU.
+# Arguments that make a model small enough to check it on a CPU.
 SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 
 

@@ -1,8 +1,8 @@
-"""Training with `MasterAdamW`: bf16 weights, fp32 master weights, a schedule, clipping, a CUDA graph, resuming.
+"""Train with `MasterAdamW`: bf16 weights, fp32 master weights, a schedule, clipping, a CUDA graph and resuming.
 
-`python master_adamw.py` trains the model of fast_step.py on random tokens and saves a checkpoint halfway. It
-then creates everything again from another seed, resumes, and reports whether both runs end bit-identical. On
-a CPU there is no graph.
+`python master_adamw.py` trains the model of fast_step.py on random tokens and saves a checkpoint halfway. The
+script then creates everything again from another seed, resumes, and reports whether both runs end bit-identical.
+On a CPU, it runs without a graph.
 
 **If you come from `torch.optim.AdamW`**, most things stay the same: groups, schedulers, clipping, gradient
 scaling, `group["lr"] = x` in eager steps, copying and pickling, Hugging Face's Trainer and accelerate. These
@@ -51,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """Return a new run: a function that trains on the batch with a given number, its optimizer and its scheduler."""
+    """Return a new run: a function that trains on the batch of a given number, the optimizer and the scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
@@ -104,7 +104,7 @@ def captured(step, optimizer):
     with torch.cuda.graph(graph, stream=side):
         loss = step()
 
-    # the default argument keeps the model and its RoPE tables alive, because a graph doesn't keep what it reads
+    # the default argument keeps the model and its RoPE tables alive, because the graph itself doesn't
     def replay(_held=step):
         graph.replay()
         return loss
@@ -113,7 +113,7 @@ def captured(step, optimizer):
 
 
 def main(arguments: list[str] | None = None) -> bool:
-    """Return whether the resumed run ended bit-identical to the uninterrupted one."""
+    """Train, resume and print the results; return whether both runs ended bit-identical."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
         "width": 128,

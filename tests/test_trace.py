@@ -386,12 +386,18 @@ def test_load_trace_includes_copies(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ((20, 25, "loss", MAIN), "phase 'loss' begins at 20 ns within phase 'forward' of 10 to 40 ns"),
+        (
+            (20, 25, "loss", MAIN),
+            "phase 'loss' begins at 20 ns within phase 'forward', which lasts from 10 to 40 ns",
+        ),
         (
             (30, 45, "backward", AUTOGRAD),
-            "phase 'backward' begins at 30 ns within phase 'forward' of 10 to 40 ns",
+            "phase 'backward' begins at 30 ns within phase 'forward', which lasts from 10 to 40 ns",
         ),
-        ((95, 120, "step", AUTOGRAD), "step 'step' begins at 95 ns within step 'step' of 0 to 100 ns"),
+        (
+            (95, 120, "step", AUTOGRAD),
+            "step 'step' begins at 95 ns within step 'step', which lasts from 0 to 100 ns",
+        ),
     ],
 )
 def test_overlapping_phases_or_steps_are_rejected(tmp_path, extra, message):

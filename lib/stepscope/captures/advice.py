@@ -23,7 +23,7 @@ from stepscope.traces.kernel_names import short_names, words
 
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
 BETWEEN_MATMULS = (*FUSABLE, "random")  # kernel categories between attention's two matmuls
-MAX_OPS_TO_MATMUL = 8  # from a softmax to the matmul before or after it
+MAX_OPS_TO_MATMUL = 8  # maximum number of operations from a softmax to the matmul before or after it
 LOSS = re.compile(r"nll|entropy|log ?soft ?max", re.IGNORECASE)
 MISALIGNED = re.compile(r"align[12](?![0-9])")
 HALF_PRECISION = re.compile(r"bf16|f16(?!8)|fp16|half|hgemm|tensorop|s16816|s1688", re.IGNORECASE)

@@ -17,7 +17,7 @@ EXPECTED = (
     " be gzipped)"
 )
 HEAD_BYTES = 8192  # number of bytes at the start of a file that we read to recognize its kind
-MAX_PREAMBLE = 2**26  # bytes in which we search for a report's headings
+MAX_PREAMBLE = 2**26  # number of bytes in which we search for a report's headings
 # Reasons why files with these suffixes can't be read, and what to do instead.
 UNREADABLE_SUFFIXES = {
     ".qdrep": "a report of nsys before 2021.4; export it with that nsys: nsys export --type sqlite",

@@ -26,8 +26,8 @@ SYNCHRONIZES = re.compile(
 )
 MIN_LONG_GAP_NS = 200_000  # a host that is busy launching leaves shorter gaps
 MAX_START_LATENCY_NS = 10_000  # an idle GPU starts an operation at most this long after its launch
-MAX_EXPLAINED_GAPS = 2_000  # the longest gaps; all others count as "launch"
-MAX_PARTS = 4  # host events that together explain one gap
+MAX_EXPLAINED_GAPS = 2_000  # we explain only this many of the longest gaps; all others count as "launch"
+MAX_PARTS = 4  # maximum number of host events that together explain one gap
 # Frames and operators that don't show what the program itself does.
 LIBRARY = re.compile(
     r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
@@ -109,7 +109,7 @@ def _assign_causes(
     calls = np.full(len(late), -1) if is_rest else _last_sync_calls(host, thread, begin)
     starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
     kinds, names = host["kind"].astype(object).tolist(), host["name"].astype(object).tolist()
-    remaining_ns: dict[int, int] = {}  # by sync call: the host's remaining lead without the call, in ns
+    remaining_ns: dict[int, int] = {}  # for each sync call, how many ns of later gaps it can still explain
     known_launches = _known_launches(gpu)
     without_launches = _are_without_launches(known_launches, host)
     is_silent = _is_thread_silent(known_launches, thread, begin, end)

@@ -22,7 +22,7 @@ from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
 
 MAX_BYTES = 2**29  # maximum size of the pickle
-MAX_OBJECT_BYTES = 40  # bytes of objects that each byte of the pickle may create
+MAX_OBJECT_BYTES = 40  # maximum bytes of objects per byte of the pickle
 EXPECTED = "expected a memory snapshot that torch.cuda.memory._dump_snapshot wrote"
 MAX_HOLDERS = 6  # source lines that the summary lists
 NEVER = np.iinfo(np.int64).max

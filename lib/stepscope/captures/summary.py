@@ -42,7 +42,7 @@ from stepscope.traces.kernel_categories import MATMUL
 MIN_OPS_TO_JUDGE = 5  # with fewer operations, the bound is unknown
 MIN_SHARE_SHOWN = 0.0005  # share of the step; smaller parts are omitted
 MIN_WAITING = 0.05  # share of exposed communication; shorter waiting is omitted
-MAX_NAMED = 4  # outliers or causes of idle time in one line
+MAX_NAMED = 4  # maximum number of outliers or causes of idle time in one line
 BOUND_BY_CAUSE = {
     "sync": "sync-bound",
     "call": "host-bound",

@@ -42,7 +42,7 @@ WARMUP_MS, MAX_WARMUPS = 300, 10
 # The minimum number of unprofiled steps. Modes other than forward need fewer if ten steps would take longer than
 # this time.
 UNPROFILED_STEPS, UNPROFILED_MS = 10, 1500
-# The number of profiled steps after the first, whose regions have ranges.
+# The number of profiled steps after the first profiled step. Only in that first step do regions have ranges.
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 LONG_MS = 500
 

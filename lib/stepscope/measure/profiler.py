@@ -1,8 +1,8 @@
 """Profile steps with torch.profiler: which operations each phase launched, and when they ran.
 
-Under the profiler, launches take longer, but kernels hardly do: on an H200, the kernels of naive attention took up
-to 2% longer (``python -m bench.profiler_cost``). Launches stay slower afterwards, so everything that the host times
-is timed before anything is profiled.
+Under the profiler, launches take longer, but kernels hardly do: on an H200, the kernels of naive attention took
+up to 2% longer (``python -m bench.profiler_cost``). Launches stay slower afterwards, so everything that the host
+times is timed before anything is profiled.
 """
 
 import warnings

@@ -52,7 +52,9 @@ WARMUPS, WARMUPS_IF_LONG = 2, 1  # for all cases except the first, which starts 
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 REPLAYS, REPLAYS_IF_LONG = 5, 3
 REPLAYED_MODES = ("forward", "step")
-SETTLING_S = 0.5  # a power-limited step runs this long before it is profiled, so that the clock falls again
+SETTLING_S = (
+    0.5  # a power-limited step runs this long before it is profiled, so that the limit lowers the clock
+)
 
 
 @dataclass
@@ -249,7 +251,7 @@ class Protocol:
         step, mode = self.cases[case], mode_of(case)
         self.subject.reset()
         if mode != "step":
-            self.subject.forget_moments()  # so that this mode's memory doesn't include them
+            self.subject.forget_moments()  # so that this mode's memory doesn't include the moments
         reset_peak_memory(self.device)
         state = allocated_memory(self.device)
         self.readings[case] = self.readings.get(case, {}) | state  # stored first, in case memory runs out

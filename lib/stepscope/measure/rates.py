@@ -17,12 +17,17 @@ from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.traces.profiled_steps import fastest_step
 
-# So large that launches don't matter and no cache holds the data, but small enough to take a fraction of a second.
+# Sizes so large that launches don't matter and no cache holds the data, but small enough to take less than a second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
 SHEET_RATES = {"fp16": "bf16"}  # data sheets give one rate for both
-FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]  # columns that assume our model
+FROM_FLOPS = [
+    "tflops",
+    "mfu",
+    "mfu_vs_measured_peak",
+    "mfu_clock_adjusted",
+]  # columns that assume the FLOPs of our model
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:

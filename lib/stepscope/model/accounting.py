@@ -419,7 +419,7 @@ def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
     if group:
         groups = -(-sizes.layers // group)
         saved = groups * sizes.stream
-        cached = 0  # recomputation casts the weights again
+        cached = 0  # recomputation casts the weights again, so forward's copies aren't kept
     else:
         saved = sizes.layers * sizes.saved
         cached = sizes.layers * sizes.weight_cache

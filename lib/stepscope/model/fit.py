@@ -172,4 +172,4 @@ def _largest_fitting(
     def needed(number: int) -> int:
         return bytes_of(config.model_copy(update={field: number}))
 
-    return bisect_right(range(1, 2**24), memory, key=needed)  # larger values need more
+    return bisect_right(range(1, 2**24), memory, key=needed)  # larger values need more memory

@@ -15,7 +15,7 @@ from stepscope.config import RunConfig
 from stepscope.measure import storage_bytes
 from stepscope.model.training_step import AUTOCAST_DTYPES
 
-MAX_SCORES = 2**28  # scores that exist at once, 2 GiB in float64; longer sequences are split by queries
+MAX_SCORES = 2**28  # number of scores that exist at once (2 GiB in float64); for more, we split the queries
 
 
 class Inputs:

@@ -70,7 +70,7 @@ from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = torch.finfo(FP8).max
-MIN_CAPABILITY = (9, 0)  # for matmuls that apply row-wise scales
+MIN_CAPABILITY = (9, 0)  # the minimum for matmuls that apply row-wise scales
 
 
 def has_fp8(device: str) -> bool:
@@ -186,4 +186,4 @@ def use_fp8(blocks: nn.Module) -> None:
             ones = torch.ones(1, longest, device=device)
             module.register_buffer("weight_scale", scale, persistent=False)
             module.register_buffer("ones", ones, persistent=False)
-            module.weight.fp8_scale = module.weight_scale  # where the optimizer finds and writes it
+            module.weight.fp8_scale = module.weight_scale  # the optimizer finds and writes the scale here

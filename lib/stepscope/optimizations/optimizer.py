@@ -62,7 +62,7 @@ from stepscope.optimizations import adamw, fp8, guards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of a parameter's state
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-# The scalars of parameters without a gradient, with which a step changes nothing. In the kernel's order: kept,
+# The scalars for parameters without a gradient, which make a step change nothing. In the kernel's order: kept,
 # rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
 UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
@@ -269,7 +269,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.owners = self._owners(flat, blocks)
         self.tile_owners = self._owners(self.in_fp8, num_tiles)
         self.tiles = all_tiles.to(self.device, torch.int32)
-        self.gradients_at = [0] * num_parameters  # addresses in the table
+        self.gradients_at = [0] * num_parameters  # the addresses that the table contains
         self.table = torch.zeros(num_parameters, device=self.device, dtype=torch.int64)
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:

@@ -398,7 +398,7 @@ def _operations(
     if whole_graphs:
         parts.append(_graph_replays(path, connection, names))
     table = np.concatenate(parts, axis=1)
-    table = table[:, np.argsort(table[3], kind="stable")]  # by start
+    table = table[:, np.argsort(table[3], kind="stable")]  # sorted by start
     kinds, name_codes, row, start, end, device, stream, correlation, process, size = table
     name = pd.Categorical.from_codes(name_codes, list(names))
     return pd.DataFrame(

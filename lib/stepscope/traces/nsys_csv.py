@@ -29,7 +29,7 @@ REPORTS = {
     "nvtx_pushpop_sum": ("total_time_ns", "instances", "range"),
     "cuda_gpu_sum": ("total_time_ns", "instances", "category", "operation"),
     "mpi_event_sum": ("total_time_ns", "instances", "source", "name"),
-    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # the columns of cuda_api_sum, but for other calls
+    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # same columns as cuda_api_sum, but other calls
 }
 OPEN_ENDED_REPORTS = {"cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_gpu_proj_sum", "nvtx_kern_sum"}
 STATISTICS = {"time_percent", "avg_ns", "average_ns", "med_ns", "min_ns", "max_ns", "std_dev_ns"}
@@ -82,10 +82,9 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
         One row per line of the report, in the report's order. Columns are nsys's headings in snake case with their
         units. Times are in nanoseconds: int64 if they are counts (``total_time_ns``, ``start_ns``), float64 if
         they are averages (``avg_ns``). Columns that end with ``_mb`` are in 10^6 bytes, and columns that end with
-        ``_percent`` are percentages. Counts and ids are int64, or Int64 if some rows have none. ``attrs["report"]``
-        is the
-        report's name. If the report says that the capture has no such data, the table is empty; it has the
-        columns of REPORTS if the file name contains the report's name.
+        ``_percent`` are percentages. Counts and ids are int64, or Int64 if some rows have none. The report's name
+        is in ``attrs["report"]``. If the report says that the capture has no such data, the table is empty; it
+        has the columns of REPORTS if the file name contains the report's name.
 
     Raises:
         TraceError: the file cannot be read, is not such a report, or contains several reports; a line is cut off;
@@ -132,7 +131,7 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     text_types = {heading: str for heading in headings if column_name(heading) in TEXT_COLUMNS}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # more values than headings
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a line has more values than headings
             table = pd.read_csv(
                 StringIO("\n".join(lines[first:end])),
                 dtype=text_types,

@@ -465,7 +465,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
     if not have_usable_numbers(numbers).all():
         _parse_json(path, text, _Reader(path, shaped, strict=True))  # raises an error that names the event
     del text
-    if isinstance(header, list):  # Chrome's other form
+    if isinstance(header, list):  # Chrome's format also allows a list of events
         header = {"traceEvents": header}
     if not isinstance(header, dict) or not isinstance(header.get("traceEvents"), list):
         raise TraceError(f"{path} has no list traceEvents; {EXPECTED}")
@@ -501,7 +501,9 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
     processes = process_numbers([names[number] for number in host_threads])
     number_of_thread = np.array([processes.get(name, 0) for name in names], np.int64)
     process = np.where(is_work, 0, number_of_thread[thread])
-    if len(launching := np.unique(process[is_launch])) == 1:  # ranges may have a pid from another namespace
+    if (
+        len(launching := np.unique(process[is_launch])) == 1
+    ):  # use it everywhere, because ranges may have another namespace's pid
         process = np.where(is_work, 0, launching[0])
     try:
         process[is_work] = find_launching_processes(
