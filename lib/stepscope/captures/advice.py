@@ -101,7 +101,7 @@ def _copy_advice_text(gpu: Device) -> str:
 
 
 def capture_again(gpu: Device) -> str:
-    """Return what a new capture should record if this one lacks data that advice needs; "" if it lacks none."""
+    """Return what a new capture should record, or "" if this capture has all the data that advice needs."""
     if gpu.untraced_graphs:
         return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
     has_mostly_empty_steps = len(gpu.host_steps) > 0 and not gpu.has_steps

@@ -205,7 +205,7 @@ def load_capture_or_sums(
     phases: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> Capture | pd.DataFrame:
-    """Read a capture like ``load_capture``, but return nsys's report cuda_gpu_kern_sum as a table."""
+    """Read a capture as ``load_capture`` does, but return nsys's report cuda_gpu_kern_sum as a table."""
     path = Path(path)
     with readable_capture(path) as (kind, file):
         if kind == "json":

@@ -65,7 +65,7 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 
 
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
-    """Return the host events during the median step and one step time before it, ordered by thread and start."""
+    """Return the host events from one step time before the median step to its end, ordered by thread and start."""
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
     earlier = begin - int((windows[:, 1] - windows[:, 0]).max())

@@ -126,7 +126,7 @@ class Device:
         return np.stack([begin, np.maximum(begin, end)], axis=1)
 
     def _end_of_step(self, step: int) -> int:
-        """Return the time in ns when a step's operations (except copies on other streams) and host range end."""
+        """Return when a step's host range and operations (except copies on other streams) have ended, in ns."""
         rows = self.all_operations
         operations = rows[
             (rows["step"] == step) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))
@@ -418,7 +418,7 @@ class Device:
 
 
 def devices(capture: Capture) -> Iterator[Device]:
-    """Yield each GPU of each process; several processes may each call their GPU number 0."""
+    """Yield each GPU of each process. GPUs of different processes may have the same number."""
     groups = capture.operations.groupby(["device", "process"])
     has_several_processes = len(groups) > capture.operations["device"].nunique()
     for (device, process), rows in groups:

@@ -116,7 +116,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
     """Parse options such as "forward=NAME" into phases by range name or pattern; return None without options.
 
     Raises:
-        TraceError: an option has a different form.
+        TraceError: an option doesn't have the form PHASE=NAME.
     """
     phases = {}
     for text in options:

@@ -278,7 +278,7 @@ class Protocol:
     # Profile and replay
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile some cases; their operations replace those of an earlier profile."""
+        """Profile these cases. Their operations replace the operations of an earlier profile."""
         self.completed.update(dict.fromkeys(cases, 0))
         with StepProfiler(self.device) as profile:
             for case in cases:

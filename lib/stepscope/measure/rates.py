@@ -17,7 +17,7 @@ from stepscope.model.flops import phase_flops, step_flops
 from stepscope.model.training_step import AUTOCAST_DTYPES, build_step
 from stepscope.traces.profiled_steps import fastest_step
 
-# Sizes so large that launches don't matter and no cache holds the data, but small enough to take less than a second.
+# So large that launches don't matter and no cache holds the data, but small enough to take a fraction of a second.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5

@@ -122,7 +122,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
         return result
 
     def open_row(role: str) -> np.ndarray:
-        """Return the row of the range of a role that was open at each operation's launch."""
+        """Return, for each operation, the row of the range with this role that was open at its launch."""
         rows = ranges[ranges["role"] == role]
         open_index = open_range(rows, launch_process, time_ns, strict=(path, role))
         return spread(open_index)

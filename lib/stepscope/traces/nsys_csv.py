@@ -99,7 +99,7 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
 
 
 def decode_text(data: bytes, errors: str = "strict") -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark, which PowerShell's > writes."""
+    """Decode UTF-8, or UTF-16 with a byte order mark, as written by ``>`` in PowerShell."""
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
 
@@ -112,7 +112,7 @@ def is_report(text: str) -> bool:
 
 
 def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
-    """Parse a report's text like ``read_nsys_csv``; the path is for error messages."""
+    """Parse a report's text as ``read_nsys_csv`` does; the path is for error messages."""
     lines = text.splitlines()
     heading_lines = [
         (index, report) for index, line in enumerate(lines) if (report := report_with_headings(line))

@@ -84,10 +84,10 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """Write CSV reports next to an export with ``nsys stats``; return the paths of those that nsys wrote.
+    """Write CSV reports next to an export with ``nsys stats``; return the paths of the reports that nsys wrote.
 
     Raises:
-        NsysError: nsys wrote none; the message quotes its output.
+        NsysError: nsys wrote no report; the message quotes the output of nsys.
     """
     # a copy, because nsys does not promise to leave its input unchanged
     copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))

@@ -100,7 +100,7 @@ def _choose_process(
     candidates: np.ndarray,
     numbers: dict[str, int],
 ) -> np.ndarray:
-    """Return which candidate launched each operation in these rows of the events."""
+    """Return the candidate that launched the operation in each of these rows."""
     if len(candidates) == 1:
         return np.full(len(rows), candidates[0])
     ids = correlation[rows]

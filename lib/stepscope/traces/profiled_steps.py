@@ -1,4 +1,4 @@
-"""Operations and GPU time of profiled steps.
+"""Read the operations of profiled steps, and compute their GPU time.
 
 Each phase has a range named ``stepscope/<case>/<step>/<phase>``, where the case is a number.
 """
@@ -73,12 +73,15 @@ def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of a case's fastest profiled step, because disturbances only add GPU time."""
+    """Return the operations of a case's fastest profiled step.
+
+    Disturbances only add GPU time, so the fastest step is the least disturbed.
+    """
     return min(complete_steps(operations), key=gpu_time_ms, default=operations)
 
 
 def median_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of a case's profiled step with the median GPU time.
+    """Return the operations of the step with the median GPU time, among the profiled steps of a case.
 
     Use it for power-limited runs, in which the SM clock fluctuates.
     """

@@ -134,7 +134,7 @@ def records_of_own_trace(path: Path) -> Records:
 
 
 def is_cpu_work(name: str) -> bool:
-    """Return whether an event of this name computes something on a CPU."""
+    """Return whether an event with this name computes something on a CPU."""
     return bool(COMPILED_LOOP.match(name)) or (name.startswith("aten::") and not NO_WORK.match(name))
 
 
@@ -381,7 +381,7 @@ class _Reader:
         self.communicators[row] = _communicator(args)
 
     def keep_gpu_range(self, event: dict[str, Any]) -> None:
-        """Store a range of the GPU's timeline, if it has times."""
+        """Store a range from the GPU's timeline, if the range has times."""
         start, duration = event.get("ts"), event.get("dur")
         if not isinstance(start, NUMBER_TYPES) or not isinstance(duration, NUMBER_TYPES):
             return
@@ -398,7 +398,7 @@ def _exact_time(time: Any) -> float | int | Decimal:
     """Convert a time in microseconds, which some tools write as text, to a number.
 
     Raises:
-        ValueError, TypeError: the value is neither a number nor the text of one.
+        ValueError, TypeError: the value is neither a number nor text that contains only a number.
     """
     if type(time) in NUMBER_TYPES:
         return time
