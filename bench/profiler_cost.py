@@ -61,7 +61,7 @@ def main() -> None:
         print(
             f"{tokens:>5} tokens: {wall_ms:.2f} ms at {clock_mhz:.0f} MHz; "
             f"profiled: {profiled_ms:.2f} ms ({profiled_ms / wall_ms - 1:+.2%}), "
-            f"its kernels {kernels_ms:.2f} ms ({kernels_ms / wall_ms - 1:+.2%}), at {profiled_clock_mhz:.0f} MHz",
+            f"kernels {kernels_ms:.2f} ms ({kernels_ms / wall_ms - 1:+.2%}), at {profiled_clock_mhz:.0f} MHz",
             flush=True,
         )
 

@@ -69,7 +69,7 @@ def invalid_parameters():
     yield "same name", [{"params": [("a", weight)]} for weight in model.values()]
     yield "no parameter requires a gradient", [nn.Parameter(torch.ones(2), requires_grad=False)]
     other_device = nn.Parameter(torch.ones(2, device="meta"))
-    message = "b: got a parameter on meta, but expected cpu, where a is"
+    message = "b: got a parameter on meta, but expected cpu, the device of a"
     yield message, [("a", nn.Parameter(torch.ones(2))), ("b", other_device)]
     for dtype in (torch.float64, torch.float16, torch.complex64):
         message = f"weight: got {dtype}, but expected torch.float32 or torch.bfloat16"

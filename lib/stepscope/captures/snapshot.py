@@ -71,7 +71,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path}: the file is cut off; {EXPECTED}") from None
     except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
-        raise TraceError(f"{path}: cannot be read as plain data: {reason}; {EXPECTED}") from None
+        raise TraceError(f"{path} cannot be read as plain data: {reason}; {EXPECTED}") from None
     if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns the segments alone
         snapshot = {"segments": snapshot, "device_traces": []}
     parts = [

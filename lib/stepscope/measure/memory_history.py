@@ -147,7 +147,7 @@ class Recorder:
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages by address."""
+    """Return the size of each tensor's storage in bytes, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 

@@ -1,4 +1,4 @@
-"""This device's peak rates, measured and from its data sheet, and the rates and utilization of timed steps."""
+"""Find this device's peak rates, by measurement and from its data sheet; compute rates and utilization."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,12 +22,8 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
 SHEET_RATES = {"fp16": "bf16"}  # data sheets give one rate for both
-FROM_FLOPS = [
-    "tflops",
-    "mfu",
-    "mfu_vs_measured_peak",
-    "mfu_clock_adjusted",
-]  # columns that assume the FLOPs of our model
+# The columns that assume the FLOPs of our model.
+FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:

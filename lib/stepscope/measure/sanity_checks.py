@@ -79,13 +79,16 @@ def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] 
 
 
 def _exceeds(longer_ms: float, shorter_ms: float, max_ratio: float) -> bool:
-    """Return whether a time exceeds another by more than a ratio and the clock's resolution; False for NaN."""
+    """Return whether ``longer_ms`` exceeds ``shorter_ms`` by more than the ratio and :data:`MIN_DIFFERENCE_MS`.
+
+    The result is False for NaN.
+    """
     difference_ms = longer_ms - shorter_ms
     return longer_ms > max_ratio * shorter_ms and difference_ms > MIN_DIFFERENCE_MS
 
 
 def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the medians of the first and the second half of ordered values.
+    """Return the median of the first half of the values, and the median of the second half.
 
     Fewer than :data:`MIN_STEPS_TO_HALVE` values are returned unchanged.
     """

@@ -166,7 +166,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
         if self.weight.dtype != torch.bfloat16:
             raise TypeError(
-                f"got an FP8 layer with {self.weight.dtype} weights: create its MasterAdamW before you run it"
+                f"got an FP8 layer with {self.weight.dtype} weights: create MasterAdamW before you run the layer"
             )
         out = Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale, self.ones)
         return out.unflatten(0, x.shape[:-1])

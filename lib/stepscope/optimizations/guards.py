@@ -91,7 +91,7 @@ def check_parameters(named: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name}: got {parameter.dtype}, but expected torch.float32 or torch.bfloat16")
         if parameter.device != device:
             raise ValueError(
-                f"{name}: got a parameter on {parameter.device}, but expected {device}, where {first} is"
+                f"{name}: got a parameter on {parameter.device}, but expected {device}, the device of {first}"
             )
     wrapper = find_wrapper(named.values())
     if wrapper is None:

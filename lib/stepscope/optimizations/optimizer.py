@@ -273,7 +273,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self.table = torch.zeros(num_parameters, device=self.device, dtype=torch.int64)
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
-        """Return the index of each program's parameter, int32: each index, repeated for its number of programs."""
+        """Return the parameter index of each program, int32: each index is repeated once per program."""
         owners, times = torch.tensor([indices, programs], dtype=torch.int32, device="cpu")
         by_program = owners.repeat_interleave(times)
         return by_program.to(self.device)
@@ -400,7 +400,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._write_fp8(index)
 
     def _write_fp8(self, index: int) -> None:
-        """Write an FP8 weight's two layouts, and its largest magnitude, from which the next scale follows."""
+        """Write an FP8 weight's two layouts, and its largest magnitude, which determines the next scale."""
         master = self.view(self.master, index)
         self.largest[index] = master.abs().amax()
         fp8.write_layouts(self.parameters[index].data, master, self.scales[index])
@@ -453,7 +453,7 @@ class MasterAdamW(torch.optim.Optimizer):
             hook(self)
 
     def _check_state(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Raise a ValueError if a parameter's saved state is incomplete, or has other shapes."""
+        """Raise a ValueError if a parameter's saved state is incomplete, or has the wrong shapes."""
         has_masters = any("master" in state for state in saved)
         keys = ("master", *MOMENTS) if has_masters else MOMENTS
         for name, shape, state in zip(self.named, self.shapes, saved):
@@ -553,7 +553,7 @@ class MasterAdamW(torch.optim.Optimizer):
         return loss
 
     def _gradients(self) -> list[Any]:
-        """Return all gradients (None if missing); raise a RuntimeError if one is sparse or of another dtype."""
+        """Return all gradients (None if missing); raise a RuntimeError if any is sparse or has the wrong dtype."""
         gradients = [parameter.grad for parameter in self.parameters]
         for (name, parameter), gradient in zip(self.named.items(), gradients):
             if gradient is None:

@@ -121,7 +121,7 @@ class TrainedSubject(Subject):
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Draw the weights from a seed, and restart the optimizer. All optimizations start from the same weights."""
+        """Draw the weights from a seed, equal for every optimization, and restart the optimizer."""
         weights = self.weights()
         generator = torch.Generator(self.device).manual_seed(seed)
         for name in sorted(weights):

@@ -94,7 +94,7 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
     try:
         text = decode_text(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); {EXPECTED}") from None
+        raise TraceError(f"{path} cannot be read ({error}); {EXPECTED}") from None
     return parse_nsys_csv(text, path)
 
 

@@ -501,9 +501,8 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
     processes = process_numbers([names[number] for number in host_threads])
     number_of_thread = np.array([processes.get(name, 0) for name in names], np.int64)
     process = np.where(is_work, 0, number_of_thread[thread])
-    if (
-        len(launching := np.unique(process[is_launch])) == 1
-    ):  # use it everywhere, because ranges may have another namespace's pid
+    # if only one process launches, use it everywhere, because its ranges may have a pid from another namespace
+    if len(launching := np.unique(process[is_launch])) == 1:
         process = np.where(is_work, 0, launching[0])
     try:
         process[is_work] = find_launching_processes(
@@ -627,4 +626,4 @@ def open_capture(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"{path}: cannot be read ({reason}); expected a complete capture") from None
+        raise TraceError(f"{path} cannot be read ({reason}); expected a complete capture") from None
