@@ -4,7 +4,7 @@
     python -m bench FILE         your own capture
 
 Each program reads the same file in a separate process, one after another. Holistic Trace Analysis and nsys-ai
-come with the extra "bench"; programs that aren't installed are reported. With synthetic captures, we first
+come with the extra "bench"; the output names programs that aren't installed. With synthetic captures, we first
 measure how long ``stepscope profile`` takes to print its first and last lines for a small capture, relative to
 importing pandas.
 """

@@ -3,11 +3,11 @@
     python -m bench.adamw [layers]    the weights of this many Transformer layers of width 1,280
 
 The throughput counts only the bytes that a step must move: 28 bytes per parameter, or 20 with bf16 moments
-(optimizer.py has the table). For comparison, we also measure PyTorch's fused AdamW, whose weights, gradients and
-moments are fp32, so it moves 28 bytes, too.
+(optimizer.py has the table). For comparison, we also measure PyTorch's fused AdamW. It moves 28 bytes as well,
+because its weights, gradients and moments are fp32.
 
-**Experiments that didn't help**, as fractions of a copy's throughput on an H200 (torch 2.11). The kernel that we
-kept reaches 96% with bf16 moments, and 84% with bf16 moments and FP8 weights.
+**Experiments that didn't help**, with their fractions of a copy's throughput on an H200 (torch 2.11). The kernels
+that we kept reach 96% with bf16 moments, and 84% with bf16 moments and FP8 weights.
 
     bf16 moments, blocks of 2,048 elements, not 512                      90%
     bf16 moments, stores that leave the cache first, or stream           95%

@@ -2,11 +2,12 @@
 
     python bench/public_models.py --runs runs/public                  every model
     python bench/public_models.py --runs runs/public llama vit        some models
-    python bench/public_models.py --runs runs/public --check          only small versions of them, on the CPU
-    python bench/public_models.py --runs runs/public --summary        what the runs in the folder say
+    python bench/public_models.py --runs runs/public --check          only small versions of the models, on the CPU
+    python bench/public_models.py --runs runs/public --summary        only a summary of the runs in the folder
 
-It needs transformers and torchvision; models of a package that is missing are skipped. A model takes four to five
-minutes on an H100, most of it compiling. Each function here is also a model for ``stepscope ladder``:
+The script needs transformers and torchvision, and skips the models of a package that isn't installed. A model
+takes four to five minutes on an H100, most of which is compilation. Each function here that builds a model also
+works with ``stepscope ladder``:
 
     stepscope ladder bench/public_models.py:llama -p batch=4
 """
@@ -346,7 +347,7 @@ def wav2vec2(batch: int = 4, samples: int = 160_000, layers: int = 12, length: i
         ctc_loss_reduction="mean",
         apply_spec_augment=False,
         layerdrop=0.0,
-        mask_time_prob=0.0,  # no parameter without a gradient
+        mask_time_prob=0.0,  # so that every parameter gets a gradient
     )
     labels = torch.randint(1, config.vocab_size, (batch, length))
     return Wav2Vec2ForCTC(config), {"input_values": torch.randn(batch, samples), "labels": labels}
@@ -412,12 +413,12 @@ MODELS: dict[Callable[..., Built], tuple[str, str]] = {
 }
 
 
-# Arguments with which a model can be checked on a CPU.
+# Arguments that make a model small enough to check it on a CPU.
 SMALL = {"batch": 2, "length": 16, "layers": 1, "frames": 200, "samples": 8000}
 
 
 def check(build: Callable[..., Built]) -> str:
-    """Build a small version of a model on the CPU, and run forward and backward; return what it is."""
+    """Build a small version of a model on the CPU, and run forward and backward; describe its loss and size."""
     names = inspect.signature(build).parameters
     model, batch, *loss = build(**{name: value for name, value in SMALL.items() if name in names})
     inputs = {name: value for name, value in batch.items() if name != "labels" or not loss}
@@ -429,7 +430,7 @@ def check(build: Callable[..., Built]) -> str:
 
 
 def summarize(runs: Path) -> None:
-    """Print what each model's run says: its speedup, and whether every row has a number or a reason."""
+    """Print a summary of each model's run: its speedup, and the rows that have neither a number nor a reason."""
     from stepscope.report.load import load
 
     tables = load(runs)
@@ -449,10 +450,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="models; all by default")
+    parser.add_argument("names", nargs="*", help="models to run (default: all)")
     parser.add_argument("--runs", type=Path, required=True, help="folder of runs")
     parser.add_argument("--check", action="store_true", help="only check small versions of the models")
-    parser.add_argument("--summary", action="store_true", help="only print what the runs say")
+    parser.add_argument("--summary", action="store_true", help="only print a summary of the runs")
     options = parser.parse_args()
     if options.summary:
         summarize(options.runs)
@@ -466,7 +467,7 @@ def main() -> None:
         elif options.check:
             try:
                 print(f"{name} ({kind}): {check(build)}", flush=True)
-            except Exception as error:  # noqa: BLE001  the other models are checked, too
+            except Exception as error:  # noqa: BLE001  go on to check the other models
                 print(f"{name} ({kind}): FAILED, {type(error).__name__}: {error}"[:300], flush=True)
         else:
             model = f"{Path(__file__).resolve()}:{name}"

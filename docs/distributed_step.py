@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 distributed_step.py --strategy ddp_graph
 
 trains the model of `fast_step.py`, which must be in the same folder, on random tokens, and prints the
-milliseconds per step. Every rank has the whole batch size, so n GPUs train on n times as many tokens. Each
+milliseconds per step. `--batch` is the batch size of each rank, so n GPUs train on n times as many tokens. Each
 strategy is a function below; `--strategy` takes its name. Without a GPU, the processes communicate through gloo.
 """
 
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # (B, T)
     targets: torch.Tensor  # (B, T)
-    precision: str = "bf16"  # of autocast; "fp32" for none
+    precision: str = "bf16"  # the dtype of autocast; "fp32" turns autocast off
 
 
 class Message(NamedTuple):
@@ -164,7 +164,7 @@ def ddp(
     # otherwise torch.compile would split each block at the buckets' ends
     torch._dynamo.config.optimize_ddp = False
     replica = DistributedDataParallel(model, bucket_cap_mb=bucket_mib)
-    replica.broadcast_buffers = False  # they never change
+    replica.broadcast_buffers = False  # the buffers never change
     if not communicate:
         replica.register_comm_hook(None, noop_hook)
     elif bf16_gradients:
@@ -274,7 +274,7 @@ def in_graph(make: Callable[[], Distributed], model: nn.Module, warmup_steps: in
         model.zero_grad(set_to_none=True)  # the graph allocates its own gradients
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    gc.collect()  # nothing must be freed during the capture
+    gc.collect()  # so that nothing is freed during the capture
     torch.cuda.empty_cache()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
@@ -362,7 +362,7 @@ def start_process_group() -> torch.device:
     """Join the other ranks that torchrun started, and return this rank's device."""
     os.environ.setdefault(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-    )  # its queries would break a CUDA graph's capture
+    )  # otherwise, the error handling's queries would break the capture of a CUDA graph
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
@@ -400,11 +400,11 @@ def main(arguments: list[str] | None = None) -> None:
             options.vocabulary,
             options.context,
         )
-        torch.manual_seed(1 + dist.get_rank())  # different tokens
+        torch.manual_seed(1 + dist.get_rank())  # different tokens on each rank
         batch = Batch(*torch.randint(options.vocabulary, (2, options.batch, options.context)))
     compile_blocks(model)
     step = STRATEGIES[options.strategy](model, batch).step
-    for _ in range(12):  # compiles; DDP arranges its buckets
+    for _ in range(12):  # the first steps compile, and DDP arranges its buckets
         step()
     dist.barrier()
     start = default_timer()

@@ -1,8 +1,8 @@
-"""Training with `MasterAdamW`: bf16 weights, fp32 master weights, a schedule, clipping, a CUDA graph, resuming.
+"""Train with `MasterAdamW`: bf16 weights, fp32 master weights, a schedule, clipping, a CUDA graph and resuming.
 
-`python master_adamw.py` trains the model of fast_step.py on random tokens and saves a checkpoint halfway. It
-then creates everything again from another seed, resumes, and reports whether both runs end bit-identical. On
-a CPU there is no graph.
+`python master_adamw.py` trains the model of fast_step.py on random tokens and saves a checkpoint halfway. The
+script then creates everything again from another seed, resumes, and reports whether both runs end bit-identical.
+On a CPU, it runs without a graph.
 
 **If you come from `torch.optim.AdamW`**, most things stay the same: groups, schedulers, clipping, gradient
 scaling, `group["lr"] = x` in eager steps, copying and pickling, Hugging Face's Trainer and accelerate. These
@@ -51,7 +51,7 @@ from stepscope.optimizations import MasterAdamW
 
 
 def make_training(shape, batches, steps, moments):
-    """Return a new run: a function that trains on a batch, given its number, the optimizer and its scheduler."""
+    """Return a new run: a function that trains on the batch of a given number, the optimizer and the scheduler."""
     model = Model(*shape)
     for block in model.blocks:
         block.cos, block.sin = block.cos.bfloat16(), block.sin.bfloat16()
@@ -81,7 +81,7 @@ def make_training(shape, batches, steps, moments):
 
     def train_on(number):
         batch.copy_(batches[number % len(batches)])
-        # cloned, because the next replay overwrites it; reading the number here would wait for the GPU
+        # cloned, because the next replay overwrites the loss; calling .item() here would wait for the GPU
         loss = launch().clone()
         scheduler.step()  # fills each group's "lr" tensor, which the graph reads
         return loss
@@ -104,7 +104,7 @@ def captured(step, optimizer):
     with torch.cuda.graph(graph, stream=side):
         loss = step()
 
-    # holds the step, and with it the model and its RoPE tables: a graph doesn't keep what it reads alive
+    # the default argument keeps the model and its RoPE tables alive, because the graph itself doesn't
     def replay(_held=step):
         graph.replay()
         return loss
@@ -113,7 +113,7 @@ def captured(step, optimizer):
 
 
 def main(arguments: list[str] | None = None) -> bool:
-    """Return whether the resumed run ended bit-identical to the uninterrupted one."""
+    """Train, resume and print the results; return whether both runs ended bit-identical."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
         "width": 128,

@@ -300,7 +300,7 @@ def test_operation_without_a_launch_is_kept(tmp_path):
     rows = load_capture(path).operations
     assert rows["launch_start_ns"].isna().tolist() == [False, True] and rows["device"].tolist() == [0, 2]
     assert line_text(path, "capture", device=2).startswith("2 GPUs, details of GPU 2; no steps found")
-    with pytest.raises(TraceError, match="no operations of GPU 1; expected one of 0, 2"):
+    with pytest.raises(TraceError, match="no operations on GPU 1; expected one of 0, 2"):
         profile(path, device=1)
 
 
@@ -353,7 +353,7 @@ INVALID = {
     "inner.sqlite.gz": (gzip.compress(SAMPLE.read_bytes()[:40_000]), "database disk image is malformed"),
     "cpu.json": (
         json.dumps({"traceEvents": [event("cpu_op", "aten::mm", 0, 5)] * 3}).encode(),
-        "has no GPU work, only 3 operators of the CPU; expected kernels of CUDA, ROCm or XPU.*ProfilerActivity.CUDA",
+        "has no GPU work, only 3 CPU operators; expected CUDA, ROCm or XPU kernels.*ProfilerActivity.CUDA",
     ),
     "none.json": (b'{"traceEvents": []}', "has no GPU work; expected"),
     "report.nsys-rep": (b"\x00nsys", "nsys is not installed"),
@@ -435,7 +435,7 @@ def test_error_quotes_nsys_diagnostics_when_the_capture_is_empty(tmp_path):
         (4, None),
     ]
     execute(path, "INSERT INTO DIAGNOSTIC_EVENT VALUES (1, ?, ?)", *diagnostics)
-    quote = "nsys says: CUDA device 0: Unified Memory cannot be traced on"
+    quote = "nsys reports: CUDA device 0: Unified Memory cannot be traced on"
     with pytest.raises(TraceError, match=f"has no kernels; .*; {quote}"):
         load_capture(path)
 
@@ -454,13 +454,13 @@ def test_nsys_report_is_exported_when_nsys_is_installed(tmp_path, monkeypatch):
 
 def test_capture_with_all_launches_before_the_first_step_is_rejected(tmp_path):
     path = write_trace(tmp_path / "a.json", [*launch(ADD, 0, 10, 10), profiler_step(1, 50, 10)])
-    with pytest.raises(TraceError, match="all 1 operations were launched before its first step"):
+    with pytest.raises(TraceError, match="all 1 operations were launched before the first step"):
         profile(path)
 
 
 def test_bound_is_unknown_when_there_are_too_few_operations(tmp_path):
     path = write_trace(tmp_path / "a.json", launch(ADD, 0, 5, 10))
-    assert "unknown: too few operations" in line_text(path, "bound")
+    assert "unknown: the capture has only 1 operation" in line_text(path, "bound")
 
 
 @pytest.mark.parametrize(("known_us", "has_rate"), [(40, False), (60, True)])

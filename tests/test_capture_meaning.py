@@ -262,7 +262,7 @@ def test_steps_without_known_launches_count_as_one_step(tmp_path):
     events = [each for each in steps() if each["cat"] != "cuda_runtime"]
     path = write_trace(tmp_path / "a.json", events)
     text = line_text(path, "capture")
-    assert "3 steps" in text and "no operation's launch is in one of them: the whole capture" in text
+    assert "3 steps" in text and "no operation was launched in any of them: the whole capture" in text
     assert "unknown" in line_text(path, "bound") and line_text(path, "step on GPU") == ""
 
 

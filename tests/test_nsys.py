@@ -567,7 +567,7 @@ def test_error_quotes_a_failed_profilers_output(monkeypatch, tmp_path, script, m
     monkeypatch.setattr(nsys_profile, "profiler_here", lambda device: ("nsys 1", program))
     with pytest.raises(NsysError, match=message):
         nsys_profile.profile_with_nsys(never_run, configure("nsys", **SMALL))
-    with pytest.raises(NsysError, match=r"nsys stats wrote no reports of step.sqlite"):
+    with pytest.raises(NsysError, match=r"nsys stats wrote no reports for step.sqlite"):
         nsys_tool.make_reports(program, Path(shutil.copy(EXPORT, tmp_path)), ("cuda_gpu_kern_sum",))
 
 

@@ -69,7 +69,7 @@ def invalid_parameters():
     yield "same name", [{"params": [("a", weight)]} for weight in model.values()]
     yield "no parameter requires a gradient", [nn.Parameter(torch.ones(2), requires_grad=False)]
     other_device = nn.Parameter(torch.ones(2, device="meta"))
-    message = "b: got a parameter on meta, but expected cpu, where a is"
+    message = "b: got a parameter on meta, but expected cpu, the device of a"
     yield message, [("a", nn.Parameter(torch.ones(2))), ("b", other_device)]
     for dtype in (torch.float64, torch.float16, torch.complex64):
         message = f"weight: got {dtype}, but expected torch.float32 or torch.bfloat16"
@@ -84,7 +84,7 @@ def test_invalid_parameters_are_rejected(message, parameters):
 
 def test_add_param_group_raises():
     optimizer = MasterAdamW(checks.make_parameters())
-    with pytest.raises(RuntimeError, match="all groups when it is made"):
+    with pytest.raises(RuntimeError, match="pass all groups when you create MasterAdamW"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
@@ -497,7 +497,7 @@ def test_step_rejects_model_cast_after_construction(move):
     optimizer = MasterAdamW(model)
     move(model)
     draw_gradients(list(model.parameters()), torch.Generator())
-    with pytest.raises(RuntimeError, match=r"0\.weight was moved or cast after MasterAdamW was made"):
+    with pytest.raises(RuntimeError, match=r"0\.weight was moved or cast after MasterAdamW was created"):
         optimizer.step()
     assert not optimizer.count.any()
 
@@ -642,7 +642,11 @@ def remove_parameter(model, optimizer):
 
 @pytest.mark.parametrize(
     "change, message",
-    [(unfreeze, "make a new MasterAdamW"), (clear_state, "reset"), (remove_parameter, "other parameters")],
+    [
+        (unfreeze, "create a new one"),
+        (clear_state, "reset"),
+        (remove_parameter, "no longer contain the parameters"),
+    ],
 )
 def test_step_rejects_changed_parameters_and_states(change, message):
     model = small()

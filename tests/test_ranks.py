@@ -154,7 +154,7 @@ def test_waits_that_are_not_listed_are_counted(tmp_path):
     paths = [rank_trace(tmp_path, rank, delays) for rank in range(7)]
     (waiting,) = [line for line in profile_ranks(paths) if line.label == "waiting"]
     assert len(waiting.values["waits"]) == 6
-    assert waiting.text.endswith("; 2 shorter waits of other pairs of ranks")
+    assert waiting.text.endswith("; 2 shorter waits between other pairs of ranks")
 
 
 def test_only_common_steps_are_compared(tmp_path):

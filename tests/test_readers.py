@@ -167,7 +167,7 @@ XLA = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GP
 WITHOUT_KERNELS = {
     "mtia": ([device_event("mtia_ccp_events")] * 3, "has 3 events of the category 'mtia_ccp_events'"),
     "jax": ([XLA, device_event(None)], "is a trace of XLA .JAX or TensorFlow."),
-    "mps": ([device_event("cpu_op", "aten::_mps_convolution")], "no kernels of Apple's GPUs"),
+    "mps": ([device_event("cpu_op", "aten::_mps_convolution")], "no kernels on Apple's GPUs"),
 }
 
 

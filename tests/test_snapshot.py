@@ -116,7 +116,7 @@ def test_snapshot_lines_show_the_requested_gpu_and_write_its_allocations(tmp_pat
     assert snapshot_lines(path, device=1, csv=tmp_path / "a.csv")[1].values["peak_bytes"] == 50 * MIB
     table = pd.read_csv(tmp_path / "a.csv")
     assert table["size"].tolist() == [50 * MIB] and table["freed_at"].tolist() == [-1]
-    with pytest.raises(TraceError, match=r"no allocations of GPU 2; expected one of \[0, 1\]"):
+    with pytest.raises(TraceError, match=r"no allocations on GPU 2; expected one of \[0, 1\]"):
         snapshot_lines(path, device=2)
 
 

@@ -275,7 +275,7 @@ def test_inner_ranges_are_listed_excluding_library_ranges(tmp_path):
 
 
 def test_communication_on_the_compute_stream_is_reported():
-    assert "0% hidden, as it runs on the compute stream" in line_text(SYNC, "communication")
+    assert "0% hidden, because it runs on the compute stream" in line_text(SYNC, "communication")
     assert "compute stream" not in line_text(PREFETCH, "communication")
 
 

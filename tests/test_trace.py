@@ -81,16 +81,16 @@ def test_operation_sums_match_the_totals_of_the_capture(sample):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda o: o.drop(index=700), "phases sum to 1329 operations of kind kernel"),
+        (lambda o: o.drop(index=700), "phases contain 1329 operations of kind kernel"),
         (lambda o: pd.concat([o, o.iloc[[700]]]), "1 operations are counted twice"),
         (
             lambda o: o.assign(duration_ns=o["duration_ns"] + (o.index == 700)),
-            "phases sum to 1330 operations of kind kernel and 18266583 ns; expected the capture's 1330 and 18266582 ns",
+            "phases contain 1330 operations of kind kernel with a total of 18266583 ns; expected 1330 operations with 18266582 ns",
         ),
-        (lambda o: o.assign(phase=o["phase"].where(o.index != 700)), "phases sum to 1329"),
-        (lambda o: o.assign(region=o["region"].where(o.index != 700)), "regions sum to 1329"),
-        (lambda o: o.assign(step=o["step"].where(o.index != 700)), "steps sum to 1329"),
-        (lambda o: o[o["kind"] != "memset"], "phases sum to 0 operations of kind memset"),
+        (lambda o: o.assign(phase=o["phase"].where(o.index != 700)), "phases contain 1329"),
+        (lambda o: o.assign(region=o["region"].where(o.index != 700)), "regions contain 1329"),
+        (lambda o: o.assign(step=o["step"].where(o.index != 700)), "steps contain 1329"),
+        (lambda o: o[o["kind"] != "memset"], "phases contain 0 operations of kind memset"),
     ],
 )
 def test_check_conservation_raises_when_operations_are_lost_duplicated_or_changed(sample, change, message):
@@ -387,12 +387,18 @@ def test_load_trace_includes_copies(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ((20, 25, "loss", MAIN), "phase 'loss' begins at 20 ns within phase 'forward' of 10 to 40 ns"),
+        (
+            (20, 25, "loss", MAIN),
+            "phase 'loss' begins at 20 ns within phase 'forward', which lasts from 10 to 40 ns",
+        ),
         (
             (30, 45, "backward", AUTOGRAD),
-            "phase 'backward' begins at 30 ns within phase 'forward' of 10 to 40 ns",
+            "phase 'backward' begins at 30 ns within phase 'forward', which lasts from 10 to 40 ns",
         ),
-        ((95, 120, "step", AUTOGRAD), "step 'step' begins at 95 ns within step 'step' of 0 to 100 ns"),
+        (
+            (95, 120, "step", AUTOGRAD),
+            "step 'step' begins at 95 ns within step 'step', which lasts from 0 to 100 ns",
+        ),
     ],
 )
 def test_overlapping_phases_or_steps_are_rejected(tmp_path, extra, message):
@@ -422,7 +428,7 @@ MORE = f"INSERT INTO {KERNEL} SELECT start, end, deviceId, streamId, correlation
         ),
         (
             f"INSERT INTO NVTX_EVENTS VALUES (22, 28, 59, 'crossing', {MAIN}, NULL, 0)",
-            "range 'crossing' ends after the range it began in",
+            "range 'crossing' ends after the range in which it began",
         ),
         (
             "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET start = 'soon'",

@@ -2,7 +2,7 @@
 
 Optimizing a kernel can save the time in which nothing else runs, closing an idle gap saves its length, and hiding
 a copy or collective saves its exposed time. These are upper bounds: an optimization saves at most this time. Each
-piece of advice concerns one place and names it.
+piece of advice names the one place that it concerns.
 """
 
 import math
@@ -23,7 +23,7 @@ from stepscope.traces.kernel_names import short_names, words
 
 FUSABLE = ("elementwise", "copy and cast", "reduction and norm", "softmax")
 BETWEEN_MATMULS = (*FUSABLE, "random")  # kernel categories between attention's two matmuls
-MAX_OPS_TO_MATMUL = 8  # from a softmax to the matmul before or after it
+MAX_OPS_TO_MATMUL = 8  # maximum number of operations from a softmax to the matmul before or after it
 LOSS = re.compile(r"nll|entropy|log ?soft ?max", re.IGNORECASE)
 MISALIGNED = re.compile(r"align[12](?![0-9])")
 HALF_PRECISION = re.compile(r"bf16|f16(?!8)|fp16|half|hgemm|tensorop|s16816|s1688", re.IGNORECASE)
@@ -76,7 +76,7 @@ def _advice_for_communication(gpu: Device) -> list[Advice]:
     parts = exposed_communication(gpu)
     hide = "hide communication behind compute"
     if communicates_on_compute_stream(gpu):
-        hide += " (it runs on the compute stream: use a separate one)"
+        hide += " (it runs on the compute stream: use a separate stream)"
     if math.isnan(parts.min_transfer_ms) and not parts.is_measured:
         hide += "; its message sizes are unknown, so part of it may be waiting for another GPU"
     balance = (
@@ -101,7 +101,7 @@ def _copy_advice_text(gpu: Device) -> str:
 
 
 def capture_again(gpu: Device) -> str:
-    """Return what a new capture should record if this one lacks data that advice needs; "" if it lacks none."""
+    """Return what a new capture should record, or "" if this capture has all the data that advice needs."""
     if gpu.untraced_graphs:
         return "capture again with the operations of CUDA graphs: without them, the idle time is unknown"
     has_mostly_empty_steps = len(gpu.host_steps) > 0 and not gpu.has_steps
@@ -155,7 +155,7 @@ def _text_for_host(_: str, place: str) -> str:
 def _text_for_unnamed(_: str, place: str) -> str:
     return (
         f"find out what the host does{_location_text(place)} while the GPU is idle: this capture does not name it"
-        " (with_stack=True, record_function or NVTX ranges do)"
+        " (captures with with_stack=True, record_function or NVTX ranges do)"
     )
 
 
@@ -163,8 +163,8 @@ def _text_for_device(_: str, place: str) -> str:
     if not place:
         return "use fewer, larger kernels to shorten the gaps between operations that are already queued"
     return (
-        f"find out what {short_kernel_name(place)} waits for: it was launched in time (an event, another stream or"
-        " another GPU)"
+        f"find out what {short_kernel_name(place)} waits for (an event, another stream or another GPU): it was"
+        " launched in time"
     )
 
 
@@ -322,6 +322,6 @@ def _advice_for_generated(gpu: Device) -> list[Advice]:
     return [
         Advice(
             float(saved_ms[slowest]) * min(1.0, exposed_share),
-            f"speed up {name}: it moves {rate}, the other generated kernels {other_rate}",
+            f"speed up {name}: it moves {rate}, but the other generated kernels move {other_rate}",
         )
     ]

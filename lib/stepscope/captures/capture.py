@@ -1,4 +1,4 @@
-"""Read any program's capture, recorded by nsys or torch.profiler, and attribute its operations.
+"""Read a capture of any program, from nsys or torch.profiler, and assign its operations to steps and phases.
 
 Range names determine steps and phases. Autograd's ranges mark the backward pass, and the operators that created
 autograd's nodes mark the forward pass. Operations launched before the capture, before its first step or in a
@@ -86,8 +86,8 @@ class Capture:
     """A capture's GPU operations, steps and host events.
 
     Attributes:
-        operations: a row per operation, ordered by start. Columns, with the value for "none" or "unknown":
-            kind (kernel, memcpy, memset), name, family, device, stream, start_ns, duration_ns,
+        operations: a row per operation, ordered by start. Columns, with the value for "none" or "unknown" in
+            parentheses: kind (kernel, memcpy, memset), name, family, device, stream, start_ns, duration_ns,
             launch_start_ns and launch_duration_ns (NA), thread (-1), process, phase ("outside"), range (the
             outermost range that isn't a step, a phase or a library's range; ""), inner_range (the innermost such
             range), step (-1), bytes (of a copy, a fill or a generated kernel's arguments; -1), a matmul's flops
@@ -100,10 +100,10 @@ class Capture:
         gpus: GPU names by id.
         rank: the process's rank and the number of ranks.
         base_ns: the zero point of the capture's times, in ns since 1970; 0 if unknown.
-        shapes: whether operators' shapes were recorded.
+        shapes: whether the shapes of the operators' inputs were recorded.
         untraced_graphs: CUDA graph launches (process, start_ns) whose operations the capture omits.
         unfinished: the number of host events without an end; these events are dropped.
-        processes: the capture's name for each process, by number.
+        processes: the name that the capture gives each process, by process number.
     """
 
     path: str
@@ -136,7 +136,7 @@ class Capture:
         return len(self.excluded)
 
     def between(self, from_ms: float | None, to_ms: float | None) -> "Capture":
-        """Return a capture of the operations that start in a time span; drop steps only partly inside it.
+        """Return a capture with only the operations that start in a time span, and only the steps fully inside it.
 
         Args:
             from_ms, to_ms: times in ms after the first operation; None means the capture's start or end.
@@ -177,12 +177,13 @@ def load_capture(
 ) -> Capture:
     """Read a capture file, which may be gzipped.
 
-    The file may be nsys's ``.sqlite``, its ``.nsys-rep`` (if nsys is installed), its report cuda_gpu_trace as
-    ``.csv``, or torch.profiler's ``.json`` from CUDA or ROCm.
+    The file may come from nsys (``.sqlite``; ``.nsys-rep`` if nsys is installed; or the report cuda_gpu_trace as
+    ``.csv``), or from torch.profiler (``.json``) on CUDA or ROCm.
 
     Args:
-        step: the step ranges' name, without numbers; None to detect it.
-        phases: phases by range name or pattern, such as "*(F)"; other ranges' names determine their phases.
+        step: the name of the step ranges, without numbers; None to detect the name.
+        phases: the phase for each range name or pattern, such as "*(F)". All other ranges get the phase that their
+            own names denote.
         on_cpu: if a trace contains no GPU work, read the CPU's operators and gloo's collectives instead.
 
     Raises:
@@ -192,8 +193,8 @@ def load_capture(
     capture = load_capture_or_sums(path, step, phases, on_cpu)
     if not isinstance(capture, Capture):
         raise TraceError(
-            f"{path}: this is the nsys report {KERNEL_REPORT}, which contains only sums; expected a capture with"
-            " their times, such as the report cuda_gpu_trace"
+            f"{path}: this is the nsys report {KERNEL_REPORT}, which contains only the total time of each kernel;"
+            " expected a capture with the time of every launch, such as the report cuda_gpu_trace"
         )
     return capture
 
@@ -204,7 +205,7 @@ def load_capture_or_sums(
     phases: Mapping[str, str] | None = None,
     on_cpu: bool = False,
 ) -> Capture | pd.DataFrame:
-    """Read a capture like ``load_capture``, but return nsys's report cuda_gpu_kern_sum as a table."""
+    """Read a capture as ``load_capture`` does, but return nsys's report cuda_gpu_kern_sum as a table."""
     path = Path(path)
     with readable_capture(path) as (kind, file):
         if kind == "json":
@@ -261,7 +262,7 @@ def _add_messages(records: Records, payloads: pd.DataFrame) -> None:
     if payloads.empty or not is_collective.any():
         return
     gpus = {*zip(records.process[is_collective], operations.loc[is_collective, "device"])}
-    ranks = len(gpus)  # counted per process, because each may call its GPU number 0
+    ranks = len(gpus)  # counted per process, because the GPU of every process may have the number 0
     if ranks < 2:
         return
     launch = find_launches(records.process, operations["correlation_id"].to_numpy(), records.launches)
@@ -310,7 +311,7 @@ def _untraced_graphs(
         return pd.DataFrame({"process": process, "start_ns": start})
     traced = pd.MultiIndex.from_arrays([records.process, records.operations["correlation_id"]])
     is_untraced = ~pd.MultiIndex.from_arrays([process, correlation]).isin(traced)
-    # operations without a launch may belong to a graph whose records omit the id
+    # an operation without a known launch may belong to a graph, if its record omits the correlation id
     without_launch = (
         pd.Series(records.operations["launch_start_ns"].isna().to_numpy()).groupby(records.process).sum()
     )
@@ -397,7 +398,7 @@ def _rank_of_trace(header: dict[str, Any]) -> tuple[int, int] | None:
 def _with_operator_work(operations: pd.DataFrame, trace: Trace, external_ids: np.ndarray) -> pd.DataFrame:
     """Add the FLOPs and dtype of each operation's operator, and the bytes of a generated kernel's arguments.
 
-    Each of an operator's kernels gets the operator's total.
+    Each kernel of an operator gets the operator's total.
     """
     work_by_id = {key: _operator_work(*operator) for key, operator in trace.operators.items()}
     ids, codes = np.unique(external_ids, return_inverse=True)
@@ -439,9 +440,9 @@ def _attribute(
     phases: Mapping[str, str] | None,
     uses_gpu_ranges: bool = False,
 ) -> Capture:
-    """Attribute each operation to the step, phase and ranges that were open in its process at its launch.
+    """Assign each operation to the step, phase and ranges that were open in its process at its launch.
 
-    Ranges from the GPU's timeline must be open at the operation's start instead.
+    If ``uses_gpu_ranges``, the ranges are from the GPU's timeline, and must be open at the operation's start.
     """
     operations, process = records.operations, records.process
     join_launches(records)
@@ -515,7 +516,7 @@ def _has_backward_node(
     operators, nodes = autograd.operators, autograd.backward
     operators = operators[
         ~operators["key"].isin(nodes["key"])
-    ]  # operators on backward's threads run inside nodes
+    ]  # an operator on a thread of the backward pass runs inside a node
 
     def with_step(rows: pd.DataFrame) -> pd.DataFrame:
         process_keys = rows["key"].to_numpy("int64") & PROCESS
@@ -534,7 +535,7 @@ def _has_backward_node(
 def _mark_forward(
     step: np.ndarray, phase: np.ndarray, launch: np.ndarray, process: np.ndarray, has_node: np.ndarray
 ) -> np.ndarray:
-    """Mark the forward phase if only autograd's ranges determine the phases.
+    """Mark the forward phase in a capture whose phases are determined only by autograd's ranges.
 
     Forward includes everything that a step launches before its first backward operation. Later in the step, it
     includes operations that create nodes for another backward pass, and everything between two such operations.
@@ -577,7 +578,7 @@ def _launched_too_early(
 
 
 def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str] | None) -> np.ndarray:
-    """Return each range's phase according to ``phases``, or else to its name; "" if it has no phase.
+    """Return each range's phase as given in ``phases``, or else as denoted by the range's name; "" if it has none.
 
     Raises:
         TraceError: a name in ``phases`` matches no range.
@@ -595,7 +596,10 @@ def _phases_of_ranges(path: str, ranges: pd.DataFrame, phases: Mapping[str, str]
 
 
 def _matches_name(name: str, pattern: str) -> bool:
-    """Return whether a range's name matches a pattern with "*" or "?", or a name, ignoring numbers and signs."""
+    """Return whether a range's name matches ``pattern``.
+
+    A pattern without "*" and "?" is a name, which is compared without numbers and signs.
+    """
     if set(pattern) & set("*?"):
         return fnmatch.fnmatchcase(name, pattern)
     return plain_name(name) == plain_name(pattern)

@@ -25,15 +25,15 @@ HYPHENATED = {
     "alltoall": "all-to-all",
     "sendrecv": "send-recv",
 }
-MIN_OPS_TO_COMPARE = 5  # with fewer operations of a name, no time is typical
-WAITING_RATIO = 10  # an operation that takes this many times its name's typical time has waited
+MIN_OPS_TO_COMPARE = 5  # with fewer operations of the same name, we compute no typical time
+WAITING_RATIO = 10  # an operation that takes more than this many times the median time of its name has waited
 
 
 class Exposed(NamedTuple):
     """A step's exposed communication in ms, divided into transfer and waiting.
 
     min_transfer_ms: the exposed collectives' minimum transfer time; nan if a size or the bandwidth is unknown.
-    is_measured: whether comparing the GPUs' kernels determined all of the transfer.
+    is_measured: whether all of the transfer time was determined by comparing the kernels of several GPUs.
     longest: the name of the operation that waits longest; "" if none waits.
     """
 
@@ -47,9 +47,9 @@ class Exposed(NamedTuple):
 def exposed_communication(gpu: Device) -> Exposed:
     """Split the median step's exposed communication into transfer and waiting.
 
-    If other GPUs' kernels of the same collective are known, the shortest of them is the transfer. Otherwise, the
-    size determines the minimum transfer time. An operation of unknown size counts as transfer unless it takes far
-    longer than its name's typical time.
+    If the kernels of the same collective on other GPUs are known, the duration of the shortest kernel is the
+    transfer time. Otherwise, the size determines the minimum transfer time. An operation of unknown size counts as
+    transfer, unless it takes far longer than the median time of operations with the same name.
     """
     exposed_ms = float(gpu.median["exposed communication"])
     rows = gpu.running_ops[gpu.running_ops["part"] == COMMUNICATION]
@@ -93,7 +93,7 @@ def min_transfer_ns(rows: pd.DataFrame, gb_s: float | None) -> np.ndarray:
 
 
 def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
-    """Return the time in ns of each operation during which none of ``others`` runs."""
+    """Return, for each operation, the time in ns during which it runs and none of ``others`` runs."""
     others = others.sort_values("start_ns")
     starts, ends = others["start_ns"].to_numpy("int64"), others["end_ns"].to_numpy("int64")
     begins, stops = rows["start_ns"].to_numpy("int64"), rows["end_ns"].to_numpy("int64")
@@ -115,7 +115,8 @@ def _exposed_ns(rows: pd.DataFrame, others: pd.DataFrame) -> np.ndarray:
 def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
     """Return how many ns of each operation of unknown size may count as transfer.
 
-    The limit is its name's median time if the operation takes far longer than that, otherwise infinity.
+    If an operation takes far longer than the median time of operations with the same name, the limit is that
+    median. Otherwise, the limit is infinity.
     """
     collectives = gpu.classified_ops[gpu.classified_ops["part"] == COMMUNICATION]
     durations = collectives.groupby("name", observed=True)["duration_ns"].agg(["median", "size"])
@@ -128,7 +129,7 @@ def _max_transfer_ns(gpu: Device, rows: pd.DataFrame) -> np.ndarray:
 
 
 def collective(name: str) -> str:
-    """Return the kind of collective that a kernel's name contains, such as "all-reduce"; "other" if none."""
+    """Return the kind of collective that a kernel's name denotes, such as "all-reduce"; "other" if none."""
     match = COLLECTIVE.search(words(name))
     kind = match[0].replace(" ", "") if match else "other"
     return HYPHENATED.get(kind, kind)

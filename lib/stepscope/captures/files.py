@@ -13,10 +13,11 @@ from stepscope.traces.nsys_tool import export_capture, find_nsys
 from stepscope.traces.torch_trace import open_capture
 
 EXPECTED = (
-    "expected nsys's .sqlite or .nsys-rep, torch.profiler's .json, or a .csv of nsys stats, also gzipped"
+    "expected a .sqlite or .nsys-rep from nsys, a .json from torch.profiler, or a .csv from nsys stats (each may"
+    " be gzipped)"
 )
-HEAD_BYTES = 8192  # the first bytes of a file, by which we recognize its kind
-MAX_PREAMBLE = 2**26  # bytes in which we search for a report's headings
+HEAD_BYTES = 8192  # number of bytes at the start of a file that we read to recognize its kind
+MAX_PREAMBLE = 2**26  # number of bytes in which we search for a report's headings
 # Reasons why files with these suffixes can't be read, and what to do instead.
 UNREADABLE_SUFFIXES = {
     ".qdrep": "a report of nsys before 2021.4; export it with that nsys: nsys export --type sqlite",
@@ -77,7 +78,7 @@ def _export(path: Path, export: Path) -> None:
     if nsys is None:
         raise TraceError(
             f"{path}: this is an nsys report, and nsys is not installed here; expected its export:"
-            f" run 'nsys export --type sqlite {path.name}' where nsys is"
+            f" run 'nsys export --type sqlite {path.name}' where nsys is installed"
         )
     try:
         export_capture(nsys, path, export)

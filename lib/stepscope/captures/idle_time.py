@@ -26,8 +26,8 @@ SYNCHRONIZES = re.compile(
 )
 MIN_LONG_GAP_NS = 200_000  # a host that is busy launching leaves shorter gaps
 MAX_START_LATENCY_NS = 10_000  # an idle GPU starts an operation at most this long after its launch
-MAX_EXPLAINED_GAPS = 2_000  # the longest gaps; all others count as "launch"
-MAX_PARTS = 4  # host events that together explain one gap
+MAX_EXPLAINED_GAPS = 2_000  # we explain only this many of the longest gaps; all others count as "launch"
+MAX_PARTS = 4  # maximum number of host events that together explain one gap
 # Frames and operators that don't show what the program itself does.
 LIBRARY = re.compile(
     r"^<|^torch/|/torch/|site-packages|/lib/python|^(?:threading|contextlib|runpy|socket"
@@ -65,7 +65,7 @@ def explain_gaps(gpu: Device) -> pd.DataFrame:
 
 
 def _host_events_near_median(gpu: Device) -> pd.DataFrame:
-    """Return the host events during the median step and one step time before it, ordered by thread and start."""
+    """Return the host events from one step time before the median step to its end, ordered by thread and start."""
     host, windows = gpu.capture.host, gpu.windows[gpu.median_indices]
     begin, end = int(windows[:, 0].min()), int(windows[:, 1].max())
     earlier = begin - int((windows[:, 1] - windows[:, 0]).max())
@@ -74,7 +74,7 @@ def _host_events_near_median(gpu: Device) -> pd.DataFrame:
 
 
 def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
-    """Split each gap when the launch returned: the host causes the part before, and the GPU the part after."""
+    """Split each gap when the launch returned: the host causes the part before that time, and the GPU the rest."""
     begin, end, returned = (gaps[name].to_numpy("int64") for name in ("begin", "end", "returned"))
     is_known = returned > -LATEST
     host_end = np.where(is_known, returned.clip(begin, end), begin)
@@ -90,7 +90,7 @@ def _split_at_launch_return(gaps: pd.DataFrame) -> pd.DataFrame:
 def _assign_causes(
     gpu: Device, late: pd.DataFrame, host: pd.DataFrame, is_rest: bool
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Find the causes of gaps that end with a late launch, in order of time, from the host's activity.
+    """Determine from the host's activity, in order of time, what causes the gaps that end with a late launch.
 
     Args:
         is_rest: whether the gaps are remainders of longer gaps, so that no earlier call caused them.
@@ -109,7 +109,7 @@ def _assign_causes(
     calls = np.full(len(late), -1) if is_rest else _last_sync_calls(host, thread, begin)
     starts, ends = (host[name].to_numpy("int64") for name in ("start_ns", "end_ns"))
     kinds, names = host["kind"].astype(object).tolist(), host["name"].astype(object).tolist()
-    remaining_ns: dict[int, int] = {}  # by sync call: the host's remaining lead without the call, in ns
+    remaining_ns: dict[int, int] = {}  # for each sync call, how many ns of later gaps it can still explain
     known_launches = _known_launches(gpu)
     without_launches = _are_without_launches(known_launches, host)
     is_silent = _is_thread_silent(known_launches, thread, begin, end)
@@ -138,7 +138,7 @@ def _assign_causes(
         elif length < MIN_LONG_GAP_NS:
             records.append(("launch", "", "", -1))
         elif kind == "call" and SYNCHRONIZES.search(name):
-            # waits for another stream or GPU, because this one is idle
+            # the call waits for another stream or another GPU, because this GPU is idle
             records.append(("sync", name, _location(gpu, host, event, parents), event))
         else:
             is_launching_operator = event >= 0 and kind == "operator" and not _is_generic(gpu, kind, name)
@@ -184,7 +184,7 @@ def _is_thread_silent(
         position = np.searchsorted(start, end[is_thread] - 1, side="right") - 1
         last_returned = np.append(returned, -LATEST)[np.maximum(position - 1, -1)]
         quiet_ns = np.append(start, -LATEST)[position] - np.maximum(last_returned, begin[is_thread])
-        # no launch marks the end of a step
+        # a gap that lasts until the end of the step has no such launch
         ends_without_launch = np.append(returned, -LATEST)[position] < begin[is_thread]
         quiet_ns = np.where(ends_without_launch, (end - begin)[is_thread], quiet_ns)
         is_silent[is_thread] = (quiet_ns >= MIN_LONG_GAP_NS) & (2 * quiet_ns >= (end - begin)[is_thread])
@@ -199,7 +199,7 @@ def _known_launches(gpu: Device) -> pd.DataFrame:
 
 
 def _are_without_launches(launches: pd.DataFrame, host: pd.DataFrame) -> np.ndarray:
-    """Return a mask of the host events whose thread launches nothing while they last."""
+    """Return a mask of the host events during which their thread launches nothing."""
     is_without = np.full(len(host), True)
     for thread, rows in launches.groupby("thread"):
         event_indices = np.flatnonzero(host["thread"] == thread)

@@ -12,10 +12,10 @@ from stepscope.traces.kernel_categories import MATMUL, kernel_categories
 from stepscope.traces.kernel_names import short_names
 
 MAX_KERNELS = 5
-MAX_NAMED = 4  # ranges or phases in one line
+MAX_NAMED = 4  # maximum number of ranges or phases in one line
 MIN_SHARE_SHOWN = 0.0005  # share of all kernel time; smaller overlaps are omitted
 MAX_PHASE_SHARE = 0.9  # share of all kernel time; a range with a larger share isn't a phase
-MIN_RATED_BYTES = 1e8  # fewer bytes fit into caches, so their rate is meaningless
+MIN_RATED_BYTES = 1e8  # fewer bytes fit into caches, so their rate says nothing about memory
 
 
 def phases_line(gpu: Device) -> Line:
@@ -64,7 +64,7 @@ def categories_line(gpu: Device) -> Line:
 
 
 def kernel_lines(kernels: pd.DataFrame) -> list[Line]:
-    """List the longest kernels and copies, one per line, with count, ms, share of the total and duration."""
+    """List the kernels and copies with the most time, one per line: count, ms, share of the total and duration."""
     top = kernels.head(MAX_KERNELS)
     names = short_names([str(name) for name in top.index], MAX_NAME_CHARS)
     lines = []

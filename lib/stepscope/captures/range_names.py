@@ -69,5 +69,5 @@ def phase_of(name: str) -> str | None:
 
 
 def map_categories(names: pd.Series, value: Callable[[str], str]) -> np.ndarray:
-    """Map a categorical column's names through a function, which is called once per distinct name."""
+    """Apply a function to the names in a categorical column. The function is called once per distinct name."""
     return np.array([*map(value, names.cat.categories), ""], object)[names.cat.codes]

@@ -6,9 +6,10 @@ kernel's duration is the transfer, and the other kernels spend the rest of their
 Durations need no common clock, so the ranks may come from different hosts.
 
 Collectives are matched by step, communicator, kind and order. Captures of CUDA graphs omit communicators, so only
-the step, the kind and the order decide. If a communicator's ranks run different numbers of a kind in a step, as in
-a pipeline, the order is meaningless, and we match none of them. Kernels that we matched by order, but that end at
-different times, belong to different collectives, for example because a capture omits some; we exclude them, too.
+the step, the kind and the order decide. If a communicator's ranks run different numbers of collectives of a kind
+in a step, as in a pipeline, the order is meaningless, and we match none of these collectives. If kernels that we
+matched by order end at different times, they belong to different collectives, for example because a capture omits
+some collectives. We exclude these kernels, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,7 @@ def match_collectives(gpus: Sequence[Device], steps: set[str]) -> tuple[pd.DataF
 
 
 def _end_difference_ns(rows: pd.DataFrame) -> pd.Series:
-    """Return how many ns apart each kernel's collective ends on its ranks, after aligning the ranks' clocks."""
+    """Return, for each kernel, how many ns apart its collective ends on different ranks, with aligned clocks."""
     later_ns = rows["end_ns"] - rows.groupby(KEY)["end_ns"].transform("first")
     clock_ns = later_ns.groupby([rows["communicator"], rows["rank"]]).transform(_median)
     ends = rows.assign(end_ns=later_ns - clock_ns).groupby(KEY)["end_ns"]
@@ -177,7 +178,7 @@ def profile_ranks(
 
     Args:
         step, phases: as in :func:`stepscope.captures.capture.load_capture`.
-        device: each capture's GPU; None for its busiest GPU.
+        device: the GPU to use from each capture; None for the busiest GPU.
 
     Raises:
         TraceError: a file isn't a capture, or the captures share no steps or collectives.
@@ -193,7 +194,7 @@ def profile_ranks(
     lines = rank_lines(gpus, names)
     if not lines:
         raise TraceError(
-            f"{paths[0]}: no collective in common with the other captures; expected the ranks of one step"
+            f"{paths[0]}: no collective in common with the other captures; expected captures of one step's ranks"
         )
     files = ", ".join(clean(Path(gpu.capture.path).name) for gpu in gpus)
     return [Line("capture", f"{counted(paths, 'capture')}: {files}", {"captures": len(paths)}), *lines]
@@ -244,7 +245,7 @@ def _overview_line(comparison: Comparison, gpus: Sequence[Device]) -> Line:
     if comparison.mismatched:
         text += (
             f"; excluded: {counted(comparison.mismatched, 'collective')}, whose kernels end at different times on"
-            " different ranks, so the captures omit collectives or are of different runs"
+            " different ranks, which suggests that the captures omit collectives or come from different runs"
         )
     if is_incomplete:
         text += "; transfer includes waiting for the ranks that are missing here"
@@ -270,15 +271,16 @@ def _waiting_line(comparison: Comparison, names: Sequence[str]) -> Line:
         for (rank, last), ms in shown.head(MAX_WAITS_SHOWN).items()
     ]
     if len(shown) > MAX_WAITS_SHOWN:
-        texts.append(f"{counted(len(shown) - MAX_WAITS_SHOWN, 'shorter wait')} of other pairs of ranks")
+        texts.append(f"{counted(len(shown) - MAX_WAITS_SHOWN, 'shorter wait')} between other pairs of ranks")
     values = {"waits": [{"rank": r, "for": last, "ms": float(ms)} for (r, last), ms in shown.items()]}
     return Line("waiting", "; ".join(texts) or "no rank waits for another", values)
 
 
 def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
-    """Report ranks whose clocks differ from most ranks' clocks, because collectives end on all ranks together.
+    """Report ranks whose clocks differ from the clocks of most ranks.
 
-    Compare the ranks of the largest communicator, because only its collectives connect all of their clocks.
+    A collective ends on all ranks at about the same time, so the recorded ends show how far clocks differ. We
+    compare the ranks of the largest communicator, because its collectives run on the most ranks.
     """
     members = collectives.groupby("communicator")["rank"].nunique()
     rows = collectives[collectives["communicator"] == members.idxmax()]
@@ -298,5 +300,5 @@ def _clock_line(collectives: pd.DataFrame, names: Sequence[str]) -> Line:
 
 
 def _median(offsets: pd.Series | pd.DataFrame) -> Any:
-    """Return the median, or the lower of the two middle values: an offset that a rank really has, not a mean."""
+    """Return the median, or the lower of the two middle values: a measured offset, and not the mean of two."""
     return offsets.quantile(0.5, interpolation="lower")

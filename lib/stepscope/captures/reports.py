@@ -45,7 +45,7 @@ def read_report(file: Path) -> pd.DataFrame:
 
 
 def operations_of_report(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Return a cuda_gpu_trace report's operations with a capture's columns, and the GPUs' names by id.
+    """Return the operations of a cuda_gpu_trace report with the columns of a capture, and the GPU names by id.
 
     Launches, ranges and steps are unknown.
     """

@@ -1,4 +1,4 @@
-"""Summarize a PyTorch memory snapshot: the peak, and the lines of code whose allocations make it up.
+"""Summarize a PyTorch memory snapshot: the peak, and the source lines whose allocations make up the peak.
 
 ``torch.cuda.memory._dump_snapshot`` writes a pickle of dicts, lists, strings and numbers. Because loading a
 pickle can run arbitrary code, we load it without classes and reject files that name one.
@@ -22,9 +22,9 @@ from stepscope.traces.attribution import TraceError
 from stepscope.traces.torch_trace import open_capture
 
 MAX_BYTES = 2**29  # maximum size of the pickle
-MAX_OBJECT_BYTES = 40  # bytes of objects that each byte of the pickle may create
+MAX_OBJECT_BYTES = 40  # maximum bytes of objects per byte of the pickle
 EXPECTED = "expected a memory snapshot that torch.cuda.memory._dump_snapshot wrote"
-MAX_HOLDERS = 6  # lines of code that the summary lists
+MAX_HOLDERS = 6  # source lines that the summary lists
 NEVER = np.iinfo(np.int64).max
 LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|^torch/|/lib/python3|^<frozen")
 PYTHON = re.compile(r"\.py$|^<|ipykernel")
@@ -61,7 +61,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
     with open_capture(path) as stream:
         data = stream.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise TraceError(f"{path}: more than {MAX_BYTES:,} bytes; {EXPECTED} with fewer max_entries")
+        raise TraceError(f"{path} has more than {MAX_BYTES:,} bytes; {EXPECTED} with fewer max_entries")
     try:
         with _limited_memory(MAX_OBJECT_BYTES * len(data) + 2**30):
             snapshot = _DataOnly(io.BytesIO(data)).load()
@@ -71,7 +71,7 @@ def read_snapshot(path: Path) -> dict[str, Any]:
         raise TraceError(f"{path}: the file is cut off; {EXPECTED}") from None
     except Exception as error:  # noqa: BLE001  an unpickler's exception depends on the damage
         reason = f"{clean(error, 200)} ({type(error).__name__})"
-        raise TraceError(f"{path}: cannot be read as plain data: {reason}; {EXPECTED}") from None
+        raise TraceError(f"{path} cannot be read as plain data: {reason}; {EXPECTED}") from None
     if isinstance(snapshot, list):  # torch.cuda.memory_snapshot() returns the segments alone
         snapshot = {"segments": snapshot, "device_traces": []}
     parts = [
@@ -195,7 +195,7 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
         csv: a file to write the allocations to, one per line.
 
     Raises:
-        TraceError: the file isn't a memory snapshot, or contains no allocations of the GPU.
+        TraceError: the file isn't a memory snapshot, or contains no allocations on the GPU.
         OSError: the CSV can't be written.
     """
     snapshot = read_snapshot(path)
@@ -207,7 +207,7 @@ def snapshot_lines(path: Path, device: int | None = None, csv: Path | str | None
     if not tables:
         raise TraceError(f"{path}: no allocations; {EXPECTED} (after _record_memory_history)")
     if device is not None and device not in tables:
-        raise TraceError(f"{path}: no allocations of GPU {device}; expected one of {[*tables]}")
+        raise TraceError(f"{path}: no allocations on GPU {device}; expected one of {[*tables]}")
     device_shown = (
         device if device is not None else max(tables, key=lambda number: peak_of(tables[number])[1])
     )
@@ -259,7 +259,7 @@ def _summary_lines(snapshot: dict[str, Any], device: int, table: pd.DataFrame, d
     older_bytes = int(held.loc[held["allocated_at"] < 0, "size"].sum())
     if has_history and older_bytes:
         share = number(older_bytes / peak, "%")
-        text = f"{size(older_bytes)} ({share}) of it was allocated before the history begins"
+        text = f"{size(older_bytes)} ({share}) of the peak was allocated before the history begins"
         lines.append(Line("older", text, {"older_bytes": older_bytes}))
     if has_history:
         end_bytes = int(table.loc[table["freed_at"] == NEVER, "size"].sum())
@@ -285,7 +285,7 @@ def _header_line(table: pd.DataFrame, device: int, devices: int, events: int) ->
 
 
 def _bytes_reserved_after(events: list[dict], event: int) -> int:
-    """Return the number of bytes reserved minus those released after an event."""
+    """Return the bytes reserved after an event, minus the bytes released after the event."""
     signs = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
     later_events = events[event + 1 :]
     return sum(
@@ -294,7 +294,7 @@ def _bytes_reserved_after(events: list[dict], event: int) -> int:
 
 
 def _holder_lines(held: pd.DataFrame, peak: int, unit: str, scale: int) -> list[Line]:
-    """Name the lines of code whose allocations make up the peak, largest first."""
+    """Name the source lines whose allocations make up the peak, largest first."""
     sums = held.groupby(["file", "line", "function"])["size"].agg(["sum", "size"])
     sums = sums.sort_values("sum", ascending=False).reset_index()
     lines = []
@@ -313,7 +313,7 @@ def _holder_lines(held: pd.DataFrame, peak: int, unit: str, scale: int) -> list[
 
 
 def _location_text(row: pd.Series) -> str:
-    """Format a line of code, such as "project/train.py:42 in step"."""
+    """Format a source location, such as "project/train.py:42 in step"."""
     if not row["file"]:
         return clean(row["function"])
     file = "/".join(Path(row["file"]).parts[-2:])

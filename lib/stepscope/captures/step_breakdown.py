@@ -26,7 +26,7 @@ HOST_COPY = re.compile(r"HtoD|DtoH|Host|Pinned|Pageable", re.IGNORECASE)  # appl
 TENSOR_CORES = re.compile(r"tf32|s1688|s16816|tensorop|hmma|wgmma", re.IGNORECASE)
 MIN_SHARE_RATED = 0.5  # minimum share of matmul time with known shapes; below it, we report no rate
 OUTLIER_RATIO = 1.25  # a step this many times slower or faster than the median is an outlier
-STARTUP_BUSY_RATIO = 2  # after the start-up, the GPU is at least this many times busier
+STARTUP_BUSY_RATIO = 2  # after a start-up, the GPU is at least this many times busier than during it
 MIN_OPS_FOR_STARTUP = 100  # with fewer operations, we don't look for a start-up
 MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no step is typical
 
@@ -35,8 +35,8 @@ MIN_SHARE_OF_STEPS = 0.5  # minimum share of steps with operations; below it, no
 class Device:
     """One process's operations on one GPU, divided into steps.
 
-    transfer_ns: the transfer time of each collective that was compared with other GPUs' kernels, by its row in
-        ``classified_ops``; empty without a comparison.
+    transfer_ns: the transfer time in ns of each collective that was compared with the kernels of other GPUs, by
+        the collective's row in ``classified_ops``; empty without a comparison.
     """
 
     capture: Capture
@@ -92,7 +92,7 @@ class Device:
 
     @cached_property
     def step_names(self) -> list[str]:
-        """Each window's step name; empty if the capture contains no steps."""
+        """The name of each window's step; empty if the capture contains no steps."""
         return self.host_steps["name"].reindex(self.first_starts.index).astype(str).tolist()
 
     @cached_property
@@ -126,7 +126,7 @@ class Device:
         return np.stack([begin, np.maximum(begin, end)], axis=1)
 
     def _end_of_step(self, step: int) -> int:
-        """Return the time in ns when a step's operations (except copies on other streams) and host range end."""
+        """Return when a step's host range and operations (except copies on other streams) have ended, in ns."""
         rows = self.all_operations
         operations = rows[
             (rows["step"] == step) & ((rows["kind"] != "memcpy") | (rows["stream"] == self.stream))
@@ -215,7 +215,7 @@ class Device:
     def outliers(self) -> list[int]:
         """The steps whose time is far from the median.
 
-        Empty if there are fewer than three steps, because neither of two steps is typical.
+        Empty if there are fewer than three steps, because with two, neither is more typical than the other.
         """
         walls = self.breakdowns["wall"]
         is_outlier = (walls > OUTLIER_RATIO * self.median["wall"]) | (
@@ -370,8 +370,8 @@ class Device:
     def kernels(self) -> pd.DataFrame:
         """Operations by name, longest first.
 
-        Columns: count and ms per step, the share of all operations' time, and one operation's median, shortest
-        and longest time in ms.
+        Columns: count and ms per step, the share of the time of all operations, and the median, shortest and
+        longest time of one operation in ms.
         """
         return self._by_name(self.operations)
 
@@ -418,7 +418,7 @@ class Device:
 
 
 def devices(capture: Capture) -> Iterator[Device]:
-    """Yield each GPU of each process; several processes may each call their GPU number 0."""
+    """Yield each GPU of each process. GPUs of different processes may have the same number."""
     groups = capture.operations.groupby(["device", "process"])
     has_several_processes = len(groups) > capture.operations["device"].nunique()
     for (device, process), rows in groups:
@@ -429,7 +429,7 @@ def devices(capture: Capture) -> Iterator[Device]:
 
 
 def busiest_device(capture: Capture, number: int | None = None) -> Device:
-    """Return the GPU with the most kernel time, considering only GPUs with this number unless it is None.
+    """Return the GPU whose operations take the most time, among the GPUs with this number if it is given.
 
     Raises:
         TraceError: the capture contains no operations in steps, or none on that GPU.
@@ -438,12 +438,12 @@ def busiest_device(capture: Capture, number: int | None = None) -> Device:
     if not gpus:
         raise TraceError(
             f"{capture.path}: all {capture.left_out:,} operations were launched before"
-            f" {'its first step' if capture.steps else 'the capture'}; expected some after that"
+            f" {'the first step' if capture.steps else 'the capture'}; expected operations after that"
         )
     candidates = [gpu for gpu in gpus if number is None or gpu.number == number]
     if not candidates:
         numbers = ", ".join(str(number) for number in sorted({gpu.number for gpu in gpus}))
-        raise TraceError(f"{capture.path}: no operations of GPU {number}; expected one of {numbers}")
+        raise TraceError(f"{capture.path}: no operations on GPU {number}; expected one of {numbers}")
     return max(candidates, key=lambda gpu: gpu.all_operations["duration_ns"].sum())
 
 

@@ -31,10 +31,11 @@ from stepscope.traces.attribution import LATEST, NEVER, PROCESS, TraceError, mat
 MAX_CANDIDATES = 50  # we consider only the range names with the most time
 MAX_STEPS = 10_000
 MIN_STEP_SHARE = 0.5  # minimum share of all operations that a step's ranges enclose
-MIN_NAMED_STEP_SHARE = 0.2  # the same for a name with a word such as "step"
-MIN_PHASE_SHARE = 0.9  # the same for a phase used as a step
+MIN_NAMED_STEP_SHARE = 0.2  # the same minimum for a name with a word such as "step"
+MIN_PHASE_SHARE = 0.9  # the same minimum for a phase whose ranges count as the steps
 MIN_GRAPH_OPS = 50  # a CUDA graph with fewer operations may be a layer
-# Share of all operations. If fewer are outside warm-ups, the warm-ups are the steps.
+# Minimum share of all operations that are launched outside warm-ups. Below it, warm-ups are treated like all other
+# ranges, and can be the steps.
 MIN_MEASURED_SHARE = 0.05
 
 
@@ -104,7 +105,7 @@ def _launch_share(rows: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -
 
 
 def _repeating_ranges(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray) -> pd.DataFrame:
-    """Return the ranges whose name repeats and which enclose the most operations.
+    """Return the ranges with the name that encloses the most operations, among the names that repeat.
 
     Names with a word such as "step" take precedence. If two names enclose the same number of operations, the name
     with more time wins.
@@ -160,7 +161,7 @@ def _graph_replays(ranges: pd.DataFrame, process: np.ndarray, launch: np.ndarray
     steps = pd.DataFrame(
         {"name": name, "start_ns": start, "end_ns": end, "key": main_replays["key"].to_numpy()}
     )
-    return steps.set_axis(range(-1 - len(steps), -1))  # avoids collisions with the rows of ranges
+    return steps.set_axis(range(-1 - len(steps), -1))  # negative, to differ from all row labels of ranges
 
 
 def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
@@ -177,5 +178,6 @@ def no_such_range(path: str, name: str, ranges: pd.DataFrame) -> TraceError:
         f"{str(name)[:60]!r} ({count})" for name, count in zip(longest["name"], longest["count"])
     )
     return TraceError(
-        f"{path}: no range is named {name}; expected one of {expected or 'none: the capture has no ranges'}"
+        f"{path}: no range is named {name};"
+        f" {f'expected one of {expected}' if expected else 'the capture has no ranges'}"
     )

@@ -42,7 +42,7 @@ from stepscope.traces.kernel_categories import MATMUL
 MIN_OPS_TO_JUDGE = 5  # with fewer operations, the bound is unknown
 MIN_SHARE_SHOWN = 0.0005  # share of the step; smaller parts are omitted
 MIN_WAITING = 0.05  # share of exposed communication; shorter waiting is omitted
-MAX_NAMED = 4  # outliers or causes of idle time in one line
+MAX_NAMED = 4  # maximum number of outliers or causes of idle time in one line
 BOUND_BY_CAUSE = {
     "sync": "sync-bound",
     "call": "host-bound",
@@ -88,7 +88,7 @@ def summarize(capture: Capture, device: int | None = None) -> list[Line]:
     gpus = [details.get((gpu.number, gpu.process), gpu) for gpu in devices(capture)]
     gaps = explain_gaps(busiest)
     causes = sum_by_cause(gaps, len(busiest.median_indices))
-    # before the lines on communication, because the comparison divides it into transfer and waiting
+    # before the lines about communication, because this comparison divides communication into transfer and waiting
     compared = _rank_lines(gpus)
     breakdowns = [_breakdown_line(gpu.name if len(gpus) > 1 else "step on GPU", gpu) for gpu in gpus]
     lines = [
@@ -116,7 +116,7 @@ def phases_of(options: Sequence[str]) -> dict[str, str] | None:
     """Parse options such as "forward=NAME" into phases by range name or pattern; return None without options.
 
     Raises:
-        TraceError: an option has a different form.
+        TraceError: an option doesn't have the form PHASE=NAME.
     """
     phases = {}
     for text in options:
@@ -190,7 +190,7 @@ def _steps_text(gpu: Device) -> str:
     from_to = " to ".join(dict.fromkeys(clean(name) for name in (names[0], names[-1])))
     text = f"{counted(count, 'step')} ({from_to})"
     if gpu.empty_steps == count:
-        text += ", but no operation's launch is in one of them"
+        text += ", but no operation was launched in any of them"
     elif gpu.empty_steps:
         text += f", {gpu.empty_steps:,} of them without GPU work"
     return text if gpu.has_steps else f"{text}: the whole capture counts as one"
@@ -272,7 +272,7 @@ def _bound_line(gpu: Device, gap_causes: pd.DataFrame, causes: pd.DataFrame) -> 
             {"unseen_graphs": graphs},
         )
     if len(gpu.operations) < MIN_OPS_TO_JUDGE:
-        return Line("bound", f"unknown: too few operations, {counted(gpu.operations, 'operation')}")
+        return Line("bound", f"unknown: the capture has only {counted(gpu.operations, 'operation')}")
     if gpu.known_launch_share < MIN_KNOWN_LAUNCH_SHARE:
         return Line(
             "bound",
@@ -353,7 +353,7 @@ def _communication_line(gpu: Device) -> Line:
     text = f"{number(total, 'ms')}, {number(1 - exposed / total, '%')} hidden"
     if exposed:
         if exposed > 0.5 * total and communicates_on_compute_stream(gpu):
-            text += ", as it runs on the compute stream"
+            text += ", because it runs on the compute stream"
         kinds = gpu.time_saved_by_label(
             gpu.running_ops["name"].astype(str).where(communicates).map(collective, na_action="ignore")
         )

@@ -28,7 +28,7 @@ def allow_recompiling(shapes: int) -> None:
 
 
 def seconds_with_compiling(step: Callable[[], Any], device: str) -> float:
-    """Run a step for the first time, which compiles it; return how many seconds it takes."""
+    """Run a step for the first time, which compiles it; return the total time in seconds."""
     synchronize = synchronizer(device)
     started = default_timer()
     step()

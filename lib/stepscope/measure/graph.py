@@ -74,7 +74,7 @@ def replay(
         at_least_s: the minimum total time of the replays, in seconds.
 
     Returns:
-        The wall time of each replay in ms, and "". If the step can't be captured: no times, and the reason.
+        The wall time of each replay in ms, and "". If the step can't be captured, an empty list and the reason.
     """
     if reason := not_capturable(device, optimizer, scaler):
         return [], reason
@@ -89,7 +89,7 @@ def replay(
             replayed_ms = wall_times_ms(samples).tolist()
         except RuntimeError as error:  # includes torch.OutOfMemoryError
             failure = capture_failure(error)
-        if failure:  # outside the handler, in which the error still holds its frames' tensors
+        if failure:  # after the handler, because inside it the error still holds the tensors of its frames
             gc.collect()
     clear()
     release(device, after_error=bool(failure))

@@ -71,7 +71,7 @@ class MemoryHistory:
         None instead of a name if the region was closed.
     gradients: addresses of the gradients at the end of backward.
     snapshot: the snapshot of PyTorch's allocator, with the history.
-    reason: why there is no history: the step ran out of memory.
+    reason: the reason why the step ran out of memory, so that there is no history; "" if it did not.
     """
 
     mode: str
@@ -107,8 +107,8 @@ class Recorder:
     """Records how many allocations there have been when each phase and range starts and ends.
 
     A step is called with the recorder as its ``phase``, and the model opens its ranges with the recorder instead
-    of the NVTX domain. So the regions of backward are known, for which the allocator's history has no Python
-    stacks.
+    of the NVTX domain. The recorder therefore also knows the regions of backward, which the allocator's history
+    can't show, because it has no Python stacks there.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -147,7 +147,7 @@ class Recorder:
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of the tensors' storages by address."""
+    """Return the size of each tensor's storage in bytes, by address."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
@@ -187,7 +187,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
         subject: the model, batch and optimizer that the steps use.
         cases: the steps by mode, in the order in which they are recorded. A step takes an optional ``phase``,
             and wraps each of its phases in ``with phase("forward"):``.
-        config: gives the number of warm-up steps, the precision and the device.
+        config: provides the number of warm-up steps, the precision and the device.
     """
     histories: list[MemoryHistory] = []
     with negligible_learning_rate(subject.optimizer):
@@ -197,7 +197,7 @@ def record_memory(subject: Subject, cases: Mapping[str, Step], config: StepConfi
 
 
 def record_case(subject: Subject, mode: str, step: Step, config: StepConfig) -> MemoryHistory:
-    """Record a case, or the reason why it ran out of memory; then free its memory."""
+    """Record a case, or the reason why the case ran out of memory; then free the case's memory."""
     failed: dict[Any, tuple[str, str]] = {}
     with out_of_memory(failed, mode):
         history = record_step(subject, mode, step, config)

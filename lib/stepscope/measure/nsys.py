@@ -30,7 +30,7 @@ class ProfiledModes:
 
 
 def profiler_here(device: str) -> tuple[str, Path | None]:
-    """Return a description of this machine's profiler, and the path of nsys, or None for torch.profiler."""
+    """Return a description of this machine's profiler, and the path of nsys (None if it is torch.profiler)."""
     if device == "cpu":
         return "torch.profiler, CPU operators", None
     nsys = find_nsys()
@@ -56,7 +56,7 @@ def read_profiled_modes(folder: Path, uses_nsys: bool, output: str) -> ProfiledM
     outcome = json.loads(text)
     file = None
     if outcome["step_modes"]:
-        # releases of nsys name the report differently if capture-range-end is repeat:1
+        # the report's name depends on the nsys release if capture-range-end is repeat:1
         reports = folder.glob("capture*.nsys-rep")
         file = next(iter(reports), None) if uses_nsys else folder / TRACE
         if file is None or not file.exists():

@@ -105,7 +105,7 @@ def unsupported_reason(error: BaseException, messages: Sequence[warnings.Warning
     """Return why an operation doesn't run, in PyTorch's words.
 
     If no attention kernel is available, PyTorch's error doesn't say why, but its warnings do. We leave out the
-    warnings of disabled backends, which say nothing more.
+    warnings about disabled backends, because they give no other reason.
 
     Args:
         error: the error of the operation.

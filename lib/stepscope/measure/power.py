@@ -50,9 +50,10 @@ class Reading(NamedTuple):
 
 @functools.cache
 def nvml_device():
-    """Return NVML's handle of this process's GPU, by UUID, because CUDA_VISIBLE_DEVICES may renumber the devices.
+    """Return the NVML handle for this process's GPU.
 
-    The GPU is the current device of the first call's thread, so each rank reads its own GPU.
+    The GPU is the current device of the thread that calls this function first, so each rank reads its own GPU.
+    We look it up by UUID, because CUDA_VISIBLE_DEVICES may renumber the devices.
     """
     pynvml.nvmlInit()
     uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
@@ -164,7 +165,7 @@ class Power:
         instead. The result is empty on a CPU.
 
         Args:
-            steps: the number of timed steps, which are the last that were read.
+            steps: the number of timed steps. They are the last steps after which the GPU was read.
         """
         if not self.is_gpu:
             return {}

@@ -42,7 +42,7 @@ WARMUP_MS, MAX_WARMUPS = 300, 10
 # The minimum number of unprofiled steps. Modes other than forward need fewer if ten steps would take longer than
 # this time.
 UNPROFILED_STEPS, UNPROFILED_MS = 10, 1500
-# The number of profiled steps after the first, whose regions have ranges.
+# The number of profiled steps after the first profiled step. Only in that first step do regions have ranges.
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 LONG_MS = 500
 
@@ -81,7 +81,7 @@ class ProfiledMode:
     reason: str = ""  # why the mode ended early: it ran out of memory
 
     def time_unprofiled(self, min_steps: int, until_enough: bool) -> pd.DataFrame:
-        """Time steps without ranges; return their total rows."""
+        """Time steps without ranges; return the rows with each step's total."""
         samples = time_steps(
             self.step,
             min_steps,
@@ -137,7 +137,7 @@ class ProfiledMode:
 
 
 def time_mode(mode: ProfiledMode) -> None:
-    """Warm up, then time unprofiled steps and read their clock."""
+    """Warm up, then time unprofiled steps and read the SM clock."""
     warmup_ms: list[float] = []
     while needs_warmup(warmup_ms):
         samples = mode.time_unprofiled(1, until_enough=False)
@@ -156,7 +156,7 @@ def needs_warmup(warmup_ms: list[float]) -> bool:
     """Return whether more warm-up steps are needed.
 
     Args:
-        warmup_ms: wall times of the warm-up steps so far; the first includes start-up.
+        warmup_ms: wall times of the warm-up steps so far, in ms. The first step includes start-up.
     """
     if not warmup_ms:
         return True
@@ -207,7 +207,7 @@ def profile(step: Step, ranged: Ranged, start_profiler: Callable[[], object]) ->
 
 
 def failed_outcome(reason: str) -> dict[str, Any]:
-    """Return the outcome of a process in which not even the weights fit."""
+    """Return the outcome of a process in which the weights alone didn't fit into memory."""
     mode = {
         "status": "oom",
         "reason": reason,

@@ -1,8 +1,8 @@
 """Profile steps with torch.profiler: which operations each phase launched, and when they ran.
 
-Under the profiler, launches take longer. Kernels hardly do: on an H200, those of naive attention took up to 2%
-longer (``python -m bench.profiler_cost``). Launches stay slower afterwards, so everything that the host times is
-timed before anything is profiled.
+Under the profiler, launches take longer, but kernels hardly do: on an H200, the kernels of naive attention took
+up to 2% longer (``python -m bench.profiler_cost``). Launches stay slower afterwards, so everything that the host
+times is timed before anything is profiled.
 """
 
 import warnings
@@ -120,5 +120,5 @@ def read(profiler: torch.profiler.profile, on_gpu: bool) -> pd.DataFrame:
         operations = profiled_operations(trace)
     has_cpu_operators = operations["name"].str.startswith("aten::").any()
     if on_gpu and has_cpu_operators:
-        raise CaptureError("the profile has operators of the CPU, but no operations of the GPU")
+        raise CaptureError("the profile has CPU operators, but no GPU operations")
     return operations

@@ -13,7 +13,7 @@ The order matters, because launches stay slower once a profiler has run in a pro
 2. Time every case: warm-up, then steps until their median is reliable, with peak memory and power.
 3. Profile every case.
 4. Replay forward and the full step as CUDA graphs.
-5. Check the readings. Impossible ones are measured again, at most twice.
+5. Check the readings. Cases with impossible readings are measured again, at most twice.
 6. Measure the device's ceilings, the rates of a large matmul and of a copy, to compute utilization.
 
 If a case runs out of memory, its row says why, and the other cases continue. The learning rate is negligible
@@ -52,7 +52,9 @@ WARMUPS, WARMUPS_IF_LONG = 2, 1  # for all cases except the first, which starts 
 PROFILED_STEPS, PROFILED_STEPS_IF_LONG = 3, 2
 REPLAYS, REPLAYS_IF_LONG = 5, 3
 REPLAYED_MODES = ("forward", "step")
-SETTLING_S = 0.5  # a power-limited step runs this long before it is profiled, so that the clock falls again
+SETTLING_S = (
+    0.5  # a power-limited step runs this long before it is profiled, so that the limit lowers the clock
+)
 
 
 @dataclass
@@ -148,7 +150,7 @@ def steps(
 
 
 def supported_precisions(config: StepConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the low precisions that this device supports, and why it doesn't support the others, by precision.
+    """Return the low precisions that this device supports, and why it doesn't support each of the others.
 
     On a CPU, only bf16 is considered, because a CPU has no TF32 and its fp16 is far slower than fp32.
     """
@@ -173,7 +175,7 @@ class Protocol:
     by: str = "precision"
     extras: bool = True
     status: dict[Case, tuple[str, str]] = field(default_factory=dict)  # only for cases without times
-    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # timed, but then out of memory
+    unprofiled: dict[Case, tuple[str, str]] = field(default_factory=dict)  # out of memory only after timing
     samples: dict[Case, pd.DataFrame] = field(default_factory=dict)
     first_samples: dict[Case, pd.DataFrame] = field(default_factory=dict)  # only for the first case
     readings: dict[Case, dict[str, Any]] = field(default_factory=dict)
@@ -225,7 +227,7 @@ class Protocol:
             self.compile_s[case] = seconds_with_compiling(self.cases[case], self.device)
         if failed:
             self.subject.forget_moments()
-        print(f"{label(case)}: its first step took {self.compile_s[case]:.1f} s")
+        print(f"{label(case)}: the first step took {self.compile_s[case]:.1f} s")
 
     # Time
 
@@ -249,7 +251,7 @@ class Protocol:
         step, mode = self.cases[case], mode_of(case)
         self.subject.reset()
         if mode != "step":
-            self.subject.forget_moments()  # so that this mode's memory doesn't include them
+            self.subject.forget_moments()  # so that this mode's memory doesn't include the moments
         reset_peak_memory(self.device)
         state = allocated_memory(self.device)
         self.readings[case] = self.readings.get(case, {}) | state  # stored first, in case memory runs out
@@ -276,7 +278,7 @@ class Protocol:
     # Profile and replay
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile some cases; their operations replace those of an earlier profile."""
+        """Profile these cases. Their operations replace the operations of an earlier profile."""
         self.completed.update(dict.fromkeys(cases, 0))
         with StepProfiler(self.device) as profile:
             for case in cases:
@@ -370,7 +372,7 @@ class Protocol:
         return times
 
     def measure_ceilings(self) -> None:
-        """Measure the ceilings. If the large matmul doesn't fit next to the weights, rates are unknown."""
+        """Measure the ceilings. If the large matmul doesn't fit next to the weights, the ceilings stay unknown."""
         failed: dict[Any, tuple[str, str]] = {}
         self.tidy(failed=True)
         with out_of_memory(failed, "ceilings"):
@@ -383,7 +385,7 @@ class Protocol:
         return list(dict.fromkeys(self.key(case)["precision"] for case in self.cases))
 
     def key(self, case: Case) -> dict[str, str]:
-        """Return a case's values of the key columns."""
+        """Return a case's values for the key columns."""
         key = {"precision": self.config.precision, "mode": mode_of(case)}
         return key | {self.by: case[0]} if isinstance(case, tuple) else key
 

@@ -1,4 +1,4 @@
-"""This device's peak rates, measured and from its data sheet, and the rates and utilization of timed steps."""
+"""Find this device's peak rates, by measurement and from its data sheet; compute rates and utilization."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +22,8 @@ MATRIX_SIZE = {"cuda": 8192, "cpu": 512}
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
 WARMUPS, REPEATS = 2, 5
 SHEET_RATES = {"fp16": "bf16"}  # data sheets give one rate for both
-FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]  # columns that assume our model
+# The columns that assume the FLOPs of our model.
+FROM_FLOPS = ["tflops", "mfu", "mfu_vs_measured_peak", "mfu_clock_adjusted"]
 
 
 def ceilings(device: str, precisions: Sequence[str] | None = None) -> dict[str, float]:
@@ -71,7 +72,7 @@ def median_ms(device: str, work: Callable[[], object]) -> float:
 
 
 def sheet_tflops(precision: str, device: str) -> float:
-    """Return the dense rate on the data sheet of this machine's device in TFLOP/s; NaN if it isn't listed."""
+    """Return the dense rate in TFLOP/s from the data sheet of this machine's device; NaN if it isn't listed."""
     sheet = data_sheet(torch.cuda.get_device_name()) if device == "cuda" else {}
     name = SHEET_RATES.get(precision, precision)
     return float(sheet.get(name, nan))

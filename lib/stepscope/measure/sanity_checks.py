@@ -1,4 +1,4 @@
-"""Sanity checks: find readings that are impossible or don't repeat.
+"""Sanity checks: find readings that are impossible or not reproducible.
 
 GPU time comes from profiled steps and wall time from unprofiled steps, so GPU time can slightly exceed wall time.
 A larger excess is impossible: something disturbed one of the two, and the case is measured again. We never drop a
@@ -21,7 +21,7 @@ MIN_DIFFERENCE_MS = 0.05  # smaller differences can come from the clocks' resolu
 MAX_REPLAY_RATIO = 1.05  # wall time of a replayed CUDA graph over the GPU time of its operations
 MAX_GAP_MS = 2e-3  # between two operations of a replayed CUDA graph
 MAX_SPREAD = 1.03  # slowest over fastest profiled step
-MAX_PHASE_RATIO = 1.10  # a phase's GPU time in another mode over that in the full step
+MAX_PHASE_RATIO = 1.10  # a phase's GPU time in another mode over its GPU time in the full step
 MAX_POWER_RATIO = 1.02  # power over the power limit
 MIN_STEPS_TO_HALVE = 4
 
@@ -38,7 +38,7 @@ def is_power_limited(row: Mapping[str, float]) -> bool:
 
 
 def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] = ()) -> str:
-    """Describe the readings of a GPU step that are impossible or don't repeat; empty if all agree.
+    """Describe the readings of a GPU step that are impossible or not reproducible; empty if all agree.
 
     Args:
         row: has ``wall_ms``, ``gpu_ms``, ``operations``, ``replayed_ms``, ``sm_clock_mhz`` and ``power_w``.
@@ -79,13 +79,16 @@ def find_inconsistencies(row: Mapping[str, float], profiled_ms: Sequence[float] 
 
 
 def _exceeds(longer_ms: float, shorter_ms: float, max_ratio: float) -> bool:
-    """Return whether a time exceeds another by more than a ratio and the clock's resolution; False for NaN."""
+    """Return whether ``longer_ms`` exceeds ``shorter_ms`` by more than the ratio and :data:`MIN_DIFFERENCE_MS`.
+
+    The result is False for NaN.
+    """
     difference_ms = longer_ms - shorter_ms
     return longer_ms > max_ratio * shorter_ms and difference_ms > MIN_DIFFERENCE_MS
 
 
 def half_medians(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Return the medians of the first and the second half of ordered values.
+    """Return the median of the first half of the values, and the median of the second half.
 
     Fewer than :data:`MIN_STEPS_TO_HALVE` values are returned unchanged.
     """

@@ -72,5 +72,5 @@ def set_learning_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def learning_rate(optimizer: Any) -> float | None:
-    """Return the rate of the optimizer's first group, for the record; None if no step uses an optimizer."""
+    """Return the learning rate of the optimizer's first group; None if no step uses an optimizer."""
     return None if optimizer is None else float(optimizer.param_groups[0]["lr"])

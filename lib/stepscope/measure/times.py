@@ -45,7 +45,7 @@ TIME_COLUMNS = [
     "inconsistent",
 ]
 TEXT_COLUMNS = [*KEYS, "phase", "replay_reason", "status", "reason", "inconsistent"]
-NULLABLE_COLUMNS = ["clock_reasons"]  # text, or None if nothing reports it
+NULLABLE_COLUMNS = ["clock_reasons"]  # columns with text, or None if unknown
 OPERATION_COLUMNS = [*KEYS, "phase", "name", "kernel_category", "count", "gpu_ms"]
 NO_SAMPLES = pd.DataFrame(columns=SAMPLE_COLUMNS)
 
@@ -105,7 +105,7 @@ def step_times(
 def _check_total(total: Mapping[str, Any], mode: str, profiled: pd.DataFrame) -> str:
     readings = dict(total)
     if mode == "step":
-        # AdamW's capturable form, which a CUDA graph needs, has other kernels than the profiled step.
+        # A CUDA graph needs AdamW's capturable form, whose kernels differ from the kernels of the profiled step.
         readings["replayed_ms"] = np.nan
     steps_ms = [gpu_time_ms(step) for step in complete_steps(profiled)]
     return find_inconsistencies(readings, steps_ms)

@@ -20,10 +20,11 @@ import torch
 from stepscope.config import TOTAL
 from stepscope.model.training_step import out_of_memory_names
 
-# Sample sizes on a GPU. If a step is GPU-bound, the median of 30 steps, or of two seconds of steps, repeats
-# within 1%. Medians of launch-bound steps don't repeat, even on an otherwise idle machine; their most stable
-# statistic is the fastest of a hundred steps, or of three seconds of steps. Long steps of a busy GPU look
-# launch-bound as well once the launch queue is full. If steps take over a second, the requested number is enough.
+# Sample sizes on a GPU. If a step is GPU-bound, the median of 30 steps, or of two seconds of steps, is
+# reproducible within 1%. Medians of launch-bound steps are not reproducible, even on an otherwise idle machine;
+# their most stable statistic is the fastest of a hundred steps, or of three seconds of steps. Long steps of a busy
+# GPU look launch-bound as well once the launch queue is full. If steps take over a second, the requested number is
+# enough.
 STEPS, STEPS_S = 30, 2.0
 LAUNCH_BOUND_STEPS, LAUNCH_BOUND_STEPS_S = 100, 3.0
 MIN_STEPS = 10
@@ -110,7 +111,7 @@ def timing_event() -> torch.cuda.Event:
 def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, float, float]]:
     """Run one step on an idle device; return (phase, ms, enqueue ms) for each phase, and then for the total.
 
-    The ms of the total are the wall time.
+    The total's time is the wall time.
     """
     synchronize = synchronizer(phases.device)
     synchronize()  # finish earlier work
@@ -127,7 +128,7 @@ def time_step(step: Callable[[Phases], Any], phases: Phases) -> list[tuple[str, 
 def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
     """Return whether the host is still enqueuing when most of the step is over.
 
-    This is a guess for when GPU time is unknown; :func:`stepscope.stats.launch_bound` decides later.
+    This is a guess that needs no GPU time; :func:`stepscope.stats.launch_bound` decides once GPU time is known.
     """
     return enqueue_ms >= LAUNCH_BOUND_ENQUEUE * wall_ms
 
@@ -135,7 +136,7 @@ def looks_launch_bound(enqueue_ms: float, wall_ms: float) -> bool:
 def has_enough_samples(rows: Sequence[tuple], min_steps: int, device: str) -> bool:
     """Return whether there are enough timed steps for a reliable median, or for a launch-bound step's minimum.
 
-    The constants above say how many steps a GPU needs; on a CPU, ``min_steps`` are enough.
+    The constants above give the number of steps that a GPU needs; on a CPU, ``min_steps`` are enough.
 
     Args:
         rows: the steps so far, as tuples of :data:`SAMPLE_COLUMNS`.

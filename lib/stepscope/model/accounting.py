@@ -72,12 +72,14 @@ class Formulas:
 
     saved: str  # tensors that a block saves for backward
     weight_cache: str  # autocast's bf16 copies of a block's weights
-    infer: dict[str, str]  # in a block without gradients, without the weight cache of earlier blocks
-    infer_head: dict[str, str]  # after the last block
-    forward: dict[str, str]  # in a block, without the saved tensors and weight cache of earlier blocks
-    loss: dict[str, str]  # without the saved tensors and weight cache of all blocks
+    infer: dict[
+        str, str
+    ]  # in a block, if no gradients are needed; excludes the weight cache of earlier blocks
+    infer_head: dict[str, str]  # after the last block, if no gradients are needed
+    forward: dict[str, str]  # in a block; excludes the saved tensors and weight cache of earlier blocks
+    loss: dict[str, str]  # excludes the saved tensors and weight cache of all blocks
     backward_head: dict[str, str]
-    # in a block, without the gradients of later blocks, and the saved tensors and weight cache of earlier blocks
+    # in a block; excludes the gradients of later blocks, and the saved tensors and weight cache of earlier blocks
     backward: dict[str, str]
     backward_end: str  # backward of the embedding, which runs last
     logits: str
@@ -166,13 +168,13 @@ FORMULAS = {
         logits="2V",
     ),
 }
-# Only naive attention runs these; with fused attention, terms() has no scores.
+# Only naive attention runs these operations. With fused attention, terms() sets the number of scores to 0.
 NAIVE_ONLY = ("attention.scores", "attention.softmax", "attention.value")
 FUSED_BACKWARD = "attention.fused: backward"
 
 
 def _fused(naive: Formulas, kernel: str, infer: dict[str, str], backward: dict[str, str]) -> Formulas:
-    """Derive the formulas of a step with fused attention from those with naive attention.
+    """Derive the formulas for a step with fused attention from the formulas for naive attention.
 
     The fused kernel saves its output and one number per row (Dao et al. 2022, algorithm 1 and appendix B).
     """
@@ -417,7 +419,7 @@ def _loss_instants(sizes: _Sizes) -> Iterator[Instant]:
     if group:
         groups = -(-sizes.layers // group)
         saved = groups * sizes.stream
-        cached = 0  # recomputation casts the weights again
+        cached = 0  # recomputation casts the weights again, so forward's copies aren't kept
     else:
         saved = sizes.layers * sizes.saved
         cached = sizes.layers * sizes.weight_cache
@@ -469,7 +471,7 @@ def _recomputation_instants(
 def _optimizer_instant(config: StepConfig, logits: int) -> Instant:
     gradients = 4 * parameter_count(config)
     variables = logits + 4
-    if config.optimizer == "foreach":  # takes the square root of all second moments at once
+    if config.optimizer == "foreach":  # "foreach" takes the square root of all second moments at once
         return Instant(
             "optimizer", None, "AdamW: foreach_sqrt", gradients, gradients=gradients, variables=variables
         )
@@ -526,7 +528,7 @@ def _rounding_share(config: StepConfig) -> float:
 def peak(config: StepConfig, mode: str = "step", blocks_per_checkpoint: int = 0) -> Peak:
     """Return the peak of a warmed-up step, or of the phases that ``mode`` runs.
 
-    The arguments are those of :func:`instants`.
+    The arguments are the same as those of :func:`instants`.
 
     Raises:
         StepscopeError: the configuration has no formulas.

@@ -27,7 +27,7 @@ def fully_optimized_bytes(config: StepConfig, moment: int = MOMENT) -> int:
     nothing saved), so the peak is at the start or at the end.
 
     Args:
-        moment: bytes per parameter of each of AdamW's moments.
+        moment: bytes per parameter for each of AdamW's two moments.
     """
     parameters = parameter_count(config)
     state = (MASTER + LOW + 2 * moment) * parameters
@@ -64,7 +64,7 @@ BASELINE_FIELDS = {
 # The formulas omit reserved memory, because its amount depends on the step.
 RESERVED = (
     "Peaks count tensors; the allocator reserves more than that. A CUDA graph, which the fully optimized step"
-    " uses, reserves more again: its memory pool keeps all tensors of one step, in addition to what earlier"
+    " uses, reserves even more: its memory pool keeps all tensors of one step, in addition to what earlier"
     " steps left in the cache. To measure peak and reserved memory for each optimization, run stepscope ladder."
 )
 
@@ -122,7 +122,7 @@ def largest_sizes(
 ) -> dict[str, list[str]]:
     """Return, for each of :data:`STEPS`, the largest size of the handout that fits at each context length.
 
-    The result is "none" where not even the smallest size fits. The arguments are those of :func:`grid`.
+    An entry is "none" if not even the smallest size fits. The arguments are the same as those of :func:`grid`.
     """
     memory = memory_gib * GIB
 
@@ -172,4 +172,4 @@ def _largest_fitting(
     def needed(number: int) -> int:
         return bytes_of(config.model_copy(update={field: number}))
 
-    return bisect_right(range(1, 2**24), memory, key=needed)  # larger values need more
+    return bisect_right(range(1, 2**24), memory, key=needed)  # larger values need more memory

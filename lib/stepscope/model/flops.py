@@ -82,7 +82,7 @@ def formula_mismatch(model: Any, config: StepConfig) -> str:
         expected = expected_shapes.get(name)
         if shape != expected:
             return (
-                f"parameter {name} is {_format_shape(shape)}, but in the model that the formulas describe it is"
+                f"parameter {name} is {_format_shape(shape)}, but in the model that the formulas describe, it is"
                 f" {_format_shape(expected)}"
             )
     return ""

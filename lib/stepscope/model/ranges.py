@@ -82,7 +82,7 @@ class Annotation:
     """
 
     def __init__(self) -> None:
-        # (first number, end, name) of each region; inner regions precede outer ones
+        # (first number, end, name) of each region; inner regions precede the regions that enclose them
         self.made: list[tuple[int, int, str]] = []
         self.output: Any = None  # the output of the last region that ended
 

@@ -17,7 +17,7 @@ def text_batches(
     batch_size: int,
     context_length: int,
 ) -> Tensor:
-    """Return token ids below 256, (steps, B, T + 1) int64 on the CPU. They are the same in every call.
+    """Return token ids below 256, (steps, B, T + 1) int64 on the CPU. Every call returns the same ids.
 
     Raises:
         StepscopeError: this Python has no ``pydoc_data``.

@@ -27,7 +27,7 @@ class Step:
 
     config: StepConfig
     model: TransformerLM
-    optimizer: Any  # torch.optim.AdamW; None if the step was built for another mode than "step"
+    optimizer: Any  # torch.optim.AdamW; None if the step was built for a mode other than "step"
     scaler: torch.amp.GradScaler
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64

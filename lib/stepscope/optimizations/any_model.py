@@ -7,7 +7,7 @@ order:
     channels_last     the memory layout of images that convolutions prefer
     bf16              autocast
     fused_adamw       one kernel updates all parameters
-    compiled_blocks   torch.compile of the repeated blocks; one is compiled for all of them
+    compiled_blocks   torch.compile of the repeated blocks, which share one compilation
     compiled_model    torch.compile of the model as one piece
     cuda_graph        the step is recorded once and replayed by a single launch
     bf16_weights      matrices are stored in bf16; the optimizer keeps fp32 masters
@@ -75,12 +75,13 @@ def fused_adamw(subject: TrainedSubject) -> None:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the model's repeated blocks, or an empty list.
 
-    The longest ``ModuleList`` or ``Sequential`` whose entries all have one type decides which type that is. A
-    network may have several lists of that type, for example one per resolution; the blocks of all of them count.
+    The blocks' type is the type of the entries in the longest ``ModuleList`` or ``Sequential`` whose entries all
+    have one type. A network may have several lists of such blocks, for example one per resolution; the blocks of
+    all lists count.
     """
     lists = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
-    of_parts = [blocks for blocks in repeated if [*blocks[0].children()]]  # not single layers
+    of_parts = [blocks for blocks in repeated if [*blocks[0].children()]]  # a single layer is not a block
     block_type = type(max(of_parts, key=len)[0]) if of_parts else None
     return [*dict.fromkeys(block for blocks in lists for block in blocks if type(block) is block_type)]
 
@@ -88,7 +89,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 def compile_module(module: nn.Module) -> None:
     """Compile a module in place.
 
-    PyTorch doesn't compile functions of its own files, so ``compile()`` does nothing for a type such as
+    PyTorch doesn't compile functions that its own files define, so ``compile()`` does nothing for a type such as
     ``nn.Sequential`` or ``nn.TransformerEncoderLayer``. A function around its ``forward`` is compiled instead.
     """
     if not type(module).__module__.startswith("torch.nn."):

@@ -15,7 +15,7 @@ from stepscope.config import RunConfig
 from stepscope.measure import storage_bytes
 from stepscope.model.training_step import AUTOCAST_DTYPES
 
-MAX_SCORES = 2**28  # scores that exist at once, 2 GiB in float64; longer sequences are split by queries
+MAX_SCORES = 2**28  # number of scores that exist at once (2 GiB in float64); for more, we split the queries
 
 
 class Inputs:
@@ -66,7 +66,7 @@ class Inputs:
 def causal_mask_mod(batch, head, query, key):
     """Return whether a query attends to a key.
 
-    This is a function of the module and not a lambda, because FlexAttention recompiles for each new function.
+    This is a module-level function instead of a lambda, because FlexAttention recompiles for each new function.
     """
     return query >= key
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MIN_CHUNK = 1024  # tokens
-MAX_CHUNKS = 8  # because each chunk is compiled separately, and larger matmuls run closer to the peak rate
+MIN_CHUNK = 1024  # in tokens
+MAX_CHUNKS = (
+    8  # few, because each chunk is compiled separately, and larger matmuls run closer to the peak rate
+)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

@@ -22,8 +22,8 @@ work, but a single outlier would then push all other numbers toward zero. With o
 affects its row.
 
 **Activations and gradients** are new in each step. A row's scale comes from its own largest magnitude ("dynamic"
-scaling). The compiled kernel that computes the tensor also finds and applies the scale: that of the norm, of
-SwiGLU, or of backward.
+scaling). The compiled kernel that computes the tensor (in the norm, in SwiGLU or in backward) also finds and
+applies the scale.
 
 **Weights** change little from step to step, and are known before the step begins. So they are rounded once, by the
 kernel that updates them (optimizer.py), while it has each new value in a register. A separate kernel would have to
@@ -70,7 +70,7 @@ from torch import Tensor, nn
 
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = torch.finfo(FP8).max
-MIN_CAPABILITY = (9, 0)  # for matmuls that apply row-wise scales
+MIN_CAPABILITY = (9, 0)  # the minimum for matmuls that apply row-wise scales
 
 
 def has_fp8(device: str) -> bool:
@@ -92,7 +92,7 @@ def layouts(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(largest: Tensor) -> Tensor:
-    """Return the powers of two by which largest magnitudes, of any shape, are divided to lie in [128, 256)."""
+    """Return a power of two for each largest magnitude, of any shape; the quotient of the two is in [128, 256)."""
     exponent = torch.frexp(largest).exponent - 8
     return torch.ldexp(torch.ones_like(largest), exponent)
 
@@ -166,7 +166,7 @@ class Fp8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # (..., K) -> (..., N)
         if self.weight.dtype != torch.bfloat16:
             raise TypeError(
-                f"got an FP8 layer with {self.weight.dtype} weights: create its MasterAdamW before you run it"
+                f"got an FP8 layer with {self.weight.dtype} weights: create MasterAdamW before you run the layer"
             )
         out = Fp8Matmul.apply(x.flatten(0, -2), self.weight, self.weight_scale, self.ones)
         return out.unflatten(0, x.shape[:-1])
@@ -186,4 +186,4 @@ def use_fp8(blocks: nn.Module) -> None:
             ones = torch.ones(1, longest, device=device)
             module.register_buffer("weight_scale", scale, persistent=False)
             module.register_buffer("ones", ones, persistent=False)
-            module.weight.fp8_scale = module.weight_scale  # where the optimizer finds and writes it
+            module.weight.fp8_scale = module.weight_scale  # the optimizer finds and writes the scale here

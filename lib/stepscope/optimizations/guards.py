@@ -65,7 +65,7 @@ def check_group(group: dict[str, Any], moments: torch.dtype) -> None:
     if moments == torch.bfloat16 and 1 - beta1 < 2**-8:
         raise ValueError(
             f"betas: got {beta1} with bf16 moments, but expected at most 1 - 2^-8:"
-            " the mean of the gradients would round to itself and never fall"
+            " with a larger beta1, the mean of the gradients would round back to itself and never fall"
         )
     for name in UNSUPPORTED:
         if group.get(name):
@@ -91,12 +91,14 @@ def check_parameters(named: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name}: got {parameter.dtype}, but expected torch.float32 or torch.bfloat16")
         if parameter.device != device:
             raise ValueError(
-                f"{name}: got a parameter on {parameter.device}, but expected {device}, where {first} is"
+                f"{name}: got a parameter on {parameter.device}, but expected {device}, the device of {first}"
             )
     wrapper = find_wrapper(named.values())
     if wrapper is None:
         return
     kinds = [base.__name__ for base in type(wrapper).__mro__]
     if DDP in kinds:
-        raise ValueError(f"make MasterAdamW before {DDP} wraps the model, which fixes the weights' dtypes")
+        raise ValueError(
+            f"create MasterAdamW before you wrap the model in {DDP}, because {DDP} fixes the weights' dtypes"
+        )
     raise ValueError(f"MasterAdamW works on one GPU or under {DDP}, but {kinds[0]} shards its parameters")

@@ -3,7 +3,7 @@
     optimizer = MasterAdamW(model, lr=3e-4, moments=torch.bfloat16)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
-`docs/master_adamw.py` is a training loop with it: its schedule, clipping, CUDA graph and resume.
+`docs/master_adamw.py` is a training loop with this optimizer: schedule, clipping, CUDA graph, and resuming.
 
 **Why two copies of a weight.** Matmuls in bf16 are many times faster than in fp32, and read half the bytes.
 Updates, however, need fp32. bf16 has 8 significant bits, so the next number above 1 is 1 + 2^-7, and an update of
@@ -37,7 +37,7 @@ copies tile by tile, one in the weight's layout and one transposed.
 **CUDA graphs** need no call after the capture: a captured step contains the addresses of its own gradients,
 and writes them to its own table in each replay. You can alternate eager steps and several graphs. The learning
 rate is a tensor on the GPU that the graph reads, so schedulers work as with eager steps. All other options
-keep the values of the capture.
+keep the values that they had during the capture.
 
 **Weights that other code writes** (a checkpoint, a clamp, DDP's broadcast) become the masters. Every in-place
 operation of PyTorch increases a parameter's version counter, and an eager step compares each counter with its
@@ -62,7 +62,7 @@ from stepscope.optimizations import adamw, fp8, guards
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # keys of a parameter's state
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.999), 1e-8, 0.01
-# The scalars of parameters without a gradient, with which a step changes nothing. In the kernel's order: kept,
+# The scalars for parameters without a gradient, which make a step change nothing. In the kernel's order: kept,
 # rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps.
 UNCHANGED = (1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0)
 
@@ -169,7 +169,7 @@ class MasterAdamW(torch.optim.Optimizer):
             names = [str(index) for index in range(len(self.parameters))]
         self.named = dict(zip(names, self.parameters))
         if len(self.named) < len(self.parameters):
-            raise ValueError("two parameters have the same name, but names must be unique")
+            raise ValueError("got two parameters with the same name, but expected unique names")
         if not self.parameters:
             raise ValueError("no parameter requires a gradient")
         self.device = self.parameters[0].device
@@ -206,7 +206,7 @@ class MasterAdamW(torch.optim.Optimizer):
         for index, parameter in enumerate(self.parameters):
             self.view(self.master, index).copy_(parameter)
             buffer = self.low if parameter.dim() > 1 else self.master
-            new_storage = torch.from_dlpack(self._flat(buffer, index))  # of the same memory
+            new_storage = torch.from_dlpack(self._flat(buffer, index))  # over the same memory
             parameter.data = new_storage.as_strided(parameter.shape, self.strides[index])
             state = {
                 "step": self.count[index],
@@ -269,11 +269,11 @@ class MasterAdamW(torch.optim.Optimizer):
         self.owners = self._owners(flat, blocks)
         self.tile_owners = self._owners(self.in_fp8, num_tiles)
         self.tiles = all_tiles.to(self.device, torch.int32)
-        self.gradients_at = [0] * num_parameters  # addresses in the table
+        self.gradients_at = [0] * num_parameters  # the addresses that the table contains
         self.table = torch.zeros(num_parameters, device=self.device, dtype=torch.int64)
 
     def _owners(self, indices: list[int], programs: list[int]) -> Tensor:
-        """Return the index of each program's parameter, int32: each index, repeated for its number of programs."""
+        """Return the parameter index of each program, int32: each index is repeated once per program."""
         owners, times = torch.tensor([indices, programs], dtype=torch.int32, device="cpu")
         by_program = owners.repeat_interleave(times)
         return by_program.to(self.device)
@@ -296,7 +296,7 @@ class MasterAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, without its frozen parameters. This works only during construction."""
         if hasattr(self, "master"):
-            raise RuntimeError("all weights share one buffer: give MasterAdamW all groups when it is made")
+            raise RuntimeError("all weights share one buffer: pass all groups when you create MasterAdamW")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         parameters = group["params"]
@@ -353,7 +353,7 @@ class MasterAdamW(torch.optim.Optimizer):
         parameters = self.named.items()
         for (name, parameter), address in zip(parameters, self.addresses):
             if parameter.data_ptr() != address:
-                raise RuntimeError(f"{name} was moved or cast after MasterAdamW was made")
+                raise RuntimeError(f"{name} was moved or cast after MasterAdamW was created")
         versions = [parameter._version for parameter in self.parameters]
         if versions == self.versions:
             return
@@ -400,7 +400,7 @@ class MasterAdamW(torch.optim.Optimizer):
         self._write_fp8(index)
 
     def _write_fp8(self, index: int) -> None:
-        """Write an FP8 weight's two layouts, and its largest magnitude, from which the next scale follows."""
+        """Write an FP8 weight's two layouts, and its largest magnitude, which determines the next scale."""
         master = self.view(self.master, index)
         self.largest[index] = master.abs().amax()
         fp8.write_layouts(self.parameters[index].data, master, self.scales[index])
@@ -453,7 +453,7 @@ class MasterAdamW(torch.optim.Optimizer):
             hook(self)
 
     def _check_state(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Raise a ValueError if a parameter's saved state is incomplete, or has other shapes."""
+        """Raise a ValueError if a parameter's saved state is incomplete, or has the wrong shapes."""
         has_masters = any("master" in state for state in saved)
         keys = ("master", *MOMENTS) if has_masters else MOMENTS
         for name, shape, state in zip(self.named, self.shapes, saved):
@@ -553,7 +553,7 @@ class MasterAdamW(torch.optim.Optimizer):
         return loss
 
     def _gradients(self) -> list[Any]:
-        """Return all gradients (None if missing); raise a RuntimeError if one is sparse or of another dtype."""
+        """Return all gradients (None if missing); raise a RuntimeError if any is sparse or has the wrong dtype."""
         gradients = [parameter.grad for parameter in self.parameters]
         for (name, parameter), gradient in zip(self.named.items(), gradients):
             if gradient is None:
@@ -571,7 +571,9 @@ class MasterAdamW(torch.optim.Optimizer):
         grouped = chain.from_iterable(group["params"] for group in self.param_groups)
         grouped_ids = list(map(id, grouped))
         if grouped_ids != list(map(id, self.parameters)):
-            raise RuntimeError("the groups contain other parameters than when MasterAdamW was made")
+            raise RuntimeError(
+                "the groups no longer contain the parameters with which MasterAdamW was created"
+            )
         if len(self.state) < len(self.parameters):
             raise RuntimeError(
                 "the state was cleared, but its tensors are views of a buffer: call reset() instead"
@@ -579,7 +581,7 @@ class MasterAdamW(torch.optim.Optimizer):
         is_frozen_trained = any(parameter.requires_grad for parameter in self.frozen)
         if is_frozen_trained:
             raise RuntimeError(
-                "a parameter requires a gradient now, but didn't when MasterAdamW was made: make a new MasterAdamW"
+                "a parameter requires a gradient now, but didn't when MasterAdamW was created: create a new one"
             )
 
     def _update(self) -> None:

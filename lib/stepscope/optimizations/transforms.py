@@ -73,7 +73,7 @@ class TrainedSubject(Subject):
         self.shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
 
     def share_program(self, other: "TrainedSubject") -> None:
-        """Use the model and the loss of an equal subject, and thereby its compiled code."""
+        """Use the model and the loss of an equal subject, so that both subjects share compiled code."""
         self.model = other.model
         self.loss = other.loss
         self.parameters = other.parameters
@@ -85,7 +85,7 @@ class TrainedSubject(Subject):
 
     @torch.no_grad()
     def load(self, seed: int) -> None:
-        """Put the weights, drawn from the seed, the optimizer and the batch on the device.
+        """Put the weights (drawn from the seed), the optimizer and the batch on the device.
 
         Raises:
             torch.OutOfMemoryError: the device's memory is too small for them.
@@ -121,7 +121,7 @@ class TrainedSubject(Subject):
 
     @torch.no_grad()
     def draw_weights(self, seed: int) -> None:
-        """Draw the weights from a seed, the same for every optimization, and restart the optimizer."""
+        """Draw the weights from a seed, equal for every optimization, and restart the optimizer."""
         weights = self.weights()
         generator = torch.Generator(self.device).manual_seed(seed)
         for name in sorted(weights):
@@ -185,7 +185,7 @@ def keeps_program(transform: Transform) -> Transform:
 
 
 def apply(transforms: Sequence[Transform], subject: TrainedSubject) -> dict[str, str]:
-    """Apply transforms in order; return the reasons why some don't apply, by the transform's name."""
+    """Apply transforms in order; return the reason why a transform doesn't apply, by the transform's name."""
     reasons = {}
     for transform in transforms:
         reason = transform(subject)

@@ -122,7 +122,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
         return result
 
     def open_row(role: str) -> np.ndarray:
-        """Return the row of the range of a role that was open at each operation's launch."""
+        """Return, for each operation, the row of the range with this role that was open at its launch."""
         rows = ranges[ranges["role"] == role]
         open_index = open_range(rows, launch_process, time_ns, strict=(path, role))
         return spread(open_index)
@@ -142,7 +142,7 @@ def attribute(records: Records) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def _roles(ranges: pd.DataFrame) -> pd.Categorical:
-    """Return the role of each range by its name: phase, step or region."""
+    """Return the role that each range has according to its name: phase, step or region."""
     roles = {STEP: "step"} | dict.fromkeys(PHASE_NAMES, "phase")
     names = ranges["name"].cat
     by_name = [roles.get(str(name), "region") for name in names.categories]
@@ -228,7 +228,8 @@ def _overlap_error(
     outer = outer_ranges[is_same_process & is_earlier].iloc[-1]
     return ConservationError(
         f"{path}: {role} '{inner['name']}' begins at {inner['start_ns']} ns within {role} "
-        f"'{outer['name']}' of {outer['start_ns']} to {outer['end_ns']} ns; expected none in another"
+        f"'{outer['name']}', which lasts from {outer['start_ns']} to {outer['end_ns']} ns; expected no {role}"
+        " within another"
     )
 
 
@@ -269,8 +270,8 @@ def _innermost_ranges(path: str, ranges: pd.DataFrame, key: np.ndarray, time_ns:
     if is_crossing.any():
         name = ranges["name"][is_crossing.argmax()]
         raise TraceError(
-            f"{path}: range '{name:.100}' ends after the range it"
-            " began in; expected the ranges of a thread to nest"
+            f"{path}: range '{name:.100}' ends after the range in which"
+            " it began; expected the ranges of a thread to nest"
         )
     steps = ranges.loc[ranges["role"] == "step"]
     step_numbers = np.full(len(ranges) + 1, -1)  # the last value is for row -1, which means "no range"
@@ -352,7 +353,7 @@ def find_launches(process: np.ndarray, correlation: np.ndarray, launches: np.nda
 
 
 def matching(names: pd.Series, predicate: Callable[[str], object]) -> np.ndarray:
-    """Return a mask of the names that fulfill a predicate. It is called once per distinct name."""
+    """Return a mask of the names that fulfill a predicate. The predicate is called once per distinct name."""
     matches = [bool(predicate(str(name))) for name in names.cat.categories]
     return np.array(matches, bool)[names.cat.codes]
 

@@ -11,8 +11,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
     """Check that phases, regions and steps each contain every operation of the capture exactly once.
 
     Args:
-        operations: the operations of load_trace.
-        totals: the result of activity_totals for the same capture.
+        operations: the operations that load_trace returns.
+        totals: the totals that activity_totals returns for the same capture.
 
     Raises:
         ConservationError: an operation occurs twice; or the number or time of a kind of operations, summed over
@@ -30,8 +30,8 @@ def check_conservation(operations: pd.DataFrame, totals: pd.DataFrame) -> None:
             expected_count, expected_ns = totals.loc[kind]
             if (count, time_ns) != (expected_count, expected_ns):
                 raise ConservationError(
-                    f"{column}s sum to {count} operations of kind {kind} and {time_ns}"
-                    f" ns; expected the capture's {expected_count} and {expected_ns} ns"
+                    f"{column}s contain {count} operations of kind {kind} with a total of {time_ns} ns;"
+                    f" expected {expected_count} operations with {expected_ns} ns, as in the capture"
                 )
 
 
@@ -52,7 +52,8 @@ def phase_clocks(operations: pd.DataFrame, ranges: pd.DataFrame) -> pd.DataFrame
     """
     if len(operations[["process", "device"]].drop_duplicates()) > 1:
         raise ConservationError(
-            "got operations of several processes or devices; expected one of each: the times of several overlap"
+            "got operations of several processes or devices, whose times overlap; expected one process and one"
+            " device"
         )
     own_ranges = ranges[(ranges["role"] != "region") & ranges["process"].isin(operations["process"])]
     name = own_ranges["name"].astype(str).mask(own_ranges["role"] == "step", TOTAL).rename("phase")

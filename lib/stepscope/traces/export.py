@@ -75,7 +75,7 @@ def load_trace(path: Path | str) -> tuple[pd.DataFrame, pd.DataFrame]:
     Returns:
         operations: one row per operation, in order of start, with the columns kind (kernel, memcpy, memset), name
             (demangled), kernel_category, start_ns, duration_ns, device, stream, correlation_id (-1 for none), row
-            (in the export's table of that kind), bytes (of a copy or fill; -1 if unknown), and those that
+            (in the export's table of that kind), bytes (of a copy or fill; -1 if unknown), and the columns that
             :func:`~stepscope.traces.attribution.attribute` adds.
         ranges: one row per range, by thread and start, with the columns name, role (phase, step, region),
             start_ns, end_ns, process, thread and step.
@@ -108,12 +108,12 @@ def read_export(
         if not has_kernels and not (graphs and whole_graphs):
             raise TraceError(
                 f"{path}: {ACTIVITIES['kernel']} has no kernels; expected a capture of a"
-                f" program that runs some{_diagnostics_text(connection)}"
+                f" program that runs kernels{_diagnostics_text(connection)}"
             )
         if graphs and not whole_graphs:
             raise TraceError(
                 f"{path}: {GRAPHS} has {graphs} CUDA graphs traced as a whole; expected"
-                " their kernels (nsys profile --cuda-graph-trace=node)"
+                " the kernels of these graphs (nsys profile --cuda-graph-trace=node)"
             )
         events, calls = (
             pool.submit(_events, path, (PUSH_POP, START_END) if domains is None else (PUSH_POP,)),
@@ -148,7 +148,9 @@ def graph_launches(path: Path | str) -> np.ndarray:
 
 
 def activity_totals(path: Path | str) -> pd.DataFrame:
-    """Count operations and sum duration_ns by kind in sqlite, as the totals of ``check_conservation``.
+    """Return the totals for ``check_conservation``: the number of operations of each kind, and their duration_ns.
+
+    SQLite computes the totals, so they don't depend on how the operations are read.
 
     Raises:
         TraceError: as in ``load_trace``.
@@ -162,7 +164,7 @@ def activity_totals(path: Path | str) -> pd.DataFrame:
 
 
 def device_names(path: Path | str) -> dict[int, str]:
-    """Return the names of GPUs by id, without those that the export lacks."""
+    """Return GPU names by id, without GPUs that the export doesn't name."""
     with _reading(path) as connection:
         has_names = {"id", "name"} <= _columns(connection, GPUS)
         rows = _rows(connection, GPUS, ["id", "name"]) if has_names else ()
@@ -266,7 +268,7 @@ def _diagnostics_text(connection: sqlite3.Connection) -> str:
     messages = sorted(
         {(-severity, one_line(text, 200)) for severity, text in rows if isinstance(severity, int)}
     )
-    return "; nsys says: " + " ".join(text for _, text in messages[:2]) if messages else ""
+    return "; nsys reports: " + " ".join(text for _, text in messages[:2]) if messages else ""
 
 
 def _uri(path: Path | str) -> str:
@@ -289,7 +291,7 @@ def _columns(connection: sqlite3.Connection, table: str) -> set[str]:
 def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
     """Return the table of NVTX events, and the SQL expression for an event's name.
 
-    The name is the event's text or a registered string, which not every export has.
+    The name is the event's text, or a registered string in exports that have such strings.
     """
     table = next((name for name in NVTX_TABLES if _has_table(connection, name)), NVTX_TABLES[0])
     registered_text = f"(SELECT value FROM {STRINGS} WHERE id = textId)"
@@ -300,7 +302,7 @@ def _nvtx_table_and_name(connection: sqlite3.Connection) -> tuple[str, str]:
 def _rows(
     connection: sqlite3.Connection, table: str, columns: Sequence[str], where: str = "1"
 ) -> Iterable[tuple]:
-    """Select rows in the table's order; none if the export lacks the table, because it has no such events."""
+    """Select rows in the table's order. An export without such events has no table; the result is then empty."""
     if not _has_table(connection, table):
         return ()
     return connection.execute(
@@ -327,7 +329,7 @@ def _arrow_columns(path: Path | str, table: str, columns: Sequence[str], where: 
         except OSError as error:  # the driver raises it if a later row has a different type
             raise TraceError(
                 f"{path}: {table} has values of several types in one column ({error}); expected"
-                " one type in each"
+                " one type in each column"
             ) from None
     return rows if len(rows) else None
 
@@ -353,14 +355,14 @@ def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
             )
         if column.null_count and name in NOT_NULL_COLUMNS:
             raise TraceError(
-                f"{path}: {table} has no value in column {name} in {column.null_count} rows,"
-                " expected one in each"
+                f"{path}: {table} has no value in column {name} in {column.null_count} rows;"
+                " expected a value in each row"
             )
         values[name] = column.fill_null(-1).to_numpy()
         least, most = LIMITS.get(name, (None, None))
         if least is not None and (wrong := (values[name] < least) | (values[name] >= most)).any():
             raise TraceError(
-                f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name},"
+                f"{path}: {table} has {values[name][wrong.argmax()]} in its column {name};"
                 f" expected {least} to {most}"
             )
     ends_early = values["end"] < values["start"] if "end" in values else np.zeros(0, bool)
@@ -368,7 +370,7 @@ def _check_values(path: Path | str, table: str, rows: pa.Table) -> np.ndarray:
         row = ends_early.argmax()
         raise TraceError(
             f"{path}: {table} has a row that ends at {values['end'][row]} ns and starts at"
-            f" {values['start'][row]} ns; expected no end before its start"
+            f" {values['start'][row]} ns; expected no row to end before it starts"
         )
     return np.stack(list(values.values()))
 
@@ -396,7 +398,7 @@ def _operations(
     if whole_graphs:
         parts.append(_graph_replays(path, connection, names))
     table = np.concatenate(parts, axis=1)
-    table = table[:, np.argsort(table[3], kind="stable")]  # by start
+    table = table[:, np.argsort(table[3], kind="stable")]  # sorted by start
     kinds, name_codes, row, start, end, device, stream, correlation, process, size = table
     name = pd.Categorical.from_codes(name_codes, list(names))
     return pd.DataFrame(
@@ -432,7 +434,7 @@ def _graph_replays(path: Path | str, connection: sqlite3.Connection, names: dict
 
 
 def _strings(connection: sqlite3.Connection, ids: np.ndarray) -> dict[int, str]:
-    """Look up strings by id."""
+    """Return the export's strings with these ids, by id."""
     query = (
         f"SELECT id, CAST(value AS TEXT) FROM {STRINGS} WHERE value IS NOT NULL"
         " AND id IN (SELECT value FROM json_each(?))"

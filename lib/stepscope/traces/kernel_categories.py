@@ -28,8 +28,8 @@ KERNEL_CATEGORIES = [
     "reduction and norm",
     "copy and cast",
     "elementwise",
-    # convolutions dominate vision models; pooling is neither a reduction nor elementwise; computing scales is
-    # an extra cost of low-precision steps
+    # separate categories, because convolutions dominate vision models, pooling is neither a reduction nor
+    # elementwise, and computing scales is an extra cost of low-precision steps
     "convolution",
     "pooling",
     "quantization",
@@ -154,10 +154,13 @@ ATTENTION_SOFTMAX, LOSS_SOFTMAX = "attention softmax", "loss softmax"
 CAST = r"(?:b?float16|float8\w*)_copy_kernel|direct_copy_kernel.*LoadWithCast|^aten::_to_copy$"
 FOREACH_COPY = re.compile(r"\bCopy(Functor)?\b")  # copies of lists of tensors, from any library
 # Kernels that apply a function to each element are named after the loop, and the function is a template argument.
-# It can be one of these, but not, for example, a reduction.
+# The function can belong to one of these categories, but it can't be, for example, a reduction.
 APPLIED = {"random", "embedding and indexing", "copy and cast", "quantization", "elementwise"}
-NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # decided by the complete name
-PREPARATION = {"embedding and indexing", OTHER}  # such a kernel may only prepare another one
+NAMED_BY_WHOLE = {"memory", "compiler-generated"}  # categories that the complete name decides
+PREPARATION = {
+    "embedding and indexing",
+    OTHER,
+}  # a kernel of these categories may only prepare another kernel
 TEMPLATE_FAMILIES = {"fused attention", "convolution", MATMUL}  # TorchInductor has templates for these
 # If no part of a name decides, the library does. These are patterns for the words of its path.
 LIBRARIES = [
@@ -225,7 +228,7 @@ def _library_family(listed: Iterable[tuple[str, re.Pattern]], path: str) -> str:
 
 
 def kernel_categories(names: Iterable[str]) -> pd.Categorical:
-    """Return the category of each name; every distinct name is matched once."""
+    """Return the category of each name. Every distinct name is matched only once."""
     column = names if isinstance(names, pd.Categorical) else pd.Series(list(names), dtype="str")
     codes, unique = pd.factorize(column)
     return pd.Categorical.from_codes(

@@ -11,10 +11,11 @@ class Parts(NamedTuple):
 
     scope: str  # its namespaces and classes, without their template arguments
     function: str  # the function's name
-    template: str  # its template arguments, after those of its classes
+    template: str  # the template arguments of its classes, and then the function's own
 
 
-# Anonymous and generic namespaces, casts that nsys writes before template constants, and compilers' suffixes.
+# Parts that we remove: anonymous and generic namespaces, casts that nsys writes before template constants, and
+# compilers' suffixes.
 _ANONYMOUS = re.compile(r"(?:<unnamed>|\(anonymous namespace\)|at::native|c10|std)::")
 _CONSTANT_CASTS = re.compile(r"\([\w: ]+\)(?=-?\d)")
 _CLONE = re.compile(r"(\.kd| \[clone[^\]]*\])+$")
@@ -26,7 +27,7 @@ _CONSTANT = re.compile(r"L\w\d*E?|L")
 
 
 def split_name(name: str) -> Parts:
-    """Split a demangled name into its parts; a mangled (Itanium ABI) or truncated name, as far as possible."""
+    """Split a demangled name into its parts. Mangled (Itanium ABI) or truncated names are split where possible."""
     name = _CLONE.sub("", name.strip())
     if name.startswith("_Z"):
         return _split_mangled(name)

@@ -29,7 +29,7 @@ REPORTS = {
     "nvtx_pushpop_sum": ("total_time_ns", "instances", "range"),
     "cuda_gpu_sum": ("total_time_ns", "instances", "category", "operation"),
     "mpi_event_sum": ("total_time_ns", "instances", "source", "name"),
-    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # the columns of cuda_api_sum, but for other calls
+    "osrt_sum": ("total_time_ns", "num_calls", "name"),  # same columns as cuda_api_sum, but other calls
 }
 OPEN_ENDED_REPORTS = {"cuda_gpu_trace", "nvtx_gpu_proj_trace", "nvtx_gpu_proj_sum", "nvtx_kern_sum"}
 STATISTICS = {"time_percent", "avg_ns", "average_ns", "med_ns", "min_ns", "max_ns", "std_dev_ns"}
@@ -73,7 +73,7 @@ EXPECTED = "expected a report of nsys stats --format csv"
 
 
 def read_nsys_csv(path: Path | str) -> pd.DataFrame:
-    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file of nsys, or its redirected output.
+    """Read a report of ``nsys stats --format csv`` (2022 to 2026): a file from nsys, or its redirected output.
 
     Args:
         path: one of the reports in :data:`REPORTS`, with or without more columns.
@@ -81,10 +81,10 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
     Returns:
         One row per line of the report, in the report's order. Columns are nsys's headings in snake case with their
         units. Times are in nanoseconds: int64 if they are counts (``total_time_ns``, ``start_ns``), float64 if
-        they are averages (``avg_ns``). Columns ``_mb`` are in 10^6 bytes, and columns ``_percent`` are
-        percentages. Counts and ids are int64, or Int64 if some rows have none. ``attrs["report"]`` is the
-        report's name. If the report says that the capture has no such data, the table is empty; it has the
-        columns of REPORTS if the file name contains the report's name.
+        they are averages (``avg_ns``). Columns that end with ``_mb`` are in 10^6 bytes, and columns that end with
+        ``_percent`` are percentages. Counts and ids are int64, or Int64 if some rows have none. The report's name
+        is in ``attrs["report"]``. If the report says that the capture has no such data, the table is empty; it
+        has the columns of REPORTS if the file name contains the report's name.
 
     Raises:
         TraceError: the file cannot be read, is not such a report, or contains several reports; a line is cut off;
@@ -94,12 +94,12 @@ def read_nsys_csv(path: Path | str) -> pd.DataFrame:
     try:
         text = decode_text(path.read_bytes())
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); {EXPECTED}") from None
+        raise TraceError(f"{path} cannot be read ({error}); {EXPECTED}") from None
     return parse_nsys_csv(text, path)
 
 
 def decode_text(data: bytes, errors: str = "strict") -> str:
-    """Decode UTF-8, or UTF-16 with a byte order mark, which PowerShell's > writes."""
+    """Decode UTF-8, or UTF-16 with a byte order mark, as written by ``>`` in PowerShell."""
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     return data.decode("utf-16" if is_utf16 else "utf-8-sig", errors)
 
@@ -112,7 +112,7 @@ def is_report(text: str) -> bool:
 
 
 def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
-    """Parse a report's text like ``read_nsys_csv``; the path is for error messages."""
+    """Parse a report's text as ``read_nsys_csv`` does; the path is for error messages."""
     lines = text.splitlines()
     heading_lines = [
         (index, report) for index, line in enumerate(lines) if (report := report_with_headings(line))
@@ -131,7 +131,7 @@ def parse_nsys_csv(text: str, path: Path | str) -> pd.DataFrame:
     text_types = {heading: str for heading in headings if column_name(heading) in TEXT_COLUMNS}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # more values than headings
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # a line has more values than headings
             table = pd.read_csv(
                 StringIO("\n".join(lines[first:end])),
                 dtype=text_types,
@@ -190,7 +190,7 @@ def column_name(heading: str) -> str:
 
 
 def _empty_table(text: str, path: Path) -> pd.DataFrame:
-    """Return an empty table if the report says that there is no such data; otherwise, raise TraceError."""
+    """Return an empty table if the report says that the capture has no such data; otherwise, raise TraceError."""
     if TEXT_TABLE.search(text):
         raise TraceError(
             f"{path} is a report in text format; {EXPECTED}"

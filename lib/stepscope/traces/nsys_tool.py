@@ -21,7 +21,7 @@ class NsysError(StepscopeError, RuntimeError):
 
 
 def find_nsys() -> Path | None:
-    """Return the nsys on the PATH, or else the newest in the usual install folders; None if there is none.
+    """Return the nsys on the PATH, or else the newest nsys in the usual install folders; None if there is none.
 
     The copy inside Nsight Compute is the last choice.
     """
@@ -84,10 +84,10 @@ def export_capture(nsys: Path, report: Path, export: Path) -> Path:
 
 
 def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str, Path]:
-    """Write CSV reports next to an export with ``nsys stats``; return the paths of those that nsys wrote.
+    """Write CSV reports next to an export with ``nsys stats``; return the paths of the reports that nsys wrote.
 
     Raises:
-        NsysError: nsys wrote none; the message quotes its output.
+        NsysError: nsys wrote no report; the message quotes the output of nsys.
     """
     # a copy, because nsys does not promise to leave its input unchanged
     copy = Path(shutil.copy(export, export.with_name("stats.sqlite")))
@@ -103,7 +103,7 @@ def make_reports(nsys: Path, export: Path, reports: tuple[str, ...]) -> dict[str
     )
     made = {name: export.with_name(f"stats_{name}.csv") for name in reports}
     if not any(path.exists() for path in made.values()):
-        raise NsysError(f"nsys stats wrote no reports of {export.name}; its output: {output}")
+        raise NsysError(f"nsys stats wrote no reports for {export.name}; its output: {output}")
     return {name: path for name, path in made.items() if path.exists()}
 
 

@@ -53,7 +53,7 @@ def find_launching_processes(
 
     An operation belongs to the process with the same label. If several processes have this label, the operation
     belongs to the only one that has a call with the same correlation id. If several have such a call, the
-    operation belongs to the process in whose part of the file it is.
+    operation belongs to the process whose part of the file contains it.
 
     Args:
         is_work, is_launch: (events,) masks of the GPU operations, and of the runtime and driver calls.
@@ -100,7 +100,7 @@ def _choose_process(
     candidates: np.ndarray,
     numbers: dict[str, int],
 ) -> np.ndarray:
-    """Return which candidate launched each operation in these rows of the events."""
+    """Return the candidate that launched the operation in each of these rows."""
     if len(candidates) == 1:
         return np.full(len(rows), candidates[0])
     ids = correlation[rows]
@@ -123,7 +123,7 @@ def _choose_process(
         process_names = ", ".join(candidate_names)
         raise AmbiguousProcess(
             f"has {is_unclear.sum():,} GPU operations that any of the processes {process_names:.200} may"
-            ' have launched; expected a trace of one process, or a label for each ("pid": "[rank 0] 11")'
+            ' have launched; expected a trace of one process, or a label for each process ("pid": "[rank 0] 11")'
         )
     part = np.searchsorted(first, rows[is_unclear], side="right") - 1
     result[is_unclear] = candidates[order][np.maximum(part, 0)]

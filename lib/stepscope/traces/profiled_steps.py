@@ -1,4 +1,4 @@
-"""Operations and GPU time of profiled steps.
+"""Read the operations of profiled steps, and compute their GPU time.
 
 Each phase has a range named ``stepscope/<case>/<step>/<phase>``, where the case is a number.
 """
@@ -39,7 +39,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
     is_phase = names.str.startswith(f"{RANGE}/")
     phases = records.ranges[is_phase]
     if phases.empty:
-        raise CaptureError("the trace has none of the named phases")
+        raise CaptureError("the trace has no named phases")
     is_known, _, time_ns = join_launches(records)
     if not is_known.all():
         unknown = len(operations) - is_known.sum()
@@ -58,7 +58,7 @@ def profiled_operations(trace: Path) -> pd.DataFrame:
             "kernel_category": inside["kernel_category"].astype(str),
             "start_ns": inside["start_ns"],
             "end_ns": inside["start_ns"] + inside["duration_ns"],
-            # one call launched several operations
+            # only the launch of a CUDA graph launches several operations
             "in_graph": inside["correlation_id"].duplicated(keep=False),
         }
     )
@@ -73,12 +73,15 @@ def complete_steps(operations: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def fastest_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of a case's fastest profiled step, because disturbances only add GPU time."""
+    """Return the operations of a case's fastest profiled step.
+
+    Disturbances only add GPU time, so the fastest step is the least disturbed.
+    """
     return min(complete_steps(operations), key=gpu_time_ms, default=operations)
 
 
 def median_step(operations: pd.DataFrame) -> pd.DataFrame:
-    """Return the operations of a case's profiled step with the median GPU time.
+    """Return the operations of the step with the median GPU time, among the profiled steps of a case.
 
     Use it for power-limited runs, in which the SM clock fluctuates.
     """

@@ -46,14 +46,14 @@ NO_WORK = re.compile(
     r"|reshape$|chunk$|split|item$)"
 )
 GLOO = re.compile("gloo:")  # collectives on a CPU
-COMPILED_LOOP = re.compile(r"graph_\d+_cpp_")  # by torch.compile on a CPU
+COMPILED_LOOP = re.compile(r"graph_\d+_cpp_")  # loops that torch.compile generates for a CPU
 # The event categories that we read.
 WORK = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 LAUNCHES, OPERATOR, RANGE = ("cuda_runtime", "cuda_driver"), "cpu_op", "user_annotation"
 GPU_RANGE = "gpu_user_annotation"
-FRAME = "python_function"  # from with_stack=True; only long ones are kept
+FRAME = "python_function"  # recorded with with_stack=True; only long frames are kept
 CATEGORIES = [*WORK, *LAUNCHES, OPERATOR, RANGE, FRAME]
-# The same categories as named by torch 1.8 to 1.11, XPUs and other accelerators' plugins.
+# The names of the same categories in torch 1.8 to 1.11, on XPUs, and with the plugins of other accelerators.
 OLD_OPERATOR = "Operator"
 ALIASES = {
     "Kernel": "kernel",
@@ -68,7 +68,7 @@ ALIASES = {
 }
 CODES = {category: code for code, category in enumerate(CATEGORIES)}
 CODES |= {alias: CODES[category] for alias, category in ALIASES.items()}
-# torch 1.8 to 1.11 wrote ranges as operators; these names are really operators or autograd's nodes.
+# torch 1.8 to 1.11 also wrote ranges as operators. Only events with these names are operators or autograd's nodes.
 OLD_OPERATORS = re.compile(r"::|Backward\d*$|^detach_?$")
 # Accelerators for which the advice to record CUDA kernels would be wrong.
 ACCELERATOR = re.compile(r"mtia|hpu|npu|tpu|ascend|privateuse", re.IGNORECASE)
@@ -134,12 +134,12 @@ def records_of_own_trace(path: Path) -> Records:
 
 
 def is_cpu_work(name: str) -> bool:
-    """Return whether an event of this name computes something on a CPU."""
+    """Return whether an event with this name computes something on a CPU."""
     return bool(COMPILED_LOOP.match(name)) or (name.startswith("aten::") and not NO_WORK.match(name))
 
 
 def cpu_work(events: pd.DataFrame) -> pd.DataFrame:
-    """Return a CPU's operators, with their self times, and gloo's collectives, on a second stream."""
+    """Return a CPU's operators with their self times, and gloo's collectives, which are put on a second stream."""
     operators = self_times(events[(events["cat"] == OPERATOR) & matching(events["name"], is_cpu_work)])
     collectives = events[(events["cat"] == RANGE) & matching(events["name"], GLOO.match)]
     category = pd.Categorical([OPERATOR] * len(collectives), events["cat"].cat.categories)
@@ -170,12 +170,12 @@ def self_times(operators: pd.DataFrame) -> pd.DataFrame:
 def build_records(
     path: str, events: pd.DataFrame, work: pd.DataFrame, ranges: np.ndarray | bool = True
 ) -> tuple[Records, np.ndarray]:
-    """Return a trace's records, and the "External id" of each operation's launch, or else of the operation itself.
+    """Return a trace's records, and the "External id" of each operation's launch (the operation's own id if none).
 
     Args:
         path: the file, for error messages.
         events: the events of a Trace.
-        work: those events that are operations. A CPU's operators are their own launches.
+        work: the events that are operations. A CPU's operators are their own launches.
         ranges: a mask of the events that may be ranges.
     """
     work = work.sort_values("start", kind="stable")
@@ -248,7 +248,7 @@ class Trace:
         work.
     header: the rest of the trace, such as devices and ranks.
     shapes: whether shapes were recorded.
-    processes: the trace's name for each process by number, such as "11" or "[TP00] 11".
+    processes: the name of each process in the trace, such as "11" or "[TP00] 11", by process number.
     unread: the number of complete events in each category that we don't read.
     xla: whether the trace names devices as XLA does (JAX, TensorFlow).
     unfinished: the number of host events that were dropped because they end before they start.
@@ -381,7 +381,7 @@ class _Reader:
         self.communicators[row] = _communicator(args)
 
     def keep_gpu_range(self, event: dict[str, Any]) -> None:
-        """Store a range of the GPU's timeline, if it has times."""
+        """Store a range from the GPU's timeline, if the range has times."""
         start, duration = event.get("ts"), event.get("dur")
         if not isinstance(start, NUMBER_TYPES) or not isinstance(duration, NUMBER_TYPES):
             return
@@ -398,7 +398,7 @@ def _exact_time(time: Any) -> float | int | Decimal:
     """Convert a time in microseconds, which some tools write as text, to a number.
 
     Raises:
-        ValueError, TypeError: the value is neither a number nor the text of one.
+        ValueError, TypeError: the value is neither a number nor text that contains only a number.
     """
     if type(time) in NUMBER_TYPES:
         return time
@@ -465,7 +465,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
     if not have_usable_numbers(numbers).all():
         _parse_json(path, text, _Reader(path, shaped, strict=True))  # raises an error that names the event
     del text
-    if isinstance(header, list):  # Chrome's other form
+    if isinstance(header, list):  # Chrome's format also allows a list of events
         header = {"traceEvents": header}
     if not isinstance(header, dict) or not isinstance(header.get("traceEvents"), list):
         raise TraceError(f"{path} has no list traceEvents; {EXPECTED}")
@@ -489,7 +489,7 @@ def read_trace(path: Path, shaped: re.Pattern | None = None) -> Trace:
 
 
 def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]]) -> tuple[np.ndarray, dict]:
-    """Return the key of each event's process and thread, and the trace's name for each process.
+    """Return the key of each event's process and thread, and the name of each process by number.
 
     Raises:
         TraceError: GPU operations may belong to any of several processes.
@@ -501,14 +501,15 @@ def _process_keys(path: Path, numbers: np.ndarray, threads: list[tuple[Any, Any]
     processes = process_numbers([names[number] for number in host_threads])
     number_of_thread = np.array([processes.get(name, 0) for name in names], np.int64)
     process = np.where(is_work, 0, number_of_thread[thread])
-    if len(launching := np.unique(process[is_launch])) == 1:  # ranges may have a pid from another namespace
+    # if only one process launches, use it everywhere, because its ranges may have a pid from another namespace
+    if len(launching := np.unique(process[is_launch])) == 1:
         process = np.where(is_work, 0, launching[0])
     try:
         process[is_work] = find_launching_processes(
             is_work, is_launch, process, correlation, thread, names, processes
         )
     except AmbiguousProcess as error:
-        raise TraceError(f"{path}: {error}") from None
+        raise TraceError(f"{path} {error}") from None
     return process << 24 | (thread + 1), {number: name for name, number in processes.items()}
 
 
@@ -535,21 +536,22 @@ def _json_problem(text: str, error: json.JSONDecodeError) -> str:
     position = error.pos
     if position >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
         return f"the file is cut off: it ends within line {text.count(chr(10)) + 1:,}"
-    location = f"is not valid JSON in line {error.lineno:,}, column {error.colno:,}"
+    location = f"not valid JSON in line {error.lineno:,}, column {error.colno:,}"
     excerpt = one_line(text[max(0, position - 20) : position + 20], 60)
     if "escape" in error.msg:
         reason = (
-            "a backslash is not escaped (as in paths of Windows: profile without with_stack, or update torch)"
+            "a backslash is not escaped (which happens with Windows paths: profile without with_stack, or update"
+            " torch)"
         )
     elif text[position] == "{":
-        reason = "a second trace begins (each process has to write its own file)"
+        reason = "a second trace begins (each process must write its own file)"
     else:
         reason = f"{error.msg[0].lower()}{error.msg[1:]}, perhaps because a quote in a name is not escaped"
     return f"{location}, near {excerpt!r}: {reason}"
 
 
 def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
-    """Return the names of GPUs by the device ids of operations, without those that the trace's header lacks.
+    """Return GPU names by the device ids of operations, without GPUs that the trace's header doesn't name.
 
     On ROCm, operations have agent ids, which also count CPU sockets, while the header counts only GPUs. Therefore,
     the header's names are used only if they are all the same.
@@ -570,27 +572,28 @@ def gpu_names(header: dict[str, Any], devices: Iterable[int]) -> dict[int, str]:
 
 
 def no_work_error(path: str, trace: Trace) -> TraceError:
-    """Return an error that a trace has no GPU work, with advice on how to record GPU work."""
+    """Return an error that says that a trace has no GPU work, and how to record GPU work."""
     accelerators = [category for category in trace.unread if ACCELERATOR.search(category)]
     operators = int((trace.events["cat"] == OPERATOR).sum())
-    expected = "expected kernels of CUDA, ROCm or XPU, recorded by torch.profiler"
+    expected = "expected CUDA, ROCm or XPU kernels, recorded by torch.profiler"
     if accelerators:
         largest = max(accelerators, key=trace.unread.__getitem__)
         contents = (
-            f"{trace.unread[largest]:,} events of the category {one_line(largest, 40)!r}, which is not read"
+            f"{trace.unread[largest]:,} events of the category {one_line(largest, 40)!r}, which stepscope doesn't"
+            " read"
         )
         return TraceError(f"{path} has {contents}; {expected}")
     if trace.xla:
         return TraceError(f"{path} is a trace of XLA (JAX or TensorFlow); {expected}")
-    only_operators = f", only {operators:,} operators of the CPU" if operators else ""
+    only_operators = f", only {operators:,} CPU operators" if operators else ""
     if any(APPLE.search(str(name)) for name in trace.events["name"].cat.categories):
         return TraceError(
-            f"{path} has no GPU work{only_operators}, because torch.profiler records no kernels of Apple's"
+            f"{path} has no GPU work{only_operators}, because torch.profiler records no kernels on Apple's"
             f" GPUs; {expected}"
         )
     return TraceError(
-        f"{path} has no GPU work{only_operators}; {expected} (on such a GPU, with"
-        " activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA] or XPU)"
+        f"{path} has no GPU work{only_operators}; {expected} (use such a GPU, and"
+        " activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], or ProfilerActivity.XPU on an XPU)"
     )
 
 
@@ -607,7 +610,7 @@ def _event_problem(path: Path, event: dict, args: dict) -> str:
     }
     text = ", ".join(f"{key} {value}" for key, value in values.items())
     return (
-        f"{path}: the event {str(event.get('name'))[:80]!r} has {text},"
+        f"{path}: the event {str(event.get('name'))[:80]!r} has {text};"
         " expected times in microseconds, no negative duration, and whole numbers as ids"
     )
 
@@ -623,4 +626,4 @@ def open_capture(path: Path) -> Iterator[IO[bytes]]:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise TraceError(f"{path}: cannot be read ({reason}); expected a complete capture") from None
+        raise TraceError(f"{path} cannot be read ({reason}); expected a complete capture") from None
