@@ -66,11 +66,6 @@ def test_phases_time_gpu_work_excluding_earlier_work(gpu):
     assert phase_times(gpu, phases, forward=2)[TOTAL] == (3, 1)
 
 
-def test_waiting_phases_are_timed_individually_on_the_host(gpu):
-    times = phase_times(gpu, Phases("cuda", wait=True), forward=10, backward=20)
-    assert times == {"forward": (11, 11), "backward": (21, 21), TOTAL: (32, 32)}
-
-
 def test_repeated_steps_start_on_an_idle_device(gpu):
     gpu.launch(5000)
     assert timing.back_to_back(lambda: gpu.launch(5), "cuda", 3) == pytest.approx([6, 5, 5])

@@ -52,14 +52,11 @@ class Phases:
     Args:
         device: "cuda" or "cpu".
         expected: the number of phases. Their events are created before timing starts.
-        wait: synchronize at the end of each phase, and use the host's time instead of events. The phases then
-            don't overlap.
     """
 
-    def __init__(self, device: str, expected: int = 4, wait: bool = False):
+    def __init__(self, device: str, expected: int = 4):
         self.device = device
-        self.wait = wait
-        self.has_events = device == "cuda" and not wait
+        self.has_events = device == "cuda"
         self.events: list[torch.cuda.Event] = []
         if self.has_events:
             self.events = [timing_event() for _ in range(expected + 1)]
@@ -88,8 +85,6 @@ class Phases:
         pass
 
     def __exit__(self, *exception) -> None:
-        if self.wait:
-            synchronizer(self.device)()
         self._record_event(len(self.host_s))
         self.host_s.append(default_timer())
 
