@@ -206,7 +206,7 @@ def test_unknown_notebook_parameter_is_rejected():
     require_parameters({"In": ["", cell, given, "# Parameters of mine\nsise = 1", "sise = 1"]}, ["steps"])
     require_parameters({}), require_parameters({"In": [given]})
     wrong = {
-        "sise = 'tiny'": "sise: no such parameter; size may be meant",
+        "sise = 'tiny'": "sise: no such parameter; did you mean size",
         "os = 1": "os: no such",
         "steps = 3": "steps: no such",
     }
