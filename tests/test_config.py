@@ -129,7 +129,7 @@ def test_edition_2026_sizes_match_the_handout():  # test_model.HANDOUT covers th
         ({"size": None}, "d_model: not given"),
         (
             {"size": None, "edition": 2026, "d_model": 8},
-            "edition: got 2026, but it only applies to a named size",
+            "edition: got 2026, but an edition only applies to a named size",
         ),
         ({"context_length": 10**5000}, "context_length: got a huge int"),
         ({"context_length": None}, "context_length: not given"),

@@ -350,7 +350,7 @@ def _format_error(error: Any, model: type[BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         return f"{field}: no such field; {_suggest(str(location[-1]), model.model_fields)}"
     if error["type"] == "missing":
-        return f"{field}: no value given, and the field has no default"
+        return f"{field}: not given, and it has no default"
     message = error["msg"]
     expected = message[0].lower() + message[1:]
     return f"{field}: got {truncated_repr(error['input'])}, but {expected}"

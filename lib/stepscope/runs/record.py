@@ -151,7 +151,7 @@ def mixed_notebook_warnings(records: Iterable[Record]) -> list[str]:
             name = config.notebook_for({"study": record.study} | record.config)
             sources.setdefault(name, set()).add(record.notebook_source)
     return [
-        f"{name}: {len(versions)} notebook versions measured these runs ({', '.join(sorted(versions))}),"
+        f"{name}: {len(versions)} notebook versions ({', '.join(sorted(versions))}) measured these runs,"
         " so differences may come from the notebook"
         for name, versions in sources.items()
         if len(versions) > 1
