@@ -85,7 +85,9 @@ def test_wide_table_keeps_the_views_order(view):
 
 
 def test_wide_table_rejects_two_rows_per_cell(view):
-    with pytest.raises(LookupError, match="several rows have the same size and launch_bound; they differ in mode"):
+    with pytest.raises(
+        LookupError, match="several rows have the same size and launch_bound; they differ in mode"
+    ):
         wide(view.assign(launch_bound=True), "size", "launch_bound", "wall_ms")
 
 

@@ -271,9 +271,7 @@ def test_timeline_shows_the_graph_replay_without_the_warmup_step(capture):
 
 
 def test_capture_with_an_unexpected_number_of_steps_is_rejected(capture):
-    with pytest.raises(
-        ConservationError, match="the capture contains 3 steps, but 2 steps were run"
-    ):
+    with pytest.raises(ConservationError, match="the capture contains 3 steps, but 2 steps were run"):
         capture(("step",) * 2)
 
 

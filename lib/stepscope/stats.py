@@ -49,9 +49,9 @@ def launch_bound(busy: float, enqueue_ms: float = np.nan, gpu_ms: float = np.nan
     """Return whether a phase or step is launch-bound; False if ``busy`` is unknown.
 
     A step is launch-bound if (1) the GPU is idle for more than 5% of the wall time and (2) the CPU takes longer to
-    enqueue the step than the GPU takes to run it. Neither condition suffices alone. Small kernels leave gaps of 2
-    µs even if the CPU is far ahead. Once the launch queue (1,024 launches) is full, the CPU must wait for the GPU,
-    so enqueuing takes almost as long as the step.
+    enqueue the step than the GPU takes to run it. Neither condition suffices alone. Small kernels leave gaps of
+    2 µs even if the CPU is far ahead. Once the launch queue (1,024 launches) is full, the CPU must wait for the
+    GPU, so enqueuing takes almost as long as the step.
 
     Args:
         busy: GPU time over wall time, or NaN.

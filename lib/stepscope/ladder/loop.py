@@ -64,9 +64,8 @@ class Case:
     subject: TrainedSubject | None = None  # has no weights until it is loaded
     program: Any = None  # the key of the subject's compiled code
     applied: tuple[str, ...] = ()  # names of the transforms that were applied
-    numbers: tuple[
-        Any, ...
-    ] = ()  # results of the first step, which show whether a transform changes anything
+    # Results of the first step, which show whether a transform changes anything.
+    numbers: tuple[Any, ...] = ()
     precision: str = "fp32"
     moments: str = "fp32"
     compiles: bool = False
@@ -235,8 +234,7 @@ class Loop:
 
         Raises:
             RuntimeError: the step is a CUDA graph, but its learning rate is a number. Replays would keep using
-            this
-                number even if the learning rate changes.
+                this number even if the learning rate changes.
         """
         subject.step = subject.eager_step  # frees the memory of an earlier graph
         with measure.negligible_learning_rate(subject.optimizer):  # capturing a graph starts with a few steps

@@ -213,9 +213,7 @@ def _typed(schema: pa.DataFrameSchema, frames: Tables) -> tuple[pd.DataFrame, di
             checks=schema.checks,
             unique=["run_id", *schema.unique],
         )
-        with suppress(
-            Exception
-        ):  # pandera's own errors, and errors that its checks raise for unexpected types
+        with suppress(Exception):  # raised by pandera, or by its checks for unexpected types
             return by_run.validate(_together(frames)), {}
     fit, wrong = {}, {}
     for run, frame in frames.items():

@@ -1,9 +1,8 @@
 """Render the templates of ``writeup/`` with the data of one full campaign, and of other datasets next to it.
 
 A folder of templates can have the name of a dataset, such as ``writeup/h100x2``. It belongs to the writeup only if
-a runs folder with this name exists next to the campaign's folder. All templates can use the dataset's views under
-its
-name: ``h100x2.strategies``.
+a runs folder with this name exists next to the campaign's folder. All templates can use the dataset's views, for
+example as ``h100x2.strategies``.
 """
 
 from collections import ChainMap

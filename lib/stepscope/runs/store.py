@@ -58,8 +58,8 @@ class Store:
         The lock is an OS file lock, so it is released even if its holder is killed.
 
         Raises:
-            StoreBusy: another process holds the lock. StoreError: the folder isn't writable, or one of its
-            subfolders is a link, through which runs would be
+            StoreBusy: another process holds the lock.
+            StoreError: the folder isn't writable, or one of its subfolders is a link, through which runs would be
                 written to another place.
         """
         with self._open_lock() as lock:

@@ -35,9 +35,8 @@ from stepscope.runs.workers import (
     local_workers,
 )
 
-SAME_REQUEST_S = (
-    1.0  # signals within this time are one request: a closing terminal sends its signal repeatedly
-)
+# Signals within this time are one request, because a closing terminal sends its signal repeatedly.
+SAME_REQUEST_S = 1.0
 
 
 @dataclass
@@ -178,8 +177,9 @@ def _require(configs: list[RunConfig], devices: list[str], store: Store, name: s
         gpus: the number of GPUs of the machine that has the most.
 
     Raises:
-        WorkersError: a device isn't available, or there are not enough GPUs. ConfigError: the CPU can't run a
-        configuration. SweepError: the sweep's runs don't belong in this folder.
+        WorkersError: a device isn't available, or there are not enough GPUs.
+        ConfigError: the CPU can't run a configuration.
+        SweepError: the sweep's runs don't belong in this folder.
     """
     for config in configs:
         if config.device not in devices:
@@ -296,9 +296,7 @@ class _Sweep:
         self.todo = dict(self.requested)
         self.done: set[str] = set()
         self.shown: Counter = Counter()  # printed lines that are already shown, by the run's folder
-        self.died: set[str] = (
-            set()
-        )  # runs whose worker has died; if a worker dies again, the run counts as failed
+        self.died: set[str] = set()  # runs whose worker has died; the second time, the run counts as failed
         self.device_name = store.device_name()
 
     def run(self) -> None:

@@ -1,9 +1,10 @@
 """Measure strategies on several GPUs: start the ranks, wait for their results, and read their profiles.
 
-results = measure_strategies(config, naive=naive) results.steps        a row per strategy: wall time, time of the
-communication on its own, memory, power results.ranks        a row per strategy and rank: the mean profiled step
-and its parts results.kernels      GPU time by strategy, rank and kernel category results.timeline     one step of
-rank 0, for a figure
+results = measure_strategies(config, naive=naive)
+results.steps        a row per strategy: wall time, time of the communication on its own, memory, power
+results.ranks        a row per strategy and rank: the mean profiled step and its parts
+results.kernels      GPU time by strategy, rank and kernel category
+results.timeline     one step of rank 0, for a figure
 """
 
 import inspect

@@ -31,9 +31,8 @@ from stepscope.optimizations import fp8
 
 MOVED_BYTES = {"fp32": 28, "bf16": 20}  # per parameter, by the type of the moments
 MAX_MEMORY_SHARE = 0.92  # share of the memory that the memory-filling batch may need by formula
-SUSTAINED_S = (
-    0.5  # duration of each of two runs: the clock settles in the first, and power is read in the second
-)
+# Duration of each of two runs: the clock settles in the first, and power is read in the second.
+SUSTAINED_S = 0.5
 
 
 def needed_flops(config: StepConfig) -> float:

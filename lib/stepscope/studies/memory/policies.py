@@ -1,10 +1,10 @@
 """Nested activation checkpoints: policies for N blocks, the memory that they keep, and how often blocks run.
 
 A policy is a list of parts. A part that is a number is a block, which runs and saves tensors for its backward. A
-part that is a list is a checkpoint: it is itself a policy, and forward keeps only its input. For example, ``[[0,
-1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice. When
-backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of nested checkpoints
-until it reaches them.
+part that is a list is a checkpoint: it is itself a policy, and forward keeps only its input. For example,
+``[[0, 1], [2, 3]]`` has two checkpoints of two blocks, and ``[[[0], [1]], [[2], [3]]]`` halves four blocks twice.
+When backward reaches a checkpoint, it runs the checkpoint's parts again, and keeps the inputs of nested
+checkpoints until it reaches them.
 
 With one level, √N checkpoints of √N blocks keep O(√N) memory and cost one more forward pass. Recursive halving
 keeps O(log N) memory and runs O(N log N) blocks (Chen et al. 2016, arXiv:1604.06174). If recomputing were free,

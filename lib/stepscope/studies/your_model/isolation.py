@@ -28,12 +28,12 @@ def call_isolated(function: Callable[..., Any], limit_s: float, *arguments: Any)
     """Return ``function(*arguments)`` from a new process.
 
     Raises:
-        ProcessFailed: the process was killed, crashed, or took longer than ``limit_s`` seconds. StepscopeError:
-        the function raised this error in the new process.
+        ProcessFailed: the process was killed, crashed, or took longer than ``limit_s`` seconds.
+        StepscopeError: the function raised this error in the new process.
     """
     current_process()._config.setdefault("tempdir", _short(_folder().name))  # type: ignore[attr-defined]
-    # By default, torch asks the CUDA driver whether there is a GPU; the processes that the server then forks could
-    # not use the GPU.
+    # Otherwise, torch would ask the CUDA driver whether there is a GPU, and processes that the server forks
+    # afterwards could not use the GPU.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

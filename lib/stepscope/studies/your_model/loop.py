@@ -39,9 +39,8 @@ GROUPS = (
     ("bf16_weights",),
     ("bf16_moments",),
 )
-NEEDS = {
-    "bf16_moments": "bf16_weights"
-}  # the needed optimization is also applied if it didn't help by itself
+# Optimizations that need another, which is then also applied if it didn't help by itself.
+NEEDS = {"bf16_moments": "bf16_weights"}
 MIN_SPEEDUP = 1.01  # minimum speedup of an optimization that is kept
 MIN_SPEEDUP_POWER_LIMITED = 1.03
 COLUMNS = ("optimization", "stack", "kept", "status", "reason", *MEASURES, "clock_reasons", "inconsistent")
@@ -207,5 +206,7 @@ def why_dropped(outcome: Outcome, before: Outcome) -> str:
     if speedup > min_speedup or math.isnan(speedup):
         return ""
     if outcome.signature is not None and outcome.signature == before.signature:
-        return "it changes nothing: operations, loss, optimizer and launch are those of the last kept step"
+        return (
+            "it changes nothing: operations, loss, optimizer and launch are the same as in the last kept step"
+        )
     return f"no faster: {number(speedup, 'x')} the speed of the last kept step"
