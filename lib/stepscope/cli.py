@@ -153,7 +153,7 @@ def _local_runs(runs: Path | None, reading: bool = False) -> Path:
     """Return ``runs``, or if it is None, this machine's runs folder, which is named after the machine's device.
 
     This machine's folder is in the checkout, where git ignores it, or in the current directory if there is no
-    checkout. When ``reading``, the local folder is used regardless of its device if it is the only one.
+    checkout. When ``reading``, if there is only one local folder, it is used regardless of its device.
     """
     if runs:
         return runs

@@ -236,7 +236,7 @@ class StepConfig(RunConfig):
     @model_validator(mode="before")
     @classmethod
     def fill_dimensions(cls, values: Any) -> Any:
-        """Fill in the dimensions if a size is named, or the name if the dimensions are those of a named size.
+        """Fill in the dimensions if a size is named, or the name if a named size has these dimensions.
 
         ``size`` can also be an unnamed size as tables format it, such as "d512 f2048 l8 h8". The optional
         ``edition``, which isn't a field, is the year of the handout that the size's name comes from.
@@ -390,7 +390,7 @@ def require_parameters(names: Mapping[str, Any], more_names: Iterable[str] = ())
 
     Args:
         names: the notebook's ``globals()``, whose history ``In`` includes the cell that papermill injects.
-        more_names: names that are allowed in addition to those of the parameters cell.
+        more_names: names that are allowed in addition to the names in the parameters cell.
 
     Raises:
         ConfigError: a parameter is unknown; the message lists the known ones.

@@ -48,7 +48,7 @@ class WorkerDied(StepscopeError, RuntimeError):
 
 
 class SchedulerGone(StepscopeError, RuntimeError):
-    """An error for an unreachable scheduler, which leaves the state of its runs unknown."""
+    """An error for a scheduler that is unreachable, so that the state of its runs is unknown."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Define the attention study's views: time, memory and error of attention alone."""
+"""Define the attention study's views: time, memory and error of attention on its own."""
 
 import pandas as pd
 

@@ -66,7 +66,7 @@ def times(data: Views) -> pd.DataFrame:
     * ``launch_us`` and ``fastest_launch_us``: wall time per kernel in the median and in the fastest step, given
       only for launch-bound rows; ``kernel_us``: GPU time per kernel.
     * ``wall_std_share``: the wall time's standard deviation divided by its median.
-    * ``phase_share``: the phase's share of its mode's total GPU time.
+    * ``phase_share``: the phase's share of the total GPU time of the mode.
     * ``mfu`` (relative to the data sheet's rate) and ``matmul_rate_share`` (relative to the fastest large matmul
       in all runs with that precision): FLOPs per wall time; ``gpu_mfu``, ``gpu_matmul_rate_share`` and
       ``gpu_tflops``: FLOPs per GPU time.
@@ -447,8 +447,8 @@ def compiled(data: Views) -> pd.DataFrame:
     The uncompiled step comes from the benchmark, or from mixed_precision if the benchmark didn't measure it.
     ``wall_speedup`` (see :func:`stepscope.stats.wall_speedup`) is missing if launch-bound times usually vary by as
     much as the difference. ``break_even_steps`` is the compile time divided by the time saved per step; if either
-    step is launch-bound, the time saved is that of the fastest steps. ``other_...`` describe the non-matmul
-    kernels. ``optimizer_share`` is the optimizer's share of the compiled step's GPU time.
+    step is launch-bound, the fastest steps are compared. ``other_...`` describe the non-matmul kernels.
+    ``optimizer_share`` is the optimizer's share of the compiled step's GPU time.
     """
     made = _beside_eager(data["times"])
     launch_bound = made["launch_bound"] | made["eager_launch_bound"]

@@ -211,7 +211,7 @@ def collectives(data: Views) -> pd.DataFrame:
 def collective_costs(data: Views) -> pd.DataFrame:
     """Return one row per kind of collective: the cost per GiB and the fixed cost per call.
 
-    ``ms_per_gib`` and ``gb_per_s`` (bus bandwidth) are those of the largest collective. ``call_us`` is the time of
+    ``ms_per_gib`` and ``gb_per_s`` (bus bandwidth) come from the largest collective. ``call_us`` is the time of
     the smallest collective minus its size times ``ms_per_gib``.
     """
     found = data["collectives"].sort_values("mib", kind="stable")

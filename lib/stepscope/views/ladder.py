@@ -188,8 +188,8 @@ def steps(data: Views) -> pd.DataFrame:
       run it; ``best_ms`` is then the fastest step's wall time, and ``launch_us`` is ``best_ms`` divided by the
       number of kernels.
     * ``power_limited``: NVML names the power cap as a reason for a lowered clock.
-    * ``inconsistent``: for a power-limited step, a description of its profiled steps if they differ by more than
-      3%; otherwise empty.
+    * ``inconsistent``: for a power-limited step whose profiled steps differ by more than 3%, a description of the
+      difference; otherwise empty.
     * ``mean_...`` and costs per token: costs are sums over steps, so they are computed from the mean step time,
       ``wall_mean_ms``, instead of the median, ``wall_ms``. Older records lack ``wall_mean_ms``; for these, the
       mean step time is ``energy_per_step_j / power_w``.
@@ -252,7 +252,7 @@ def _measured(data: Views) -> pd.DataFrame:
     achieved_tflops = mean_mfu * rows.sheet_bf16_tflops
     # The reasons are missing on a CPU, and in records of version 0.2.
     reasons = rows.get("clock_reasons", pd.Series(None, rows.index)).astype("str")
-    # The recorded times use the run's own rates; the reference times use the GPU's best rates over all runs.
+    # Records contain times at the rates that the run measured; the view uses the GPU's best rates over all runs.
     is_fp8 = rows.optimization == "fp8"
     matmul_ms = (rows.matmul_ms * rows.matmul_bf16 / rows.bf16_tflops).mask(is_fp8)
     memory_traffic_ms = rows.memory_traffic_ms * rows["copy"] / rows.copy_tb_per_s

@@ -245,8 +245,8 @@ def layer_norm(data: Views) -> pd.DataFrame:
 def _expected_lost_share(rows: pd.DataFrame) -> pd.Series:
     """Return the expected share of values outside fp16's range, for mean and squares (NaN for other parts).
 
-    The standard deviation of the mean of n inputs is that of one input divided by √n. An input's square is outside
-    the range if the magnitude of the input is outside the range's square roots.
+    The mean of n inputs has the standard deviation of one input divided by √n. An input's square is outside the
+    range if the magnitude of the input is outside the range's square roots.
     """
     of_mean = rows["scale"] / math.sqrt(NORM_FEATURES)
     by_mean = _outside(FP16_MIN / of_mean, FP16_MAX / of_mean)

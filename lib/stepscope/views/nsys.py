@@ -355,9 +355,9 @@ def profiled_attention(data: Views) -> pd.DataFrame:
 
     Times are sums over all layers in one forward pass. ``matmul_flops`` counts one of the two matmuls, 2 B T²
     d_model per layer; ``softmax_flops`` counts 5 FLOPs for each of the B H T² scores per layer. ``time_share`` and
-    ``flops_share`` are the time and the FLOPs of softmax, divided by those of both matmuls. The scores of a layer
-    take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each layer, which adds up to
-    ``softmax_bytes`` over all layers.
+    ``flops_share`` are the time and the FLOPs of softmax, divided by the time and the FLOPs of both matmuls. The
+    scores of a layer take ``matrix_bytes`` in fp32. Softmax moves eight times this amount in each layer, which
+    adds up to ``softmax_bytes`` over all layers.
     """
     rows = _attention_times(data)
     dimensions = pd.DataFrame.from_dict(SIZES, orient="index").reindex(rows["size"]).set_axis(rows.index)

@@ -96,7 +96,7 @@ def needed_bytes(
 ) -> int:
     """Return the highest number of bytes in use at any time, including the creation of FlexAttention's mask.
 
-    The arguments are those of :func:`peak_parts`.
+    The arguments are the same as for :func:`peak_parts`.
     """
     batch, d, context_length = int(batch), int(d), int(context_length)
     peak = sum(peak_parts(name, batch, d, context_length, precision).values())

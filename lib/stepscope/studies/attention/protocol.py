@@ -231,7 +231,7 @@ class Protocol:
     # Profile
 
     def profile_cases(self, cases: Sequence[Case]) -> None:
-        """Profile some cases; their operations replace those of an earlier profile."""
+        """Profile cases; if a case was profiled before, the new operations replace the earlier operations."""
         with measure.StepProfiler(self.device) as profile:
             for case, inputs in self.with_inputs(cases):
                 with measure.out_of_memory(self.unprofiled, case):

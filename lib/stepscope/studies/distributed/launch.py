@@ -298,7 +298,7 @@ def timeline_table(profiles: dict[str, list[Device]]) -> pd.DataFrame:
 def steps_table(config: Config, outcomes: dict[str, Any], failed: dict[str, tuple[str, str]]) -> pd.DataFrame:
     """Return a row per strategy.
 
-    Times are those of the slowest rank, memory is the maximum over the ranks, and power is the sum over the ranks.
+    Times and memory are the maximum over the ranks, and power is the sum over the ranks.
     """
     rows = []
     for name in config.names:

@@ -81,7 +81,7 @@ class Memory:
 
 
 class Rank:
-    """A rank's state, which all of its measurements share, and the measurements."""
+    """One rank: its measurements, and the state that they share."""
 
     def __init__(self, folder: Path, config: Config):
         self.folder, self.config = folder, config

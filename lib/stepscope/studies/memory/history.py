@@ -315,7 +315,7 @@ def group_tensors(
     Args:
         what: the value of the column ``what``.
         table: one row per tensor, with ``line``, ``region``, ``tensor`` and ``size`` (bytes).
-        order: the columns to sort by: those of the table, ``count``, and ``sum`` (size times count).
+        order: the columns to sort by: columns of the table, ``count``, or ``sum`` (size times count).
     """
     groups = table.groupby(TENSOR, sort=False).size().reset_index(name="count")
     groups["sum"] = groups["size"] * groups["count"]
@@ -341,7 +341,7 @@ def source_line(line: str) -> str:
 def model_line() -> tuple[str, str]:
     """Return the model's innermost running line as "path:line", and the line's region.
 
-    The region is that of the nearest ``@region`` above the line, or "" if there is none.
+    The region is the name in the nearest ``@region`` above the line, or "" if there is none.
     """
     model = str(transformer.__file__)
     stack = walk_stack(sys._getframe())

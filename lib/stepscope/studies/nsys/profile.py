@@ -196,7 +196,7 @@ class Profile:
         """Check that no operation was lost or counted twice between the capture and the tables.
 
         Raises:
-            ConservationError: the operations, nsys's own sums, the steps or the tables don't add up.
+            ConservationError: the sums over operations, nsys's reports, steps or tables differ.
         """
         if not self.has_capture:
             return
